@@ -1,1 +1,1 @@
-"""Small checkpoints and the built-in reviews, which this project made itself, and the recipes that made them."""
+"""Small checkpoints trained by this project, the built-in reviews, and the scripts that made them."""

@@ -1,14 +1,15 @@
 """Pretrains a small BERT (12 layers, hidden 128, 3.5 million parameters): tokenizer, masked LM, distillation.
 
-No labels are used, and no dev or test text. Loss = masked LM + weight * (2 - cosine - pooler_cosine), on one forward
-pass: the mean-pooled last layer and the pooler's output, each through a throw-away projection, approach the sentence
-embedding of all-MiniLM-L6-v2. The word embeddings start where a PCA puts the teacher's.
+No labels and no dev or test texts are used. Loss = masked LM + weight * (2 - cosine - pooler_cosine), on one forward
+pass: the mean of the last layer and the pooler's output, each through a projection that is discarded afterwards, learn
+the sentence embedding of all-MiniLM-L6-v2. The word embeddings are initialised with a PCA of the teacher's.
 
     python -m mini_ee.weights.pretrain_bert --shared ../shared --out weights/bert-12x128
 
-The teacher's embeddings take 7 minutes (once, with --cache), 4,000 steps 33 minutes: two cores, 4,200 tokens a second.
-The trainer in `tokenizers` breaks ties by chance: two runs get vocabularies that differ in a few pieces. --tokenizer
-with the tokenizer.json of an earlier run takes that out; the rest is seeded, up to the rounding of threaded sums.
+On two cores the teacher's embeddings take 7 minutes (once, with --cache), and 4,000 steps 33 minutes, at 4,200 tokens
+per second. The trainer of the library `tokenizers` breaks ties at random, so vocabularies of two runs differ in a few
+tokens, unless --tokenizer gives the tokenizer.json of an earlier run. Everything else is seeded, up to the rounding of
+sums over threads.
 """
 
 import argparse
@@ -72,17 +73,17 @@ TOKENIZER_CONFIG = {
 
 
 def fold(text: str) -> str:
-    """Lower case, white space folded: texts that agree in this are the same text."""
+    """A text in lower case with single spaces; texts that are equal in this form count as the same."""
     return " ".join(text.lower().split())
 
 
 def bare(text: str) -> str:
-    """Letters and digits alone: finds the same sentence behind another tokenisation ("film's" and "film 's")."""
+    """The letters and digits of a text, to find a sentence in another tokenisation ("film's" and "film 's")."""
     return re.sub(r"[\W_]+", "", text.lower())
 
 
 def rows(path: Path) -> list[dict]:
-    """A GLUE-style file: tabs, no quoting; one line is one row whatever Unicode thinks a line is."""
+    """The rows of a GLUE file: tabs, no quoting; only a line feed ends a row, not Unicode's other line breaks."""
     lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     header = lines[0].split("\t")
     return [dict(zip(header, line.split("\t"))) for line in lines[1:]]
@@ -91,12 +92,12 @@ def rows(path: Path) -> list[dict]:
 def stories(path: Path, rng: random.Random) -> list[str]:
     """The first nine tenths of TinyStories, cut between sentences into pieces of 12 to 100 words.
 
-    Long pieces train the late positions.
+    Long pieces train the embeddings of late positions.
     """
     text = path.read_text(encoding="utf-8")
     text = text[: len(text) * 9 // 10]
     pieces = []
-    for story in text.split("<|endoftext|>")[:-1]:  # the last is cut
+    for story in text.split("<|endoftext|>")[:-1]:  # the last one is incomplete
         piece, size = [], rng.randint(12, 100)
         for sentence in re.split(r"(?<=[.!?])\s+|(?<=[.!?]\")\s+", fold_space(story)):
             words = sentence.split()
@@ -110,12 +111,12 @@ def stories(path: Path, rng: random.Random) -> list[str]:
 
 
 def fold_space(text: str) -> str:
-    """White space folded to single spaces."""
+    """A text with single spaces in place of white space."""
     return " ".join(text.split())
 
 
 def read_corpus(shared: Path, seed: int) -> tuple[list[tuple[str, str | None]], dict]:
-    """(A, B or None) for every training text that occurs in no dev or test split, each once; and the counts."""
+    """(A, B or None) for each training text or pair that is in no dev or test split, without repeats; and counts."""
     data, rng = shared / "data", random.Random(seed)
     sources = {task: [(row["sentence"], None) for row in rows(data / task / "train.tsv")] for task in SINGLE}
     for task in PAIRS:
@@ -156,8 +157,9 @@ def read_corpus(shared: Path, seed: int) -> tuple[list[tuple[str, str | None]], 
 
 
 def train_tokenizer(texts: list[str], size: int) -> Tokenizer:
-    """Uncased WordPiece. A third of the vocabulary are learned pieces; the rest are whole words, WORDS first, then by
-    frequency: a word that is one token is placed by the teacher (`place_words`) and can be a label word."""
+    """Uncased WordPiece. A third of the vocabulary is learned; the rest are whole words, first WORDS, then the most
+    frequent ones. A word that is one token has an embedding from the teacher (`place_words`) and can be a label word.
+    """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -187,7 +189,7 @@ def train_tokenizer(texts: list[str], size: int) -> Tokenizer:
 
 
 def teacher_embeddings(texts: list[str], folder: Path, cache: Path | None, batch_tokens: int = 4096) -> np.ndarray:
-    """(N, 384) float16, unit length: the mean over tokens of the teacher's last layer; from the cache if there."""
+    """The mean over tokens of the teacher's last layer, (N, 384) float16 of length 1; from the cache if possible."""
     known: dict[str, np.ndarray] = {}
     if cache and cache.exists():
         known = dict(zip(json.loads(cache.with_suffix(".json").read_text()), np.load(cache)))
@@ -217,12 +219,12 @@ def pad(ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mean_pool(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B, T, D) and (B, T) -> (B, D): the mean over the tokens that are there."""
+    """hidden (B, T, D), mask (B, T) -> (B, D): the mean over tokens without padding."""
     return (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
 
 
 def token_batches(lengths: list[int], budget: int, rng: random.Random | None = None) -> list[list[int]]:
-    """Rows of like length together, each batch at most `budget` tokens with padding; shuffled, if there is an rng."""
+    """Batches of rows of similar length, at most `budget` tokens including padding; shuffled if there is an rng."""
     noise = {i: rng.random() * 2 if rng else 0 for i in range(len(lengths))}
     batches, batch = [], []
     for i in sorted(noise, key=lambda i: lengths[i] + noise[i]):
@@ -240,10 +242,10 @@ def token_batches(lengths: list[int], budget: int, rng: random.Random | None = N
 
 
 def place_words(words: torch.Tensor, tokenizer: Tokenizer, folder: Path, std: float = 0.05) -> None:
-    """Fill the student's word embeddings, (V, D), in place, with the teacher's along their D main directions.
+    """Initialise the student's word embeddings, (V, D), with the first D principal components of the teacher's.
 
-    A piece that the teacher lacks takes the mean of the teacher's pieces that spell it. So a word too rare to be
-    learned from this corpus has a sensible place all the same.
+    A token that the teacher does not have gets the mean of the teacher's tokens that spell it. So words that are too
+    rare to be learned from this corpus have a useful embedding too.
     """
     teacher = load_backbone(folder).embeddings.word.weight.detach()
     pieces = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -270,7 +272,7 @@ class Student(nn.Module):
         self.from_pooler = nn.Linear(backbone.config.hidden_size, teacher_width)
 
     def forward(self, batch: "Batch") -> dict[str, torch.Tensor]:
-        """The losses; `right` is the share of masked tokens that are guessed."""
+        """The losses and cosines; `right` is the share of masked tokens that are predicted correctly."""
         last = self.backbone(batch.input_ids, batch.mask, batch.types)
         logits = self.backbone.lm_logits(last[batch.labels >= 0])  # (N, V): masked tokens only
         labels = batch.labels[batch.labels >= 0]
@@ -287,23 +289,23 @@ class Student(nn.Module):
 
 @dataclass
 class Batch:
-    """A masked batch and what the teacher says of its texts."""
+    """A masked batch and the teacher's embeddings of its texts."""
 
     input_ids: torch.Tensor  # (B, T), some tokens masked
     mask: torch.Tensor  # (B, T)
     types: torch.Tensor  # (B, T)
-    labels: torch.Tensor  # (B, T): the token masked there, or -1
+    labels: torch.Tensor  # (B, T): the original token if it is masked, else -1
     teacher: torch.Tensor  # (B, 384)
 
 
 def make_batch(encodings: list, teacher: np.ndarray, vocab_size: int, generator: torch.Generator) -> Batch:
-    """Masks anew each time: 15 % of the tokens, of which 80 % turn to [MASK], 10 % to any token, 10 % stay.
+    """A batch with a new random mask: 15 % of the tokens, of which 80 % become [MASK], 10 % a random token, 10 % stay.
 
-    Texts of one or two tokens are left whole: with the word gone there would be nothing to distil.
+    Texts of one or two tokens are not masked, because nothing would be left for the distillation.
     """
     input_ids, mask = pad([encoding.ids for encoding in encodings])
     types = pad([encoding.type_ids for encoding in encodings])[0]
-    chance = torch.rand(input_ids.shape, generator=generator)
+    chance = torch.rand(input_ids.shape, generator=generator)  # below .12: [MASK]; .12 to .135: stays; to .15: random
     masked = (chance < 0.15) & (input_ids > MASK) & (mask.sum(1, keepdim=True) > 4)
     labels = torch.where(masked, input_ids, -1)
     anything = torch.randint(MASK + 1, vocab_size, input_ids.shape, generator=generator)
@@ -313,7 +315,7 @@ def make_batch(encodings: list, teacher: np.ndarray, vocab_size: int, generator:
 
 
 def held_out_scores(student: Student, encodings: list, teacher: np.ndarray, seed: int) -> dict[str, float]:
-    """The losses on text that was not trained on, token- and row-weighted, always with the same masks."""
+    """The scores on held-out texts, means over tokens or texts, with the same masks each time."""
     generator, total, weight = torch.Generator().manual_seed(seed), Counter(), Counter()
     for rows in token_batches([len(encoding) for encoding in encodings], 4096):
         batch = make_batch([encodings[i] for i in rows], teacher[rows], student.backbone.config.vocab_size, generator)
@@ -327,7 +329,7 @@ def held_out_scores(student: Student, encodings: list, teacher: np.ndarray, seed
 
 
 def unigram_loss(train: list, held_out: list, vocab_size: int) -> float:
-    """What guessing by frequency alone costs per token on the held-out text: a masked LM must be far below."""
+    """The loss per held-out token if tokens are predicted by frequency alone, in nats: a masked LM must be lower."""
     count = np.bincount(np.concatenate([encoding.ids for encoding in train]), minlength=vocab_size)[MASK + 1 :] + 1
     seen = np.concatenate([encoding.ids for encoding in held_out])
     return float(-np.log(count / count.sum())[seen[seen > MASK] - MASK - 1].mean())
@@ -337,7 +339,7 @@ def unigram_loss(train: list, held_out: list, vocab_size: int) -> float:
 
 
 def train(student: Student, encodings: list, teacher: np.ndarray, args: argparse.Namespace, snapshot) -> None:
-    """MLM + weight * (1 - cosine), AdamW, linear warm-up and decay. Dropout is off: masking is noise enough."""
+    """AdamW with linear warm-up and decay. Dropout is off, because masking already adds noise."""
     rng, generator = random.Random(args.seed), torch.Generator().manual_seed(args.seed)
     decayed = [p for p in student.parameters() if p.ndim > 1]
     plain = [p for p in student.parameters() if p.ndim == 1]
@@ -352,7 +354,7 @@ def train(student: Student, encodings: list, teacher: np.ndarray, args: argparse
     start = time.time()
     with tqdm(total=args.steps, desc="pretrain", mininterval=5) as bar:
         for step in range(1, args.steps + 1):
-            queue = queue or token_batches(lengths, args.batch_tokens, rng)  # one more pass over the corpus
+            queue = queue or token_batches(lengths, args.batch_tokens, rng)  # the next epoch
             rows = queue.pop()
             batch = make_batch(
                 [encodings[i] for i in rows], teacher[rows], student.backbone.config.vocab_size, generator
@@ -389,10 +391,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--distil", type=float, default=5.0, help="weight of the distillation (%(default)s)")
     parser.add_argument("--vocabulary", type=int, default=8000, help="tokens in a new tokenizer (%(default)s)")
     parser.add_argument(
-        "--tokenizer", type=Path, help="a tokenizer.json of an earlier run: remakes that run (see above)"
+        "--tokenizer", type=Path, help="tokenizer.json of an earlier run, to repeat that run (default: train one)"
     )
-    parser.add_argument("--cache", type=Path, help="a .npy file that keeps the teacher's embeddings for the next run")
-    parser.add_argument("--snapshots", type=Path, help="folder for the state so far, replaced every --every steps")
+    parser.add_argument("--cache", type=Path, help=".npy file of the teacher's embeddings, for later runs")
+    parser.add_argument("--snapshots", type=Path, help="folder for the model so far, replaced every --every steps")
     parser.add_argument("--every", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -400,7 +402,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Corpus, tokenizer, teacher, training, and the folder with its recipe.json."""
+    """Make the corpus, the tokenizer and the teacher's embeddings, train, and write the folder with recipe.json."""
     args, start = parse(argv), time.time()
     torch.set_num_threads(args.threads)
     corpus, counts = read_corpus(args.shared, args.seed)
@@ -411,7 +413,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         tokenizer = train_tokenizer([text for row in corpus[cut:] for text in row if text], args.vocabulary)
     encode = Tokenizer.from_str(tokenizer.to_str())
-    encode.enable_truncation(MAX_TOKENS)  # in this copy: the stored one has none
+    encode.enable_truncation(MAX_TOKENS)  # only in this copy, not in the stored tokenizer
     encodings = encode.encode_batch([a if b is None else (a, b) for a, b in corpus])
     folder = args.shared / "weights" / "all-MiniLM-L6-v2"
     teacher = teacher_embeddings([a if b is None else f"{a} {b}" for a, b in corpus], folder, args.cache)
@@ -425,7 +427,7 @@ def main(argv: list[str] | None = None) -> None:
         intermediate_size=512,
         max_position_embeddings=MAX_TOKENS,
     )
-    torch.manual_seed(args.seed)  # here: drawing a teacher above must not matter
+    torch.manual_seed(args.seed)  # here, so that results do not depend on whether a teacher was loaded above
     backbone = Bert(config)
     place_words(backbone.embeddings.word.weight, tokenizer, folder)
     student = Student(backbone, teacher.shape[1])

@@ -1,6 +1,6 @@
-"""Which columns of a task's files hold the texts and the label: the usual ones, or those that options name.
+"""Finds the columns of texts and label in a task's files: the usual ones, or those that options name.
 
-Names are compared without case and without blanks around them, unless a column is spelled exactly so. No torch here.
+A name matches exactly, else without case and surrounding blanks. No torch here.
 """
 
 from dataclasses import asdict, dataclass
@@ -28,7 +28,7 @@ LABEL_COLUMNS = ("gold_label", "label", "is_duplicate", "Quality", "score")
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(Settings):
-    """How the files of a task are read. Raises ValueError where two options name the same column."""
+    """Options for reading the files of a task. Raises ValueError if two options name the same column."""
 
     text_column: str | None = option(
         None, "column that holds the text (default: sentence, text, sentence1, ...)", metavar="NAME"
@@ -61,12 +61,12 @@ class TaskOptions(Settings):
 
     @property
     def names_columns(self) -> bool:
-        """Whether the user says what columns hold: then nothing is concluded from their names."""
+        """Whether the user describes the columns: then the task is not recognised by their names."""
         return self.regression or any(name.endswith("_column") for name in self.given())
 
 
 class Columns(NamedTuple):
-    """Where the texts and the label of a row are. label is None if the file has no labels."""
+    """The names and indices of the columns of texts and label. label is None if the file has no labels."""
 
     text_names: tuple[str, ...]
     texts: tuple[int, ...]
@@ -75,9 +75,9 @@ class Columns(NamedTuple):
 
 
 def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bool) -> Columns:
-    """Find the columns in a header. labelled: the file must have a label.
+    """Find the columns in a header. labelled: the file must have labels.
 
-    Raises ValueError, of one line, where a column is missing, or is there twice.
+    Raises ValueError, of one line, if a column is missing or occurs twice.
     """
     text_names = _text_names(path, header, options)
     texts = tuple(_position(path, header, name) for name in text_names)
@@ -98,7 +98,7 @@ def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bo
 
 
 def positions(header: list[str], name: str) -> list[int]:
-    """Where a column of this name is: spelled exactly so, else in any case and with blanks around it."""
+    """Indices of the columns with this name: exact matches, else matches without case and surrounding blanks."""
     exact = [at for at, each in enumerate(header) if each == name]
     return exact or [at for at, each in enumerate(header) if each.strip().casefold() == name.strip().casefold()]
 
@@ -108,21 +108,22 @@ def _text_names(path: Path, header: list[str], options: TaskOptions) -> tuple[st
     for name, value in (("text_column", first), ("text_pair_column", second)):
         if value is not None and not positions(header, value):
             raise _missing(path, header, name, value)
-    there = [names for names in TEXT_COLUMNS if all(positions(header, name) for name in names)]
+    found = [names for names in TEXT_COLUMNS if all(positions(header, name) for name in names)]
     if second is not None:
-        there = [names for names in there if len(names) == 1]
-    if first is None and not there:
+        found = [names for names in found if len(names) == 1]
+    if first is None and not found:
         expected = "a text column (sentence, text) or two (sentence1 and sentence2, ...)"
         advice = "name it with --text-column or rename it"
         raise file_error(path, 1, expected, f"columns {shortened(header)}", advice)
     if first is not None or second is not None:
-        return tuple(filter(None, ((first,) if first is not None else there[0]) + (second,)))
-    others = {name for names in TEXT_COLUMNS for name in names if positions(header, name)} - set(there[0])
-    if others and len(there[0]) == 1:
-        expected = f"{there[0][0]} alone, or two that go together (text and text_b, sentence1 and sentence2, ...)"
+        return tuple(filter(None, ((first,) if first is not None else found[0]) + (second,)))
+    usual, *_ = found
+    others = {name for names in TEXT_COLUMNS for name in names if positions(header, name)} - set(usual)
+    if others and len(usual) == 1:
+        expected = f"{usual[0]} alone, or two that go together (text and text_b, sentence1 and sentence2, ...)"
         advice = "say with --text-column and --text-pair-column which to read"
-        raise file_error(path, 1, expected, f"{there[0][0]} and {' and '.join(sorted(others))}", advice)
-    return there[0]
+        raise file_error(path, 1, expected, f"{usual[0]} and {' and '.join(sorted(others))}", advice)
+    return usual
 
 
 def _position(path: Path, header: list[str], name: str) -> int:

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and JSON that carries its own checksum. No torch here."""
+"""Atomic writes of files and folders, and JSON files that contain their own checksum. No torch here."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from mini_ee.errors import WrongArguments
 
-STDOUT = Path("standard output")  # as errors name it
+STDOUT = Path("standard output")  # its name in errors
 
 
 def check_regular(path: Path, pipe: bool = False) -> None:
-    """Raise ValueError where the path leads to a folder, a device or a pipe. A path to nothing passes.
+    """Raise ValueError if the path is a folder, a device or a pipe; not if it does not exist.
 
-    To be called before a file is read: a device such as /dev/zero never ends. pipe: a pipe passes too.
+    Call it before a file is read: a device such as /dev/zero never ends. pipe: a pipe is allowed.
     """
     if not path.exists():
         return
@@ -30,7 +30,7 @@ def check_regular(path: Path, pipe: bool = False) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A text file that the command line names. Raises WrongArguments where it is no file or not UTF-8."""
+    """The content of a text file named on the command line. Raises WrongArguments if it is not a file or not UTF-8."""
     try:
         check_regular(path, pipe=True)
     except ValueError as error:
@@ -42,9 +42,9 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, signed: str | None = None) -> dict:
-    """A JSON object. Where it carries a checksum, the checksum has to be right.
+    """A JSON object, whose checksum is compared if it has one.
 
-    signed: a key that only files with a checksum have. Raises FileNotFoundError, or ValueError for anything wrong.
+    signed: a key that only files with a checksum have. Raises FileNotFoundError, and ValueError if it is damaged.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -64,18 +64,18 @@ def read_json(path: Path, signed: str | None = None) -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON object with the checksum of its content; a kill leaves the old file or the new one."""
+    """Write a JSON object with the checksum of its content, atomically (`write_bytes`)."""
     text = json.dumps(content | {"sha256": json_sha256(content)}, indent=2)
     write_bytes(path, (text + "\n").encode())
 
 
 def json_sha256(content: dict | Sequence) -> str:
-    """One digest over the content, whatever the order of its keys."""
+    """One digest over the content; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """The digest of a file's content, read in pieces. Raises ValueError where the path leads to no regular file."""
+    """The digest of a file's content, read in pieces. Raises ValueError if the path is not a regular file."""
     check_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -83,7 +83,7 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """The system's errors in this block name the path: that of a full disk does not say which file was written."""
+    """Adds the path to operating-system errors in this block: the error of a full disk does not name the file."""
     try:
         yield
     except OSError as error:
@@ -93,7 +93,7 @@ def errors_name(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, *content: bytes | memoryview) -> None:
-    """Write the pieces of content to a temporary file, then rename it: a kill leaves the old file or the new one."""
+    """Write the pieces to a temporary file, then rename it: if this is killed, the old or the new file is there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with errors_name(path), open(partial, "wb") as file:
@@ -108,12 +108,12 @@ def write_bytes(path: Path, *content: bytes | memoryview) -> None:
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Only one process at a time enters this block for a path. The path's parent is made.
+    """Only one process at a time may be in this block for a path. Creates the parent folder.
 
-    A lock file stands beside the path; a killed process leaves the file, but not the lock.
-    Raises FileExistsError where another process is in the block.
+    The lock is on a file next to the path. If a process is killed, the file stays, but it is not locked.
+    Raises FileExistsError if another process is in the block.
     """
-    from filelock import FileLock, Timeout  # takes longer to import than all else that a runtime without torch needs
+    from filelock import FileLock, Timeout  # slower to import than everything else that a runtime without torch needs
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,9 +136,9 @@ def sole_writer(path: Path) -> Iterator[None]:
 
 
 def copy_folder(source: Path, target: Path, without: Sequence[str] = ()) -> None:
-    """Copy the files and folders of `source` into `target`, which is there; names in `without` stay behind.
+    """Copy the files and folders of `source`, except for names in `without`, into the existing folder `target`.
 
-    Raises OSError that names the file that could not be written, ValueError for a device or a pipe in `source`.
+    Raises OSError, which names the file that could not be written, and ValueError for a device or a pipe in `source`.
     """
     for path in sorted(source.iterdir()):
         copy = target / path.name
@@ -155,10 +155,10 @@ def copy_folder(source: Path, target: Path, without: Sequence[str] = ()) -> None
 
 @contextmanager
 def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
-    """A new folder to write into. It takes its name when the block ends without an error, else it is removed.
+    """A new folder to write to, which gets its name if the block ends without an error, and is removed otherwise.
 
-    Where the name is a link, the folder that the link leads to is written. replace: a folder of that name is replaced.
-    Raises FileExistsError where the name is taken, or another process is writing it.
+    If the name is a link, the folder that it points to is written. replace: an existing folder is replaced.
+    Raises FileExistsError if the name exists or another process is writing it.
     """
     folder = Path(os.path.realpath(folder))
     partial, outgoing = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
@@ -166,7 +166,7 @@ def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
         _restore(outgoing, folder)
         if folder.exists() and not (replace and folder.is_dir()):
             raise FileExistsError(f"{folder}: is there already; name another folder or remove it")
-        for leftover in (partial, outgoing):  # of a process that was killed
+        for leftover in (partial, outgoing):  # from a process that was killed
             if leftover.exists():
                 shutil.rmtree(leftover)
         partial.mkdir()
@@ -183,6 +183,6 @@ def atomic_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
 
 
 def _restore(outgoing: Path, folder: Path) -> None:
-    """Give the old folder its name back, where a replacement stopped between the two renames."""
+    """Give the old folder its name back if a replacement was stopped between the two renames."""
     if outgoing.exists() and not folder.exists():
         os.rename(outgoing, folder)

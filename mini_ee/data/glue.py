@@ -1,15 +1,15 @@
-"""The nine tasks of GLUE (Wang et al. 2018, arXiv:1804.07461v3): labels, metrics, and the columns they are known by."""
+"""The nine tasks of GLUE (Wang et al. 2018, arXiv:1804.07461v3): labels, metrics, and columns to recognise them by."""
 
 from typing import NamedTuple
 
 
 class GlueTask(NamedTuple):
-    """A task of GLUE. label_names stand in Hugging Face's order; a regression has none."""
+    """A task of GLUE. label_names are in Hugging Face's order; a regression has none."""
 
     name: str
     label_names: tuple[str, ...]
     metrics: tuple[str, ...] = ("accuracy",)
-    columns: tuple[str, str] | None = None  # that tell it from other tasks: one of its own, its label's
+    columns: tuple[str, str] | None = None  # two columns by which its files are recognised, the second is the label
 
 
 GLUE = (

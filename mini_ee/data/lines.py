@@ -1,14 +1,14 @@
-"""A row as it comes from outside, a line or a JSON object: its texts, or one line that says what is wrong. No torch."""
+"""Parses one example, a line of text or a JSON object; errors are one line. No torch here."""
 
 import json
 from collections.abc import Sequence
 
 KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}
-"""Number of texts -> the keys that an object may have them under."""
+"""Number of texts -> the possible keys of the texts in an object."""
 
 
 def row_of_line(line: bytes, expected: int) -> tuple[str, ...]:
-    """The texts of one line, as it stands or in JSON. Raises ValueError for others than the expected number."""
+    """The texts of one line of plain text or JSON. Raises ValueError unless it has the expected number of texts."""
     text = decoded(line).rstrip("\r\n")
     if text.lstrip().startswith("{"):
         return row_of_object(json_object(text), expected)
@@ -19,7 +19,7 @@ def row_of_line(line: bytes, expected: int) -> tuple[str, ...]:
 
 
 def decoded(line: bytes) -> str:
-    """Text in UTF-8. Raises ValueError for anything else."""
+    """Bytes in UTF-8 as text. Raises ValueError for other bytes."""
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -27,7 +27,7 @@ def decoded(line: bytes) -> str:
 
 
 def json_object(text: str) -> dict:
-    """What the text holds. Raises ValueError where it is no JSON object."""
+    """The JSON object in a text. Raises ValueError if there is none."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -38,7 +38,7 @@ def json_object(text: str) -> dict:
 
 
 def row_of_object(fields: dict, expected: int) -> tuple[str, ...]:
-    """Its texts. Raises ValueError for the keys of another number of texts."""
+    """The texts of an object. Raises ValueError unless it has the keys of the expected number of texts."""
     given = {key for keys in KEYS.values() for names in keys for key in names} & fields.keys()
     for names in KEYS[expected]:
         if given == set(names):
@@ -48,9 +48,9 @@ def row_of_object(fields: dict, expected: int) -> tuple[str, ...]:
 
 
 def rows_of_object(fields: dict, expected: int) -> list[tuple[str, ...]]:
-    """The texts of its row, or of each of its rows: {"texts": [...]}, each a text or a list of so many.
+    """The texts of the object's row, or of all rows of {"texts": [...]}, each row a text or a list of texts.
 
-    Raises ValueError for anything else. What is in the place of a text is not looked at.
+    Raises ValueError for anything else. It does not check that texts are strings.
     """
     if "texts" not in fields:
         return [row_of_object(fields, expected)]

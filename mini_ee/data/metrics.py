@@ -1,12 +1,12 @@
-"""The numbers that classification tasks are scored by, as GLUE uses them, in numpy alone.
+"""Metrics of classification and regression, as in GLUE, in numpy.
 
 Sources: accuracy, F1, Matthews, Pearson and Spearman by task: Wang et al. 2018, arXiv:1804.07461v3, table 1.
          Matthews for K classes: Gorodkin 2004, "Comparing two K-category assignments by a K-category
          correlation coefficient".
 
-Every metric takes predictions (N,) and labels (N,), N >= 1, and returns a float; larger is better. Where its
-denominator is zero (one class only, a constant prediction) F1, Matthews and the correlations are 0.0: for the
-first two scikit-learn does the same, the correlations follow suit instead of being NaN.
+Every metric takes predictions (N,) and labels (N,), N >= 1, and returns a float; larger is better. If its denominator
+is zero (only one class, a constant prediction), F1, Matthews and the correlations are 0.0. scikit-learn does the same
+for the first two; its correlations are NaN.
 """
 
 import re
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
-    """The share of rows whose prediction is the label, in [0, 1].
+    """The share of examples whose prediction is the label, in [0, 1].
 
     >>> accuracy([1, 0, 1, 1], [1, 0, 0, 1])
     0.75
@@ -26,7 +26,7 @@ def accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 
 def majority(labels: np.ndarray) -> float:
-    """The accuracy of always giving the most frequent of the labels (N,), N >= 1: what a model has to beat.
+    """The accuracy of always predicting the most frequent label (N,), N >= 1: the majority baseline.
 
     >>> majority([0, 1, 1, 2])
     0.5
@@ -36,7 +36,7 @@ def majority(labels: np.ndarray) -> float:
 
 
 def f1(predictions: np.ndarray, labels: np.ndarray) -> float:
-    """Harmonic mean of class 1's precision and recall, in [0, 1]; 0.0 where nothing is or is called positive.
+    """Harmonic mean of precision and recall of class 1, in [0, 1]; 0.0 if neither labels nor predictions have class 1.
 
     >>> f1([1, 1, 0, 0], [1, 0, 1, 0])
     0.5
@@ -47,7 +47,7 @@ def f1(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 
 def matthews(predictions: np.ndarray, labels: np.ndarray) -> float:
-    """Matthews' correlation of class indices, for any number of classes, in [-1, 1]; 0.0 for one class only.
+    """Matthews' correlation of class indices, for any number of classes, in [-1, 1]; 0.0 if there is only one class.
 
     >>> matthews([1, 1, 0, 0], [1, 0, 0, 0])
     0.5773502691896258
@@ -62,7 +62,7 @@ def matthews(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 
 def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
-    """Linear correlation, in [-1, 1]; 0.0 where either side is constant.
+    """Linear correlation, in [-1, 1]; 0.0 if predictions or labels are constant.
 
     >>> pearson([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     1.0
@@ -75,7 +75,7 @@ def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 
 def spearman(predictions: np.ndarray, labels: np.ndarray) -> float:
-    """Pearson's correlation of the ranks, ties sharing their average rank; 0.0 where either side is constant.
+    """Pearson's correlation of the ranks; ties share their average rank. 0.0 if predictions or labels are constant.
 
     >>> spearman([1.0, 2.0, 300.0], [0.1, 0.2, 0.3])
     1.0
@@ -85,11 +85,11 @@ def spearman(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """Rouge-L (Lin 2004): F of the longest common subsequence of words, in [0, 1]; 0.0 where there is none, but 1.0 of
-    a text with itself.
+    """Rouge-L (Lin 2004): F1 of the longest common subsequence of words, in [0, 1]; 0.0 without common words, 1.0 for
+    equal texts.
 
-    Precision is its share of the text, recall its share of the reference; both count alike. Words are runs of letters
-    and digits in lower case, without stemming, as in the package rouge-score.
+    Precision is the subsequence's share of the text, recall its share of the reference. Words are runs of letters and
+    digits in lower case, without stemming, as in the package rouge-score.
 
     >>> rouge_l("The cat sat.", "the cat was fat")
     0.5714285714285714
@@ -97,7 +97,8 @@ def rouge_l(text: str, reference: str) -> float:
     if text == reference:
         return 1.0
     words, others = (re.findall("[a-z0-9]+", each.lower()) for each in (text, reference))
-    row = [0] * (len(others) + 1)  # of the words so far, against each beginning of the reference
+    # row[j]: the longest common subsequence of the words so far and the first j words of the reference.
+    row = [0] * (len(others) + 1)
     for word in words:
         above = row
         row = [0]
@@ -110,7 +111,7 @@ METRICS = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "pearson": pear
 
 
 def score(metric_names: Sequence[str], predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Each named metric of predictions (N,) and labels (N,). Raises: ValueError for a name not in METRICS.
+    """The named metrics of predictions (N,) and labels (N,). Raises ValueError for a name that is not in METRICS.
 
     >>> score(["accuracy", "f1"], [1, 1, 0, 0], [1, 0, 1, 0])
     {'accuracy': 0.5, 'f1': 0.5}
@@ -122,7 +123,7 @@ def score(metric_names: Sequence[str], predictions: np.ndarray, labels: np.ndarr
 
 
 def _pair(predictions: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both sides as float64 (N,). Raises: ValueError unless they are 1-D, equally long, finite, not empty."""
+    """Both as float64 (N,). Raises ValueError unless they are 1-D, equally long, finite and not empty."""
     predictions, labels = np.asarray(predictions, float), np.asarray(labels, float)
     if predictions.ndim != 1 or predictions.shape != labels.shape or not len(labels):
         raise ValueError(
@@ -139,6 +140,6 @@ def _ratio(above: float, below: float) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """1-based ranks (N,); equal values share the mean of the ranks that they take up."""
+    """Ranks (N,) from 1; equal values share the mean of their ranks."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[which]
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]  # cumsum: the last rank of each distinct value

@@ -1,28 +1,28 @@
-"""Benchmarks that a decoder answers by log-likelihood: what is asked, and how the answer is chosen.
+"""Benchmarks that a decoder answers by log-likelihood: their questions, and how an option is chosen.
 
-                  options                   the option that is chosen
-    HellaSwag     four endings of a text    log p(ending) over its length in characters is largest (Zellers et al. 2019)
-    Winogrande    two names in the blank    log p(what follows the blank) is largest: partial scoring (Trinh & Le 2018;
+                  options                   the chosen option
+    HellaSwag     four endings of a text    largest log p(ending) / its length in characters (Zellers et al. 2019)
+    Winogrande    two names in the blank    largest log p(text after the blank): partial scoring (Trinh & Le 2018;
                                             Sakaguchi et al. 2019)
-    MMLU          the letters A to D        log p(letter) is largest, after up to five answered questions of the same
-                                            subject (Hendrycks et al. 2021): as many as the context takes
-    LAMBADA       none: a cloze             right where greedy decoding writes the last word of a passage (Paperno et
+    MMLU          the letters A to D        largest log p(letter), after up to five answered questions of the same
+                                            subject (Hendrycks et al. 2021), as many as fit into the context
+    LAMBADA       none: a cloze             right if greedy decoding generates the last word of a passage (Paperno et
                                             al. 2016)
-    TinyStories   none: a cloze             the same of the last word of a sentence, the story before it given
-    any other     choices after a context   log p(choice) over its length in characters is largest
+    TinyStories   none: a cloze             the same for the last word of a sentence, after the story up to there
+    any other     choices after a context   largest log p(choice) / its length in characters
 
 Prompts and lengths are those of lm-evaluation-harness (`acc_norm` for HellaSwag, `acc` for the others).
 
-A folder is known by its files. Of several .jsonl files the one called dev or val is read, else test, never train; its
-benchmark is known by its keys (file lambada*.jsonl: text):
+A benchmark is recognised by the files in its folder. Of several .jsonl files the one named dev or val is read, else
+test, never train. Its keys determine the benchmark (in a file lambada*.jsonl: text):
 
     HellaSwag     ctx, endings, label (the number of the right ending, from 0)
     Winogrande    sentence (with the blank _), option1, option2, answer ("1" or "2"), as it is distributed; or
                   context_options, continuation, gold
     any other     context, choices, answer (the right choice, or its number from 0)
 
-The others are test/*_test.csv beside dev/*_dev.csv (MMLU), tinystories*.txt, and lambada*.txt with a passage in each
-line. Whatever is wrong with a file is one line: file:line, what was expected, what was found, what to do.
+Other formats are test/*_test.csv with dev/*_dev.csv (MMLU), tinystories*.txt, and lambada*.txt with one passage per
+line. Errors in a file are one line: file:line, what was expected, what was found, what to do.
 """
 
 import csv
@@ -32,11 +32,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.data.decoder_texts import END
+from mini_ee.data.decoder_texts import END_OF_TEXT
 from mini_ee.data.files import read_text
 from mini_ee.data.table_files import text_flaw
 
@@ -50,25 +50,25 @@ LAST_OF_TEXT = re.compile(r"(?s)(?P<context>.*\S)(?P<word>\s+\S+)\s*")
 
 
 class Question(NamedTuple):
-    """One row: options[i] is scored after contexts[i]; for a cloze there is one option, and it is the right one."""
+    """One question: options[i] is scored after contexts[i]. A cloze has one option, the right one."""
 
     contexts: tuple[str, ...]
     options: tuple[str, ...]
     answer: int  # index of the right option
-    source: int  # questions of one source (a story) are not independent
+    source: int  # questions with the same source (a story) are not independent
     introduction: str = ""
-    shots: tuple[str, ...] = ()  # answered questions, which go between the introduction and the context
+    shots: tuple[str, ...] = ()  # answered questions, between the introduction and the context
 
 
 class Request(NamedTuple):
-    """Token ids of a context and its option; the option's are those from `start` on."""
+    """Token ids of a context and its option; the option begins at `start`."""
 
     ids: list[int]
     start: int
 
 
 class QuestionRequests(NamedTuple):
-    """The requests of one question, an option each; with how many shots, and whether the context had to be cut."""
+    """The requests of one question, one per option; the number of shots; and whether the context was cut."""
 
     requests: list[Request]
     shots: int
@@ -77,7 +77,7 @@ class QuestionRequests(NamedTuple):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Questions, and how the answer is chosen: by "log_p", by "log_p a character", or "greedy"."""
+    """Questions, and the criterion for the answer: "log_p", "log_p a character" or "greedy"."""
 
     name: str
     split: str
@@ -85,14 +85,14 @@ class Benchmark:
     choice: str = "log_p"
 
     def subset(self, rows: int, seed: int) -> "Benchmark":
-        """A seeded choice of `rows` questions in the order of the file; all of them where there are no more."""
+        """A random subset of `rows` questions in the order of the file, drawn with the seed; all if there are fewer."""
         drawn = np.sort(np.random.default_rng(seed).permutation(len(self.questions))[:rows])
         return Benchmark(self.name, self.split, tuple(self.questions[row] for row in drawn), self.choice)
 
     def right(self, row: int, log_p: np.ndarray, greedy: np.ndarray) -> bool:
-        """Whether question `row` is answered. For each option, (O,): its log p, and whether greedy decoding writes it.
+        """Whether question `row` is answered correctly. Of options with equal scores the first is chosen.
 
-        Of options that score the same the first is chosen.
+        log_p (O,): of each option. greedy (O,): whether greedy decoding generates the option.
         """
         question = self.questions[row]
         if self.choice == "greedy":
@@ -103,11 +103,11 @@ class Benchmark:
 
 
 def make_requests(question: Question, encode: Callable[[str], Sequence[int]], max_tokens: int) -> QuestionRequests:
-    """Token ids of a question for a model that reads max_tokens: with as many shots as fit.
+    """Token ids of a question for a model of at most max_tokens, with as many shots as fit.
 
-    encode: a text's tokens, with what the tokenizer puts before a text (the bos token) or behind it (T5's end). An
-    option's tokens are those in which context and option together differ from the context alone. What does not fit even
-    without shots is cut at the beginning of the context, behind the bos token.
+    encode: the tokens of a text, including special tokens before it (bos) or after it (T5's eos). The option's tokens
+    begin where the tokens of context + option first differ from those of the context alone. If even a question without
+    shots does not fit, the beginning of the context is removed, but not the bos token.
     """
     for shots in range(len(question.shots), -1, -1):
         before = question.introduction + "".join(question.shots[:shots])
@@ -115,23 +115,25 @@ def make_requests(question: Question, encode: Callable[[str], Sequence[int]], ma
         fits = all(len(encode(whole)) <= max_tokens for _, whole in pairs)
         if fits or not shots:
             requests = [_request(encode(context), encode(whole)) for context, whole in pairs]
-            return QuestionRequests(
-                [_cut(request, _begins(request, encode("")), max_tokens) for request in requests], shots, not fits
-            )
+            cut = [_cut(request, _first_tokens(request, encode("")), max_tokens) for request in requests]
+            return QuestionRequests(cut, shots, not fits)
+    raise AssertionError("a question without shots is always returned")
 
 
-def _begins(request: Request, empty: Sequence[int]) -> Sequence[int]:
-    """What the tokenizer puts before a text: of an empty one's tokens those that the request begins with."""
+def _first_tokens(request: Request, empty: Sequence[int]) -> Sequence[int]:
+    """The special tokens before a text: those of an empty text, if the request begins with them."""
     return empty if request.ids[: len(empty)] == list(empty) else ()
 
 
 def _request(context: Sequence[int], whole: Sequence[int]) -> Request:
+    """context, whole: the tokens of the context, and of context + option."""
     same = (mine == theirs for mine, theirs in zip(context, whole))
     start = next((at for at, equal in enumerate(same) if not equal), len(context))
-    return Request(list(whole), min(max(start, 1), len(whole) - 1))
+    return Request(list(whole), min(max(start, 1), len(whole) - 1))  # at least one token before it and one in it
 
 
 def _cut(request: Request, first: Sequence[int], max_tokens: int) -> Request:
+    """The request with at most max_tokens. first: special tokens that stay at the beginning."""
     surplus = len(request.ids) - max_tokens
     if surplus <= 0:
         return request
@@ -142,9 +144,9 @@ def _cut(request: Request, first: Sequence[int], max_tokens: int) -> Request:
 
 
 def standard_error(right: np.ndarray, sources: np.ndarray) -> float:
-    """Of the mean of `right` (N,), where rows of one source (N,) are not independent (Miller 2024, Eq. 4).
+    """The standard error of the mean of `right` (N,), clustered by `sources` (N,): Miller 2024, Eq. 4.
 
-    sqrt(G / (G - 1) sum_g (sum_(i in g) (x_i - mean))^2) / N over the G sources; with one row each it is the usual one.
+    sqrt(G / (G - 1) sum_g (sum_(i in g) (x_i - mean))^2) / N over G sources; the usual one if each has one question.
     """
     _, group = np.unique(sources, return_inverse=True)
     totals = np.bincount(group, weights=right - right.mean())
@@ -154,9 +156,9 @@ def standard_error(right: np.ndarray, sources: np.ndarray) -> float:
 
 # ---- Task folders ----
 def load_benchmark(folder: str | Path) -> Benchmark:
-    """The benchmark in a folder; the module's docstring lists the files that it may hold.
+    """The benchmark in a folder; the docstring of this file lists the formats.
 
-    Raises FileNotFoundError where there is no such folder, ValueError where none of the files is known or one is wrong.
+    Raises FileNotFoundError if the folder does not exist, ValueError if it has no known file or a file has errors.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -171,21 +173,21 @@ def load_benchmark(folder: str | Path) -> Benchmark:
 
 
 # ---- JSON Lines ----
-Asking = tuple[tuple[str, ...], tuple[str, ...], int]
+ParsedRow = tuple[tuple[str, ...], tuple[str, ...], int]
 """The contexts, options and answer of a Question."""
 
 
-def _hellaswag(where: str, row: dict) -> Asking:
+def _hellaswag(where: str, row: dict) -> ParsedRow:
     endings = tuple(f" {ending}" for ending in _texts(where, "endings", row["endings"]))
     return (row["ctx"],) * len(endings), endings, _index(where, "label", row["label"], endings)
 
 
-def _winogrande_contexts(where: str, row: dict) -> Asking:
+def _winogrande_contexts(where: str, row: dict) -> ParsedRow:
     contexts = _texts(where, "context_options", row["context_options"])
     return contexts, (f" {row['continuation']}",) * len(contexts), _index(where, "gold", row["gold"], contexts)
 
 
-def _winogrande(where: str, row: dict) -> Asking:
+def _winogrande(where: str, row: dict) -> ParsedRow:
     before, _, after = row["sentence"].partition("_")
     if not after.strip():
         raise _error(where, "in sentence the blank _ and text behind it", row["sentence"])
@@ -195,7 +197,7 @@ def _winogrande(where: str, row: dict) -> Asking:
     return contexts, (f" {after.strip()}",) * 2, int(row["answer"]) - 1
 
 
-def _context_and_choices(where: str, row: dict) -> Asking:
+def _context_and_choices(where: str, row: dict) -> ParsedRow:
     context, choices, answer = row["context"], _texts(where, "choices", row["choices"]), row["answer"]
     if isinstance(answer, str):
         if choices.count(answer) != 1:
@@ -206,32 +208,34 @@ def _context_and_choices(where: str, row: dict) -> Asking:
     return (context,) * len(options), options, _index(where, "answer", answer, options)
 
 
-def _last_word(where: str, row: dict) -> Asking:
+def _last_word(where: str, row: dict) -> ParsedRow:
     found = LAST_OF_TEXT.fullmatch(row["text"])
     if not found:
         raise _error(where, "a text of at least two words", row["text"])
     return (found["context"],), (found["word"],), 0
 
 
-class _Layout(NamedTuple):
-    """Rows of a benchmark in JSON Lines: the types of their keys, and what they ask."""
+class _RowFormat(NamedTuple):
+    """The format of a benchmark in JSON Lines: the types of its keys, and the function that reads a row."""
 
-    name: str | None  # None: the name of the folder
+    name: str  # empty: that of the folder
     types: dict[str, tuple[type, ...]]
-    asking: Callable[[str, dict], Asking]
+    parse: Callable[[str, dict], ParsedRow]
     choice: str = "log_p"
 
 
-LAYOUTS = (
-    _Layout("HellaSwag", {"ctx": (str,), "endings": (list,), "label": (int,)}, _hellaswag, "log_p a character"),
-    _Layout("Winogrande", {"context_options": (list,), "continuation": (str,), "gold": (int,)}, _winogrande_contexts),
-    _Layout("Winogrande", dict.fromkeys(("sentence", "option1", "option2", "answer"), (str,)), _winogrande),
-    _Layout(
-        None, {"context": (str,), "choices": (list,), "answer": (int, str)}, _context_and_choices, "log_p a character"
+ROW_FORMATS = (
+    _RowFormat("HellaSwag", {"ctx": (str,), "endings": (list,), "label": (int,)}, _hellaswag, "log_p a character"),
+    _RowFormat(
+        "Winogrande", {"context_options": (list,), "continuation": (str,), "gold": (int,)}, _winogrande_contexts
+    ),
+    _RowFormat("Winogrande", dict.fromkeys(("sentence", "option1", "option2", "answer"), (str,)), _winogrande),
+    _RowFormat(
+        "", {"context": (str,), "choices": (list,), "answer": (int, str)}, _context_and_choices, "log_p a character"
     ),
 )
 
-LAMBADA = _Layout("LAMBADA", {"text": (str,)}, _last_word, "greedy")
+LAMBADA = _RowFormat("LAMBADA", {"text": (str,)}, _last_word, "greedy")
 
 
 def _words_of(path: Path) -> list[str]:
@@ -239,7 +243,7 @@ def _words_of(path: Path) -> list[str]:
 
 
 def _reported(paths: list[Path]) -> Path:
-    """The file that is read of several: the validation file, else the test file, else the only one."""
+    """The one of several files that is read: the validation file, else the test file, else the only one."""
     for names in (VALIDATION, ("test",)):
         if found := [path for path in paths if set(names) & set(_words_of(path))]:
             paths = found
@@ -249,23 +253,25 @@ def _reported(paths: list[Path]) -> Path:
 
 def _json_benchmark(path: Path) -> Benchmark:
     words, rows = _words_of(path), _json_rows(path)
-    layouts = (LAMBADA,) if words[0] == LAMBADA.name.lower() else LAYOUTS
+    formats = (LAMBADA,) if words[0] == LAMBADA.name.lower() else ROW_FORMATS
     where, first = rows[0]
-    layout = next((layout for layout in layouts if layout.types.keys() <= first.keys()), None)
-    if layout is None:
-        expected = " or ".join(", ".join(layout.types) for layout in layouts)
+    row_format = next((row_format for row_format in formats if row_format.types.keys() <= first.keys()), None)
+    if row_format is None:
+        expected = " or ".join(", ".join(row_format.types) for row_format in formats)
         raise _error(where, f"a JSON object with {expected}", json.dumps(first, ensure_ascii=False))
-    questions = []
+    questions: list[Question] = []
     for where, row in rows:
-        if not all(type(row.get(key)) in types for key, types in layout.types.items()):
-            raise _error(where, f"a JSON object with {', '.join(layout.types)}", json.dumps(row, ensure_ascii=False))
-        questions.append(Question(*layout.asking(where, row), len(questions)))
+        if not all(type(row.get(key)) in types for key, types in row_format.types.items()):
+            raise _error(
+                where, f"a JSON object with {', '.join(row_format.types)}", json.dumps(row, ensure_ascii=False)
+            )
+        questions.append(Question(*row_format.parse(where, row), len(questions)))
     split = "validation" if set(VALIDATION) & set(words) else "test" if "test" in words else path.stem
-    return Benchmark(layout.name or path.resolve().parent.name, split, tuple(questions), layout.choice)
+    return Benchmark(row_format.name or path.resolve().parent.name, split, tuple(questions), row_format.choice)
 
 
 def _json_rows(path: Path) -> list[tuple[str, dict]]:
-    """("file:line", row) of every line. A line feed, nothing else, ends a line."""
+    """("file:line", row) of every line. Only a line feed ends a line."""
     rows, text = [], read_text(path).rstrip("\r\n")
     if not text:
         raise _error(str(path), "a JSON object in each line", "an empty file")
@@ -285,7 +291,7 @@ def _json_rows(path: Path) -> list[tuple[str, dict]]:
 
 # ---- Other files ----
 def _lambada(paths: list[Path]) -> Benchmark:
-    """A passage in each line."""
+    """One passage per line."""
     path = _only(paths)
     rows = read_text(path).rstrip("\r\n").split("\n")
     passages = [_last_word(f"{path}:{number}", {"text": row}) for number, row in enumerate(rows, start=1)]
@@ -295,7 +301,7 @@ def _lambada(paths: list[Path]) -> Benchmark:
 
 
 def _mmlu(paths: list[Path]) -> Benchmark:
-    questions = []
+    questions: list[Question] = []
     for path in paths:
         name = path.name.removesuffix("_test.csv")
         subject = name.replace("_", " ")
@@ -309,7 +315,7 @@ def _mmlu(paths: list[Path]) -> Benchmark:
 
 
 def _mmlu_rows(path: Path) -> list[tuple[str, int]]:
-    """What is asked, and the index of the answer's letter."""
+    """The text of each question with its options, and the index of the answer's letter."""
     rows = []
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; MMLU has a dev file of answered questions for each test file")
@@ -324,8 +330,8 @@ def _mmlu_rows(path: Path) -> list[tuple[str, int]]:
     return rows
 
 
-def _fields(path: Path, reader) -> Iterator[list[str]]:
-    """The rows of a CSV file."""
+def _fields(path: Path, reader: Any) -> Iterator[list[str]]:
+    """The rows of a csv.reader, which raises errors that name the line."""
     try:
         yield from reader
     except csv.Error as error:
@@ -340,28 +346,31 @@ def _only(paths: list[Path], what: str = "file", advice: str = "name a folder wi
 
 
 def _tinystories(paths: list[Path]) -> Benchmark:
-    questions = []
+    questions: list[Question] = []
     for number, story in enumerate(held_out_stories(_only(paths))):
         for found in LAST_WORD.finditer(story):
             start, end = found.span("word")
             questions.append(Question((story[:start],), (story[start:end],), 0, number))
     if not questions:
-        raise _error(str(paths[0]), f"stories of several sentences with {END} between them", "none held out")
+        raise _error(str(paths[0]), f"stories of several sentences with {END_OF_TEXT} between them", "none held out")
     return Benchmark("TinyStories", "held-out", tuple(questions), "greedy")
 
 
 def held_out_stories(path: Path) -> list[str]:
-    """The stories that lie whole in the last tenth of a file: what the built-in decoder was not trained on."""
+    """The whole stories in the last tenth of a file, on which the built-in decoder was not trained."""
     text = read_text(path)
     cut = len(text) * 9 // 10
-    seen, held = text[:cut].split(END)[:-1], text[cut:].split(END)[1:-1]
+    # The cut goes through a story: the last one before it and the first one after it are left out.
+    seen, held = text[:cut].split(END_OF_TEXT)[:-1], text[cut:].split(END_OF_TEXT)[1:-1]
     known = set(map(str.strip, seen))
     return [story for story in map(str.strip, held) if story and story not in known]
 
 
 READERS = {"test/*_test.csv": _mmlu, "tinystories*.txt": _tinystories, "lambada*.txt": _lambada}
 
-EXPECTED = f"a .jsonl file ({'; '.join(', '.join(layout.types) for layout in LAYOUTS)}) or {' or '.join(READERS)}"
+EXPECTED = (
+    f"a .jsonl file ({'; '.join(', '.join(row_format.types) for row_format in ROW_FORMATS)}) or {' or '.join(READERS)}"
+)
 
 
 def _texts(where: str, key: str, values: list) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Progress bars: as tqdm draws them on a terminal and in a notebook, a line now and then in a log. No torch here."""
+"""Progress bars: tqdm on a terminal and in a notebook, a line every LOG_SECONDS in a log. No torch here."""
 
 import sys
 
@@ -8,7 +8,7 @@ LOG_SECONDS = 30  # between two lines of a log
 
 
 class tqdm(bars.tqdm):
-    """tqdm, which in a log file would make each of its ten steps a second a line of its own."""
+    """tqdm with fewer updates in a log file, where each of its ten updates per second would be a line."""
 
     def __init__(self, *arguments, **settings):
         file = settings.get("file") or sys.stderr

@@ -1,11 +1,11 @@
 """Prompts: a template around a text, and a label word for each class. No torch here.
 
-Prompt            a template and its label words; prompts.json holds those of RAEE's tasks
-PromptTokenizer   puts texts into a template; of a prompt that is too long the text is cut, never the template
+Prompt            a template and its label words; prompts.json has those of RAEE's tasks
+PromptTokenizer   puts texts into a template; if a prompt is too long, the text is cut, never the template
 
-prompts.json has the prompts of RAEE's Table 6 for encoders. Those for decoders are our own: several label words of
-Table 7 are more than one token of a small vocabulary. Of the built-in decoder's 1,024 tokens only bad and good are one
-each (SST-2, MR, CR, MPQA, reviews); give it other words with --words.
+prompts.json has the prompts of RAEE's Table 6 for encoders. The prompts for decoders are our own, because several label
+words of Table 7 are more than one token in a small vocabulary. In the built-in decoder's 1,024 tokens only bad and good
+are one token each (SST-2, MR, CR, MPQA, reviews); for other tasks give it words with --words.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ from mini_ee.data.tokenizer import Encoded, Tokenizer, text_rows
 
 PROMPTS = Path(__file__).with_name("prompts.json")
 
-ENCODER, DECODER = KINDS = ("encoder", "decoder")
+ENCODER, DECODER = PROMPT_KINDS = ("encoder", "decoder")
 
 TEXT_FIELDS = (("text",), ("text_a", "text_b"))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A template, and a label word for each class in the order of the classes.
+    """A template, and a label word for each class, in the order of the classes.
 
-    template: {text}, or {text_a} and {text_b}, once each; for an encoder {mask} once, where it reads the label word. A
-    decoder reads it after the template. White space around a text or a whole prompt is dropped.
-    Raises ValueError for a template with other fields, or words that are no text.
+    template: {text}, or {text_a} and {text_b}, once each; for an encoder also {mask} once, in place of the label word.
+    For a decoder the label word follows the template. White space around texts and the prompt is removed.
+    Raises ValueError for a template with other fields, and for words that are not text.
     """
 
     template: str
@@ -59,9 +59,9 @@ class Prompt:
 
     @classmethod
     def from_dict(cls, prompt: dict, label_names: Sequence[str] = ()) -> "Prompt":
-        """From `{"template": ..., "words": {"0": ..., "1": ...}}`, the classes by number or by their label names.
+        """From `{"template": ..., "words": {"0": ..., "1": ...}}`; the keys of words are class numbers or label names.
 
-        label_names: those of the task, in the order of its classes. Raises ValueError that says what is wrong.
+        label_names: those of the task, in the order of its classes. Raises ValueError for any other dict.
         """
         if not isinstance(prompt, dict) or set(prompt) != {"template", "words"}:
             found = ", ".join(prompt) if isinstance(prompt, dict) else type(prompt).__name__
@@ -85,12 +85,12 @@ class Prompt:
 
     @property
     def kind(self) -> str:
-        """Which models can read it: "encoder" where there is a mask, else "decoder"."""
+        """The models that it is for: "encoder" if there is a mask, else "decoder"."""
         return ENCODER if "mask" in self._fields else DECODER
 
     @property
     def texts(self) -> int:
-        """How many texts a row has."""
+        """The number of texts in a row."""
         return len(self._fields - {"mask"})
 
     @property
@@ -98,8 +98,8 @@ class Prompt:
         return {field for _, field, *_ in Formatter().parse(self.template) if field is not None}
 
     def fill(self, texts: Sequence[str], mask: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """The prompt of one row, and where in it each text stands: (start, stop) in characters."""
-        values = dict(zip(TEXT_FIELDS[len(texts) - 1], (text.strip() for text in texts))) | {"mask": mask}
+        """The prompt of one row, and the place of each text in it: (start, stop) in characters."""
+        values = dict(zip(TEXT_FIELDS[len(texts) - 1], (text.strip() for text in texts))) | {"mask": mask or ""}
         filled, spans = "", {}
         for literal, field, *_ in Formatter().parse(self.template.strip()):
             filled += literal
@@ -112,18 +112,17 @@ class Prompt:
 def read_prompts(path: Path = PROMPTS, task: Task | None = None) -> dict[str, dict[str, Prompt]]:
     """All prompts of a JSON file: "encoder" or "decoder" -> the task's name -> prompt.
 
-    Words may stand by label name: those of `task` are put in the order of its classes, those of other tasks, whose
-    classes are not known here, stay in the order of the file.
-    Raises FileNotFoundError, or ValueError that says what is wrong where.
+    Words may have label names as keys. Those of `task` are sorted by its classes; those of other tasks, whose classes
+    are unknown here, stay in the order of the file. Raises FileNotFoundError, and ValueError for an invalid entry.
     """
     prompts: dict[str, dict[str, Prompt]] = {}
     for kind, tasks in read_json(path).items():
-        if kind not in KINDS or not isinstance(tasks, dict):
+        if kind not in PROMPT_KINDS or not isinstance(tasks, dict):
             raise ValueError(f"{path}: expected prompts by task under encoder and decoder, found the key {kind!r}")
         for name, prompt in tasks.items():
             try:
-                own = task is not None and plain_name(name) == plain_name(task.name)
-                names = task.label_names if own else _names_in_file(prompt)
+                is_own = task is not None and plain_name(name) == plain_name(task.name)
+                names = task.label_names if task and is_own else _names_in_file(prompt)
                 prompts.setdefault(kind, {})[name] = made = Prompt.from_dict(prompt, names)
                 check_kind(made, kind)
             except ValueError as error:
@@ -132,14 +131,13 @@ def read_prompts(path: Path = PROMPTS, task: Task | None = None) -> dict[str, di
 
 
 def _names_in_file(prompt: object) -> tuple[str, ...]:
-    """The classes of an entry whose words stand by label name, in the order of the file; none by number."""
+    """The label names of an entry, in the order of the file; none if its words have class numbers as keys."""
     words = prompt.get("words") if isinstance(prompt, dict) else None
-    named = isinstance(words, dict) and not any(name.isdecimal() for name in words)
-    return tuple(words) if named else ()
+    return tuple(words) if isinstance(words, dict) and not any(map(str.isdecimal, words)) else ()
 
 
 def prompt_of(task: Task, kind: str, path: Path = PROMPTS) -> Prompt:
-    """The prompt for a task, however its name is spelled. Raises ValueError where the file has none."""
+    """The prompt for a task (names compared by `plain_name`). Raises ValueError if the file has none."""
     prompts = read_prompts(path, task).get(kind, {})
     for name, prompt in prompts.items():
         if plain_name(name) == plain_name(task.name):
@@ -151,14 +149,14 @@ def prompt_of(task: Task, kind: str, path: Path = PROMPTS) -> Prompt:
 
 
 def check_kind(prompt: Prompt, kind: str) -> None:
-    """Raise ValueError where an encoder is given no mask to read, or a decoder one that it cannot."""
+    """Raise ValueError for a prompt without a mask for an encoder, or with a mask for a decoder."""
     if prompt.kind != kind:
         expected = "{mask} where an encoder reads" if kind == ENCODER else "no {mask}: a decoder goes on at the end"
         raise ValueError(f"template {prompt.template!r}: expected {expected}")
 
 
 def check_prompt(prompt: Prompt, task: Task) -> None:
-    """Raise ValueError where a prompt is not for a task's classes and texts."""
+    """Raise ValueError if the number of classes or texts differs between prompt and task."""
     texts = len(task.split("train").texts[0])
     if task.regression:
         raise ValueError(f"{task.name}: a regression, where no label word is right or wrong; give a task with classes")
@@ -171,19 +169,21 @@ def check_prompt(prompt: Prompt, task: Task) -> None:
 
 # ---- Tokens ----
 class PromptTokenizer(Tokenizer):
-    """A tokenizer that puts each row into a template. Of a prompt that is too long the longest text loses its end."""
+    """A tokenizer that puts each row into a template. If a prompt is too long, the end of the longest text is cut."""
+
+    max_length: int
 
     def __init__(self, backend: tokenizers.Tokenizer, max_length: int, prompt: Prompt):
-        """Raises ValueError where a label word is several tokens, or the template leaves no room for a text."""
+        """Raises ValueError if a label word is several tokens, or the template leaves no room for a text."""
         super().__init__(backend, max_length)
-        backend.no_truncation()  # here it is the text that is cut
+        backend.no_truncation()  # `_cut` cuts the texts instead
         self.prompt, self.mask = prompt, None
         if prompt.kind == ENCODER:
             if self.mask_token_id is None:
                 raise ValueError(f"the tokenizer has no mask token, which {prompt.template!r} asks for")
             self.mask = backend.id_to_token(self.mask_token_id)
             if backend.encode(self.mask, add_special_tokens=False).ids != [self.mask_token_id]:
-                backend.add_special_tokens([self.mask])  # only a word of the vocabulary so far
+                backend.add_special_tokens([self.mask])  # so far it is an ordinary word of the vocabulary
         self.label_tokens = tuple(map(self._label_token, prompt.words))
         if len(set(self.label_tokens)) < len(self.label_tokens):
             raise ValueError(f"the label words {', '.join(prompt.words)} must be different tokens; choose others")
@@ -196,7 +196,7 @@ class PromptTokenizer(Tokenizer):
             )
 
     def _label_token(self, word: str) -> int:
-        """The token of a label word inside a sentence, else of the word alone; ValueError where both are several."""
+        """The token of a label word inside a sentence, else of the word alone. Raises ValueError if neither is one."""
         for form in (f" {word}", word):
             if (token := self.token_id(form)) is not None:
                 return token
@@ -207,9 +207,9 @@ class PromptTokenizer(Tokenizer):
         )
 
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
-        """Token ids of each row in the template. A mask token that a text itself contains is dropped.
+        """Token ids of each row in the template. Mask tokens inside texts are removed.
 
-        Raises ValueError for a row with another number of texts than the template has.
+        Raises ValueError if a row does not have as many texts as the template.
         """
         rows = text_rows(texts)
         for number, row in enumerate(rows):
@@ -224,6 +224,7 @@ class PromptTokenizer(Tokenizer):
         """All token ids of one row in the template, and for each of its texts the positions of its tokens."""
         filled, spans = self.prompt.fill(row, self.mask)
         (encoding,) = self._encode_batch([filled])
+        # A token belongs to a text if it ends in the text: some tokens begin with the blank before it.
         ends = np.array([end for _, end in encoding.offsets])
         return np.array(encoding.ids, np.int64), [
             np.flatnonzero((start < ends) & (ends <= stop)) for start, stop in spans
@@ -233,7 +234,7 @@ class PromptTokenizer(Tokenizer):
         """The token ids of one row in the template, at most max_length, and whether a text was cut."""
         ids, texts = self._tokens(row)
         keep = np.ones(len(ids), bool)
-        for tokens in texts if self.mask else ():  # a mask that a text writes out would be a second one
+        for tokens in texts if self.mask else ():  # a text that contains the mask token would add a second mask
             keep[tokens[ids[tokens] == self.mask_token_id]] = False
         surplus = int(keep.sum()) - self.max_length
         remaining = [list(tokens[keep[tokens]]) for tokens in texts]

@@ -1,4 +1,4 @@
-"""The rows of a .tsv, .csv or .jsonl file, with the line of each, and errors that name file and line. No torch here."""
+"""Reads rows and line numbers of .tsv, .csv and .jsonl files; errors name file and line. No torch here."""
 
 import csv
 import io
@@ -9,14 +9,14 @@ from pathlib import Path
 from mini_ee.data.values import shortened
 
 SUFFIXES = (".tsv", ".csv", ".jsonl")
-DELIMITERS = ",;\t"  # of .csv files: spreadsheets write semicolons where numbers have a decimal comma
-LONGEST_HEADER = 100_000  # characters that are looked at for it
+DELIMITERS = ",;\t"  # of .csv files: spreadsheets write semicolons if numbers have a decimal comma
+LONGEST_HEADER = 100_000  # characters in which the delimiter is searched
 
 
 def table_rows(path: Path) -> Iterator[tuple[int, list]]:
-    """(line number, fields) of each row, the column names first. A line feed, nothing else, ends a line.
+    """(line number, fields) of each row, the column names first. Only a line feed ends a line.
 
-    Raises ValueError, of one line, where the file is no such table.
+    Raises ValueError, of one line, if the file is not such a table.
     """
     data = path.read_bytes()
     try:
@@ -31,7 +31,7 @@ def table_rows(path: Path) -> Iterator[tuple[int, list]]:
 
 
 def _tsv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """No quoting: GLUE's files hold single quotation marks that stand for themselves."""
+    """Rows without quoting, because GLUE's files contain single quotation marks as text."""
     rows = (line.removesuffix("\r").split("\t") for line in text.split("\n"))
     for line, fields in enumerate(rows, start=1):
         if line == 1 and len(fields) == 4 and fields[1] in ("0", "1") and fields[2] in ("", "*"):
@@ -56,7 +56,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _delimiter(header: str) -> str:
-    """What separates the column names: the one of DELIMITERS that makes most of them, a comma where several do."""
+    """The one of DELIMITERS that splits the header into most columns; a comma if several do."""
     return max(DELIMITERS, key=lambda delimiter: _fields(header, delimiter))
 
 
@@ -87,7 +87,7 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
 
 
 def text_flaw(text: object) -> str | None:
-    """What is wrong with a text, or None: it has to be a string, not blank, and writable as UTF-8."""
+    """A description of what is wrong with a text, or None if it is a string, not blank, and can be written as UTF-8."""
     if not isinstance(text, str):
         return f"{shortened(text)}, which is no string"
     if not text.strip():
@@ -100,5 +100,5 @@ def text_flaw(text: object) -> str | None:
 
 
 def file_error(path: Path, line: int, expected: str, found: str, advice: str) -> ValueError:
-    """The one line of whatever is wrong with a file."""
+    """The error for a line of a file, as one line of text."""
     return ValueError(f"{path}:{line}: expected {expected}, found {found}; {advice}")

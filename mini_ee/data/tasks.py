@@ -1,12 +1,11 @@
 """Classification tasks: texts and labels from a folder of files, or the built-in reviews. No torch here.
 
-A task folder holds train, dev (also validation, valid, val) and test files: .tsv, .csv or .jsonl. The nine
-tasks of GLUE are read as they are distributed (Wang et al. 2018, arXiv:1804.07461v3), known by the folder's
-name, however it is spelled, or by their columns; their labels are names, or numbers in Hugging Face's order.
-Anything else is a plain task: its label set is what its train file holds; JSON's true and false are the labels
-"true" and "false". TaskOptions name the columns of other files, make a regression of any task with numbers as
-labels, and split a single file. Whatever is wrong with a file is one line: file:line, what was expected, what was
-found, what to do.
+A task folder has train, dev (also validation, valid, val) and test files: .tsv, .csv or .jsonl. The nine tasks of GLUE
+are read as they are distributed (Wang et al. 2018, arXiv:1804.07461v3). They are recognised by the folder's name, in
+any spelling, or by their columns; their labels are names, or numbers in Hugging Face's order. In any other task the
+labels are those of its train file; JSON's true and false are the labels "true" and "false". TaskOptions name the
+columns of other files, turn a task with numbers as labels into a regression, and split a single file. Errors in a file
+are one line: file:line, what was expected, what was found, what to do.
 """
 
 import functools
@@ -15,7 +14,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,16 +28,16 @@ from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 
 TOY = "reviews"
-HELD_SHARE = 0.1  # of train, that is held out for choosing
+HELD_OUT_SHARE = 0.1  # share of train that is held out for every choice
 
 
-# Tasks
+# ---- Tasks ----
 @dataclass(frozen=True, eq=False)
 class Split:
-    """N rows of a task, each of one or two texts.
+    """N rows (examples) of a task, each of one or two texts.
 
-    labels: (N,) int64 class indices, float32 for regression, None where the file has none.
-    hardness: what makes each row hard; only the built-in task knows.
+    labels: (N,) int64 class indices, float32 for regression, None if the file has no labels.
+    hardness: the kind of each row, only in the built-in task (reviews.HARDNESS).
     """
 
     texts: tuple[tuple[str, ...], ...]
@@ -58,24 +57,25 @@ class Split:
         )
 
     def words(self) -> list[tuple[str, ...]]:
-        """The texts of each row in one spelling: neither case nor blanks tell two rows apart."""
+        """The texts of each row without case and extra blanks, to find equal rows."""
         return [tuple(" ".join(text.casefold().split()) for text in row) for row in self.texts]
 
     def __add__(self, other: "Split") -> "Split":
-        """These rows, then the other's. The hardness stays if both know it."""
+        """These rows, then the other's, both with labels. The hardness stays if both have it."""
+        assert self.labels is not None and other.labels is not None
         hardness = None if self.hardness is None or other.hardness is None else self.hardness + other.hardness
         return Split(self.texts + other.texts, np.concatenate((self.labels, other.labels)), hardness)
 
     def sha256(self) -> str:
-        """One digest over texts and labels, in their order."""
+        """One digest over texts and labels, in order."""
         return json_sha256({"texts": self.texts, "labels": None if self.labels is None else self.labels.tolist()})
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A classification task, or a regression, where label_names is empty.
+    """A classification task, or a regression if label_names is empty.
 
-    folder: the absolute path of what it was read from, a folder or a file, and options: how. None: it is built in.
+    folder, options: the absolute path of its folder or file, and how it was read. None: the built-in task.
     """
 
     name: str
@@ -91,12 +91,12 @@ class Task:
 
     @property
     def num_labels(self) -> int:
-        """K, the width of the logits: 1 for regression."""
+        """C, the number of logits: 1 for regression."""
         return len(self.label_names) or 1
 
     @property
     def default_split(self) -> str:
-        """The split that is reported: dev where there is one, else test. Raises: ValueError where there is neither."""
+        """The split on which we report: dev if there is one, else test. Raises ValueError if there is neither."""
         for name in ("dev", "test"):
             if name in self.splits:
                 return name
@@ -106,7 +106,7 @@ class Task:
         )
 
     def split(self, name: str) -> Split:
-        """Raises: ValueError that lists the splits where there is none of this name."""
+        """The split of this name. Raises ValueError, with the list of splits, if there is none."""
         if name not in self.splits:
             raise ValueError(
                 f"task {self.name}: expected one of its splits {', '.join(self.splits)}, "
@@ -115,12 +115,12 @@ class Task:
         return self.splits[name]
 
     def seen_in_train(self, rows: Split) -> np.ndarray:
-        """Which of these rows the train split has too, word for word: (N,) bool."""
+        """Whether each of these rows is in train, without case and extra blanks: (N,) bool."""
         train = set(self.splits["train"].words()) if "train" in self.splits else ()
         return np.array([words in train for words in rows.words()], bool)
 
     def without_seen_rows(self) -> tuple["Task", dict[str, int]]:
-        """The task without the rows that train has too, and how many these were in each of the other splits."""
+        """The task without the rows of other splits that are in train, and the number of these in each split."""
         seen = {name: self.seen_in_train(rows) for name, rows in self.splits.items() if name != "train"}
         for name in (name for name, rows in seen.items() if rows.all()):
             raise ValueError(f"task {self.name}: expected rows in {name} that train does not have, found none")
@@ -128,7 +128,7 @@ class Task:
         return replace(self, splits=self.splits | others), {name: int(rows.sum()) for name, rows in seen.items()}
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """The task's metrics, "accuracy" for any classification, and "score", the mean of the task's metrics.
+        """The task's metrics, "score", which is their mean, and in a classification "accuracy".
 
         predictions, labels: (N,) class indices, or numbers for regression.
         """
@@ -139,7 +139,7 @@ class Task:
 
 @functools.cache
 def toy_task() -> Task:
-    """The built-in review task, the same on every machine; its splits know the hardness of each row."""
+    """The built-in review task, whose splits have the hardness of each row."""
     splits = {
         name: Split(
             tuple((review.text,) for review in reviews),
@@ -152,20 +152,20 @@ def toy_task() -> Task:
 
 
 def holdout(split: Split, seed: int) -> tuple[Split, Split]:
-    """(fit, held): a seeded tenth of the rows is held out for choosing; both keep the order of the file.
+    """(fit, held_out): a random tenth of the rows is held out for every choice; both keep the order of the file.
 
-    Raises: ValueError where either part would be empty.
+    Raises ValueError if either part would be empty.
     """
     if len(split) < 2:
         raise ValueError(f"expected at least two rows, of which one is held out, found {len(split)}; add rows")
-    held, fit = divided(split, max(1, round(HELD_SHARE * len(split))), seed)
-    return fit, held
+    held_out, fit = divided(split, max(1, round(HELD_OUT_SHARE * len(split))), seed)
+    return fit, held_out
 
 
 def subset(split: Split, count: int, seed: int) -> Split:
-    """A seeded choice of `count` rows in the order of the file; all of them where there are no more.
+    """A random subset of `count` rows in the order of the file; all rows if there are fewer.
 
-    Raises: ValueError for a count below 1.
+    Raises ValueError for a count below 1.
     """
     if count < 1:
         raise ValueError(f"expected at least one row, found {count}")
@@ -173,16 +173,16 @@ def subset(split: Split, count: int, seed: int) -> Split:
 
 
 def divided(split: Split, count: int, seed: int) -> tuple[Split, Split]:
-    """(some, others): a seeded choice of `count` rows, and the rows that it leaves; both keep the order of the file."""
+    """(some, others): a random subset of `count` rows, and the other rows; both keep the order of the file."""
     some = np.zeros(len(split), bool)
     some[np.random.default_rng(seed).permutation(len(split))[:count]] = True
     return split.take(some), split.take(~some)
 
 
-# Task folders
-SHOWN = 8  # labels that an error names
+# ---- Task folders ----
+LISTED_LABELS = 8  # labels that an error lists
 
-DEV_SHARE = 0.2  # of a single file that is split
+DEV_SHARE = 0.2  # share of dev if a single file is split
 
 _SPLITS = {
     "train": "train",
@@ -201,19 +201,19 @@ _SPLITS = {
 
 
 class _File(NamedTuple):
-    """What one file of a task says, before labels become numbers."""
+    """The content of one file of a task, with labels as text."""
 
     path: Path
     glue: GlueTask | None
     lines: list[int]
     texts: list[tuple[str, ...]]
-    labels: list[str] | None
+    labels: Any  # list[str], or None if the file has no labels
 
 
 def load_task(path: str | os.PathLike, options: TaskOptions = TaskOptions()) -> Task:
-    """The task in a folder, see the module's docstring for what it may hold; or in a file, if the options split it.
+    """The task in a folder, in one of the formats above, or in a single file, if the options split it.
 
-    Raises: FileNotFoundError for no such folder; ValueError, of one line, for anything wrong in it.
+    Raises FileNotFoundError if the folder does not exist; ValueError, of one line, for errors in its files.
     """
     path = Path(os.path.abspath(path))
     named = next((glue for glue in GLUE if plain_name(glue.name) == plain_name(path.name)), None)
@@ -235,7 +235,7 @@ def load_task(path: str | os.PathLike, options: TaskOptions = TaskOptions()) -> 
 
 
 def _files(path: Path, options: TaskOptions) -> dict[str, Path]:
-    """The file of each split. Raises: FileNotFoundError, ValueError or WrongArguments if there is none, or too many."""
+    """The file of each split. Raises FileNotFoundError, ValueError or WrongArguments if there is none, or too many."""
     if not path.exists():
         advice = "name the folder that holds train.tsv, dev.tsv or test.tsv"
         raise FileNotFoundError(f"{path}: expected a task folder, found nothing; {advice}")
@@ -256,7 +256,7 @@ def _tables(folder: Path) -> list[Path]:
 
 
 def _divided(rows: Split, path: Path, seed: int) -> dict[str, Split]:
-    """Train, and a dev split that a seed draws. Rows of the same words stay together, so that train has none of dev."""
+    """Random train and dev splits of one file. Rows with equal words are in one split, so train has none of dev."""
     number = {words: number for number, words in enumerate(dict.fromkeys(rows.words()))}
     count = max(1, round(DEV_SHARE * len(number)))
     if count == len(number):
@@ -268,7 +268,7 @@ def _divided(rows: Split, path: Path, seed: int) -> dict[str, Split]:
 
 
 def plain_name(name: str) -> str:
-    """A task's name in the spelling by which names are compared: lower case, without dashes and underscores."""
+    """A task's name for comparisons: lower case, without dashes and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 
 
@@ -283,7 +283,7 @@ def _split_files(folder: Path) -> dict[str, Path]:
                         f"{folder}: expected one {split} file, found {files[split].name} and {path.name}; remove one"
                     )
                 files[split] = path
-    for split in ("train", "test"):  # MRPC as Microsoft distributes it; GLUE's own files go first
+    for split in ("train", "test"):  # MRPC as Microsoft distributes it; GLUE's own files have priority
         path = folder / f"msr_paraphrase_{split}.txt"
         if path.is_file():
             files.setdefault(split, path)
@@ -297,14 +297,14 @@ def _split_files(folder: Path) -> dict[str, Path]:
 
 
 def _read(path: Path, split: str, named: GlueTask | None, options: TaskOptions) -> _File:
-    """Texts and labels of one file. Raises: ValueError for all that is wrong in it, except unknown labels."""
+    """Texts and labels of one file. Raises ValueError for all errors in it, except for unknown labels."""
     rows = table_rows(path)
     _, header = next(rows)
     columns = columns_of(path, header, options, labelled=not split.startswith("test"))
     glue = named or (None if options.names_columns else _glue_of(header, columns))
     file = _File(path, glue, [], [], None if columns.label is None else [])
     for line, fields in rows:
-        # QQP as GLUE distributes it has a few rows cut in two by a line end, or with one question missing.
+        # GLUE's QQP has a few rows that a line end cuts in two, or with one question missing: they are skipped.
         cut = len(fields) < len(header) or not all(str(fields[at]).strip() for at in columns.texts)
         if cut and glue and glue.name == "QQP":
             continue
@@ -331,13 +331,15 @@ def _read(path: Path, split: str, named: GlueTask | None, options: TaskOptions) 
 
 
 def _glue_of(header: list[str], columns: Columns) -> GlueTask | None:
-    """The task of GLUE that is known by these columns."""
-    known = (glue for glue in GLUE if glue.columns and columns.label_name == glue.columns[1])
-    return next((glue for glue in known if positions(header, glue.columns[0])), None)
+    """The task of GLUE that has these columns."""
+    for glue in GLUE:
+        if glue.columns and columns.label_name == glue.columns[1] and positions(header, glue.columns[0]):
+            return glue
+    return None
 
 
-def _label(value) -> str | None:
-    """A label as text: without blanks around it, JSON's 1.0 as 1, true as true. None of what is no label."""
+def _label(value: object) -> str | None:
+    """A label as text: stripped, JSON's 1.0 as "1", true as "true". None if the value is not a label."""
     if isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, float):
@@ -346,7 +348,7 @@ def _label(value) -> str | None:
 
 
 def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
-    """The label set of a plain task: numbers in their order, words in that of the alphabet."""
+    """The labels of a task that is not in GLUE: numbers in ascending order, words in alphabetical order."""
     if train is None:
         raise ValueError(
             f"{folder}: expected a train file, which says what labels there are, found none; add train.tsv"
@@ -375,7 +377,7 @@ def _numbers(file: _File, glue: GlueTask) -> np.ndarray | None:
         other = other if glue in GLUE else "add rows with this label to the train file"
         if glue in GLUE and plain_name(glue.name) == plain_name(file.path.parent.name):
             other += f"; a folder of this name is read as GLUE's {glue.name}: rename it if your task is another"
-        names = glue.label_names[:SHOWN] + ("...",) * (len(glue.label_names) > SHOWN)
+        names = glue.label_names[:LISTED_LABELS] + ("...",) * (len(glue.label_names) > LISTED_LABELS)
         expected, found = f"one of the labels {', '.join(names)}", shortened(file.labels[row])
         raise file_error(file.path, file.lines[row], expected, found, f"correct it, or {other}")
     return np.array(numbers, np.int64)

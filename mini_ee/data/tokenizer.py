@@ -1,4 +1,4 @@
-"""Tokenizers: from texts to padded integer arrays, and batches of rows of like length. No torch here."""
+"""Tokenizers: from texts to padded integer arrays, and batches of rows of similar length. No torch here."""
 
 import json
 import os
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
@@ -18,15 +20,16 @@ from mini_ee.data.table_files import text_flaw
 from mini_ee.data.values import is_whole, shortened
 from mini_ee.errors import WrongArguments
 
-HEAD = 32  # characters for each token of max_length: as long a head of a text is tried before all of it
+HEAD = 32  # a long text is first tokenized up to this many characters per token of max_length
 
 OF_CHARACTERS = ("BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents")
-"""Normalizers that change nothing before the second character of what follows, where the text ends there."""
+"""Normalizers that look at single characters and their accents only: see Tokenizer._ends."""
 
 LETTER_SPACE, MARKS, IDEOGRAPHS = r"[^\W_] ", r"[!-/:-@\[-`{-~]{2}", "[\u4e00-\u9fff]{2}"
+"""Patterns of two characters: a letter and a space, two punctuation marks, two Chinese characters."""
 
 
-# Tokens
+# ---- Tokens ----
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """A padded batch. input_ids, attention_mask (1 at tokens, 0 at padding), token_type_ids: (B, T) int64."""
@@ -42,20 +45,20 @@ class Inputs:
     def take(self, rows: np.ndarray) -> "Inputs":
         """The given rows (indices, a mask or a slice) at the same width T."""
         rows = np.arange(len(self))[rows]
-        arrays = (each[rows] for each in (self.input_ids, self.attention_mask, self.token_type_ids))
-        return Inputs(*arrays, tuple(self.texts[row] for row in rows))
+        texts = tuple(self.texts[row] for row in rows)
+        return Inputs(self.input_ids[rows], self.attention_mask[rows], self.token_type_ids[rows], texts)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """N tokenized rows of different lengths. truncated: how many were cut to the tokenizer's max_length."""
+    """N tokenized rows of different lengths. truncated: the number of rows that were cut to max_length."""
 
     ids: list[np.ndarray]
     type_ids: list[np.ndarray]
     texts: tuple[tuple[str, ...], ...]
     truncated: int
     pad_token_id: int
-    special_ids: tuple[int, ...] = ()  # of the tokenizer's special tokens, such as [CLS], [SEP] and [UNK]
+    special_ids: tuple[int, ...] = ()  # ids of special tokens, such as [CLS], [SEP] and [UNK]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -78,7 +81,7 @@ class Encoded:
 
 
 def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Rows of one text or two. Raises: ValueError for a text that is empty or no string."""
+    """Rows of one text or two. Raises ValueError for a text that is empty or not a string."""
     rows = tuple(tuple(row) if isinstance(row, tuple | list) else (row,) for row in texts)
     for number, row in enumerate(rows):
         flaw = next(filter(None, map(text_flaw, row)), None if len(row) in (1, 2) else len(row))
@@ -88,22 +91,24 @@ def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], 
 
 
 def check_rows(texts: Sequence[str | Sequence[str]], num_texts: int) -> None:
-    """Raise ValueError for one string or another value in place of rows, and for a row of another number of texts."""
+    """Raise ValueError unless `texts` is a list of rows with this number of texts each, for example for one string."""
     if isinstance(texts, str) or not hasattr(texts, "__len__"):
         found = f"one string, {texts[:40]!r}; put it in a list" if isinstance(texts, str) else shortened(texts)
         raise ValueError(f"expected a list of texts, found {found}")
     for number, row in enumerate(texts):
-        found = len(row) if isinstance(row, tuple | list) else 1
-        if found != num_texts:
-            raise ValueError(f"row {number}: expected {num_texts} texts, found {found}")
+        count = len(row) if isinstance(row, tuple | list) else 1
+        if count != num_texts:
+            raise ValueError(f"row {number}: expected {num_texts} texts, found {count}")
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer that truncates to max_length (None: never); `Encoded.batch` pads."""
+    """A tokenizer of the library `tokenizers` that truncates to max_length (None: never); `Encoded.batch` pads."""
+
+    max_length: int | None
 
     def __init__(self, backend: tokenizers.Tokenizer, max_length: int | None = 128):
         special = max(backend.num_special_tokens_to_add(pair) for pair in (False, True))
-        if max_length is not None and max_length <= special:  # the backend would not truncate, and say nothing
+        if max_length is not None and max_length <= special:  # the backend would silently not truncate
             raise WrongArguments(f"expected max_length above the {special} special tokens, found {max_length}")
         backend.no_padding()
         backend.no_truncation() if max_length is None else backend.enable_truncation(max_length)
@@ -112,9 +117,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128) -> "Tokenizer":
-        """From tokenizer.json, else from BERT's vocab.txt. The file's own truncation and padding are dropped.
+        """From tokenizer.json, else from BERT's vocab.txt. Truncation and padding in the file are ignored.
 
-        Raises: ValueError where neither is there, or the file is broken.
+        Raises ValueError if neither file exists, or the file is damaged.
         """
         folder = Path(folder)
         readers = {"tokenizer.json": tokenizers.Tokenizer.from_file, "vocab.txt": _bert_wordpiece}
@@ -132,19 +137,21 @@ class Tokenizer:
         raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one beside the model")
 
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
-        """Tokenize rows of one text or two; a tokenizer that knows no pairs gets two lines of one text.
+        """Tokenize rows of one text or two. If a tokenizer has no template for pairs, the two texts are two lines.
 
-        Of two texts that are too long together the longer is cut.
-        Raises: ValueError for a text that is empty or no string.
+        If two texts are too long together, the longer is cut.
+        Raises ValueError for a text that is empty or not a string.
         """
         rows = text_rows(texts)
-        # Without a template for pairs (many decoders) the backend drops "<s>" or glues the texts together.
+        # Without a template for pairs (many decoders) the backend drops "<s>" or joins the texts without a separator.
         pairs = self.backend.num_special_tokens_to_add(True) > self.backend.num_special_tokens_to_add(False)
         sequences = [
             self._head(row[0]) if len(row) == 1 else self._heads(row) if pairs else "\n".join(row) for row in rows
         ]
-        ids, type_ids, truncated = [], [], 0
-        for start in range(0, len(rows), 1000):  # an Encoding is far larger than its ids
+        ids: list[np.ndarray] = []
+        type_ids: list[np.ndarray] = []
+        truncated = 0
+        for start in range(0, len(rows), 1000):  # in parts, because an Encoding is much larger than its ids
             for row, encoding in zip(rows[start:], self._encode_batch(sequences[start : start + 1000])):
                 cut = bool(encoding.overflowing)
                 if cut and len(row) == 2 and not pairs:
@@ -159,10 +166,10 @@ class Tokenizer:
     def encode_for(
         self, texts: Sequence[str | tuple[str, ...]], vocab_size: int, token_types: int | None = None
     ) -> Encoded:
-        """As `encode`, for a model with so many tokens and token types (None: it reads no types). A padding token that
-        the model does not have becomes 0, which the attention mask hides.
+        """As `encode`, for a model with this number of tokens and token types (None: it does not use types). A padding
+        token that the model does not have becomes 0, which the attention mask hides.
 
-        Raises: ValueError for a text with another token or type, too.
+        Also raises ValueError for a text with a token or a type that the model does not have.
         """
         encoded = self.encode(texts)
         for number, (ids, types, row) in enumerate(zip(encoded.ids, encoded.type_ids, encoded.texts)):
@@ -174,8 +181,8 @@ class Tokenizer:
                 )
         return encoded if encoded.pad_token_id < vocab_size else replace(encoded, pad_token_id=0)
 
-    def check_ids(self, ids: Sequence[int], vocab_size: int, text: str, where: str = "") -> None:
-        """Raise ValueError where a text has a token that a model of so many does not have. where: the line's begin."""
+    def check_ids(self, ids: npt.ArrayLike, vocab_size: int, text: str, where: str = "") -> None:
+        """Raise ValueError if a text has a token id from vocab_size on. where: the beginning of the message."""
         largest = int(np.max(ids, initial=0))
         if largest >= vocab_size:
             raise ValueError(
@@ -185,7 +192,7 @@ class Tokenizer:
             )
 
     def beyond(self, vocab_size: int) -> str | None:
-        """One line about the tokens that a model of so many does not have; None where it has all."""
+        """A warning, of one line, about tokens with ids from vocab_size on; None if there are none."""
         ids = sorted(number for number in self.backend.get_vocab().values() if number >= vocab_size)
         if not ids:
             return None
@@ -196,13 +203,15 @@ class Tokenizer:
         )
 
     def ids_of(self, text: str, special: bool = True) -> list[int]:
-        """The token ids of one text, with the special tokens around it unless told otherwise."""
+        """The token ids of one text. special: with the special tokens around it."""
         (encoding,) = self._encode_batch([text], special)
         return encoding.ids
 
     def _head(self, text: str, more_than: int = 0) -> str:
-        """The text, or as much of its beginning as has the same first tokens, and more of them than are kept, and than
-        so many: it ends where a word of the whole text ends as well, see `_ends`.
+        """The text, or a beginning of it with the same first max_length tokens: long texts would take long.
+
+        The beginning ends at the end of a word (`_ends`), so its tokens are the first tokens of the whole text. It must
+        overflow max_length, and have more than `more_than` tokens; else twice the length is tried.
         """
         size = HEAD * (self.max_length or 0)
         while self.max_length and 2 * size < len(text) and self._ends:
@@ -215,31 +224,32 @@ class Tokenizer:
             size = 2 * len(head)
         return text
 
-    def _heads(self, row: tuple[str, str]) -> tuple[str, str]:
-        """The same of a pair. The backend's time grows with the product of the lengths of two long texts.
+    def _heads(self, row: tuple[str, ...]) -> tuple[str, str]:
+        """`_head` of both texts of a pair. The backend's time grows with the product of the lengths of two long texts.
 
-        It keeps half of the room for each of two that are longer than it. An odd token goes to the longer one, or to
-        the second: so the longer one stays the longer.
+        If both texts are longer than `room`, the backend gives half of it to each, and an odd token to the longer text,
+        or to the second if they are equally long. So the head of the longer text must stay the longer head.
         """
-        heads = [self._head(text) for text in row]
+        first, second = (self._head(text) for text in row)
         room = (self.max_length or 0) - self.backend.num_special_tokens_to_add(True)
-        if heads != [*row] and room % 2 and all(self._count(head) > room for head in heads):
-            longer = int(self._count(row[0]) <= self._count(row[1]))
-            heads[longer] = self._head(row[longer], self._count(heads[1 - longer]))
-        return tuple(heads)
+        if (first, second) == row or not room % 2 or any(self._count(head) <= room for head in (first, second)):
+            return first, second
+        if self._count(row[0]) > self._count(row[1]):
+            return self._head(row[0], self._count(second)), second
+        return first, self._head(row[1], self._count(first))
 
     def _count(self, text: str) -> int:
-        """Tokens of a text, without special ones."""
+        """The number of tokens of a text, without special ones."""
         (encoding,) = self._encode_batch([text], special=False)
         return sum(len(each.ids) for each in (encoding, *encoding.overflowing))
 
     @cached_property
     def _ends(self) -> re.Pattern | None:
-        """Two characters of which the first ends a word, so that nothing behind it changes the tokens before; None
-        where that is not known of any.
+        """A pattern of two characters between which a word always ends, so that later text does not change the tokens
+        before; None if that is not certain for this tokenizer.
 
-        The normalizer must look at single characters and their accents alone, the first splitting has to be between the
-        two, whatever splits further, and no added token may reach over them.
+        It is certain if the normalizer looks at single characters and their accents only, the first pre-tokenizer
+        splits between the two characters, and no added token contains them.
         """
         normalizer, splitter = (_parts(each) for each in (self.backend.normalizer, self.backend.pre_tokenizer))
         known = bool(splitter) and all(part["type"] in OF_CHARACTERS for part in normalizer)
@@ -253,17 +263,18 @@ class Tokenizer:
             return None
         return re.compile(ends)
 
-    def _shortened(self, row: tuple[str, str]) -> str:
-        """Two lines of one text that fit: the second keeps what the first leaves of the tokens, and at least half."""
+    def _shortened(self, row: tuple[str, ...]) -> str:
+        """A pair as two lines of one text that fits; each text may use at least half of the tokens."""
+        assert self.max_length is not None  # a text was truncated
         parts = [self.backend.encode(text, add_special_tokens=False) for text in row]
-        room = self.max_length - self.backend.num_special_tokens_to_add(False) - 1  # for the end of the line
+        room = self.max_length - self.backend.num_special_tokens_to_add(False) - 1  # one token for the line end
         first = min(len(parts[0]), max(room - len(parts[1]), room // 2))
         sizes = first, min(len(parts[1]), room - first)
         fitting = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, sizes) if n > 0]
         return "\n".join(fitting)
 
     def _encode_batch(self, sequences: list, special: bool = True) -> list[tokenizers.Encoding]:
-        """Other threads run meanwhile, as they do not in the backend's `encode`."""
+        """encode_batch releases Python's lock, so other threads can run; the backend's `encode` does not."""
         try:
             with _errors_of_tokenizers():
                 return self.backend.encode_batch(sequences, add_special_tokens=special)
@@ -273,7 +284,7 @@ class Tokenizer:
             ) from None
 
     def token_id(self, word: str) -> int | None:
-        """The id of a word that is one token, else None. RoBERTa: " word", as inside a sentence."""
+        """The id of a word that is one token, else None. For RoBERTa give " word", its form inside a sentence."""
         ids = self.ids_of(word, special=False)
         known = len(ids) == 1 and ids[0] not in (self._first("[UNK]", "<unk>"), None)
         return ids[0] if known else None
@@ -284,26 +295,26 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int:
-        """0 where a decoder's tokenizer has no padding token: the attention mask hides it."""
+        """0 if a decoder's tokenizer has no padding token; the attention mask hides it."""
         return self._first("[PAD]", "<pad>") or 0
 
     @cached_property  # a server encodes each request
     def special_ids(self) -> tuple[int, ...]:
-        """Ids that the file declares special, that stand around every text, and that of unknown words."""
+        """Ids of tokens that the file declares special, of those around every text, and of the unknown token."""
         declared = {number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
-        unknown = {self._first("[UNK]", "<unk>")} - {None}
-        return tuple(sorted(declared | set(self.ids_of("")) | unknown))
+        unknown = self._first("[UNK]", "<unk>")
+        return tuple(sorted(declared | set(self.ids_of("")) | (set() if unknown is None else {unknown})))
 
     def _first(self, *tokens: str) -> int | None:
         return next((found for found in map(self.backend.token_to_id, tokens) if found is not None), None)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a tokenizer.json; a kill leaves the old file or the new one."""
+        """Write a tokenizer.json, atomically (`write_bytes`)."""
         write_bytes(Path(path), self.backend.to_str().encode())
 
 
-def _parts(component) -> list[dict]:
-    """The settings of a normalizer or a pre-tokenizer, of a sequence those of its parts; none where there is none."""
+def _parts(component: Any) -> list[dict]:
+    """The settings of a normalizer or a pre-tokenizer, one dict per part of a sequence; empty for None."""
     if component is None:
         return []
     settings = json.loads(component.__getstate__())
@@ -313,7 +324,7 @@ def _parts(component) -> list[dict]:
 
 
 def _word_ends(splitter: dict, normalizer: list[dict]) -> str | None:
-    """A pattern of two characters between which a pre-tokenizer splits for certain, given both parts' settings."""
+    """A pattern of two characters between which a pre-tokenizer always splits, from the settings of both components."""
     of_option = {"ByteLevel": "use_regex", "Metaspace": "split"}
     if splitter["type"] != "BertPreTokenizer":
         known = splitter["type"] in ("Whitespace", "WhitespaceSplit")
@@ -324,7 +335,7 @@ def _word_ends(splitter: dict, normalizer: list[dict]) -> str | None:
 
 @contextmanager
 def _errors_of_tokenizers() -> Iterator[None]:
-    """Turn what the library raises into ValueError: mere Exception, and for its own bugs a BaseException."""
+    """Convert the library's errors to ValueError: Exception, and for its bugs PanicException, a BaseException."""
     try:
         yield
     except BaseException as error:
@@ -335,7 +346,7 @@ def _errors_of_tokenizers() -> Iterator[None]:
 
 @contextmanager
 def _without_panic_messages() -> Iterator[None]:
-    """Drop what is written to file descriptor 2: before the library raises a PanicException it prints a backtrace."""
+    """Discard output to file descriptor 2: before the library raises a PanicException, it prints a backtrace."""
     try:
         stderr = os.dup(2)
     except OSError:  # standard error is closed
@@ -351,23 +362,23 @@ def _without_panic_messages() -> Iterator[None]:
 
 
 def _bert_wordpiece(vocab: str) -> tokenizers.Tokenizer:
-    """BERT's tokenizer; it lower-cases unless tokenizer_config.json beside the vocabulary says otherwise."""
+    """BERT's tokenizer from a vocabulary; do_lower_case in tokenizer_config.json next to it is true by default."""
     path = Path(vocab).with_name("tokenizer_config.json")
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     backend = tokenizers.Tokenizer(models.WordPiece.from_file(vocab, unk_token="[UNK]"))
     backend.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
     backend.normalizer = normalizers.BertNormalizer(lowercase=config.get("do_lower_case", True))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    cls, sep = ((token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]"))
-    backend.post_processor = processors.BertProcessing(sep, cls)
+    ids: Any = backend.token_to_id  # not None: both were added above
+    backend.post_processor = processors.BertProcessing(("[SEP]", ids("[SEP]")), ("[CLS]", ids("[CLS]")))
     return backend
 
 
 def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = None) -> Iterator[np.ndarray]:
-    """Row indices (B,) of one batch after the other, every row once, rows of similar length together.
+    """Row indices (B,) of each batch; every row occurs once, and rows of similar length are in the same batch.
 
-    Without a seed the rows go from short to long. With one they are shuffled, sorted by length within pools
-    of 50 batches, and the batches come in random order. Raises: ValueError for another batch_size than 1, 2, ...
+    Without a seed, rows are sorted from short to long. With one, they are shuffled, sorted by length within pools of 50
+    batches, and the batches are shuffled. Raises ValueError unless batch_size is an integer of at least 1.
     """
     _check_batch_size(batch_size)
     lengths = np.array([len(ids) for ids in encoded.ids], np.int64)
@@ -381,7 +392,7 @@ def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = Non
 
 
 def in_order(count: int, batch_size: int) -> Iterator[slice]:
-    """Rows of one batch after the other, as they come. Raises: ValueError for another batch_size than 1, 2, ..."""
+    """The rows of each batch, in the given order. Raises ValueError unless batch_size is an integer of at least 1."""
     _check_batch_size(batch_size)
     return (slice(start, start + batch_size) for start in range(0, count, batch_size))
 

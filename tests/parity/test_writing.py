@@ -112,7 +112,7 @@ def test_stories_stand_between_end_tokens(tmp_path, text_file):
         (
             "empty",
             ValueError,
-            r"expected texts, found none; texts stand apart by <\|endoftext\|> or, in",
+            r"expected texts, found none; texts are separated by <\|endoftext\|> or, in",
         ),
         ("latin", ValueError, "expected text in UTF-8, found .* at byte 1"),
     ):
@@ -389,7 +389,7 @@ def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
     shared = ("--model", decoder_folder, "--text", tmp_path / "short.txt", "--out", tmp_path / "run")
     status, line = ask(capsys, "train", "calm", *shared)
     assert status == 1 and "expected at least 24 texts, half of them to hold out, found 0; give more" in line
-    assert "texts stand apart by <|endoftext|> or, in a file without it, by blank lines" in line
+    assert "texts are separated by <|endoftext|> or, in a file without it, by blank lines" in line
 
 
 # ---- Real data ----
