@@ -1,4 +1,4 @@
-"""What all pages of results share: tables, wrapped paragraphs, and the sentence that names the command."""
+"""Markdown of all result pages: tables, wrapped paragraphs, and the sentence that names the command."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -13,32 +13,36 @@ def markdown_row(cells: Iterable) -> str:
 
 
 def markdown_rows(rows: Iterable[Iterable]) -> str:
-    """The lines of a table whose head is in a template."""
+    """The rows of a table whose header is in a template."""
     return "\n".join(map(markdown_row, rows))
 
 
 def markdown_table(names: Sequence[str], rows: Iterable[Iterable] = ()) -> list[str]:
-    """A table's head and its lines."""
+    """The header and the rows of a table."""
     return [markdown_row(names), "|" + "---|" * len(names), *map(markdown_row, rows)]
 
 
 def made_by(command: str, source: str) -> str:
-    """The sentence that names a page's command and the files that it is made from."""
+    """The sentence that names the command of a page and the files that it reads."""
     return f"Made by `{command}` from {source}."
 
 
 def made_by_measuring(name: str) -> str:
     """The same sentence on a measured page."""
-    return made_by(f"mini-ee reproduce {name}", f"[{name}.json]({name}.json), which `--measure` writes anew")
+    return made_by(f"mini-ee reproduce {name}", f"[{name}.json]({name}.json), which `--measure` measures again")
 
 
 def wrapped(text: str) -> str:
-    """Wrap a page's paragraphs, which empty lines separate; tables, headings and lists stay as they are."""
+    """Wrap paragraphs, which empty lines separate. Tables, headings, pictures and lists stay unchanged."""
     parts = text.strip().split("\n\n")
-    return "\n\n".join(part if part[0] in "#|!-" else textwrap.fill(part, 118) for part in parts) + "\n"
+    wrap = textwrap.TextWrapper(118, break_on_hyphens=False)
+    return "\n\n".join(part if part[0] in "#|!-" else wrap.fill(part) for part in parts) + "\n"
 
 
 def check_is_page(path: Path, heading: str) -> None:
-    """Raise WrongArguments if another file has the page's name."""
+    """Raise WrongArguments if the path is a file with another heading, which would be overwritten."""
     if path.exists() and not path.read_text(encoding="utf-8").startswith(heading):
-        raise WrongArguments(f"{path}: is no page of `mini-ee reproduce`; name another folder with --out")
+        raise WrongArguments(
+            f"{path}: expected a page of `mini-ee reproduce` that begins with {heading!r}, found another file; "
+            f"remove it, or name another folder with --out"
+        )

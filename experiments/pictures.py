@@ -1,4 +1,4 @@
-"""The pictures of a page, drawn alike: a method has one colour everywhere, and the spread over seeds is a band."""
+"""The pictures of result pages. A method has the same colour in all of them; a band shows the range over seeds."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from mini_ee.experiments.recipe import filled
 from mini_ee.experiments.result_page import PageData
 from mini_ee.registry import METHODS
 
-GRID = 40  # points at which curves of several seeds are averaged
+SEED_GRID = 40  # points at which the curves of several seeds are averaged
 
 
 def draw(path: Path, picture: dict, data: PageData) -> None:
-    """Draw one picture of a recipe. Nothing is written where none of its series was measured."""
+    """Draw one picture of a recipe, unless none of its series was measured."""
     figure, axes = new_figure()
     drawn = 0
     for number, (name, series) in enumerate(picture["series"].items()):
@@ -43,7 +43,7 @@ def draw(path: Path, picture: dict, data: PageData) -> None:
 
 
 def _legend(figure) -> None:
-    """Below, in as many columns as the figure has room for."""
+    """Put the legend below the axes, in as many columns as fit."""
     for columns in (3, 2, 1):
         legend = figure.legend(frameon=False, fontsize=10, ncols=columns, loc="outside lower center")
         figure.draw_without_rendering()
@@ -53,18 +53,18 @@ def _legend(figure) -> None:
 
 
 def colour_of(name: str, number: int):
-    """The colour of a method, the same everywhere, strong ones first; of any other series that of its place."""
+    """The colour of a method, the same on all pages; the colour of any other series depends on its number."""
     from matplotlib import colormaps
 
     names = list(METHODS)
     if name in names:
-        tens, place = divmod(names.index(name), 10)
+        tens, place = divmod(names.index(name), 10)  # tab20 alternates strong and pale: strong ones first
         return colormaps["tab20"].colors[2 * place + tens % 2]
     return colormaps["Dark2"].colors[number % 8]
 
 
 def _over(series: dict, data: PageData):
-    """x, mean, low and high of a figure over the values of a setting."""
+    """x and mean, smallest and largest y over seeds, for each value of a setting; None if nothing was measured."""
     points = []
     for value in series["over"]:
         case = filled(series["case"], value)
@@ -76,7 +76,7 @@ def _over(series: dict, data: PageData):
 
 
 def _lists(series: dict, data: PageData):
-    """The mean and range of a curve over seeds, on a grid that all of them span."""
+    """The mean and range over seeds of a curve, on a grid that the curves of all seeds span; None if there is none."""
     curves = []
     for made in data.found[series["case"]]["seeds"].values():
         if series["x"] in made["lists"]:
@@ -85,6 +85,6 @@ def _lists(series: dict, data: PageData):
             curves.append((x[order], y[order]))
     if not curves:
         return None
-    grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), GRID)
+    grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), SEED_GRID)
     found = np.array([np.interp(grid, x, y) for x, y in curves])
     return grid, found.mean(axis=0), found.min(axis=0), found.max(axis=0)

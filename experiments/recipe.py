@@ -1,7 +1,7 @@
-"""A recipe is what a paper's page is made from: its experiments, claims, tables and pictures, as data (recipes/*.json).
+"""Recipes: the experiments, claims, tables and pictures of a result page, as data (recipes/*.json).
 
-An experiment is a pattern for names and some axes; each choice of values along the axes makes a case. A case is one
-training, repeated with several seeds, and what is measured of it.
+An experiment is a pattern for names and some axes. Each combination of values on the axes gives a case. A case is one
+training, repeated with several seeds, and its measurement.
 """
 
 from itertools import product
@@ -18,18 +18,18 @@ PAGES = (*PAPERS, "shortest", "estimate")
 
 
 class Case(NamedTuple):
-    """One training and what is measured of it."""
+    """One training and its measurement."""
 
     name: str
     measure: str
-    options: dict  # of `mini_ee.train`; {"choose": [...]} where the hold-out decides
-    reference: str | None = None  # the case from whose last exit points of loss are counted
-    reads: str | None = None  # a text, for perplexity
-    seeds: int | None = None  # how many its page has; None: 3, of --quick 1
+    options: dict  # of `mini_ee.train`; {"choose": [...]}: the value is chosen on the held-out set
+    reference: str | None = None  # the case whose last exit a loss of accuracy is measured against
+    reads: str | None = None  # a text whose perplexity is measured
+    seeds: int | None = None  # number of seeds on the page; None: 3, or 1 with --quick
 
 
 def load_recipe(paper: str, quick: bool = False) -> dict:
-    """A page's recipe. quick: the small part of it that the built-in models and reviews show anywhere."""
+    """The recipe of a page. quick: its small version, which needs only built-in models and texts."""
     recipe = read_json(RECIPES / f"{paper}.json")
     small = recipe.pop("quick", None)
     if quick and small is None:
@@ -38,7 +38,7 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
 
 
 def cases_of(recipe: dict) -> dict[str, Case]:
-    """All cases by name, in the order of the file."""
+    """Name -> case, in the order of the recipe."""
     found = {}
     for experiment in recipe["experiments"]:
         axes = experiment["axes"]
@@ -53,35 +53,35 @@ def cases_of(recipe: dict) -> dict[str, Case]:
             seeds = options.pop("seeds", experiment.get("seeds"))
             case = Case(name, experiment["measure"], options, reference, experiment.get("reads"), seeds)
             if found.setdefault(name, case) != case:
-                raise ValueError(f"two experiments make the case {name!r}, with other settings")
+                raise ValueError(f"two experiments make the case {name!r} with different settings")
     return found
 
 
 def is_choice(value) -> bool:
-    """Whether an option is one of several, of which the hold-out chooses."""
+    """Whether the value of an option is chosen on the held-out set."""
     return isinstance(value, dict) and "choose" in value
 
 
 def select(recipe: dict, only: str) -> dict:
-    """The recipe with one table, picture or claim alone. Raises WrongArguments for one that it does not have.
+    """The recipe with only one table, picture or claim. Raises WrongArguments if it has none of that name.
 
-    Of a claim what it compares; the other settings that are tried before it fails are no part of it.
+    A claim is reduced to its comparisons, without the other settings that are tried before it fails.
     """
     claims = {f"claim {number}": claim for number, claim in enumerate(recipe["claims"], 1)}
     tables = [table for table in recipe["tables"] if table["id"] == only]
     pictures = [picture for picture in recipe["pictures"] if picture["title"].startswith(f"{only}:")]
     if not tables and not pictures and only not in claims:
-        there = [table["id"] for table in recipe["tables"]]
-        there += [picture["title"].partition(":")[0] for picture in recipe["pictures"]] + [*claims]
-        raise WrongArguments(f"--only: expected one of {'; '.join(dict.fromkeys(there))}; found {only}")
+        known = [table["id"] for table in recipe["tables"]]
+        known += [picture["title"].partition(":")[0] for picture in recipe["pictures"]] + [*claims]
+        raise WrongArguments(f"--only: expected one of {'; '.join(dict.fromkeys(known))}; found {only}")
     compared = [claims[only] | {"tried": {}}] if only in claims else []
     return recipe | {"claims": compared, "tables": tables, "pictures": pictures, "changed": []}
 
 
 def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
-    """The cases that the recipe's claims, tables and pictures read, with their references, in the order of the file.
+    """The cases that claims, tables and pictures of the recipe read, and their references, in the order of the recipe.
 
-    Raises ValueError where they name one that no experiment makes.
+    Raises ValueError if one is named that no experiment makes.
     """
     named = set()
     for claim in recipe["claims"]:
@@ -103,7 +103,7 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
 
 
 def sides(compare: dict, side: str) -> list[tuple[str, str]]:
-    """The (case, figure) pairs of one side of a comparison; none where it is a number."""
+    """The (case, figure) pairs of one side of a comparison; an empty list if the side is a number."""
     found, figure = compare[side], compare.get("figure")
     if isinstance(found, (int, float)):
         return []
@@ -113,6 +113,6 @@ def sides(compare: dict, side: str) -> list[tuple[str, str]]:
 
 
 def filled(pattern: str, value) -> str:
-    """The pattern with the value where {} stands."""
+    """The pattern with {} replaced by the value."""
     takes_one = any(field is not None for _, field, _, _ in Formatter().parse(pattern))
     return pattern.format(value) if takes_one else pattern

@@ -1,4 +1,4 @@
-"""`mini-ee reproduce`: all seeds of what a recipe's claims, tables and pictures read, and the pages made from that."""
+"""`mini-ee reproduce`: run all cases of a recipe with all their seeds, and write the pages made from their JSON."""
 
 import time
 from collections.abc import Callable
@@ -12,8 +12,16 @@ from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.pictures import draw
 from mini_ee.experiments.recipe import PAPERS, cases_named, cases_of, load_recipe, select
-from mini_ee.experiments.result_page import CLAIMS, OTHERS, claims_page, in_short, judge, page, read_data
-from mini_ee.experiments.trainings import Held, Sources, is_kept, run_case
+from mini_ee.experiments.result_page import (
+    CLAIMS_HEADING,
+    OTHER_PAGES,
+    claims_page,
+    in_short,
+    judge,
+    page,
+    read_data,
+)
+from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
 
 
@@ -29,46 +37,47 @@ def reproduce(
 ) -> dict:
     """Train and measure what is missing, then write OUT/PAPER.md, its pictures, and OUT/README.md.
 
-    seeds: the first, and how many of each case; None: as many as its page has. All cases are run with the first before
-    the second is begun. What is kept of an earlier call, of a killed one too, is not run again; what another process is
-    running is left to it, so that several calls share the work. Raises WrongArguments, before anything is run, for a
-    model or a task that is not there, and where another file has a page's name.
+    seeds: the first seed, and the number of seeds of each case; None: as many as the page of the case shows. All cases
+    run with the first seed before any runs with the second. Results of an earlier call are used again, also if that
+    call was interrupted. A case that another process is running is left to that process, so several calls share the
+    work. Raises WrongArguments, before anything runs, if a model or a task is missing, or if a page would overwrite
+    another file.
     """
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
     found = Sources(sources, folder / "runs")
     cases = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
-    for path, heading in ((out / "README.md", CLAIMS), (out / f"{paper}.md", f"# {recipe['title']}")):
+    for path, heading in ((out / "README.md", CLAIMS_HEADING), (out / f"{paper}.md", f"# {recipe['title']}")):
         check_is_page(path, heading)
     (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
-    wanted = [(case, first + k) for case in cases.values() for k in range(count or case.seeds or usual)]
-    wanted.sort(key=itemgetter(1))
-    missing = [(case, seed) for case, seed in wanted if not is_kept(folder, case, seed)]
+    runs = [(case, first + k) for case in cases.values() for k in range(count or case.seeds or usual)]
+    runs.sort(key=itemgetter(1))
+    missing = [(case, seed) for case, seed in runs if not is_done(folder, case, seed)]
     for case, _ in missing:
         found.check(case)
     folder.mkdir(parents=True, exist_ok=True)
-    say(f"{len(cases)} cases, {len(wanted)} with their seeds; {len(missing)} to run.")
-    waiting, before, ran, pages = wanted, None, 0, out / ".pages.lock"
+    say(f"{len(cases)} cases, {len(runs)} runs with all seeds; {len(missing)} to run.")
+    waiting, before, ran, pages = runs, None, 0, out / ".pages.lock"
     while waiting != before:
         before, waiting = waiting, []
         for case, seed in before:
             reference = cases.get(case.reference, case)
-            if is_kept(folder, case, seed):
+            if is_done(folder, case, seed):
                 continue
             try:
-                if reference != case and not is_kept(folder, reference, seed):
-                    raise Held(reference.name)
+                if reference != case and not is_done(folder, reference, seed):
+                    raise CaseLocked(reference.name)
                 run_case(folder, case, seed, found, say)
-            except Held:
+            except CaseLocked:
                 waiting.append((case, seed))
                 continue
             ran += 1
             with FileLock(pages):
                 write_page(paper, recipe, out, quick)
-            say(f"{sum(is_kept(folder, *each) for each in wanted)} of {len(wanted)} are there.")
+            say(f"{sum(is_done(folder, *each) for each in runs)} of {len(runs)} runs are done.")
     if waiting:
-        say(f"{len(waiting)} are left to other processes, which are running them or what they are compared with.")
+        say(f"{len(waiting)} runs are left to other processes, which are running them or their reference.")
     with FileLock(pages):
         path = write_page(paper, recipe, out, quick)
         write_claims(out, quick)
@@ -77,7 +86,7 @@ def reproduce(
 
 
 def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
-    """The paper's page and pictures, from the JSON of its cases."""
+    """Write the page and the pictures of a paper from the JSON of its cases."""
     data = read_data(out / paper, recipe)
     for picture in recipe["pictures"] if can_draw() else []:
         draw(out / paper / picture["file"], picture, data)
@@ -88,11 +97,11 @@ def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
 
 
 def write_claims(out: Path, quick: bool) -> None:
-    """OUT/README.md: what came out in short, and the claims of all papers that have a page there in one table."""
+    """Write OUT/README.md: the summaries and the claims of all papers that have a page in OUT."""
     judged, titles, shorts = {}, {}, {}
     for paper in (paper for paper in PAPERS if (out / f"{paper}.md").exists()):
         recipe = load_recipe(paper, quick)
         data = read_data(out / paper, recipe)
         judged[paper], titles[paper] = [judge(claim, data) for claim in recipe["claims"]], recipe["title"]
         shorts[paper] = in_short(recipe, data)
-    write_bytes(out / "README.md", claims_page(judged, titles, shorts, "" if quick else OTHERS).encode())
+    write_bytes(out / "README.md", claims_page(judged, titles, shorts, "" if quick else OTHER_PAGES).encode())

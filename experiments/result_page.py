@@ -1,4 +1,4 @@
-"""A paper's page, made from its recipe and the JSON of its cases: no figure comes from anywhere else."""
+"""The result page of a paper: made from its recipe and the JSON of its cases, which contain all of its figures."""
 
 import re
 from collections import Counter
@@ -16,17 +16,19 @@ from mini_ee.experiments.verdicts import (
     FEW,
     HOLDS,
     LEAST_SEEDS,
+    LEVEL,
     MISSING,
-    RULE,
-    UNSEEN,
+    RULES,
+    UNDECIDED,
     UNTRIED,
     Compared,
     compared,
     verdict_of,
 )
 
-NOT_RUN, NONE = "·", "none"  # of a case that was run, and has no such figure
-NOTHING = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, UNSEEN)  # of a figure that no seed has, though all cases were run
+DIFFERS = "What differs from the paper"
+NOT_RUN, NO_FIGURE = "·", "none"  # cells of a case that was not run; of one that was run and lacks the figure
+NO_SEED_HAS_IT = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, UNDECIDED)  # all cases were run, and no seed has the figure
 
 
 class PageData(NamedTuple):
@@ -34,35 +36,44 @@ class PageData(NamedTuple):
 
     cases: dict[str, Case]
     found: dict[str, dict]  # case -> its JSON
+    figure_names: dict[str, str] = {}  # pattern of a figure's key in the JSON -> what the page calls it
 
     def values(self, case: str, figure: str) -> dict[str, float]:
         """Seed -> figure, of the seeds that have it."""
         seeds = self.found[case]["seeds"].items()
         return {seed: made["figures"][figure] for seed, made in seeds if figure in made["figures"]}
 
+    def name_of(self, figure: str) -> str:
+        """The name of a figure on the page, if the recipe gives one; otherwise its key."""
+        for pattern, name in self.figure_names.items():
+            if match := re.fullmatch(pattern, figure):
+                return match.expand(name)
+        return figure
+
 
 class Judged(NamedTuple):
-    """A claim with what its comparisons say."""
+    """A claim with its comparisons and its verdict."""
 
     claim: dict
-    comparisons: list[Compared | None]  # in the claim's order; None of one whose cases have not been run
+    comparisons: list[Compared | None]  # in the claim's order; None: its cases have not been run
     verdict: str
 
 
 def read_data(folder: Path, recipe: dict) -> PageData:
     """The JSON of a recipe's cases under a folder."""
     cases = cases_of(recipe)
-    return PageData(cases, {name: read_case(folder, case) for name, case in cases.items()})
+    found = {name: read_case(folder, case) for name, case in cases.items()}
+    return PageData(cases, found, recipe.get("figure_names", {}))
 
 
 # ---- Claims ----
 
 
 def judge(claim: dict, data: PageData) -> Judged:
-    """What the claim's comparisons say, on the seeds that all of their cases have.
+    """Compare on the seeds that all cases of a comparison have, and decide the claim.
 
-    Where the cases were run with enough seeds and too few have the figure, as where no rows left at a layer, the
-    comparison cannot be seen.
+    If the cases were run with enough seeds and too few of these have the figure, the comparison is undecided. For
+    example, there is no loss of the rows that exit at a layer if no row exits there.
     """
     comparisons = []
     for each in claim.get("compare", []):
@@ -71,13 +82,15 @@ def judge(claim: dict, data: PageData) -> Judged:
         names = {name for side in ("more", "than") for name, _ in sides(each, side)}
         run = len(set.intersection(*(set(data.found[name]["seeds"]) for name in names)))
         if not seeds:
-            comparisons.append(NOTHING if run >= LEAST_SEEDS else None)
+            comparisons.append(NO_SEED_HAS_IT if run >= LEAST_SEEDS else None)
             continue
         more, than = ([values[seed] if values is not None else each["than"] for seed in seeds] for values in both)
         comparison = compared(more, than, each.get("by", 0.0), each.get("exact", False))
-        comparisons.append(comparison._replace(verdict=UNSEEN) if comparison.seeds < LEAST_SEEDS <= run else comparison)
+        if comparison.seeds < LEAST_SEEDS <= run:
+            comparison = comparison._replace(verdict=UNDECIDED)
+        comparisons.append(comparison)
     if "unseen" in claim:
-        return Judged(claim, [], UNSEEN)
+        return Judged(claim, [], UNDECIDED)
     verdict, tried = verdict_of(comparisons, claim.get("need", "all")), claim.get("tried", {"cases": []})
     if verdict == FAILS and not all(data.found[name]["seeds"] for name in tried["cases"]):
         verdict = UNTRIED
@@ -85,7 +98,7 @@ def judge(claim: dict, data: PageData) -> Judged:
 
 
 def _side(data: PageData, compare: dict, side: str) -> dict[str, float] | None:
-    """Seed -> the mean of the side's cases; None for a number."""
+    """Seed -> the mean over the side's cases; None if the side is a number."""
     pairs = sides(compare, side)
     if not pairs:
         return None
@@ -101,45 +114,52 @@ def _claim_lines(number: int, judged: Judged, data: PageData) -> list[str]:
     if "unseen" in claim:
         return [f"{lines[0]} {claim['unseen']}"]
     for each, comparison in zip(claim["compare"], comparisons):
-        if comparison in (None, NOTHING):
-            continue
-        interval = f"{comparison.low:+.3f} to {comparison.high:+.3f}; " if comparison.high > comparison.low else ""
-        wanted = f", wanted above {each['by']:+g}" if each.get("by") else ""
-        seeds = f"{comparison.seeds} seed{'s' if comparison.seeds > 1 else ''}"
-        more, than = _names(each)
-        lines.append(
-            f"   - {more}{_digits(comparison.more)}, {than}{_digits(comparison.than)}: {comparison.difference:+.3f} "
-            f"({interval}{seeds}{wanted}){'' if comparison.verdict == FEW else f', {comparison.verdict}'}"
-        )
+        if comparison not in (None, NO_SEED_HAS_IT):
+            lines.append(_comparison_line(each, comparison, data))
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
         found = {name: list(data.values(name, tried["figure"]).values()) for name in tried["cases"]}
         means = {name: float(np.mean(values)) for name, values in found.items() if values}
         if len(means) > 1:
             best = (min if tried.get("least") else max)(means, key=means.get)
-            lines.append(f"   - of {len(means)} settings the best is {best}: {tried['figure']} {_digits(means[best])}")
+            about = f"{data.name_of(tried['figure'])} {_digits(means[best])}"
+            lines.append(f"   - best of {len(means)} settings tried: *{best}*, {about}")
     return lines
 
 
-def _names(compare: dict) -> tuple[str, str]:
-    """How both sides are called: the case, the figure, or both; a number has no name."""
+def _comparison_line(compare: dict, comparison: Compared, data: PageData) -> str:
+    """Both means, their difference with its interval, the difference that is required, and the verdict."""
+    interval = f" ({comparison.low:+.3f} to {comparison.high:+.3f})" if comparison.high > comparison.low else ""
+    more, than = _names(compare, data)
+    line = f"   - {more}{_digits(comparison.more)}{than}{_digits(comparison.than)}; difference "
+    line += f"{comparison.difference:+.3f}{interval}"
+    if compare.get("by"):
+        line += f", required: above {compare['by']:+g}"
+    line += f"; {comparison.seeds} seed{'s' if comparison.seeds > 1 else ''}"
+    return line if comparison.verdict == FEW else f"{line}: {comparison.verdict}"
+
+
+def _names(compare: dict, data: PageData) -> tuple[str, str]:
+    """The words before the figure of each side: the name of the case, of the figure, or both."""
     more, than = (sides(compare, side) for side in ("more", "than"))
     if not than:
-        return f"{_case_name(more)}, {more[0][1]}: ours ", "wanted "
+        return f"{_case_name(more)}: {data.name_of(more[0][1])} ", " against " if compare.get("by") else ", required: "
+    names = [data.name_of(side[0][1]) for side in (more, than)]
     if [case for case, _ in more] == [case for case, _ in than]:
-        return f"{_case_name(more)}: {more[0][1]} ", f"{than[0][1]} "
-    figures = [more[0][1], than[0][1]]
-    if figures[0] == figures[1]:
-        return f"{figures[0]}: {_case_name(more)} ", f"{_case_name(than)} "
-    return f"{_case_name(more)}, {figures[0]} ", f"{_case_name(than)}, {figures[1]} "
+        return f"{_case_name(more)}: {names[0]} ", f" against {names[1]} "
+    if names[0] == names[1]:
+        return f"{names[0]}: {_case_name(more)} ", f" against {_case_name(than)} "
+    return f"{names[0]}, {_case_name(more)} ", f" against {names[1]}, {_case_name(than)} "
 
 
 def _case_name(pairs: list[tuple[str, str]]) -> str:
-    cases = list(dict.fromkeys(case for case, _ in pairs))
-    return " and ".join(cases) if len(cases) < 3 else f"mean of {len(cases)} cases ({cases[0]}, ...)"
+    cases = [f"*{case}*" for case in dict.fromkeys(case for case, _ in pairs)]
+    if len(cases) > 2:
+        return f"mean of {len(cases)} cases ({cases[0]}, ...)"
+    return f"mean of {cases[0]} and {cases[1]}" if len(cases) == 2 else cases[0]
 
 
 def _digits(value: float, digits: int = 3) -> str:
-    """A figure as papers print it: .931 for a share."""
+    """A figure as papers print it, a share without the leading zero: .931."""
     if abs(value) >= 10:
         return f"{value:,.{0 if abs(value) >= 100 else 1}f}"
     text = f"{value:.{digits}f}"
@@ -157,23 +177,23 @@ def _table_lines(table: dict, data: PageData) -> list[str]:
         for column in columns.values():
             case, figure = (table[key].format(**column | row) for key in ("case", "figure"))
             values, seeds = list(data.values(case, figure).values()), len(data.found[case]["seeds"])
-            cells.append(_cell(values, table.get("digits", 3), seeds) if values else NONE if seeds else NOT_RUN)
+            cells.append(_cell(values, table.get("digits", 3), seeds) if values else NO_FIGURE if seeds else NOT_RUN)
         rows.append([name, *cells])
     lines = [f"**{table['id']}: {table['title']}**", ""]
     if all(cell == NOT_RUN for _, *cells in rows for cell in cells):
-        lines += ["Ours: not run yet."]
+        lines += ["Not run yet."]
     else:
-        lines += markdown_table(["ours", *columns], rows)
+        lines += markdown_table(["our results", *columns], rows)
     if note := table.get("note"):
         lines += ["", note]
     if theirs := table.get("theirs"):
         paper_rows = ([name, *cells] for name, cells in theirs["rows"].items())
-        lines += ["", *markdown_table(["the paper's", *theirs["columns"]], paper_rows)]
+        lines += ["", *markdown_table(["the paper's results", *theirs["columns"]], paper_rows)]
     return [*lines, ""]
 
 
 def _cell(values: list[float], digits: int, seeds: int) -> str:
-    """Mean and range over seeds; the mean alone where they print the same; and how many have it, where not all do."""
+    """Mean over seeds, their range if it is not one printed value, and the number of seeds if some lack the figure."""
     mean, least, most = (_digits(float(value), digits) for value in (np.mean(values), min(values), max(values)))
     about = [f"{least} to {most}"] if least != most else []
     about += [f"{len(values)} of {seeds} seeds"] if len(values) < seeds else []
@@ -183,25 +203,37 @@ def _cell(values: list[float], digits: int, seeds: int) -> str:
 # ---- The page ----
 
 
+CLAIMS_INTRO = (
+    "Each line below a claim is one comparison: two means over seeds, their difference, in brackets its "
+    f"{LEVEL:.0%} interval, and the number of seeds. The first figure should be larger, by more than the required "
+    "difference if one is given. [README.md](README.md#how-a-verdict-is-computed) explains the verdicts."
+)
+TABLES_INTRO = (
+    "Our results are means over seeds. Brackets contain the smallest and the largest value if the seeds differ, and "
+    f"the number of seeds if some have no value. *{NO_FIGURE}*: no seed has a value. Accuracies and shares are "
+    "fractions of 1; the papers print percent."
+)
+
+
 def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -> str:
-    """The page as Markdown. folder: where its pictures are, those that were drawn."""
-    made = [one["how"] for each in data.found.values() for one in each["seeds"].values()]
-    judged = [judge(claim, data) for claim in recipe["claims"]]
+    """The page as Markdown. folder: of its pictures; one that was not drawn is left out."""
     total = len(data.cases)
-    done = sum(bool(each["seeds"]) for each in data.found.values())
+    run = sum(bool(each["seeds"]) for each in data.found.values())
     lines = [f"# {recipe['title']}", "", f"*{recipe['source']}.* {recipe['about']}", ""]
     for each in in_short(recipe, data):
         lines += [each, ""]
     lines += [made_by(command, f"the JSON files in {paper}/"), ""]
-    if done < total:
-        lines += [f"Of {total} cases {done} have been run; `{NOT_RUN}` stands for the others. The command goes on.", ""]
-    if judged:
-        lines += ["## Claims", "", *([recipe["names"], ""] if "names" in recipe else [])]
-        for number, each in enumerate(judged, 1):
-            lines += _claim_lines(number, each, data)
-        lines += ["", RULE, ""]
-    about = "Ours: the mean over seeds and, in brackets, the range where they differ, and how many have it, if not all."
-    lines += ["## Tables and figures", "", " ".join([about, *_dropped(data)]), ""]
+    if run < total:
+        lines += [
+            f"{run} of {total} cases have been run; `{NOT_RUN}` stands for the others. The command runs them.",
+            "",
+        ]
+    if recipe["claims"]:
+        lines += ["## Claims", "", CLAIMS_INTRO, "", *([recipe["names"], ""] if "names" in recipe else [])]
+        for number, claim in enumerate(recipe["claims"], 1):
+            lines += _claim_lines(number, judge(claim, data), data)
+        lines += [""]
+    lines += ["## Tables and figures", "", " ".join([TABLES_INTRO, *_dropped(data)]), ""]
     for table in recipe["tables"]:
         lines += _table_lines(table, data)
     if ranks := recipe.get("ranks"):
@@ -210,21 +242,24 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
         if (folder / picture["file"]).exists():
             lines += [f"**{picture['title']}**", "", f"![{picture['title']}]({paper}/{picture['file']})", ""]
     if recipe.get("changed"):
-        lines += ["## What changed against the figures before", "", *_changed_lines(recipe["changed"], data), ""]
+        lines += ["## What changed since an earlier version", "", *_changed_lines(recipe["changed"], data), ""]
     lines += ["## How it was trained", "", *_training_lines(data), ""]
-    for key, title in (("differs", "What differs from the paper"), ("next", "What would tell more")):
+    for key, title in (("differs", recipe.get("differs_title", DIFFERS)), ("next", "What to try next")):
         lines += [f"## {title}", "", *(f"- {each}" for each in recipe[key]), ""]
-    about = {key: ", ".join(sorted({str(each[key]) for each in made})) for key in MADE_WITH if made}
-    if about:
-        lines += [
-            f"Machine: {about['machine']}, {about['threads']} thread(s), torch {about['torch']}; "
-            f"commits {about['commit']}."
-        ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *_machine_lines(data)]).rstrip() + "\n"
+
+
+def _machine_lines(data: PageData) -> list[str]:
+    made = [one["how"] for each in data.found.values() for one in each["seeds"].values()]
+    about = {key: ", ".join(sorted({str(each[key]) for each in made})) for key in MADE_WITH}
+    if not made:
+        return []
+    threads = f"{about['threads']} thread{'' if about['threads'] == '1' else 's'}"
+    return [f"Machine: {about['machine']}, {threads}, torch {about['torch']}. Commits: {about['commit']}."]
 
 
 def in_short(recipe: dict, data: PageData) -> list[str]:
-    """What came out, in a few sentences: a figure's mean over seeds stands where they have {case | figure}."""
+    """The recipe's summary in a few sentences, with {case | figure} replaced by the figure's mean over seeds."""
 
     def mean(named: re.Match) -> str:
         values = [*data.values(*named.groups()).values()]
@@ -234,7 +269,7 @@ def in_short(recipe: dict, data: PageData) -> list[str]:
 
 
 def _rank_lines(ranks: dict, data: PageData) -> list[str]:
-    """How the means of two figures rank the same cases: Spearman's correlation."""
+    """Spearman's correlation between the means of two figures over the cases."""
     pairs = [[data.values(case, ranks[key]) for key in ("x", "y")] for case in data.cases]
     means = [[float(np.mean([*each.values()])) for each in pair] for pair in pairs if all(pair)]
     if len(means) < 3:
@@ -243,8 +278,8 @@ def _rank_lines(ranks: dict, data: PageData) -> list[str]:
 
 
 def _changed_lines(changed: list[dict], data: PageData) -> list[str]:
-    """Figures that an earlier page had, what stands in their place, and why."""
-    lines = markdown_table(["figure", "then", "now", "why"])
+    """Figures of an earlier version of the page, those of today, and the reason."""
+    lines = markdown_table(["figure", "before", "now", "reason"])
     for each in changed:
         values, seeds = list(data.values(each["case"], each["figure"]).values()), len(data.found[each["case"]]["seeds"])
         now = _cell(values, each.get("digits", 3), seeds) if values else NOT_RUN
@@ -253,33 +288,37 @@ def _changed_lines(changed: list[dict], data: PageData) -> list[str]:
 
 
 def _dropped(data: PageData) -> list[str]:
-    """A sentence on the test rows that were dropped, by task, if there are any."""
+    """A sentence on the number of dropped test rows of each task, if there are any."""
     counts = {}
     for name, case in data.cases.items():
         for one in data.found[name]["seeds"].values():
             if count := one.get("test_rows_dropped", 0):
                 counts[case.options["task"]] = count
     listed = ", ".join(f"{count} of {task}" for task, count in sorted(counts.items()))
-    return [f"Test rows that the train split has word for word are dropped: {listed}."] if counts else []
+    return (
+        [f"Test examples that also occur in the train split, word for word, are dropped: {listed}."] if counts else []
+    )
 
 
 def _training_lines(data: PageData) -> list[str]:
-    """The settings that most cases share, then every case's others; of a choice what the hold-out preferred."""
+    """The settings that most cases share, then a row for each case: its other settings, and the value it chose."""
     run = {name: case for name, case in data.cases.items() if data.found[name]["seeds"]}
     given = {name: {k: _setting(v) for k, v in case.options.items() if not is_choice(v)} for name, case in run.items()}
     often = Counter(setting for each in given.values() for setting in each.items())
     shared = {key: value for (key, value), cases in often.items() if len(run) > 2 and 2 * cases > len(run)}
     lines = []
     if shared:
-        lines += [f"Where a case does not say otherwise: {_listed(shared)}.", ""]
-    lines += markdown_table(["case", "seeds", "settings", "chosen on the hold-out, of"])
+        lines += [f"Settings of all cases, unless the table gives others: {_listed(shared)}.", ""]
+    columns = ["case", "seeds", "other settings"]
+    chose = any("chosen" in data.found[name] for name in run)
+    lines += markdown_table([*columns, "chosen on the held-out set (values tried: score)"] if chose else columns)
     for name, case in run.items():
         found = data.found[name]
         settings = {key: "not given" for key in shared if key not in case.options} | given[name]
         own = _listed({key: value for key, value in settings.items() if shared.get(key) != value})
         tried = "; ".join(f"{_given(each)}: {_digits(each['hold-out'])}" for each in found.get("tried", []))
-        chosen = f"{_given(found['chosen'])} of ({tried})" if "chosen" in found else ""
-        lines.append(markdown_row([name, len(found["seeds"]), own, chosen]))
+        chosen = f"{_given(found['chosen'])} ({tried})" if "chosen" in found else ""
+        lines.append(markdown_row([name, len(found["seeds"]), own, *([chosen] if chose else [])]))
     return lines
 
 
@@ -299,57 +338,59 @@ def _setting(value) -> str:
     return "built-in" if value is None else str(value)
 
 
-CLAIMS = "# What came out"  # the head of results/README.md
+CLAIMS_HEADING = "# Results"  # of results/README.md
 
-OTHERS = """## Other pages
+OTHER_PAGES = """## Other pages
 
-| | what it shows |
+`mini-ee reproduce NAME` makes each of them; NAME is the name of the file.
+
+| page | what it shows |
 |---|---|
-| [shortest.md](shortest.md) | what the shortest commands give, `mini-ee reproduce shortest` |
-| [estimate.md](estimate.md) | whether `mini-ee estimate` predicts what training finds, `mini-ee reproduce estimate` |
-| [onnx.md](onnx.md) | the graph that stops by itself: speed, parity, size, memory; `mini-ee reproduce onnx` |
-| [guarantees.md](guarantees.md) | how often each guarantee is broken on new examples; `mini-ee reproduce guarantees` |
-| [shards.md](shards.md) | RAEE's datastore in shards, and a billion rows on paper; `mini-ee reproduce shards` |
-| [serving.md](serving.md) | a server that takes rows together again after each exit; `mini-ee reproduce serving` |
+| [shortest.md](shortest.md) | the results of the default settings |
+| [estimate.md](estimate.md) | how well `mini-ee estimate` predicts the share of the layers saved |
+| [onnx.md](onnx.md) | the exported ONNX graph: speed, equality with torch, size, memory |
+| [guarantees.md](guarantees.md) | how often each guarantee is violated on new examples |
+| [shards.md](shards.md) | RAEE's datastore in shards, and a projection to a billion examples |
+| [serving.md](serving.md) | latency and goodput of the server under load |
 
-`mini-ee bench all` prints benchmarks with their bars, as ratios on the machine at hand; it compares with transformers:
-`pip install -e '.[bench]'`.
+`mini-ee bench all` runs the benchmarks on your machine and prints ratios of times, each with its target. For the
+comparisons with transformers, install `pip install -e '.[bench]'`.
 """
 
 
 def claims_page(
     judged: dict[str, list[Judged]], titles: dict[str, str], shorts: dict[str, list[str]], others: str
 ) -> str:
-    """What came out in short, and all papers' claims in one table: results/README.md. others: what stands behind."""
+    """results/README.md: the summaries, and the claims of all papers in one table. others: the text after the rules."""
     about = (
-        "Claims of the four papers, each with its verdict, and controls of ours. The column *ours* shows the first "
-        "three comparisons; of each the first number should be the larger, by a margin where the paper's page, which "
-        "names them all, says so."
+        "The table lists the claims of the papers and our own controls, each with its verdict. *Our figures* are "
+        "the first three comparisons of a claim: in each pair the first number should be larger. Some claims require "
+        "a margin; the page of the paper gives it, with all comparisons and their intervals."
     )
     every = [one for each in judged.values() for one in each]
-    lines = [CLAIMS, ""]
+    lines = [CLAIMS_HEADING, ""]
     for paper, short in shorts.items():
         lines += [f"**[{titles[paper]}]({paper}.md).** {' '.join(short)}", ""] if short else []
-    lines += [f"{about} {_counted('claims of the papers', every, False)}", ""]
+    lines += ["## Claims", "", f"{about} {_counted('claims of the papers', every, False)}", ""]
     if controls := _counted("controls of ours", every, True):
         lines += [controls, ""]
-    lines += markdown_table(["paper", "", "claim", "verdict", "ours", "the paper"])
+    lines += markdown_table(["page", "no.", "claim", "verdict", "our figures", "the paper's figures"])
     for paper, each in judged.items():
         for number, one in enumerate(each, 1):
             pairs = [
-                f"{_digits(comparison.more)} beside {_digits(comparison.than)}"
+                f"{_digits(comparison.more)} against {_digits(comparison.than)}"
                 for comparison in one.comparisons
-                if comparison not in (None, NOTHING)
+                if comparison not in (None, NO_SEED_HAS_IT)
             ]
             ours = "; ".join([*pairs[:3], *(["..."] if len(pairs) > 3 else [])])
             link = f"[{titles[paper]}]({paper}.md)"
             text = f"{'*control:* ' if one.claim.get('control') else ''}{one.claim['text']}"
             lines.append(markdown_row([link, number, text, one.verdict, ours, one.claim["paper"]]))
-    return "\n".join([*lines, "", RULE, "", others]).rstrip() + "\n"
+    return "\n".join([*lines, "", RULES, "", others]).rstrip() + "\n"
 
 
 def _counted(what: str, judged: list[Judged], control: bool) -> str:
-    """How many there are of each verdict; nothing where there are none."""
+    """A sentence with the number of claims, or of controls, by verdict; empty if there are none."""
     verdicts = Counter(one.verdict for one in judged if bool(one.claim.get("control")) == control)
-    counts = ", ".join(f"*{verdict}* {count}" for verdict, count in verdicts.most_common())
-    return f"Of {verdicts.total()} {what}: {counts}." if verdicts else ""
+    counts = ", ".join(f"{count} *{verdict}*" for verdict, count in verdicts.most_common())
+    return f"Verdicts of the {verdicts.total()} {what}: {counts}." if verdicts else ""

@@ -1,10 +1,10 @@
-"""Train what is missing, measure it, and keep a small JSON of every case: a run that was stopped goes on where it was.
+"""Train and measure the cases of a recipe, and write a small JSON file for each. An interrupted call can be continued.
 
-Several processes may do so side by side: a case is run by one at a time.
+Several processes can share the work: one process at a time runs a case.
 
-OUT/PAPER/CASE.json    settings, the rates that the hold-out chose, and by seed figures, lists, how it was made, and how
-                       many test rows were dropped because train has them too
-OUT/PAPER/runs/        trainings under way; removed when they are measured
+OUT/PAPER/CASE.json    settings, values chosen on the held-out set; for each seed figures, lists, how they were made,
+                       and the number of test rows that were dropped because a training row has the same text
+OUT/PAPER/runs/        unfinished trainings; removed once they are measured
 """
 
 import os
@@ -23,57 +23,60 @@ from mini_ee import __version__
 from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_writer, write_bytes, write_json
 from mini_ee.data.tasks import load_task, toy_task
 from mini_ee.errors import WrongArguments
-from mini_ee.experiments.measures import MEASURES, OF_ROWS
+from mini_ee.experiments.measures import MEASUREMENTS, READ_A_TASK
 from mini_ee.experiments.recipe import Case, is_choice
 from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import Run, load_run, training_folder
 from mini_ee.training.state import STATE
 from mini_ee.training.train_run import train
 
-MADE_WITH = ("commit", "torch", "machine", "threads")  # what is said of it
-DIGITS = 5  # of a figure in JSON
+MADE_WITH = ("commit", "torch", "machine", "threads")  # keys of a seed's "how" that the page prints
+DIGITS = 5  # of a figure in the JSON
 SENTENCES = "SST-2 sentences"
 
 
-class Held(Exception):
-    """Another process runs this case."""
+class CaseLocked(Exception):
+    """Another process is running this case, or its reference."""
 
 
 class Sources:
-    """Where models and tasks are: DIR/weights/NAME, DIR/data/NAME. DIR is by default $MINI_EE_SHARED, or ../shared."""
+    """Where models and tasks are: DIR/weights/NAME, DIR/data/NAME (default of DIR: $MINI_EE_SHARED, or ../shared).
+
+    made: folder for tasks that are derived from others.
+    """
 
     def __init__(self, folder: Path | None, made: Path):
         self.folder, self.made = folder or Path(os.environ.get("MINI_EE_SHARED", "../shared")), made
 
     def find(self, kind: str, name: str) -> Path:
-        """A model's or a task's folder, a text's file. Raises WrongArguments where it is not there."""
+        """The folder of a model or a task, or the file of a text. Raises WrongArguments if it does not exist."""
         if name == SENTENCES:
             return self._sentences()
         found = self.folder / kind / name
         if not found.exists():
             raise WrongArguments(
-                f"{found}: is not there; give --sources a folder with weights/ and data/ as the recipe names them, or "
-                f"--quick, which needs none"
+                f"{found}: no such file or folder; give --sources a folder with weights/ and data/ that contain what "
+                f"the recipe names, or use --quick, which needs none of them"
             )
         return found
 
     def _sentences(self) -> Path:
-        """SST-2 with whole sentences to train on, as RAEE's datastore has them: SST-5's, without its neutral ones."""
+        """SST-2 with whole training sentences, as in RAEE: those of SST-5 without the neutral class."""
         folder = self.made / SENTENCES / "SST-2"
         self.made.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.made / ".sentences.lock"):  # processes that start together wait for the first
+        with FileLock(self.made / ".sentences.lock"):  # one process writes the folder, the others wait
             if folder.exists():
                 return folder
             lines = (self.find("data", "SST-5") / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
             rows = [line.rsplit("\t", 1) for line in lines]
-            kept = [f"{text}\t{int(label) // 3}" for text, label in rows if label != "2"]
+            polar = [f"{text}\t{int(label) // 3}" for text, label in rows if label != "2"]
             with atomic_folder(folder) as partial:
-                write_bytes(partial / "train.tsv", "\n".join(["sentence\tlabel", *kept, ""]).encode())
+                write_bytes(partial / "train.tsv", "\n".join(["sentence\tlabel", *polar, ""]).encode())
                 shutil.copy(self.find("data", "SST-2") / "dev.tsv", partial / "dev.tsv")
         return folder
 
     def check(self, case: Case) -> None:
-        """Raise WrongArguments where one of a case's models, tasks or texts is not there."""
+        """Raise WrongArguments if a model, a task or a text of the case does not exist."""
         for options in (case.options, case.options.get("base", {})):
             named = {name: value for name, value in options.items() if value != SENTENCES}
             self.options(named)
@@ -83,7 +86,7 @@ class Sources:
             self.find("data", case.reads)
 
     def options(self, options: dict) -> dict:
-        """Options with folders in place of names."""
+        """The options with folders instead of names."""
         named = dict(options)
         for option, kind in (("model", "weights"), ("encoder", "weights"), ("task", "data"), ("text", "data")):
             if isinstance(named.get(option), str) and named[option] not in ("reviews", "continue", "copy"):
@@ -92,29 +95,29 @@ class Sources:
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """Where a case's figures are kept."""
+    """The JSON file of a case."""
     return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", name) + ".json")
 
 
 def read_case(folder: Path, case: Case) -> dict:
-    """What is kept of a case; nothing where it was made with other settings, or read another text."""
+    """The JSON of a case; without seeds if there is none, or if it was made with other settings or another text."""
     path = file_of(folder, case.name)
     empty = {"case": case.name, "measure": case.measure, "options": case.options, "reads": case.reads, "seeds": {}}
     if not path.exists():
         return empty
-    kept = {"reads": case.reads} | read_figures(path)
-    return kept if all(kept.get(key) == empty[key] for key in empty if key != "seeds") else empty
+    found = {"reads": case.reads} | read_figures(path)
+    return found if all(found.get(key) == empty[key] for key in empty if key != "seeds") else empty
 
 
 def read_figures(path: Path) -> dict:
-    """A case's JSON. Raises ValueError where the checksum is not its own or is gone, or a value is of a wrong type."""
-    kept = read_json(path, signed="seeds")
-    seeds, tried, chosen = kept.get("seeds"), kept.get("tried", []), kept.get("chosen", {})
-    right = isinstance(seeds, dict) and isinstance(tried, list) and all(map(_holds_numbers, (*tried, chosen)))
-    if not right or not all(seed.isdigit() and _is_made(made) for seed, made in seeds.items()):
-        what = "figures, lists of numbers, and how they were made, of each seed"
+    """The JSON of a case. Raises ValueError if its checksum is wrong or missing, or a value has the wrong type."""
+    found = read_json(path, signed="seeds")
+    seeds, tried, chosen = found.get("seeds"), found.get("tried", []), found.get("chosen", {})
+    valid = isinstance(seeds, dict) and isinstance(tried, list) and all(map(_holds_numbers, (*tried, chosen)))
+    if not valid or not all(seed.isdigit() and _is_made(made) for seed, made in seeds.items()):
+        what = "figures, lists of numbers, and how they were made, for each seed"
         raise ValueError(f"{path}: expected {what}, found something else; remove the file to make it again")
-    return kept
+    return found
 
 
 def _holds_numbers(values) -> bool:
@@ -122,7 +125,7 @@ def _holds_numbers(values) -> bool:
 
 
 def _is_made(made) -> bool:
-    """Whether a value is what run_case writes of a seed."""
+    """Whether a value has the form that run_case writes for a seed."""
     parts = [made.get(name) for name in ("figures", "lists", "how")] if isinstance(made, dict) else [None]
     if not all(isinstance(part, dict) for part in parts):
         return False
@@ -131,8 +134,8 @@ def _is_made(made) -> bool:
     return numbers and _holds_numbers(parts[0]) and parts[2].keys() >= set(MADE_WITH)
 
 
-def is_kept(folder: Path, case: Case, seed: int) -> bool:
-    """Whether a seed of a case is kept, and was measured against the reference that is kept now."""
+def is_done(folder: Path, case: Case, seed: int) -> bool:
+    """Whether a seed of a case is in its JSON and was measured against the present figures of its reference."""
     made = read_case(folder, case)["seeds"].get(str(seed))
     if made is None or case.reference in (None, case.name) or not (path := file_of(folder, case.reference)).exists():
         return made is not None
@@ -144,9 +147,9 @@ def is_kept(folder: Path, case: Case, seed: int) -> bool:
 
 
 def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
-    """Train and measure one case with one seed, if that is not done yet, and keep it. Its reference is kept already.
+    """Train and measure one case with one seed, unless that is done, and write its JSON. Its reference must be done.
 
-    Raises Held.
+    Raises CaseLocked if another process is running the case.
     """
     path = file_of(folder, case.name)
     at = _trainings(path, case, seed)
@@ -154,70 +157,70 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         try:
             alone.enter_context(sole_writer(path))
         except FileExistsError:
-            raise Held(case.name) from None
-        kept = read_case(folder, case)
-        if is_kept(folder, case, seed):
-            shutil.rmtree(at, ignore_errors=True)  # a kill came before
+            raise CaseLocked(case.name) from None
+        record = read_case(folder, case)
+        if is_done(folder, case, seed):
+            shutil.rmtree(at, ignore_errors=True)  # left by a process that was killed before it removed the folder
             return
         say(f"{case.name}, seed {seed}")
         measured_on, dropped = _read(case, sources)
         if dropped:
-            say(f"  {dropped} test rows are dropped, which train has word for word")
+            say(f"  {dropped} test examples are dropped: training examples have the same texts")
         reference = _reference(folder, case, seed, dropped)
         if any(is_choice(value) for value in case.options.values()):
-            if "chosen" not in kept:
-                kept["chosen"] = _chosen(path, case, kept, seed, sources, say)
-        run = _trained(at / "run", case.options | kept.get("chosen", {}), seed, sources)
-        figures, lists = MEASURES[case.measure](run, measured_on, reference)
-        kept["seeds"][str(seed)] = {
+            if "chosen" not in record:
+                record["chosen"] = _chosen(path, case, record, seed, sources, say)
+        run = _trained(at / "run", case.options | record.get("chosen", {}), seed, sources)
+        figures, lists = MEASUREMENTS[case.measure](run, measured_on, reference)
+        record["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
             "test_rows_dropped": dropped,
             "how": how_made() | {name: run.config.get(name) for name in ("settings", "training")},
         }
-        write_json(path, kept)
+        write_json(path, record)
         shutil.rmtree(at)
-        with suppress(OSError):  # other seeds' trainings stay
+        with suppress(OSError):  # the folder still contains trainings of other seeds
             os.removedirs(at.parent)
 
 
 def _trainings(path: Path, case: Case, seed: int) -> Path:
-    """Where the trainings of a case stand while they are needed: those of other settings stand elsewhere."""
+    """The folder of a case's unfinished trainings, one for each choice of settings and seed."""
     return path.parent / "runs" / path.stem / json_sha256(case.options)[:12] / str(seed)
 
 
 def _reference(folder: Path, case: Case, seed: int, dropped: int) -> dict | None:
-    """The figures of the case that this one is compared with. Raises ValueError where other test rows gave them."""
+    """The figures of the case's reference. Raises ValueError if they were measured on other test rows."""
     if case.reference in (None, case.name):
         return None
     path = file_of(folder, case.reference)
-    kept = read_figures(path)["seeds"][str(seed)]
-    if (found := kept.get("test_rows_dropped", 0)) != dropped:
+    made = read_figures(path)["seeds"][str(seed)]
+    if (found := made.get("test_rows_dropped", 0)) != dropped:
         raise ValueError(
-            f"{path}: expected figures without the {dropped} test rows that train has too, found {found} dropped; "
-            f"remove the file, so that {case.reference} is run again"
+            f"{path}: expected figures without the {dropped} test examples that also occur in train, found {found} "
+            f"dropped; remove the file, so that {case.reference} is run again"
         )
-    return kept["figures"]
+    return made["figures"]
 
 
 def _read(case: Case, sources: Sources) -> tuple:
-    """The task of rows, or the text that is read beside; and how many rows of the reported split were dropped from it,
-    because its train split has them word for word.
+    """The task or the text of a case, and the number of rows dropped from the reported split of the task because a
+    row of its train split has the same text.
     """
-    if case.measure not in OF_ROWS:
+    if case.measure not in READ_A_TASK:
         return case.reads and sources.find("data", case.reads), 0
     folder = sources.options(case.options).get("task")
     task, dropped = (load_task(folder) if isinstance(folder, Path) else toy_task()).without_seen_rows()
     return task, dropped.get(task.default_split, 0)
 
 
-def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say) -> dict:
-    """The value that does best on the rows held out of train; what was tried is kept. The best is this seed's run."""
+def _chosen(path: Path, case: Case, record: dict, seed: int, sources: Sources, say) -> dict:
+    """The value with the best held-out score. The JSON lists all that were tried; the best run is that of this seed."""
     at = _trainings(path, case, seed)
     ((name, choice),) = ((name, value) for name, value in case.options.items() if is_choice(value))
-    if kept.get("tried with seed") != seed:  # another one holds out other rows
-        kept |= {"tried": [], "tried with seed": seed}
-    tried = kept["tried"]
+    if record.get("tried with seed") != seed:  # other seeds have other held-out sets
+        record |= {"tried": [], "tried with seed": seed}
+    tried = record["tried"]
     while value := next_to_try(choice["choose"], {each[name]: each["hold-out"] for each in tried}):
         try:
             run = _trained(at / f"try-{len(tried)}", case.options | {name: value}, seed, sources)
@@ -226,8 +229,8 @@ def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say
         except Diverged:
             scores = [0.0]
         tried.append({name: value, "hold-out": _short(float(np.mean(scores)))})
-        say(f"  {name} {value}: {tried[-1]['hold-out']:.3f} on the hold-out, the mean of all exits")
-        write_json(path, kept)
+        say(f"  {name} {value}: held-out score {tried[-1]['hold-out']:.3f}, mean over all exits")
+        write_json(path, record)
     best = max(range(len(tried)), key=lambda number: tried[number]["hold-out"])
     if (at / f"try-{best}").exists() and not (at / "run").exists():
         (at / f"try-{best}").rename(at / "run")
@@ -235,11 +238,11 @@ def _chosen(path: Path, case: Case, kept: dict, seed: int, sources: Sources, say
 
 
 def next_to_try(values: list[float], scores: dict[float, float]) -> float | None:
-    """Of the recipe's values the first without a score; then, while the best is the largest or the smallest, one beyond
-    it, by the factor between it and its neighbour.
+    """The next value to try: the first of the recipe's that has no score; then, while the best value is the largest or
+    the smallest, one beyond it, by the factor between it and its neighbour.
     """
-    if left := [value for value in values if value not in scores]:
-        return left[0]
+    if untried := [value for value in values if value not in scores]:
+        return untried[0]
     best, tried = max(scores, key=scores.get), sorted(scores)
     if best in (tried[0], tried[-1]):
         return _short(best**2 / (tried[1] if best == tried[0] else tried[-2]))
@@ -247,7 +250,7 @@ def next_to_try(values: list[float], scores: dict[float, float]) -> float | None
 
 
 def _trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:
-    """The run of these options: loaded, gone on with, or trained."""
+    """The run of these options: loaded if it is finished, otherwise trained or continued."""
     if folder.exists():
         return load_run(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -266,7 +269,7 @@ def _short(value: float) -> float:
 
 
 def how_made() -> dict:
-    """What a figure was made with."""
+    """Commit, torch version, machine and threads of this process."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = subprocess.run(git, capture_output=True, text=True)
     return {

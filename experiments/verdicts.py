@@ -1,37 +1,40 @@
-"""What a claim's comparisons say, from the spread over seeds.
+"""Verdicts: what the comparisons of a claim show, given the spread over seeds.
 
-A comparison is paired: of each seed, how much more one side has than the other. Over the seeds, the mean and Student's
-t interval at LEVEL. It holds where the whole interval lies above what was claimed, and does not hold where the whole
-interval lies below.
+A comparison is paired: for each seed, the difference of its two figures; over the seeds, the mean difference and
+Student's t interval at LEVEL. It holds if the whole interval lies above the required difference, and does not hold if
+the whole interval lies below.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-HOLDS, FAILS, UNSEEN = "holds", "does not hold", "cannot be seen here"
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "cannot be decided here"
 FEW, MISSING = "too few seeds", "runs are missing"
-UNTRIED = "does not hold so far; other settings are to be run"
+UNTRIED = "does not hold so far; other settings have to be run"
 LEVEL = 0.95
 LEAST_SEEDS = 3
 T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Degrees of freedom -> the two-sided quantile of Student's t at LEVEL."""
 
-RULE = (
-    f"A verdict is computed. Each comparison is paired over seeds, three at least: the mean of the differences, and "
-    f"Student's t interval at {LEVEL:.0%}. The claim **holds** where the whole interval lies above what is claimed, "
-    f"**does not hold** where it lies below. Otherwise it **cannot be seen here**; nor can one that needs other "
-    f"hardware. A claim needs all of its comparisons, unless it says how many, so that it fails as soon as one lies "
-    f"below. Where two sides are equal, that happens by chance in 2.5 % of the comparisons. A claim is judged early "
-    f"where missing runs could not change the verdict; else **runs are missing**. Where other settings are to be "
-    f"tried, it fails only once they have been run. Intervals cover the seeds; they do not cover the choice of test "
-    f"rows: where every seed gives the same two figures, nothing but these rows was drawn, and what is compared "
-    f"cannot be seen, unless it is counted, as bytes are. A control is a claim of ours that the paper does not make."
-)
+RULES = f"""## How a verdict is computed
+
+- A comparison is paired over at least {LEAST_SEEDS} seeds. For each seed we take the difference of the two figures,
+  then the mean difference over the seeds and Student's t interval at {LEVEL:.0%}.
+- A comparison *{HOLDS}* if the whole interval lies above the required difference, which is 0 unless the page gives
+  another. It *{FAILS}* if the whole interval lies below. Otherwise it *{UNDECIDED}*.
+- A claim needs all of its comparisons, unless it gives a number, so it fails as soon as one of them fails. If the two
+  sides of a comparison are in truth equal, it fails by chance in 2.5 % of the cases.
+- If runs are missing, the verdict is given only if they cannot change it; otherwise it is *{MISSING}*. Some claims name
+  other settings to be tried. Such a claim fails only after these have been run.
+- A claim that needs other hardware *{UNDECIDED}*.
+- The intervals cover the choice of the seed, not that of the test examples. If every seed gives the same two figures,
+  nothing is known about their spread, and the comparison *{UNDECIDED}*. Exact counts, such as bytes, are an exception.
+- A control is a claim of ours that the paper does not make."""
 
 
 class Compared(NamedTuple):
-    """One comparison: the means of both sides, the mean difference, its interval (of few seeds none), what it says."""
+    """One comparison: means of both sides, mean difference, its interval (empty for few seeds), seeds, verdict."""
 
     more: float
     than: float
@@ -43,27 +46,31 @@ class Compared(NamedTuple):
 
 
 def compared(more: list[float], than: list[float], by: float = 0.0, exact: bool = False) -> Compared:
-    """Both sides by seed, paired: does the first have more than the second by `by`? exact: of counts, as of bytes."""
+    """Compare two sides, paired by seed: is the first larger than the second by more than `by`?
+
+    exact: the figures are counts, such as bytes, so equal values on all seeds are evidence.
+    """
     differences = np.subtract(more, than)
     mean, seeds = float(differences.mean()), len(differences)
     if seeds < LEAST_SEEDS:
         return Compared(float(np.mean(more)), float(np.mean(than)), mean, mean, mean, seeds, FEW)
     half = T[min(seeds - 1, max(T))] * float(differences.std(ddof=1)) / seeds**0.5
     low, high = mean - half, mean + half
-    verdict = HOLDS if low > by else FAILS if high < by else UNSEEN
+    verdict = HOLDS if low > by else FAILS if high < by else UNDECIDED
     if len(set(zip(more, than))) == 1 and not exact:
-        verdict = UNSEEN
+        verdict = UNDECIDED
     return Compared(float(np.mean(more)), float(np.mean(than)), mean, low, high, seeds, verdict)
 
 
 def verdict_of(comparisons: list[Compared | None], need: int | str = "all") -> str:
-    """Of a claim: all of its comparisons must hold, or so many. None is one that has not been run: it delays the
-    verdict where it could change it.
+    """The verdict of a claim: all of its comparisons must hold, or `need` of them.
+
+    None is a comparison that has not been run; it delays the verdict if it could change it.
     """
-    said = [each.verdict if each else MISSING for each in comparisons]
-    least = len(said) if need == "all" else need
-    if said.count(HOLDS) >= least:
+    verdicts = [each.verdict if each else MISSING for each in comparisons]
+    least = len(verdicts) if need == "all" else need
+    if verdicts.count(HOLDS) >= least:
         return HOLDS
-    if len(said) - said.count(FAILS) < least:
+    if len(verdicts) - verdicts.count(FAILS) < least:
         return FAILS
-    return next((open for open in (MISSING, FEW) if open in said), UNSEEN)
+    return next((verdict for verdict in (MISSING, FEW) if verdict in verdicts), UNDECIDED)

@@ -27,7 +27,7 @@ from mini_ee.experiments import measured, measures, pictures, recipe, reproduce,
 from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
 from mini_ee.experiments.result_page import (
-    OTHERS,
+    OTHER_PAGES,
     PageData,
     _cell,
     _claim_lines,
@@ -129,18 +129,18 @@ def test_a_comparison_is_students_t_on_the_paired_differences():
     assert found.low == pytest.approx(statistics.mean(differences) - half)
     assert found.high == pytest.approx(statistics.mean(differences) + half)
     assert found.verdict == "holds" and compared(than, more).verdict == "does not hold"
-    assert compared(more, than, by=0.02).verdict == "cannot be seen here"
+    assert compared(more, than, by=0.02).verdict == "cannot be decided here"
     assert compared(more, than, by=0.08).verdict == "does not hold"
 
 
 def test_pairing_sees_what_the_spread_between_seeds_hides():
     more, than = [0.71, 0.81, 0.91], [0.70, 0.799, 0.90]
     assert compared(more, than).verdict == "holds"
-    assert compared(more, than[::-1]).verdict == "cannot be seen here"
+    assert compared(more, than[::-1]).verdict == "cannot be decided here"
 
 
 def test_seeds_that_all_give_the_same_say_nothing_unless_it_is_counted():
-    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be seen here"
+    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be decided here"
     assert compared([230.0] * 3, [92.1] * 3, exact=True).verdict == "holds"
     assert compared([0.532] * 3, [0.55, 0.552, 0.551]).verdict == "does not hold"
 
@@ -153,10 +153,10 @@ def test_two_seeds_say_nothing():
     "said, need, verdict",
     [
         ("hhh", "all", "holds"),
-        ("hhu", "all", "cannot be seen here"),
+        ("hhu", "all", "cannot be decided here"),
         ("hhf", "all", "does not hold"),
         ("hhf", 2, "holds"),
-        ("huf", 2, "cannot be seen here"),
+        ("huf", 2, "cannot be decided here"),
         ("hff", 2, "does not hold"),
         ("hhw", 2, "holds"),
         ("huw", 2, "too few seeds"),
@@ -190,17 +190,17 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     judged = judge(claim, kept)
     assert judged.verdict == verdict
     if verdict == "does not hold":
-        assert "of 2 settings the best is first" in _claim_lines(1, judged, kept)[-1]
+        assert "best of 2 settings tried: *first*" in _claim_lines(1, judged, kept)[-1]
         tried["least"] = True
-        assert "of 2 settings the best is second" in _claim_lines(1, judged, kept)[-1]
+        assert "best of 2 settings tried: *second*" in _claim_lines(1, judged, kept)[-1]
 
 
 @pytest.mark.parametrize(
     ("having", "run", "verdict"),
     [
         ("012", "012", "holds"),
-        ("01", "012", "cannot be seen here"),
-        ("", "012", "cannot be seen here"),
+        ("01", "012", "cannot be decided here"),
+        ("", "012", "cannot be decided here"),
         ("01", "01", "too few seeds"),
         ("", "01", "runs are missing"),
     ],
@@ -294,7 +294,7 @@ def tiny(tmp_path, monkeypatch):
     (tmp_path / "raee.json").write_text(json.dumps(TINY))
     monkeypatch.setattr(recipe, "RECIPES", tmp_path)
     monkeypatch.setattr(reproduce, "PAPERS", ("loraexit", "raee"))  # the first has no page: no row, no recipe read
-    monkeypatch.setattr(measures, "HELD_ROWS", 100)
+    monkeypatch.setattr(measures, "HELD_OUT_ROWS", 100)
     monkeypatch.setattr(measures, "TRAIN_ROWS", 100)
     monkeypatch.setattr(row_evaluation, "TIMED_ROWS", 16)
     monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
@@ -310,7 +310,11 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json", "--threads", "1"]
     assert main(command) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["ran"] == 2 and "1 of 2 are there.\n" in said.err and "2 of 2 are there.\n" in said.err
+    assert (
+        json.loads(said.out)["ran"] == 2
+        and "1 of 2 runs are done.\n" in said.err
+        and "2 of 2 runs are done.\n" in said.err
+    )
     assert labelled == [True, True]  # rules may be fitted to the hold-out's labels
     text, kept = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
     figures = kept["seeds"]["0"]["figures"]
@@ -319,14 +323,14 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     assert {each["lr"] for each in kept["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
     assert kept["chosen"]["lr"] == max(kept["tried"], key=lambda each: each["hold-out"])["lr"]
     assert f"| joint | {figures['full']:.3f}".replace(" 0.", " .") in text
-    assert "| the paper's | full |" in text and "| joint | 50.0 |" in text
-    assert "3. Large: **cannot be seen here**. The paper: .7. It needs another machine." in text
+    assert "| the paper's results | full |" in text and "| joint | 50.0 |" in text
+    assert "3. Large: **cannot be decided here**. The paper: .7. It needs another machine." in text
     assert "**too few seeds**" in text
     assert (tiny / "raee" / "fig.png").stat().st_size > 5000 and "![Fig. 3: a curve](raee/fig.png)" in text
     claims = (tiny / "README.md").read_text()
     assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in claims
-    assert "Of 2 claims of the papers: " in claims and "*cannot be seen here* 1" in claims
-    assert "Of 1 controls of ours: *too few seeds* 1." in claims and "| *control:* Two |" in claims
+    assert "Verdicts of the 2 claims of the papers: " in claims and "1 *cannot be decided here*" in claims
+    assert "Verdicts of the 1 controls of ours: 1 *too few seeds*." in claims and "| *control:* Two |" in claims
     assert "2. Two: **too few seeds**. A control of ours; the paper: .6." in text
     assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
 
@@ -348,13 +352,13 @@ def test_settings_that_most_cases_share_are_said_once():
     del cases["c"].options["exits"]
     kept = PageData(cases, {name: {"seeds": {"0": {}}} for name in cases})
     assert _training_lines(kept) == [
-        "Where a case does not say otherwise: task TREC, exits 2,4.",
+        "Settings of all cases, unless the table gives others: task TREC, exits 2,4.",
         "",
-        "| case | seeds | settings | chosen on the hold-out, of |",
-        "|---|---|---|---|",
-        "| a | 1 |  |  |",
-        "| b | 1 | task SST-2 |  |",
-        "| c | 1 | exits not given, rank 8 |  |",
+        "| case | seeds | other settings |",
+        "|---|---|---|",
+        "| a | 1 |  |",
+        "| b | 1 | task SST-2 |",
+        "| c | 1 | exits not given, rank 8 |",
     ]
 
 
@@ -375,7 +379,7 @@ def test_a_case_is_run_with_the_seeds_that_its_page_has_unless_others_are_asked_
     axes = {"method": methods | {"two-stage": methods["two-stage"] | {"seeds": 1}}}
     (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": [experiment | {"axes": axes}]}))
     ran = []
-    monkeypatch.setattr(reproduce, "is_kept", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
     monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
     assert main(["reproduce", "raee", "--out", str(tiny), *asked]) == 0
     both = {"reviews joint": joint, "reviews two-stage": two_stage}
@@ -415,7 +419,7 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainings, "train", train)
     monkeypatch.setattr(trainings, "load_run", Made)
-    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({"which": 1.0}, {}))
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({"which": 1.0}, {}))
     case = Case("a", "rows", {"method": "joint", "task": "reviews", "lr": {"choose": [1.0, 2.0, 3.0]}})
     sources = trainings.Sources(tmp_path, tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -443,8 +447,8 @@ def test_while_the_best_value_is_at_an_end_one_beyond_it_is_tried(best, asked):
     assert [*scores] == asked
 
 
-def test_scores_at_equal_operations_stand_between_the_points_beside_them():
-    found = measures._at_equal_operations({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
+def test_scores_at_equal_flops_stand_between_the_points_beside_them():
+    found = measures._at_equal_flops({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
     assert found == {"score at two thirds": pytest.approx(0.8 + 0.1 / 3)}  # a third: cheaper than all its points
 
 
@@ -466,27 +470,27 @@ def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp
     monkeypatch.setattr(trainings, "train", train)
     sources, say = trainings.Sources(tmp_path, tmp_path), lambda text: None
     with monkeypatch.context() as patch:
-        patch.setitem(trainings.MEASURES, "rows", lambda *_: 1 / 0)
+        patch.setitem(trainings.MEASUREMENTS, "rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainings.run_case(tmp_path, Case("a", "rows", {"method": "joint", "epochs": 1}), 0, sources, say)
-    monkeypatch.setitem(trainings.MEASURES, "rows", measured)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
     first = Case("a", "rows", {"method": "joint", "epochs": 6})
     second = Case("b", "rows", {"method": "joint", "epochs": 2}, reference="a")
     for case in (first, second):
         trainings.run_case(tmp_path, case, 0, sources, say)
-        assert trainings.is_kept(tmp_path, case, 0)
+        assert trainings.is_done(tmp_path, case, 0)
     assert trained == [1, 6, 2]
     trainings.file_of(tmp_path, "a").unlink()
     trainings.run_case(tmp_path, first, 0, sources, say)
-    assert not trainings.is_kept(tmp_path, second, 0)
+    assert not trainings.is_done(tmp_path, second, 0)
     trainings.run_case(tmp_path, second, 0, sources, say)
-    assert trained == [1, 6, 2, 6, 2] and trainings.is_kept(tmp_path, second, 0)
+    assert trained == [1, 6, 2, 6, 2] and trainings.is_done(tmp_path, second, 0)
 
 
 def test_a_score_that_was_rounded_for_json_is_reached_by_as_many_right_rows_and_by_no_row_less():
     for rows in (2452, 2500):
         for right in range(1, rows + 1):
-            asked = trainings._short(right / rows) - measures.ROUNDED
+            asked = trainings._short(right / rows) - measures.ROUNDING
             assert (right - 1) / rows < asked <= right / rows
 
 
@@ -521,7 +525,7 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
 
     monkeypatch.setattr(trainings, "_trained", train)
     monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
-    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
     stale = trainings.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
     stale.parent.mkdir(parents=True)
@@ -530,7 +534,7 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
         assert main(command) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["ran"] == len(trained) == ran
-    assert f"{2 - ran} are left to other processes" in said.err
+    assert f"{2 - ran} runs are left to other processes" in said.err
     assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
 
 
@@ -583,7 +587,7 @@ def test_other_settings_are_run_anew(tmp_path):
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
     assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "is not there; give --sources a folder with weights/ and data/" in said and said.count("\n") == 1
+    assert "no such file or folder; give --sources a folder with weights/ and data/" in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -592,7 +596,7 @@ def test_a_file_of_anothers_stays(tiny, capsys, name):
     tiny.mkdir()
     (tiny / name).write_text("# My notes\n")
     assert main(["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]) == 2
-    assert f"{name}: is no page of `mini-ee reproduce`; name another folder with --out" in capsys.readouterr().err
+    assert f"{name}: expected a page of `mini-ee reproduce`" in capsys.readouterr().err
     assert [path.name for path in tiny.iterdir()] == [name] and (tiny / name).read_text() == "# My notes\n"
 
 
@@ -608,7 +612,7 @@ def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_s
         trainings, "_trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
     )
     monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
-    monkeypatch.setitem(trainings.MEASURES, "rows", measured)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
     assert main(command) == 0 and len(made) == 2
     trainings.file_of(tiny / "raee", "reviews joint").unlink()
@@ -633,7 +637,7 @@ def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_p
         return SimpleNamespace(config={}, folder=folder)
 
     monkeypatch.setattr(trainings, "_trained", train)
-    monkeypatch.setitem(trainings.MEASURES, "rows", lambda run, task, reference: ({}, {}))
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({}, {}))
     case = Case("a", "rows", {"task": "reviews", "lr": {"choose": [2.0, 4.0, 1.0]}})
     sources = trainings.Sources(tmp_path, tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -675,7 +679,7 @@ def test_the_command_runs_what_a_page_shows_and_no_more(paper):
     kept = {name: sorted(map(int, made["seeds"])) for name, made in read_data(RESULTS / paper, found).found.items()}
     assert kept == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
-    assert all(trainings.is_kept(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
+    assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
 
 
 @pytest.mark.parametrize("paper", PAGES)
@@ -690,7 +694,7 @@ def test_a_page_of_nothing_yet_says_so(paper, tmp_path):
     """It is written after the first case of a fresh folder, when all others are missing."""
     found = load_recipe(paper)
     made = page(paper, found, read_data(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
-    assert f"Of {len(cases_of(found))} cases 0 have been run; `·` stands for the others." in made
+    assert f"0 of {len(cases_of(found))} cases have been run; `·` stands for the others." in made
 
 
 def test_a_model_for_each_exit_is_measured_as_exits_are(tmp_path, checkpoint_folder, task_folder):
@@ -725,7 +729,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     assert figures["hold-out full"] == full != there == figures["full"]
     assert (figures["reference"], figures["reference hold-out"]) == (there if own else 1.0, least)
     for name, loss in (("no loss", 0.0), ("one point", 0.01)):
-        good = [point for point in points if point["score"] >= least - loss - measures.ROUNDED]
+        good = [point for point in points if point["score"] >= least - loss - measures.ROUNDING]
         rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
         said = summary(on_dev.replay(rule), on_dev, task, dev.labels)
         assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (said["score"], said["layers_saved"])
@@ -801,7 +805,7 @@ def test_the_table_of_claims_says_what_the_json_says():
         judged[paper], titles[paper] = [judge(claim, kept) for claim in found["claims"]], found["title"]
         shorts[paper] = in_short(found, kept)
         assert shorts[paper] and not any(re.search(r"·|\{|\}", each) for each in shorts[paper]), paper
-    assert claims_page(judged, titles, shorts, OTHERS) == (RESULTS / "README.md").read_text()
+    assert claims_page(judged, titles, shorts, OTHER_PAGES) == (RESULTS / "README.md").read_text()
 
 
 def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
@@ -817,7 +821,7 @@ def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
     claims = [{"text": "Both", "paper": "-", "compare": compare}]
     text = page("raee", TINY | {"claims": claims}, read_data(tmp_path, TINY), tmp_path, "command")
     assert "1. Both: **runs are missing**. The paper: -.\n" in text
-    assert "\n   - reviews joint, full: ours .750, wanted .500: +0.250 (3 seeds), holds\n" in text
+    assert "\n   - *reviews joint*: full .750, required: .500; difference +0.250; 3 seeds: holds\n" in text
 
 
 def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
@@ -895,7 +899,9 @@ def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, t
 def test_a_measured_page_does_not_replace_another_file(measured_page, tmp_path, capsys):
     (tmp_path / "shards.md").write_text("# Notes\n")
     assert main(["reproduce", "shards", "--out", str(tmp_path), "--measure"]) == 2
-    assert "is no page of `mini-ee reproduce`" in capsys.readouterr().err and not (tmp_path / "shards.json").exists()
+    assert (
+        "expected a page of `mini-ee reproduce`" in capsys.readouterr().err and not (tmp_path / "shards.json").exists()
+    )
 
 
 @pytest.mark.parametrize(
