@@ -259,13 +259,17 @@ def _machine_lines(data: PageData) -> list[str]:
 
 
 def in_short(recipe: dict, data: PageData) -> list[str]:
-    """The recipe's summary in a few sentences, with {case | figure} replaced by the figure's mean over seeds."""
+    """The recipe's summary: {case | figure} is replaced by the mean over seeds, {case | figure | %} in percent."""
 
-    def mean(named: re.Match) -> str:
-        values = [*data.values(*named.groups()).values()]
-        return _digits(float(np.mean(values))) if values else NOT_RUN
+    def mean(match: re.Match) -> str:
+        case, figure, percent = match.groups()
+        values = [*data.values(case, figure).values()]
+        if not values:
+            return NOT_RUN
+        value = float(np.mean(values))
+        return f"{100 * value:.1f} %" if percent else f"{value:.{2 if value < 10 else int(value < 100)}f}"
 
-    return [re.sub(r"\{(.+?) \| (.+?)\}", mean, each) for each in recipe.get("short", [])]
+    return [re.sub(r"\{([^|}]+) \| ([^|}]+?)( \| %)?\}", mean, each) for each in recipe.get("short", [])]
 
 
 def _rank_lines(ranks: dict, data: PageData) -> list[str]:

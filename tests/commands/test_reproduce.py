@@ -72,7 +72,7 @@ TINY = {
     "title": "Tiny",
     "source": "nobody",
     "about": "A recipe of this test.",
-    "short": ["Of rows, {reviews joint | full} and {reviews two-stage | full} are right."],
+    "short": ["The accuracies are {reviews joint | full} and {reviews two-stage | full | %}."],
     "differs": ["Everything."],
     "next": ["More rows."],
     "experiments": [
@@ -846,7 +846,7 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
 
     first = made()
     assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
-    assert "\nOf rows, .500 and .600 are right.\n" in first
+    assert "\nThe accuracies are 0.50 and 60.0 %.\n" in first
     path = trainings.file_of(folder, "reviews two-stage")
     kept = read_json(path)
     kept["seeds"]["0"]["figures"]["full"] = 0.7
