@@ -1,8 +1,8 @@
-"""results/guarantees.md: how often each guarantee is broken on rows that it was not made on.
+"""results/guarantees.md: how often each guarantee is violated on rows other than those it was computed from.
 
-One training of `joint` on MiniLM for each task; every exit is recorded once on rows of the task's own train split that
-the training never saw. Then rows are drawn again and again: some make the guarantee, all others say whether it is kept.
-Recordings stay in the work folder, so that a second call only draws.
+For each task, `joint` is trained once on MiniLM, and every exit is recorded once on rows of the train split that the
+training did not use. Then rows are drawn again and again: some give the guarantee, all others show whether it is
+violated. The recordings stay in the work folder, so a second call only draws.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from mini_ee.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task, load_task
-from mini_ee.experiments.markdown import made_by_measuring, markdown_rows, wrapped
+from mini_ee.experiments.markdown import made_by_measuring, markdown_table, wrapped
 from mini_ee.experiments.measured import repeated_trainings
 from mini_ee.experiments.trainings import Sources
 from mini_ee.recording import Record, Recorded, predictions, record
@@ -24,21 +24,18 @@ from mini_ee.training.run_folder import load_run
 from mini_ee.training.train_run import train
 
 SEED = 0
-
 EXITS = (2, 4, 6)
-
 MAX_LOSS = 0.01
-
 TASKS = {"SST-2": (6_000, 20_000, (600, 3_000)), "TREC": (2_000, None, (600, 1_500))}
-"""name -> rows to train on, rows to record at most, sizes of the hold-out."""
+"""name -> rows to train on, rows to record at most, sizes of the held-out set."""
 
-TRAININGS = 100  # of each method, each on rows of its own
-PROPOSING = 200  # rows at most, and a tenth of a hold-out, that propose rules; the others test them
-DRAWS, SETS, EPSILONS, MEASURE = 200, 1000, (0.9, 0.95), "max_probability"
+TRAININGS = 100  # per method, each on its own rows
+PROPOSING = 200  # at most, and at most a tenth of a held-out set: rows that propose rules; the others test them
+DRAWS, SETS, EPSILONS, CONFIDENCE_MEASURE = 200, 1000, (0.9, 0.95), "max_probability"
 
 
 def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int | None) -> Path:
-    """Train on `rows` rows of train, and record what every exit says of the others: logits (N, K, C), labels (N,)."""
+    """Train on `rows` rows of train, and write the logits (N, K, C) of every exit and the labels (N,) of the others."""
     path = work / f"{name}.npz"
     if path.exists():
         return path
@@ -59,14 +56,14 @@ def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int 
     return path
 
 
-def rows_of(logits: np.ndarray) -> Record:
-    """Logits (N, K, C) as a record that rules are replayed on."""
+def record_of(logits: np.ndarray) -> Record:
+    """A record of logits (N, K, C) on which rules can be replayed."""
     layers = np.diff((0, *EXITS)).tolist()
     return Record(Recorded(EXITS, logits, np.ones((*logits.shape[:2], 2)), layers), logits, 1.0)
 
 
 def without_bound(recorded: Record, labels: np.ndarray) -> Rule:
-    """The rule that saves most among those that lose at most MAX_LOSS on the hold-out itself."""
+    """The rule that saves most layers among those that lose at most MAX_LOSS on the held-out set itself."""
     best, most = NeverExit(), 0.0
     for rule in sweep(Threshold(math.inf))(recorded):
         loss, saved = outcome(recorded, labels, rule)
@@ -76,34 +73,34 @@ def without_bound(recorded: Record, labels: np.ndarray) -> Rule:
 
 
 def outcome(recorded: Record, labels: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
-    """For each row: right(last) - right(rule), and the share of the layers that is saved."""
+    """For each row: correct(last exit) - correct(rule), and the share of the layers saved."""
     result = recorded.replay(rule)
-    right = predictions(recorded.logits[:, -1]) == labels, predictions(result.logits) == labels
-    return right[0].astype(int) - right[1], 1 - result.layers_run / EXITS[-1]
+    correct = predictions(recorded.logits[:, -1]) == labels, predictions(result.logits) == labels
+    return correct[0].astype(int) - correct[1], 1 - result.layers_run / EXITS[-1]
 
 
 def resample(name: str, logits: np.ndarray, labels: np.ndarray, size: int) -> dict:
-    """The default rule of so many hold-outs of this size, beside the rule without a bound: means over the draws."""
+    """The default rule and the rule without a bound, as means over DRAWS held-out sets of this size."""
     task = Task(name, tuple(map(str, range(logits.shape[2]))), ("accuracy",), {})
-    everything, random, found = rows_of(logits), np.random.default_rng(SEED), []
+    everything, random, found = record_of(logits), np.random.default_rng(SEED), []
     for _ in tqdm(range(DRAWS), desc=f"{name} {size}", delay=2):
-        held = np.zeros(len(labels), bool)
-        held[random.permutation(len(labels))[:size]] = True
-        recorded = rows_of(logits[held])._replace(labels=labels[held])
-        some = np.zeros(size, bool)
-        some[random.permutation(size)[: min(PROPOSING, size // 10)]] = True
-        chosen = default_rule(recorded.take(some), recorded.take(~some), task, MAX_LOSS)
+        held_out = np.zeros(len(labels), bool)
+        held_out[random.permutation(len(labels))[:size]] = True
+        recorded = record_of(logits[held_out])._replace(labels=labels[held_out])
+        proposing = np.zeros(size, bool)
+        proposing[random.permutation(size)[: min(PROPOSING, size // 10)]] = True
+        chosen = default_rule(recorded.take(proposing), recorded.take(~proposing), task, MAX_LOSS)
         loss, saved = outcome(everything, labels, chosen.rule)
-        free_loss, free_saved = outcome(everything, labels, without_bound(recorded, labels[held]))
+        free_loss, free_saved = outcome(everything, labels, without_bound(recorded, labels[held_out]))
         guaranteed = chosen.guarantee is not None
         found.append(
             {
                 "guaranteed": guaranteed,
-                "exceeded": guaranteed and loss[~held].mean() > MAX_LOSS,
+                "exceeded": guaranteed and loss[~held_out].mean() > MAX_LOSS,
                 "exceeded_all_rows": guaranteed and loss.mean() > MAX_LOSS,
-                "saved": saved[~held].mean(),
-                "without_bound_exceeded": free_loss[~held].mean() > MAX_LOSS,
-                "without_bound_saved": free_saved[~held].mean(),
+                "saved": saved[~held_out].mean(),
+                "without_bound_exceeded": free_loss[~held_out].mean() > MAX_LOSS,
+                "without_bound_saved": free_saved[~held_out].mean(),
             }
         )
     means = {key: float(np.mean([each[key] for each in found])) for key in found[0]}
@@ -111,11 +108,11 @@ def resample(name: str, logits: np.ndarray, labels: np.ndarray, size: int) -> di
 
 
 def calibrated(name: str, logits: np.ndarray) -> list[dict]:
-    """What `calibrate` guarantees, over SETS draws of the rows that it is made on, for each of EPSILONS."""
-    observed, found = observe(rows_of(logits), MEASURE), []
+    """The agreement and the violated guarantees of `calibrate`, over SETS draws of rows, for each of EPSILONS."""
+    observed, found = observe(record_of(logits), CONFIDENCE_MEASURE), []
     for epsilon in EPSILONS:
         agreement = agreement_by_sets(observed, epsilon, SETS, SEED)
-        broken = broken_guarantees(observed, epsilon, COMPARED_DELTA, MEASURE, SETS, SEED)
+        broken = broken_guarantees(observed, epsilon, COMPARED_DELTA, CONFIDENCE_MEASURE, SETS, SEED)
         found.append({"task": name, "epsilon": epsilon, "rows": agreement.pop("groups_a_set"), "kept": agreement})
         found[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}
     return found
@@ -123,17 +120,16 @@ def calibrated(name: str, logits: np.ndarray) -> list[dict]:
 
 # ---- Other bounds ----
 ALPHA = 0.05
-
 SIZES = (300, 350, 400, 500, 600, 800, 1000, 1250, 1500, 2000, 2500, 3000, 4000, 5000, 6000, 8000, 10000, 14000)
 
 
 def exact(losses: np.ndarray) -> np.ndarray:
-    """The test that is used: Tango's score, exact."""
+    """The test that mini_ee uses: Tango's score, exact."""
     return paired_p_values(losses, MAX_LOSS) <= ALPHA
 
 
 def betting(losses: np.ndarray) -> np.ndarray:
-    """Waudby-Smith & Ramdas 2024: plug-in bets against a loss of MAX_LOSS, won at a capital of 1 / ALPHA."""
+    """Waudby-Smith & Ramdas 2024: plug-in bets against a loss of MAX_LOSS, rejected at a capital of 1 / ALPHA."""
     seen = np.arange(1, losses.shape[1] + 1)
     mean = np.cumsum(losses, axis=1) / (seen + 1)
     variance = (0.01 + np.cumsum((losses - mean) ** 2, axis=1)) / (seen + 1)
@@ -150,7 +146,7 @@ def empirical_bernstein(losses: np.ndarray) -> np.ndarray:
 
 
 def rows_by_bound() -> list[dict]:
-    """The fewest of SIZES with which a guarantee is made for POWER of the hold-outs; None where the most do not do."""
+    """The smallest of SIZES at which a share POWER of the held-out sets gives a guarantee; None if there is none."""
     rows, random = [], np.random.default_rng(SEED)
     for worse, better in ((0, 0), (0.005, 0.005), (0.01, 0.01), (0.02, 0.02), (0.03, 0.03), (0.007, 0.002)):
         row = {"worse": worse, "better": better}
@@ -168,7 +164,7 @@ def rows_by_bound() -> list[dict]:
 
 
 def measure_tasks(sources: Sources, work: Path) -> dict:
-    """The default rule and `calibrate`, on rows that are drawn from each task."""
+    """The default rule and `calibrate`, on rows drawn from each task."""
     found = {"tasks": [], "default": [], "calibrate": []}
     for name, (trained, most, sizes) in TASKS.items():
         with np.load(record_unseen(work, sources, name, trained, most)) as saved:
@@ -190,89 +186,132 @@ PARTS = {
 
 
 # ---- The page ----
-PAGE_TEXT = """# Are the guarantees kept?
+PAGE_TEXT = """# How often are the guarantees violated?
 
-A guarantee holds for rows like those that it was made on. Here rows are drawn again and again from one task: some make
-the guarantee, all others say whether it is kept.
+A guarantee is computed on some examples and holds, with a stated confidence, for new examples of the same kind. Here
+examples are drawn again and again from one task. Some of them give a guarantee. All others show whether it is
+violated.
 
 {made_by}
 
-MiniLM with exits after layers {exits}, trained by `joint`; the rows drawn from are those of the task's train split that
-were not trained on.
+The model is MiniLM with exits after layers {exits}, trained by `joint`. Examples are drawn from those of the task's
+train split that were not used for training.
 
-| task | rows trained on | rows drawn from | accuracy at the exits |
-|---|---|---|---|
 {tasks}
 
-## The default rule: at most {max_loss} of accuracy lost, with confidence .95
+## The default rule: at most {max_loss} of accuracy lost, with 95 % confidence
 
-{draws} hold-outs of each size; a tenth of each, at most {proposing} rows, proposes rules, the others test them. Broken:
-on all other rows the rule loses more than was guaranteed. Beside it the rule that saves most among those that lose at
-most {max_loss} on the hold-out itself, which guarantees nothing. Where few rows are left to check on, luck moves what
-they say; so the loss over all recorded rows is given too. The model is the same for all hold-outs.
+For each task and size, {draws} held-out sets are drawn. A tenth of a set, at most {proposing} examples, proposes
+rules, and the rest tests them. A guarantee is violated if the rule loses more than {max_loss} of accuracy on all
+other examples. If few other examples remain, their accuracy is itself uncertain, so another column counts the
+violations on all recorded examples. For comparison, the last two columns show a rule without a bound: the one that
+saves most layers among those that lose at most {max_loss} on the held-out set itself.
 
-| task | hold-out | guarantee made | broken | broken, by all rows | layers saved | without a bound: broken | saved |
-|---|---|---|---|---|---|---|---|
 {default}
 
-How large a hold-out must be, so that four in five lead to a guarantee, for a rule that is worse and better than the
-last exit on so many rows: by the test that is used (Tango's score, exact), by betting (Waudby-Smith & Ramdas 2024), and
-by an empirical Bernstein bound (Maurer & Pontil 2009).
+The next table shows the size of a held-out set at which 80 % of the sets give a guarantee. It depends on the share of
+examples for which the rule is worse or better than the last exit, and on the bound. The bounds are the test that
+mini_ee uses (Tango's score, exact), betting (Waudby-Smith & Ramdas 2024), and the empirical Bernstein bound (Maurer &
+Pontil 2009).
 
-| worse | better | exact | betting | empirical Bernstein |
-|---|---|---|---|---|
 {bounds}
 
-## The default rule of trainings that are repeated: at most {repeated_loss} of accuracy lost, with confidence .95
+## The default rule in repeated trainings: at most {repeated_loss} of accuracy lost, with 95 % confidence
 
-Each of the {trainings} trainings of a method draws its own rows to train on, to select epochs, temperatures and
-candidate rules, and to test the default rule; the loss is measured on fresh rows. The rows are generated and the BERT
-is small (`experiments/measured/repeated_trainings.py`). Broken: a guarantee is given, and on fresh rows the rule loses
-more; the interval of the share that is broken is that of Clopper and Pearson at 95 %. The last rows are planted
-mistakes. "The test rows choose": the rows that test the rule select everything else too, as they once did. "No test":
-the rule loses at most {repeated_loss} on the test rows themselves, which the measure finds. All methods draw the same
-rows, so the interval of all of them together is somewhat too narrow. On {fresh:,} fresh rows a loss is known to a few
-thousandths: some that are just below {repeated_loss} are counted as broken, and fewer the other way round, which the
-row with more fresh rows shows.
+Here the whole training is repeated, {trainings} times for each method. Each training draws its own examples to train
+on, to select epochs, temperatures and candidate rules, and to test the default rule. The loss is measured on fresh
+examples. The examples are generated and the BERT is small (`experiments/measured/repeated_trainings.py`). A guarantee
+is violated if it is given and the rule loses more than {repeated_loss} on the fresh examples. The interval is the 95
+% interval of Clopper and Pearson for the share of trainings with a violated guarantee.
 
-| method | fresh rows | rows that select | rows that test | guarantees | broken | interval | mean loss | layers saved |
-|---|---|---|---|---|---|---|---|---|
+The last rows contain planted mistakes. *Test examples also select*: the examples that test the rule also select
+epochs, temperatures and candidate rules, as in an earlier version. *No test*: the rule only has to lose at most
+{repeated_loss} on the test examples themselves. The measurement finds this mistake.
+
+All methods draw the same examples, so the interval for all methods together is slightly too narrow. On {fresh:,}
+fresh examples, a loss is known to a few thousandths only. So some losses just below {repeated_loss} are counted as
+violations; the reverse is rarer. The row with more fresh examples shows the size of this error.
+
 {repeated}
 
 ## `calibrate`: agreement with the last exit
 
-{sets:,} draws of a quarter of the rows; the thresholds are of the largest probability. Kept: the share of fresh rows
-that leave with the last exit's answer, the mean over draws. `--guarantee conformal` (CAT) guarantees epsilon of that
-mean. The paper's tau (self-supervised exits, section 3.3) and `--delta` guarantee something else: that at every exit
-the rows that are sure enough agree so often. Broken: the share of draws in which some exit does not.
+A quarter of the examples is drawn {sets:,} times, and thresholds on the maximum probability are calibrated on it.
+*Agreement* is the share of the other examples whose prediction equals that of the last exit, as a mean over the
+draws. `--guarantee conformal` (CAT) guarantees that this mean is at least epsilon. The paper's tau (self-supervised
+exits, section 3.3) and `--delta` guarantee something else: at each exit, the agreement of the examples whose
+confidence reaches the threshold is at least epsilon. The last two columns show the share of draws in which some exit
+violates this.
 
-| task | epsilon | rows a draw | kept: conformal | by tau | by delta {delta} | exits broken: by tau | by delta {delta} |
-|---|---|---|---|---|---|---|---|
 {calibrate}
 
-Conformal's mean may lie above epsilon: a cut counts every exit that would be wrong above it, also one behind the exit
-where the row has left.
+The agreement of conformal thresholds may be above epsilon. Calibration counts every exit that would be wrong above
+its threshold, also those after the exit at which the example stops.
 """
 
 
+COLUMNS = {  # table -> titles
+    "tasks": ("task", "training examples", "examples to draw from", "accuracy after layers {exits}"),
+    "default": (
+        "task",
+        "size of the held-out set",
+        "sets with a guarantee",
+        "violated, other examples",
+        "violated, all examples",
+        "layers saved",
+        "no bound: violated",
+        "no bound: layers saved",
+    ),
+    "bounds": (
+        "rule is worse",
+        "rule is better",
+        "our test: examples",
+        "betting: examples",
+        "empirical Bernstein: examples",
+    ),
+    "repeated": (
+        "method",
+        "fresh examples",
+        "examples that select",
+        "examples that test",
+        "trainings with a guarantee",
+        "violated",
+        "95 % interval",
+        "mean loss of accuracy",
+        "layers saved",
+    ),
+    "calibrate": (
+        "task",
+        "epsilon",
+        "examples per draw",
+        "agreement: conformal",
+        "agreement: tau",
+        "agreement: delta {delta}",
+        "some exit violates: tau",
+        "some exit violates: delta {delta}",
+    ),
+}
+PLANTED_NAMES = {"the test rows choose": "test examples also select", "no test": "no test"}  # JSON -> page
+
+
 def share(value: float) -> str:
-    """As percent."""
+    """In percent."""
     return f"{value:.1%}"
 
 
 def by_kind(found: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
-    """Repeated trainings as they are, those that were measured on more fresh rows, and those with planted mistakes."""
+    """Repeated trainings without mistakes, those measured on more fresh rows, and those with planted mistakes."""
     planted = [each for each in found if each["planted"]]
     finer = [each for each in found if each["fresh"] == repeated_trainings.MORE_FRESH]
     return [each for each in found if each not in planted + finer], finer, planted
 
 
 def together(trainings: list[dict]) -> dict:
-    """Repeated trainings of several methods as one."""
+    """The sums and means of the repeated trainings of several methods."""
     sums = {name: sum(each[name] for each in trainings) for name in ("trainings", "guaranteed", "broken")}
     means = {name: float(np.mean([each[name] for each in trainings])) for name in ("loss", "saved")}
     interval = share_interval(sums["broken"], sums["trainings"])
-    return trainings[0] | sums | means | {"method": "all of these", "interval": interval}
+    return trainings[0] | sums | means | {"method": "all methods", "interval": interval}
 
 
 def page(figures: dict) -> str:
@@ -299,7 +338,7 @@ def page(figures: dict) -> str:
     usual, finer, planted = by_kind(figures["repeated"])
     repeated = [
         [
-            ", ".join(filter(None, (each["method"], each["planted"]))),
+            ", ".join(filter(None, (each["method"], PLANTED_NAMES.get(each["planted"])))),
             f"{each['fresh']:,}",
             str(each["selecting"]),
             str(each["tested"]),
@@ -309,8 +348,11 @@ def page(figures: dict) -> str:
         for each in [*usual, together(usual), *finer, *planted]
     ]
     tables = {"tasks": tasks, "default": default, "repeated": repeated, "bounds": bounds, "calibrate": calibrate}
-    lines = {name: markdown_rows(rows) for name, rows in tables.items()}
     exits = ", ".join(map(str, EXITS[:-1])) + f" and {EXITS[-1]}"
-    numbers = {"max_loss": MAX_LOSS, "draws": DRAWS, "sets": SETS, "delta": COMPARED_DELTA, "proposing": PROPOSING}
-    numbers |= {"trainings": TRAININGS, "repeated_loss": repeated_trainings.MAX_LOSS, "fresh": repeated_trainings.FRESH}
-    return wrapped(PAGE_TEXT.format(**lines, **numbers, exits=exits, made_by=made_by_measuring("guarantees")))
+    fields = {"max_loss": MAX_LOSS, "draws": DRAWS, "sets": SETS, "delta": COMPARED_DELTA, "proposing": PROPOSING}
+    fields |= {"trainings": TRAININGS, "repeated_loss": repeated_trainings.MAX_LOSS, "fresh": repeated_trainings.FRESH}
+    fields |= {"exits": exits, "made_by": made_by_measuring("guarantees")}
+    for name, rows in tables.items():
+        titles = [title.format(exits=exits, delta=COMPARED_DELTA) for title in COLUMNS[name]]
+        fields[name] = "\n".join(markdown_table(titles, rows))
+    return wrapped(PAGE_TEXT.format(**fields))

@@ -1,109 +1,121 @@
-"""results/onnx.md: the graph that stops by itself. onnx_parts.py measures what the page shows."""
+"""results/onnx.md: the ONNX graph that stops by itself. onnx_parts.py measures its figures."""
 
 from mini_ee.experiments.markdown import made_by_measuring, markdown_rows, wrapped
-from mini_ee.experiments.measured.onnx_parts import BEGINNING, EXITS, LEVEL, METHODS, NEW_TOKENS, PARTS
+from mini_ee.experiments.measured.onnx_parts import AGREEMENT, EXITS, METHODS, NEW_TOKENS, PARTS, PROMPT_WORDS
 
 __all__ = ["PAGE_TEXT", "PARTS", "page"]
 
 PAGE_TEXT = """# One ONNX graph that stops by itself
 
-`mini-ee export RUN --out DIR` writes `model.onnx`: see [tutorial.md](../tutorial.md), section 4.
+`mini-ee export RUN --out DIR` writes the model, its heads and its exit rule as one graph, `model.onnx`. The graph
+stops at the exit that the rule chooses; no code around it is needed. [tutorial.md](../tutorial.md), section 4, shows
+how to use it. This page measures its speed, compares its predictions with torch, and gives its size and memory.
 
-{made_by} On {cores} cores of a shared machine, ONNX Runtime {onnxruntime} on the CPU; no GPU was at hand.
+{made_by} Machine: {cores} cores that other programs used as well, ONNX Runtime {onnxruntime} on the CPU, no GPU.
 
 ## Speed
 
-`mini-ee bench onnx --model all-MiniLM-L6-v2 --threads 2`: ratios of what runs in turns in one process, warm, medians.
-The rows of llama-12x256 are of a later run than the others.
+`mini-ee bench onnx --model all-MiniLM-L6-v2 --threads 2` runs the graph and an alternative in turns, in one process
+and after a warm-up. The ratio is the median time of the graph divided by that of the alternative. The target is the
+largest ratio that passes. The cases of llama-12x256 were measured later than the others.
 
-| case | ms | against, ms | ratio | bar | |
+| case | graph, ms | alternative, ms | ratio | target (at most) | result |
 |---|---|---|---|---|---|
 {bench}
 
-A case is a model, the batch (b), the tokens (t), the layer of an exit (e), and what is compared. The ratio is the first
-time over the second:
+A case is named after the model, the batch size (b), the number of tokens (t), the exit layer (e) and the alternative:
 
-- `eN graph`: all rows leave after N of L layers, and heads on the way are read; over N/L of the graph that reads no
-  head on the way.
-- `never graph`: all heads are read and nobody leaves; over the graph that reads no head on the way.
-- `never plain`: the graph that reads no head on the way; over the model exported without exits.
-- `mixed graph`: the surer half of the rows leaves at each exit; over the sum of its layers' times at the batch sizes
-  that are left.
-- `chain`: the one graph; over graphs by segment (`--segments`), which the loop drives from Python.
-- `step`: a token of a decoder, of 64 behind a prompt of 8, half of which reach each threshold; over graphs by segment,
-  or over transformers' `generate` without exits on the same weights, where the bar is the share of the layers run.
+- `eN graph`: all examples exit after N of L layers, and all heads up to there are evaluated. Alternative: N/L of the
+  time of the same graph if no example exits and only the last head is evaluated.
+- `never graph`: no example exits early, and all heads are evaluated. Alternative: only the last head is evaluated.
+- `never plain`: no example exits early, and only the last head is evaluated. Alternative: the model exported without
+  exits.
+- `mixed graph`: at each exit, the more confident half of the remaining examples exits. Alternative: the sum of the
+  times of the layers alone, at the batch sizes that remain.
+- `chain`: the same examples exit. Alternative: one graph per segment (`--segments`), called by a loop in Python.
+- `torch`: all layers. Alternative: torch.
+- `int8`: all layers with int8 weights. Alternative: the graph with float32 weights.
+- `step`: the time per token of a decoder, over 64 tokens after a prompt of 8; half of the tokens reach each
+  threshold. Alternative: one graph per segment (`chain`), or `generate` of transformers without exits on the same
+  weights (`transformers`). The target of the latter is the share of the layers that are run.
 
-An exit costs its layers, the embeddings and the heads. On MiniLM at batch 1, the time to leave after N layers, over
-N/6 of the time of the model exported without exits:
+An early exit saves layers only. The embeddings and the heads still have to be computed. The table shows the time
+until all examples exit after N of 6 layers, divided by N/6 of the time of the model exported without exits (MiniLM,
+batch size 1). 1 would be ideal.
 
-| heads | after 2 | after 4 | after 6 | the first two layers alone, one head |
+| heads | exit after layer 2 | exit after layer 4 | exit after layer 6 | model of the first two layers with one head |
 |---|---|---|---|---|
 {heads}
 
-What `--head linear`, which leaves out the head's dense layer and tanh, costs on TREC (MiniLM, 2,000 rows, 3 epochs,
-`joint`):
+`--head linear` leaves out the dense layer and the tanh of a head. Its effect on the accuracy on TREC (MiniLM, 2,000
+training examples, 3 epochs, `joint`):
 
-| heads | after 2 | after 4 | after 6 | the default rule | layers |
+| heads | accuracy after layer 2 | layer 4 | layer 6 | accuracy with the default rule | mean number of layers |
 |---|---|---|---|---|---|
 {price}
 
-LoRA exits restart each stream in the graph; their backbone's weights are used in several branches, stand outside of
-them, and are not prepacked for them: on MiniLM at batch 1 leaving at layers 2, 4 and 6 takes {lora} of the graphs by
-segment.
+With LoRA exits, the stream of each exit starts again from the embeddings. Several branches of the graph use the
+weights of the backbone, so these are stored outside of the branches, and ONNX Runtime does not prepack them. On
+MiniLM at batch size 1, exits after layers 2, 4 and 6 take {lora} times as long as with one graph per segment.
 
-## End to end
+## A classifier, end to end
 
-`joint --exits 2,4,6 --max-train 6000 --epochs 3` on SST-2 with MiniLM, exported, `mini-ee evaluate DIR --task SST-2
---batch-size 1 --threads 2`: accuracy {score} on dev (full model {full}), {layers} layers of 6. The layers predict
-{predicted} times the speed; measured {speedups}.
+The run is `joint --exits 2,4,6 --max-train 6000 --epochs 3` on SST-2 with MiniLM. It is exported and measured with
+`mini-ee evaluate DIR --task SST-2 --batch-size 1 --threads 2`. The accuracy on dev is {score} (full model: {full}),
+with {layers} of 6 layers on average. The number of layers alone would give a speed-up of {predicted}. Three
+measurements gave {speedups}.
 
 ## A decoder, end to end
 
-The built-in decoder with heads after layers {exits} by `mini-ee train self-supervised --out R`, under thresholds at
-which {level} of the tokens of texts that it wrote agree with the full model. It goes on from the first {words} words of
-{texts} stories that it was not trained on, a text at a time, by {new_tokens} tokens at most. The speed-up is over the
-same engine without exits, timed on the first {timed} of them:
+The run is `mini-ee train self-supervised --out R`: the built-in decoder with heads after layers {exits}. Its
+thresholds give an agreement of {level} with the full model on text that the decoder generated. It continues the first
+{words} words of {texts} stories that it was not trained on, one story at a time, by at most {new_tokens} tokens. If a
+token exits early, the layers above have no keys and values for it; they are filled by `copy_state` or `recompute`.
+The speed-up compares with the same engine without exits, on the first {timed} stories.
 
-| | tokens | the full model's | layers of {deepest} | predicted | measured |
+| engine | tokens | agreement with the full model | mean layers, of {deepest} | speed-up by layers alone | speed-up |
 |---|---|---|---|---|---|
 {decoder}
 
-In {graph_equal} of the {texts} texts the graph writes torch's tokens and leaves after torch's layers. Lossless
-decoding drafts after layer {drafts_after}, four tokens at most and while the head is sure, writes the full model's text
-in {lossless_equal} of the {texts}, and {drafted} of its tokens were drafts.
+For {graph_equal} of the {texts} stories, the graph generates the same tokens as torch, and they exit after the same
+layers. Lossless decoding drafts at most four tokens after layer {drafts_after}, as long as the head is confident, and
+the full model checks them. For {lossless_equal} of the {texts} stories it generates the text of the full model. The
+share of drafts among its tokens is {drafted}.
 
-## Parity
+## Equality with torch
 
-MiniLM with exits after 2, 4 and 6 under {methods} (400 rows, one epoch), SST-2's dev and TREC's test, batches of 1 and
-of 32, plain `onnxruntime.InferenceSession`, {cases} cases: of {rows:,} answers {labels:,} have torch's label and
-{depths:,} its layers; logits are within {difference:.1e}.
+MiniLM with exits after layers 2, 4 and 6 was trained by {methods} (400 examples, one epoch). The exported graphs run
+in a plain `onnxruntime.InferenceSession` on the dev set of SST-2 and the test set of TREC, with batch sizes 1 and 32.
+Of {rows:,} predictions in {cases} cases, {labels:,} have the same label as in torch and {depths:,} the same number of
+layers. The logits differ by at most {difference:.1e}.
 
 ## Size, memory, time to load
 
-A model with exits beside the same without; a session that has run, in a process of its own; resident are also the pages
-of the weights' file that stay mapped for the branches.
+Each model is exported with and without exits. The size on disk is that of the graph and its weights, divided by the
+size of the run's safetensors file. Memory is that of a session that has run, in its own process. Private memory
+belongs to the process alone. Resident memory also contains the pages of the weights file that stay mapped.
 
-| | on disk, of its safetensors | loads in, s | private, MB | resident, MB |
+| model | size on disk (relative) | time to load, s | private memory, MB | resident memory, MB |
 |---|---|---|---|---|
 {memory}
 """
 
 
 def digits(values: list[float]) -> list[str]:
-    """Three of each."""
+    """Each with three decimals."""
     return [f"{value:.3f}" for value in values]
 
 
 def listed(values: list[str]) -> str:
-    """With commas, and `and` before the last."""
+    """Joined by commas, the last two by `and`."""
     return ", ".join(values[:-1]) + f" and {values[-1]}"
 
 
-def decoder_words(measured: dict) -> dict:
-    """What the template has of the decoder."""
+def decoder_fields(measured: dict) -> dict:
+    """The fields of the template that describe the decoder."""
     *exits, deepest = measured["exits"]
-    names = {"early": "torch, gaps filled by `copy_state`", "recompute": "torch, gaps filled by `recompute`"}
-    names |= {"graph early": "the exported graph, `copy_state`", "lossless": "torch, lossless"}
+    names = {"early": "torch, `copy_state`", "recompute": "torch, `recompute`"}
+    names |= {"graph early": "exported graph, `copy_state`", "lossless": "torch, lossless decoding"}
     rows = []
     for key, name in names.items():
         one = measured[key]
@@ -114,8 +126,8 @@ def decoder_words(measured: dict) -> dict:
         "decoder": markdown_rows(rows),
         "exits": listed([str(layer) for layer in exits]),
         "deepest": deepest,
-        "level": LEVEL,
-        "words": BEGINNING,
+        "level": AGREEMENT,
+        "words": PROMPT_WORDS,
         "texts": measured["texts"],
         "timed": measured["timed"],
         "new_tokens": NEW_TOKENS,
@@ -132,7 +144,7 @@ def page(figures: dict) -> str:
     for row in figures["bench"]:
         times = [f"{row[key] * 1e3:.3f}" for key in ("seconds", "against_seconds")]
         numbers = f"{row['ratio']:.3f}", f"{row['bar']:.3f}"
-        rows["bench"].append([f"`{row['case']}`", *times, *numbers, "holds" if row["holds"] else "**missed**"])
+        rows["bench"].append([f"`{row['case']}`", *times, *numbers, "passed" if row["holds"] else "**missed**"])
     found, end = figures["heads"], figures["end"]
     rows["heads"] = [[kind, *digits(found[kind]), f"{found[f'{kind} alone']:.3f}"] for kind in ("dense", "linear")]
     rows["price"] = [
@@ -140,7 +152,7 @@ def page(figures: dict) -> str:
         for head, each in figures["price"].items()
     ]
     rows["memory"] = [
-        [f"{each['model']}, {'with exits' if each['kind'] == 'exits' else 'without'}", f"{each['disk']:.3f}"]
+        [f"{each['model']}, {'with exits' if each['kind'] == 'exits' else 'without exits'}", f"{each['disk']:.3f}"]
         + [f"{each['load']:.2f}", f"{each['private']:.1f}", f"{each['resident']:.1f}"]
         for each in figures["memory"]
     ]
@@ -154,7 +166,7 @@ def page(figures: dict) -> str:
         **{"depths": sum(each["layers"] for each in parity), "difference": max(each["difference"] for each in parity)},
         **{"score": f"{end[0]['score']:.3f}", "full": f"{end[0]['full_score']:.3f}"},
         **{"layers": f"{end[0]['mean_layers']:.2f}", "predicted": f"{EXITS[-1] / end[0]['mean_layers']:.2f}"},
-        **decoder_words(figures["decoder"]),
+        **decoder_fields(figures["decoder"]),
         speedups=listed([f"{each['speedup']:.2f}" for each in end]),
     )
     return wrapped(text)

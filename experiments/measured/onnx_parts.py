@@ -1,17 +1,17 @@
-"""What results/onnx.md shows is measured here: speed, parity, heads, memory, and a trained model end to end.
+"""The measurements of results/onnx.md: speed, equality with torch, heads, memory, and trained models end to end.
 
 bench     `mini-ee bench onnx --model all-MiniLM-L6-v2 --threads 2`
-price     what linear heads cost on TREC
-parity    each method's run on MiniLM (400 rows, one epoch) through torch, and its model.onnx through plain onnxruntime:
-          on how many rows of SST-2's dev and TREC's test, in batches of 1 and of 32, label and layers are equal
-memory    size on disk over the run's safetensors, seconds to load, private and resident megabytes of a session that has
-          run, in a process of its own, of a model with exits and of one without
-end       a run on SST-2, exported: what `mini-ee evaluate` measures of it, ROUNDS times
-decoder   the built-in decoder with heads of `mini-ee train self-supervised`: text under thresholds at which LEVEL of
-          other tokens agree over text without exits, in torch and in the exported graph; lossless over full decoding
-heads     leaving at each exit over its share of a model without exits, with dense and with linear heads; a model of the
-          first layers alone; LoRA exits over their graphs by segment
-Times want two quiet cores. Runs are kept in the work folder, so that a second call only measures.
+price     accuracy of dense and of linear heads on TREC
+parity    runs of several methods on MiniLM (400 rows, one epoch): the number of equal labels and of equal numbers of
+          layers in torch and in plain onnxruntime, on SST-2's dev and TREC's test, in batches of 1 and of 32
+memory    size on disk relative to the run's safetensors, seconds to load, private and resident megabytes of a session
+          that has run, in its own process, for a model with exits and one without
+end       a run on SST-2, exported: the result of `mini-ee evaluate`, ROUNDS times
+decoder   the built-in decoder with heads of `mini-ee train self-supervised`: text with early exits compared with text
+          without, in torch and in the exported graph, and lossless decoding compared with full decoding
+heads     the time to exit after N layers relative to N/L of a model without exits, with dense and with linear heads; a
+          model of the first layers alone; LoRA exits compared with one graph per segment
+The times need two cores that nothing else uses. Trained runs stay in the work folder for later calls.
 """
 
 import json
@@ -57,8 +57,8 @@ REPORTED = {"SST-2": "dev", "TREC": "test"}  # task -> its split that parity com
 EXITS = (2, 4, 6)
 
 THREADS, ROUNDS = 2, 3
-STORIES, TIMED, BEGINNING, NEW_TOKENS = 40, 8, 12, 48  # of the decoder: stories, those timed, words given, tokens
-LEVEL, MEASURE = 0.95, "breaking_ties"
+STORIES, TIMED_STORIES, PROMPT_WORDS, NEW_TOKENS = 40, 8, 12, 48  # of the decoder
+AGREEMENT, CONFIDENCE_MEASURE = 0.95, "breaking_ties"
 
 SESSION = """
 import sys, time, numpy, onnxruntime
@@ -79,13 +79,13 @@ print([load, private, resident])
 
 
 def bench(sources: Sources, work: Path) -> list[dict]:
-    """The benchmark onnx."""
+    """The rows of the benchmark onnx."""
     model = sources.find("weights", MODEL)
     return answer_of_command("bench", "onnx", "--model", model, threads=THREADS)["rows"]
 
 
 def parity(sources: Sources, work: Path) -> list[dict]:
-    """Torch against the exported graph, of each method and task."""
+    """The exported graph compared with torch, for each method, task and batch size."""
     found = []
     for name, split in REPORTED.items():
         rows = load_task(sources.find("data", name)).split(split)
@@ -101,7 +101,7 @@ def parity(sources: Sources, work: Path) -> list[dict]:
 
 
 def trained(sources: Sources, folder: Path, method: str, task: str, **options):
-    """The run in a folder; trained, where it is not there."""
+    """The run in a folder; it is trained if the folder does not exist."""
     if not folder.exists():
         model, data = sources.find("weights", MODEL), sources.find("data", task)
         mini_ee.train(method, model, data, folder, exits=EXITS, **options)
@@ -109,7 +109,7 @@ def trained(sources: Sources, folder: Path, method: str, task: str, **options):
 
 
 def compare(run, session, encoded, size: int) -> dict:
-    """On how many rows label and layers are equal, and the largest difference of a logit."""
+    """The number of equal labels and of equal numbers of layers, and the largest difference of a logit."""
     labels = layers = 0
     difference = 0.0
     for first in range(0, len(encoded), size):
@@ -124,7 +124,7 @@ def compare(run, session, encoded, size: int) -> dict:
 
 
 def memory(sources: Sources, work: Path) -> list[dict]:
-    """Sizes, loading and memory of a session, with exits and without."""
+    """Size, time to load and memory of a session, with exits and without."""
     found = []
     for name, config, exits, tokens in (("MiniLM", MINILM, EXITS, 32), ("BERT-base", BERT_BASE, (3, 6, 9, 12), 128)):
         backbone = random_encoder(config, 0)
@@ -143,7 +143,7 @@ def memory(sources: Sources, work: Path) -> list[dict]:
 
 
 def heads(sources: Sources, work: Path) -> dict:
-    """Times of the graph's parts as shares, under each kind of head."""
+    """Times to exit, relative to the model without exits, with each kind of head; LoRA exits relative to segments."""
     share_threads(THREADS)
     backbone, runs = random_encoder(MINILM, 0), {}
     inputs = inputs_of(backbone.config, 1, 32, 0)
@@ -173,13 +173,13 @@ def heads(sources: Sources, work: Path) -> dict:
 
 
 def evaluated(path: Path, task: Path, *options: str) -> dict:
-    """What `mini-ee evaluate` measures of an exported folder or a run."""
+    """The result of `mini-ee evaluate` on an exported folder or a run."""
     answer = answer_of_command("evaluate", path, "--task", task, *options, threads=THREADS)
     return {key: answer[key] for key in ("score", "full_score", "mean_layers", "per_exit_score", "speedup")}
 
 
 def price(sources: Sources, work: Path) -> dict:
-    """What `mini-ee evaluate` measures with each kind of head."""
+    """The result of `mini-ee evaluate` with each kind of head."""
     found = {}
     for head in ("dense", "linear"):
         run = trained(sources, work / f"{head}-heads", "joint", "TREC", head=head, max_train=2000, epochs=3)
@@ -188,7 +188,7 @@ def price(sources: Sources, work: Path) -> dict:
 
 
 def end(sources: Sources, work: Path) -> list[dict]:
-    """What `mini-ee evaluate` measures of an exported run."""
+    """The results of `mini-ee evaluate` on an exported run."""
     run = trained(sources, work / "end", "joint", "SST-2", max_train=6000, epochs=3)
     with tempfile.TemporaryDirectory() as out:
         mini_ee.export(run, Path(out) / "exported")
@@ -197,18 +197,18 @@ def end(sources: Sources, work: Path) -> list[dict]:
 
 
 def decoder(sources: Sources, work: Path) -> dict:
-    """Under thresholds at which LEVEL of other tokens are the full model's. A text at a time; times are of a token."""
+    """Generation with thresholds that give AGREEMENT on other texts; one text at a time, seconds per token."""
     folder = work / "decoder"
     if not folder.exists():
         mini_ee.train("self-supervised", out=folder)
     run = mini_ee.load_run(folder)
     model, backbone, middle = run.model, run.model.backbone, len(run.exits) // 2 - 1
     _, stories = read_stories(sources.find("data", "TinyStories") / "tinystories_sample.txt")
-    texts = [" ".join(story.split()[:BEGINNING]) for story in stories[:STORIES]]
+    texts = [" ".join(story.split()[:PROMPT_WORDS]) for story in stories[:STORIES]]
     prompts = [run.tokenizer.backend.encode(text).ids for text in texts]
-    taken = observe(record_texts(model, written_texts(run, 0)[1]), MEASURE)
-    rules = (calibrate(taken, epsilon, measure=MEASURE) for epsilon in EPSILON_GRID)
-    rule = next(rule for rule in rules if end_to_end(taken, rule) >= LEVEL)
+    calibration = observe(record_texts(model, written_texts(run, 0)[1]), CONFIDENCE_MEASURE)
+    rules = (calibrate(calibration, epsilon, measure=CONFIDENCE_MEASURE) for epsilon in EPSILON_GRID)
+    rule = next(rule for rule in rules if end_to_end(calibration, rule) >= AGREEMENT)
     limits = {"max_new_tokens": NEW_TOKENS, "stop": backbone.config.stop_tokens}
     draft = {"exit_layer": run.exits[middle], "head": model.heads[middle]}
     with tempfile.TemporaryDirectory() as out:
@@ -227,22 +227,22 @@ def decoder(sources: Sources, work: Path) -> dict:
             return [gather(way([prompt]), 1)[0] for prompt in prompts]
 
         outputs = {name: written(way, prompts) for name, way in ways.items()}
-        runs = [partial(written, way, prompts[:TIMED]) for way in ways.values()]
+        runs = [partial(written, way, prompts[:TIMED_STORIES]) for way in ways.values()]
         times = medians(runs, "decoder", 0.1, seconds_a_case=60.0)
-    tokens = (sum(len(text.tokens) for text in some[:TIMED]) for some in outputs.values())
-    of_token = {name: time / count for name, time, count in zip(outputs, times, tokens)}
+    tokens = (sum(len(text.tokens) for text in some[:TIMED_STORIES]) for some in outputs.values())
+    per_token = {name: time / count for name, time, count in zip(outputs, times, tokens)}
     layers = {name: np.concatenate([text.layers_run for text in some]) for name, some in outputs.items()}
 
     def agreement(some: list) -> float:
         continued = [Text([*prompt, *text.tokens], len(prompt) - 1) for prompt, text in zip(prompts, some)]
         return float(record_texts(model, continued, last=False).logits[:, -1, 1].mean())
 
-    found = {"exits": list(run.exits), "texts": len(texts), "timed": TIMED}
+    found = {"exits": list(run.exits), "texts": len(texts), "timed": TIMED_STORIES}
     found["thresholds"] = rule.to_dict()["threshold"][:-1]
     for name in ("early", "recompute", "graph early", "lossless"):
-        against = of_token["graph full" if name.startswith("graph") else "full"]
+        against = per_token["graph full" if name.startswith("graph") else "full"]
         figures = {"tokens": len(layers[name]), "layers": float(layers[name].mean())}
-        found[name] = figures | {"agreement": agreement(outputs[name]), "speedup": against / of_token[name]}
+        found[name] = figures | {"agreement": agreement(outputs[name]), "speedup": against / per_token[name]}
     found["lossless"]["drafted"] = float((layers["lossless"] == run.exits[middle]).mean())
     pairs = zip(outputs["lossless"], outputs["full"])
     found["lossless"]["equal"] = sum(one.tokens == other.tokens for one, other in pairs)
@@ -251,7 +251,7 @@ def decoder(sources: Sources, work: Path) -> dict:
 
 
 def _part(measure: Callable) -> Callable:
-    """The measurement as a part of the page: on THREADS threads, with what it was made on."""
+    """A measurement as a part of the page: run on THREADS threads, with the number of cores and the version."""
 
     def measured(sources: Sources, work: Path) -> dict:
         torch.set_num_threads(THREADS)
@@ -261,5 +261,5 @@ def _part(measure: Callable) -> Callable:
     return measured
 
 
-MEASURES = (bench, price, parity, memory, end, decoder, heads)  # the last shares threads
-PARTS = {measure.__name__: _part(measure) for measure in MEASURES}
+ORDER = (bench, price, parity, memory, end, decoder, heads)  # heads shares its threads from then on: it comes last
+PARTS = {measure.__name__: _part(measure) for measure in ORDER}

@@ -1,11 +1,10 @@
-"""Trainings that are repeated, each on rows drawn anew: how often is the guarantee of the default rule broken?
+"""Repeated trainings, each on newly drawn rows: how often is the guarantee of the default rule violated?
 
-Rows are generated, so that every draw is independent of the others and fresh rows never run out: a sentence of WORDS
-words, each of which is worth 1, 0 or -1; the label is the sign of their sum, and NOISE of the labels are wrong. The
-BERT that they train has one direction of the word vectors for this worth; the others are noise, which every layer makes
-smaller. So the deeper an exit, the better it is. Every draw trains a method through `mini_ee.train`, as a user would,
-takes the default rule and what is guaranteed of it, and measures on FRESH other rows what the rule loses against the
-last exit.
+The rows are generated, so draws are independent and fresh rows never run out. A sentence has WORDS words, each worth 1,
+0 or -1. The label is the sign of their sum; a share NOISE of the labels is wrong. In the BERT that is trained, one
+direction of the word vectors is this worth, and the others are noise that every layer reduces. So a deeper exit is more
+accurate. Every draw trains a method by `mini_ee.train`, as a user would, and measures on FRESH other rows the accuracy
+that its default rule loses compared with the last exit.
 """
 
 import json
@@ -34,14 +33,14 @@ from mini_ee.statistics import share_interval
 from mini_ee.training.holdout import Parts, split_rows
 from mini_ee.training.run_folder import Run, load_run
 
-WORTH = np.array([1, 0, -1] * 16)  # of each word
+WORTH = np.array([1, 0, -1] * 16)  # worth of each word
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY = (*SPECIAL, *(f"word{i}" for i in range(len(WORTH))))
 WORDS, NOISE = 5, 0.05
-WIDTH, LAYERS, SHRINKS = 16, 3, 0.5  # of the BERT; what a layer leaves of the noise
+WIDTH, LAYERS, SHRINKS = 16, 3, 0.5  # size of the BERT; the factor by which a layer multiplies the noise
 FRESH, MORE_FRESH = 10_000, 60_000
 MAX_LOSS = 0.02
-ROWS, TRAINED = 1_200, 150  # of a draw: all of them, and those that are trained on; 16 select, the others test
+ROWS, TRAINED = 1_200, 150  # per draw: all rows, and those to train on; of the others 16 select and the rest test
 REPEATED = {
     "joint": {"epochs": 5},
     "lora-exits": {"epochs": 5, "rank": 4},
@@ -53,7 +52,7 @@ COMMON = {"exits": (1, 2, 3), "max_train": TRAINED, "max_loss": MAX_LOSS, "lr": 
 
 
 def sentences(count: int, random: np.random.Generator) -> tuple[list[str], np.ndarray]:
-    """So many texts, and their labels."""
+    """`count` texts and their labels."""
     words = random.integers(0, len(WORTH), (count, WORDS))
     sums = WORTH[words].sum(axis=1) + random.choice([-0.5, 0.5], count)
     labels = (sums > 0) ^ (random.random(count) < NOISE)
@@ -61,7 +60,7 @@ def sentences(count: int, random: np.random.Generator) -> tuple[list[str], np.nd
 
 
 def write_task(folder: Path, count: int, random: np.random.Generator) -> Path:
-    """A task folder with a train file of so many rows."""
+    """A task folder with a train file of `count` rows."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = zip(*sentences(count, random))
     lines = (json.dumps({"sentence": text, "label": str(label)}) for text, label in rows)
@@ -71,7 +70,7 @@ def write_task(folder: Path, count: int, random: np.random.Generator) -> Path:
 
 @torch.no_grad()
 def checkpoint(work: Path) -> Path:
-    """The BERT of these sentences, and its tokenizer."""
+    """Write the BERT for these sentences and its tokenizer; returns the folder."""
     folder = work / "checkpoint"
     if folder.exists():
         return folder
@@ -102,32 +101,32 @@ def checkpoint(work: Path) -> Path:
 
 
 def loss_on(run: Run, fresh: RowData) -> float:
-    """What the default rule loses of accuracy against the last exit."""
+    """The accuracy that the default rule loses compared with the last exit."""
     recorded = record(run.segments(), fresh.encoded, 512)
-    right = predictions(recorded.replay(run.rule).logits) == fresh.labels
-    return float((predictions(recorded.logits[:, -1]) == fresh.labels).mean() - right.mean())
+    correct = predictions(recorded.replay(run.rule).logits) == fresh.labels
+    return float((predictions(recorded.logits[:, -1]) == fresh.labels).mean() - correct.mean())
 
 
-def tested_on_what_chose(task, seed: int, max_train: int | None) -> Parts:
-    """The rows that test the rule choose everything else as well, as before there were two parts."""
+def select_with_test_rows(task, seed: int, max_train: int | None) -> Parts:
+    """Split the rows so that those that test the rule also select everything else, as in an earlier version."""
     parts = split_rows(task, seed, max_train)
     return parts._replace(selection=parts.test)
 
 
-def as_observed(losses: np.ndarray, max_loss: float) -> np.ndarray:
-    """No test: a rule passes that loses no more on the test rows themselves."""
+def accept_observed_loss(losses: np.ndarray, max_loss: float) -> np.ndarray:
+    """P-values without a test: 0 for a rule that loses at most max_loss on the test rows themselves, else 1."""
     return np.where(losses.mean(axis=1) <= max_loss, 0.0, 1.0)
 
 
 PLANTED = {
-    "the test rows choose": (row_unit, "split_rows", tested_on_what_chose),
-    "no test": (rule, "paired_p_values", as_observed),
+    "the test rows choose": (row_unit, "split_rows", select_with_test_rows),
+    "no test": (rule, "paired_p_values", accept_observed_loss),
 }
-"""Mistakes that are planted, to see what the measure finds."""
+"""Planted mistakes, to check that the measurement finds them: name -> (module, function, replacement)."""
 
 
 def draw(work: Path, method: str, seed: int, fresh: RowData) -> dict:
-    """One training on rows of its own: what is guaranteed of the default rule, and what it loses on fresh rows."""
+    """One training on its own rows: whether the default rule has a guarantee, and its loss on fresh rows."""
     task = write_task(work / "task", ROWS, np.random.default_rng(seed))
     out = work / "run"
     for folder in (out, work / "run.training"):
@@ -147,11 +146,11 @@ def draw(work: Path, method: str, seed: int, fresh: RowData) -> dict:
 
 
 def repeated(work: Path, method: str, draws: int, planted: str | None = None, fresh_rows: int = FRESH) -> dict:
-    """How often the default rule of a method has a guarantee, and how often that is broken, over so many trainings."""
+    """How many of `draws` trainings of a method give a guarantee, and how many of the guarantees are violated."""
     texts, labels = sentences(fresh_rows, np.random.default_rng(10**6))
-    torch.set_num_threads(1)  # so small a model waits for its threads
+    torch.set_num_threads(1)  # with more threads, so small a model is slower
     fresh = RowData(Tokenizer.from_folder(checkpoint(work), None).encode(texts), labels, None)
-    no_wait = patch.object(os, "fsync", lambda file: None)  # for the disk: every run is thrown away
+    no_wait = patch.object(os, "fsync", lambda file: None)  # do not wait for the disk: runs are temporary
     with patch.object(*PLANTED[planted]) if planted else nullcontext(), no_wait:
         found = [draw(work, method, seed, fresh) for seed in tqdm(range(draws), desc=method)]
     broken = sum(each["broken"] for each in found)
@@ -163,14 +162,14 @@ def repeated(work: Path, method: str, draws: int, planted: str | None = None, fr
         **{name: found[0][name] for name in ("selecting", "tested")},
         "guaranteed": sum(each["guaranteed"] for each in found),
         "broken": broken,
-        "interval": share_interval(broken, draws),  # of the share that is broken, at 95 %
+        "interval": share_interval(broken, draws),  # of the share of violated guarantees, at 95 %
         "loss": float(np.mean([each["loss"] for each in found if each["guaranteed"]] or [0.0])),
         "saved": float(np.mean([each["saved"] for each in found])),
     }
 
 
 def every_method(work: Path, draws: int) -> list[dict]:
-    """The same of all methods, as it is and with planted mistakes; so many processes at once."""
+    """The same for all methods, without and with planted mistakes; several processes at once."""
     ways = [(method, planted, FRESH) for planted in (None, "the test rows choose") for method in REPEATED]
     ways += [("joint", "no test", FRESH), ("joint", None, MORE_FRESH)]
     with ProcessPoolExecutor(len(REPEATED)) as pool:

@@ -1,10 +1,9 @@
-"""results/serving.md: what load three servers bear, by the processor's clock and by the one on the wall.
+"""results/serving.md: the load that three servers bear, in wall-clock time and in processor time.
 
-wall       `mini-ee bench serve` as it is, for a machine that nothing else uses
-processor  the same on a machine that others use, too: batches run as they are chosen, one after the other, on one
-           thread. Time is what they take of the processor, on a clock that stands still otherwise: requests come at
-           their moments on that clock. Neighbours then take no part in it, nor do HTTP, tokenizing and what threads
-           cost each other.
+wall       `mini-ee bench serve` on a machine that nothing else uses
+processor  the same on a shared machine. The batches run one after the other on one thread. The clock advances only by
+           the processor time of each batch, and requests arrive at their times on this clock. So other programs have no
+           influence, nor have HTTP, tokenization and waiting threads.
 """
 
 import os
@@ -25,32 +24,32 @@ from mini_ee.export.serving import worker
 from mini_ee.export.serving.load import WARM, Answered
 
 PICTURES = {"wall": "serving.png", "processor": "serving-processor.png"}
-SECONDS = 4.0  # of each load, by the processor's clock
+SECONDS = 4.0  # processor time of each load
 SERVERS = ("whole", "graph", "rebatch")
-COMING = {"": "One by one (Poisson)", " bursts": "Bursts of eight"}
+ARRIVALS = {"": "Single requests (Poisson arrivals)", " bursts": "Bursts of eight requests"}
 
 
 class Clock:
-    """Stands in for the module `time` in worker.py."""
+    """Replaces the module `time` in worker.py."""
 
     now = 0.0
 
     @classmethod
     def perf_counter(cls):
-        """The moment."""
+        """Seconds of processor time since the beginning."""
         return cls.now
 
 
 class Stepped(worker.Worker):
     """A worker without a thread: `step` runs the next batch."""
 
-    state = "ready"  # of a worker with a thread: whether that is alive
+    state = "ready"  # as of a worker whose thread is alive
 
     def _loop(self):
         pass
 
     def step(self):
-        """Run one batch, and let the clock go on by what it took."""
+        """Run one batch and advance the clock by its processor time."""
         at, rows = self._next()
         begin = time.thread_time()
         self.engine.run(at, rows)
@@ -59,7 +58,7 @@ class Stepped(worker.Worker):
 
 
 def offer(stepped, texts, moments, seed=0):
-    """load.offer on the clock. A request that came while a batch ran is there when it has run."""
+    """load.offer on this clock. A request that arrives during a batch is submitted after it."""
     chosen = np.random.default_rng(seed).integers(len(texts), size=len(moments)).tolist()
     seconds, given, now = np.zeros(len(moments)), 0, 0.0
     while given < len(moments) or stepped._open:
@@ -77,7 +76,7 @@ def offer(stepped, texts, moments, seed=0):
 
 
 def saturation(stepped, texts):
-    """load.saturation on the clock."""
+    """load.saturation on this clock."""
     Clock.now = 0.0
     for text in texts:
         stepped.submit(text)
@@ -87,7 +86,7 @@ def saturation(stepped, texts):
 
 
 def processor(sources: Sources, work: Path) -> dict:
-    """The benchmark on one thread, timed by the processor's clock."""
+    """The benchmark on one thread, in processor time."""
     torch.set_num_threads(1)
     model, task = _model_and_task(sources)
     stepped = {"Worker": Stepped, "offer": offer, "saturation": saturation, "ROUNDS": 1, "SECONDS": SECONDS}
@@ -111,58 +110,62 @@ PARTS = {"wall": wall, "processor": processor}
 # ---- The page ----
 PAGE_TEXT = """# Serving under load
 
-MiniLM (all-MiniLM-L6-v2, exits after 2, 4 and 6 of 6 layers) on the 872 sentences of SST-2's dev, one thread. Its heads
-are drawn, and its thresholds set so that .6 and .3 of the rows leave at the first two exits: half of the layers are
-saved. What is answered is not looked at here; that it is what the model answers at batch 1 is tested
-(`tests/serving/test_serving.py`, `tests/contract/test_conformance.py`). Three servers get the same requests:
+MiniLM (all-MiniLM-L6-v2, exits after 2, 4 and 6 of 6 layers) classifies the 872 sentences of the dev set of SST-2 on
+one thread. Its heads are random. Its thresholds are set so that 60 % of the examples exit at the first exit and 30 %
+at the second, so half of the layers are saved. This page shows times only; tests check that each prediction equals
+that of the model at batch size 1 (`tests/serving/test_serving.py`, `tests/contract/test_conformance.py`). Three
+servers get the same requests:
 
-- `whole`: `model.onnx` to full depth, batches of what is there: the model without early exits, with dynamic batching
-- `graph`: `model.onnx` with its rule, which stops by itself
-- `rebatch`: `mini-ee serve`'s worker over graphs by segment, where rows of different requests go on together
+- `whole`: the model without early exits. The requests that wait form the next batch (dynamic batching).
+- `graph`: `model.onnx` with its exit rule. A batch ends when its last example exits.
+- `rebatch`: the worker of `mini-ee serve` with one graph per segment. After each exit, the remaining examples of
+  different requests form new batches.
 
 {made_by}
 
-HTTP and tokenizing are not in these figures. Goodput: the highest load at which p99 stays within what the whole graph
-takes at 80 % of its saturation (the grey line). A ratio is the whole graph's goodput over the server's; `least` is the
-smallest share of the whole graph's answers in time at any load up to saturation.
+HTTP and tokenization are not included. p50, p95 and p99 are quantiles of the latency. *Goodput* is the highest load
+at which p99 stays within a limit: the p99 of `whole` at 80 % of the load that saturates it (the grey line in the
+pictures). The ratio is the goodput of `whole` divided by that of the server; the target is the largest ratio that
+passes. *Answered in time* compares the server with `whole` at every load up to saturation: the number of answers
+within the limit, divided by that of `whole`. The table shows the smallest value. A server that is too slow gets no
+higher load; its cells are empty.
 
-## By the clock on the wall
+## Wall-clock time
 
 `mini-ee bench serve --model all-MiniLM-L6-v2 --task SST-2 --threads 1` on {cores} cores that nothing else used.
 
-![p50 and p99 of each server against the load, by the wall](serving.png)
+![p50 and p99 of each server by load, wall-clock time](serving.png)
 
 {wall}
 
-The layers predict 2.0 times the load. On one thread of a processor a batch is hardly cheaper than its rows, so that the
-one graph, whose batch waits for its slowest row, comes as far: a batch of its own for those that stay pays where
-batches are what is cheap, on a GPU, which was not measured.
+By the number of layers, the servers with exits could bear 2.0 times the load of `whole`. On one thread of a CPU, a
+batch is hardly cheaper than its examples one by one. So `graph`, whose batch waits for its last example, is as good
+as `rebatch`. New batches after each exit pay if large batches are cheap, as on a GPU; this was not measured.
 
-## By the processor's clock
+## Processor time
 
-Time is processor time of the batches, so that what else the machine does has no part in it.
+Here the time of a batch is its processor time, so other programs on the machine have no influence.
 
-![p50 and p99 of each server against the load, by the processor](serving-processor.png)
+![p50 and p99 of each server by load, processor time](serving-processor.png)
 
 {processor}
 
-## What tests hold
+## Related tests
 
-- at 1.5 times the saturation load each request is answered or refused, once, with the label and the layers of batch 1:
-  `tests/serving/test_serving.py`
-- clients of a server that is killed under load get an answer or an error within their deadline:
-  `MINI_EE_KILLS=50 pytest tests/serving/test_serve_http.py`, and on Ray `tests/serving/test_serve_ray.py`
-- requests that are no requests bring nothing down, and others are answered meanwhile:
-  `tests/serving/test_serve_http.py`
-- thresholds are raised while a guarantee is broken, and the interval of `--shadow` covers the true agreement:
-  `tests/serving/test_serve_guarantee.py`
+- `tests/serving/test_serving.py`: at 1.5 times the saturating load, each request is answered or refused exactly once,
+  with the label and the number of layers of batch size 1.
+- `MINI_EE_KILLS=50 pytest tests/serving/test_serve_http.py`, and on Ray `tests/serving/test_serve_ray.py`: if a
+  server is killed under load, its clients get an answer or an error within their deadline.
+- `tests/serving/test_serve_http.py`: invalid requests stop neither the server nor the answers to other requests.
+- `tests/serving/test_serve_guarantee.py`: thresholds are raised while a guarantee is violated, and the interval of
+  `--shadow` contains the true agreement.
 """
 
 
 def goodput_table(rows: list[dict]) -> str:
-    """A line a case."""
-    bar = f"ratio (bar {rows[0]['bar']:.3f})"
-    lines = markdown_table(["case", "requests a second", "whole", bar, "least", "p99 within, ms"])
+    """One row per case."""
+    ratio, goodput = f"ratio (target: at most {rows[0]['bar']:.3f})", "goodput, requests per second"
+    lines = markdown_table(["case", goodput, "goodput of `whole`", ratio, "answered in time", "limit on p99, ms"])
     for row in rows:
         own, whole = (f"{1 / row[key]:.0f}" for key in ("seconds", "against_seconds"))
         numbers = own, whole, f"{row['ratio']:.3f}", f"{row['least']:.2f}", f"{1e3 * row['limit']:.0f}"
@@ -171,8 +174,9 @@ def goodput_table(rows: list[dict]) -> str:
 
 
 def waits_table(loads: list[dict]) -> str:
-    """A line a load; where a server was not offered it, nothing."""
-    lines = markdown_table(["load", "requests a second", "whole: p50, p95, p99 in ms", *SERVERS[1:]])
+    """One row per load; the cell of a server to which it was not offered is empty."""
+    servers = (f"`{server}`: p50, p95, p99 in ms" for server in SERVERS)
+    lines = markdown_table(["load, % of the saturating load", "requests per second", *servers])
     for load in dict.fromkeys(each["load"] for each in loads):
         there = {each["server"]: each for each in loads if each["load"] == load}
         times = (
@@ -190,9 +194,9 @@ def page(figures: dict) -> str:
     for name in PARTS:
         rows = figures[name]
         parts = [goodput_table(rows)]
-        for ending, coming in COMING.items():
-            (loads,) = (row["loads"] for row in rows if row["loads"] and row["case"].endswith(f"rebatch{ending}"))
-            parts += [f"### {coming}", waits_table(loads)]
+        for suffix, title in ARRIVALS.items():
+            (loads,) = (row["loads"] for row in rows if row["loads"] and row["case"].endswith(f"rebatch{suffix}"))
+            parts += [f"### {title}", waits_table(loads)]
         found[name] = "\n\n".join(parts)
     return wrapped(PAGE_TEXT.format(**found, cores=figures["cores"], made_by=made_by_measuring("serving")))
 

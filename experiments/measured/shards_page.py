@@ -1,7 +1,7 @@
-"""results/shards.md: a datastore in 1, 2, 4 and 8 shards on SST-2, and what a billion rows would take.
+"""results/shards.md: a datastore in 1, 2, 4 and 8 shards on SST-2, extrapolated to a billion rows.
 
-Rows are SST-2's train, queries its dev, embeddings all-MiniLM-L6-v2's (kept in the work folder). Seconds are of a
-core: what each shard's own thread computed, whatever else runs on the machine.
+The rows are SST-2's train split, the queries its dev split, embedded by all-MiniLM-L6-v2 (the embeddings stay in the
+work folder). Times are processor times of the shards' threads, so other programs have no influence.
 """
 
 import math
@@ -22,12 +22,12 @@ from mini_ee.methods.raee_datastore import Datastore
 from mini_ee.methods.raee_encoders import SentenceEncoder
 from mini_ee.methods.raee_shards import Shards
 
-SHARDS, K, ROUNDS, EXITS, AT_ONCE = (1, 2, 4, 8), 12, 5, (1, 2, 3, 4, 5, 6), 1000
-BILLION, MACHINE, CORES = 10**9, 192e9, 64  # rows; of a machine with 256 GB the bytes for its index; its cores
+SHARDS, K, ROUNDS, STORE_EXITS, ADDED_AT_ONCE = (1, 2, 4, 8), 12, 5, (1, 2, 3, 4, 5, 6), 1000
+BILLION, INDEX_BYTES, CORES = 10**9, 192e9, 64  # rows; of a machine with 256 GB: bytes for the index, cores
 
 
 class Timed(Shards):
-    """Adds up what each shard's thread computed, in seconds."""
+    """Shards that add up the processor seconds of each shard's thread."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -45,7 +45,7 @@ class Timed(Shards):
 
 # ---- Measuring ----
 def embedded(sources: Sources, work: Path) -> tuple[np.ndarray, np.ndarray, list]:
-    """Embeddings of train and dev, and train's texts."""
+    """The embeddings of train and dev, and the texts of train."""
     task, path = load_task(sources.find("data", "SST-2")), work / "sst2.npz"
     if not path.exists():
         folder = sources.find("weights", "all-MiniLM-L6-v2")
@@ -61,24 +61,24 @@ def embedded(sources: Sources, work: Path) -> tuple[np.ndarray, np.ndarray, list
 
 
 def filled(embeddings: np.ndarray, texts: list, shards: int) -> Datastore:
-    """A datastore with values and labels that are drawn."""
+    """A datastore with these embeddings, and random values and labels."""
     random = np.random.default_rng(0)
-    store = Datastore("all-MiniLM-L6-v2", embeddings.shape[1], EXITS, shards=shards)
-    for part in np.array_split(np.arange(len(embeddings)), -(-len(embeddings) // AT_ONCE)):
-        values, labels = random.random((len(part), len(EXITS)), np.float32), random.integers(0, 2, len(part))
+    store = Datastore("all-MiniLM-L6-v2", embeddings.shape[1], STORE_EXITS, shards=shards)
+    for part in np.array_split(np.arange(len(embeddings)), -(-len(embeddings) // ADDED_AT_ONCE)):
+        values, labels = random.random((len(part), len(STORE_EXITS)), np.float32), random.integers(0, 2, len(part))
         store.add(embeddings[part], values, labels, [texts[row] for row in part])
     return store
 
 
 def brute_force(embeddings: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """The K nearest rows of each query, (B, K), by all products of unit vectors."""
+    """The exact K nearest rows of each query, (B, K), from the products of all unit vectors."""
     rows, queries = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (embeddings, queries))
     return np.concatenate([np.argsort(-part @ rows.T, axis=1)[:, :K] for part in np.array_split(queries, 32)])
 
 
 @patch.object(Datastore, "sharded", Timed)
 def measure_cases(sources: Sources, work: Path) -> dict:
-    """Everything that the page shows."""
+    """Recall, times and sizes for each number of shards."""
     embeddings, queries, texts = embedded(sources, work)
     exact, stores, cases = brute_force(embeddings, queries), {}, {}
     for shards in tqdm(SHARDS, desc="building"):
@@ -94,7 +94,7 @@ def measure_cases(sources: Sources, work: Path) -> dict:
         cases[shards] |= {"index_bytes": sum(size for name, size in sizes.items() if name.endswith(".hnsw"))}
         cases[shards] |= {"entries_bytes": sizes["entries.safetensors"]}
     times = {shards: [] for shards in SHARDS}
-    for _ in tqdm(range(ROUNDS), desc="searching"):  # in turns
+    for _ in tqdm(range(ROUNDS), desc="searching"):  # the stores take turns
         for shards, store in stores.items():
             store._shards.seconds[:] = 0
             for query in queries:
@@ -104,7 +104,7 @@ def measure_cases(sources: Sources, work: Path) -> dict:
     for shards, each in times.items():
         cases[shards] |= dict(zip(("query_core", "query_longest"), np.median(each, axis=0).tolist()))
     about = {"rows": len(embeddings), "queries": len(queries), "width": embeddings.shape[1], "k": K}
-    return about | {"cores": os.cpu_count(), "exits": len(EXITS), "cases": list(cases.values())}
+    return about | {"cores": os.cpu_count(), "exits": len(STORE_EXITS), "cases": list(cases.values())}
 
 
 PARTS = {"cases": measure_cases}
@@ -118,13 +118,13 @@ def growth(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
 
 
 def billion(figures: dict) -> dict:
-    """What a billion rows would take, by what was measured: one shard a machine, and one a core."""
+    """The measurements extrapolated to a billion rows: one shard per machine, and one per core."""
     rows, cases = figures["rows"], figures["cases"]
     sizes = [rows / case["shards"] for case in cases]
     build = growth(sizes, [case["build_core"] / rows for case in cases])
     query = growth(sizes, [case["query_core"] / case["shards"] for case in cases])
     row = cases[0]["index_bytes"] / rows
-    machines = math.ceil(BILLION * row / MACHINE)
+    machines = math.ceil(BILLION * row / INDEX_BYTES)
     found = {"index_row": row, "entries_row": cases[0]["entries_bytes"] / rows, "machines": machines}
     found |= {"build": build, "query": query}
     for name, count in (("machine", machines), ("core", machines * CORES)):
@@ -138,53 +138,56 @@ def billion(figures: dict) -> dict:
 
 PAGE_TEXT = """# A datastore in shards
 
-`mini-ee train raee --shards N` puts RAEE's datastore into N hnswlib indexes. Threads of one process build them side
-by side and search them side by side; the answers are merged by distance, so that nothing is lost that a shard found
+`mini-ee train raee --shards N` splits RAEE's datastore into N hnswlib indexes. Threads of one process build and
+search them in parallel. The results are merged by distance, so every neighbour that a shard found is considered
 (`mini_ee/methods/raee_shards.py`).
 
 {made_by}
 
 ## Measured
 
-{rows:,} rows of SST-2's train, {queries} rows of its dev asked one at a time, embeddings of all-MiniLM-L6-v2 ({width}
-numbers), the {k} nearest; hnswlib's M 16, ef_construction 400, and ef 256 in every shard. Recall is against all
-distances.
+The datastore contains {rows:,} training examples of SST-2. The queries are its {queries} dev examples, one at a time.
+The embeddings are those of all-MiniLM-L6-v2 ({width} numbers), and the {k} nearest neighbours are searched. In every
+shard, hnswlib has M 16, ef_construction 400 and ef 256. recall@{k} is the share of the true {k} nearest neighbours,
+found by computing all distances, that the search finds.
 
-| shards | recall@{k} | build: s of a core | its longest shard | query: ms of a core | its longest shard |
+| shards | recall@{k} | build, s: all | build, s: slowest | query, ms: all | query, ms: slowest |
 |---|---|---|---|---|---|
 {cases}
 
-Seconds of a core are what the shards' threads computed; the longest shard is what a build or a query takes where each
-shard has a core of its own. They were measured on {cores} cores that other work had in use, where the time that
-passed says nothing; handing a query to threads and back is not in them. Every shard is searched as carefully as the
-whole: so shards find more. They make the build shorter and cheaper, as each row is linked into a smaller graph, and a
-query dearer, which is as many searches. One process gains a shorter build from them; what they are for is a datastore
-beyond one machine.
+Times are computing times of one core. *All* is the sum over the shards. *Slowest* is that of the slowest shard: the
+time of a build or a query if each shard has its own core. Other programs used the {cores} cores of the machine, so
+elapsed time was not measured. The time to pass a query to threads and back is not included.
 
-## A billion rows, on paper
+Each shard is searched with the same ef as the whole datastore, so more shards have a higher recall. They make a build
+faster and cheaper, since each example is linked into a smaller graph. They make a query more expensive, since it
+takes as many searches as there are shards. In one process, shards only speed up the build. Their purpose is a
+datastore that is too large for one machine.
 
-The index takes {index_row:,.0f} bytes a row on disk: {width} numbers of 4 bytes, links, a name. In memory hnswlib
-has the same, and room for rows to come that it does not touch.
-{billion:,} rows take {terabytes:.2f} TB: {machines} machines that give {machine:.0f} GB to it. Values of {exits}
-exits, label, name and text take {entries_row:.0f} bytes a row on disk ({entries:.0f} GB).
+## A billion examples, extrapolated
 
-Per row, building took {build_a:.3f} + {build_b:.3f} ln(rows of the shard) ms of a core, by least squares over the
-sizes above; a search of one shard took {query_a:.3f} + {query_b:.3f} ln(rows) ms. Carried on to a billion rows, with
-{cores_each} cores a machine:
+On disk, the index takes {index_row:,.0f} bytes per example: {width} numbers of 4 bytes, links, and an id. hnswlib
+takes as much memory, and reserves more for later examples without using it. {billion:,} examples take {terabytes:.2f}
+TB: {machines} machines with {machine:.0f} GB each for the index. The values of {exits} exits, the label, the id and
+the text take {entries_row:.0f} bytes per example on disk ({entries:.0f} GB).
 
-| | shards | rows of a shard | build, hours | query, ms | queries a second, of all machines |
+Least squares over the sizes above gives the time of one core: {build_a:.3f} + {build_b:.3f} ln(n) ms to add an
+example to a shard of n examples, and {query_a:.3f} + {query_b:.3f} ln(n) ms to search such a shard. Extrapolated to a
+billion examples, with {cores_each} cores per machine:
+
+| | shards | examples per shard | build, hours | query, ms | queries per second, all machines |
 |---|---|---|---|---|---|
 {on_paper}
 
-With a shard a machine one core answers for it, and the others answer other queries; adding to one graph with many
-threads is possible (`threads`), but the graph then differs each time. With a shard a core the build is short, and
-every query takes all cores.
+With one shard per machine, one core searches it for a query, and the other cores answer other queries. Several
+threads can build one shard (`threads`), but then the graph differs from build to build. With one shard per core, the
+build is short, and each query needs all cores.
 
-What this leaves out: the network (a query of {width} numbers, and {k} answers back, of each machine); that memory is
-slower than the caches which held a part of these small graphs; and that the lines are carried {factor:,.0f} times
-beyond what was measured. mini_ee's shards are threads of one process, or, on Ray, an actor each, on any of its
-machines (`mini_ee/methods/raee_actors.py`): the same indexes, asked and merged in the same way. What that costs over
-a network was not measured.
+This leaves out the network: each machine receives a query of {width} numbers and returns {k} results. It leaves out
+slower memory: parts of the small graphs measured here were in the processor's caches. And it extrapolates
+{factor:,.0f} times beyond the measured size. The shards of mini_ee are threads of one process or, with Ray, actors on
+several machines (`mini_ee/methods/raee_actors.py`). Both use the same indexes and merge the results in the same way.
+The cost over a network was not measured.
 """
 
 
@@ -199,12 +202,12 @@ def page(figures: dict) -> str:
     for name in ("machine", "core"):
         at = found[name]
         numbers = f"{at['shards']:,}", f"{at['rows']:,.0f}", f"{at['hours']:.1f}", f"{at['query'] * 1e3:.2f}"
-        paper.append([f"one a {name}", *numbers, f"{at['queries_a_second']:,.0f}"])
+        paper.append([f"one shard per {name}", *numbers, f"{at['queries_a_second']:,.0f}"])
     (build_a, build_b), (query_a, query_b) = (np.array(found[name]) * 1e3 for name in ("build", "query"))
     text = PAGE_TEXT.format(
         **figures | {"cases": markdown_rows(cases), "on_paper": markdown_rows(paper)},
         made_by=made_by_measuring("shards"),
-        **{"billion": BILLION, "terabytes": BILLION * found["index_row"] / 1e12, "machine": MACHINE / 1e9},
+        **{"billion": BILLION, "terabytes": BILLION * found["index_row"] / 1e12, "machine": INDEX_BYTES / 1e9},
         **{"index_row": found["index_row"], "entries_row": found["entries_row"], "machines": found["machines"]},
         **{"entries": BILLION * found["entries_row"] / 1e9, "cores_each": CORES},
         **{"build_a": build_a, "build_b": build_b, "query_a": query_a, "query_b": query_b},
