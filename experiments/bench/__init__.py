@@ -1,16 +1,20 @@
-"""Benchmarks: ratios of interleaved medians in one process, warm. A row is a case and its bar.
+"""Benchmarks: ratios of median times, measured in turns in one process after a warm-up.
 
-backbone    our forward over that of transformers, on the same weights
-exit-tax    a run forced out at layer e, every head on the way read and judged, over e/L of the full model
-            without heads; where tokens leave, e the mean layer that they run
-batch       32 rows that leave at mixed depths, over the layers alone at the batch sizes that remain
-onnx        the graph that stops by itself over the model without exits, over graphs by segment, and over torch; int8
-            over float32; a decoder's token over that by segment, and over transformers'
-sgmv        LoRA streams side by side over one pass a stream, over a loop over adapters, over the bare backbone, and
-            over independent models; rows at different exits in one batch over each exit's rows apart
-decode      our cached greedy decoding over that of transformers; tokens forced out at layer e over the sum of the
-            parts; lossless over full decoding; all in seconds a token
-retrieval   RAEE: embed, retrieve and plan over one forward pass; planned groups over row by row; recall and building
-serve       the load within a limit on p99: what the whole graph bears over what the graph that stops bears, and over
-            what a server bears that takes rows together again after each exit
+A row has a case, its ratio, and the largest ratio that passes (`bar`).
+
+backbone    our forward pass compared with that of transformers, on the same weights
+exit-tax    a run forced to exit after layer e, with all heads up to there evaluated, compared with e/L of the full
+            model without heads; if tokens exit, e is their mean layer
+batch       32 rows that exit at different layers, compared with the layers alone at the batch sizes that remain
+onnx        the graph that stops by itself, compared with the model without exits, with one graph per segment and with
+            torch; int8 compared with float32; a decoder's step compared with that of one graph per segment and of
+            transformers
+sgmv        parallel LoRA streams compared with one pass per stream, with a loop over the adapters, with the bare
+            backbone and with independent models; rows at different exits in one batch compared with a batch per exit
+decode      cached greedy decoding compared with that of transformers; tokens forced to exit after layer e compared with
+            the sum of the parts; lossless decoding compared with full decoding; in seconds per token
+retrieval   RAEE: embedding and retrieval compared with one forward pass; groups of rows with the same planned exit
+            compared with single rows; recall and build time of the datastore
+serve       the load that keeps p99 within a limit: the whole graph compared with the graph that stops by itself and
+            with a server that forms new batches after each exit
 """

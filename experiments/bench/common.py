@@ -1,4 +1,4 @@
-"""What all benchmarks share: the shapes, models with drawn weights, inputs, and the clock."""
+"""Shared by all benchmarks: model shapes, models with random weights, inputs, and timing."""
 
 import os
 import tempfile
@@ -31,17 +31,16 @@ MINILM = BertConfig(
 
 BERT_BASE = replace(MINILM, hidden_size=768, num_hidden_layers=12, intermediate_size=3072)
 
-MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # measured in turns until both are reached
-
+MIN_ROUNDS, SECONDS_A_CASE = 15, 12.0  # both are reached at least
 WARM_ROUNDS = 3
 
 
 def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: float = SECONDS_A_CASE) -> list[float]:
-    """Median seconds of each, run in turns, after a warm-up, for MIN_ROUNDS and so many seconds at least.
+    """Median seconds of each function. They run in turns, after a warm-up, for at least MIN_ROUNDS and seconds_a_case.
 
-    Each is run twice in its turn, and timed the second time, when its own weights are in the caches that the one before
-    had taken, as they are where one model serves. Before that it rests so many seconds: where engines differ, the
-    threads of the one before may still be spinning.
+    In its turn, a function runs twice, and the second call is timed: then its weights are in the caches again, as if
+    one model runs alone. rest: seconds to wait before each turn. If engines differ, the threads of the engine before
+    may still be spinning.
     """
     for _ in range(WARM_ROUNDS):
         for run in runs:
@@ -61,40 +60,40 @@ def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: 
 
 
 def row_of(case: str, seconds: float, against: float, bar: float) -> dict:
-    """A case: two medians, their ratio and its bar."""
+    """A row: two median times, their ratio, and the largest ratio that passes."""
     ratio = seconds / against
     row = {"case": case, "seconds": seconds, "against_seconds": against}
     return row | {"ratio": ratio, "bar": bar, "holds": ratio <= bar}
 
 
 def forced_out(k: int, num_exits: int) -> Threshold:
-    """A threshold that is judged at every exit and reached at exit k only."""
+    """A threshold that is evaluated at every exit and reached only at exit k."""
     return Threshold(tuple(-np.inf if exit == k else np.inf for exit in range(num_exits)))
 
 
 def minilm_of(model: Path | None, seed: int) -> Bert:
-    """The encoder in a folder, or a random one of MiniLM's shape. Raises ValueError for a decoder."""
+    """The encoder in a folder, or a random one with the shape of MiniLM. Raises ValueError for a decoder."""
     if model and generates(kind := read_config(model / "config.json").model_type):
         raise ValueError(f"{model}: holds a {kind}; this benchmark takes an encoder, or no --model")
     return load_backbone(model) if model else random_encoder(MINILM, seed)
 
 
 def three_exits(backbone: Bert) -> tuple[int, ...]:
-    """After each third of the layers; 2, 4 and 6 of MiniLM. Raises ValueError for fewer than three layers."""
+    """Exits after each third of the layers. Raises ValueError if there are fewer than three layers."""
     if (layers := backbone.config.num_hidden_layers) < 3:
         raise ValueError(f"this benchmark takes an encoder of three layers or more, or no --model; found {layers}")
     return even_exits(layers, 3)
 
 
 def random_encoder(config: BertConfig, seed: int) -> Bert:
-    """One without heads, in eval mode."""
+    """A random encoder without heads, in eval mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Bert(config, lm_head=False).eval()
 
 
 def from_transformers(kind: str, backbone: Backbone):
-    """The same weights in transformers' own model, of its class `kind`, in eval mode."""
+    """A model of transformers, of its class `kind`, with the same weights, in eval mode."""
     try:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         import transformers
@@ -109,17 +108,17 @@ def from_transformers(kind: str, backbone: Backbone):
 
 
 def inputs_of(config: BertConfig, batch: int, tokens: int, seed: int) -> Inputs:
-    """Rows of random tokens, nothing padded."""
+    """Rows of random tokens without padding."""
     ids = np.random.default_rng(seed).integers(config.vocab_size // 2, config.vocab_size, (batch, tokens))
     return Inputs(ids, np.ones_like(ids), np.zeros_like(ids), (("",),) * batch)
 
 
 def full_model(backbone: Bert, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """One pass through all layers, without heads; nothing is padded."""
+    """A function that runs all layers, without heads; the inputs must have no padding."""
     ids, _, types = tensors_of(inputs)
     return torch.inference_mode()(partial(backbone, ids, None, types))
 
 
 def tensors_of(inputs: Inputs) -> list[torch.Tensor]:
-    """What a model's forward takes."""
+    """The arguments of a model's forward."""
     return [torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]

@@ -1,4 +1,4 @@
-"""decode: text token by token, in seconds a token."""
+"""The benchmark decode: seconds per generated token."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,14 +36,14 @@ LLAMA = replace(
     STORIES, vocab_size=4096, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=2048
 )
 
-LOSSLESS, TIMED_PROMPTS = 50, 4  # prompts of one token whose texts must be equal, and of them those timed
+LOSSLESS_PROMPTS, TIMED_PROMPTS = 50, 4  # prompts of one token whose texts are compared; those that are timed
 
 
 def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
-    """`stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE copy_state|recompute`,
+    """Cases: `stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE copy_state|recompute`,
     `llama-12x256 b1 lossless`.
 
-    stories260k: the decoder in `model`, a random one of its shape where that is none.
+    model: the weights of stories260k, if it is a decoder (default: random weights).
     """
     is_decoder = model is not None and generates(read_config(model / "config.json").model_type)
     stories, llama = (
@@ -59,27 +59,27 @@ def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
 
 
 def random_decoder(config: DecoderConfig, seed: int) -> Decoder:
-    """One in eval mode."""
+    """A random decoder in eval mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Decoder(config).eval()
 
 
 def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) -> Iterator[dict]:
-    """Continuations of 8 random tokens, prompt included in the time; the texts must be equal."""
+    """Continue 8 random tokens; the time includes the prompt. Raises ValueError if the texts differ."""
     random = np.random.default_rng(seed)
     for batch in (1, 8):
         prompts = random.integers(3, decoder.config.vocab_size, (batch, 8)).tolist()
         runs = [partial(_decoded, decoder, prompts, new_tokens), generate_of_transformers(decoder, prompts, new_tokens)]
         ours, expected = [row.tokens for row in runs[0]()], runs[1]()[:, 8:].tolist()
         if ours != expected:
-            raise ValueError(f"bench decode: {name} b{batch}: our greedy text is not that of transformers")
+            raise ValueError(f"bench decode: {name} b{batch}: expected the greedy text of transformers, found another")
         own, other = medians(runs, f"decode {name} b{batch}")
         yield row_of(f"{name} b{batch} transformers", own / new_tokens, other / new_tokens, bar=1.0)
 
 
 def generate_of_transformers(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> Callable[[], torch.Tensor]:
-    """Their greedy continuation of prompts of one length, prompts included; nobody ends early."""
+    """A function with the greedy continuation of prompts of one length by transformers; no text ends early."""
     theirs, ids = from_transformers("AutoModelForCausalLM", decoder), torch.tensor(prompts)
     end = theirs.generation_config
     end.eos_token_id = end.bos_token_id = end.pad_token_id = None
@@ -92,31 +92,31 @@ def _decoded(decoder: Decoder, prompts: list[list[int]], new_tokens: int, **sett
 
 
 class _LastGoesOn(Rule):
-    """All of so many tokens are judged by their confidence and leave at the first exit, but for the last."""
+    """Confidence is evaluated for all of num_tokens tokens. All exit at the first exit except the last token."""
 
     def __init__(self, num_tokens: int):
-        self.left, self.out, self.on = num_tokens - 1, forced_out(0, 2), forced_out(1, 2)
+        self.remaining, self.first_exit, self.last_exit = num_tokens - 1, forced_out(0, 2), forced_out(1, 2)
 
     def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        rule = self.out if self.left else self.on
-        self.left -= 1
+        rule = self.first_exit if self.remaining else self.last_exit
+        self.remaining -= 1
         return rule.stop(k, reading, memory)
 
 
 def _forced_decoding(case: str, decoder: Decoder, layer: int, missing_kv: str, new_tokens: int) -> dict:
-    """Tokens forced out at `layer`, the last of them not, so that the gaps behind all others are filled and paid for.
+    """All tokens but the last are forced to exit at `layer`; the last one needs their keys and values above it.
 
-    Over the parts, called by hand: the layers up to the exit and its head for each token; the fill, which the last
-    token asks for, in one block; the layers above and the LM head for that one. Each token's head is a copy of its own:
-    one that is read again and again would stay in the processor's cache, where no decoding finds it.
+    Compared with the parts, called by hand: the layers up to the exit and its head for each token; filling in the
+    missing keys and values in one block; the layers above and the LM head for the last token. Each token has its own
+    copy of the head: one head would stay in the processor's cache, unlike in real decoding.
     """
-    depth, behind = decoder.config.num_hidden_layers, list(range(new_tokens - 1))
+    depth, earlier = decoder.config.num_hidden_layers, list(range(new_tokens - 1))
     cache = Cache(decoder, 1, new_tokens)
     with torch.inference_mode():
         blocks = [decoder.block(torch.tensor([[position]]), cache) for position in range(new_tokens)]
-        gap = decoder.block(torch.tensor([behind]), cache)
+        gap = decoder.block(torch.tensor([earlier]), cache)
         hidden = decoder.embed(Tensors(torch.zeros(1, 1, dtype=torch.int64)))
-        gaps = hidden.expand(1, len(behind), -1).contiguous()
+        gaps = hidden.expand(1, len(earlier), -1).contiguous()
     heads = [VocabularyHead(decoder, "copy") for _ in blocks]
     fill_up = decoder.copy_state if missing_kv == "copy_state" else decoder.run_layers
     parts = {
@@ -144,11 +144,11 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, missing_kv: str, n
 
 
 def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
-    """Drafts after half of the layers, by the copied LM head, over full decoding; with how many texts are equal."""
+    """Drafts after half of the layers by a copied LM head, compared with full decoding; also the equal texts."""
     depth = decoder.config.num_hidden_layers
     head = VocabularyHead(decoder, "copy")
     settings = {"max_new_tokens": new_tokens, "exit_layer": depth // 2, "head": head, "draft": 2}
-    begins = np.random.default_rng(seed).integers(3, decoder.config.vocab_size, LOSSLESS)
+    begins = np.random.default_rng(seed).integers(3, decoder.config.vocab_size, LOSSLESS_PROMPTS)
     prompts = [[decoder.config.bos_token_id, int(token)] for token in begins]
 
     def lossless(some):
@@ -162,5 +162,5 @@ def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
     own, other = medians([partial(each, prompts[:TIMED_PROMPTS]) for each in (lossless, full)], f"decode {case}")
     tokens = TIMED_PROMPTS * new_tokens
     drafts = np.mean([text.layers_run.count(depth // 2) / new_tokens for text in drafted[:TIMED_PROMPTS]])
-    told = {"drafted_share": float(drafts), "prompts": LOSSLESS, "equal_texts": equal}
-    return row_of(case, own / tokens, other / tokens, bar=1.0) | told
+    counts = {"drafted_share": float(drafts), "prompts": LOSSLESS_PROMPTS, "equal_texts": equal}
+    return row_of(case, own / tokens, other / tokens, bar=1.0) | counts

@@ -1,4 +1,4 @@
-"""backbone, exit-tax and batch: one encoder, with exits and without."""
+"""The benchmarks backbone, exit-tax and batch: one encoder, with and without exits."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -31,7 +31,7 @@ from mini_ee.rules import NeverExit, Patience, Policy, QExit, Rule, Threshold
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import build_model
 
-OWN_HEADS = {  # method -> its rule; the first has the heads that the others are held to
+OWN_HEADS = {  # method -> its rule; the first has plain heads, with which the others are compared
     "joint": Threshold(0.9),
     "elasticbert": Threshold(-0.1, "entropy"),
     "palbert": QExit(0.5),
@@ -39,12 +39,12 @@ OWN_HEADS = {  # method -> its rule; the first has the heads that the others are
     "dree": Patience(2),
     "adainfer": Svm((1.0,) * 3, (1.0,) * 3, (0.0,) * 3),
 }
-OWN_HEADS_BAR = 0.03  # more than the plain heads' ratio, which is over the share of the layers
-LEAVING_BARS = {1: 0.45, 32: 0.30}  # by batch, measured at most .41 and .26: weights are read for however few tokens
+OWN_HEADS_BAR = 0.03  # allowed excess over the ratio of plain heads
+TOKEN_EXIT_BARS = {1: 0.45, 32: 0.30}  # batch -> allowed excess; measured: .41, .26. Few tokens still read all weights
 
 
 def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
-    """`minilm bB tT`: ours over transformers (installed by the extra `bench`)."""
+    """`minilm bB tT`: our forward pass compared with that of transformers (installed by the extra `bench`)."""
     ours = minilm_of(model, seed)
     theirs = from_transformers("AutoModel", ours)
     for batch, tokens in ((1, 32), (1, 128), (32, 32), (32, 128)):
@@ -58,10 +58,10 @@ def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
 
 
 def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
-    """`MODEL bB t32 eE`, heads on the first token as in the papers; `MODEL bB t32 METHOD`, where tokens leave; and
-    `bert-base b1 t32 METHOD eE`, a method's own heads and rule over plain heads and a threshold.
+    """`MODEL bB t32 eE`: heads on the first token as in the papers; `MODEL bB t32 METHOD`: tokens exit;
+    `bert-base b1 t32 METHOD eE`: a method's own heads and rule compared with plain heads and a threshold.
 
-    The bar on the excess, a share of the full model's time, is printed as one on the ratio.
+    The allowed excess is a share of the full model's time; `bar` is the same as a ratio.
     """
     minilm = minilm_of(model, seed)
     cases = (
@@ -72,7 +72,7 @@ def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
         for batch, bar in bars.items():
             yield from _exit_tax(name, backbone, exits, batch, bar, seed)
         for batch in bars:
-            yield from _leaving_tax(name, backbone, batch, seed)
+            yield from _token_exit_tax(name, backbone, batch, seed)
     yield from _own_heads_tax(*cases[-1][:3], seed)
 
 
@@ -94,13 +94,13 @@ def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar
 
 
 def _tax(case: str, seconds: float, full: float, share: float, bar: float) -> dict:
-    """A case that ran a share of the layers."""
+    """The row of a case that ran a share of the layers."""
     about = {"excess": seconds / full - share, "excess_bar": bar}
     return row_of(case, seconds, full * share, bar=1 + bar / share) | about
 
 
-def _leaving_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterator[dict]:
-    """Over the share of the layers that a mean token runs: a drawn table, and policies that keep about half."""
+def _token_exit_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterator[dict]:
+    """Methods in which tokens exit, compared with their mean share of the layers: random tables and policies."""
     inputs, depth = inputs_of(backbone.config, batch, 32, seed), backbone.config.num_hidden_layers
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -114,17 +114,17 @@ def _leaving_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterator[d
     full, *times = medians([full_model(backbone, inputs), *runs], f"exit-tax {name} b{batch} tokens")
     for method, seconds, run in zip(("hashee", "tr-bert"), times, runs):
         share = float(run().cost.depth.mean()) / depth
-        yield _tax(f"{name} b{batch} t32 {method}", seconds, full, share, LEAVING_BARS[batch])
+        yield _tax(f"{name} b{batch} t32 {method}", seconds, full, share, TOKEN_EXIT_BARS[batch])
 
 
 def _own_heads_tax(name: str, backbone: Bert, exits: tuple[int, ...], seed: int) -> Iterator[dict]:
-    """Out after half of the layers, all heads on the way read and judged as the method does."""
+    """All rows exit after half of the layers; all heads up to there are evaluated as in the method."""
     inputs, at = inputs_of(backbone.config, 1, 32, seed), len(exits) // 2 - 1
     about = {"exits": exits, "settings": {}, "pool": "first", "num_labels": 2}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         models = [build_model(load_method(method), "rows", backbone, about).eval() for method in OWN_HEADS]
-    rules = [_JudgedBy(rule, [at]) for rule in OWN_HEADS.values()]
+    rules = [_ForcedExits(rule, [at]) for rule in OWN_HEADS.values()]
     runs = [partial(early_exit, model.segments(), rule, inputs) for model, rule in zip(models, rules)]
     full, plain, *others = medians([full_model(backbone, inputs), *runs], f"exit-tax {name} b1 heads")
     share = exits[at] / exits[-1]
@@ -132,8 +132,8 @@ def _own_heads_tax(name: str, backbone: Bert, exits: tuple[int, ...], seed: int)
         yield _tax(f"{name} b1 t32 {method} e{exits[at]}", seconds, full, plain / full, OWN_HEADS_BAR * share)
 
 
-class _JudgedBy(Rule):
-    """All rows are judged by a rule at every exit, and row i leaves at exit_of_row[i], whatever it says."""
+class _ForcedExits(Rule):
+    """A rule is evaluated at every exit, but row i exits at exit_of_row[i] in any case."""
 
     def __init__(self, rule: Rule, exit_of_row: Sequence[int]):
         self.rule, self.exit_of_row = rule, np.asarray(exit_of_row)
@@ -145,13 +145,13 @@ class _JudgedBy(Rule):
 
 
 def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
-    """`minilm b32 t32 mixed`: 12 rows leave after a third of the layers, 10 after two, 10 after all."""
+    """`minilm b32 t32 mixed`: 12 rows exit after a third of the layers, 10 after two thirds, 10 after all."""
     backbone = minilm_of(model, seed)
     exits = three_exits(backbone)
     segments = RowSegments(RowExits(backbone, exits, num_labels=2))
     inputs = inputs_of(backbone.config, 32, 32, seed)
     exit_of_row = np.random.default_rng(seed).permutation(np.repeat([0, 1, 2], [12, 10, 10]))
-    rule = _JudgedBy(Threshold(0.9), exit_of_row)
+    rule = _ForcedExits(Threshold(0.9), exit_of_row)
     with torch.inference_mode():
         hidden = [backbone.embed(inputs.take(slice(size))) for size in (32, 20, 10)]
         context = backbone.context(inputs)

@@ -1,4 +1,4 @@
-"""What `bench serve` measures at each load, as a table and as a picture."""
+"""The measurements of `bench serve` at each load, as a table and as a picture."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from mini_ee.evaluation.tables import table
 
 
 def loads_table(loads: list[dict]) -> str:
-    """What each server made of each load: requests a second that were offered, and answered in time; times in ms."""
+    """A table of loads and servers: requests per second offered and answered in time, latencies in ms."""
     times = ("p50", "p95", "p99")
     rows = [load | {key: 1e3 * load[key] for key in times} for load in loads]
     columns = {"server": "server", "load": "load:.0%", "offered": "offered:.1f", "in_time": "in time:.1f"}
@@ -15,8 +15,10 @@ def loads_table(loads: list[dict]) -> str:
 
 
 def draw_loads(path: Path, rows: list[dict]) -> None:
-    """p99 and p50 of each server against the load, a panel for each kind of arrivals."""
-    kinds = {"in bursts" if "bursts" in row["case"] else "one by one": row for row in rows if row.get("loads")}
+    """Plot p99 and p50 of each server by load, with one panel for each kind of arrivals."""
+    kinds = {
+        "bursts of requests" if "bursts" in row["case"] else "single requests": row for row in rows if row.get("loads")
+    }
     figure, panels = new_panels(len(kinds))
     for axes, (kind, row) in zip(panels, kinds.items()):
         for at, name in enumerate(dict.fromkeys(load["server"] for load in row["loads"])):
@@ -25,7 +27,7 @@ def draw_loads(path: Path, rows: list[dict]) -> None:
                 times = [1e3 * load[key] for load in loads]
                 axes.plot([load["offered"] for load in loads], times, line, color=f"C{at}", label=f"{name}, {key}")
         axes.axhline(1e3 * row["limit"], color="0.6", linewidth=1, zorder=0)
-        axes.set(title=f"requests come {kind}", xlabel="requests a second", ylabel="milliseconds", yscale="log")
+        axes.set(title=kind, xlabel="requests per second", ylabel="latency in ms", yscale="log")
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6)
     save_figure(figure, path)

@@ -1,5 +1,5 @@
-"""The benchmark onnx: the graph that stops by itself over the same model without exits, over graphs by segment, and
-over torch; int8 over float32.
+"""The benchmark onnx: the graph that stops by itself, compared with the model without exits, with one graph per
+segment and with torch; int8 compared with float32.
 """
 
 import tempfile
@@ -38,19 +38,21 @@ from mini_ee.recording import read_every_exit
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.segments import Segments
 
-REACHED_BY_NONE = 1.0  # of a random model: every head is read, nobody leaves
+REACHED_BY_NONE = 1.0  # no row of a random model reaches it: every head is evaluated, no row exits
 NEW_TOKENS = 64
-FIRST_EXIT, LATER_EXIT, NEVER, MIXED, CHAIN = 1.03, 1.06, 1.06, 1.06, 1.0  # bars
+FIRST_EXIT, LATER_EXIT, NEVER, MIXED, CHAIN = 1.03, 1.06, 1.06, 1.06, 1.0  # largest ratios that pass
 
 
 def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
-    """Leaving at layer e, every head on the way read and judged, over e/L of the same graph under `never`, no head on
-    the way read; never leaving, every head read, over that; that over a model exported without exits (`plain`); at
-    larger batches rows of mixed depths over the sum of what their layers cost there without exits; the graph over
-    graphs by segment; and at a large model the graph over torch, and int8 over float32.
-    Of decoders a token's time over that by segment, and over transformers' without exits.
+    """Yield these ratios; `never` is the graph if no row exits and only the last head is evaluated:
 
-    model: the weights of the minilm cases, or a decoder's for those of stories260k; else random ones of their shapes.
+    - exits at layer e, all heads up to there evaluated, compared with e/L of `never`
+    - no exit, all heads evaluated, compared with `never`; `never` compared with a model without exits (`plain`)
+    - in larger batches: rows at several exits compared with the sum of the times of their layers without exits
+    - the graph compared with one graph per segment; for a large model also with torch, and int8 with float32
+    - for decoders: the time per token compared with one graph per segment and with transformers without exits
+
+    model: weights of the minilm cases or, for a decoder, of the stories260k cases (default: random weights).
     """
     stories = random_decoder(STORIES, seed)
     if model is not None and generates(read_config(model / "config.json").model_type):
@@ -78,7 +80,7 @@ def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
 
 
 def exported(model: RowExits, folder: Path, precision: str = "float32") -> OrtModel:
-    """A model's graph, whose rule is a threshold, on as many threads as torch has."""
+    """The exported graph of a model with a threshold as its rule, on as many threads as torch has."""
     folder.mkdir()
     manifest = write_graphs(model, model.segments(), Threshold(REACHED_BY_NONE), folder, precision, segments=True)
     return OrtModel(folder, manifest, threads=torch.get_num_threads())
@@ -86,7 +88,7 @@ def exported(model: RowExits, folder: Path, precision: str = "float32") -> OrtMo
 
 def _at_one(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Iterator[dict]:
     exits, last = graph.exits, len(graph.exits) - 1
-    chain, leaving = graph.by_segment(NeverExit()), [leave_at(k, len(exits)) for k in range(len(exits))]
+    chain, leaving = graph.by_segment(NeverExit()), [exit_at(k, len(exits)) for k in range(len(exits))]
     runs = [_run(graph, NeverExit(), inputs), *(_run(graph, rule, inputs) for rule in leaving)]
     runs += [*(_run(chain, rule, inputs) for rule in leaving), _run(without, NeverExit(), inputs)]
     full, *seconds, plain = medians(runs, f"onnx {case}", seconds_a_case=24.0)
@@ -99,7 +101,7 @@ def _at_one(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> It
 
 
 def _mixed(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Iterator[dict]:
-    """At each exit the surer half of the rows that are left leaves."""
+    """At each exit, the more confident half of the remaining rows exits."""
     logits, *_ = read_every_exit(graph, inputs)
     rule, sizes = halving(logits, len(inputs)), []
     runs = [_run(graph, rule, inputs)]
@@ -119,18 +121,18 @@ def _engines(case: str, model: RowExits, graph: OrtModel, int8: OrtModel, inputs
     yield row_of(f"{case} int8", int8_seconds, onnx_seconds, bar=0.50)
 
 
-def leave_at(k: int, num_exits: int) -> Threshold:
-    """Judged at every exit, and reached at exit k first."""
+def exit_at(k: int, num_exits: int) -> Threshold:
+    """A threshold that is evaluated at every exit and first reached at exit k."""
     return Threshold(tuple(-np.inf if exit >= k else REACHED_BY_NONE for exit in range(num_exits)))
 
 
 def halving(logits: np.ndarray, count: int) -> Threshold:
-    """Thresholds at which half of those that come to an exit leave. logits (N, K, C)."""
-    thresholds, here = [], np.arange(count)
+    """Thresholds at which half of the rows that reach an exit exit there. logits (N, K, C)."""
+    thresholds, remaining = [], np.arange(count)
     for k in range(logits.shape[1] - 1):
-        sure = np.sort(max_probability(logits[here, k]))
-        thresholds.append(float(sure[len(sure) // 2]))
-        here = here[max_probability(logits[here, k]) < thresholds[-1]]
+        confidence = np.sort(max_probability(logits[remaining, k]))
+        thresholds.append(float(confidence[len(confidence) // 2]))
+        remaining = remaining[max_probability(logits[remaining, k]) < thresholds[-1]]
     return Threshold((*thresholds, 0.0))
 
 
@@ -139,7 +141,7 @@ def _run(segments: Segments, rule, inputs: Inputs) -> Callable:
 
 
 def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int) -> Iterator[dict]:
-    """Seconds a token of NEW_TOKENS behind a prompt of 8, prompt included; half of the tokens reach each threshold."""
+    """Seconds per token, NEW_TOKENS after a prompt of 8, prompt included; half of the tokens reach each threshold."""
     model, random = TokenExits(decoder, exits, "copy").eval(), np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         folder, threads = Path(folder), torch.get_num_threads()
@@ -156,14 +158,14 @@ def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int) -> 
 def _steps(
     case: str, model: TokenExits, engines: tuple[Callable, Callable], prompts: list[list[int]]
 ) -> Iterator[dict]:
-    rule, stories = _half_leave(model, prompts), case.startswith("stories260k")
+    rule, stories = _halving_thresholds(model, prompts), case.startswith("stories260k")
 
     def written(segments: Callable) -> list[Generated]:
         return gather(decode(segments(len(prompts), 8 + NEW_TOKENS), prompts, NEW_TOKENS, rule), len(prompts))
 
     texts = [written(each) for each in engines]
     if texts[0] != texts[1]:
-        raise ValueError(f"bench onnx: {case}: the graph's text is not that of the graphs by segment")
+        raise ValueError(f"bench onnx: {case}: expected the text of the graphs by segment, found another one")
     runs = [partial(written, each) for each in engines]
     if stories:
         runs.append(generate_of_transformers(model.backbone, prompts, NEW_TOKENS))
@@ -174,12 +176,12 @@ def _steps(
         yield row_of(f"{case} transformers", own / NEW_TOKENS, others[1] / NEW_TOKENS, float(run))
 
 
-def _half_leave(model: TokenExits, prompts: list[list[int]]) -> Threshold:
-    """Thresholds that half of the tokens of a text without exits reach, between two that occur: engines may round."""
+def _halving_thresholds(model: TokenExits, prompts: list[list[int]]) -> Threshold:
+    """Thresholds that half of the tokens of a text without exits reach, midway between two values: engines round."""
     written = gather(model.generate(prompts, NeverExit(), max_new_tokens=NEW_TOKENS, stop=()), len(prompts))
     ids = torch.tensor([[*prompt, *text.tokens] for prompt, text in zip(prompts, written)])
     counted = torch.arange(ids.shape[1])[None] >= len(prompts[0])
     with torch.inference_mode():
-        said = model(ids, counted.expand(ids.shape))
-    largest = (each.softmax(-1).amax(-1).sort().values for each in said)
+        logits = model(ids, counted.expand(ids.shape))
+    largest = (each.softmax(-1).amax(-1).sort().values for each in logits)
     return Threshold(tuple(float(each[len(each) // 2 - 1 : len(each) // 2 + 1].mean()) for each in largest))

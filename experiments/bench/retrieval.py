@@ -1,4 +1,4 @@
-"""retrieval: what RAEE costs beside the model, on datastores of synthetic embeddings."""
+"""The benchmark retrieval: the cost of RAEE compared with the model, on datastores of synthetic embeddings."""
 
 import itertools
 import tempfile
@@ -26,24 +26,19 @@ from mini_ee.methods.raee_datastore import Datastore, exact_search
 from mini_ee.methods.raee_encoders import OwnStates
 from mini_ee.rules import FixedExit, Planned
 
-SST2_ROWS, LARGE = 67_349, 1_000_000  # the first are those of train
-
-LATENT = 32  # dimensions that synthetic embeddings vary in, in CLUSTERS
-
-CLUSTERS = 256
-
+SST2_ROWS, LARGE = 67_349, 1_000_000  # as many rows as SST-2's train split; rows of --large
+LATENT, CLUSTERS = 32, 256  # of the synthetic embeddings: dimensions in which they vary, clusters
 QUERIES = 200  # for recall
-
 BUILD_THREADS = 2
 
 
 def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Iterator[dict]:
-    """`67k t32 plan|encoder`, `67k recall`, `67k build` and smaller, `minilm b256 t32 groups`; large: `1m build` too.
+    """Cases: `67k t32 plan|encoder`, `67k recall`, `67k build` and smaller ones, `minilm b256 t32 groups`; large: also
+    `1m build`.
 
-    The datastores hold synthetic embeddings in clusters, as many as SST-2 has rows. The encoder has no bar of its own:
-    it must not cost more than the model. The ratio of recall is the share of the 12 nearest that is missed; that of
-    build is seconds a row over those at 1k, which shall grow more slowly than the square root of the rows. Rows are as
-    wide as the encoder's embeddings there.
+    The datastores contain synthetic embeddings in clusters, as many as SST-2 has training rows. The encoder may cost as
+    much as the model. The ratio of recall is the share of the 12 nearest neighbours that is missed. The ratio of build
+    is the seconds per row divided by those at 1k; it must grow more slowly than the square root of the rows.
     """
     bert, minilm = random_encoder(BERT_BASE, seed), minilm_of(model, seed)
     yield from _groups(minilm, seed)
@@ -56,14 +51,14 @@ def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Itera
         store, queries = _filled(vectors[:SST2_ROWS], seed), vectors[SST2_ROWS:]
         rule, turn = Retrieval().with_datastore(store, embed), itertools.cycle(queries)
 
-        def plan(rule=rule, turn=turn):  # the model is random: what is looked up is like the rows instead
+        def plan(rule=rule, turn=turn):  # the model is random, so the queries are drawn like the rows instead
             rule.embed(inputs)
             return rule.chosen(rule.datastore.search(next(turn)[None], rule.k))
 
         own, other = medians([plan, full_model(bert, inputs)], f"retrieval {name}")
         yield row_of(f"67k t32 {name}", own, other, bar)
     yield _recall(store, queries)
-    del store, vectors, queries, rule, turn, plan  # whatever holds the rows, before there are others
+    del store, vectors, queries, rule, turn, plan  # free the rows before the next datastores are built
     yield from _building(minilm.config.hidden_size, LARGE if large else SST2_ROWS, seed)
 
 
@@ -82,7 +77,7 @@ def _groups(backbone: Bert, seed: int) -> Iterator[dict]:
 
 
 def _clustered(count: int, width: int, seed: int) -> np.ndarray:
-    """(count, width) float32: points around CLUSTERS centres, in a plane of LATENT dimensions, as sentences lie."""
+    """(count, width) float32: points around CLUSTERS centres in a subspace of LATENT dimensions, like sentences."""
     random = np.random.default_rng(seed)
     centres = random.normal(size=(CLUSTERS, LATENT))
     latent = centres[random.integers(0, CLUSTERS, count)] + 0.5 * random.normal(size=(count, LATENT))
@@ -90,7 +85,7 @@ def _clustered(count: int, width: int, seed: int) -> np.ndarray:
 
 
 def _filled(vectors: np.ndarray, seed: int) -> Datastore:
-    """A datastore of 12 exits with these vectors, and values that are drawn."""
+    """A datastore of 12 exits with these vectors and random values."""
     random, count = np.random.default_rng(seed), len(vectors)
     store = Datastore("synthetic", vectors.shape[1], tuple(range(1, 13)))
     values, labels = random.random((count, 12), np.float32), random.integers(0, 2, count)

@@ -1,4 +1,4 @@
-"""sgmv: LoRA streams, side by side and one after the other."""
+"""The benchmark sgmv: parallel LoRA streams compared with alternatives."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +17,7 @@ from mini_ee.methods.lora_exits_sgmv import sgmv, sgmv_loop
 from mini_ee.methods.lora_exits_streams import cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.rules import FixedExit, NeverExit
 
-REACH = {  # the chance that a row is still there before each of 4 exits
+REACH = {  # the share of the rows that reach each of 4 exits
     "most leave": (1.0, 0.3, 0.15, 0.05),
     "some leave": (1.0, 0.7, 0.5, 0.3),
     "few leave": (1.0, 0.95, 0.9, 0.85),
@@ -25,16 +25,16 @@ REACH = {  # the chance that a row is still there before each of 4 exits
 
 
 def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
-    """LoRA exits of BERT-base size, rank 8, 4 streams, a whole forward pass. Streams side by side over
+    """LoRA exits of BERT-base size, rank 8, 4 streams, a whole forward pass. Parallel streams are compared with
 
-    loop           one pass a stream
+    loop           one pass per stream
     adapters       one shared product and a loop over the adapters (ForLoop of Table 5)
     backbone       the same rows without adapters
-    multi-model    as many independent models, with the bytes of both (Table 2)
-    memory         bytes: those of adapters and heads over those of the backbone (Table 10), times as in multi-model
+    multi-model    as many independent models; also the bytes of both (Table 2)
+    memory         the bytes of adapters and heads divided by those of the backbone (Table 10); times as in multi-model
 
-    and `ragged`: rows at four exits in one batch over each exit's rows apart; `operator`: SGMV over gather and product;
-    `adaptive`: the adaptive schedule over the better of restart and parallel.
+    Other cases: `ragged`, rows at four exits in one batch compared with one batch per exit; `operator`, SGMV compared
+    with gather and product; `adaptive`, the adaptive schedule compared with the better of restart and parallel.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -43,10 +43,10 @@ def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
             torch.nn.init.normal_(parameter, std=0.02)
     for batch, tokens, bar in ((1, 16, 0.75), (1, 128, 0.92), (2, 16, None), (4, 16, None), (8, 16, None)):
         inputs, case = inputs_of(BERT_BASE, batch, tokens, seed), f"bert-base b{batch} t{tokens}"
-        side_by_side = partial(early_exit, lora.segments(parallel(4)), NeverExit(), inputs)
+        parallel_streams = partial(early_exit, lora.segments(parallel(4)), NeverExit(), inputs)
         one_by_one = partial(early_exit, lora.segments(restart(4)), NeverExit(), inputs)
-        bare, looped = partial(bare_streams, lora, inputs), partial(over_adapters, side_by_side)
-        own, loop, floor, adapters = medians([side_by_side, one_by_one, bare, looped], f"sgmv {case}")
+        bare, looped = partial(bare_streams, lora, inputs), partial(over_adapters, parallel_streams)
+        own, loop, floor, adapters = medians([parallel_streams, one_by_one, bare, looped], f"sgmv {case}")
         yield row_of(f"{case} loop", own, loop, bar=bar or 1.0)
         yield row_of(f"{case} adapters", own, adapters, bar=1.03)
         yield row_of(f"{case} backbone", own, floor, bar=1.08)
@@ -62,19 +62,19 @@ def bench_sgmv(model: Path | None, seed: int) -> Iterator[dict]:
 def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
     models = MultiModel(lora.backbone, lora.exits, num_labels=2, pool="first").eval()
     inputs = inputs_of(BERT_BASE, 1, 16, seed)
-    side_by_side = lora.segments(parallel(4))
-    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (side_by_side, models.segments())]
+    parallel_streams = lora.segments(parallel(4))
+    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (parallel_streams, models.segments())]
     own, other = medians(runs, "sgmv multi-model")
-    held = side_by_side.bytes_held
-    theirs, bare = (sum(p.nbytes for p in each.parameters()) for each in (models, lora.backbone))
-    sizes = {"bytes": held, "against_bytes": theirs}
+    own_bytes = parallel_streams.bytes_held
+    other_bytes, bare = (sum(p.nbytes for p in each.parameters()) for each in (models, lora.backbone))
+    sizes = {"bytes": own_bytes, "against_bytes": other_bytes}
     yield row_of("bert-base b1 t16 multi-model", own, other, bar=1.0) | sizes
-    share = (held - bare) / bare
+    share = (own_bytes - bare) / bare
     yield row_of("bert-base memory", own, other, bar=0.04) | sizes | {"ratio": share, "holds": share <= 0.04}
 
 
 def over_adapters(run: Callable) -> None:
-    """A run in which SGMV is the loop over segments."""
+    """Call a function with SGMV replaced by the loop over segments."""
     lora_exits_sgmv.sgmv = sgmv_loop
     try:
         run()
@@ -103,7 +103,7 @@ def _ragged(case: str, lora: LoRAExits, inputs: Inputs) -> dict:
 
 @torch.inference_mode()
 def bare_streams(lora: LoRAExits, inputs: Inputs) -> None:
-    """The rows that all streams are, through the layers that each needs, without adapters."""
+    """Run the rows of all streams through the layers that each stream needs, without adapters."""
     hidden, context = lora.backbone.embed(inputs).repeat(len(lora.exits), 1, 1), lora.backbone.context(inputs)
     for k, (start, stop) in enumerate(zip(lora.starts, lora.exits)):
         streams = context.repeat(len(lora.exits) - k)
@@ -131,7 +131,7 @@ def _operator(case: str, rank: int, lengths: list[int], seed: int) -> dict:
 
 
 def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
-    """For rows of which most, some or few leave early: expected seconds over the better of restart and parallel."""
+    """If most, some or few rows exit early: expected seconds compared with the better of restart and parallel."""
     K = len(lora.exits)
     costs = measure_costs(lora, len(inputs), inputs.input_ids.shape[1])
     chosen = {name: cheapest_schedule(costs, np.array(reach)) for name, reach in REACH.items()}
@@ -143,8 +143,8 @@ def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
     ]
     seconds = np.array(medians(runs, f"sgmv {case} adaptive", seconds_a_case=24.0)).reshape(-1, K)
     for name, reach in REACH.items():
-        left = np.append(-np.diff(reach), reach[-1])
-        expected = dict(zip(schedules, seconds @ left))
+        exit_shares = np.append(-np.diff(reach), reach[-1])
+        expected = dict(zip(schedules, seconds @ exit_shares))
         best = min(expected[str(restart(K))], expected[str(parallel(K))])
         row = row_of(f"{case} adaptive {name}", float(expected[str(chosen[name])]), float(best), bar=1.05)
         yield row | {"schedule": chosen[name], "seconds_of": {key: float(value) for key, value in expected.items()}}

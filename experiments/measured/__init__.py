@@ -1,11 +1,11 @@
-"""Measured pages: OUT/NAME.md is made from OUT/NAME.json alone, and `--measure` writes that file.
+"""Pages of measurements: OUT/NAME.md is made from OUT/NAME.json, which `--measure` writes.
 
-A page NAME is the module NAME_page of this folder, with
-    PARTS        part -> function (sources, work) that measures it and returns keys of the JSON, the part's name among
-                 them; `work` is a folder for trained runs, which a second call finds again
+The module of a page, NAME_page in this folder, has
+    PARTS        part -> function (sources, work) that measures it and returns keys of the JSON, among them the name of
+                 the part; `work` is a folder for trained runs, which later calls use again
     PAGE_TEXT    the template of the page
     page         figures -> the page as Markdown
-    draw         (figures, folder) -> None: writes the page's pictures; only pages with pictures have it
+    draw         (figures, folder) -> None: writes the pictures of the page; only pages with pictures have it
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ def make_page(
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> dict:
-    """Measure some parts of a page, then write the page from its JSON, once that has all parts.
+    """Measure some parts of a page, then write the page if its JSON has all parts.
 
-    measure: names of parts; empty: all of them; None: none, the page alone. Raises WrongArguments, before anything is
-    measured, for an unknown part, and if another file has the page's name or there is no JSON.
+    measure: names of parts; empty: all parts; None: only write the page. Raises WrongArguments, before anything
+    is measured, if a part is unknown, the page would overwrite another file, or the JSON does not exist.
     """
     module, out = import_module(f"{__name__}.{name}_page"), out or Path("results")
     json_path, page_path, parts = out / f"{name}.json", out / f"{name}.md", list(module.PARTS)
@@ -47,7 +47,7 @@ def make_page(
     figures = read_json(json_path)
     missing = [part for part in parts if part not in figures]
     if missing:
-        say(f"{page_path} is written once {', '.join(missing)} are measured, too.")
+        say(f"{page_path} is not written yet; missing parts: {', '.join(missing)}")
     else:
         if hasattr(module, "draw"):
             module.draw(figures, out)
@@ -57,7 +57,7 @@ def make_page(
 
 
 def _measure(part: Callable, json_path: Path, sources: Path | None) -> None:
-    """Measure one part, and put it into the JSON. Other processes may measure other parts at the same time."""
+    """Measure one part and add it to the JSON. Other processes may measure other parts at the same time."""
     from mini_ee.experiments.trainings import Sources
 
     work = json_path.parent / json_path.stem / "runs"

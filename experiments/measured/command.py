@@ -1,4 +1,4 @@
-"""A command of mini_ee in a process of its own."""
+"""Run a command of mini_ee in its own process."""
 
 import json
 import subprocess
@@ -6,6 +6,6 @@ import sys
 
 
 def answer_of_command(*arguments, threads: int) -> dict:
-    """The JSON that a command prints."""
+    """The JSON output of a command."""
     command = [sys.executable, "-m", "mini_ee", *map(str, arguments), "--threads", str(threads), "--json"]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)

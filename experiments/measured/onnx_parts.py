@@ -40,7 +40,7 @@ from mini_ee.exits.generation import generate, generate_lossless
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
-from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exported, leave_at
+from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exit_at, exported
 from mini_ee.experiments.measured.command import answer_of_command
 from mini_ee.experiments.trainings import Sources
 from mini_ee.export.row_segments import OrtModel
@@ -155,14 +155,14 @@ def heads(sources: Sources, work: Path) -> dict:
                 if kind == "linear":
                     model.use_heads("linear")
                 graph = exported(model.eval(), Path(folder) / f"{kind}-{name}")
-                rules = [leave_at(k, 3) for k in range(3)] if name == "exits" else [NeverExit()]
+                rules = [exit_at(k, 3) for k in range(3)] if name == "exits" else [NeverExit()]
                 runs |= {(kind, name, k): partial(early_exit, graph, rule, inputs) for k, rule in enumerate(rules)}
         lora = LoRAExits(backbone, EXITS, 2, pool="first").eval()
         (Path(folder) / "lora").mkdir()
         about = write_graphs(lora, lora.segments(), Threshold(REACHED_BY_NONE), Path(folder) / "lora", segments=True)
         graph = OrtModel(Path(folder) / "lora", about, threads=THREADS)
         for name, engine in (("graph", graph), ("chain", graph.by_segment(NeverExit()))):
-            runs |= {("lora", name, k): partial(early_exit, engine, leave_at(k, 3), inputs) for k in range(3)}
+            runs |= {("lora", name, k): partial(early_exit, engine, exit_at(k, 3), inputs) for k in range(3)}
         seconds = dict(zip(runs, medians(list(runs.values()), "heads", seconds_a_case=20.0)))
     found = {"lora": [seconds["lora", "graph", k] / seconds["lora", "chain", k] for k in range(3)]}
     for kind in ("dense", "linear"):

@@ -155,7 +155,7 @@ def test_a_methods_rule_is_asked_at_each_exit_on_the_way_and_its_answer_is_passe
     about = {"exits": (1, 2, 4, 6), "settings": {}, "pool": "first", "num_labels": 2}
     model = build_model(load_method(method), "rows", backbone, about).eval()
     rule, asked = encoders.OWN_HEADS[method], []
-    judged = encoders._JudgedBy(
+    judged = encoders._ForcedExits(
         SimpleNamespace(stop=None, needs=rule.needs, needs_policy=rule.needs_policy), [1] * len(padded_inputs)
     )
     judged.rule.stop = lambda k, reading, memory: asked.append(k) or rule.stop(k, reading, memory)
@@ -204,13 +204,13 @@ def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_p
 
 
 def test_serve_ends_where_the_whole_graph_is_in_time_at_no_load(capsys, monkeypatch, runtime):
-    put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), leaving=None)
+    put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), half_saving=None)
     monkeypatch.setattr(serving, "in_time", lambda load, limit: 0.0)
     assert not any(row["holds"] for row in rows_of(capsys, "serve", "--model", str(runtime.folder)).values())
 
 
 def test_serve_takes_an_exported_folder_with_its_rule_and_segments(capsys, monkeypatch, runtime):
-    put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), leaving=None)
+    put(monkeypatch, SECONDS=0.05, ROUNDS=1, SATURATING=16, LOADS=(0.1, 0.8), half_saving=None)
     assert len(rows_of(capsys, "serve", "--model", str(runtime.folder))) == 4
     monkeypatch.setattr("mini_ee.export.serving.engines.RowEngine._by_segment", lambda self: None)
     for plans in (False, True):  # in a stage of its own
@@ -221,15 +221,15 @@ def test_serve_takes_an_exported_folder_with_its_rule_and_segments(capsys, monke
 
 def test_serve_refuses_a_decoder(capsys, decoder):
     assert main(["bench", "serve", "--model", str(decoder.folder)]) == 1
-    assert "holds a decoder; this benchmark takes a classifier, or no --model" in capsys.readouterr().err
+    assert "contains a decoder; this benchmark takes a classifier, or no --model" in capsys.readouterr().err
 
 
 def test_half_of_the_layers_are_saved_under_the_load(tmp_path, monkeypatch):
     """Of sentences that the thresholds were not fitted to."""
     quickly(monkeypatch)
     texts = [row for row in toy_task().split("train").texts if len(row) == 1]
-    runtime = Runtime(serving._drawn(None, texts, tmp_path, 0), threads=1)
-    rule = serving.leaving(runtime, texts[:200])
+    runtime = Runtime(serving._export_random(None, texts, tmp_path, 0), threads=1)
+    rule = serving.half_saving(runtime, texts[:200])
     left = [answer.layers for answer in runtime.run(texts[200:400], rule=rule)]
     assert sum(left) / len(left) == pytest.approx(3.0, abs=0.35)
 
