@@ -2,7 +2,7 @@
 
 worker.py        queues, the choice of the next batch, refused, late and cancelled requests
 engines.py       run a batch: on graphs by segment, on the one graph, or on the caches of a decoder
-watch.py         metrics for Prometheus; the guarantee in service
+monitoring.py    metrics for Prometheus; the guarantee in service
 app.py           the HTTP interface; server.py runs it on uvicorn (the extra `serve`)
 hosts.py         names of the server that a request may have in its Host header
 replicas.py      the same application and worker in several processes, on Ray Serve (the extra `ray`)

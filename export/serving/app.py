@@ -81,7 +81,7 @@ class App:
         except HTTPError as error:
             await self._send(send, error.status, {"error": one_line(error)}, JSON, *error.headers)
         except HungUp:
-            self.worker.watch.responses["hung up"] += 1
+            self.worker.metrics.responses["hung up"] += 1
         except asyncio.CancelledError:  # the server shuts down and no longer waits
             await self._send(send, 503, {"error": ENDING})
         except Exception:
@@ -116,7 +116,7 @@ class App:
         await self._send(send, 200 if state == "ready" else 503, about)
 
     async def _metrics(self, scope: dict, receive: Callable, send: Callable) -> None:
-        page = await self._page() if self._page else self.worker.watch.page(self.worker.lengths())
+        page = await self._page() if self._page else self.worker.metrics.page(self.worker.lengths())
         await self._send(send, 200, page.encode(), TEXT)
 
     async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -244,7 +244,7 @@ class App:
 
     # ---- Responses ----
     async def _start(self, send: Callable, status: int, kind: bytes, *more) -> None:
-        self.worker.watch.responses[status] += 1
+        self.worker.metrics.responses[status] += 1
         await send(head(status, kind, *more))
 
     async def _send(

@@ -21,7 +21,7 @@ from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.early_exit import at_exit, early_exit, select_heads
 from mini_ee.exits.decoding import Tokens, greedy
 from mini_ee.export.runtime import Answer, Continuation, Runtime, TokenRuntime
-from mini_ee.export.serving.watch import Guarantee, Watch
+from mini_ee.export.serving.monitoring import Guarantee, Metrics
 from mini_ee.export.serving.worker import BATCH, Row
 from mini_ee.rules import NeverExit, Planned, Rule
 
@@ -66,7 +66,7 @@ class RowEngine:
         self.runtime, self.guarantee = runtime, guarantee
         self.rule, self._random = rule or runtime.rule, random.Random(seed)
         self.rule.check(len(runtime.exits))
-        self.watch = Watch(runtime.exits, guarantee, runtime.config.get("exit_counts"))
+        self.metrics = Metrics(runtime.exits, guarantee, runtime.config.get("exit_counts"))
         self._segments = self._by_segment() if rebatch else None
         self._last, self._plans = len(runtime.exits) - 1, int(self.rule.plans_from_texts)
         names = map(str, runtime.exits) if self._segments else ("model", "shadow") if guarantee else ("model",)
@@ -198,7 +198,7 @@ class TextEngine:
         self.runtime, self.rule = runtime, rule or runtime.rule
         self.rule.check(len(runtime.exits))
         self.room = room = 1 if runtime.decoder_start_tokens else room
-        self.watch = Watch(runtime.exits, None, runtime.config.get("exit_counts"))
+        self.metrics = Metrics(runtime.exits, None, runtime.config.get("exit_counts"))
         self.capacity = min(CAPACITY, runtime.config["max_tokens"])
         self._segments = runtime.segments(room, self.capacity, rule=self.rule)
         self._free = list(range(room))

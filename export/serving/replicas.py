@@ -27,8 +27,8 @@ from starlette.middleware import Middleware
 from mini_ee.data.lines import decoded, json_object
 from mini_ee.export.serving.app import JSON, MAX_BODY, App, deadline_of, head, line
 from mini_ee.export.serving.hosts import Hosts
+from mini_ee.export.serving.monitoring import merge_pages
 from mini_ee.export.serving.server import DRAIN, address_of, listen
-from mini_ee.export.serving.watch import together
 from mini_ee.export.serving.worker import LATE, Worker
 
 NAME = "mini-ee"  # of the application, and of its deployment
@@ -74,12 +74,12 @@ class Replica:
     async def page(self) -> tuple[str, str]:
         """The name of the replica and its metrics."""
         name = ray_serve.get_replica_context().replica_id.unique_id
-        return name, self.worker.watch.page(self.worker.lengths())
+        return name, self.worker.metrics.page(self.worker.lengths())
 
     async def drain(self) -> Counter:
         """Drain the worker; returns the outcomes of its requests."""
         await asyncio.to_thread(self.worker.drain, DRAIN)
-        return self.worker.watch.requests
+        return self.worker.metrics.requests
 
     async def _pages(self) -> str:
         replies = ray_serve.get_deployment_handle(NAME, NAME).broadcast("page")
@@ -87,7 +87,7 @@ class Replica:
             found = await replies.results_async(timeout_s=PAGES, return_exceptions=True)
         except TimeoutError:  # one replica was late: then Ray returns none of the pages
             found = [await self.page()]
-        return together(dict(each for each in found if isinstance(each, tuple)))
+        return merge_pages(dict(each for each in found if isinstance(each, tuple)))
 
 
 class Front:

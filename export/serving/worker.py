@@ -66,7 +66,7 @@ class Worker:
     """
 
     def __init__(self, engine, *, max_wait: float = MAX_WAIT, max_open: int = MAX_OPEN, batch: int = BATCH):
-        self.engine, self.watch = engine, engine.watch
+        self.engine, self.metrics = engine, engine.metrics
         self._max_wait, self.max_open, self._batch = max_wait, max_open, min(batch, engine.room)
         self._queues: list[list[Row]] = [[] for _ in engine.queues]
         self._ready = threading.Condition()  # the lock of all fields below
@@ -147,7 +147,7 @@ class Worker:
         room = self.max_open - self._open
         if self.state == "ready" and room >= count:
             return
-        self.watch.requests["refused"] += 1
+        self.metrics.requests["refused"] += 1
         if self.state == "dead":
             raise Refused("the worker has ended, and the server must be started again; ask another")
         if self._draining:
@@ -163,7 +163,7 @@ class Worker:
                 self._open -= 1
             if future.cancelled():
                 late = time.perf_counter() >= deadline
-                self.watch.requests["late" if late else "cancelled"] += 1
+                self.metrics.requests["late" if late else "cancelled"] += 1
 
     # ---- The thread ----
     def _loop(self) -> None:
@@ -174,7 +174,7 @@ class Worker:
 
     def _run(self, at: int, rows: list[Row]) -> None:
         """Run a batch of the queue `at`. If it fails, run its rows one by one, except those that have moved on."""
-        self.watch.ran(self.engine.queues[at], len(rows))
+        self.metrics.count_batch(self.engine.queues[at], len(rows))
         try:
             self.engine.run(at, rows)
         except Exception as error:  # no error of a batch may end the thread
@@ -251,13 +251,13 @@ class Worker:
                 row.answered = True
                 try:
                     row.future.set_result(row.answer)
-                    self.watch.answered(row.answer.layers, now - row.begun)
+                    self.metrics.count_answer(row.answer.layers, now - row.begun)
                 except InvalidStateError:  # cancelled meanwhile
                     row.future.set_running_or_notify_cancel()
 
     def _end(self, row: Row, error: Exception, outcome: str) -> None:
         try:
             row.future.set_exception(error)
-            self.watch.requests[outcome] += 1
+            self.metrics.requests[outcome] += 1
         except InvalidStateError:  # cancelled: notify those who wait for several futures
             row.future.set_running_or_notify_cancel()

@@ -13,7 +13,7 @@ from mini_ee.errors import WrongArguments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.engines import engine_of
 from mini_ee.export.serving.hosts import Hosts
-from mini_ee.export.serving.watch import Guarantee, stricter
+from mini_ee.export.serving.monitoring import Guarantee, stricter
 from mini_ee.export.serving.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
 from mini_ee.export.sessions import PROVIDERS, share_threads
 
@@ -81,7 +81,7 @@ def _run_here(args) -> dict:
     with _worker(args) as worker:
         engine = worker.engine
         serve(worker, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}"), args.hosts)
-    requests = worker.watch.requests
+    requests = worker.metrics.requests
     _say(f"drained; {requests['answered']} requests answered")
     about = {"provider": engine.runtime.provider, "rule": engine.rule.to_dict()}
     return {"requests": dict(requests), **about, "seed": args.seed}

@@ -85,7 +85,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.serving.replicas",
     "export.serving.server",
     "export.serving.triton_model",
-    "export.serving.watch",
+    "export.serving.monitoring",
     "export.serving.worker",
     "cli.main",
     "cli.run",

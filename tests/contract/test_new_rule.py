@@ -29,7 +29,7 @@ from mini_ee.export import writer
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import engine_of
-from mini_ee.export.serving.watch import stricter
+from mini_ee.export.serving.monitoring import stricter
 from mini_ee.recording import Record, Recorded, read_every_exit
 from mini_ee.rules import RULES, Rule, confidence, rule_from_dict
 from mini_ee.training.default_rule import curves

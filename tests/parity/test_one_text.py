@@ -23,7 +23,7 @@ from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import RowEngine, TextEngine
-from mini_ee.export.serving.watch import Guarantee
+from mini_ee.export.serving.monitoring import Guarantee
 from mini_ee.export.sessions import Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments
 from mini_ee.rules import FixedExit, Threshold
@@ -139,7 +139,7 @@ def test_of_a_batch_only_the_texts_that_fail_alone_fail(rows, decoder, overflow,
     assert len(wrong) == len(failed) == 10
     assert all(line.startswith(NOT_KNOWN) and WITH_BEYOND in line for line in wrong)
     assert all(line.startswith(NOT_FINITE) and "\n" not in line for line in failed)
-    assert engine.watch.requests["failed"] == 10 and engine.watch.requests["answered"] == len(GOOD)
+    assert engine.metrics.requests["failed"] == 10 and engine.metrics.requests["answered"] == len(GOOD)
 
 
 def test_a_prompt_that_was_not_read_when_its_batch_failed_is_read_alone(decoder, monkeypatch):

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mini_ee.export.serving.watch import LEVEL, RECENT, Guarantee, Watch, stricter
+from mini_ee.export.serving.monitoring import LEVEL, RECENT, Guarantee, Metrics, stricter
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, QExit, Threshold
 from mini_ee.statistics import share_interval
 
@@ -165,12 +165,12 @@ def values(page):
 
 
 def test_the_page_counts_requests_exits_and_seconds():
-    watch = Watch((2, 4), None, None)
+    metrics = Metrics((2, 4), None, None)
     for layers, seconds in ((2, 0.004), (2, 0.0005), (4.0000005, 99.0), ([2, 4, 4], 0.02)):
-        watch.answered(layers, seconds)
-    watch.ran("4", 3)
-    watch.requests["refused"] += 2
-    found = values(watch.page({"2": 0, "4": 7}))
+        metrics.count_answer(layers, seconds)
+    metrics.count_batch("4", 3)
+    metrics.requests["refused"] += 2
+    found = values(metrics.page({"2": 0, "4": 7}))
     assert found['mini_ee_requests_total{outcome="answered"}'] == 4
     assert found['mini_ee_requests_total{outcome="refused"}'] == 2
     assert found['mini_ee_exits_total{layers="2"}'] == 3 and found['mini_ee_exits_total{layers="4"}'] == 3
@@ -184,11 +184,11 @@ def test_the_page_counts_requests_exits_and_seconds():
 
 
 def test_every_value_has_a_help_and_a_type_before_it():
-    watch, guarantee = Watch((2, 4), Guarantee(0.5, 0.9), (3, 1)), None
-    watch.guarantee.observe(True, guarantee)
-    watch.answered(2, 0.1)
+    metrics, guarantee = Metrics((2, 4), Guarantee(0.5, 0.9), (3, 1)), None
+    metrics.guarantee.observe(True, guarantee)
+    metrics.count_answer(2, 0.1)
     named = Counter()
-    for line in watch.page({"2": 1}).splitlines():
+    for line in metrics.page({"2": 1}).splitlines():
         name = line.split()[2] if line[0] == "#" else line.split("{")[0].split()[0]
         if line[0] == "#":
             named[name] += 1
@@ -197,10 +197,10 @@ def test_every_value_has_a_help_and_a_type_before_it():
 
 
 def test_agreement_is_shown_with_its_interval_and_what_is_guaranteed():
-    watch = Watch((2, 4), Guarantee(0.5, 0.9), None)
+    metrics = Metrics((2, 4), Guarantee(0.5, 0.9), None)
     for at in range(100):
-        watch.guarantee.observe(at < 95, None)
-    found = values(watch.page({}))
+        metrics.guarantee.observe(at < 95, None)
+    found = values(metrics.page({}))
     low, high = share_interval(95, 100)
     ends = [found[f'mini_ee_agreement{{end="{end}"}}'] for end in ("low", "mean", "high")]
     assert ends == pytest.approx([low, 0.95, high], abs=1e-5)
@@ -209,10 +209,10 @@ def test_agreement_is_shown_with_its_interval_and_what_is_guaranteed():
 
 @pytest.mark.parametrize("expected", [(75, 25), None], ids=["calibrated", "the first answers"])
 def test_drift_is_how_far_exits_are_from_the_expected(expected):
-    watch = Watch((2, 4), None, expected)
+    metrics = Metrics((2, 4), None, expected)
     for at in range(RECENT):
-        watch.answered(4 if at % 4 == 0 else 2, 0.01)
-    assert watch.drift() == pytest.approx(0, abs=1e-9)
+        metrics.count_answer(4 if at % 4 == 0 else 2, 0.01)
+    assert metrics.drift() == pytest.approx(0, abs=1e-9)
     for _ in range(RECENT):
-        watch.answered(4, 0.01)
-    assert watch.drift() == pytest.approx(0.75)
+        metrics.count_answer(4, 0.01)
+    assert metrics.drift() == pytest.approx(0.75)

@@ -27,7 +27,7 @@ from mini_ee.cli.main import main, parser
 from mini_ee.errors import WrongArguments
 from mini_ee.export.serving import Worker, app, engine_of, server
 from mini_ee.export.serving.hosts import Hosts
-from mini_ee.export.serving.watch import Guarantee
+from mini_ee.export.serving.monitoring import Guarantee
 from mini_ee.export.serving.worker import ENDING, LATE, LONG
 from mini_ee.rules import FixedExit
 
@@ -194,7 +194,7 @@ def test_a_full_queue_is_503_with_the_reason(runtime):
         assert {status for status, *_ in found} == {200, 503}
         refused = [(said, headers) for status, said, headers in found if status == 503]
         assert all("2 requests are open" in said["error"] and headers["retry-after"] for said, headers in refused)
-    assert worker.watch.responses[503] == len(refused)
+    assert worker.metrics.responses[503] == len(refused)
 
 
 def test_a_deadline_is_kept_by_the_server(runtime):
@@ -202,7 +202,7 @@ def test_a_deadline_is_kept_by_the_server(runtime):
         begin = time.perf_counter()
         status, said, _ = ask(port, {"text": "the film", "deadline_ms": 50})
         assert status == 503 and "the deadline passed" in said["error"] and time.perf_counter() - begin < 0.28
-    assert worker.watch.requests["late"] == 1 and not worker.watch.requests["cancelled"]
+    assert worker.metrics.requests["late"] == 1 and not worker.metrics.requests["cancelled"]
 
 
 def held_encoding(engine):
@@ -233,7 +233,7 @@ def test_a_long_text_is_encoded_beside_other_requests_and_its_deadline_runs(runt
         assert ask(port, {"text": "the film"})[0] == 200
         go.set()
         assert ask(port, {"text": LONG_TEXT})[0] == 200
-    assert worker._open == 0 and worker.watch.requests["late"] == 1
+    assert worker._open == 0 and worker.metrics.requests["late"] == 1
 
 
 def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runtime):
@@ -244,9 +244,9 @@ def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runti
         asking = threading.Thread(target=lambda: found.extend(together(port, [{"text": LONG_TEXT}] * 20)))
         asking.start()
         deadline = time.monotonic() + 10
-        while worker.watch.requests["refused"] < 16 and time.monotonic() < deadline:
+        while worker.metrics.requests["refused"] < 16 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert worker.watch.requests["refused"] == 16 and worker._open == 4
+        assert worker.metrics.requests["refused"] == 16 and worker._open == 4
         next(iter(worker._encoding)).cancel()
         status, said, _ = ask(port, {"text": "the film"})
         assert status == 503 and "4 requests are open, and no more may be" in said["error"]
@@ -273,7 +273,7 @@ def test_a_large_body_takes_a_place_while_it_comes(runtime):
         for at, sock in enumerate(slow):
             sock.sendall(start + b" " * (app.LARGE + 1 if at < 3 else 100))
         deadline = time.monotonic() + 10
-        while not worker.watch.requests["refused"] and time.monotonic() < deadline:
+        while not worker.metrics.requests["refused"] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert ask(port, {"text": "the film"})[0] == 200
         for sock in slow[:3]:
@@ -319,7 +319,7 @@ def test_a_client_that_hangs_up_frees_its_row(runtime):
             assert worker._open == 2
         first.join()
         assert ask(port, {"text": "a song"})[0] == 200
-    assert "the meal was awful" not in ran and worker.watch.requests["cancelled"] == 1
+    assert "the meal was awful" not in ran and worker.metrics.requests["cancelled"] == 1
 
 
 # ---- Decoders ----
@@ -347,8 +347,8 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decode
             gone.sendall(b"POST /generate " + JSON_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
             assert gone.recv(100).startswith(b"HTTP/1.1 200")
         assert ask(port, {"text": PROMPTS[1], "max_new_tokens": 1}, "/generate")[0] == 200
-    assert worker.watch.requests["cancelled"] == worker.watch.requests["answered"] == 1
-    assert worker.watch.responses["hung up"] == 1  # /metrics shows it among the statuses
+    assert worker.metrics.requests["cancelled"] == worker.metrics.requests["answered"] == 1
+    assert worker.metrics.responses["hung up"] == 1  # /metrics shows it among the statuses
 
 
 def test_a_stream_whose_deadline_passes_says_so_behind_what_was_written(decoder, caplog):
@@ -357,7 +357,7 @@ def test_a_stream_whose_deadline_passes_says_so_behind_what_was_written(decoder,
         status, said, _ = ask(port, body, "/generate")
     *pieces, last = map(json.loads, said.splitlines())
     assert status == 200 and 0 < len(pieces) < 30 and last == {"error": LATE} and not caplog.text
-    assert worker.watch.requests["late"] == 1
+    assert worker.metrics.requests["late"] == 1
 
 
 # ---- Bad clients ----

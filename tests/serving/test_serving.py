@@ -23,7 +23,7 @@ from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import Answered, arrivals, goodput, offer
-from mini_ee.export.serving.watch import LEVEL, LOOK, Guarantee, Watch
+from mini_ee.export.serving.monitoring import LEVEL, LOOK, Guarantee, Metrics
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
@@ -44,7 +44,7 @@ PROMPTS = ["the film was", "a meal", "book and song and room", "the", "very very
 
 
 def all_at_once(engine, texts, **settings):
-    """Answers to all, given by several threads to one worker; and its watch."""
+    """Answers to all, given by several threads to one worker; and its metrics."""
     futures = [None] * len(texts)
     with Worker(engine, max_open=len(texts), **settings) as worker:
 
@@ -57,7 +57,7 @@ def all_at_once(engine, texts, **settings):
             thread.start()
         for thread in threads:
             thread.join()
-        return [future.result(30) for future in futures], worker.watch
+        return [future.result(30) for future in futures], worker.metrics
 
 
 # ---- Answers ----
@@ -65,14 +65,14 @@ def all_at_once(engine, texts, **settings):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(runtime, rule, rebatch):
     texts = [random.Random(3).choice(SENTENCES) for _ in range(60)] + SENTENCES
-    found, watch = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=0.002)
+    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=0.002)
     alone = runtime.run(texts, batch_size=1, rule=rule)
     assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
     np.testing.assert_allclose([each.logits for each in found], [each.logits for each in alone], atol=1e-5)
-    assert watch.requests["answered"] == len(texts)
-    assert watch.exit_counts.total() == len(texts)
+    assert metrics.requests["answered"] == len(texts)
+    assert metrics.exit_counts.total() == len(texts)
     last = str(runtime.exits[-1])
-    assert watch.rows[last] == (watch.exit_counts[runtime.exits[-1]] if rebatch else 0)
+    assert metrics.rows[last] == (metrics.exit_counts[runtime.exits[-1]] if rebatch else 0)
 
 
 def test_a_rule_for_other_exits_is_refused(runtime):
@@ -83,10 +83,10 @@ def test_a_rule_for_other_exits_is_refused(runtime):
 def test_rows_of_different_requests_stand_in_one_batch_after_an_exit(runtime):
     """Half of a batch of four leaves: two batches of survivors are one."""
     engine, texts = RowEngine(runtime, RULES["threshold"]), SENTENCES * 8
-    _, watch = all_at_once(engine, texts, batch=8, max_wait=10)
-    assert watch.rows["2"] < len(texts)
-    assert watch.rows["2"] / watch.batches["2"] > 0.8 * 8 * (1 - watch.exit_counts[1] / len(texts))
-    assert watch.batches["2"] < watch.batches["1"]
+    _, metrics = all_at_once(engine, texts, batch=8, max_wait=10)
+    assert metrics.rows["2"] < len(texts)
+    assert metrics.rows["2"] / metrics.batches["2"] > 0.8 * 8 * (1 - metrics.exit_counts[1] / len(texts))
+    assert metrics.batches["2"] < metrics.batches["1"]
 
 
 def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
@@ -144,13 +144,13 @@ class Halves(Rule):
 @pytest.mark.parametrize("rule", ["threshold", "patience", "fixed", "halves"])
 def test_rows_in_the_shadow_say_how_many_agree_with_full_depth(runtime, rule, rebatch):
     rule, guarantee = Halves() if rule == "halves" else RULES[rule], Guarantee(1.0)
-    found, watch = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
+    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
     full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
     agree = [each.label == other.label for each, other in zip(found, full)]
     assert guarantee.rows == len(SENTENCES) and sum(guarantee.seen) == sum(agree) < len(agree)
-    assert watch.requests["answered"] == len(SENTENCES)
+    assert metrics.requests["answered"] == len(SENTENCES)
     if rebatch:
-        assert watch.rows[str(runtime.exits[-1])] == len(SENTENCES)
+        assert metrics.rows[str(runtime.exits[-1])] == len(SENTENCES)
 
 
 def test_a_share_of_the_requests_is_in_the_shadow(runtime):
@@ -196,26 +196,26 @@ def test_rows_that_left_by_a_rule_say_nothing_of_the_stricter_one(runtime, thres
 
 def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, monkeypatch):
     monkeypatch.setattr(runtime, "config", runtime.config | {"exit_counts": [6, 2, 1, 1]})
-    _, watch = all_at_once(RowEngine(runtime, NeverExit()), SENTENCES)
-    assert watch.drift() == pytest.approx(0.9)
+    _, metrics = all_at_once(RowEngine(runtime, NeverExit()), SENTENCES)
+    assert metrics.drift() == pytest.approx(0.9)
 
 
 def test_of_a_decoder_too(decoder, monkeypatch):
     last = len(decoder.exits) - 1
     monkeypatch.setattr(decoder, "config", decoder.config | {"exit_counts": [3] + [0] * (last - 1) + [1]})
-    _, watch = all_at_once(TextEngine(decoder, NeverExit()), PROMPTS[:3])
-    assert watch.drift() == pytest.approx(0.75)
+    _, metrics = all_at_once(TextEngine(decoder, NeverExit()), PROMPTS[:3])
+    assert metrics.drift() == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
     engine = RowEngine(runtime, Halves(), rebatch)
     assert engine.queues[0] == "plan"
-    found, watch = all_at_once(engine, SENTENCES, batch=4)
+    found, metrics = all_at_once(engine, SENTENCES, batch=4)
     plan = Halves().plan(runtime.encode(SENTENCES).batch(slice(None)))
     alone = [runtime.run([text], rule=Planned([k]))[0] for text, k in zip(SENTENCES, plan)]
     assert [(each.label, each.exit) for each in found] == [(each.label, each.exit) for each in alone]
-    assert watch.rows["plan"] == len(SENTENCES)
+    assert metrics.rows["plan"] == len(SENTENCES)
 
 
 def test_a_model_whose_streams_stand_side_by_side_is_served_by_its_one_graph(runtime, monkeypatch):
@@ -237,12 +237,12 @@ def test_a_wrong_row_is_refused_before_it_is_queued(runtime):
 @pytest.mark.parametrize("room", [1, 3, 16])
 def test_texts_that_begin_and_end_at_any_time_are_those_of_the_runtime_alone(decoder, room):
     alone = [decoder.run([prompt])[0] for prompt in PROMPTS]
-    found, watch = all_at_once(TextEngine(decoder, room=room), PROMPTS, batch=room)
+    found, metrics = all_at_once(TextEngine(decoder, room=room), PROMPTS, batch=room)
     assert [(each.tokens, each.layers, each.text) for each in found] == [
         (each.tokens, each.layers, each.text) for each in alone
     ]
     assert len({layers for each in found for layers in each.layers}) > 1
-    assert watch.batches["texts"] < sum(len(each.tokens) for each in alone) or room == 1
+    assert metrics.batches["texts"] < sum(len(each.tokens) for each in alone) or room == 1
 
 
 def test_a_text_takes_the_place_of_one_that_ended(decoder):
@@ -327,7 +327,7 @@ class Slow:
 
     def __init__(self, seconds=0.0):
         self.seconds, self.ran, self.released = seconds, [], []
-        self.watch, self.held = Watch((1, 2), None, None), threading.Event()
+        self.metrics, self.held = Metrics((1, 2), None, None), threading.Event()
         self.held.set()
 
     def row(self, text):
@@ -373,7 +373,7 @@ def test_a_request_lasts_from_before_its_row_is_made(runtime):
     engine = Reading(runtime, NeverExit())
     with Worker(engine) as worker:
         answer = worker.submit(SENTENCES[0]).result(30)
-    assert answer.milliseconds >= 100 and engine.watch._total >= 0.1
+    assert answer.milliseconds >= 100 and engine.metrics._total >= 0.1
 
 
 def waiting_behind(engine, worker, widths):
@@ -435,7 +435,7 @@ def test_what_is_too_much_is_refused_at_once_with_the_reason():
             futures[1].cancel()
             futures.append(worker.submit("xx"))
         wait(futures)
-    assert worker.watch.requests == {"answered": 3, "refused": 1, "late": 0, "cancelled": 1, "failed": 0}
+    assert worker.metrics.requests == {"answered": 3, "refused": 1, "late": 0, "cancelled": 1, "failed": 0}
 
 
 def test_a_deadline_that_passes_is_an_error_and_the_row_is_not_run():
@@ -448,7 +448,7 @@ def test_a_deadline_that_passes_is_an_error_and_the_row_is_not_run():
             late.result(5)
         assert fine.result(5).layers == 1
     assert [widths for _, widths in engine.ran] == [[2], [4]] and len(engine.released) == 3
-    assert worker.watch.requests["late"] == 1
+    assert worker.metrics.requests["late"] == 1
 
 
 def test_a_cancelled_row_is_not_run():
@@ -467,7 +467,7 @@ def test_a_batch_that_fails_is_told_to_its_rows_and_ends_nothing():
             worker.submit("x" * 13).result(5)
         assert worker.submit("xx").result(5).layers == 1
         assert worker.state == "ready"
-    assert worker.watch.requests["failed"] == 1
+    assert worker.metrics.requests["failed"] == 1
 
 
 def test_where_a_batch_fails_its_rows_run_one_by_one():
@@ -479,7 +479,7 @@ def test_where_a_batch_fails_its_rows_run_one_by_one():
     assert [future.exception() is None for future in futures] == [True, False, True, True]
     first = [widths for name, widths in engine.ran if name == "first"]
     assert first[1:] == [[4, 13, 6, 3], [13], [6], [3]], "4 had gone on before the batch failed"
-    assert worker.watch.requests["failed"] == 1 and len(engine.released) == 5
+    assert worker.metrics.requests["failed"] == 1 and len(engine.released) == 5
 
 
 def test_a_row_that_fails_in_the_shadow_had_its_answer_and_ends_nothing():
@@ -493,7 +493,7 @@ def test_a_row_that_fails_in_the_shadow_had_its_answer_and_ends_nothing():
     with Worker(engine := Shadowed()) as worker:
         for _ in range(2):
             assert worker.submit("xx").result(5).layers == 1
-    assert (worker.watch.requests["answered"], worker.watch.requests["failed"], len(engine.released)) == (2, 0, 2)
+    assert (worker.metrics.requests["answered"], worker.metrics.requests["failed"], len(engine.released)) == (2, 0, 2)
 
 
 def test_draining_answers_what_was_taken_and_takes_no_more():
@@ -518,7 +518,7 @@ def test_a_worker_whose_thread_has_ended_takes_no_more():
     assert worker.state == "dead"
     with pytest.raises(Refused, match="has ended, and the server must be started again"):
         worker.submit("xxx")
-    assert worker.watch.requests["refused"] == 1
+    assert worker.metrics.requests["refused"] == 1
 
 
 def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(runtime, count=2000):
@@ -543,7 +543,7 @@ def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(
         wait([future for _, future in futures], 60)
         assert sum(worker.lengths().values()) == 0
     assert sorted(ended) == sorted(id(future) for _, future in futures), "one was told twice, or never"
-    told = worker.watch.requests
+    told = worker.metrics.requests
     assert (
         sum(told.values()) == len(moments) == len(futures) + refused and told["refused"] == refused > len(moments) / 8
     )

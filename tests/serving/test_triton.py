@@ -379,7 +379,7 @@ class TritonPythonModel(TritonPythonModel):
 
     def finalize(self):
         super().finalize()
-        Path(__file__).with_name("batches").write_text(json.dumps(dict(self.worker.watch.batches)))
+        Path(__file__).with_name("batches").write_text(json.dumps(dict(self.worker.metrics.batches)))
 """
 
 

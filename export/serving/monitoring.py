@@ -94,7 +94,7 @@ def _raised(value: float, least: float, most: float, never: float) -> float:
     return never if most - value < NEAR else (value + most) / 2
 
 
-class Watch:
+class Metrics:
     """Counters of one worker."""
 
     def __init__(self, exits: Sequence[int], guarantee: Guarantee | None, expected: Sequence[int] | None):
@@ -107,12 +107,12 @@ class Watch:
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._expected = dict(zip(exits, expected)) if expected else None
 
-    def ran(self, queue: str, rows: int) -> None:
+    def count_batch(self, queue: str, rows: int) -> None:
         """A batch is about to run."""
         self.batches[queue] += 1
         self.rows[queue] += rows
 
-    def answered(self, layers: int | list[int], seconds: float) -> None:
+    def count_answer(self, layers: int | list[int], seconds: float) -> None:
         """Count an answer. layers: the depth of its row, or of each token."""
         self.requests["answered"] += 1
         self._seconds[bisect_left(SECONDS, seconds)] += 1
@@ -178,11 +178,11 @@ class Watch:
             add("agreement", "gauge", "share with the answer of full depth, with its 95 % interval", ends, "end")
 
 
-def together(pages: dict[str, str]) -> str:
+def merge_pages(pages: dict[str, str]) -> str:
     """One page from the pages of several replicas, by name: each value gets a label `replica`.
 
     >>> page = "# HELP n rows\\n# TYPE n gauge\\nn{{at=\\"1\\"}} {0}\\nn {0}\\n"
-    >>> print(together({"a": page.format(3), "b": page.format(4)}), end="")
+    >>> print(merge_pages({"a": page.format(3), "b": page.format(4)}), end="")
     # HELP n rows
     # TYPE n gauge
     n{replica="a",at="1"} 3
