@@ -21,7 +21,7 @@ from mini_ee.experiments.markdown import made_by_measuring, markdown_row, markdo
 from mini_ee.experiments.measured.command import answer_of_command
 from mini_ee.experiments.trainings import Sources
 from mini_ee.export.serving import worker
-from mini_ee.export.serving.load import WARM, Answered
+from mini_ee.export.serving.load import WARM_UP, Answered
 
 PICTURES = {"wall": "serving.png", "processor": "serving-processor.png"}
 SECONDS = 4.0  # processor time of each load
@@ -72,7 +72,7 @@ def offer(stepped, texts, moments, seed=0):
         Clock.now = now
         stepped.step()
         now = Clock.now
-    return Answered(len(moments) / moments[-1], seconds[int(len(seconds) * WARM) :])
+    return Answered(len(moments) / moments[-1], seconds[int(len(seconds) * WARM_UP) :])
 
 
 def saturation(stepped, texts):

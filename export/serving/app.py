@@ -33,7 +33,7 @@ from mini_ee.export.serving.worker import ENDING, LATE, Refused, Worker, WrongRo
 
 MAX_BODY = 1 << 20  # bytes
 
-BODY_SECONDS = 10.0  # in which a body must be complete
+BODY_SECONDS = 10.0  # time in which a body must be complete
 
 LARGE = 1 << 16  # bytes: a larger body needs a place in the queue before it is read to its end
 
@@ -41,7 +41,7 @@ JSON, TEXT = b"application/json", b"text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger("mini_ee.serve")
 
-FAILED = "the model failed on this request; the server's log says why"
+FAILED = "the model failed on this request; the server's log contains the reason"
 
 
 class HTTPError(Exception):
@@ -52,7 +52,7 @@ class HTTPError(Exception):
         self.status, self.headers = status, headers
 
 
-class HungUp(Exception):
+class Disconnected(Exception):
     """The client has disconnected."""
 
 
@@ -80,7 +80,7 @@ class App:
             await self._handler(scope)(scope, receive, send)
         except HTTPError as error:
             await self._send(send, error.status, {"error": one_line(error)}, JSON, *error.headers)
-        except HungUp:
+        except Disconnected:
             self.worker.metrics.responses["hung up"] += 1
         except asyncio.CancelledError:  # the server shuts down and no longer waits
             await self._send(send, 503, {"error": ENDING})
@@ -139,7 +139,7 @@ class App:
         if not (count is None or type(count) is int and count > 0) or type(stream) is not bool:
             raise HTTPError(400, "expected max_new_tokens as a whole number above 0, and stream as true or false")
         if stream and "texts" in fields:
-            raise HTTPError(400, "expected one text to stream, found texts; ask for each of them")
+            raise HTTPError(400, "expected one text to stream, found texts; send a request for each of them")
         futures = self._submit(fields, 1, due, max_new_tokens=count, on_piece=on_piece if stream else None)
         if not stream:
             return await self._answer(fields, futures, due, receive, send)
@@ -166,7 +166,7 @@ class App:
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise HungUp
+                        raise Disconnected
                     some, more = message.get("body", b""), message.get("more_body", False)
                     size += len(some)
                     if size > MAX_BODY:
@@ -206,7 +206,7 @@ class App:
             timeout = None if due == inf else max(0.0, due - time.perf_counter())
             await asyncio.wait({answers, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():
-                raise HungUp if gone.done() else HTTPError(503, LATE)
+                raise Disconnected if gone.done() else HTTPError(503, LATE)
         finally:
             gone.cancel()
             answers.cancel()
@@ -223,7 +223,7 @@ class App:
                 await asyncio.wait({piece, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not piece.done():
                     piece.cancel()
-                    raise HungUp
+                    raise Disconnected
                 if piece.result() is None:
                     break
                 if not started:
@@ -297,7 +297,7 @@ def _outcome(future: Future) -> dict:
         raise HTTPError(503, str(error)) from None
     except WrongRow as error:
         raise HTTPError(400, str(error)) from None
-    except ValueError as error:  # raised by this project, with a message for the user
+    except ValueError as error:  # raised by mini_ee, with a message for the user
         log.error("a request failed: %s", one_line(error))
         raise HTTPError(500, str(error)) from None
     except Exception as error:
@@ -314,7 +314,7 @@ def _outcome_or_error(future: Future) -> dict:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Statuses for what is refused or wrong."""
+    """Turn Refused and ValueError into an HTTPError with a status."""
     try:
         yield
     except Refused as error:

@@ -27,7 +27,7 @@ from mini_ee.rules import NeverExit, Planned, Rule
 
 CAPACITY = 1024  # tokens of prompt and continuation in a decoder's caches, or fewer if the model's limit is lower
 
-PIECE = "\N{REPLACEMENT CHARACTER}"  # the tokenizer decodes a character so until its last byte is generated
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the tokenizer decodes while the last bytes of a character are missing
 
 
 def engine_of(runtime: Runtime, **settings) -> "RowEngine | TextEngine":
@@ -49,8 +49,8 @@ class TextRow(Row):
 class RowEngine:
     """Runs an exported folder of rows.
 
-    rule: by default the folder's. rebatch: run by segment if possible. guarantee: observes every shadow row. seed:
-    draws which rows run in the shadow.
+    rule: default: that of the folder. rebatch: run by segment if possible. guarantee: observes every shadow row. seed:
+    draws the shadow rows.
     """
 
     by_length, room = True, 10**6
@@ -72,9 +72,13 @@ class RowEngine:
         names = map(str, runtime.exits) if self._segments else ("model", "shadow") if guarantee else ("model",)
         self.queues = ("plan",) * self._plans + tuple(names)
         if guarantee and not runtime.label_names:
-            raise ValueError(f"{runtime.folder}: agreement is of classes, this is a regression; leave out --shadow")
+            raise ValueError(
+                f"{runtime.folder}: expected labels that can agree, found a regression; leave out --shadow"
+            )
         if guarantee and "whole" in runtime.config["graphs"]:
-            raise ValueError(f"{runtime.folder}: tokens leave within a row, none has full depth; leave out --shadow")
+            raise ValueError(
+                f"{runtime.folder}: tokens exit within a row, so no row runs through all layers; leave out --shadow"
+            )
 
     def _by_segment(self):
         """The graphs by segment; None if there are none, or if their rows cannot be joined."""
@@ -95,7 +99,7 @@ class RowEngine:
             raise ValueError(str(error).removeprefix("row 0: ")) from None
 
     def release(self, row: TextRow) -> None:
-        """Drop its state."""
+        """Drop the state of a row."""
         row.part = row.memory = None
 
     def run(self, at: int, rows: list[TextRow]) -> None:
@@ -132,7 +136,7 @@ class RowEngine:
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self.rule
-        if at:  # the queue of shadow rows
+        if at:  # the second queue has shadow rows
             rule = NeverExit()
         elif self._plans:
             rule = Planned([row.plan for row in rows])
@@ -144,7 +148,7 @@ class RowEngine:
         self._answer(rows, answers, self.rule)
 
     def _answer(self, rows: list[TextRow], answers: list[Answer], rule: Rule) -> None:
-        """Give rows that exit their answers; report for shadow rows at the last exit whether the answers agree.
+        """Give rows that exit their answers. At the last exit, report whether shadow rows agree with their answers.
 
         A shadow row exits twice: first by the rule, with its answer, then at the last exit.
         """
@@ -154,7 +158,7 @@ class RowEngine:
                 row.answer, row.rule = answer._replace(milliseconds=(now - row.begun) * 1e3), rule
             if answer.exit == self._last:
                 row.queue = None
-                if row.shadowed and row.rule is self.rule:  # else it says nothing about the rule in force
+                if row.shadowed and row.rule is self.rule:  # it exited by the present rule, not by an earlier one
                     self.rule = self.guarantee.observe(answer.label == row.answer.label, self.rule)
             elif not row.shadowed:
                 row.queue = None
@@ -215,11 +219,11 @@ class TextEngine:
             raise ValueError(f"expected a prompt of at most {self.capacity} tokens, found {len(prompt)}")
         before = self.runtime.decoder_start_tokens or prompt
         if len(before) + count > self.capacity:
-            raise ValueError(f"expected at most {self.capacity} tokens, found {len(before)} and {count} to write")
+            raise ValueError(f"expected at most {self.capacity} tokens, found {len(before)} and {count} to generate")
         return PromptRow(prompt, before, count, on_piece)
 
     def release(self, row: PromptRow) -> None:
-        """Free its row of the caches."""
+        """Free the caches' row of a text."""
         if row.place is not None:
             self._free.append(row.place)
             row.place = None
@@ -248,8 +252,8 @@ class TextEngine:
         positions = [[len(row.before) + len(row.tokens) - 1] for row in rows]
         inputs = Tokens(newest, [row.place for row in rows], positions)
         result = early_exit(self._segments, self.rule, inputs)
-        written = greedy(result.logits, inputs.rows)
-        for row, token, layers in zip(rows, written, result.layers_run.tolist()):
+        tokens = greedy(result.logits, inputs.rows)
+        for row, token, layers in zip(rows, tokens, result.layers_run.tolist()):
             self._write(row, token, layers)
 
     def _write(self, row: PromptRow, token: int, layers: int) -> None:
@@ -258,7 +262,7 @@ class TextEngine:
         ended = token in self.runtime.config["stop"] or len(row.tokens) == row.count
         if ended or row.on_piece:
             text = self.runtime.text_after(row.prompt, row.tokens)
-            if row.on_piece and (ended or not text.endswith(PIECE)):
+            if row.on_piece and (ended or not text.endswith(INCOMPLETE)):
                 row.on_piece(text[len(row.text) :], layers)
                 row.text = text
         if ended:

@@ -15,7 +15,7 @@ from mini_ee.export.serving.worker import Refused, Worker
 
 BURST = 8  # requests that arrive at the same time
 
-WARM = 0.15  # share of the requests, the first ones, that are not counted
+WARM_UP = 0.15  # share of the requests, the first ones, that are not counted
 
 PATIENCE = 30.0  # seconds to wait for answers after the last request
 
@@ -49,7 +49,7 @@ def offer(worker: Worker, texts: Sequence, moments: np.ndarray, seed: int = 0) -
     seconds, futures = np.full(len(moments), np.inf), []
     begin = time.perf_counter()
 
-    def noted(at: int, moment: float):
+    def note_latency(at: int, moment: float):
         def note(future) -> None:
             if not future.cancelled() and future.exception() is None:
                 seconds[at] = time.perf_counter() - begin - moment
@@ -64,11 +64,12 @@ def offer(worker: Worker, texts: Sequence, moments: np.ndarray, seed: int = 0) -
             future = worker.submit(texts[text])
         except Refused:
             continue
-        future.add_done_callback(noted(at, moment))
+        future.add_done_callback(note_latency(at, moment))
         futures.append(future)
     if wait(futures, PATIENCE).not_done:
-        raise ValueError(f"no answer to {sum(not each.done() for each in futures)} requests after {PATIENCE:.0f} s")
-    counted = seconds[int(len(seconds) * WARM) :]
+        missing = sum(not each.done() for each in futures)
+        raise ValueError(f"{missing} requests have no answer {PATIENCE:.0f} s after the last one was sent")
+    counted = seconds[int(len(seconds) * WARM_UP) :]
     return Answered(len(moments) / moments[-1], counted)
 
 

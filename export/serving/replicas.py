@@ -33,17 +33,17 @@ from mini_ee.export.serving.worker import LATE, Worker
 
 NAME = "mini-ee"  # of the application, and of its deployment
 
-STORE = 80 << 20  # bytes of Ray's object store, about its minimum: requests and answers do not use it
+OBJECT_STORE = 80 << 20  # bytes of Ray's object store, about its minimum: requests and answers do not use it
 
-PAGES = 5.0  # seconds to wait for the metrics of a replica
+METRICS_TIMEOUT = 5.0  # seconds to wait for the metrics of a replica
 
-LOOK = 1.0  # seconds between two health checks, by which Ray detects that a replica has died
+HEALTH_CHECK = 1.0  # seconds between two health checks, by which Ray detects that a replica has died
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
-GONE = "there is no replica, or the one with this request has died; send the request again"
+NO_REPLICA = "there is no replica, or the replica of this request has died; send the request again"
 
-MARGIN = 0.05  # seconds after a deadline in which the replica itself may still report it
+MARGIN = 0.05  # seconds after a deadline in which the replica may still report it itself
 
 
 class Size(NamedTuple):
@@ -84,7 +84,7 @@ class Replica:
     async def _pages(self) -> str:
         replies = ray_serve.get_deployment_handle(NAME, NAME).broadcast("page")
         try:
-            found = await replies.results_async(timeout_s=PAGES, return_exceptions=True)
+            found = await replies.results_async(timeout_s=METRICS_TIMEOUT, return_exceptions=True)
         except TimeoutError:  # one replica was late: then Ray returns none of the pages
             found = [await self.page()]
         return merge_pages(dict(each for each in found if isinstance(each, tuple)))
@@ -121,20 +121,22 @@ class Front:
                         due = clock() + deadline_of(json_object(decoded(body))) + MARGIN
             return message
 
-        async def send_ours(message: dict) -> None:
+        async def send_response(message: dict) -> None:
             nonlocal sent
             if message["type"] == "http.response.start":
                 headers = dict(message["headers"])
-                ours = headers.get(b"content-type") == JSON
-                if ours or message["status"] != 404:  # a 404 that is not JSON is the proxy's own: no replica is ready
+                from_replica = headers.get(b"content-type") == JSON
+                if (
+                    from_replica or message["status"] != 404
+                ):  # a 404 that is not JSON is the proxy's own: no replica is ready
                     sent = "all" if b"content-length" in headers else "a part"
             elif sent and not message.get("more_body"):
                 sent = "all"
             if sent:
                 await send(message)
 
-        await self.app(scope, receive_in_time, send_ours)
-        last = line({"error": LATE if clock() >= due else GONE})
+        await self.app(scope, receive_in_time, send_response)
+        last = line({"error": LATE if clock() >= due else NO_REPLICA})
         if sent is None:
             await send(head(503, JSON, len(last["body"])))
         if sent != "all":
@@ -172,9 +174,9 @@ def serve(
             time.sleep(1)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # Ray's have no class in common
+    except Exception as error:  # the exceptions of Ray have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise ValueError(f"Ray could not serve: {reason} Its own lines say why") from None
+        raise ValueError(f"Ray could not serve: {reason} See the lines of Ray above") from None
     except KeyboardInterrupt:
         if joins or not ray.is_initialized():
             raise
@@ -189,11 +191,11 @@ def _start(size: Size, joins: bool) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if joins:
         return ray.init(logging_level="ERROR")
-    room = {"num_cpus": (size.most + 1) * size.cores, "object_store_memory": STORE}
+    room = {"num_cpus": (size.most + 1) * size.cores, "object_store_memory": OBJECT_STORE}
     ray.init("local", include_dashboard=False, logging_level="ERROR", **room)
     found = int(ray.cluster_resources().get("GPU", 0))
     if found < size.most * size.gpus:
-        raise ValueError(f"expected a GPU for each of {size.most} replicas, found {found}; take fewer --replicas")
+        raise ValueError(f"expected a GPU for each of {size.most} replicas, found {found}; use fewer --replicas")
 
 
 def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
@@ -210,9 +212,9 @@ def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
         max_ongoing_requests=2 * size.max_open,  # above `max_open` the worker refuses, with the reason
         max_surge_percent=0
         if size.gpus
-        else 1,  # an update starts a new replica first; with GPUs, an old one stops first
+        else 1,  # an update starts a new replica first, but with GPUs it stops one first
         max_constructor_retry_count=3,
-        health_check_period_s=LOOK,
+        health_check_period_s=HEALTH_CHECK,
         graceful_shutdown_timeout_s=DRAIN,
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=LOGGING,
@@ -224,7 +226,7 @@ def _drained() -> Counter:
     requests, about = Counter(), ray_serve.status().applications.get(NAME)
     if about and about.deployments[NAME].replica_states.get("RUNNING"):
         replies = ray_serve.get_app_handle(NAME).broadcast("drain")
-        for each in replies.results(timeout_s=DRAIN + PAGES, return_exceptions=True):
+        for each in replies.results(timeout_s=DRAIN + METRICS_TIMEOUT, return_exceptions=True):
             requests.update(each if isinstance(each, Counter) else {})
         ray_serve.delete(NAME)
     return requests

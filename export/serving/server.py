@@ -13,7 +13,7 @@ from mini_ee.export.serving.app import App
 from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.worker import Worker
 
-SILENCE = 15.0  # seconds in which a connection must send the head of a request
+HEAD_SECONDS = 15.0  # seconds in which a connection must send the head of a request
 
 DRAIN = 30  # seconds for open requests after SIGTERM
 
@@ -21,28 +21,28 @@ CONNECTIONS = 1000  # at once; a further one gets 503
 
 
 class Protocol(H11Protocol):
-    """uvicorn's protocol, which also closes connections without a complete head of a request after SILENCE."""
+    """uvicorn's protocol, which also closes connections without a complete head of a request after HEAD_SECONDS."""
 
-    _silent: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self._watch_silence()
+        self._start_head_timer()
 
     def connection_lost(self, exc) -> None:
-        self._silent.cancel()
+        self._head_timer.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        self._watch_silence()
+        self._start_head_timer()
         super().on_response_complete()
 
-    def _watch_silence(self) -> None:
-        if self._silent:
-            self._silent.cancel()
-        self._silent = self.loop.call_later(SILENCE, self._close_if_silent)
+    def _start_head_timer(self) -> None:
+        if self._head_timer:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
-    def _close_if_silent(self) -> None:
+    def _close_if_idle(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 

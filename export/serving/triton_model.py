@@ -20,7 +20,7 @@ from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 
 
 class TritonPythonModel:
-    """One worker. The server calls these methods by name."""
+    """One worker. The server calls the public methods by name."""
 
     def initialize(self, args: dict) -> None:
         """Open the exported folder. args: with the configuration of the model as JSON."""
@@ -30,7 +30,7 @@ class TritonPythonModel:
         engine = engine_of(runtime)
         runtime.warm_up()
         self.worker = Worker(engine)
-        self.senders = ThreadPoolExecutor(1)  # sending takes time, in which the worker goes on
+        self.senders = ThreadPoolExecutor(1)  # a thread of its own, so that the worker does not wait for it
 
     def execute(self, requests: list) -> None:
         """Submit each request to the worker. Returns nothing, because responses are sent later."""

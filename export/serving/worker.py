@@ -29,7 +29,6 @@ MAX_WAIT, MAX_OPEN, BATCH = 0.005, 256, 16
 LONG = 1 << 14  # characters: tokenizing a longer text takes longer than some requests
 
 ENDING = "the server is shutting down; send the request to another server"
-
 LATE = "the deadline passed before the answer was ready; send the request again later"
 
 PADDING = 0.1  # largest share of padding among the tokens of a batch
@@ -48,13 +47,13 @@ class Row:
 
     def __init__(self, width: int):
         self.width = width  # tokens
-        self.future: Future | None = None  # the worker's
+        self.future: Future | None = None  # set by the worker
         self.begun = self.arrived = self.due = self.deadline = 0.0
         self.queue: int | None = 0  # index of its next queue; None: it has finished
         self.answer, self.answered = None, False
 
-    def lost(self, now: float) -> bool:
-        """Whether it was cancelled, or its deadline has passed, before it had an answer."""
+    def expired(self, now: float) -> bool:
+        """Whether the row was cancelled, or its deadline passed, before it had an answer."""
         return self.answer is None and (self.future.cancelled() or now > self.deadline)
 
 
@@ -149,11 +148,12 @@ class Worker:
             return
         self.metrics.requests["refused"] += 1
         if self.state == "dead":
-            raise Refused("the worker has ended, and the server must be started again; ask another")
+            raise Refused("the worker has ended; restart this server, or send the request to another one")
         if self._draining:
             raise Refused(ENDING)
-        more = f"only {room} more" if room > 0 else "no more"
-        raise Refused(f"{self._open} requests are open, and {more} may be; ask again later")
+        raise Refused(
+            f"{self._open} requests are open, with room for {max(room, 0)} more; send the request again later"
+        )
 
     def _closed(self, deadline: float, future: Future) -> None:
         with self._ready:
@@ -191,26 +191,26 @@ class Worker:
         while True:
             with self._ready:
                 now = time.perf_counter()
-                lost = self._take_lost(now)
-                at = None if lost else self._choose(now)
+                expired = self._take_expired(now)
+                at = None if expired else self._choose(now)
                 if at is not None:
                     return at, self._batch_of(at)
-                if not lost and self._draining and not self._encoding:
+                if not expired and self._draining and not self._encoding:
                     return None
-                if not lost:
+                if not expired:
                     self._ready.wait()
-            for row in lost:
+            for row in expired:
                 self.engine.release(row)
                 self._end(row, Refused(LATE), "late")
 
-    def _take_lost(self, now: float) -> list[Row]:
-        lost = []
+    def _take_expired(self, now: float) -> list[Row]:
+        expired = []
         for queue in self._queues:
-            if gone := [row for row in queue if row.lost(now)]:
-                lost += gone
-                taken = set(map(id, gone))
+            if some := [row for row in queue if row.expired(now)]:
+                expired += some
+                taken = set(map(id, some))
                 queue[:] = [row for row in queue if id(row) not in taken]
-        return lost
+        return expired
 
     def _choose(self, now: float) -> int | None:
         for at in reversed(range(len(self._queues))):
@@ -225,8 +225,8 @@ class Worker:
         if not self.engine.by_length:
             rows = heapq.nsmallest(self._batch, queue, key=lambda row: row.arrived)
         else:
-            wanted = queue[0].width
-            near = heapq.nsmallest(self._batch, queue, key=lambda row: abs(row.width - wanted))
+            width = queue[0].width
+            near = heapq.nsmallest(self._batch, queue, key=lambda row: abs(row.width - width))
             rows, tokens, widest = [], 0, 0
             for row in near:
                 tokens, widest = tokens + row.width, max(widest, row.width)

@@ -36,7 +36,7 @@ def covered(hours, interval=share_interval):
         agreement, guarantee, rule = random.uniform(0.85, 0.995), Guarantee(1.0), Threshold(0.8)
         for agrees in random.random(random.integers(50, 1000)) < agreement:
             guarantee.observe(bool(agrees), rule)
-        low, high = interval(sum(guarantee.seen), len(guarantee.seen))
+        low, high = interval(sum(guarantee.agreements), len(guarantee.agreements))
         found += low <= agreement <= high
     return found
 
@@ -111,10 +111,11 @@ def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):
     with caplog.at_level(logging.WARNING, "mini_ee.serve"):
         for at in range(20):
             rule = guarantee.observe(at % 2 == 0, rule)
-    assert rule == Threshold((0.8, 0.9, 0.5)) and guarantee.tightened == 1 and not guarantee.seen
+    assert rule == Threshold((0.8, 0.9, 0.5)) and guarantee.tightened == 1 and not guarantee.agreements
     (line,) = caplog.messages
     assert line.startswith(
-        "10 of 20 rows agree with full depth, below the guaranteed agreement of 0.95: the rule is now {'name': "
+        "10 of 20 shadow rows agree with the full model, below the guaranteed agreement of 0.95; "
+        "the new rule is {'name': "
     )
 
 

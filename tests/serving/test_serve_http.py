@@ -249,7 +249,7 @@ def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runti
         assert worker.metrics.requests["refused"] == 16 and worker._open == 4
         next(iter(worker._encoding)).cancel()
         status, said, _ = ask(port, {"text": "the film"})
-        assert status == 503 and "4 requests are open, and no more may be" in said["error"]
+        assert status == 503 and "4 requests are open, with room for 0 more" in said["error"]
         go.set()
         asking.join()
         assert ask(port, {"text": "the film"})[0] == 200
@@ -426,7 +426,7 @@ def test_1000_bad_requests_bring_nothing_down(served):
 
 
 def test_a_connection_that_brings_no_request_is_closed(runtime, monkeypatch):
-    monkeypatch.setattr(server, "SILENCE", 0.2)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with serving(engine_of(runtime)) as (_, port):
         for sent, said in ((b"", b""), (b"POST /cl", b""), (b"POST /classify HTTP/1.1\r\nhost: localhost\r\n", b"")):
@@ -611,7 +611,7 @@ def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
         while worker._open < 3:
             time.sleep(0.01)
         status, said, _ = ask(port, {"texts": ["a meal"] * 2})
-        assert status == 503 and "3 requests are open, and only 1 more may be" in said["error"] and worker._open == 3
+        assert status == 503 and "3 requests are open, with room for 1 more" in said["error"] and worker._open == 3
         first.join()
         assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
 
@@ -695,7 +695,7 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
         (["--tighten"], "say which share, --shadow .05"),
         (["--epsilon", ".9"], "say which share, --shadow .05"),
         (["--shadow", ".1", "--tighten"], "--tighten keeps an agreement: say which, --epsilon .95"),
-        (["--shadow", "2"], "the share in the shadow must be above 0 and at most 1"),
+        (["--shadow", "2"], "the share of shadow rows must be above 0 and at most 1"),
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (["--max-wait", "-1"], "--max-wait must be from 0 to 60000"),
         (["--max-wait", "nan"], "--max-wait must be from 0 to 60000"),

@@ -26,7 +26,7 @@ from mini_ee.export.serving.app import head, line
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, at what Ray's own options are written with
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'mini-ee[ray]'")
-GONE = "there is no replica, or the one with this request has died; send the request again"
+GONE = "there is no replica, or the replica of this request has died; send the request again"
 pytestmark = pytest.mark.xdist_group("ray")
 
 DEADLINE = 5.0  # seconds, of each request of the load
@@ -205,7 +205,7 @@ def test_a_replica_refuses_what_is_above_its_queue(cluster, decoder):
     found = together(cluster.port, [{"text": "the film", "max_new_tokens": 12}] * 32, "/generate")
     assert {status for status, *_ in found} == {200, 503}
     refused = [said["error"] for status, said, _ in found if status == 503]
-    assert all(said.startswith("2 requests are open, and no more may be") for said in refused)
+    assert all(said.startswith("2 requests are open, with room for 0 more") for said in refused)
 
 
 def test_a_decoder_streams_through_ray(cluster, decoder):
@@ -299,7 +299,7 @@ def test_an_answer_passes_as_it_is_but_for_the_proxys_own_that_there_is_no_model
 def test_wrong_arguments_are_told_before_ray_starts(runtime, capsys):
     assert main(["serve", str(runtime.folder), "--engine", "ray", "--shadow", "2"]) == 2
     line = capsys.readouterr().err
-    assert "the share in the shadow must be above 0" in line and line.count("\n") == 1
+    assert "the share of shadow rows must be above 0" in line and line.count("\n") == 1
 
 
 # ---- The page ----

@@ -23,7 +23,7 @@ from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import Answered, arrivals, goodput, offer
-from mini_ee.export.serving.monitoring import LEVEL, LOOK, Guarantee, Metrics
+from mini_ee.export.serving.monitoring import LEVEL, TEST_EVERY, Guarantee, Metrics
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
@@ -125,7 +125,7 @@ def test_that_test_can_fail(runtime, monkeypatch, bug):
 
 def test_what_has_no_answer_of_full_depth_is_not_put_in_the_shadow(runtime):
     graphs, task = runtime.config["graphs"] | {"whole": {}}, runtime.config["task"] | {"label_names": []}
-    for about, line in (({"graphs": graphs}, "tokens leave within a row"), ({"task": task}, "this is a regression")):
+    for about, line in (({"graphs": graphs}, "tokens exit within a row"), ({"task": task}, "found a regression")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"{line}.*leave out --shadow"):
             patch.setattr(runtime, "config", runtime.config | about)
             RowEngine(runtime, guarantee=Guarantee(0.5))
@@ -147,7 +147,7 @@ def test_rows_in_the_shadow_say_how_many_agree_with_full_depth(runtime, rule, re
     found, metrics = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
     full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
     agree = [each.label == other.label for each, other in zip(found, full)]
-    assert guarantee.rows == len(SENTENCES) and sum(guarantee.seen) == sum(agree) < len(agree)
+    assert guarantee.rows == len(SENTENCES) and sum(guarantee.agreements) == sum(agree) < len(agree)
     assert metrics.requests["answered"] == len(SENTENCES)
     if rebatch:
         assert metrics.rows[str(runtime.exits[-1])] == len(SENTENCES)
@@ -176,8 +176,8 @@ def test_thresholds_rise_in_a_worker_whose_guarantee_is_broken(runtime):
 def test_looks_at_a_stricter_rule_are_counted_anew():
     """15 of 20 where .9 is guaranteed: enough for a rule's first look, and not for its second."""
     guarantee, rule = Guarantee(1.0, 0.9, tighten=True), Threshold(0.5)
-    assert LEVEL / 6 < binomial_cdf(15, LOOK, 0.9) < LEVEL / 2
-    for agrees in [False] * LOOK + [True] * 15 + [False] * 5:
+    assert LEVEL / 6 < binomial_cdf(15, TEST_EVERY, 0.9) < LEVEL / 2
+    for agrees in [False] * TEST_EVERY + [True] * 15 + [False] * 5:
         rule = guarantee.observe(agrees, rule)
     assert guarantee.tightened == 2 and rule.threshold == 0.875
 
@@ -303,7 +303,7 @@ def test_a_letter_of_several_tokens_is_told_when_it_is_whole():
 def test_a_prompt_that_the_caches_cannot_hold_is_refused(decoder, monkeypatch):
     monkeypatch.setattr("mini_ee.export.serving.engines.CAPACITY", 12)
     with Worker(TextEngine(decoder)) as worker:
-        with pytest.raises(WrongRow, match="expected at most 12 tokens, found [2-9] and 11 to write"):
+        with pytest.raises(WrongRow, match="expected at most 12 tokens, found [2-9] and 11 to generate"):
             worker.submit("the film was", max_new_tokens=11).result(10)
         assert len(worker.submit("the film was", max_new_tokens=4).result(10).tokens) == 4
 
@@ -430,7 +430,9 @@ def test_what_is_too_much_is_refused_at_once_with_the_reason():
     with Worker(engine, max_open=3) as worker:
         with busy(engine, worker):
             futures = [worker.submit("xx") for _ in range(2)]
-            with pytest.raises(Refused, match="3 requests are open, and no more may be; ask again later"):
+            with pytest.raises(
+                Refused, match="3 requests are open, with room for 0 more; send the request again later"
+            ):
                 worker.submit("xx")
             futures[1].cancel()
             futures.append(worker.submit("xx"))
@@ -516,7 +518,7 @@ def test_a_worker_whose_thread_has_ended_takes_no_more():
         worker._ready.notify()
     worker._thread.join(5)
     assert worker.state == "dead"
-    with pytest.raises(Refused, match="has ended, and the server must be started again"):
+    with pytest.raises(Refused, match="has ended; restart this server"):
         worker.submit("xxx")
     assert worker.metrics.requests["refused"] == 1
 
