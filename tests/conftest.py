@@ -15,6 +15,7 @@ import torch
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.cli.main import main
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import TokenExits
@@ -58,6 +59,27 @@ def no_wait_for_the_disk():
 def pytest_collection_modifyitems(items):
     """The tutorial first: it takes longest, and with `-n` the others run beside it."""
     items.sort(key=lambda item: item.path.name != "test_tutorial.py")
+
+
+def answer(capsys, *argv):
+    """The one JSON object that a command prints."""
+    assert main([*map(str, argv), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys, *argv, status=None):
+    """The one line of a command that fails, with this status if one is given."""
+    expected = (1, 2) if status is None else (status,)
+    try:
+        status = main([*map(str, argv)])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status in expected and printed.out == "" and "Traceback" not in printed.err
+    assert len(printed.err.splitlines()) == 1, printed.err
+    return printed.err.rstrip("\n")
 
 
 def all_schedules(num_exits):

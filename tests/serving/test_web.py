@@ -95,7 +95,7 @@ class Chromium:
 
     def value(self, expression):
         """What a JavaScript expression gives, awaited."""
-        answer = self.ask("Runtime.evaluate", expression=expression, awaitGuarantee=True, returnByValue=True)
+        answer = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -111,7 +111,7 @@ class Chromium:
         poll = f"const ask = () => ({condition}) ? yes() : setTimeout(ask, 20); ask(); {late}"
         while True:
             try:
-                return self.value(f"new Guarantee((yes, no) => {{ {poll} }})")
+                return self.value(f"new Promise((yes, no) => {{ {poll} }})")
             except AssertionError as error:
                 if "navigated" not in str(error) and "destroyed" not in str(error):
                     raise
