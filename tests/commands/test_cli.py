@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import answer, refused
 
 import mini_ee.backbones.hub as checkpoint
 import mini_ee.cli.calibrate as calibrating
@@ -78,29 +79,6 @@ def run_folder(tmp_path_factory, checkpoint_folder, task_folder):
         == 0
     )
     return out
-
-
-def answer(capsys, *argv):
-    """The one JSON object that a command prints."""
-    assert main([*map(str, argv), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def refused(capsys, *argv, status=None):
-    """The one line of a command that fails, with this status if one is given."""
-    expected = status
-    try:
-        status = main([*map(str, argv)])
-    except SystemExit as stop:
-        status = stop.code
-    printed = capsys.readouterr()
-    line = printed.err.splitlines()[-1]
-    assert status in ((1, 2) if expected is None else (expected,))
-    assert printed.out == "" and "Traceback" not in printed.err
-    assert len(printed.err.splitlines()) == 1, printed.err
-    return line
 
 
 @pytest.mark.parametrize(

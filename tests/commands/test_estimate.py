@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BAD, GOOD, THINGS, WORDS, random_decoder
-from test_cli import answer, refused
+from conftest import BAD, GOOD, THINGS, WORDS, answer, random_decoder, refused
 
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.calibration import Observed

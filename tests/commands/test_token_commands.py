@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from conftest import answer, refused
 
 import mini_ee.calibration as calibration
 from mini_ee.backbones.hub import load_backbone, save_backbone
@@ -89,26 +90,6 @@ def trained(tmp_path_factory, decoder_folder):
 @pytest.fixture
 def run_folder(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "copy")
-
-
-def answer(capsys, *argv):
-    """The one JSON object that a command prints."""
-    assert main([*map(str, argv), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def refused(capsys, *argv, statuses=(1, 2)):
-    """The one line of a command that fails, with one of these statuses."""
-    try:
-        status = main([*map(str, argv)])
-    except SystemExit as stop:
-        status = stop.code
-    printed = capsys.readouterr()
-    assert status in statuses and printed.out == "" and "Traceback" not in printed.err
-    assert len(printed.err.splitlines()) == 1, printed.err
-    return printed.err
 
 
 def greedy(decoder_folder, prompt, tokens, **settings):
@@ -542,7 +523,7 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
 )
 def test_what_generate_refuses(capsys, trained, argv, said):
     prompt = () if "--prompt" in argv else ("--prompt", "a")
-    assert said in refused(capsys, "generate", trained, *prompt, *argv, statuses=(2,))
+    assert said in refused(capsys, "generate", trained, *prompt, *argv, status=2)
 
 
 def test_a_plain_decoder_has_no_exits_to_draft_or_to_leave_at(capsys, decoder_folder):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import answer, refused
 
 import mini_ee
 from mini_ee.cli.main import main
@@ -356,22 +357,6 @@ def own_run(kunden, checkpoint_folder):
     return out
 
 
-def answer(capsys, *argv):
-    assert main([*map(str, argv), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *argv):
-    """The one line of a command that ends with status 2."""
-    try:
-        status = main([*map(str, argv)])
-    except SystemExit as stop:
-        status = stop.code
-    printed = capsys.readouterr()
-    assert status == 2 and printed.out == "" and len(printed.err.splitlines()) == 1, printed.err
-    return printed.err
-
-
 @pytest.mark.parametrize(
     "command", [("train", "joint"), ("evaluate",), ("calibrate",), ("compare",), ("estimate",), ("export",), ("demo",)]
 )
@@ -404,13 +389,13 @@ def test_a_task_that_moved_or_changed_is_asked_for(capsys, own_run, kunden, tmp_
     file, run = shutil.copy(kunden, tmp_path / "mine.csv"), tmp_path / "run"
     given = ("--task", file, "--split-file", 1, *COLUMNS, *FAST)
     answer(capsys, "train", "joint", "--model", checkpoint_folder, *given, "--out", run)
-    assert "the runs were trained on different tasks: give" in refused(capsys, "compare", run, own_run)
+    assert "the runs were trained on different tasks: give" in refused(capsys, "compare", run, own_run, status=2)
     content = file.read_bytes()
     for command in (("evaluate",), ("compare",), ("calibrate", "--epsilon", ".5")):
         file.write_bytes(content + b"the new film was good;good;4\r\n")
-        assert "has other train rows now: give that task's folder with --task" in refused(capsys, *command, run)
+        assert "has other train rows now: give that task's folder" in refused(capsys, *command, run, status=2)
         file.unlink()
-        assert "mine.csv, where nothing is now: give that" in refused(capsys, *command, run)
+        assert "mine.csv, where nothing is now: give that" in refused(capsys, *command, run, status=2)
     file.write_bytes(content)
     config = read_json(run / "config.json")
     for task, message in (
@@ -424,11 +409,11 @@ def test_a_task_that_moved_or_changed_is_asked_for(capsys, own_run, kunden, tmp_
 def test_options_of_a_task_need_a_task(capsys, own_run, checkpoint_folder, decoder_checkpoint, tmp_path):
     out = ("--out", tmp_path / "out")
     for command in (("evaluate", own_run), ("compare", own_run), ("export", own_run, *out), ("estimate",)):
-        line = refused(capsys, *command, "--split-file", 0)
+        line = refused(capsys, *command, "--split-file", 0, status=2)
         assert "--split-file says how the files of --task are read: give --task too" in line
-    line = refused(capsys, "train", "joint", *out, "--label-column", "x")
+    line = refused(capsys, "train", "joint", *out, "--label-column", "x", status=2)
     assert "--label-column is for files of your own: name them with --task" in line
-    line = refused(capsys, "evaluate", decoder_checkpoint, "--sweep", "--task", "x", "--text-column", "x")
+    line = refused(capsys, "evaluate", decoder_checkpoint, "--sweep", "--task", "x", "--text-column", "x", status=2)
     assert "--text-column is for classifiers" in line
     assert not (tmp_path / "out").exists()
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from conftest import answer, refused
 
 import mini_ee.evaluation.comparison as measure_compare
 import mini_ee.evaluation.token_evaluation as measure_texts
@@ -381,43 +382,26 @@ def hellaswag(tmp_path):
     return folder
 
 
-def answer_of(capsys, *argv):
-    """The one JSON object that `evaluate` prints."""
-    assert main(["evaluate", *map(str, argv), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def refused(capsys, *argv):
-    """The one line of an `evaluate` that fails, and its status."""
-    try:
-        status = main(["evaluate", *map(str, argv)])
-    except SystemExit as stop:
-        status = stop.code
-    printed = capsys.readouterr()
-    assert printed.out == "" and "Traceback" not in printed.err and printed.err.count("\n") == 1
-    return printed.err, status
-
-
 def test_evaluate_scores_a_benchmark_under_the_runs_own_rule_or_another(capsys, run_folder, hellaswag):
-    own = answer_of(capsys, run_folder, "--task", hellaswag)
+    own = answer(capsys, "evaluate", run_folder, "--task", hellaswag)
     assert own["rule"]["threshold"][:2] == [0.015, 0.012] and own["method"] == "self-supervised" and own["rows"] == 6
     assert sum(own["exit_counts"]) == 6 * (6 + 9) and 1 < own["mean_layers"] < 3
     assert own["layers_saved"] == pytest.approx(1 - own["mean_layers"] / 3) and "speedup" not in own
-    fixed = answer_of(capsys, run_folder, "--task", hellaswag, "--layer", 2)
+    fixed = answer(capsys, "evaluate", run_folder, "--task", hellaswag, "--layer", 2)
     assert fixed["mean_layers"] == 2 and fixed["accuracy"] == own["per_exit_accuracy"][1]
-    loose = answer_of(capsys, run_folder, "--task", hellaswag, "--threshold", 0, "--measure", "max_probability")
+    loose = answer(
+        capsys, "evaluate", run_folder, "--task", hellaswag, "--threshold", 0, "--measure", "max_probability"
+    )
     assert loose["exit_counts"][1:] == [0, 0] and loose["rule"]["measure"] == "max_probability"
-    agreed = answer_of(capsys, run_folder, "--task", hellaswag, "--patience", 1)
+    agreed = answer(capsys, "evaluate", run_folder, "--task", hellaswag, "--patience", 1)
     assert agreed["exit_counts"][0] == 0 < agreed["exit_counts"][1] and agreed["rule"]["name"] == "patience"
-    never = answer_of(capsys, run_folder, "--task", hellaswag, "--rule", "never", "--max-rows", 4)
+    never = answer(capsys, "evaluate", run_folder, "--task", hellaswag, "--rule", "never", "--max-rows", 4)
     assert never["rows"] == 4 and never["accuracy"] == never["full_accuracy"] and never["mean_layers"] == 3
 
 
 def test_evaluate_takes_a_plain_decoder(capsys, decoder_folder, run_folder, hellaswag):
-    plain = answer_of(capsys, decoder_folder, "--task", hellaswag)
-    full = answer_of(capsys, run_folder, "--task", hellaswag, "--rule", "never")
+    plain = answer(capsys, "evaluate", decoder_folder, "--task", hellaswag)
+    full = answer(capsys, "evaluate", run_folder, "--task", hellaswag, "--rule", "never")
     assert plain["exits"] == [3] and plain["exit_counts"] == [90]
     assert plain["accuracy"] == full["full_accuracy"]
     assert plain["log_likelihood"] == pytest.approx(full["log_likelihood"], abs=ATOL)
@@ -441,7 +425,7 @@ def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_f
     out = capsys.readouterr().out
     assert "epsilon" in out and "HellaSwag" in out and "perplexity" in out and "breaking_ties_logits" in out
     assert picture.stat().st_size > 10_000
-    found = answer_of(capsys, run_folder, "--sweep", "--measure", "entropy")
+    found = answer(capsys, "evaluate", run_folder, "--sweep", "--measure", "entropy")
     assert found["measure"] == "entropy" and [row["epsilon"] for row in found["rows"]] == [0.5, 0.9]
     assert not {"perplexity", "accuracy"} & set(found["rows"][0])
 
@@ -598,12 +582,11 @@ def test_wrong_input_is_one_line(
     (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
     (tmp_path / "short.txt").write_text("abcd")
     names = {"RUN": run_folder, "PLAIN": decoder_folder, "DATA": hellaswag, "BYTES": "bytes.txt", "SHORT": "short.txt"}
-    line, found = refused(capsys, *[names.get(part, part) for part in argv])
-    assert message in line and found == status
+    assert message in refused(capsys, "evaluate", *[names.get(part, part) for part in argv], status=status)
 
 
 @pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
 def test_the_cloze_is_above_chance_on_a_real_decoder(capsys):
     folder, data = Path(SHARED) / "weights" / "stories260K", Path(SHARED) / "data" / "TinyStories"
-    found = answer_of(capsys, folder, "--task", data, "--max-rows", 100)
+    found = answer(capsys, "evaluate", folder, "--task", data, "--max-rows", 100)
     assert found["accuracy"] > 0.05
