@@ -27,6 +27,7 @@ Pontil 2009) 8,000 (results/guarantees.md).
 
 import math
 from bisect import bisect_left
+from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -227,6 +228,7 @@ def p_values_of_counts(worse: np.ndarray, better: np.ndarray, rows: int, max_los
     return p_values
 
 
+@cache
 def rows_needed(differing: float, max_loss: float, confidence: float) -> int:
     """The number of rows with which a rule without loss on average is guaranteed, for the share POWER of hold-outs.
 
