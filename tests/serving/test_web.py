@@ -38,6 +38,7 @@ from mini_ee.export.writer import export
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Threshold
 from mini_ee.segments import Reading
+from mini_ee.training import holdout
 from mini_ee.training.run_folder import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -156,8 +157,10 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on the built-in reviews, hardly trained, under a rule that lets rows leave at many exits."""
-    run = train("joint", out=tmp_path_factory.mktemp("web") / "run", epochs=1, max_train=300)
+    """A run on the built-in reviews, hardly trained, under a rule with which examples exit at many layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holdout, "TEST_ROWS", 100)
+        run = train("joint", out=tmp_path_factory.mktemp("web") / "run", epochs=1, max_train=300)
     (curve,) = read_json(run.folder / "metrics.json")["curves"]
     values, _, layers = zip(*curve["points"])
     return run._replace(rule=Threshold(values[np.searchsorted(layers, 6)]))
@@ -168,6 +171,12 @@ def exported(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("web") / "exported"
     export(run, folder, web=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def small_run(checkpoint_folder, task_folder, tmp_path_factory):
+    """A run with three layers, for what does not depend on the model."""
+    return train("joint", checkpoint_folder, task_folder, tmp_path_factory.mktemp("web") / "small", epochs=1)
 
 
 OPENED = "import('./model.js').then((module) => module.openModel())"
@@ -660,20 +669,22 @@ def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(run, exported
     assert (scores[own], layers[own]) == (metrics["hold_out"]["accuracy"], metrics["hold_out"]["mean_layers"])
 
 
-def test_a_rule_that_was_not_measured_has_no_curve(run, tmp_path):
-    export(run._replace(rule=Threshold(-0.5, "entropy")), tmp_path / "exported", web=True)
+def test_a_rule_that_was_not_measured_has_no_curve(small_run, tmp_path):
+    export(small_run._replace(rule=Threshold(-0.5, "entropy")), tmp_path / "exported", web=True)
     assert read_json(tmp_path / "exported" / "web.json")["curve"] is None
 
 
-def test_a_model_that_is_read_through_a_prompt_is_refused(run):
-    with pytest.raises(WrongArguments, match="a classifier of sentences or a decoder, .* is read through a prompt"):
-        page.check_page(run._replace(config=run.config | {"unit": "prompts"}))
+def test_a_run_that_a_page_cannot_show_is_refused(small_run, checkpoint_folder, task_folder, tmp_path):
+    class Retrieving(NeverExit):
+        plans_from_texts = True
 
-
-def test_a_model_whose_tokens_leave_within_a_row_is_refused(tmp_path):
-    made = train("hashee", out=tmp_path / "run", max_train=40, epochs=1)
-    with pytest.raises(WrongArguments, match="here tokens exit within a row"):
-        page.check_page(made)
+    for run, message in (
+        (small_run._replace(config=small_run.config | {"unit": "prompts"}), "a decoder, .* is read through a prompt"),
+        (train("hashee", checkpoint_folder, task_folder, tmp_path / "run", epochs=1), "tokens exit within a row"),
+        (small_run._replace(rule=Retrieving()), "retrieves texts"),
+    ):
+        with pytest.raises(WrongArguments, match=message):
+            page.check_page(run)
 
 
 PACKAGES = {  # what npm would fetch
@@ -707,9 +718,9 @@ def export_page(run, folder, capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_libraries_are_fetched_where_npm_is_installed(run, tmp_path, npm, capsys):
+def test_the_libraries_are_fetched_where_npm_is_installed(small_run, tmp_path, npm, capsys):
     npm()
-    *_, fetching, last = export_page(run, tmp_path / "exported", capsys)
+    *_, fetching, last = export_page(small_run, tmp_path / "exported", capsys)
     assert fetching == "Fetching the page's libraries with npm."
     assert last == f"Page: python -m http.server -d {tmp_path / 'exported'}"
     fetched = tmp_path / "exported" / page.VENDOR
@@ -720,25 +731,17 @@ def test_the_libraries_are_fetched_where_npm_is_installed(run, tmp_path, npm, ca
     assert (tmp_path / "given").read_text().startswith("ci --prefix")  # with the checksums of package-lock.json
 
 
-def test_what_npm_says_where_it_fails_is_said_with_the_command(run, tmp_path, npm, capsys):
+def test_what_npm_says_where_it_fails_is_said_with_the_command(small_run, tmp_path, npm, capsys):
     npm(fails="npm error code ENOTFOUND")
-    last = export_page(run, tmp_path / "exported", capsys)[-1]
+    last = export_page(small_run, tmp_path / "exported", capsys)[-1]
     command = page.vendor_command(tmp_path / "exported")
     assert last == f"Page, without its libraries (npm error code ENOTFOUND): run {command}"
     assert not list((tmp_path / "exported").glob("vendor*"))
 
 
-def test_without_npm_it_is_said_how_to_make_the_libraries(run, tmp_path, npm, monkeypatch, capsys):
+def test_without_npm_it_is_said_how_to_make_the_libraries(small_run, tmp_path, npm, monkeypatch, capsys):
     monkeypatch.setattr(page.shutil, "which", lambda name: None)
-    *_, before, last = export_page(run, tmp_path / "exported", capsys)
+    *_, before, last = export_page(small_run, tmp_path / "exported", capsys)
     command = page.vendor_command(tmp_path / "exported")
     assert before == f"Exported: {tmp_path / 'exported'}"
     assert last == f"Page, without its libraries (npm is not installed): run {command}" and "vendor.sh" in command
-
-
-def test_a_rule_that_retrieves_is_refused(run):
-    class Retrieving(NeverExit):
-        plans_from_texts = True
-
-    with pytest.raises(WrongArguments, match="retrieves texts"):
-        page.check_page(run._replace(rule=Retrieving()))
