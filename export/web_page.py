@@ -84,7 +84,7 @@ def _about(rule: Rule) -> dict:
     """
     words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.runtime_settings}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
-    knob = rule.__dataclass_fields__[rule.knob].metadata["help"] if rule.knob else ""
+    knob = rule.__dataclass_fields__[rule.knob].metadata.get("help", "") if rule.knob else ""
     return {"words": " ".join(words.split()), "fixed": fixed, "compares": rule.runtime_inputs, "knob": knob}
 
 

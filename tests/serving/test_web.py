@@ -669,8 +669,9 @@ def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(run, exported
     assert (scores[own], layers[own]) == (metrics["hold_out"]["accuracy"], metrics["hold_out"]["mean_layers"])
 
 
-def test_a_rule_that_was_not_measured_has_no_curve(small_run, tmp_path):
-    export(small_run._replace(rule=Threshold(-0.5, "entropy")), tmp_path / "exported", web=True)
+@pytest.mark.parametrize("rule", [Threshold(-0.5, "entropy"), Svm((1.0,) * 2, (1.0,) * 2, (-0.65,) * 2)], ids=str)
+def test_a_rule_that_was_not_measured_has_no_curve(small_run, tmp_path, rule):
+    export(small_run._replace(rule=rule), tmp_path / "exported", web=True)
     assert read_json(tmp_path / "exported" / "web.json")["curve"] is None
 
 
