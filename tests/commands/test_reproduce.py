@@ -301,8 +301,11 @@ def tiny(tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
-def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
+def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder):
     pytest.importorskip("matplotlib")
+    (experiment,) = TINY["experiments"]
+    small = experiment["options"] | {"model": str(checkpoint_folder), "exits": [1, 3]}
+    (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": [experiment | {"options": small}]}))
     labelled, rules_of = [], measures.rules_of
     monkeypatch.setattr(
         measures, "rules_of", lambda run, on, task: labelled.append(on.labels is not None) or rules_of(run, on, task)
@@ -319,7 +322,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch):
     text, kept = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
     figures = kept["seeds"]["0"]["figures"]
     assert 0.3 < figures["full"] < 1 and 0 <= figures["saved at one point"] < 1
-    assert figures["steps"] == 2 and figures["trained parameters"] > 1e5
+    assert figures["steps"] == 2 and figures["trained parameters"] > 1e3
     assert {each["lr"] for each in kept["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
     assert kept["chosen"]["lr"] == max(kept["tried"], key=lambda each: each["hold-out"])["lr"]
     assert f"| joint | {figures['full']:.3f}".replace(" 0.", " .") in text

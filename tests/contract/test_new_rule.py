@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-from test_serve_http import ask, serving
+from http_server import ask, serving
 
 from mini_ee import load_run, train
 from mini_ee.backbones.hub import load_backbone

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_decoder
-from test_serve_http import ask, serving, together
+from http_server import ask, serving, together
 
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json

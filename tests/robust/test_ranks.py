@@ -70,11 +70,11 @@ def models(tmp_path_factory, checkpoint_folder, decoder_checkpoint):
 # What ranks do: each of these runs in all of them, or in this process
 
 
-def train_all(folder, models, task):
-    """Every method in turn."""
-    for method, options in METHODS.items():
+def train_each(methods, folder, models, task):
+    """These methods in turn."""
+    for method in methods:
         given = (models[1], None) if method == "self-supervised" else (models[0], task)
-        mini_ee.train(method, *given, folder / method, **options)
+        mini_ee.train(method, *given, folder / method, **METHODS[method])
 
 
 def options(model, task, out):
@@ -84,8 +84,8 @@ def options(model, task, out):
 
 
 def resume(out, model, task):
-    """By the command line, which says what it says in a file."""
-    with open(out.with_name("said"), "a") as said, contextlib.redirect_stdout(said):
+    """By the command line, which prints to a file."""
+    with open(out.with_name("printed"), "a") as printed, contextlib.redirect_stdout(printed):
         assert main(["train", "joint", *options(model, task, out), "--resume", "--json"]) == 0
 
 
@@ -95,9 +95,9 @@ def collect(folder, model, task):
     mini_ee.train("raee", model, task, folder, shots=3, epochs=2, k=2, **words)
 
 
-def fail(said):
+def fail(printed):
     """One rank fails, and the other with it."""
-    sys.__stderr__ = open(said, "a")
+    sys.__stderr__ = open(printed, "a")
     with ranks.together("cpu"):
         ranks.wait()
         if ranks.rank() == 1:
@@ -135,14 +135,6 @@ def on_ranks(world, job, *given):
 # Equal to one process
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory, models, task_folder):
-    """What one process trains."""
-    folder = tmp_path_factory.mktemp("alone")
-    train_all(folder, models, task_folder)
-    return folder
-
-
 def weights(run):
     return {
         f"{path.relative_to(run)} {name}": tensor
@@ -151,15 +143,17 @@ def weights(run):
     }
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_so_many_ranks_give_the_weights_of_one_process(tmp_path, alone, models, task_folder, world):
-    assert on_ranks(world, train_all, tmp_path, models, task_folder) == [0] * world
-    for method in METHODS:
-        expected, found = weights(alone / method), weights(tmp_path / method)
+@pytest.mark.parametrize(("world", "methods"), [(2, ("joint", "self-supervised")), (3, ("lora-exits", "consistent"))])
+def test_so_many_ranks_give_the_weights_of_one_process(tmp_path, models, task_folder, world, methods):
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    train_each(methods, alone, models, task_folder)
+    assert on_ranks(world, train_each, methods, several, models, task_folder) == [0] * world
+    for method in methods:
+        expected, found = weights(alone / method), weights(several / method)
         assert expected.keys() == found.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=SAME, msg=f"{method}: {name}")
-        for one, other in zip(*(read_json(folder / method / "metrics.json")["epochs"] for folder in (alone, tmp_path))):
+        for one, other in zip(*(read_json(folder / method / "metrics.json")["epochs"] for folder in (alone, several))):
             assert one["loss"] == pytest.approx(other["loss"], abs=SAME), method
 
 
@@ -172,7 +166,7 @@ def test_raee_tunes_on_all_ranks_and_the_first_collects(tmp_path, models, task_f
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=SAME, msg=name)
 
 
-def test_a_unit_is_of_one_rank_and_of_all_where_there_are_fewer_units_than_ranks(monkeypatch):
+def test_ranks_share_the_examples_and_all_have_all_if_there_are_fewer_than_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "world", lambda: 3)
     for count, shares in ((7, [[0, 3, 6], [1, 4], [2, 5]]), (2, [[0, 1]] * 3)):
         for rank, share in enumerate(shares):
@@ -180,7 +174,7 @@ def test_a_unit_is_of_one_rank_and_of_all_where_there_are_fewer_units_than_ranks
             assert ranks.share(np.arange(count)).tolist() == share
 
 
-def test_gradients_are_those_of_the_mean_over_all_units_and_none_stays_none_where_no_rank_has_one(monkeypatch):
+def test_gradients_are_those_of_the_mean_over_all_examples_and_none_if_no_rank_has_one(monkeypatch):
     """Three units here, one on the other rank, whose sums are made by hand; LayerSkip passes over whole layers."""
     random = np.random.default_rng(0)
     a, b, c = (torch.zeros(2, 2), torch.zeros(3), torch.zeros(1))
@@ -224,8 +218,8 @@ def killed(tmp_path_factory, models, task_folder):
             time.sleep(0.01)
         os.kill(pid_of_rank(1, torchrun.pid), signal.SIGKILL)
         begin = time.monotonic()
-        said = torchrun.communicate(timeout=60)
-    return torchrun.returncode, said, time.monotonic() - begin, out
+        printed = torchrun.communicate(timeout=60)
+    return torchrun.returncode, printed, time.monotonic() - begin, out
 
 
 def pid_of_rank(rank, parent):
@@ -241,9 +235,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 @needs_proc
 def test_a_killed_rank_ends_all_with_one_line(killed):
-    status, (said, told), seconds, out = killed
-    assert status == 1 and seconds < 60 and not said and not out.exists()
-    assert [line for line in told.splitlines() if line.startswith("mini-ee")] == [f"mini-ee train: {ranks.ENDED}"], told
+    status, (output, errors), seconds, out = killed
+    assert status == 1 and seconds < 60 and not output and not out.exists()
+    lines = [line for line in errors.splitlines() if line.startswith("mini-ee")]
+    assert lines == [f"mini-ee train: {ranks.ENDED}"], errors
 
 
 @pytest.fixture(scope="module")
@@ -256,28 +251,28 @@ def whole(tmp_path_factory, models, task_folder):
 
 @needs_proc
 @pytest.mark.parametrize("world", [1, 3])
-def test_another_number_of_ranks_goes_on_to_an_equal_score(tmp_path, killed, whole, models, task_folder, world):
+def test_another_number_of_ranks_resumes_to_an_equal_score(tmp_path, killed, whole, models, task_folder, world):
     shutil.copytree(killed[3].with_name("run.training"), tmp_path / "run.training")
     given = tmp_path / "run", models[0], task_folder
     if world == 1:
         resume(*given)
     else:
         assert on_ranks(world, resume, *given) == [0] * world
-    said = json.loads((tmp_path / "said").read_text())  # of the first rank alone
-    assert said["per_exit_accuracy"] == whole
+    answer = json.loads((tmp_path / "printed").read_text())  # of the first rank alone
+    assert answer["per_exit_accuracy"] == whole
 
 
-def test_the_first_rank_that_fails_says_why_and_no_other(tmp_path):
-    assert on_ranks(2, fail, tmp_path / "said") == [1, 1]
-    said = (tmp_path / "said").read_text()
-    assert said.count("Error: ") == said.count("ValueError: rank 1 has a reason") == 1
+def test_only_the_first_rank_that_fails_prints_its_error(tmp_path):
+    assert on_ranks(2, fail, tmp_path / "printed") == [1, 1]
+    printed = (tmp_path / "printed").read_text()
+    assert printed.count("Error: ") == printed.count("ValueError: rank 1 has a reason") == 1
 
 
 # Precision
 
 
 @pytest.mark.parametrize("method", ["joint", "lora-exits"])
-def test_bf16_is_of_the_steps_alone_and_its_losses_are_within_noise(tmp_path, models, task_folder, method):
+def test_bf16_is_for_the_steps_alone_and_its_losses_are_within_noise(tmp_path, models, task_folder, method):
     runs = {}
     for precision in PRECISIONS:
         given = method, models[0], task_folder, tmp_path / precision

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from http_server import KILLS, PROMPTS, SENTENCES, ask, run_block, serving, together
 
 from mini_ee.cli import serve
 from mini_ee.cli.main import main, parser
@@ -31,66 +31,13 @@ from mini_ee.export.serving.monitoring import Guarantee
 from mini_ee.export.serving.worker import ENDING, LATE, LONG
 from mini_ee.rules import FixedExit
 
-THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
-SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
-PROMPTS = ["the film was", "a meal", "book and song and room", "the", "very very good"]
 JSON_HEAD = b"HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-KILLS = int(os.environ.get("MINI_EE_KILLS", 3))
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-@contextmanager
-def serving(engine, hosts=Hosts("127.0.0.1"), **settings):
-    """A server of this process on a free port; its worker and its port."""
-    import uvicorn
-
-    made, began = [], threading.Event()
-
-    class Kept(uvicorn.Server):
-        def __init__(self, config):
-            super().__init__(config)
-            made.append(self)
-
-    original, uvicorn.Server = uvicorn.Server, Kept
-    address = []
-    worker = Worker(engine, **settings)
-    thread = threading.Thread(
-        target=server.serve,
-        args=(worker, "127.0.0.1", 0, lambda told: (address.append(told), began.set()), hosts),
-    )
-    thread.start()
-    try:
-        assert began.wait(10)
-        yield worker, int(address[0].rpartition(":")[2])
-    finally:
-        uvicorn.Server = original
-        made[0].should_exit = True
-        thread.join(20)
-        assert not thread.is_alive() and worker.state == "drained"
 
 
 @pytest.fixture(scope="module")
 def served(runtime):
     with serving(engine_of(runtime, guarantee=Guarantee(0.5, 0.9)), max_open=32) as (worker, port):
         yield worker, port
-
-
-def ask(port, body, path="/classify", method="POST", headers=None):
-    """(status, JSON, headers) of one request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        body = json.dumps(body).encode() if isinstance(body, dict) else body
-        connection.request(method, path, body, {"content-type": "application/json"} if headers is None else headers)
-        response = connection.getresponse()
-        said = response.read()
-        json_ = response.headers["content-type"].startswith("application/json")
-        return response.status, json.loads(said) if json_ else said.decode(), response.headers
-    finally:
-        connection.close()
 
 
 # ---- What it answers ----
@@ -162,21 +109,6 @@ def slowed(engine, seconds):
     run = engine.run
     engine.run = lambda at, rows: (time.sleep(seconds), run(at, rows))
     return engine
-
-
-def together(port, bodies, path="/classify"):
-    """Many requests at a time: their answers."""
-    found = [None] * len(bodies)
-
-    def one(at):
-        found[at] = ask(port, bodies[at], path)
-
-    threads = [threading.Thread(target=one, args=(at,)) for at in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def test_a_server_that_takes_no_more_is_unwell_and_says_why(runtime):
@@ -759,30 +691,10 @@ def test_a_wrong_number_of_replicas_is_told(capsys, replicas, message):
 
 
 # ---- The page ----
-def ran(which):
-    """A block of shell of the page, as it stands but on fewer rows and a free port: what it installs and prints.
-
-    What needs torch runs in this process, which has it.
-    """
-    page = (Path(server.__file__).parent / "README.md").read_text()
-    install, *lines = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)[which].splitlines()
-    rest = []
-    for line in lines:
-        program, *words = shlex.split(line.replace("--max-train 200", "--max-train 40"), comments=True)
-        if program == "mini-ee" and words[0] in ("train", "export"):
-            assert main(words) == 0
-        else:
-            rest.append(line)
-    script = "\n".join(rest).replace("8000", str(free_port())).replace("mini-ee ", f"{sys.executable} -m mini_ee ")
-    found = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=180)
-    assert found.returncode == 0, found.stderr
-    return install, found
-
-
 @pytest.mark.skipif(not shutil.which("curl"), reason="the page asks by curl")
 def test_the_page_from_export_to_a_running_server_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    install, found = ran(0)
+    install, found = run_block(0)
     assert install.startswith("pip install") and '"layers": ' in found.stdout
     assert 'mini_ee_requests_total{outcome="answered"} 1' in found.stdout
     assert "drained; 1 requests answered" in found.stderr

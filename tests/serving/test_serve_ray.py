@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from test_serve_http import KILLS, PROMPTS, SENTENCES, ask, free_port, ran, together
+from http_server import KILLS, PROMPTS, SENTENCES, ask, free_port, run_block, together
 
 from mini_ee.cli.main import main
 from mini_ee.export.serving.app import head, line
@@ -308,7 +308,7 @@ def test_the_page_from_export_to_two_replicas_runs_as_it_stands(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split("train joint --exits 4,8,12 --max-train 40 --epochs 1 --out run")) == 0
     assert main(shlex.split("export run --segments --out served")) == 0
-    install, found = ran(1)
+    install, found = run_block(1)
     assert install == "pip install -q -e '.[ray]'" and '"layers": ' in found.stdout
     assert "1" in re.findall(r'replica="\w+",outcome="answered"} (\d)', found.stdout)
     assert "drained; 1 requests answered" in found.stderr

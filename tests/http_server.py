@@ -1,0 +1,111 @@
+"""A server of this process and its clients, for the tests of everything that is served over HTTP."""
+
+import http.client
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mini_ee.cli.main import main
+from mini_ee.export.serving import Worker, server
+from mini_ee.export.serving.hosts import Hosts
+from mini_ee.training import holdout
+
+THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
+SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
+PROMPTS = ["the film was", "a meal", "book and song and room", "the", "very very good"]
+KILLS = int(os.environ.get("MINI_EE_KILLS", 1))  # moments; 50 by hand
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextmanager
+def serving(engine, hosts=Hosts("127.0.0.1"), **settings):
+    """A server of this process on a free port; its worker and its port."""
+    import uvicorn
+
+    made, began = [], threading.Event()
+
+    class Noted(uvicorn.Server):
+        def __init__(self, config):
+            super().__init__(config)
+            made.append(self)
+
+    original, uvicorn.Server = uvicorn.Server, Noted
+    address = []
+    worker = Worker(engine, **settings)
+    thread = threading.Thread(
+        target=server.serve,
+        args=(worker, "127.0.0.1", 0, lambda line: (address.append(line), began.set()), hosts),
+    )
+    thread.start()
+    try:
+        assert began.wait(10)
+        yield worker, int(address[0].rpartition(":")[2])
+    finally:
+        uvicorn.Server = original
+        made[0].should_exit = True
+        thread.join(20)
+        assert not thread.is_alive() and worker.state == "drained"
+
+
+def ask(port, body, path="/classify", method="POST", headers=None):
+    """(status, JSON, headers) of one request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        body = json.dumps(body).encode() if isinstance(body, dict) else body
+        connection.request(method, path, body, {"content-type": "application/json"} if headers is None else headers)
+        response = connection.getresponse()
+        content, kind = response.read(), response.headers["content-type"]
+        found = json.loads(content) if kind.startswith("application/json") else content.decode()
+        return response.status, found, response.headers
+    finally:
+        connection.close()
+
+
+def together(port, bodies, path="/classify"):
+    """The answers of requests that are sent at the same time."""
+    found = [None] * len(bodies)
+
+    def one(at):
+        found[at] = ask(port, bodies[at], path)
+
+    threads = [threading.Thread(target=one, args=(at,)) for at in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def run_block(which):
+    """Run a block of shell of export/serving/README.md, but on fewer examples and a free port.
+
+    Returns its line that installs, and the finished process. What needs torch runs in this process, which has it.
+    """
+    page = (Path(server.__file__).parent / "README.md").read_text()
+    install, *lines = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)[which].splitlines()
+    rest = []
+    for line in lines:
+        program, *words = shlex.split(line.replace("--max-train 200", "--max-train 40"), comments=True)
+        if program == "mini-ee" and words[0] in ("train", "export"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(holdout, "TEST_ROWS", 50)
+                assert main(words) == 0
+        else:
+            rest.append(line)
+    script = "\n".join(rest).replace("8000", str(free_port())).replace("mini-ee ", f"{sys.executable} -m mini_ee ")
+    found = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=180)
+    assert found.returncode == 0, found.stderr
+    return install, found
