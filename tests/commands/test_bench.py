@@ -97,7 +97,7 @@ def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch):
     ("argv", "message"),
     [
         *(((name, "--model", "LLAMA"), "holds a llama; this benchmark takes an encoder") for name in OF_ENCODERS),
-        (("serve", "--model", "EXPORTED"), "holds a decoder; this benchmark takes a classifier, or no --model"),
+        (("serve", "--model", "EXPORTED"), "contains a decoder; this benchmark takes a classifier, or no --model"),
         (("exit-tax", "--large"), "--large is for retrieval, which builds a datastore"),
         (("exit-tax", "--task", "x"), "--task and --picture are for serve"),
         (("exit-tax", "--picture", "x.png"), "--task and --picture are for serve"),
