@@ -180,7 +180,7 @@ class NeverExit(Rule):
 class FixedExit(Rule):
     """Every row exits at the same exit. `exit` is an index into exits, from 0."""
 
-    exit: int = option(help="layer at which every example or token exits", flag="--layer")
+    exit: int = option(help="exit layer of every example or token", flag="--layer")
     name = "fixed"
     needs = None
 
@@ -234,7 +234,9 @@ class Threshold(Rule):
     inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
     """
 
-    threshold: float | tuple[float, ...] = option(help="one number, or one for each exit: --threshold=.8,.8,.9")
+    threshold: float | tuple[float, ...] = option(
+        help="threshold of the confidence measure: one number, or one for each exit (--threshold=.8,.8,.9)"
+    )
     measure: str = option("max_probability", "confidence measure", choices=tuple(THRESHOLD_LIMITS))
     name = "threshold"
 
@@ -283,8 +285,8 @@ class Patience(Rule):
     predictions are equal if they differ by less than `tolerance`.
     """
 
-    patience: int = option(help="consecutive exits that must agree (patience) or be confident")
-    tolerance: float = option(0.5, "for regression: predictions that differ by less are equal", above=0)
+    patience: int = option(help="number of consecutive exits that must agree (patience) or be confident")
+    tolerance: float = option(0.5, "difference below which two predictions of a regression are equal", above=0)
     name = "patience"
 
     def __post_init__(self):
@@ -323,8 +325,8 @@ class PatienceConfidence(Rule):
     Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` is at least `threshold`, the same for all exits.
     """
 
-    patience: int = option(help="consecutive exits that must agree (patience) or be confident")
-    threshold: float = option(help="one number")
+    patience: int = option(help="number of consecutive exits that must agree (patience) or be confident")
+    threshold: float = option(help="threshold of the confidence measure")
     measure: str = option("max_probability", "confidence measure", choices=tuple(THRESHOLD_LIMITS))
     name = "patience-confidence"
 
@@ -359,7 +361,7 @@ class Policy(Rule):
     0 means always, 1 never. Raises ValueError for a cut outside [0, 1], and if the model has no policy.
     """
 
-    cut: float = option(0.5, "exit if the policy's probability is above", least=0, most=1)
+    cut: float = option(0.5, "exit probability of the policy above which an example or token exits", least=0, most=1)
     name = "policy"
     needs = "state"
     needs_policy = True
@@ -397,7 +399,7 @@ class QExit(Rule):
     and if the model has no policy. The memory is -ln prod (1 - sigmoid(exit_logit)), a sum of softplus over exits.
     """
 
-    q: float = option(0.5, "exit if the cumulative exit probability is above", least=0, most=1)
+    q: float = option(0.5, "cumulative exit probability above which an example exits", least=0, most=1)
     name = "q-exit"
     needs = "state"
     needs_policy = True

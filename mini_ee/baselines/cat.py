@@ -66,7 +66,7 @@ class Config(Settings):
     target: str = option(
         "label", "target of the inner exits: the label, or the prediction of the last exit", choices=("label", "last")
     )
-    shared: bool = option(False, "one meta classifier for all exits, instead of one per exit")
+    shared: bool = option(False, "share one meta classifier among all exits, in place of one per exit")
     apart: float = option(
         0.2, "share of train that is set apart for temperatures and meta classifiers", above=0, below=1
     )

@@ -77,7 +77,7 @@ class Config(Settings):
     """Settings of the method."""
 
     shallow: int | None = option(
-        None, "S, the layer of the first exit; else a quarter of all layers", least=1, metavar="LAYER"
+        None, "layer S of the first exit", least=1, metavar="LAYER", default_text="a quarter of all layers"
     )
     match: str = option(
         "dynamic",

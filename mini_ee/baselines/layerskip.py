@@ -48,15 +48,16 @@ class Config(Settings):
     """Settings of the method."""
 
     dropout: float = option(
-        0.1, "p_max, dropout probability of the last layer", flag="--layer-dropout", least=0, below=1
+        0.1, "dropout probability p_max of the last layer", flag="--layer-dropout", least=0, below=1
     )
-    ramp: str = option("constant", "S, growth of the dropout during training", choices=RAMPS)
-    scale: float = option(1.0, "e_scale, weight of the losses of the exits before the last", least=0)
-    curriculum: str = option("rotational", "C, choice of the exits that learn at a step", choices=CURRICULA)
+    ramp: str = option("constant", "growth S of the dropout during training", choices=RAMPS)
+    scale: float = option(1.0, "weight e_scale of the losses of the exits before the last", least=0)
+    curriculum: str = option("rotational", "choice C of the exits that learn at a step", choices=CURRICULA)
     rotation: int | None = option(
         None,
-        "R, of which every R-th exit learns at a step; else one exit at a time, and the last",
+        "distance R between the exits that learn at a step",
         least=1,
+        default_text="one exit at a time, and the last",
         unused_when=("curriculum", "gradual"),
     )
 

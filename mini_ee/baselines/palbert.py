@@ -46,7 +46,7 @@ class Config(Settings):
     """Settings of the method."""
 
     beta: float = option(0.5, "weight of the divergence from the prior", least=0)
-    prior: float = option(0.1, "lambda_p, probability to exit after a layer under the prior", above=0, below=1)
+    prior: float = option(0.1, "probability lambda_p to exit after a layer under the prior", above=0, below=1)
     kl: str = option(
         "forward",
         "divergence from the prior: KL(prior || p) (forward), or KL(p || prior) (reverse)",

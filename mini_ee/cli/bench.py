@@ -3,7 +3,7 @@
 from importlib import import_module
 from pathlib import Path
 
-HELP = "ratios measured side by side in one process"
+HELP = "measure ratios of times, side by side in one process"
 EXAMPLE = "mini-ee bench exit-tax --threads 2"
 ENCODERS = "mini_ee.experiments.bench.encoders"
 BENCHES = {  # name -> the module that has bench_NAME
@@ -19,15 +19,18 @@ BENCHES = {  # name -> the module that has bench_NAME
 
 
 def add(sub) -> None:
-    sub.add_argument("name", choices=(*BENCHES, "all"), metavar="NAME", help=", ".join((*BENCHES, "all")))
+    sub.add_argument("name", choices=(*BENCHES, "all"), metavar="NAME", help=f"benchmark: {', '.join(BENCHES)} or all")
     sub.add_argument(
         "--model",
         type=Path,
-        help="weights of the minilm cases (a decoder: of stories260k's); random ones by default",
+        metavar="DIR",
+        help="folder of the weights of MiniLM, or of stories260k for decode (default random weights)",
     )
-    sub.add_argument("--task", metavar="DIR", help="serve: whose sentences come; built-in reviews by default")
-    sub.add_argument("--picture", type=Path, metavar="PNG", help="serve: times against load")
-    sub.add_argument("--large", action="store_true", help="retrieval: a datastore of a million rows too; takes long")
+    sub.add_argument(
+        "--task", metavar="DIR", help="folder of a task with sentences, for serve (default built-in reviews)"
+    )
+    sub.add_argument("--picture", type=Path, metavar="PNG", help="PNG file: times against load, for serve")
+    sub.add_argument("--large", action="store_true", help="also measure a datastore of a million rows, for retrieval")
 
 
 def run(args, say) -> dict:

@@ -7,34 +7,46 @@ from mini_ee.cli.command_options import add_task, given_options, number, positiv
 from mini_ee.confidence import MEASURES
 from mini_ee.errors import WrongArguments
 
-HELP = "thresholds under which exits agree with the full model as often as epsilon; they become the run's rule"
+HELP = "calibrate thresholds for an agreement with the full model; they become the run's rule"
 EXAMPLE = "mini-ee calibrate run --epsilon .95 --delta .05"
-MEASURE = "confidence measure (default that of the run's rule, else max_probability, of tokens breaking_ties)"
+MEASURE = "confidence measure (default the one of the run's rule, else max_probability, for tokens breaking_ties)"
+HELD_OUT = "default the examples that the training held out to test the default rule"
 BATCH = 32
 
 
 def add(sub) -> None:
-    sub.add_argument("run", type=Path, metavar="RUN")
-    add_task(sub, "rows like those that will be served; by default those of the training that were held out as a test")
-    sub.add_argument("--split", help="of --task; by default its train rows that were held out to test the default rule")
-    sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
+    sub.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    add_task(sub, f"folder of a task with examples like those in service ({HELD_OUT})")
+    sub.add_argument("--split", help=f"split of --task ({HELD_OUT})")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the run's backbone, if it moved")
     sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
-    sub.add_argument("--epsilon", type=number, required=True, help="the least share that agrees, above 0, at most 1")
-    sub.add_argument("--delta", type=number, help="the guarantee holds for fresh rows but for this chance")
+    sub.add_argument(
+        "--epsilon", type=number, required=True, help="least agreement with the full model, above 0, at most 1"
+    )
+    sub.add_argument("--delta", type=number, help="probability that the guarantee fails (default no guarantee)")
     sub.add_argument(
         "--guarantee",
         choices=("exits", "conformal"),
         default="exits",
-        help="of each exit; or, with one cut for all, of the answer wherever a row leaves",
+        help="guarantee: of each exit's agreement, or (conformal, one threshold) of the final predictions' agreement",
     )
     measures = (*MEASURES, "exit_logit")
     sub.add_argument("--measure", choices=measures, help=MEASURE)
-    sub.add_argument("--sets", type=positive, metavar="N", help="also draw N calibration sets: how often is it broken?")
-    sub.add_argument("--text", type=Path, metavar="FILE", help="tokens: a text; else the model writes some")
-    sub.add_argument("--prompt", action="append", metavar="TEXT", help="tokens: it goes on from this; may be repeated")
-    sub.add_argument("--greedy", action="store_true", help="tokens: with the likeliest ones, once from each prompt")
-    sub.add_argument("--texts", type=positive, metavar="N", help="tokens: so many texts; 512, of a file all")
-    sub.add_argument("--new-tokens", type=positive, metavar="N", help="tokens: of each text; 64")
+    sub.add_argument(
+        "--sets", type=positive, metavar="N", help="number of calibration sets on which the guarantee is checked"
+    )
+    sub.add_argument(
+        "--text", type=Path, metavar="FILE", help="text file, for a decoder (default text that it generates)"
+    )
+    prompt = "prompt for a decoder's generated text; may be repeated (default built-in prompts)"
+    sub.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
+    sub.add_argument("--greedy", action="store_true", help="generate text greedily, once from each prompt")
+    sub.add_argument(
+        "--texts", type=positive, metavar="N", help="number of texts, for a decoder (default 512, or all of a file)"
+    )
+    sub.add_argument(
+        "--new-tokens", type=positive, metavar="N", help="number of tokens per text, for a decoder (default 64)"
+    )
 
 
 def run(args, say) -> dict:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-HELP = "one sentence through the exits, layer by layer"
+HELP = "predict the label of one sentence at every exit"
 EXAMPLE = 'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."'
 SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 
@@ -10,9 +10,9 @@ SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
 def add(sub) -> None:
     from mini_ee.cli.rule_options import add_own, add_rule
 
-    sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED")
-    sub.add_argument("--text", required=True, help="the sentence")
-    sub.add_argument("--text-b", help="the second sentence, for tasks on pairs")
+    sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
+    sub.add_argument("--text", required=True, help="sentence to classify")
+    sub.add_argument("--text-b", help="second sentence, if the task has pairs")
     add_where(sub)
     add_rule(sub)
     add_own(sub)
@@ -20,11 +20,13 @@ def add(sub) -> None:
 
 def add_where(sub, device: bool = True, schedules: bool = True) -> None:
     """Where a run's parts are and what computes; said here without torch, opened in cli/open.py."""
-    sub.add_argument("--model", type=Path, metavar="DIR", help="where the run's backbone is now, if it moved")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the run's backbone, if it moved")
     if device:
         sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     if schedules:
-        sub.add_argument("--schedule", choices=SCHEDULES, help="which LoRA streams start together (default restart)")
+        sub.add_argument(
+            "--schedule", choices=SCHEDULES, help="streams of lora-exits that start together (default restart)"
+        )
 
 
 def run(args, say) -> dict:

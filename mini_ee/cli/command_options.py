@@ -2,8 +2,9 @@
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.settings import flag_of, has_several, scalar_type
@@ -56,22 +57,31 @@ def add_options(parser, settings: type, defaults: dict | None = None, lacks: tup
         if not each.metadata or each.name in lacks:
             continue
         kind, about = scalar_type(each.type), each.metadata
-        default = (defaults or {}).get(each.name, None if each.default is MISSING else each.default)
-        said = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        told = about["help"] + (f" (default {said})" if default is not None and kind is not bool else "")
-        told = told.replace("%", "%%")
+        help = help_of(each, (defaults or {}).get(each.name, each.default))
         flag, name = flag_of(each.name, about), {"dest": each.name, "default": argparse.SUPPRESS}
         if kind is bool:
-            parser.add_argument(flag, action="store_true", help=told, **name)
+            parser.add_argument(flag, action="store_true", help=help, **name)
             continue
         many = has_several(each.type)
         name |= {"metavar": about["metavar"]} if "metavar" in about else {}
         if about["choices"] is not None and not many:
-            parser.add_argument(flag, choices=about["choices"], help=told, **name)
+            parser.add_argument(flag, choices=about["choices"], help=help, **name)
         elif many and kind is str and about["choices"] is None and "metavar" in about:
-            parser.add_argument(flag, action="append", help=f"{told}; may be repeated", **name)
+            parser.add_argument(flag, action="append", help=help, **name)
         else:
-            parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=told, **name)
+            parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=help, **name)
+
+
+def help_of(setting: Field, default: Any) -> str:
+    """The help of a setting, which ends with this default, or with the words for it if it is None."""
+    if default is MISSING or isinstance(default, bool):
+        shown = None
+    elif default is None:
+        shown = setting.metadata.get("default_text")
+    else:
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    text = setting.metadata["help"] + ("" if shown is None else f" (default {shown})")
+    return text.replace("%", "%%")
 
 
 def add_task(parser, help: str) -> None:

@@ -7,25 +7,35 @@ from mini_ee.cli.command_options import add_task, positive, refuse, refuse_task_
 from mini_ee.cli.generate import add_sampling, sampling_of
 from mini_ee.errors import WrongArguments
 
-HELP = "several runs in one table, on one clock"
+HELP = "compare several runs in one table, with times measured in turns"
 EXAMPLE = "mini-ee compare run-a run-b"
 BATCH_SIZE = 32
 
 
 def add(sub) -> None:
-    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    add_task(sub, "task folder; by default the one of the trainings")
-    sub.add_argument("--split", help="split to report (default dev if there is one, else test)")
-    sub.add_argument("--max-rows", type=positive, metavar="N", help="rows of the task, or texts that are written; 100")
-    sub.add_argument("--batch-size", type=positive, help="rows of a batch; 1 shows latency (default 32)")
-    sub.add_argument("--model", type=Path, metavar="DIR", help="where the runs' backbone is now, if it moved")
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs or exports")
+    add_task(sub, "folder of a task (default the task of the trainings)")
+    sub.add_argument("--split", help="split to evaluate (default dev if there is one, else test)")
+    sub.add_argument(
+        "--max-rows",
+        type=positive,
+        metavar="N",
+        help="maximum number of examples or generated texts (default all examples, 100 texts)",
+    )
+    sub.add_argument("--batch-size", type=positive, help="batch size; 1 measures latency (default 32)")
+    sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the runs' backbone, if it moved")
     sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     sub.add_argument(
-        "--schedule", type=_schedules, metavar="S", help="runs whose exits have streams, under each: restart,parallel"
+        "--schedule",
+        type=_schedules,
+        metavar="S",
+        help="schedules of lora-exits, such as restart,parallel; one table row each (default restart)",
     )
-    sub.add_argument("--sweep", action="store_true", help="also the curve of each, and what it saves at little loss")
-    sub.add_argument("--picture", type=Path, metavar="PNG", help="loss and accuracy by layer; with --sweep all curves")
-    sub.add_argument("--text", type=Path, metavar="FILE", help="tokens: the stories, if they moved")
+    sub.add_argument("--sweep", action="store_true", help="also evaluate other values of each rule's setting")
+    sub.add_argument(
+        "--picture", type=Path, metavar="PNG", help="PNG file: loss and accuracy by layer; with --sweep curves"
+    )
+    sub.add_argument("--text", type=Path, metavar="FILE", help="file of the decoders' stories, if it moved")
     add_sampling(sub)
 
 

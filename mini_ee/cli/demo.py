@@ -8,7 +8,7 @@ from mini_ee.cli.command_options import add_options, add_task, given_options
 from mini_ee.data.columns import TaskOptions
 from mini_ee.errors import WrongArguments
 
-HELP = "the main job: train exits, decide when to stop, show accuracy against measured time"
+HELP = "train exits, choose an exit rule, and show accuracy against measured time"
 EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"
 ANSWER = "demo.json"
 
@@ -32,10 +32,12 @@ CURVE_COLUMNS = {
 def add(sub) -> None:
     from mini_ee.training.train_settings import RowOptions, TrainOptions
 
-    built_in = "the built-in 12-layer BERT, for which some defaults differ"
-    sub.add_argument("--model", type=Path, metavar="DIR", help=f"a checkpoint's folder; {built_in}")
-    add_task(sub, "task folder; the built-in reviews by default")
-    sub.add_argument("--out", type=Path, default=Path("mini-ee-demo"), help="report folder, replaced if there")
+    built_in = "default the built-in 12-layer BERT, for which some defaults differ"
+    sub.add_argument("--model", type=Path, metavar="DIR", help=f"folder of a checkpoint ({built_in})")
+    add_task(sub, "folder of a task (default the built-in reviews)")
+    sub.add_argument(
+        "--out", type=Path, default=Path("mini-ee-demo"), help="folder of the report; an earlier report is replaced"
+    )
     add_options(sub, TrainOptions)
     add_options(sub, RowOptions)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mini_ee.cli.command_options import add_task, positive, task_options
 from mini_ee.errors import WrongArguments
 
-HELP = "will early exit pay for this model and data? asked before any training (why ask: arXiv:2603.23701)"
+HELP = "estimate before any training whether early exit pays for a model and its data (see arXiv:2603.23701)"
 EXAMPLE = "mini-ee estimate bert-12x128 --task reviews"
 ROWS, TEXTS = 2000, 128
 SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an estimate, with its interval
@@ -14,16 +14,27 @@ SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an
 
 def add(sub) -> None:
     sub.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a checkpoint's folder; or bert-12x128 (default), llama-12x256"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder of a checkpoint, or a built-in one: bert-12x128 or llama-12x256 (default bert-12x128)",
     )
-    add_task(sub, "rows with labels, of train alone; the built-in reviews for bert-12x128")
-    sub.add_argument("--text", type=Path, metavar="FILE", help="text for a decoder, rows for an encoder, one a line")
-    sub.add_argument("--max-rows", type=positive, metavar="N", help=f"rows that are read, half to fit probes; {ROWS}")
+    add_task(sub, "folder of a task, of which the train split is read (default for bert-12x128: the built-in reviews)")
     sub.add_argument(
-        "--texts", type=positive, metavar="N", help=f"of a decoder, as pieces or as it writes them; {TEXTS}"
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="text file for a decoder, or examples without labels for an encoder, one per line",
     )
+    sub.add_argument("--max-rows", type=positive, metavar="N", help=f"maximum number of examples (default {ROWS})")
+    sub.add_argument("--texts", type=positive, metavar="N", help=f"number of texts, for a decoder (default {TEXTS})")
     sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
-    sub.add_argument("--picture", type=Path, metavar="PNG", help="what each layer says, and where units settle")
+    sub.add_argument(
+        "--picture",
+        type=Path,
+        metavar="PNG",
+        help="PNG file: agreement with the last layer, and where predictions settle",
+    )
 
 
 def run(args, say) -> dict:

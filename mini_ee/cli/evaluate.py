@@ -11,33 +11,49 @@ from mini_ee.data.metrics import majority
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import MEASUREMENTS
 
-HELP = "accuracy, layers saved and measured speed-up of a run"
+HELP = "measure accuracy, layers saved and speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"
 
 
 def add(sub) -> None:
     from mini_ee.cli.rule_options import add_own, add_rule
 
-    sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="or a decoder's checkpoint")
-    add_task(sub, "task folder; by default the one of the training; of tokens a benchmark's: HellaSwag, ...")
-    sub.add_argument("--split", help="split to report (default dev if there is one, else test)")
-    sub.add_argument("--max-rows", type=positive, metavar="N", help="of the task, drawn with the seed")
-    sub.add_argument("--batch-size", type=positive, default=32, help="rows of a batch; 1 shows latency")
+    sub.add_argument(
+        "run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run, of an export or of a decoder's checkpoint"
+    )
+    add_task(
+        sub, "folder of a task, or for decoders of a benchmark such as HellaSwag (default the task of the training)"
+    )
+    sub.add_argument("--split", help="split to evaluate (default dev if there is one, else test)")
+    sub.add_argument(
+        "--max-rows", type=positive, metavar="N", help="maximum number of examples, drawn with the seed (default all)"
+    )
+    sub.add_argument("--batch-size", type=positive, default=32, help="batch size; 1 measures latency")
     add_where(sub)
     add_rule(sub)
     add_own(sub)
     sub.add_argument(
         "--sweep",
         action="store_true",
-        help="also other values of the rule that --rule names (default threshold); of tokens everything over epsilon",
+        help="also evaluate other values of the rule's setting (decoders: other values of epsilon)",
     )
-    sub.add_argument("--overthinking", action="store_true", help="also rows right at an exit and wrong at a later one")
-    sub.add_argument("--neighbours", type=positive, metavar="N", help="a plan: also what it goes by, of N rows")
+    sub.add_argument(
+        "--overthinking", action="store_true", help="also list examples that are right at an exit, wrong at a later one"
+    )
+    sub.add_argument(
+        "--neighbours", type=positive, metavar="N", help="number of examples whose neighbours are printed (raee)"
+    )
     sub.set_defaults(hardness=False)
     if "hardness" in MEASUREMENTS:
-        sub.add_argument("--hardness", action="store_true", help="also the memorized layer, with its correlations")
-    sub.add_argument("--text", type=Path, metavar="FILE", help="tokens, --sweep: also perplexity of this text")
-    sub.add_argument("--picture", type=Path, metavar="PNG", help="--sweep of a plan or of tokens: the paper's figures")
+        sub.add_argument(
+            "--hardness", action="store_true", help="also measure the memorized layer and its correlations"
+        )
+    sub.add_argument(
+        "--text", type=Path, metavar="FILE", help="text file whose perplexity is measured too (decoders, --sweep)"
+    )
+    sub.add_argument(
+        "--picture", type=Path, metavar="PNG", help="PNG file for the paper's figures (raee or decoders, --sweep)"
+    )
 
 
 def run(args, say) -> dict:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mini_ee.cli.command_options import add_task, refuse_task_options
 
-HELP = "a run as ONNX, verified against torch"
+HELP = "export a run to ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
 
 
@@ -13,19 +13,21 @@ def add(sub) -> None:
     from mini_ee.cli.classify import add_where
     from mini_ee.cli.rule_options import add_own, add_rule
 
-    sub.add_argument("run", type=Path, metavar="RUN", help="or a decoder's checkpoint")
+    sub.add_argument("run", type=Path, metavar="RUN", help="folder of a run or of a decoder's checkpoint")
     where = sub.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="folder to write; must not be there")
-    where.add_argument("--triton", type=Path, metavar="DIR", help="or a model repository for Triton Inference Server")
-    add_task(sub, "verify on this task's sentences instead of the built-in ones")
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder of the export; must not exist")
+    where.add_argument("--triton", type=Path, metavar="DIR", help="folder of a model repository for Triton")
+    add_task(sub, "folder of a task whose sentences verify the export (default built-in sentences)")
     precision = sub.add_mutually_exclusive_group()
-    precision.add_argument("--fp16", action="store_true", help="half precision, for a GPU")
-    precision.add_argument("--int8", action="store_true", help="dynamic quantisation, for processors")
-    sub.add_argument("--segments", action="store_true", help="graphs by segment too, for other rules and re-batching")
+    precision.add_argument("--fp16", action="store_true", help="export in half precision, for GPUs")
+    precision.add_argument("--int8", action="store_true", help="export with dynamic quantisation, for CPUs")
+    sub.add_argument(
+        "--segments", action="store_true", help="also export a graph per segment, for other rules and re-batching"
+    )
     sub.add_argument(
         "--web",
         action="store_true",
-        help="a page that shows the model in a browser, offline; npm fetches its libraries",
+        help="also write a page that runs the model in a browser, offline; npm fetches its libraries",
     )
     add_where(sub, device=False)
     add_rule(sub)

@@ -10,7 +10,7 @@ from mini_ee.cli.command_options import number, positive, refuse
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV, Step
 
-HELP = "text from a decoder, as it comes"
+HELP = "generate text with a decoder, printed as it is generated"
 EXAMPLE = 'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95'
 WRITTEN_TOKENS, DRAFT = 100, 4
 COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the first exit, to red
@@ -19,34 +19,40 @@ COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the 
 def add(sub) -> None:
     from mini_ee.cli.rule_options import add_rule
 
-    sub.add_argument("run", type=Path, nargs="?", metavar="RUN", help="or a decoder's checkpoint; the built-in Llama")
+    about = "folder of a run or of a decoder's checkpoint (default the built-in Llama)"
+    sub.add_argument("run", type=Path, nargs="?", metavar="RUN", help=about)
     prompt = sub.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="what the text begins with")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it, in UTF-8")
-    sub.add_argument("--max-new-tokens", type=positive, metavar="N", help="100, or what the context has room for")
-    sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; may be repeated")
+    prompt.add_argument("--prompt", metavar="TEXT", help="beginning of the text")
+    prompt.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="file with the beginning of the text, in UTF-8"
+    )
+    most = "maximum number of generated tokens (default 100, or the rest of the context)"
+    sub.add_argument("--max-new-tokens", type=positive, metavar="N", help=most)
+    stop = "text before which the generation ends; may be repeated"
+    sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add_sampling(sub)
-    sub.add_argument("--repetition-penalty", type=number, default=1.0, help="above 1, tokens of the text get rarer")
+    penalty = "penalty on tokens that the text already contains; above 1 makes them rarer"
+    sub.add_argument("--repetition-penalty", type=number, default=1.0, help=penalty)
     add_where(sub, schedules=False)
     add_rule(sub)
     early = sub.add_argument_group("a run with exits")
     early.add_argument(
         "--missing-kv",
         choices=MISSING_KV,
-        help="keys and values of skipped layers: copy_state (from the exit's state) or recompute (default: as trained)",
+        help="keys and values of skipped layers: copy_state (from the exit's state) or recompute (default as trained)",
     )
-    early.add_argument("--lossless", action="store_true", help="the full model's own text: an exit drafts, it verifies")
-    early.add_argument("--draft", type=positive, metavar="N", help="tokens drafted at most before they are verified; 4")
     early.add_argument(
-        "--show-exits", action="store_true", help="colour tokens by the layer they left at, in a pipe too"
+        "--lossless", action="store_true", help="generate the full model's text: an exit drafts, the model verifies"
     )
+    early.add_argument("--draft", type=positive, metavar="N", help="maximum number of tokens per draft (default 4)")
+    early.add_argument("--show-exits", action="store_true", help="colour each token by its exit layer, also in a pipe")
 
 
 def add_sampling(sub) -> None:
     """How a token is drawn."""
-    sub.add_argument("--temperature", type=number, default=0.0, help="temperature; 0 takes the likeliest token")
-    sub.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens")
-    sub.add_argument("--top-p", type=number, metavar="P", help="draw from the fewest tokens that hold P of it all")
+    sub.add_argument("--temperature", type=number, default=0.0, help="sampling temperature; 0 is greedy")
+    sub.add_argument("--top-k", type=positive, metavar="K", help="number of most likely tokens to sample from")
+    sub.add_argument("--top-p", type=number, metavar="P", help="probability of the most likely tokens to sample from")
 
 
 def sampling_of(args, **more):

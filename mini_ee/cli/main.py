@@ -46,9 +46,11 @@ def parser(argv: list[str]) -> Parser:
 
 def add_common(sub: Parser) -> None:
     """What every command takes."""
-    sub.add_argument("--json", action="store_true", help="print exactly one JSON object")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--seed", type=seed, default=0, help="random seed")
-    sub.add_argument("--threads", type=threads, help="processor threads (default torch's or ONNX Runtime's choice)")
+    sub.add_argument(
+        "--threads", type=threads, help="number of CPU threads (default the choice of torch or ONNX Runtime)"
+    )
 
 
 def answer_of(args) -> dict:

@@ -15,24 +15,31 @@ def add(sub) -> None:
     sub.add_argument(
         "paper",
         choices=(*PAGES, *MEASURED),
-        help=f"a paper; what the shortest commands give; a check of `mini-ee estimate`; or a page of measurements, "
-        f"which is written from its JSON: {', '.join(MEASURED)}",
+        help=f"paper or other page of experiments, or page of measurements, made from its JSON: {', '.join(MEASURED)}",
     )
     sub.add_argument(
         "--measure",
         nargs="*",
         metavar="PART",
-        help="of a page of measurements: measure these parts anew, or all, before the page is written",
+        help="parts of a page of measurements that are measured again; all if none is named",
     )
-    sub.add_argument("--only", metavar="TABLE", help='one table, figure or claim, such as "Table 1"')
-    sub.add_argument("--quick", action="store_true", help="a small part, on the built-in models and data")
+    sub.add_argument("--only", metavar="TABLE", help='table, figure or claim, such as "Table 1" (default all)')
+    sub.add_argument("--quick", action="store_true", help="run a small part, on the built-in models and data")
     sub.add_argument(
-        "--seeds", type=positive, metavar="N", help="so many of each case, from --seed on; else as many as the page has"
+        "--seeds",
+        type=positive,
+        metavar="N",
+        help="number of seeds per case, from --seed on (default as many as the page has)",
     )
     sub.add_argument(
-        "--sources", type=Path, metavar="DIR", help="with weights/ and data/; $MINI_EE_SHARED or ../shared"
+        "--sources",
+        type=Path,
+        metavar="DIR",
+        help="folder of weights/ and data/ (default $MINI_EE_SHARED or ../shared)",
     )
-    sub.add_argument("--out", type=Path, metavar="DIR", help="where pages are written; results, or results-quick")
+    sub.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the pages (default results, with --quick results-quick)"
+    )
 
 
 def run(args, say) -> dict:

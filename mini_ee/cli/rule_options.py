@@ -2,7 +2,7 @@
 
 from dataclasses import MISSING, Field, fields, replace
 
-from mini_ee.cli.command_options import READERS
+from mini_ee.cli.command_options import READERS, help_of
 from mini_ee.data.settings import flag_of
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import RULES as OF_METHODS
@@ -28,12 +28,11 @@ OWN = {each.name: (name, each) for name in OF_METHODS for each in fields(rule_cl
 
 def add_rule(parser) -> None:
     """--rule, and the settings of all rules, each once."""
-    parser.add_argument("--rule", choices=tuple(named_rules()), help="instead of the run's own rule")
+    parser.add_argument("--rule", choices=tuple(named_rules()), help="exit rule (default the run's own)")
     group = parser.add_argument_group("settings of a rule")
     for name, each in rule_settings().items():
-        about, usual = each.metadata, "" if each.default is MISSING else f" (default {each.default})"
-        kind = {"type": READERS.get(each.type), "choices": about["choices"]}
-        group.add_argument(flag_of(name, about), dest=name, help=about["help"] + usual, **kind)
+        kind = {"type": READERS.get(each.type), "choices": each.metadata["choices"]}
+        group.add_argument(flag_of(name, each.metadata), dest=name, help=help_of(each, each.default), **kind)
 
 
 def refuse_settings(args, why: str, *spared: str) -> None:
@@ -48,7 +47,7 @@ def add_own(parser) -> None:
     groups = {}
     for name, (rule, each) in OWN.items():
         if rule not in groups:
-            groups[rule] = parser.add_argument_group(f"a run of {rule}", "instead of the settings it was made with")
+            groups[rule] = parser.add_argument_group(f"a run of {rule}", "in place of the settings of the run")
         about = each.metadata
         kind = {"type": READERS[each.type], "metavar": about.get("metavar")}
         groups[rule].add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)

@@ -31,24 +31,27 @@ from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
 
-HELP = "sentences, or prompts for a decoder, or JSONL in, JSONL out, in batches"
+HELP = "run sentences or prompts, or JSONL, through an export in batches; prints JSONL"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
 
 
 def add(sub) -> None:
     """Its options."""
-    sub.add_argument("exported", type=Path, metavar="EXPORTED")
+    sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export")
     sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help="file to read (default standard input)")
     sub.add_argument("--out", type=Path, metavar="FILE", help="file to write (default standard output)")
-    sub.add_argument("--batch-size", type=positive, default=32, help="rows of a batch; 1 for answers line by line")
+    sub.add_argument("--batch-size", type=positive, default=32, help="batch size; 1 answers line by line")
     sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="library that runs the export")
-    sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
-    decoder = sub.add_argument_group("a decoder", "lines are prompts; it writes the likeliest text")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda if there is one, else cpu)")
+    decoder = sub.add_argument_group("a decoder", "each line is a prompt; the text is generated greedily")
     decoder.add_argument(
-        "--max-new-tokens", type=positive, metavar="N", help="after each prompt; 100, at most half of the context"
+        "--max-new-tokens",
+        type=positive,
+        metavar="N",
+        help="maximum number of tokens after each prompt (default 100, at most half of the context)",
     )
     decoder.add_argument(
-        "--missing-kv", choices=MISSING_KV, help="keys and values of layers that tokens skipped (default: as trained)"
+        "--missing-kv", choices=MISSING_KV, help="keys and values of skipped layers (default as trained)"
     )
 
 

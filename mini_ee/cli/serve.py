@@ -17,7 +17,7 @@ from mini_ee.export.serving.monitoring import Guarantee, stricter
 from mini_ee.export.serving.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
 from mini_ee.export.sessions import PROVIDERS, share_threads
 
-HELP = "an exported folder behind HTTP, rows of different requests in one batch"
+HELP = "serve an export over HTTP; requests are batched together"
 EXAMPLE = "mini-ee serve exported --shadow .05"
 HIGHEST_PORT = 65535
 
@@ -32,27 +32,35 @@ OF_RAY = {  # environment, where it does not say otherwise; Ray reads it when it
 
 def add(sub) -> None:
     """Its options."""
-    sub.add_argument("exported", type=Path, metavar="EXPORTED", help="best exported with --segments")
-    sub.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 opens it to other machines")
-    told = "name in the Host header of requests, beside --host's; may be given several times; * for any (default: none)"
+    sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export, best made with --segments")
+    sub.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 accepts other machines")
+    told = "further host name that the Host header of requests may have; * for any; may be repeated (default none)"
     sub.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=told)
     sub.add_argument("--port", type=whole_number, default=8000, help="port; 0 for a free one")
-    sub.add_argument("--device", choices=("cpu", "cuda"), help="cuda where it is there by default, else cpu")
-    sub.add_argument("--batch-size", type=positive, default=BATCH, help="rows of a batch, or texts at once")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda if there is one, else cpu)")
+    sub.add_argument(
+        "--batch-size", type=positive, default=BATCH, help="maximum number of examples, or texts, in a batch"
+    )
     told = "maximum time to wait for a fuller batch, in ms"
     sub.add_argument("--max-wait", type=number, default=MAX_WAIT * 1e3, metavar="MS", help=told)
-    told = "requests that may be open at once; the next is refused"
+    told = "maximum number of open requests; the next is refused"
     sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=told)
     replicas = sub.add_argument_group("on Ray")
-    told = "local: one process; ray: replicas, each with --threads, 1 if not given, on the processor without --device"
+    told = (
+        "engine: one process (local), or replicas (ray), each with --threads (1 if not given), on cpu without --device"
+    )
     replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=told)
-    told = "number of replicas; 1-4: as many as the load needs (default 1)"
+    told = "number of replicas; 1-4 starts as many as the load needs (default 1)"
     replicas.add_argument("--replicas", type=span, metavar="N", help=told)
     guarantee = sub.add_argument_group("the guarantee in service")
-    guarantee.add_argument("--shadow", type=number, metavar="SHARE", help="of requests that run to full depth beside")
-    kept = "the agreement to keep; by default that of calibrate --delta or --guarantee conformal"
-    guarantee.add_argument("--epsilon", type=number, help=kept)
-    guarantee.add_argument("--tighten", action="store_true", help="raise thresholds while it is not kept")
+    guarantee.add_argument(
+        "--shadow", type=number, metavar="SHARE", help="share of requests that also run to full depth"
+    )
+    epsilon = "agreement to keep (default the one of calibrate --delta or --guarantee conformal)"
+    guarantee.add_argument("--epsilon", type=number, help=epsilon)
+    guarantee.add_argument(
+        "--tighten", action="store_true", help="raise thresholds while the agreement is below --epsilon"
+    )
 
 
 def run(args) -> dict:

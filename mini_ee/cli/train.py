@@ -11,7 +11,7 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.settings import flag_of
 from mini_ee.registry import METHODS
 
-HELP = "give a checkpoint exits and train them"
+HELP = "add exits to a checkpoint and train them"
 EXAMPLE = "mini-ee train joint --out run"
 
 
@@ -51,16 +51,16 @@ def _add_method(sub: Parser, name: str) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="a checkpoint's folder; a built-in one by default, for which some defaults differ",
+        help="folder of a checkpoint (default a built-in one, for which some defaults differ)",
     )
     units = {name: load_unit(name) for name in sorted(method.units)}
-    words = "; ".join(filter(None, (unit.task_help for unit in units.values())))
+    words = "; or ".join(filter(None, (unit.task_help for unit in reversed(units.values()))))
     if any(TaskOptions in unit.options for unit in units.values()):
         add_task(sub, words)
     else:
         sub.add_argument("--task", metavar="TASK", help=words)
-    sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder to write; must not be there")
-    sub.add_argument("--resume", action="store_true", help="go on with a training that was stopped")
+    sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder of the run; must not exist")
+    sub.add_argument("--resume", action="store_true", help="continue an interrupted training")
     usual = method.defaults.get(method.units[0], {})
     add_options(sub.add_argument_group(name), method.config, usual)
     add_options(sub.add_argument_group("training"), TrainOptions, usual, method.lacks)

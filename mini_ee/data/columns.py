@@ -31,14 +31,16 @@ class TaskOptions(Settings):
     """Options for reading the files of a task. Raises ValueError if two options name the same column."""
 
     text_column: str | None = option(
-        None, "column that holds the text (default: sentence, text, sentence1, ...)", metavar="NAME"
+        None, "column that contains the text", metavar="NAME", default_text="sentence, text, sentence1, ..."
     )
-    text_pair_column: str | None = option(None, "column that holds the second text of a pair", metavar="NAME")
-    label_column: str | None = option(None, "column that holds the label (default: label, score, ...)", metavar="NAME")
-    regression: bool = option(False, "the label is a number to predict (default: a class)")
+    text_pair_column: str | None = option(None, "column that contains the second text of a pair", metavar="NAME")
+    label_column: str | None = option(
+        None, "column that contains the label", metavar="NAME", default_text="label, score, ..."
+    )
+    regression: bool = option(False, "predict the label as a number, not as a class")
     split_file: int | None = option(
         None,
-        "the task is one file, of which 80 % are train and 20 % dev, drawn with this seed",
+        "seed with which a task of one file is divided at random: 80 % train, 20 % dev",
         least=0,
         metavar="SEED",
     )

@@ -26,8 +26,8 @@ def option(
     """A field of a settings class.
 
     help: what `--help` prints. choices: all allowed values of a text. least, most: inclusive limits. above, below:
-    exclusive limits. about: `flag`, if the option is not named like the field; `metavar`; and `unused_when`: (another
-    field, the value of it with which this field has no effect).
+    exclusive limits. about: `flag`, if the option is not named like the field; `metavar`; `default_text`: what None
+    stands for, for the help; and `unused_when`: (another field, the value of it with which this field has no effect).
     """
     limits = {"choices": choices, "least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={"help": help} | limits | about)

@@ -75,7 +75,10 @@ class Config(Settings):
     reward: str = option("hardness-guided", "reward: hardness-guided is Eq. 4, vanilla Eq. 3", choices=REWARDS)
     estimator: str = option("reinforce", "estimator of the gradient of Eq. 5", choices=ESTIMATORS)
     trajectories: int = option(
-        8, "trajectories per example; the others are the baseline of each", least=2, unused_when=("estimator", "exact")
+        8,
+        "trajectories per example; the baseline of each is the mean reward of the others",
+        least=2,
+        unused_when=("estimator", "exact"),
     )
     epsilon: float = option(0.0, "share of actions in training that a fair coin chooses", least=0, most=1)
     rounds: int = option(3, "maximum number of rounds; a round is a policy step and a task step", least=1)
@@ -83,7 +86,9 @@ class Config(Settings):
     policy_lr: float = option(3e-3, "learning rate of the policies", above=0)
     task_epochs: int = option(1, "epochs of a task step", least=1)
     task_lr: float = option(3e-5, "learning rate of backbone and heads in a task step", above=0)
-    target: str = option("label", "y: the label, or the prediction of the last exit (hard)", choices=TASK_TARGETS)
+    target: str = option(
+        "label", "target y: the label, or the prediction of the last exit (hard)", choices=TASK_TARGETS
+    )
     selection: str = option(
         "vanilla", "held-out reward that selects the weights: Eq. 3, or that of --reward (learned)", choices=SELECTIONS
     )

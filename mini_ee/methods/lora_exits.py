@@ -84,7 +84,7 @@ class Config(Settings):
         0.95, "weight of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1, unused_when=WITHOUT_TEACHER
     )
     t_squared: bool = option(
-        False, "distillation loss times T squared; the paper does not multiply it", unused_when=WITHOUT_TEACHER
+        False, "multiply the distillation loss by T squared, unlike the paper", unused_when=WITHOUT_TEACHER
     )
     rank: int = option(8, "rank of the adapters", least=1)
     alpha: float = option(16.0, "scale of the adapters: their output is multiplied by alpha / rank", above=0)

@@ -231,7 +231,7 @@ class Config(Settings):
     fallback_top: int = option(
         3, "number of best correct exits that vote if no exit of a neighbour reaches tau", least=0, metavar="N"
     )
-    include_embeddings: bool = option(False, "exit at layer 0 too, with a prompt")
+    include_embeddings: bool = option(False, "add an exit at layer 0, the embeddings; it needs a prompt")
     layer: int = option(0, "layer of the model whose states are the queries; 0 is the embeddings", least=0)
     encoder: Path | None = option(
         None, "folder of a sentence encoder for the queries, in place of --layer", metavar="DIR"

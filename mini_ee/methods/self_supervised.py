@@ -42,7 +42,7 @@ class Config(Settings):
     """Settings of the method."""
 
     penalty: float = option(
-        0.0, "lambda, weight of the entropy in Eq. 1; the paper tries 0, .1 and .95", flag="--lambda", least=0, most=1
+        0.0, "weight lambda of the entropy in Eq. 1; the paper tries 0, .1 and .95", flag="--lambda", least=0, most=1
     )
     target: str = option(
         "hard",

@@ -31,7 +31,7 @@ class RowUnit(Unit):
     built_in = BUILT_IN_MODEL
     built_in_defaults = {"lr": 4e-4, "epochs": 4}  # that encoder is small: it wants larger steps, and more of them
     options = RowOptions, TaskOptions
-    task_help = "a task's folder; the built-in reviews by default"
+    task_help = "folder of a task (default the built-in reviews)"
 
     def wants(self, model_type, task):
         return is_labelled(task) or task not in KINDS and not (model_type and generates(model_type))

@@ -21,8 +21,8 @@ class TokenUnit(Unit):
     generates = True
     built_in = BUILT_IN_DECODER
     options = CommonOptions, TextOptions
-    task_help = f"of a decoder's tokens {' or '.join(KINDS[1:])}"
-    options_help = "on a decoder, where --task is no folder"
+    task_help = f"kind of a decoder's text, {' or '.join(KINDS[1:])}"
+    options_help = "of a decoder, if --task is no folder"
 
     def wants(self, model_type, task):
         return not is_labelled(task) and (model_type is None or generates(model_type) or task in KINDS)

@@ -15,29 +15,31 @@ KINDS = ("pieces", "continue", "copy")  # of a decoder's text, see training/trai
 class TrainOptions(Settings):
     """Steps and rates of a training. Raises ValueError on a value that makes no sense."""
 
-    epochs: int = option(3, "passes over the rows or texts, of a stage that names none of its own", least=1)
-    lr: float = option(5e-5, "learning rate of the backbone, or of its adapters", least=0)
-    head_lr: float = option(5e-4, "learning rate of what is new: heads, policies", least=0)
-    batch_size: int = option(32, "rows or texts of a step", least=1)
-    warmup: float = option(0.1, "share of a stage's steps in which the rate rises", least=0, most=1)
-    weight_decay: float = option(0.01, "of matrices", least=0)
-    clip: float = option(1.0, "largest norm of the gradient", above=0)
-    precision: str = option("float32", "of what a step computes; weights stay in float32", choices=PRECISIONS)
+    epochs: int = option(3, "number of epochs of each stage that has no option of its own", least=1)
+    lr: float = option(5e-5, "learning rate of the backbone or its adapters", least=0)
+    head_lr: float = option(5e-4, "learning rate of the new parts: heads and policies", least=0)
+    batch_size: int = option(32, "batch size, in examples or texts", least=1)
+    warmup: float = option(0.1, "share of a stage's steps in which the learning rate rises", least=0, most=1)
+    weight_decay: float = option(0.01, "weight decay of matrices", least=0)
+    clip: float = option(1.0, "maximum norm of the gradient; a longer one is clipped", above=0)
+    precision: str = option(
+        "float32", "autocast precision of the forward pass; weights stay in float32", choices=PRECISIONS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainOptions):
     """The same with the seed, which every command has."""
 
-    seed: int = option(0, "of all that is drawn", least=0)
+    seed: int = option(0, "random seed", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions(Settings):
     """What every training takes, whatever the method."""
 
-    exits: tuple[int, ...] | None = option(None, "layers to leave at, 2,4,6; else the method's own", least=1)
-    device: str = option("cpu", "cpu, cuda, cuda:1, ...")
+    exits: tuple[int, ...] | None = option(None, "exit layers, such as 2,4,6", least=1, default_text="the method's own")
+    device: str = option("cpu", "device: cpu, cuda, cuda:1, ...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,28 +48,58 @@ class RowOptions(CommonOptions):
 
     pool: str | None = option(
         None,
-        "what heads of rows read: the mean over tokens (the default, where there are several), or the first",
+        "pooling: the mean of the tokens' states, or the state of the first token",
         choices=POOLS,
+        default_text="mean, if the backbone has it",
     )
-    head: str = option("dense", "a dense layer, tanh and a linear map; or linear, that map alone", choices=HEADS)
+    head: str = option(
+        "dense",
+        "exit head: a dense layer, tanh and a linear map (dense), or a linear map alone (linear)",
+        choices=HEADS,
+    )
     max_train: int | None = option(
-        None, "train on so many rows at most, drawn with the seed; others test the default rule", least=1, metavar="N"
+        None,
+        "maximum number of training examples, drawn with the seed; others test the default rule",
+        least=1,
+        metavar="N",
+        default_text="all",
     )
-    max_length: int = option(128, "longer texts are cut", least=1, metavar="TOKENS")
-    max_loss: float = option(0.01, "the default rule may lose this much score", least=0, below=1)
-    confidence: float = option(0.95, "with which that loss is guaranteed", above=0, below=1)
+    max_length: int = option(128, "maximum number of tokens of a text; a longer one is cut", least=1, metavar="TOKENS")
+    max_loss: float = option(
+        0.01, "maximum loss of the default rule against the full model; .01 is a point of accuracy", least=0, below=1
+    )
+    confidence: float = option(0.95, "confidence level of the guarantee for --max-loss", above=0, below=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(Settings):
     """Where a decoder's text comes from, and how it is fine-tuned. None: what suits the kind of text."""
 
-    text: Path | None = option(None, "a file of text; else the decoder writes its own", metavar="FILE")
-    prompt: tuple[str, ...] | None = option(None, "it goes on from this", metavar="TEXT")
-    greedy: bool = option(False, "with its likeliest tokens, once from each prompt")
-    texts: int | None = option(None, "how many; 1024 pieces, of a file all; of stories 1500", least=1, metavar="N")
-    new_tokens: int | None = option(None, "of each text; 64, behind the beginning of a story 40", least=1, metavar="N")
-    rank: int | None = option(8, "of the adapters with which the decoder is fine-tuned", least=1)
+    text: Path | None = option(
+        None, "file of training text", metavar="FILE", default_text="text that the decoder generates"
+    )
+    prompt: tuple[str, ...] | None = option(
+        None,
+        "prompt from which the decoder generates training text; may be repeated",
+        metavar="TEXT",
+        default_text="built-in prompts",
+    )
+    greedy: bool = option(False, "generate the training text greedily, once from each prompt")
+    texts: int | None = option(
+        None,
+        "number of training texts",
+        least=1,
+        metavar="N",
+        default_text="1024 pieces, or all pieces of a file, or 1500 stories",
+    )
+    new_tokens: int | None = option(
+        None,
+        "number of tokens of a piece, or after the beginning of a story",
+        least=1,
+        metavar="N",
+        default_text="64 for pieces, 40 for stories",
+    )
+    rank: int | None = option(8, "rank of the adapters with which the decoder is fine-tuned", least=1)
     kind: str = "continue"
 
     def __post_init__(self):

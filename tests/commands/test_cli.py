@@ -308,6 +308,20 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_work(capsys, run_fo
         assert "--picture: expected a file NAME.png in a folder that exists" in line
 
 
+def parser_of(*argv):
+    """The parser of a command, or of a method of `train`."""
+    found = parser([*argv])
+    for name in argv:
+        found = found._subparsers._group_actions[0].choices[name]
+    return found
+
+
+def every_parser():
+    """The parsers of all commands, and of `train` with each method."""
+    yield from (parser_of(command) for command in COMMANDS)
+    yield from (parser_of("train", method) for method in METHODS)
+
+
 def test_every_command_has_help_with_an_example(capsys):
     for command in COMMANDS:
         with pytest.raises(SystemExit) as stop:
@@ -318,7 +332,7 @@ def test_every_command_has_help_with_an_example(capsys):
 def test_help_says_where_defaults_differ(capsys):
     for command, words in (
         ("demo", "the built-in 12-layer BERT, for which some defaults differ"),
-        ("calibrate", "512, of a file all"),
+        ("calibrate", "number of texts, for a decoder (default 512, or all of a file)"),
     ):
         with pytest.raises(SystemExit):
             main([command, "--help"])
@@ -326,15 +340,33 @@ def test_help_says_where_defaults_differ(capsys):
 
 
 def test_the_help_of_every_option_with_a_default_ends_with_it_and_says_it_once():
-    commands = parser([])._subparsers._group_actions[0].choices
-    train = parser(["train", "joint"])._subparsers._group_actions[0].choices["train"]
-    methods = train._subparsers._group_actions[0].choices
-    for sub in (*commands.values(), *methods.values()):
+    for sub in every_parser():
         for action in sub._actions:
             text, has_default = sub._get_formatter()._get_help_string(action), action.default is not argparse.SUPPRESS
             if has_default and action.default not in (None, []) and not isinstance(action.default, bool):
                 assert text.endswith("(default %(default)s)") and text.count("default") == 2, (sub.prog, text)
-    assert "(default 5e-05)" in methods["joint"].format_help()
+    assert "(default 5e-05)" in " ".join(parser_of("train", "joint").format_help().split())
+
+
+NO_NOUN = set(
+    "a an also as at behind by for from how in instead it like of or other so some that the to what when where "
+    "which whose with".split()
+)
+
+
+def test_the_help_of_every_option_and_of_its_default_is_whole():
+    """It begins with what the option sets, or with a verb for a switch; a default stands at the end, once."""
+    for sub in every_parser():
+        for action in sub._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            text = sub._get_formatter()._get_help_string(action)
+            assert text, (sub.prog, action.dest)
+            is_switch = action.nargs == 0 and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
+            first = re.split(r"[ ,:]", text)[0]
+            assert first not in NO_NOUN or (is_switch and first == "also"), (sub.prog, action.dest, text)
+            assert text.count("(default ") <= 1 and ("(default" not in text or text.endswith(")")), (sub.prog, text)
+            assert not re.search(r"default:|by default|usually", text), (sub.prog, text)
 
 
 def test_the_help_lists_every_command_once_in_its_group_and_begins_with_a_first_step(capsys):
