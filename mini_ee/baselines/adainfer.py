@@ -1,4 +1,4 @@
-"""AdaInfer: at each exit a linear classifier of two numbers: the largest probability, and its lead over the second.
+"""AdaInfer (Fan et al. 2024, arXiv:2403.02181v3): at each exit a linear classifier of two probabilities decides.
 
 Paper: Siqi Fan et al., Not All Layers of LLMs Are Necessary During Inference, 2024, arXiv:2403.02181v3. There is no
 official code, so what the paper leaves open is our decision.

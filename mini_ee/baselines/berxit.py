@@ -1,6 +1,6 @@
-"""BERxiT: the loss alternates between the last exit and all exits; a learning-to-exit module predicts the certainty.
+"""BERxiT (Xin et al. 2021, EACL): the loss alternates between the last exit and all exits; a module predicts certainty.
 
-The module is one linear map for all exits, OneForAll of training/policies.py.
+The learning-to-exit module is one linear map for all exits, OneForAll of training/policies.py.
 
 Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression, EACL 2021.
 """

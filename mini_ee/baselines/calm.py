@@ -1,7 +1,7 @@
-"""CALM: a token exits if one measure exceeds one threshold; the baseline of ConsistentEE in generation.
+"""CALM (Schuster et al. 2022, arXiv:2207.07061v2): a token exits if one measure exceeds one threshold.
 
-Source: Schuster et al. 2022, Confident Adaptive Language Modeling, arXiv:2207.07061v2. Its three confidence
-measures:
+Source: Schuster et al. 2022, Confident Adaptive Language Modeling, arXiv:2207.07061v2. It is the baseline
+of ConsistentEE in generation. Its three confidence measures:
 
     gap          softmax response: the largest probability minus the second; the rule Threshold on breaking_ties
     saturation   cosine of the state with that at the exit before; the rule Threshold on saturation

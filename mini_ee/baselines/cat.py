@@ -1,4 +1,4 @@
-"""CAT: at each exit a small meta classifier predicts whether the exit agrees with the last one.
+"""CAT (Schuster et al. 2021, arXiv:2104.08803v2): a meta classifier predicts whether an exit agrees with the last one.
 
 Source: Schuster, Fisch, Jaakkola, Barzilay 2021, Consistent Accelerated Inference via Confident Adaptive Transformers,
 arXiv:2104.08803v2. Written from the abstract and the published code (TalSchuster/CATs, commit 746c5fc).

@@ -1,4 +1,4 @@
-"""DREE: an exit has an adapter parallel to the feed-forward part of its layer; so heads do not change the backbone.
+"""DREE (Ji et al. 2023, Findings of ACL): an exit has an adapter parallel to the feed-forward part of its layer.
 
 Source: Ji, Wang, Li, Chen, Chen, Zhang 2023, Early Exit with Disentangled Representation and Equiangular Tight Frame,
 2023.findings-acl.889 in the ACL Anthology (no arXiv version is known). Written from the abstract and the published code

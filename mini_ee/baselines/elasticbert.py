@@ -1,4 +1,4 @@
-"""ElasticBERT's recipe (Liu et al. 2022, arXiv:2110.07038v2): all exits at once, with gradient equilibrium.
+"""ElasticBERT (Liu et al. 2022, arXiv:2110.07038v2): all exits at once, with gradient equilibrium.
 
 The losses of the exits are summed without weights. A layer below j exits would get the sum of j gradients, and the
 first layers the most. Gradient equilibrium (Li et al. 2019) gives each layer the mean of the gradients of the exits at

@@ -1,4 +1,4 @@
-"""FREE: a shallow and a deep exit that learn together; tokens that exited early catch up when a later one goes deep.
+"""FREE (Bae et al. 2023, arXiv:2310.05424v1): a shallow and a deep exit; tokens that exited early catch up later.
 
 Paper: Sangmin Bae et al., Fast and Robust Early-Exiting Framework for Autoregressive Language Models with Synchronized
 Parallel Decoding, EMNLP 2023, arXiv:2310.05424v1. Details that the paper leaves out are from its code,

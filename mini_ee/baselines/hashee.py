@@ -1,7 +1,9 @@
-"""HashEE: a table gives each type of token the layer after which it exits. No confidence, and no trained exit rule.
+"""HashEE (Sun et al. 2022, arXiv:2203.01670v1): a table gives each type of token the layer after which it exits.
 
 Paper: Sun, Liu, Zhu, Geng, Wu, He, Ni, Xie, Huang, Qiu, A Simple Hash-Based Early Exiting Approach For Language
 Understanding and Generation, Findings of ACL 2022, arXiv:2203.01670v1. Code: txsun1997/HashEE at a1d005c.
+
+No confidence measure is computed, and no exit rule is trained.
 
 Symbols    V types of tokens; L layers; e(v) in 1 .. L, the table
            h_l (T, D)   states after layer l: h_l[t] = Layer_l(h_{l-1})[t] where e(x_t) >= l, else h_{l-1}[t]

@@ -1,8 +1,9 @@
-"""LayerSkip: layer dropout, and a loss at every exit in turn; so one head can read every layer.
+"""LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710v4): layer dropout, and a loss at every exit in turn.
 
 Paper: Mostafa Elhoushi et al., LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding, ACL 2024,
-arXiv:2404.16710v4, section 4. Its third part, self-speculative decoding, is exits/generation.generate_lossless: an exit
-drafts tokens and the layers above verify them, on one cache. `mini-ee generate RUN --lossless --layer E --draft N`.
+arXiv:2404.16710v4, section 4. One head can read every layer then. The third part of the paper, self-speculative
+decoding, is exits/generation.generate_lossless: an exit drafts tokens and the layers above verify them, on one cache.
+The command is `mini-ee generate RUN --lossless --layer E --draft N`.
 
 Symbols:   l, a layer from 0 to L - 1; t, a step from 0 to T - 1; p_max, the largest dropout.
 Dropout:   p(l, t) = S(t) D(l) p_max is the probability that an example skips layer l: x_{l+1} = x_l.

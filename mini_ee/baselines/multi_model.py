@@ -1,6 +1,6 @@
-"""MM: a cascade of independent models of several depths, another way to compute less for easy examples.
+"""MM (Rotem et al. 2023, arXiv:2306.02307v1): a cascade of independent models of several depths.
 
-Source: LoRAExit (see lora_exits.py), section 4, as a baseline; Rotem et al. 2023. Model k is the first e_k layers of
+Source: Rotem et al. 2023; LoRAExit (see lora_exits.py), section 4, compares with it. Model k is the first e_k layers of
 the pretrained backbone with its own head, fine-tuned alone. An example that does not stop at a model starts again in
 the next one. The layer passes are those of LoRAExit's restart schedule; the memory is that of K models.
 """

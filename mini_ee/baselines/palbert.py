@@ -1,4 +1,4 @@
-"""PALBERT: the exit is a latent variable; an example exits once it has probably exited by now (Q-exit).
+"""PALBERT (Balagansky and Gavrilov 2022, arXiv:2204.03276v4): the exit is a latent variable; the rule is Q-exit.
 
 Paper: Nikita Balagansky, Daniil Gavrilov, PALBERT: Teaching ALBERT to Ponder, NeurIPS 2022, arXiv:2204.03276v4; after
 PonderNet (Banino et al. 2021). Code: tinkoff-ai/palbert at 52a79af.

@@ -1,4 +1,4 @@
-"""PCEE-BERT (Zhang et al. 2022): joint training; exit if consecutive exits are confident.
+"""PCEE-BERT (Zhang et al. 2022, Findings of NAACL): joint training; exit if consecutive exits are confident.
 
 Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early Exiting, Findings of NAACL 2022.
 """

@@ -1,4 +1,4 @@
-"""SLEB: removes the layers of a decoder whose loss suffers least, one after the other. Nothing is trained.
+"""SLEB (Song et al. 2024, arXiv:2402.09025): removes the layers that a decoder needs least; nothing is trained.
 
 Paper: Jiwon Song et al., SLEB: Streamlining LLMs through Redundancy Verification and Elimination of Transformer Blocks,
 ICML 2024, arXiv:2402.09025.

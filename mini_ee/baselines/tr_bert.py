@@ -1,4 +1,4 @@
-"""TR-BERT: at two depths a policy selects the tokens of an example that go on; the others exit.
+"""TR-BERT (Ye et al. 2021, arXiv:2105.11618v1): at two depths a policy selects the tokens that do not exit.
 
 Paper: Ye, Lin, Huang, Sun, TR-BERT: Dynamic Token Reduction for Accelerating BERT Inference, NAACL 2021,
 arXiv:2105.11618v1. Code: thunlp/TR-BERT at bfac1d9.

@@ -1,4 +1,4 @@
-"""Two stages: fine-tune the backbone for the last exit, freeze it, then train the other heads on the labels."""
+"""Two-stage training (Xin et al. 2020, arXiv:2004.12993v1): first the backbone for the last exit, then other heads."""
 
 from mini_ee.training.method import Method
 from mini_ee.training.stages import fine_tune_then_heads

@@ -19,7 +19,7 @@ def add(sub) -> None:
         metavar="MODEL",
         help="folder of a checkpoint, or a built-in one: bert-12x128 or llama-12x256 (default bert-12x128)",
     )
-    add_task(sub, "folder of a task, of which the train split is read (default for bert-12x128: the built-in reviews)")
+    add_task(sub, "folder of a task, of which the train split is read (default the built-in reviews, for bert-12x128)")
     sub.add_argument(
         "--text",
         type=Path,

@@ -35,7 +35,7 @@ def add(sub) -> None:
     sub.add_argument(
         "--sweep",
         action="store_true",
-        help="also evaluate other values of the rule's setting (decoders: other values of epsilon)",
+        help="also evaluate other thresholds, or other values of the setting of --rule (decoders: of epsilon)",
     )
     sub.add_argument(
         "--overthinking", action="store_true", help="also list examples that are right at an exit, wrong at a later one"

@@ -52,7 +52,9 @@ def add_sampling(sub) -> None:
     """How a token is drawn."""
     sub.add_argument("--temperature", type=number, default=0.0, help="sampling temperature; 0 is greedy")
     sub.add_argument("--top-k", type=positive, metavar="K", help="number of most likely tokens to sample from")
-    sub.add_argument("--top-p", type=number, metavar="P", help="probability of the most likely tokens to sample from")
+    sub.add_argument(
+        "--top-p", type=number, metavar="P", help="total probability of the most likely tokens to sample from"
+    )
 
 
 def sampling_of(args, **more):

@@ -1,5 +1,6 @@
-"""`mini-ee train METHOD`: give a checkpoint exits and train them. A method's options are made from its settings."""
+"""`mini-ee train METHOD`: add exits to a checkpoint and train them. A method's options are made from its settings."""
 
+import ast
 import time
 from dataclasses import fields
 from importlib import import_module
@@ -16,26 +17,31 @@ EXAMPLE = "mini-ee train joint --out run"
 
 
 def add(commands, argv: list[str]) -> None:
-    """The sub-commands: the method that is named first, imported for its options, or all of them by name."""
-    about = f"{HELP}; `mini-ee train METHOD --help` shows a method's options"
+    """The sub-commands: the method that argv names, imported for its options, or else all of them by name."""
+    about = f"{HELP}\n\n`mini-ee train METHOD --help` shows the options of a method."
     parser = commands.add_parser("train", description=about, example=EXAMPLE)
-    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser)
-    asked = argv[1:] if argv[:1] == ["train"] else []
-    named = [name for name in METHODS if asked[:1] == [name]]
+    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser, help="name")
+    named = [name for name in METHODS if argv[:2] == ["train", name]]
     for name in named or METHODS:
-        told = _first_line(name) if asked and not named else ""
-        sub = methods.add_parser(name, help=told, example=f"mini-ee train {name} --out run")
+        sub = methods.add_parser(name, example=f"mini-ee train {name} --out run")
         if named:
             _add_method(sub, name)
+    if argv[:1] == ["train"] and not named:
+        lines = "\n".join(f"  {name:<16} {_paper(name)}" for name in METHODS)
+        parser.epilog = f"methods:\n{lines}\n\n{parser.epilog}"
 
 
-def _first_line(name: str) -> str:
-    """What a method's file begins with; the file is not imported. Nothing of one that Python does not find."""
+def _paper(name: str) -> str:
+    """Name, authors and year, as the docstring of a method's file begins. The file is not imported: it needs torch.
+
+    Empty if Python does not find the file.
+    """
     try:
         file = find_spec(METHODS[name]).origin
     except (ModuleNotFoundError, AttributeError):
         return ""
-    return Path(file).read_text(encoding="utf-8").partition("\n")[0].strip('"')
+    text = ast.get_docstring(ast.parse(Path(file).read_text(encoding="utf-8"))) or ""
+    return text.partition(": ")[0]
 
 
 def _add_method(sub: Parser, name: str) -> None:

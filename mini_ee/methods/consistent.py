@@ -1,4 +1,4 @@
-"""ConsistentEE: a policy at every exit learns by REINFORCE whether an example or a token should exit there.
+"""ConsistentEE (Zeng et al. 2024, arXiv:2312.11882v2): a policy at every exit learns by REINFORCE when to exit.
 
 Paper: Ziqian Zeng, Yihuai Hong, Hongliang Dai, Huiping Zhuang, Cen Chen, ConsistentEE: A Consistent and Hardness-Guided
 Early Exiting Method for Accelerating Language Models Inference, AAAI 2024, arXiv:2312.11882v2. Eq. 1, the weighted sum,

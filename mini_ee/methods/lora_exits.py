@@ -1,4 +1,4 @@
-"""LoRAExit: each exit has its own low-rank adapters on one frozen backbone.
+"""LoRAExit (Liu et al. 2024, Findings of EMNLP): each exit has its own low-rank adapters on one frozen backbone.
 
 Source: Jiacheng Liu, Peng Tang, Xiaofeng Hou, Chao Li, Pheng-Ann Heng: LoRAExit: Empowering Dynamic Modulation of LLMs
 in Resource-limited Settings using Low-rank Adapters. Findings of EMNLP 2024, 2024.findings-emnlp.539 in the ACL

@@ -1,4 +1,4 @@
-"""RAEE: the nearest neighbours of an example in a datastore choose its exit, before the model runs.
+"""RAEE (Huang et al. 2024, arXiv:2405.15198): nearest neighbours in a datastore choose the exit before the model runs.
 
 Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework for Efficient Inference, 2024,
 arXiv:2405.15198. The equations as tests: tests/spec/test_3_raee.py.

@@ -1,4 +1,4 @@
-"""Self-supervised exits: vocabulary heads on a frozen decoder; they learn to predict what the decoder predicts.
+"""Self-supervised exits (Valade 2024, arXiv:2407.21082v1): heads of a frozen decoder learn what it predicts itself.
 
 Paper: Florian Valade, Accelerating Large Language Model Inference with Self-Supervised Early Exits, 2024,
 arXiv:2407.21082v1. In the paper's order: section 3.2 (the loss of the heads, Eq. 1), the measures of Fig. 1, and 3.3.1

@@ -146,13 +146,18 @@ for command in {commands}:
 """
 
 
-def test_the_help_of_train_says_of_each_method_what_it_does(capsys):
+FIRST_LINE = re.compile(r"(?P<paper>[^:(]+ \([A-Z][^:()]* (19|20)\d\d, (arXiv:\d{4}\.\d{5}[^()]*|[^:()]+)\)): .+\.")
+
+
+def test_the_help_of_train_lists_each_method_on_one_line_with_its_paper_and_year(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    said = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+    lines = capsys.readouterr().out.splitlines()
     for name, module in METHODS.items():
-        told = import_module(module).__doc__.partition("\n")[0]
-        assert told.endswith(".") and name + "".join(told.split()) in said
+        first = FIRST_LINE.fullmatch(import_module(module).__doc__.partition("\n")[0])
+        assert first, module
+        assert [line for line in lines if line.split()[:1] == [name]] == [f"  {name:<16} {first['paper']}"]
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_parser_starts_without_torch():
@@ -648,7 +653,7 @@ def test_a_method_whose_file_python_does_not_find_is_one_line_and_hides_no_other
     assert f"the method doubt is in {module}, which Python does not find; run python -m mini_ee" in line
     with pytest.raises(SystemExit) as left:
         main(["train", "--help"])
-    assert left.value.code == 0 and "RAEE: the nearest neighbours of an example" in capsys.readouterr().out
+    assert left.value.code == 0 and "RAEE (Huang et al. 2024, " in capsys.readouterr().out
 
 
 def test_a_sweep_of_one_exit_is_refused(capsys, tmp_path, task_folder, run_folder):
