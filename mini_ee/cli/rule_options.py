@@ -79,6 +79,11 @@ def chosen_rule(args, run) -> Rule:
                 raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
             if rule.needs_policy and not run.is_exported and getattr(run.model, "policy", None) is None:
                 raise ValueError(NO_POLICY.format(name))
+            if given.get("patience", 0) >= len(run.exits):
+                raise ValueError(
+                    f"--patience must be less than the number of exits, {len(run.exits)}, or nothing exits early; "
+                    f"got {given['patience']}"
+                )
         rule.check(len(run.exits))
         if rule.needs is not None and run.exits[0] == 0:
             raise ValueError(

@@ -106,9 +106,9 @@ class Task:
         )
 
     def split(self, name: str) -> Split:
-        """The split of this name. Raises ValueError, with the list of splits, if there is none."""
+        """The examples of a split. Raises WrongArguments, which lists the splits, if none has this name."""
         if name not in self.splits:
-            raise ValueError(
+            raise WrongArguments(
                 f"task {self.name}: expected one of its splits {', '.join(self.splits)}, "
                 f"found {name!r}; choose another or add the file"
             )

@@ -16,6 +16,7 @@ from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, subset
 from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.early_exit import early_exit
+from mini_ee.errors import WrongArguments
 from mini_ee.recording import Record, exit_scores, plan_rows, predictions, record, summary
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.segments import Segments
@@ -135,12 +136,12 @@ def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = TIMED_RE
 def rows_of(task: Task, split: str | None, max_rows: int | None, seed: int) -> tuple[str, Split]:
     """The name of the reported split, and its rows, or max_rows of them drawn with the seed.
 
-    Raises ValueError if the split has no labels.
+    Raises WrongArguments if the split does not exist or has no labels.
     """
     split = split or task.default_split
     rows = task.split(split)
     if rows.labels is None:
-        raise ValueError(f"{task.name}: the split {split} has no labels; choose another with --split")
+        raise WrongArguments(f"{task.name}: the split {split} has no labels; choose another with --split")
     return split, rows if max_rows is None else subset(rows, max_rows, seed)
 
 

@@ -1189,13 +1189,15 @@ def test_wrong_options_of_train_are_one_line(capsys, tmp_path, checkpoint_folder
         (["--seed", str(2**32)], "from 0 to 2**32 - 1"),
         (["--batch-size", "9" * 30], "at most 10 digits"),
         (["--patience", "2", "--threshold", ".5"], "does not take"),
-        (["--split", "validation"], "validation"),
+        (["--patience", "3"], "--patience must be less than the number of exits, 3, or nothing exits early; got 3"),
+        (["--rule", "patience-confidence", "--patience", "9", "--threshold", ".5"], "number of exits, 3"),
+        (["--split", "validation"], "expected one of its splits train, dev, found 'validation'"),
         (["--task", "reviews"], "trained on words"),
         (["--rule", "oracle"], "oracle"),
     ],
 )
 def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder, options, message):
-    assert message in refused(capsys, "evaluate", run_folder, "--task", task_folder, *options)
+    assert message in refused(capsys, "evaluate", run_folder, "--task", task_folder, *options, status=2)
 
 
 def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_folder, tmp_path, monkeypatch):
