@@ -100,7 +100,9 @@ class Runtime:
     or if a provider is not available. Several threads may call `run`.
     """
 
-    is_exported = True  # False of a training.run.Run
+    is_exported = True  # False of a training.run_folder.Run
+    generates = False
+    default_measure = "max_probability"
 
     def __new__(cls, folder: str | Path, *arguments, **settings) -> "Runtime":
         """The folder of a decoder gives a TokenRuntime."""
@@ -231,6 +233,8 @@ class TokenRuntime(Runtime):
     """
 
     num_texts = 1
+    generates = True
+    default_measure = "breaking_ties"
 
     def __init__(
         self,

@@ -54,6 +54,7 @@ def run(args, say) -> dict:
     from mini_ee.cli.open import open_run
     from mini_ee.evaluation.tables import table
     from mini_ee.training.run_folder import write_rule
+    from mini_ee.training.unit import load_unit
 
     _check(args)
     opened = open_run(args.run, args)
@@ -78,12 +79,12 @@ def run(args, say) -> dict:
         for row, ends in zip(rows, answer["tau_intervals"]):
             row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)
     say(table(rows, headings))
-    what = "tokens" if tokens else "rows"
+    noun = load_unit(opened.unit).noun
     source = args.text or ("text that the model wrote" if tokens else f"{about['task']}, {about['split']}")
     say(
-        f"Thresholds from {answer['rows_calibration']} {what} of {source}. On {answer['rows_fresh']} other {what} of "
+        f"Thresholds from {answer['rows_calibration']} {noun} of {source}. On {answer['rows_fresh']} other {noun} of "
         f"it {answer['end_to_end']:.1%} get the full model's answer, after {answer['mean_layers']:.2f} layers of "
-        f"{exits[-1]}. What is guaranteed is guaranteed for {what} like these."
+        f"{exits[-1]}. What is guaranteed is guaranteed for {noun} like these."
     )
     if below := below_line(answer, exits):
         say(below)
@@ -114,8 +115,7 @@ def _calibrated(args, opened, recorded) -> tuple:
     has_policy = recorded.segments.exit_logits is not None
     if args.measure == POLICY and not has_policy:
         raise WrongArguments(f"{args.run}: has no policy, whose {POLICY} could be calibrated; choose another --measure")
-    usual = "breaking_ties" if opened.unit == "tokens" else "max_probability"
-    measure = args.measure or getattr(opened.rule, "measure", usual)
+    measure = args.measure or getattr(opened.rule, "measure", opened.default_measure)
     if args.guarantee == "exits":
         rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
         guaranteed = () if args.delta is None else ("epsilon", "delta", "measure")

@@ -43,6 +43,7 @@ def run(args, say) -> dict:
     from mini_ee.evaluation.plots import draw_estimate
     from mini_ee.evaluation.savings_estimate import suitability
     from mini_ee.training.train_run import check_device, say_left_out
+    from mini_ee.training.unit import load_unit
 
     begin, folder = time.perf_counter(), _folder(args.model)
     check_device(args.device)
@@ -52,11 +53,11 @@ def run(args, say) -> dict:
     say_left_out(backbone, folder, say)
     if backbone.config.num_hidden_layers < 2:
         raise WrongArguments(f"{folder}: has one layer, after which all leave")
-    tokens = backbone.generates and not args.task
-    probed, about = (_tokens if tokens else _rows)(backbone, folder, args)
-    answer = {"model": folder.resolve().name, "unit": "tokens" if tokens else "rows"} | about
+    unit = load_unit("tokens" if backbone.generates and not args.task else "rows")
+    probed, about = (_tokens if unit.generates else _rows)(backbone, folder, args)
+    answer = {"model": folder.resolve().name, "unit": unit.name} | about
     answer |= suitability(probed, args.seed)
-    _tell(answer, say)
+    _print_answer(answer, unit, say)
     if args.picture:
         draw_estimate(args.picture, answer)
         say(f"Picture: {args.picture}")
@@ -121,16 +122,16 @@ def _rows(backbone, folder: Path, args) -> tuple:
     return probed, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
 
 
-def _tell(answer: dict, say) -> None:
+def _print_answer(answer: dict, unit, say) -> None:
     from mini_ee.evaluation.tables import table
 
     counts = answer["oracle_counts"]
     columns = {"layer": range(1, answer["layers"] + 1), "agreement": answer["agreement"]}
     columns |= {"accuracy": answer["accuracy"]} if "accuracy" in answer else {}
     columns |= {"settled": [count / sum(counts) for count in counts]}
-    unit, headings = answer["unit"], {"agreement": "agrees with the last:.3f", "accuracy": "accuracy:.3f"}
-    headings = {key: headings.get(key, key) for key in columns} | {"settled": f"{unit} settled here:.1%"}
-    size = f"{answer['tokens']} tokens of {answer['texts']} texts" if unit == "tokens" else f"{answer['rows']} rows"
+    headings = {"agreement": "agrees with the last:.3f", "accuracy": "accuracy:.3f"}
+    headings = {key: headings.get(key, key) for key in columns} | {"settled": f"{unit.noun} settled here:.1%"}
+    size = f"{answer[unit.name]} {unit.noun}" + (f" of {answer['texts']} texts" if unit.generates else "")
     say(f"{answer['model']} by {answer['how']}, {size}: {answer['source']}")
     say(table([dict(zip(columns, values)) for values in zip(*columns.values())], headings))
     every, few, settle, layers = (answer[key] for key in ("estimate", "few_exits", "settle_layer", "layers"))
@@ -138,7 +139,7 @@ def _tell(answer: dict, say) -> None:
     begins = f" What comes before the first layer, as an encoder, costs {start:.2g}." if start >= 0.1 else ""
     before = f"Layer {settle} of {layers} is the first" if settle < layers else "There is no layer"
     say(
-        f"{before} from which on {level:g} of the {unit} agree with the last. A head costs as much as "
+        f"{before} from which on {level:g} of the {unit.noun} agree with the last. A head costs as much as "
         f"{answer['head_layers']:.2g} layers.{begins} An oracle would save {answer['oracle_saved']:.1%} of the layers, "
         f"net of heads {answer['oracle_net_saved']:.1%} of the operations."
     )
@@ -147,13 +148,13 @@ def _tell(answer: dict, say) -> None:
             saved, net = (f"{each[key]:.1%} ({each[low]:.1%} to {each[high]:.1%})" for key, low, high in SHARES)
             say(
                 f"Exits after {where} save {saved} of the layers, net of heads {net} of the operations, at a threshold "
-                f"at which {each['kept']:.3f} of the {unit} agree with the last layer."
+                f"at which {each['kept']:.3f} of the {unit.noun} agree with the last layer."
             )
     if "majority" in answer:
         say(
             f"Always saying the most frequent label: accuracy {answer['majority']:.3f}. The layers are frozen here: "
             f"training may teach them more."
         )
-    if unit == "tokens":
+    if unit.generates:
         say("The model's own head is the low side: heads that are trained for their layer agree more often.")
     say(answer["advice"])

@@ -283,7 +283,7 @@ def _over_epsilon(opened, args, say) -> dict:
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run with exits")
     refuse_settings(args, "--sweep finds thresholds itself", "measure")
-    measure = args.measure or getattr(opened.rule, "measure", "breaking_ties")
+    measure = args.measure or getattr(opened.rule, "measure", opened.default_measure)
     held = None
     if args.text:
         held = record_texts(opened.model, held_text(args.text, opened, args.seed), args.batch_size, last=False)

@@ -16,7 +16,6 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
 from mini_ee.training.run_folder import OWN_BACKBONE, Run, is_run, load_run, plain_decoder
 from mini_ee.training.train_run import check_device, open_task
-from mini_ee.training.unit import load_unit
 
 
 def open_run(folder: Path, args, plain: bool = False) -> Run:
@@ -129,7 +128,7 @@ def _read_as(about: dict) -> TaskOptions:
 
 def of_rows(runs: list[Run | Runtime]) -> bool:
     """Whether these give labels; WrongArguments if some do and some generate."""
-    generate = {load_unit(one.config["unit"]).generates for one in runs}
+    generate = {one.generates for one in runs}
     if len(generate) > 1:
         raise WrongArguments("some of these runs are of rows and some of tokens: compare like with like")
     return not generate.pop()

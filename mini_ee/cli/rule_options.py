@@ -104,8 +104,8 @@ def _named_by(given: dict) -> str | None:
 
 
 def _made(name: str, given: dict, run) -> Rule:
-    """A rule from its settings; what is on a decoder is on the gap by default, as in self-supervised exits."""
-    kind, tokens = RULES[name], run.config.get("unit") == "tokens"
+    """A rule from its settings, on the default measure of the run if none is given."""
+    kind = RULES[name]
     known = {each.name: each for each in fields(kind) if each.metadata}
     foreign = sorted(given.keys() - known.keys())
     if foreign:
@@ -114,10 +114,10 @@ def _made(name: str, given: dict, run) -> Rule:
     missing = [each for each in known.values() if each.default is MISSING and each.name not in given]
     if missing:
         raise ValueError(f"the rule {name} needs {', '.join(flag_of(each.name, each.metadata) for each in missing)}")
-    if "measure" in known and not tokens and not run.config.get("task", {}).get("label_names", True):
-        raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")
-    if "measure" in known and tokens:
-        given = {"measure": "breaking_ties"} | given
+    if "measure" in known:
+        if not run.config.get("task", {}).get("label_names", True):
+            raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")
+        given = {"measure": run.default_measure} | given
     if name == "fixed":
         if given["exit"] not in run.exits:
             exits = ",".join(map(str, run.exits))

@@ -139,7 +139,7 @@ def _worker(args) -> Worker:
 
 def _engine(args, runtime: Runtime):
     """The engine, with a guarantee where one is watched."""
-    if runtime.config["unit"] == "tokens":
+    if runtime.generates:
         if args.shadow is not None or args.tighten or args.epsilon is not None:
             raise WrongArguments(f"--shadow, --tighten and --epsilon are for rows; {args.exported} holds a decoder")
         return engine_of(runtime, room=args.batch_size)

@@ -87,6 +87,11 @@ class Run(NamedTuple):
         return load_unit(self.unit).generates
 
     @property
+    def default_measure(self) -> str:
+        """The confidence measure of a rule, if none is named."""
+        return load_unit(self.unit).default_measure
+
+    @property
     def exits(self) -> tuple[int, ...]:
         return self.model.exits
 

@@ -10,7 +10,7 @@ from mini_ee.exits.token_exits import TokenExits
 from mini_ee.training.run_folder import read_trained
 from mini_ee.training.train_run import build_checked
 from mini_ee.training.train_settings import KINDS, CommonOptions, TextOptions
-from mini_ee.training.training_text import Source, agreement_rule, check_count, texts_to_learn
+from mini_ee.training.training_text import MEASURE, Source, agreement_rule, check_count, texts_to_learn
 from mini_ee.training.unit import TrainingData, Unit, is_labelled
 
 
@@ -18,7 +18,9 @@ class TokenUnit(Unit):
     """A token that a decoder writes."""
 
     name = "tokens"
+    noun = "tokens"
     generates = True
+    default_measure = MEASURE
     built_in = BUILT_IN_DECODER
     options = CommonOptions, TextOptions
     task_help = f"kind of a decoder's text, {' or '.join(KINDS[1:])}"

@@ -32,7 +32,9 @@ class Unit:
     """One kind of thing that exits. `request` is a training.train.Request."""
 
     name: str
-    generates = False  # its models continue texts, and give no labels
+    noun = "examples"  # in messages
+    generates = False  # True if its models continue texts, and give no labels
+    default_measure = "max_probability"  # confidence measure of a rule, if none is named
     reads_lm_head = True  # exits read the backbone's own head to words: a fine-tuned backbone is saved as a checkpoint
     built_in: Path  # the model, if none is named
     built_in_defaults: dict = {}
