@@ -1,9 +1,11 @@
-"""The clients in export/clients say what Python says: the same labels, the same layers, also with another threshold."""
+"""The clients in export/clients have the labels and layers of the runtime, also with another threshold."""
 
+import ast
 import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +60,10 @@ def built(tmp_path_factory):
     """The client in C++, as its README builds it."""
     folder = tmp_path_factory.mktemp("built")
     (folder / "libonnxruntime.so.1").symlink_to(LIBRARY)
-    command = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", CLIENTS / "answer.cpp", "-I", HEADERS]
-    command += [folder / "libonnxruntime.so.1", f"-Wl,-rpath,{folder}", "-o", folder / "answer"]
+    command = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", CLIENTS / "classify.cpp", "-I", HEADERS]
+    command += [folder / "libonnxruntime.so.1", f"-Wl,-rpath,{folder}", "-o", folder / "classify"]
     subprocess.run(command, check=True)
-    return folder / "answer"
+    return folder / "classify"
 
 
 def lines_of(command, lines):
@@ -83,13 +85,41 @@ def expected(folder, threshold):
     return answers
 
 
+@pytest.mark.parametrize("threshold", [False, True], ids=["default", "threshold"])
+def test_the_client_in_python_has_the_runtimes_labels_and_layers(exported, threshold):
+    folder, other = exported
+    answers = expected(folder, other if threshold else None)
+    command = [sys.executable, CLIENTS / "classify.py", folder, *(["--threshold", other] if threshold else [])]
+    found = [json.loads(line) for line in lines_of(command, [*sentences(), ""])]
+    assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
+    confidences = [each.confidence for each in answers]
+    np.testing.assert_allclose([each["confidence"] for each in found], confidences, rtol=0, atol=ATOL)
+
+
+def test_the_client_in_python_needs_numpy_onnxruntime_and_tokenizers_only():
+    tree = ast.parse((CLIENTS / "classify.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert imported - sys.stdlib_module_names == {"numpy", "onnxruntime", "tokenizers"}
+
+
+@pytest.mark.parametrize(
+    "options", [["none such"], ["{folder}", "--threshold", "NaN"], ["{folder}", "--threshold", ".9x"]]
+)
+def test_the_client_in_python_refuses_a_missing_folder_and_a_threshold_that_is_no_number(exported, options):
+    options = [option.format(folder=exported[0]) for option in options]
+    command = [sys.executable, CLIENTS / "classify.py", *options]
+    done = subprocess.run(command, input="", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and options[-1] in done.stderr.splitlines()[-1]
+
+
 @in_node
 @pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
 def test_node_says_what_python_says(exported, fed):
     folder, other = exported
     answers = expected(folder, other if fed else None)
     options = ["--threshold", other] if fed else []
-    said = [json.loads(line) for line in lines_of(["node", CLIENTS / "answer.mjs", folder, *options], sentences())]
+    said = [json.loads(line) for line in lines_of(["node", CLIENTS / "classify.mjs", folder, *options], sentences())]
     assert [(each["label"], each["layers"]) for each in said] == [(each.label, each.layers) for each in answers]
     confidences = [each.confidence for each in answers]
     np.testing.assert_allclose([each["confidence"] for each in said], confidences, rtol=0, atol=ATOL)
@@ -100,7 +130,7 @@ def test_node_counts_exits_in_a_row_as_the_run_does(exported, tmp_path):
     run = load_run(exported[0].parent / "run")
     export(run._replace(rule=PatienceConfidence(2, 0.6)), tmp_path / "exported", web=True)
     answers = Runtime(tmp_path / "exported").run(sentences(), batch_size=1, rule=PatienceConfidence(2, 0.55))
-    command = ["node", CLIENTS / "answer.mjs", tmp_path / "exported", "--threshold", 0.55]
+    command = ["node", CLIENTS / "classify.mjs", tmp_path / "exported", "--threshold", 0.55]
     said = [json.loads(line) for line in lines_of(command, sentences())]
     assert [(each["label"], each["layers"]) for each in said] == [(each.label, each.layers) for each in answers]
 
@@ -125,7 +155,7 @@ def test_node_refuses_what_it_cannot_answer(exported, tmp_path):
     manifest = read_json(folder / "manifest.json")
     del manifest["files"]["model_web.onnx"]
     (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
-    command = ["node", str(CLIENTS / "answer.mjs"), str(tmp_path / "copy"), "--threshold", ".9"]
+    command = ["node", str(CLIENTS / "classify.mjs"), str(tmp_path / "copy"), "--threshold", ".9"]
     done = subprocess.run(command, input="", capture_output=True, text=True)
     assert done.returncode == 2 and "export the run again with --web" in done.stderr
     command[2] = str(tmp_path / "none such")
@@ -152,11 +182,11 @@ def test_cpp_refuses_a_threshold_that_is_no_number(exported, built, threshold):
 @in_node
 @pytest.mark.parametrize("threshold", ["abc", "", "NaN"])
 def test_a_threshold_that_is_no_number_is_told_in_one_line(exported, threshold):
-    command = ["node", "answer.mjs", str(exported[0]), f"--threshold={threshold}"]
+    command = ["node", "classify.mjs", str(exported[0]), f"--threshold={threshold}"]
     found = subprocess.run(command, cwd=CLIENTS, input="fine", capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (2, "--threshold: expected a number\n")
 
 
-@pytest.mark.parametrize("name", ["answer.mjs", "answer.cpp"])
+@pytest.mark.parametrize("name", ["classify.py", "classify.mjs", "classify.cpp"])
 def test_a_client_is_read_in_a_minute(name):
     assert len((CLIENTS / name).read_text().splitlines()) < 60

@@ -1,4 +1,4 @@
-// Classifies sentences with an exported folder, one line of JSON each: node answer.mjs DIR [--threshold .9] < sentences.txt
+// Classifies sentences with an exported folder, one line of JSON each: node classify.mjs DIR [--threshold .9] < sentences.txt
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import { createInterface } from "node:readline";
@@ -9,11 +9,12 @@ import * as ort from "onnxruntime-node";
 const fail = (message) => (console.error(message), process.exit(2));
 process.on("uncaughtException", (error) => fail(error.message));
 const { positionals, values } = parseArgs({ allowPositionals: true, options: { threshold: { type: "string" } } });
-if (positionals.length !== 1) fail("expected one folder: node answer.mjs DIR [--threshold .9] < sentences.txt");
+if (positionals.length !== 1) fail("expected one folder: node classify.mjs DIR [--threshold .9] < sentences.txt");
 const [folder] = positionals;
 const read = (name) => JSON.parse(readFileSync(join(folder, name), "utf8"));
 const manifest = read("manifest.json");
-if (manifest.unit !== "rows" || manifest.task.texts !== 1) fail(`${folder}: expected a classifier of single sentences`);
+const isSupported = manifest.unit === "rows" && manifest.task.texts === 1 && manifest.rule_in_graph !== false;
+if (!isSupported) fail(`${folder}: expected a classifier of single sentences with its rule in the graph`);
 
 // onnxruntime-node ignores values for inputs with a default; model_web.onnx has no defaults.
 const hasThreshold = values.threshold !== undefined;
@@ -21,20 +22,19 @@ const graph = hasThreshold ? "model_web.onnx" : "model.onnx";
 if (!(graph in manifest.files)) fail(`${folder}: has no ${graph}; export the run again with --web`);
 const session = await ort.InferenceSession.create(join(folder, graph), { logSeverityLevel: 3 });
 const tokenizer = new Tokenizer(read("tokenizer.json"), {});
-
 if (hasThreshold && !(values.threshold.trim() && Number(values.threshold) <= Infinity)) fail("--threshold: expected a number");
 if (hasThreshold && !session.inputNames.includes("threshold")) fail("--threshold: this graph's rule has none; leave it out");
 
-const whole = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
+const int64 = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
 
 function settings() {
-  const { patience } = read("web.json").settings; // for a rule that counts exits: the run's own
-  const more = patience && { patience: whole(patience.values) };
+  const { patience } = read("web.json").settings; // of a rule that counts exits: the run's own
+  const counted = patience && { patience: int64(patience.values) };
   const threshold = new Float32Array(manifest.exits.length - 1).fill(Number(values.threshold)); // one per exit
-  return { threshold: new ort.Tensor("float32", threshold, [threshold.length]), exit_at: whole([-1]), ...more };
+  return { threshold: new ort.Tensor("float32", threshold, [threshold.length]), exit_at: int64([-1]), ...counted };
 }
 
-const given = hasThreshold ? settings() : {};
+const overrides = hasThreshold ? settings() : {};
 
 /** Token ids, cut to the length that the model was trained with. */
 function encode(text) {
@@ -44,16 +44,16 @@ function encode(text) {
   return tokens.map((token) => tokenizer.token_to_id(token) ?? tokenizer.model.unk_token_id);
 }
 
-async function answer(text) {
+async function classify(text) {
   const ids = encode(text);
-  const row = (numbers) => whole(numbers, [1, ids.length]);
+  const row = (numbers) => int64(numbers, [1, ids.length]);
   const inputs = { input_ids: row(ids), attention_mask: row(ids.map(() => 1)), token_type_ids: row(ids.map(() => 0)) };
   const known = Object.entries(inputs).filter(([name]) => session.inputNames.includes(name));
-  const { label, confidence, layers } = await session.run({ ...Object.fromEntries(known), ...given });
+  const { label, confidence, layers } = await session.run({ ...Object.fromEntries(known), ...overrides });
   const name = manifest.task.label_names[Number(label.data[0])] ?? label.data[0];
   return { label: name, confidence: confidence?.data[0], layers: Number(layers.data[0]) };
 }
 
 for await (const line of createInterface({ input: process.stdin })) {
-  if (line.trim()) console.log(JSON.stringify(await answer(line)));
+  if (line.trim()) console.log(JSON.stringify(await classify(line)));
 }

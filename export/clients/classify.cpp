@@ -1,5 +1,5 @@
-// Classifies rows of token ids with an exported folder: answer DIR [threshold] < ids.txt, one row per line: "101 1037 2204 102".
-// Prints for each row the index of the label, the layers that ran and the confidence. README.md says how to build it.
+// Classifies rows of token ids with an exported folder: classify DIR [threshold] < ids.txt, one row per line: "101 1037 2204 102".
+// Prints for each row the index of the label, the number of layers and the confidence. README.md says how to build it.
 #include <onnxruntime_cxx_api.h>
 #include <cstdlib>
 #include <iostream>
@@ -16,15 +16,15 @@ static size_t count_thresholds(const Ort::Session& session) {
   return 0;
 }
 int main(int argc, char** argv) try {
-  if (argc < 2) throw std::invalid_argument("usage: answer DIR [threshold] < ids.txt");
+  if (argc < 2) throw std::invalid_argument("usage: classify DIR [threshold] < ids.txt");
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
   Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), Ort::SessionOptions());
-  std::vector<std::string> named;  // the required inputs
-  for (size_t i = 0; i < session.GetInputCount(); i++) named.push_back(session.GetInputNameAllocated(i, allocator).get());
+  std::vector<std::string> required;  // names of the inputs without a default
+  for (size_t i = 0; i < session.GetInputCount(); i++) required.push_back(session.GetInputNameAllocated(i, allocator).get());
   char* end = nullptr;
-  const float given = argc > 2 ? std::strtof(argv[2], &end) : 0;
-  std::vector<float> thresholds(argc > 2 ? count_thresholds(session) : 0, given);
-  if (end && (end == argv[2] || *end || given != given))
+  const float threshold = argc > 2 ? std::strtof(argv[2], &end) : 0;
+  std::vector<float> thresholds(argc > 2 ? count_thresholds(session) : 0, threshold);
+  if (end && (end == argv[2] || *end || threshold != threshold))
     throw std::invalid_argument(std::string("expected a threshold, found: ") + argv[2]);
   if (argc > 2 && thresholds.empty()) throw std::invalid_argument("the rule of this graph has no threshold");
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
@@ -32,14 +32,14 @@ int main(int argc, char** argv) try {
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream words(line);
     std::vector<int64_t> ids;
-    bool good = true;
-    for (std::string word; good && words >> word;)
-      if ((good = word.size() < 19 && word.find_first_not_of("0123456789") == word.npos)) ids.push_back(std::stoll(word));
-    if (ids.empty() || !good) throw std::invalid_argument("expected token ids in each line, found: " + line);
+    bool valid = true;
+    for (std::string word; valid && words >> word;)
+      if ((valid = word.size() < 19 && word.find_first_not_of("0123456789") == word.npos)) ids.push_back(std::stoll(word));
+    if (ids.empty() || !valid) throw std::invalid_argument("expected token ids in each line, found: " + line);
     std::vector<int64_t> ones(ids.size(), 1), zeros(ids.size(), 0), shape{1, int64_t(ids.size())};
     std::vector<const char*> names;
     std::vector<Ort::Value> values;
-    for (const auto& name : named) {
+    for (const auto& name : required) {
       auto& row = name == "input_ids" ? ids : name == "attention_mask" ? ones : zeros;  // zeros: the token types
       names.push_back(name.c_str());
       values.push_back(Ort::Value::CreateTensor<int64_t>(memory, row.data(), row.size(), shape.data(), shape.size()));
