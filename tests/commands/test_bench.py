@@ -60,6 +60,7 @@ def quickly(monkeypatch):
 
 def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, monkeypatch):
     sizes, filled = [], retrieval._filled
+    quickly(monkeypatch)
     put(
         monkeypatch,
         _groups=lambda backbone, seed: iter(()),

@@ -13,6 +13,7 @@ import torch
 from conftest import BAD, GOOD, THINGS, WORDS, answer, random_decoder, refused
 
 from mini_ee.backbones.hub import load_backbone, save_backbone
+from mini_ee.backbones.llama import Decoder
 from mini_ee.calibration import Observed
 from mini_ee.cli.main import main
 from mini_ee.data.decoder_texts import Text
@@ -376,19 +377,20 @@ KEYS |= {
 NUMBERS = {"exits", "agreement", "kept", "saved", "low", "high", "net_saved", "net_low", "net_high"}
 
 
-def test_the_built_in_encoder_and_reviews_are_what_is_meant_by_nothing(capsys, tmp_path):
-    found = answer(capsys, "estimate", "--max-rows", 300, "--picture", tmp_path / "estimate.png")
+def test_the_built_in_encoder_and_reviews_are_the_defaults(capsys, tmp_path):
+    found = answer(capsys, "estimate", "--max-rows", 100, "--picture", tmp_path / "estimate.png")
     assert KEYS | {"accuracy", "majority", "rows", "task"} <= found.keys() and NUMBERS == found["estimate"].keys()
-    assert found["model"] == "bert-12x128" and found["unit"] == "rows" and found["rows"] == 300
+    assert found["model"] == "bert-12x128" and found["unit"] == "rows" and found["rows"] == 100
     assert found["layers"] == len(found["agreement"]) == len(found["accuracy"]) == 12 and found["task"] == "reviews"
     assert found["source"] == "reviews, train" and 0 < found["head_layers"] < 0.01
     assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["estimate", "bert-12x128", "--task", "reviews", "--max-rows", "300"]) == 0
+    assert main(["estimate", "bert-12x128", "--task", "reviews", "--max-rows", "100"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == found["advice"] and f"{found['agreement'][3]:.3f}" in shown
 
 
-def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path):
+def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(Decoder, "room", lambda self, prompts: 16)  # tokens of a text, instead of 64
     found = answer(capsys, "estimate", "llama-12x256", "--texts", 40, "--picture", tmp_path / "estimate.png")
     assert KEYS | {"texts", "tokens"} <= found.keys() and "accuracy" not in found
     assert found["unit"] == "tokens" and found["texts"] == 40 and sum(found["oracle_counts"]) == found["tokens"] > 500
@@ -479,7 +481,7 @@ def test_a_run_is_no_checkpoint(capsys, checkpoint_folder, words_task, tmp_path)
 def test_real_models_settle_as_they_were_seen_to(capsys):
     """MiniLM's layers know TREC early; heads of stories260K cost more than they save (results/self-supervised.md)."""
     weights, data = Path(SHARED) / "weights", Path(SHARED) / "data"
-    found = answer(capsys, "estimate", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 800)
+    found = answer(capsys, "estimate", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 400)
     assert found["layers"] == 6 and min(found["accuracy"]) > found["majority"] + 0.2
     assert found["agreement"] == sorted(found["agreement"]) and found["advice"].startswith("Early exit should pay")
     stories = data / "TinyStories" / "tinystories_sample.txt"
