@@ -207,6 +207,20 @@ def task_folder(tmp_path_factory):
     return folder
 
 
+def write_task(folder, count=200, splits=("train", "dev"), label=lambda name: name):
+    """Rows that one word decides, each with another beginning."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for split in splits:
+        lines = []
+        for row in range(count):
+            name, words = (("bad", BAD), ("good", GOOD))[row % 2]
+            before = " ".join(random.choice([*THINGS, "the", "a", "very"], 5))
+            lines.append(json.dumps({"sentence": f"{before} was {words[row % 4]}", "label": label(name)}) + "\n")
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def random_model():
     """random_model(exits, num_labels, pool): a RowExits on a random 6-layer BERT, in eval mode, made once each.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BAD, GOOD, THINGS, WORDS, answer, random_decoder, refused
+from conftest import WORDS, answer, random_decoder, refused, write_task
 
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder
@@ -333,20 +333,6 @@ def test_probes_learn_from_one_half_of_the_rows_and_are_held_against_the_labels_
 
 
 # ---- The command ----
-
-
-def write_task(folder, count=200, splits=("train", "dev"), label=lambda name: name):
-    """Rows that one word decides, each with another beginning."""
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    for split in splits:
-        lines = []
-        for row in range(count):
-            name, words = (("bad", BAD), ("good", GOOD))[row % 2]
-            before = " ".join(random.choice([*THINGS, "the", "a", "very"], 5))
-            lines.append(json.dumps({"sentence": f"{before} was {words[row % 4]}", "label": label(name)}) + "\n")
-        (folder / f"{split}.jsonl").write_text("".join(lines))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_estimate import FREE, write_task
+from conftest import write_task
 
 import mini_ee.training.holdout as holdout_module
 from mini_ee import train
@@ -22,6 +22,7 @@ from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.evaluation import row_evaluation, savings_estimate
+from mini_ee.evaluation.probes import Costs
 from mini_ee.evaluation.token_evaluation import EPSILONS
 from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, trainings
 from mini_ee.experiments.measured import MEASURED
@@ -751,7 +752,7 @@ def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_
     (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
     some, others, there = (record(run.segments(), run.encode(rows.texts), 8) for rows in (held, fitted, dev))
     rules = [savings_estimate.threshold_at(observe(on)) for on in (some, others, there)]
-    found = [savings_estimate.savings_at(observe(there), rule, (1, 2, 3), FREE) for rule in rules]
+    found = [savings_estimate.savings_at(observe(there), rule, (1, 2, 3), Costs(0.0, 0.0)) for rule in rules]
     assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
     assert len({each.saved for each in found}) == 3
     assert figures["full"] == exit_scores(there, task, dev.labels)[-1]

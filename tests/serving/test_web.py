@@ -16,8 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import tokenizers
-from test_decoder_export import TEXTS as WORDS
-from test_decoder_export import with_policies
+import torch
 
 import mini_ee.export.web_page as page
 import mini_ee.export.writer as writer
@@ -35,8 +34,9 @@ from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export.builder import branches_of
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
+from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.recording import read_every_exit
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Threshold
+from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.segments import Reading
 from mini_ee.training import holdout
 from mini_ee.training.run_folder import Run
@@ -531,13 +531,17 @@ def test_a_decoder_has_its_page_under_each_rule(browser, serve, decoder, tmp_pat
 
 
 @in_chromium
-def test_a_policy_decides_in_the_page_of_a_decoder(browser, serve, tmp_path):
+def test_a_policy_decides_in_the_page_of_a_decoder(browser, serve, decoder_checkpoint, tmp_path):
     """Its tokenizer is one of whole words, which has no decoder."""
-    made = with_policies("consistent")
-    folder = tmp_path / "exported"
-    export(decoder_run(made.model, made.tokenizer, made.rule), folder, WORDS, web=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = TokenExits(load_backbone(decoder_checkpoint), (1, 2, 3), "copy", PolicyNetworks).eval()
+        for network in model.policy.networks:
+            torch.nn.init.normal_(network[2].weight, std=0.5)
+    folder, prompts = tmp_path / "exported", ["the film was", "a meal", "the"]
+    export(decoder_run(model, Tokenizer.from_folder(decoder_checkpoint), Policy()), folder, prompts, web=True)
     browser.open(serve(folder), LOADED)
-    assert len(set(assert_writes_what_python_writes(browser, folder, WORDS))) > 1
+    assert len(set(assert_writes_what_python_writes(browser, folder, prompts))) > 1
 
 
 @in_chromium
