@@ -249,7 +249,7 @@ def test_a_cloze_is_right_where_every_token_is_that_of_greedy_decoding(opened):
 # ---- Over epsilon ----
 
 
-SMALL = {"WRITTEN_TEXTS": 24, "WRITTEN_TOKENS": 12, "TIMED_TOKENS": 6, "TIMED_REPEATS": 1}
+SMALL = {"WRITTEN_TEXTS": 24, "WRITTEN_TOKENS": 12, "TIMED_TOKENS": 6, "TIMED_DECODINGS": 1}
 
 
 @pytest.fixture(scope="module")
