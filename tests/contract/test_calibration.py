@@ -98,33 +98,6 @@ def test_the_guarantee_is_kept_exactly_on_the_calibration_set(epsilon):
         assert end_to_end(observed, rule) >= min(agree.mean() for _, agree in heads)
 
 
-def _last_of_ties(confidence, agrees, counts, epsilon):
-    share = calibration._from_here_on(counts * agrees) / calibration._from_here_on(counts)
-    found = np.flatnonzero(share >= epsilon)
-    return float(confidence[found[0]]) if len(found) else math.inf
-
-
-def _above_only(confidence, agrees, counts, epsilon):
-    share = np.append((calibration._from_here_on(agrees) / calibration._from_here_on(counts))[1:], 1.0)
-    found = np.flatnonzero(share >= epsilon)
-    return float(confidence[found[0]]) if len(found) else math.inf
-
-
-def _never_nothing(confidence, agrees, counts, epsilon):
-    found = RIGHT(confidence, agrees, counts, epsilon)
-    return found if found < math.inf else float(confidence[-1])
-
-
-RIGHT = calibration._tau
-
-
-@pytest.mark.parametrize("bug", [_last_of_ties, _above_only, _never_nothing])
-def test_the_tests_of_tau_can_fail(monkeypatch, bug):
-    monkeypatch.setattr(calibration, "_tau", bug)
-    with pytest.raises(AssertionError):
-        test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon(0.95, True)
-
-
 # ---- The rule with confidence delta ----
 
 

@@ -1,9 +1,9 @@
-"""The loop: what must hold for every pair of segments and rule, what a batch costs, and bugs that these tests catch.
+"""The loop: what must hold for every pair of segments and rule, and what a batch costs.
 
-The loop on a table of logits, and the rules by their definitions: tests/spec/test_0_loop.py.
+The loop on a table of logits, and the rules by their definitions: tests/spec/test_0_loop.py. Bugs that these tests
+catch: tests/mutants.py.
 """
 
-import inspect
 import subprocess
 import sys
 import textwrap
@@ -21,7 +21,7 @@ from mini_ee.backbones.backbone import padding_mask
 from mini_ee.backbones.bert import LayerContext
 from mini_ee.confidence import MEASURES
 from mini_ee.data.tokenizer import Encoded, Inputs
-from mini_ee.exits.row_exits import RowSegments, RowState
+from mini_ee.exits.row_exits import RowSegments
 from mini_ee.recording import Recorded, plan_rows, read_every_exit, record
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.segments import Reading, Segments
@@ -608,178 +608,3 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert (found.returncode, found.stdout.strip()) == (0, "torch is blocked"), found.stderr
-
-
-# These tests can fail: planted bugs, each with a test that must catch it
-
-
-LOOP = ("early_exit", "run_segments", "at_exit", "select_heads", "in_batch_order", "Cost")
-
-
-def mutant(monkeypatch, old, new):
-    """The loop, or its cost, with one piece of its source replaced."""
-    sources = {name: inspect.getsource(getattr(loop, name)) for name in LOOP}
-    found = [name for name, source in sources.items() if source.count(old) == 1]
-    assert len(found) == 1, f"{old!r} is not in the loop any more: plant this bug anew"
-    namespace = dict(vars(loop))
-    exec(sources[found[0]].replace(old, new), namespace)
-    monkeypatch.setattr(loop, found[0], namespace[found[0]])
-
-
-LOOP_BUGS = [
-    (
-        "state, rows = state.keep(staying), rows[staying]",
-        "state, rows = state.keep(staying), rows[: len(staying)]",
-        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
-    ),
-    (
-        "state, rows = state.keep(staying), rows[staying]",
-        "state, rows = state.keep(np.arange(len(staying))), rows[staying]",
-        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
-    ),
-    (
-        "values[staying]",
-        "values[: len(staying)]",
-        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "remembers"),
-    ),
-    ("values[staying]", "values[: len(staying)]", lambda case: test_memory_is_kept_with_the_rows()),
-    (
-        "else plan[staying]",
-        "else plan[: len(staying)]",
-        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "planned"),
-    ),
-    (
-        "if plan is not None:\n        exits",
-        "if plan is not None and rule.needs is None:\n        exits",
-        test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide,
-    ),
-    ("k == len(segments.exits) - 1", "k >= len(segments.exits) - 2", test_never_exit_equals_the_full_model),
-    (
-        "k == len(segments.exits) - 1",
-        "k >= len(segments.exits) - 2",
-        test_the_last_exit_takes_whoever_is_left_and_is_not_asked,
-    ),
-    (
-        "reading = reading.keep(exiting)",
-        "reading = reading.keep(np.arange(len(exiting)))",
-        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
-    ),
-    (
-        "state.keep(exiting) if len(staying) else state",
-        "state",
-        lambda case: test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there(),
-    ),
-    (
-        "    elif rule.needs is None:\n        return state, None, None\n",
-        "",
-        lambda case: test_never_exit_reads_the_last_head_once(),
-    ),
-    (
-        "set(plan.tolist())",
-        "{len(segments.exits) - 1}",
-        lambda case: test_segments_are_told_before_they_run_which_heads_alone_will_be_read(FixedExit(2), {2}),
-    ),
-    (
-        'segments.read_state(k, state) if rule.needs == "state" else ',
-        "",
-        lambda case: test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there(),
-    ),
-    (
-        'evaluated = "state" if reading.logits is None else "logits"',
-        'evaluated = "state"',
-        lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
-    ),
-    (
-        "segments.state_flops(k) + decision",
-        "decision",
-        lambda case: test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there(),
-    ),
-    (
-        "self._rule.flops(batch.logits.shape[1])",
-        "0.0",
-        lambda case: test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions(),
-    ),
-    (
-        "np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])",
-        "np.asarray(segments.exits)",
-        lambda case: test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes(),
-    ),
-    ("break", "pass", lambda case: test_nothing_runs_after_the_last_row_has_left()),
-    ("exit_index.fill(k)", "exit_index.fill(0)", test_never_exit_equals_the_full_model),
-    (
-        "logits[rows] = reading.logits",
-        "logits[rows] = first.logits[: len(rows)]",
-        lambda case: test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(case, "max_probability"),
-    ),
-]
-
-
-@pytest.mark.parametrize("old, new, caught", LOOP_BUGS, ids=[f"{new} for {old}" for old, new, _ in LOOP_BUGS])
-def test_the_tests_of_the_loop_can_fail(monkeypatch, cases, old, new, caught):
-    """Bugs in the loop itself. Some break shapes before a test can compare: a ValueError is a catch too."""
-    caught(cases["numpy"])
-    mutant(monkeypatch, old, new)
-    with pytest.raises((AssertionError, ValueError)):
-        caught(cases["numpy"])
-
-
-def drop_mask(self, rows):
-    return RowState(self.hidden[torch.from_numpy(rows)], LayerContext(None))
-
-
-def forget_mask(self, rows):
-    return RowState(self.hidden[torch.from_numpy(rows)], LayerContext(self.context.padding[: len(rows)]))
-
-
-@pytest.mark.parametrize("pool", ["torch first", "torch mean"])
-@pytest.mark.parametrize("bug", [drop_mask, forget_mask])
-def test_the_tests_of_compaction_can_fail_where_keep_loses_the_mask(monkeypatch, cases, pool, bug):
-    monkeypatch.setattr(RowState, "keep", bug)
-    with pytest.raises(AssertionError):
-        test_a_batch_of_B_equals_B_batches_of_one(cases[pool], "max_probability")
-    with pytest.raises(AssertionError):
-        test_compaction_changes_nothing_each_row_leaves_where_it_would_alone(cases[pool], "planned")
-
-
-@pytest.mark.parametrize("pool", ["torch first", "torch mean"])
-@pytest.mark.parametrize("shift", [1, -1])
-@pytest.mark.parametrize(
-    "caught",
-    [
-        lambda case: test_always_exit_equals_the_first_head(case, "always"),
-        test_never_exit_equals_the_full_model,
-        test_chained_segments_equal_the_whole_model,
-    ],
-    ids=["always", "never", "chained"],
-)
-def test_the_invariants_can_fail_where_the_wrong_head_is_read(monkeypatch, cases, pool, shift, caught):
-    """Off by one between the layer that a head was trained on and the one that it reads."""
-    read = RowSegments.read_logits
-    monkeypatch.setattr(RowSegments, "read_logits", lambda self, k, state: read(self, (k + shift) % K, state))
-    with pytest.raises(AssertionError):
-        caught(cases[pool])
-
-
-@pytest.mark.parametrize("starts", [(0, 0, 2, 4), (0, 2, 3, 5)], ids=["a layer twice", "a layer skipped"])
-def test_the_invariants_can_fail_where_segments_do_not_meet(monkeypatch, cases, starts):
-    case = cases["torch mean"]
-    monkeypatch.setattr(case.segments, "starts", starts)
-    for caught in (test_never_exit_equals_the_full_model, test_chained_segments_equal_the_whole_model):
-        with pytest.raises(AssertionError):
-            caught(case)
-
-
-def test_the_padding_test_can_fail(monkeypatch, cases):
-    """Planted bug: padding is read like any token."""
-    monkeypatch.setattr("mini_ee.backbones.bert.padding_mask", lambda attention_mask, device: None)
-    with pytest.raises(AssertionError):
-        test_padding_does_not_change_the_decision(cases, "never", "torch first")
-
-
-def test_the_monotone_test_can_fail(monkeypatch, cases):
-    """Planted bug: the comparison is the wrong way round."""
-    monkeypatch.setattr(
-        Threshold, "stop", lambda self, k, reading, memory: MEASURES[self.measure][0](reading.logits) < self.threshold
-    )
-    with pytest.raises(AssertionError):
-        test_layers_run_does_not_grow_as_a_threshold_loosens(cases["numpy"], "max_probability")

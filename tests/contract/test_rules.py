@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 
-import mini_ee.rules as rules
 from mini_ee.confidence import MEASURES
 from mini_ee.early_exit import early_exit
 from mini_ee.recording import Recorded
@@ -307,21 +306,3 @@ def test_memory_is_arrays_by_row(rule):
 def test_a_rule_cannot_be_changed(rule):
     with pytest.raises(AttributeError):
         rule.threshold = 0.5
-
-
-# These tests can fail
-
-
-def test_the_no_state_test_can_fail(monkeypatch):
-    """Planted bug: the counter is kept on the rule."""
-    kept, stop = {}, Patience.stop
-    monkeypatch.setattr(Patience, "stop", lambda self, k, reading, memory: stop(self, k, reading, kept))
-    with pytest.raises(AssertionError):
-        test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give(Patience(1))
-
-
-def test_the_json_test_can_fail(monkeypatch):
-    """Planted bug: infinity is written as json writes it, which is no JSON."""
-    monkeypatch.setattr(rules, "_json", lambda value: value)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        test_a_rule_written_as_json_and_read_back_is_the_same_rule(PatienceConfidence(1, math.inf))

@@ -303,12 +303,6 @@ def test_a_sweep_lets_these_shares_pass_the_strictest_first():
             assert (values >= threshold).mean() == pytest.approx(share, abs=2 / values.size)
 
 
-def test_the_test_of_the_guarantee_can_fail(monkeypatch):
-    monkeypatch.setattr(calm, "chernoff", lambda mean, limit, count: float(mean > limit))
-    with pytest.raises(AssertionError):
-        test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most()
-
-
 @pytest.mark.parametrize(
     "tolerance, delta, count, message",
     [

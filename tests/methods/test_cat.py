@@ -290,33 +290,3 @@ def test_an_exported_folder_runs_on_both_engines(run, tmp_path):
             answers = engine.run(texts, rule=rule)
             np.testing.assert_allclose([each.logits for each in answers], expected.logits, atol=ONNX)
             assert [each.exit for each in answers] == expected.exit_index.tolist()
-
-
-# ---- The tests can fail ----
-@pytest.mark.parametrize("bug", ["oldest first", "with the first exit"])
-def test_a_history_in_another_order_is_found(monkeypatch, padded_inputs, bug):
-    def remember(before, logits, k):
-        if bug == "with the first exit" and k == 1:
-            return logits.softmax(1)[:, None].flip(2)
-        if k == 0:
-            return None
-        p = logits.softmax(1)[:, None]
-        return p if before is None else torch.cat((before, p) if bug == "oldest first" else (p, before), 1)
-
-    monkeypatch.setattr(cat, "remember", remember)
-    with pytest.raises(AssertionError):
-        test_exits_and_meta_classifiers_are_those_of_the_paper("mean", False, padded_inputs)
-
-
-def test_a_history_of_the_top_class_then_is_found(monkeypatch, padded_inputs):
-    """Planted bug: how sure the exits before were of their own class, not of this one."""
-    own = features
-
-    def other(logits, inner, before, k, exits):
-        if before is not None:
-            before = before.max(dim=2, keepdim=True).values.expand_as(before)
-        return own(logits, inner, before, k, exits)
-
-    monkeypatch.setattr(cat, "features", other)
-    with pytest.raises(AssertionError):
-        test_exits_and_meta_classifiers_are_those_of_the_paper("mean", False, padded_inputs)

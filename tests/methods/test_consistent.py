@@ -17,7 +17,6 @@ from conftest import tensors
 
 import mini_ee.exits.row_exits as rows_module
 import mini_ee.methods.consistent as consistent
-import mini_ee.training.loop as loop
 import mini_ee.training.state as state
 from mini_ee import WrongArguments, train
 from mini_ee.backbones.bert import Bert, BertConfig
@@ -701,51 +700,3 @@ def test_hardness_is_the_memorized_layer_and_the_loss_of_eq1(padded_inputs):
         assert losses[row] == pytest.approx(float(by_exit[0] + 2 * by_exit[1] + 4 * by_exit[2]) / 7, abs=1e-4)
     table = hardness_correlations(memorized, losses, np.arange(7))
     assert table == {"loss": spearman(memorized, losses), "forgetting events": spearman(memorized, np.arange(7))}
-
-
-# ---- These tests can fail ----
-
-
-def test_the_step_4_test_can_fail(monkeypatch, padded_inputs):
-    """Planted bug: the policy is not frozen in Eq. 6."""
-    monkeypatch.setattr(torch.Tensor, "detach", lambda self: self)
-    with pytest.raises(AssertionError):
-        test_step_3_reaches_policies_only_and_step_4_everything_else("exact", padded_inputs)
-
-
-def test_the_rounds_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, words):
-    """Planted bug: rounds never end."""
-    monkeypatch.setattr(loop, "in_turn", lambda stages, epochs: every_stage(stages))
-    with pytest.raises(AssertionError):
-        test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights(
-            [1, 2, 2, 1, 9, 9, 9, 9], 2, 2, tmp_path, checkpoint_folder, words
-        )
-
-
-def test_the_resume_test_can_fail(monkeypatch, tmp_path, checkpoint_folder, words, never_stopped):
-    """Planted bug: a resumed training draws other trajectories."""
-    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
-    with pytest.raises(AssertionError):
-        test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
-            8, tmp_path, checkpoint_folder, words, never_stopped, monkeypatch
-        )
-
-
-@pytest.mark.parametrize(
-    "planted, test",
-    [
-        (
-            (consistent, "inferred_reward", lambda logits, rewards: float(rewards[:, -1].mean())),
-            test_held_out_tokens_leave_at_the_first_policy_above_one_half,
-        ),
-        (
-            (TokenExits, "policies", property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)),
-            test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut,
-        ),
-    ],
-    ids=["the reward of the last exit", "the policy of the next exit"],
-)
-def test_the_tests_of_tokens_can_fail(tuned, monkeypatch, planted, test):
-    monkeypatch.setattr(*planted)
-    with pytest.raises(AssertionError):
-        test(tuned)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from test_baselines import LABELS, gradients, learner, of_exits, tensors  # noqa: F401  (learner is a fixture)
 
-import mini_ee.baselines.elasticbert as elasticbert
 from mini_ee.baselines.elasticbert import balanced, entropies_and_patiences, equilibrium_loss
 from mini_ee.rules import Patience, Threshold
 from mini_ee.training.stages import Batch
@@ -54,17 +53,3 @@ def test_a_row_leaves_by_entropy_or_patience_and_a_number_by_patience_alone():
     assert {rule.measure for rule in rules if isinstance(rule, Threshold)} == {"entropy"}
     assert (rules[0], rules[-1]) == (Patience(1), Patience(2))  # the rule itself comes first
     assert entropies_and_patiences(of_exits(drawn.normal(size=(30, 4, 1)))) == [Patience(1), Patience(2)]
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        lambda k, hidden, exits: (hidden, hidden),  # no equilibrium: a sum
-        lambda k, hidden, exits: (hidden, elasticbert.rescaled(hidden, (exits - k - 1) / (exits - k))),  # half of it
-        lambda k, hidden, exits: balanced(k, hidden, exits + 1),  # one exit too many
-    ],
-)
-def test_the_test_of_the_mean_can_fail(monkeypatch, learner, bug):  # noqa: F811
-    monkeypatch.setattr(elasticbert, "balanced", bug)
-    with pytest.raises(AssertionError):
-        test_a_layer_learns_from_the_mean_of_the_exits_above_it_and_a_head_from_its_own(learner)

@@ -208,12 +208,6 @@ def test_the_mixing_term_is_not_overwritten_by_labels():
     assert not np.allclose(Mixture().fitted(gaps, agrees), hard, rtol=0.05)
 
 
-def test_the_test_of_a_step_can_fail(monkeypatch):
-    monkeypatch.setattr(Mixture, "responsibility", lambda self, gaps, agrees: agrees.astype(float))
-    with pytest.raises(AssertionError):
-        test_a_step_of_em_is_that_of_a_loop()
-
-
 def test_lambda_is_the_lowest_point_from_which_on_agreement_is_likely():
     random = np.random.default_rng(1)
     for _ in range(50):

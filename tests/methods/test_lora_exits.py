@@ -14,7 +14,6 @@ import torch
 from conftest import all_schedules, lora_model, tensors
 from safetensors.torch import load_file, save_file
 
-import mini_ee.methods.lora_exits_sgmv as lora_exits_sgmv
 import mini_ee.methods.lora_exits_streams as streams_module
 from mini_ee.backbones.bert import Bert
 from mini_ee.early_exit import early_exit
@@ -461,44 +460,6 @@ def test_adapters_that_cannot_be_are_refused(options, message):
     exits = options.pop("exits", EXITS)
     with pytest.raises(ValueError, match=message):
         LoRAExits(backbone, exits, 3, **options)
-
-
-# These tests can fail: planted bugs
-
-
-def stacked_wrongly(monkeypatch, bug):
-    stacked = lora_exits_sgmv._stack
-    monkeypatch.setattr(lora_exits_sgmv, "_stack", lambda parts: bug(stacked(parts)))
-
-
-@pytest.mark.parametrize(
-    "bug", [lambda A: A.roll(1, 0), lambda A: A * 0, lambda A: 2 * A], ids=["wrong stream", "no adapter", "twice"]
-)
-def test_the_tests_of_the_streams_can_fail(monkeypatch, padded_inputs, bug):
-    model = lora_model()
-    expected = logits_of(model, padded_inputs)
-    stacked_wrongly(monkeypatch, bug)
-    with pytest.raises(AssertionError):
-        same_as_alone(model, parallel(3), padded_inputs, expected)
-
-
-def test_the_test_of_ragged_batches_can_fail(monkeypatch, padded_inputs):
-    """Planted bug: streams take each other's adapters."""
-    model = lora_model()
-    expected = apart(model, padded_inputs, RAGGED[0])
-    stacked_wrongly(monkeypatch, lambda A: A.roll(1, 0))
-    assert abs(ragged(model, padded_inputs, RAGGED[0]) - expected).max() > 0.1
-
-
-def test_the_test_of_compaction_can_fail(monkeypatch, padded_inputs):
-    def forget(self, rows):
-        index = torch.from_numpy(rows)
-        hidden = None if self.hidden is None else self.hidden[:, : len(rows)]
-        return streams_module.LoRAState(self.embedded[index], hidden, self.context.keep(index))
-
-    monkeypatch.setattr(streams_module.LoRAState, "keep", forget)
-    with pytest.raises(AssertionError):
-        test_parallel_equals_restart_and_a_batch_equals_rows_alone(parallel(3), Threshold(0.7), padded_inputs)
 
 
 def test_adapters_and_heads_of_four_exits_are_at_most_4_percent_of_a_bert_base_as_table_10_counts():

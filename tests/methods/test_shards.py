@@ -13,7 +13,6 @@ from mini_ee.data.tokenizer import Encoded
 from mini_ee.experiments.measured.shards_page import page
 from mini_ee.export.runtime import Runtime
 from mini_ee.methods.raee_datastore import Collected, Datastore, build
-from mini_ee.methods.raee_shards import Shards
 
 RESULTS = Path(__file__).parents[2] / "results"
 ENCODER, WIDTH = "a test's encoder", 8
@@ -51,20 +50,6 @@ def test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows(shards):
     )  # ef is above 200: a shard misses none of its own
     np.testing.assert_array_equal(found.rows, rows)
     np.testing.assert_allclose(found.distances, distances, atol=1e-5)
-
-
-def test_merging_takes_no_shards_word_for_all(monkeypatch):
-    """The test above can fail: with the first shard's answers alone it would."""
-    search = Shards.search
-
-    def first_only(self, queries, k, ids):
-        names, distances = self.indexes[0].knn_query(queries, k)
-        return names.astype(np.int64) * len(self.indexes), distances
-
-    monkeypatch.setattr(Shards, "search", first_only)
-    with pytest.raises(AssertionError):
-        test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows(3)
-    monkeypatch.setattr(Shards, "search", search)
 
 
 def test_rows_are_added_and_deleted_as_in_one_index():

@@ -314,24 +314,3 @@ def test_it_is_trained_evaluated_compared_and_exported(checkpoint_folder, task_f
     exported = answer("evaluate", out, *data)
     for name in ("layers_saved", "flops_ratio", "score"):
         assert exported[name] == pytest.approx(found[name])
-
-
-# ---- The tests can fail ----
-def test_rows_that_keep_as_many_tokens_as_the_longest_are_found(monkeypatch, padded_inputs):
-    """Planted bug: the published one."""
-    compact = tr_bert.compact
-
-    def unmasked(hidden, kept):
-        hidden, kept = compact(hidden, kept)
-        return hidden, torch.ones_like(kept)
-
-    monkeypatch.setattr(tr_bert, "compact", unmasked)
-    with pytest.raises(AssertionError):
-        test_a_rows_answer_does_not_depend_on_its_batch("bert", "mean", padded_inputs)
-
-
-def test_a_reward_that_is_its_own_baseline_is_found(monkeypatch):
-    """Planted bug: the mean of all selections, whose gradient is too small by half at two."""
-    monkeypatch.setattr(tr_bert, "leave_one_out", lambda rewards: rewards.mean(dim=1, keepdim=True))
-    with pytest.raises(AssertionError):
-        test_the_gradient_is_that_of_the_reward(monkeypatch)

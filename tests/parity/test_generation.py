@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import mini_ee.backbones.llama as llama_module
-import mini_ee.exits.generation as generation
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
@@ -86,24 +84,6 @@ def test_greedy_text_is_that_of_no_cache(kind):
                 ids.append(token)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        lambda positions: [position + 2 for position in positions],  # a gap after the prompt
-        lambda positions: [max(position - 1, -1) for position in positions],
-    ],
-)
-def test_the_tests_of_positions_can_fail(monkeypatch, bug):
-    right = generation.TokenSegments.block
-
-    def wrong(self, rows, positions):
-        return right(self, rows, [bug(some) if len(some) == 1 else some for some in positions])
-
-    monkeypatch.setattr(generation.TokenSegments, "block", wrong)
-    with pytest.raises((AssertionError, ValueError)):
-        test_greedy_text_is_that_of_transformers_token_for_token("llama")
-
-
 def test_tokens_stream_one_step_at_a_time(monkeypatch):
     model, prompts, expected = golden("llama")
     passes = []
@@ -167,18 +147,6 @@ def test_probabilities_are_those_of_a_loop_over_tokens(temperature, top_k, top_p
     found = sampling.probabilities(torch.tensor([LOGITS]), seen)[0]
     expected = torch.tensor(shares(LOGITS, temperature, top_k, top_p, penalty, seen=(1, 3)))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "key, right, wrong",
-    [("temperature", 1.0, 2.0), ("top_k", 4, 3), ("top_p", 0.7, 0.4), ("repetition_penalty", 1.5, 1.4)],
-)
-def test_the_test_of_probabilities_can_fail(monkeypatch, key, right, wrong):
-    planted = Sampling(**({"temperature": 1.0} | {key: wrong}))
-    monkeypatch.setattr(f"{__name__}.Sampling", lambda **settings: planted)
-    settings = {"temperature": 1.0, "top_k": None, "top_p": None, "repetition_penalty": 1.0} | {key: right}
-    with pytest.raises(AssertionError):
-        test_probabilities_are_those_of_a_loop_over_tokens(*settings.values())
 
 
 def test_a_uniform_number_draws_each_token_with_its_probability():
@@ -321,39 +289,6 @@ def test_the_two_fills_differ():
     pytest.fail("a stand-in for a deeper state should be felt somewhere")
 
 
-def never_fill(patch):
-    patch.setattr(llama_module.Decoder, "copy_state", lambda *args: None)
-
-
-def fill_from_zero(patch):
-    right = llama_module.Decoder.copy_state
-    patch.setattr(llama_module.Decoder, "copy_state", lambda self, hidden, *args: right(self, hidden * 0, *args))
-
-
-def fill_one_position_off(patch):
-    right = generation.TokenSegments._slots
-
-    def wrong(self, rows, positions):
-        return right(self, rows, [[max(p - 1, 0) for p in some] if len(some) > 1 else some for some in positions])
-
-    patch.setattr(generation.TokenSegments, "_slots", wrong)
-
-
-@pytest.mark.parametrize(
-    "missing_kv, plant",
-    [
-        ("copy_state", never_fill),
-        ("copy_state", fill_from_zero),
-        ("copy_state", fill_one_position_off),
-        ("recompute", fill_one_position_off),
-    ],
-)
-def test_the_test_of_the_definitions_can_fail(monkeypatch, missing_kv, plant):
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_copy_state_and_recompute_are_what_their_definitions_say("llama", missing_kv, MIXED)
-
-
 @pytest.mark.parametrize("missing_kv", MISSING_KV)
 def test_what_no_token_asks_for_is_never_computed(monkeypatch, missing_kv):
     model, prompts, _ = golden("llama")
@@ -445,21 +380,6 @@ def test_a_head_that_is_always_right_saves_all_passes_but_one_a_round(threshold,
     settings = {"exit_layer": 1, "head": head, "draft": 5, "confidence_threshold": threshold}
     (found,) = gather(generate_lossless(model, prompts[:1], max_new_tokens=24, **settings), 1)
     assert found.tokens == expected[0] and found.layers_run == layers and upper == widths
-
-
-def accept_everything(patch):
-    patch.setattr(generation, "_accepted", lambda drafted, true, stop: drafted or true)
-
-
-def accept_what_follows_an_error(patch):
-    patch.setattr(generation, "_accepted", lambda drafted, true, stop: true)
-
-
-@pytest.mark.parametrize("plant", [accept_everything, accept_what_follows_an_error])
-def test_the_test_of_lossless_text_can_fail(monkeypatch, plant):
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_lossless_text_is_the_full_models("llama", 1, 4, 0.0)
 
 
 def test_lossless_rows_end_at_their_stop_tokens():

@@ -455,67 +455,9 @@ def test_what_a_training_on_tokens_refuses(tmp_path, decoder_checkpoint, small):
     assert not (tmp_path / "run").exists()
 
 
-# ---- These tests can fail ----
-
-
-def swapped(self):
-    """Query and key are adapted instead of query and value."""
-    query, value = ((pair.A @ pair.B).T for pair in (self.query, self.value))
-    return self.scale * torch.cat((query, value, value.new_zeros(self.key, query.shape[1])))
-
-
-def late(self, rows, device, right=TextData.batch):
-    """The first token that counts is left out."""
-    return right(TextData([Text(text.ids, text.start + 1) for text in self.texts], self.every), rows, device)
-
-
-def unsorted(values, kind, right=np.argsort):
-    return np.arange(len(values))
-
-
-PLANTED = {
-    "query and key adapted": (
-        (tokens.QueryValueAdapter, "delta", swapped),
-        lambda: test_folded_adapters_are_w_plus_scale_times_a_b_on_query_and_value_alone("llama"),
-    ),
-    "adapters left out": (
-        (tokens.QueryValueAdapter, "adapt", lambda self, name, x, y: y),
-        lambda: test_folding_changes_no_state_and_what_is_saved_stays("llama"),
-    ),
-    "one token late": (
-        (TextData, "batch", late),
-        test_tokens_behind_the_start_count_and_are_labelled_with_the_token_that_follows,
-    ),
-    "texts in the order they were read": (
-        (np, "argsort", unsorted),
-        lambda: test_a_record_is_what_each_text_says_alone("llama", True),
-    ),
-    "another entropy": (
-        (tokens, "_measures", lambda log_p: {name: log_p.exp().amax(-1) for name in MEASURES}),
-        lambda: test_every_measure_is_that_of_confidence_py_on_the_logits("entropy"),
-    ),
-    "a policy that reads raw states": (
-        (
-            TokenExits,
-            "policies",
-            property(lambda self: [lambda x, k=k: self.policy.exit_logit(k, x) for k in range(len(self.heads))]),
-        ),
-        lambda: test_policies_read_states_behind_the_norm_of_their_head(),
-    ),
-}
-
-
 def test_policies_read_states_behind_the_norm_of_their_head():
     model = model_of(policy=PolicyNetworks)
     states = list(TextData(UNEVEN).states(model).states.unbind(1))
     with torch.no_grad():
         expected = [network(head.norm(x))[:, 0] for network, head, x in zip(model.policy.networks, model.heads, states)]
         torch.testing.assert_close(model.exit_logits(states), torch.stack(expected, dim=1))
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_the_tests_can_fail(monkeypatch, name):
-    planted, test = PLANTED[name]
-    monkeypatch.setattr(*planted)
-    with pytest.raises(AssertionError):
-        test()

@@ -3,8 +3,8 @@
 So which example stops where is plain arithmetic: each rule is compared with its paper's definition, written as a loop
 over the exits of one example. The loop: mini_ee/early_exit.py; the rules: mini_ee/rules.py.
 
-The same loop on real models, what a batch costs, and planted bugs: tests/contract/test_early_exit.py. Limits and
-settings of the rules: tests/contract/test_rules.py.
+The same loop on real models, and what a batch costs: tests/contract/test_early_exit.py. Limits and settings of the
+rules: tests/contract/test_rules.py. Bugs that these tests catch: tests/mutants.py.
 """
 
 from typing import NamedTuple
@@ -236,29 +236,3 @@ def test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut(cut):
     expected = [next((k for k in range(K - 1) if row[k] > cut), K - 1) for row in p]
     assert exits_of(Policy(cut), logits, exit_logits).tolist() == expected
     assert len(set(expected)) > 2
-
-
-# ---- These tests can fail: planted bugs ----
-
-
-def counts_equal_predictions(self, k, reading, memory):
-    """t equal predictions instead of t + 1: the first one counts too."""
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = np.where(prediction == memory.get("prediction", -1), memory.get("streak", 0) + 1, 1)
-    memory["prediction"] = prediction
-    return memory["streak"] >= self.patience
-
-
-def never_starts_again(self, k, reading, memory):
-    """A change of prediction does not set the counter back."""
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = memory.get("streak", 0) + (prediction == memory.get("prediction", -1))
-    memory["prediction"] = prediction
-    return memory["streak"] >= self.patience
-
-
-@pytest.mark.parametrize("bug", [counts_equal_predictions, never_starts_again])
-def test_the_test_of_patience_can_fail(monkeypatch, bug):
-    monkeypatch.setattr(Patience, "stop", bug)
-    with pytest.raises(AssertionError):
-        test_patience_t_stops_where_pabees_counter_reaches_t(2, 4)

@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 
-import mini_ee.methods.raee as raee
 from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.methods.raee import (
     Retrieval,
@@ -200,42 +199,3 @@ def test_algorithm_3_2_is_eq_4_to_6_on_the_k_nearest(settings):
 def test_table2_without_keeps_the_examples_that_the_full_model_predicts_correctly():
     values = np.array([[0.9, 0.0], [0.0, 0.6], [0.0, 0.0], [0.7, 0.8]])
     np.testing.assert_array_equal(full_model_is_right(values), [False, True, False, True])
-
-
-# ---- These tests can fail: planted bugs ----
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "test"),
-    [
-        ("neighbour_weights", lambda d: 1 / np.maximum(d, 1e-9), test_eq4_to_6_three_neighbours_by_hand),
-        (
-            "neighbour_weights",
-            lambda d: d.min(axis=1, keepdims=True) / d,
-            test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count,
-        ),
-        ("neighbour_weights", np.ones_like, test_eq4_to_6_three_neighbours_by_hand),
-        ("passing_values", lambda v, tau, top=0: np.where(v > tau, v, 0), test_eq4_a_probability_equal_to_tau_votes),
-        ("passing_values", lambda v, tau, top=0: (v >= tau) * 1.0, test_eq4_to_6_three_neighbours_by_hand),
-        (
-            "chosen_exit",
-            lambda p: p.argmax(axis=1),
-            test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers,
-        ),
-        (
-            "chosen_exit",
-            lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1),
-            test_eq6_takes_the_earliest_of_equal_exits,
-        ),
-        (
-            "exit_values",
-            lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2),
-            test_algorithm_3_1_two_exits_by_hand,
-        ),
-    ],
-)
-def test_the_tests_of_the_equations_can_fail(monkeypatch, name, wrong, test):
-    monkeypatch.setattr(raee, name, wrong)
-    monkeypatch.setitem(globals(), name, wrong)
-    with pytest.raises((AssertionError, RuntimeWarning)):
-        test()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import mini_ee.methods.consistent as consistent
 from mini_ee.methods.consistent import (
     Config,
     consistent_loss,
@@ -282,62 +281,3 @@ def test_table1_forgetting_events_count_every_change_from_right_to_wrong():
     right = np.random.default_rng(0).random((9, 40)) < 0.6
     expected = [sum(before and not after for before, after in zip(row, row[1:])) for row in right.T]
     assert forgetting_events(right).tolist() == expected
-
-
-# ---- These tests can fail: planted bugs ----
-
-
-def literal_mixture(exit_logits, epsilon=0.0):
-    """The log-probability under the policy, not under its mixture with the coin."""
-    return log_exit_probabilities(exit_logits)
-
-
-def pays_for_the_forced_exit(exit_logits, epsilon=0.0):
-    """The last policy's term once more at the last exit."""
-    log_exit = log_exit_probabilities(exit_logits, epsilon)
-    forced = torch.nn.functional.logsigmoid(exit_logits[:, -1:])
-    return torch.cat([log_exit[:, :-1], log_exit[:, -1:] + forced], dim=1)
-
-
-def bug_of(bug, true):
-    """A planted function that calls the true one."""
-
-    def planted(exit_logits, epsilon=0.0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(globals(), "log_exit_probabilities", true)
-            return bug(exit_logits, epsilon)
-
-    return planted
-
-
-@pytest.mark.parametrize("bug", [literal_mixture, pays_for_the_forced_exit])
-def test_the_enumeration_test_can_fail(monkeypatch, bug):
-    monkeypatch.setitem(globals(), "log_exit_probabilities", bug_of(bug, log_exit_probabilities))
-    with pytest.raises(AssertionError):
-        test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions(0.5)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        lambda rewards: rewards.mean(dim=1, keepdim=True),  # includes the trajectory's own reward: biased
-        lambda rewards: 2 * (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1) - rewards,
-    ],
-)
-def test_the_mean_gradient_test_can_fail(monkeypatch, bug):
-    monkeypatch.setattr(consistent, "leave_one_out", bug)
-    with pytest.raises(AssertionError):
-        test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(2, True, 0.0)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)],
-        lambda right, depths: depths[right.long().argmax(dim=1)],  # the first right exit, whatever comes later
-    ],
-)
-def test_the_memorized_layer_test_can_fail(monkeypatch, bug):
-    monkeypatch.setitem(globals(), "memorized_layer", bug)
-    with pytest.raises(AssertionError):
-        test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern()

@@ -1,0 +1,646 @@
+"""Tests can fail: rows of (place, bug, test that must fail).
+
+`bug` is given what stands at the place, and returns what is planted there. The test runs in this process, with its
+own fixtures, which are made before the bug is planted. Bugs in a loaded checkpoint or in a graph stay beside their
+tests in parity/: they need the models that are built there.
+"""
+
+import functools
+import inspect
+import itertools
+import math
+import sys
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mini_ee import calibration, confidence
+from mini_ee.backbones.bert import LayerContext
+from mini_ee.baselines import elasticbert
+from mini_ee.data.decoder_texts import Text
+from mini_ee.exits.row_exits import RowState
+
+TESTS = Path(__file__).parent
+CAUGHT = (AssertionError, ValueError, RuntimeWarning, pytest.fail.Exception)  # some bugs break shapes: a catch too
+OPTIONS = "-q -s -o addopts= --no-header --no-summary -p no:cacheprovider -p no:xdist -p no:doctest".split()
+
+# ---- Bugs that need more than a line ----
+
+
+def always(wrong):
+    """The bug that does not need what it replaces."""
+    return lambda true: wrong
+
+
+def source(old, new):
+    """One piece of a function's source is replaced."""
+
+    def bug(true):
+        code, module = inspect.getsource(true), vars(sys.modules[true.__module__])
+        assert code.count(old) == 1, f"{old!r} is not in {true.__name__} any more: plant this bug anew"
+        exec(code.replace(old, new), namespace := dict(module))
+        return namespace[true.__name__]
+
+    return bug
+
+
+def measure(wrong):
+    """MEASURES: name -> (function, lowest, highest value)."""
+    return lambda true: (wrong, *true[1:])
+
+
+def counts_equal_predictions(self, k, reading, memory):
+    """t equal predictions instead of t + 1: the first one counts too."""
+    prediction = reading.logits.argmax(axis=1)
+    memory["streak"] = np.where(prediction == memory.get("prediction", -1), memory.get("streak", 0) + 1, 1)
+    memory["prediction"] = prediction
+    return memory["streak"] >= self.patience
+
+
+def never_starts_again(self, k, reading, memory):
+    """A change of prediction does not set the counter back."""
+    prediction = reading.logits.argmax(axis=1)
+    memory["streak"] = memory.get("streak", 0) + (prediction == memory.get("prediction", -1))
+    memory["prediction"] = prediction
+    return memory["streak"] >= self.patience
+
+
+def counter_on_the_rule(true):
+    memory = {}
+    return lambda self, k, reading, _: true(self, k, reading, memory)
+
+
+def below_the_threshold(self, k, reading, memory):
+    return confidence.MEASURES[self.measure][0](reading.logits) < self.threshold
+
+
+def zero_times_log_zero(logits):
+    """0 ln 0, as in published code."""
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    with np.errstate(all="ignore"):
+        return (p * np.log(p)).sum(axis=1)
+
+
+def in_half_precision(logits):
+    """Logits keep their dtype."""
+    shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return shifted.max(axis=1) / shifted.sum(axis=1)
+
+
+def forced_exit_pays(true):
+    """The last policy's term once more at the last exit."""
+
+    def log_exit_probabilities(exit_logits, epsilon=0.0):
+        log_exit = true(exit_logits, epsilon)
+        forced = torch.nn.functional.logsigmoid(exit_logits[:, -1:])
+        return torch.cat([log_exit[:, :-1], log_exit[:, -1:] + forced], dim=1)
+
+    return log_exit_probabilities
+
+
+def entropy_added(true):
+    return lambda logits, full, penalty, target="soft": true(logits, full, -penalty, target)
+
+
+def softmax_twice(true):
+    return lambda logits, full, penalty, target="soft": true(logits.softmax(-1), full, penalty, target)
+
+
+def own_target(true):
+    return lambda logits, full, penalty, target="soft": true(logits, logits, penalty, target)
+
+
+def keep_without_mask(self, rows):
+    return RowState(self.hidden[torch.from_numpy(rows)], LayerContext(None))
+
+
+def keep_the_first_masks(self, rows):
+    return RowState(self.hidden[torch.from_numpy(rows)], LayerContext(self.context.padding[: len(rows)]))
+
+
+def next_head(shift):
+    return lambda true: lambda self, k, state: true(self, (k + shift) % 4, state)
+
+
+def segments_start_at(starts):
+    """Segments that do not meet: a layer runs twice, or not at all."""
+
+    def bug(true):
+        def advance(self, k, state):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(self, "starts", starts)
+                return true(self, k, state)
+
+        return advance
+
+    return bug
+
+
+def no_padding(true):
+    return lambda attention_mask, device=None: None
+
+
+def plain_quantile(rank):
+    """The quantile of the calibration rows, without the one more."""
+
+    def conformal_cut(observed, epsilon):
+        worst = np.sort(np.where(observed.agrees, -np.inf, observed.confidence).max(axis=1))
+        return worst[max(0, math.ceil(rank(len(worst), epsilon) - 1e-9) - 1)]
+
+    return always(conformal_cut)
+
+
+def gains_of_rows_that_both_get_wrong(task, labels, found, last, label_range):
+    """Losses that are not paired with the last exit's own mistakes."""
+    return -((found == labels) != (last == labels)).astype(np.int8)
+
+
+def no_bound(losses, max_loss):
+    """A guarantee wherever the hold-out itself loses no more."""
+    return np.where(losses.sum(axis=1) <= losses.shape[1] * max_loss, 0.0, 1.0)
+
+
+def last_of_ties(confidence, agrees, counts, epsilon):
+    share = calibration._from_here_on(counts * agrees) / calibration._from_here_on(counts)
+    found = np.flatnonzero(share >= epsilon)
+    return float(confidence[found[0]]) if len(found) else math.inf
+
+
+def above_only(confidence, agrees, counts, epsilon):
+    share = np.append((calibration._from_here_on(agrees) / calibration._from_here_on(counts))[1:], 1.0)
+    found = np.flatnonzero(share >= epsilon)
+    return float(confidence[found[0]]) if len(found) else math.inf
+
+
+def never_infinite(true):
+    def tau(confidence, agrees, counts, epsilon):
+        found = true(confidence, agrees, counts, epsilon)
+        return found if found < math.inf else float(confidence[-1])
+
+    return tau
+
+
+def no_bound_of_counts(worse, better, rows, max_loss):
+    return np.where(worse - better <= rows * max_loss, 0.0, 1.0)
+
+
+def wald(worse, better, rows, max_loss):
+    """The standard error of the sample, which is too small if few rows differ."""
+    loss = (worse - better) / rows
+    error = np.sqrt(np.maximum((worse + better) / rows - loss**2, 1e-12) / rows)
+    return np.where(loss + 1.645 * error <= max_loss, 0.0, 1.0)
+
+
+def unmasked(true):
+    """Padding is attended to."""
+
+    def batch(self, rows):
+        inputs = true(self, rows)
+        return replace(inputs, attention_mask=np.ones_like(inputs.attention_mask))
+
+    return batch
+
+
+def last_layer_left_out(true):
+    """If several layers lie between two exits, the last of them is not run."""
+    return lambda self, hidden, context, start, stop: true(self, hidden, context, start, stop - (stop - start > 1))
+
+
+def stacked(bug):
+    """Streams: adapters (streams, ...) side by side."""
+    return lambda true: lambda parts: bug(true(parts))
+
+
+def forgets_embeddings(true):
+    def keep(self, rows):
+        index = torch.from_numpy(rows)
+        hidden = None if self.hidden is None else self.hidden[:, : len(rows)]
+        return type(self)(self.embedded[index], hidden, self.context.keep(index))
+
+    return keep
+
+
+def half_step(self, state):
+    """An exit that reads the attention half of its layer alone."""
+    attended, _ = state.chunk(2, dim=-1)
+    return self.norm(self.scale * self.up(torch.relu(self.down(attended))) + attended)
+
+
+def losses_in_the_full_model(true):
+    """A layer's loss in the full model, not in the one that remains."""
+
+    def next_token_losses(backbone, data, kept, each=True):
+        once = true(backbone, data, range(len(backbone.layers)))
+        return [once[layer] for layer in kept] + once[-1:]
+
+    return next_token_losses
+
+
+def certainty_of_the_last_exit_too(self, states):
+    """BERxiT asks for a certainty where nobody can exit early."""
+    return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[1:])], dim=1)
+
+
+def history(of_the_first_exit):
+    """CAT's memory of earlier exits: oldest first, or with a first exit whose classes are reversed."""
+
+    def remember(before, logits, k):
+        if of_the_first_exit and k == 1:
+            return logits.softmax(1)[:, None].flip(2)
+        if k == 0:
+            return None
+        p = logits.softmax(1)[:, None]
+        return p if before is None else torch.cat((p, before) if of_the_first_exit else (before, p), 1)
+
+    return always(remember)
+
+
+def confidence_of_their_own_class(true):
+    """How confident the exits before were of their own class, not of this one."""
+
+    def features(logits, inner, before, k, exits):
+        if before is not None:
+            before = before.max(dim=2, keepdim=True).values.expand_as(before)
+        return true(logits, inner, before, k, exits)
+
+    return features
+
+
+def first_shard_only(self, queries, k, ids):
+    names, distances = self.indexes[0].knn_query(queries, k)
+    return names.astype(np.int64) * len(self.indexes), distances
+
+
+def alone(true):
+    """HashEE: tokens that have exited give no keys and values."""
+    return lambda layer, first, hidden, mask: true(
+        layer, first, first, None if mask is None else mask[..., : first.shape[1]]
+    )
+
+
+def read_mask(true):
+    """TR-BERT: rows that keep as many tokens as the longest."""
+
+    def compact(hidden, kept):
+        hidden, kept = true(hidden, kept)
+        return hidden, torch.ones_like(kept)
+
+    return compact
+
+
+def off_by(shift):
+    """Heads in training read another layer."""
+
+    def bug(true):
+        def each_state(self, *inputs):
+            exits = self.exits
+            self.exits = (*(layer + shift for layer in exits[:-1]), *exits[-1:])
+            try:
+                return true(self, *inputs)
+            finally:
+                self.exits = exits
+
+        return each_state
+
+    return bug
+
+
+def rounds_that_never_end(stages, epochs):
+    """The stages of a recipe that is told that each was better than the one before: -100, -99, ..."""
+    found, scores = [next(stages)], itertools.count(-100)
+    with suppress(StopIteration):
+        while True:
+            found.append(stages.send(next(scores)))
+    return found
+
+
+def query_and_key(self):
+    """Query and key are adapted instead of query and value."""
+    query, value = ((pair.A @ pair.B).T for pair in (self.query, self.value))
+    return self.scale * torch.cat((query, value, value.new_zeros(self.key, query.shape[1])))
+
+
+def one_token_late(true):
+    def batch(self, rows, device):
+        return true(type(self)([Text(text.ids, text.start + 1) for text in self.texts], self.every), rows, device)
+
+    return batch
+
+
+def policies_of_raw_states(self):
+    return [lambda x, k=k: self.policy.exit_logit(k, x) for k in range(len(self.heads))]
+
+
+def positions(bug):
+    """The position of a token behind the prompt."""
+    return lambda true: lambda self, rows, some: true(self, rows, [bug(each) if len(each) == 1 else each for each in some])
+
+
+def one_slot_off(true):
+    return lambda self, rows, some: true(
+        self, rows, [[max(p - 1, 0) for p in each] if len(each) > 1 else each for each in some]
+    )
+
+
+def sampling(name, wrong):
+    """Another setting than the one that was given."""
+
+    def bug(true):
+        def probabilities(self, *given):
+            return true(replace(self, **{name: wrong}), *given)
+
+        return probabilities
+
+    return bug
+
+
+def part_that_tests_selects(true):
+    def split_rows(*given):
+        parts = true(*given)
+        return parts._replace(selection=parts.test)
+
+    return split_rows
+
+
+def first_rows(name):
+    """A state that keeps one of its tensors of the batch's first rows, whoever stays."""
+    return lambda true: lambda self, rows: true(self, rows)._replace(**{name: getattr(self, name)[: len(rows)]})
+
+
+# ---- The rows ----
+
+SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contract", "methods", "parity"))
+
+EQUATIONS = [
+    ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    ("mini_ee.methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
+    ("mini_ee.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[sgmv-[5, 5, 5]]"),
+    ("mini_ee.methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
+    ("mini_ee.methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
+    *[
+        ("mini_ee.methods.self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
+        for bug in (entropy_added, softmax_twice, own_target)
+        for test in ("test_eq1_position_by_position", "test_eq1_hard_targets_have_the_closed_form_optimum[0.1]")
+    ],
+    ("mini_ee.methods.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.methods.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.methods.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
+    ("mini_ee.methods.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
+    ("mini_ee.methods.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.methods.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
+    ("mini_ee.methods.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
+    ("mini_ee.methods.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
+    ("mini_ee.methods.consistent.log_exit_probabilities", lambda true: lambda z, epsilon=0.0: true(z), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]"),
+    ("mini_ee.methods.consistent.log_exit_probabilities", forced_exit_pays, "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]"),
+    # the mean of all rewards, with the trajectory's own: biased
+    ("mini_ee.methods.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-0.0]"),
+    ("mini_ee.methods.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-0.0]"),
+    ("mini_ee.methods.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    # the first right exit, whatever comes later
+    ("mini_ee.methods.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+]
+
+ALONE = "test_compaction_changes_nothing_each_row_leaves_where_it_would_alone[numpy-"
+NEVER = "test_never_exit_equals_the_full_model["
+KEEP, LAST = "state, rows = state.keep(staying), rows[staying]", "k == len(segments.exits) - 1"
+FLOPS = "test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions"
+STATE = "test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there"
+LOOP = [
+    ("early_exit.run_segments", source(KEEP, "state, rows = state.keep(staying), rows[: len(staying)]"), ALONE + "max_probability]"),
+    ("early_exit.run_segments", source(KEEP, "state, rows = state.keep(np.arange(len(staying))), rows[staying]"), ALONE + "max_probability]"),
+    ("early_exit.run_segments", source("values[staying]", "values[: len(staying)]"), ALONE + "remembers]"),
+    ("early_exit.run_segments", source("values[staying]", "values[: len(staying)]"), "test_memory_is_kept_with_the_rows"),
+    ("early_exit.run_segments", source("else plan[staying]", "else plan[: len(staying)]"), ALONE + "planned]"),
+    ("early_exit.run_segments", source("break", "pass"), "test_nothing_runs_after_the_last_row_has_left"),
+    ("early_exit.run_segments", source("exit_index.fill(k)", "exit_index.fill(0)"), NEVER + "numpy]"),
+    ("early_exit.at_exit", source("if plan is not None:\n        exits", "if plan is not None and rule.needs is None:\n        exits"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
+    ("early_exit.at_exit", source(LAST, "k >= len(segments.exits) - 2"), NEVER + "numpy]"),
+    ("early_exit.at_exit", source(LAST, "k >= len(segments.exits) - 2"), "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]"),
+    ("early_exit.at_exit", source("reading = reading.keep(exiting)", "reading = reading.keep(np.arange(len(exiting)))"), ALONE + "max_probability]"),
+    ("early_exit.at_exit", source("state.keep(exiting) if len(staying) else state", "state"), "test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there"),
+    ("early_exit.at_exit", source("    elif rule.needs is None:\n        return state, None, None\n", ""), "test_never_exit_reads_the_last_head_once"),
+    ("early_exit.at_exit", source('segments.read_state(k, state) if rule.needs == "state" else ', ""), STATE),
+    ("early_exit.at_exit", source('evaluated = "state" if reading.logits is None else "logits"', 'evaluated = "state"'), FLOPS),
+    ("early_exit.select_heads", source("set(plan.tolist())", "{len(segments.exits) - 1}"), "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]"),
+    ("early_exit.in_batch_order", source("logits[rows] = reading.logits", "logits[rows] = first.logits[: len(rows)]"), ALONE + "max_probability]"),
+    ("segments.Cost", source("segments.state_flops(k) + decision", "decision"), STATE),
+    ("segments.Cost", source("self._rule.flops(batch.logits.shape[1])", "0.0"), FLOPS),
+    ("segments.Cost", source("np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"), "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes"),
+    ("rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
+    ("backbones.bert.padding_mask", no_padding, "test_padding_does_not_change_the_decision[torch first-never]"),
+    *[
+        ("exits.row_exits.RowState.keep", always(bug), test)
+        for bug in (keep_without_mask, keep_the_first_masks)
+        for pool in ("torch first", "torch mean")
+        for test in (
+            f"test_a_batch_of_B_equals_B_batches_of_one[{pool}-max_probability]",
+            f"test_compaction_changes_nothing_each_row_leaves_where_it_would_alone[{pool}-planned]",
+        )
+    ],
+    *[
+        ("exits.row_exits.RowSegments.read_logits", next_head(shift), test)
+        for shift in (1, -1)
+        for test in (
+            "test_always_exit_equals_the_first_head[torch mean-always]",
+            NEVER + "torch first]",
+            "test_chained_segments_equal_the_whole_model[torch mean]",
+        )
+    ],
+    *[
+        ("exits.row_exits.RowSegments.advance", segments_start_at(starts), test)
+        for starts in ((0, 0, 2, 4), (0, 2, 3, 5))
+        for test in (NEVER + "torch mean]", "test_chained_segments_equal_the_whole_model[torch mean]")
+    ],
+]
+
+RULES = [
+    ("confidence.MEASURES.entropy", measure(zero_times_log_zero), "confidence.py::test_a_probability_of_zero_gives_full_confidence_and_no_nan[row0-entropy]"),
+    ("confidence.MEASURES.entropy", measure(lambda logits: -confidence.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
+    ("confidence.MEASURES.entropy", measure(lambda logits: confidence.entropy(logits) / math.log(2)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
+    ("confidence.MEASURES.normalised_entropy", measure(confidence.entropy), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-normalised_entropy]"),
+    ("confidence.MEASURES.breaking_ties", measure(confidence.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
+    ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
+    ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
+    ("rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
+    ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
+    *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
+    *[("calibration._tau", bug, "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for bug in (always(last_of_ties), always(above_only), never_infinite)],
+    ("statistics.p_values_of_counts", always(no_bound_of_counts), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[600-0.02]"),
+    ("training.default_rule.paired_losses", always(gains_of_rows_that_both_get_wrong), "guarantee.py::test_the_guarantee_is_kept_on_fresh_rows_and_layers_are_saved"),
+    ("training.default_rule.paired_p_values", always(no_bound), "guarantee.py::test_the_guarantee_is_kept_on_fresh_rows_and_layers_are_saved"),
+    ("statistics.p_values_of_counts", always(wald), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[350-0.0]"),
+    ("data.tokenizer.Encoded.batch", unmasked, "conformance.py::test_a_batch_of_rows_is_its_rows_alone_padding_included[joint]"),
+    ("training.state.read_tensors", lambda true: lambda path, signed=False: true(path), "training.py::test_a_training_state_without_its_checksum_is_refused"),
+    ("training.row_unit.split_rows", part_that_tests_selects, "training.py::test_nothing_that_a_training_chooses_has_read_the_rows_that_test_the_default_rule[right-tool]"),
+    ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden.mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
+    ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, -1]), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
+    ("exits.heads.pooled", always(lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
+    ("exits.row_exits.RowExits.classify", lambda true: lambda self, k, state: true(self, 3, state), "exits.py::test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone[1]"),
+    ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
+]
+META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
+MEAN = "elasticbert.py::test_a_layer_learns_from_the_mean_of_the_exits_above_it_and_a_head_from_its_own[rows]"
+OF_METHODS = [
+    ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
+    ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]"),
+    ("methods.lora_exits_streams.LoRAState.keep", forgets_embeddings, "lora_exits.py::test_parallel_equals_restart_and_a_batch_equals_rows_alone[Threshold(threshold=0.75, measure='max_probability')-[[0, 1, 2]]]"),
+    ("methods.raee_controls.knn_labels", always(lambda labels, weights: labels[:, 0]), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
+    ("methods.raee.neighbour_weights", always(lambda distances: 1 / (1e-6 + distances[:, ::-1])), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
+    ("methods.raee_controls.best_single_exit", always(lambda values: values.shape[1] - 1), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
+    ("methods.raee_controls.earliest_right_exit", always(lambda values: np.zeros(len(values), np.int64)), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
+    ("methods.raee_controls.shuffled_plan", always(lambda plan, seed: np.zeros_like(plan)), "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots"),
+    ("methods.raee_shards.Shards.search", always(first_shard_only), "shards.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
+    ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
+    ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
+    ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
+    ("methods.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
+    ("exits.token_exits.TokenExits.policies", always(property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)), "consistent.py::test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut"),
+    ("baselines.adainfer.MOST_STEPS", always(20), "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]"),
+    ("baselines.right_tool.fit_temperature", always(lambda logits, labels: 1.0), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
+    ("baselines.right_tool.fit_temperature", lambda true: lambda logits, labels: 1 / true(logits, labels), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
+    ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),
+    ("baselines.calm.chernoff", always(lambda mean, limit, count: float(mean > limit)), "calm.py::test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most"),
+    ("baselines.cat.remember", history(of_the_first_exit=True), META),
+    ("baselines.cat.remember", history(of_the_first_exit=False), META),
+    ("baselines.cat.features", confidence_of_their_own_class, META),
+    ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_exits_are_the_equations_in_training_and_in_segments[bert-mean]"),
+    ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_a_branch_without_adapter_is_the_layer"),
+    ("baselines.dree.equiangular_frame", always(lambda width, classes: torch.eye(width)[:, :classes]), "dree.py::test_the_vectors_of_a_frame_have_length_one_and_stand_equally_far_apart[3]"),
+    # no equilibrium, half of it, one exit too many
+    ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, hidden)), MEAN),
+    ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, elasticbert.rescaled(hidden, (exits - k - 1) / (exits - k)))), MEAN),
+    ("baselines.elasticbert.balanced", lambda true: lambda k, hidden, exits: true(k, hidden, exits + 1), MEAN),
+    ("baselines.free.Mixture.responsibility", always(lambda self, gaps, agrees: agrees.astype(float)), "free.py::test_a_step_of_em_is_that_of_a_loop"),
+    ("backbones.bert.padding_mask", no_padding, "hashee.py::test_a_rows_answer_does_not_depend_on_its_batch[bert-first]"),
+    ("baselines.hashee.attend", alone, "hashee.py::test_a_token_that_has_left_is_still_read_and_changes_no_more[bert-mean]"),
+    ("baselines.layerskip.exit_scale", always(lambda exit, layers, scale: scale * exit), "layerskip.py::test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is"),
+    ("baselines.layerskip.learning", always(lambda exits, batch, config: [True] * len(exits)), "layerskip.py::test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is"),
+    ("baselines.layerskip.layer_dropout", always(lambda layer, layers, batch, config: config.dropout), "layerskip.py::test_the_first_layer_always_runs"),
+    ("baselines.palbert.PonderState.keep", first_rows("current"), "palbert.py::test_a_row_leaves_once_it_would_have_left_with_a_chance_above_q_alone_as_in_a_batch"),
+    ("baselines.sleb.next_token_losses", losses_in_the_full_model, "sleb.py::test_the_search_is_the_greedy_one_over_models_that_are_built_anew"),
+    ("baselines.tr_bert.compact", read_mask, "tr_bert.py::test_a_rows_answer_does_not_depend_on_its_batch[bert-mean]"),
+    ("baselines.tr_bert.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "tr_bert.py::test_the_gradient_is_that_of_the_reward"),
+]
+
+COPIES = "generation.py::test_copy_state_and_recompute_are_what_their_definitions_say[max_probability-"
+GREEDY = "generation.py::test_greedy_text_is_that_of_transformers_token_for_token[llama]"
+LOSSLESS = "generation.py::test_lossless_text_is_the_full_models[1-4-0.0-llama]"
+BLOCKS = "t5_tokens.py::test_blocks_over_a_cache_are_the_whole_answer[t5]"
+OF_MODELS = [
+    # a gap behind the prompt, and a position too low
+    ("exits.generation.TokenSegments.block", positions(lambda some: [position + 2 for position in some]), GREEDY),
+    ("exits.generation.TokenSegments.block", positions(lambda some: [max(position - 1, -1) for position in some]), GREEDY),
+    ("backbones.llama.Decoder.copy_state", always(lambda *given: None), COPIES + "copy_state-llama]"),
+    ("backbones.llama.Decoder.copy_state", lambda true: lambda self, hidden, *more: true(self, hidden * 0, *more), COPIES + "copy_state-llama]"),
+    ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "copy_state-llama]"),
+    ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "recompute-llama]"),
+    ("exits.generation._accepted", always(lambda drafted, true, stop: drafted or true), LOSSLESS),
+    ("exits.generation._accepted", always(lambda drafted, true, stop: true), LOSSLESS),
+    *[("exits.generation.Sampling.probabilities", sampling(name, wrong), f"generation.py::test_probabilities_are_those_of_a_loop_over_tokens[{case}]")
+      for name, wrong, case in (("temperature", 2.0, "1.0-None-None-1.0"), ("top_k", 3, "1.0-None-4-1.0"), ("top_p", 0.4, "1.0-0.7-None-1.0"), ("repetition_penalty", 1.4, "1.5-None-None-1.0"))],
+    ("exits.token_exits.QueryValueAdapter.delta", always(query_and_key), "tokens.py::test_folded_adapters_are_w_plus_scale_times_a_b_on_query_and_value_alone[llama]"),
+    ("exits.token_exits.QueryValueAdapter.adapt", always(lambda self, name, x, y: y), "tokens.py::test_folding_changes_no_state_and_what_is_saved_stays[llama]"),
+    ("exits.token_exits.TextData.batch", one_token_late, "tokens.py::test_tokens_behind_the_start_count_and_are_labelled_with_the_token_that_follows"),
+    ("exits.token_exits._measures", always(lambda log_p: {name: log_p.exp().amax(-1) for name in confidence.MEASURES}), "tokens.py::test_every_measure_is_that_of_confidence_py_on_the_logits[entropy]"),
+    ("exits.token_exits.TokenExits.policies", always(property(policies_of_raw_states)), "tokens.py::test_policies_read_states_behind_the_norm_of_their_head"),
+    # the cache of another layer, of the batch's first rows
+    ("backbones.t5_layers.Memory.heads", lambda true: lambda self, depth, *more: true(self, 0, *more), BLOCKS),
+    ("backbones.t5_layers.Memory.heads", lambda true: lambda self, depth, layer, rows, adapt: true(self, depth, layer, rows and list(range(len(rows))), adapt), BLOCKS),
+    ("backbones.t5_layers.Layer.write_keys", lambda true: lambda self, hidden, *more: true(self, hidden * 2 + 1, *more), "t5_tokens.py::test_with_copy_state_a_state_stands_in_for_those_above_it[t5-v1.1]"),
+    ("backbones.deberta.Layer.position_scores", lambda true: lambda self, query, key, tables, index: true(self, query, key, {term: table.flip(0) for term, table in tables.items()}, index), "deberta.py::test_every_schedule_gives_every_exit_what_it_has_alone[deberta-('query', 'value', 'pos_proj', 'pos_q_proj')-{}]"),
+    *[("methods.raee_encoders.pooled", always(bug), "encoders.py::test_own_states_are_the_mean_over_the_tokens_of_the_row_after_the_layer[2]") for bug in (lambda hidden, mask, pool: hidden[:, 0], lambda hidden, mask, pool: hidden[:, -1], lambda hidden, mask, pool: hidden.amax(dim=1))],
+]
+
+TORCH = [  # what the package calls
+    ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
+    ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
+    ("torch.Tensor.detach", always(lambda self: self), METHODS + "consistent.py::test_step_3_reaches_policies_only_and_step_4_everything_else[exact]"),
+    ("torch.set_rng_state", always(lambda state: None), METHODS + "consistent.py::test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights[8]"),
+    ("torch.set_rng_state", always(lambda state: None), CONTRACT + "training.py::test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_metrics[7]"),
+    ("numpy.argsort", always(lambda values, kind=None: np.arange(len(values))), PARITY + "tokens.py::test_a_record_is_what_each_text_says_alone[llama-True]"),
+]
+
+MUTANTS = [
+    *[(place, bug, SPEC + test) for place, bug, test in EQUATIONS],
+    *[(f"mini_ee.{place}", bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
+    *[(f"mini_ee.{place}", bug, CONTRACT + test) for place, bug, test in RULES],
+    *[(f"mini_ee.{place}", bug, METHODS + test) for place, bug, test in OF_METHODS],
+    *[(f"mini_ee.{place}", bug, PARITY + test) for place, bug, test in OF_MODELS],
+    *TORCH,
+]
+
+
+# ---- The test ----
+
+
+def owner_of(place):
+    """(module, class or dict, name) of a place: module.name, module.Class.name or module.DICT.name."""
+    path, name = place.rsplit(".", 1)
+    try:
+        return import_module(path), name
+    except ModuleNotFoundError:
+        module, inner = path.rsplit(".", 1)
+        return getattr(import_module(module), inner), name
+
+
+@contextmanager
+def planted(place, bug):
+    """The bug, also in modules that imported what it replaces by name."""
+    owner, name = owner_of(place)
+    true = owner[name] if isinstance(owner, dict) else inspect.getattr_static(owner, name)
+    wrong = bug(true)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(owner, name, wrong) if isinstance(owner, dict) else patch.setattr(owner, name, wrong)
+        for module in [each for key, each in sys.modules.items() if key.startswith(("mini_ee", "test_"))]:
+            for alias in [alias for alias, value in vars(module).items() if callable(true) and value is true]:
+                patch.setattr(module, alias, wrong)
+        yield
+
+
+class EachBug:
+    """A plugin: in place of a test's function, it is called once with every bug that it must catch."""
+
+    def __init__(self, file):
+        self.rows = [row for row in range(len(MUTANTS)) if MUTANTS[row][2].startswith(f"{file}::")]
+        self.errors = {row: [] for row in self.rows}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        for row in self.rows:
+            place, bug, test = MUTANTS[row]
+            if f"{pyfuncitem.nodeid}[".startswith(f"tests/{test}["):
+                try:
+                    with planted(place, bug):
+                        pyfuncitem.obj(**given)
+                except BaseException as error:
+                    self.errors[row].append(error)
+        return True
+
+
+@functools.cache
+def errors_in(file):
+    """Row -> what its test raised, of all rows of a test file: its fixtures are made once."""
+    each = EachBug(file)
+    tests = {str(TESTS / MUTANTS[row][2]) for row in each.rows}
+    assert pytest.main([*OPTIONS, *sorted(tests)], plugins=[each]) == 0
+    return each.errors
+
+
+def named(row):
+    place, _, test = MUTANTS[row]
+    file, name = test.split("::")
+    return pytest.param(row, file, id=f"{row} {place} {name}", marks=pytest.mark.xdist_group(file))
+
+
+@pytest.mark.parametrize("row, file", [*map(named, range(len(MUTANTS)))])
+def test_a_planted_bug_is_caught(row, file):
+    errors = errors_in(file)[row]
+    assert errors and all(isinstance(error, CAUGHT) for error in errors), errors
