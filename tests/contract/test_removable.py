@@ -55,7 +55,7 @@ for folder in folders:
     forget()
 """
 COMMANDS = (
-    "train joint --out run --max-train 64 --epochs 1 --exits 2,12",
+    "train joint --out run --task words --epochs 1 --exits 2,12",
     "evaluate run --max-rows 8 --batch-size 8",
     "export run --out exported",
     "run exported rows.txt --out answers.jsonl",
@@ -152,11 +152,12 @@ def test_without_them_every_other_module_is_imported(tmp_path):
     check_imports([*GROUPS.values(), REMOVABLE], tmp_path)
 
 
-def check_life(groups, tmp_path):
-    """Without each of these groups joint training on the built-in data is trained, evaluated, exported and run."""
+def check_life(groups, tmp_path, task_folder):
+    """Without each of these groups joint training of the built-in encoder is trained, evaluated, exported and run."""
     folders = [without(group, tmp_path / str(number)) for number, group in enumerate(groups)]
     for folder in folders:
         (folder / "rows.txt").write_text("the film was good\na dull meal\n")
+        copytree(task_folder, folder / "words")
     given = json.dumps((list(map(str, folders)), COMMANDS))
     done = subprocess.run(
         [sys.executable, "-c", ALONE + LIFE], input=given, text=True, capture_output=True, cwd=folders[0]
@@ -164,11 +165,11 @@ def check_life(groups, tmp_path):
     assert done.returncode == 0, done.stderr
     for group, folder in zip(groups, folders):
         answers = [json.loads(line)["label"] for line in (folder / "answers.jsonl").read_text().splitlines()]
-        assert len(answers) == 2 and set(answers) <= {"negative", "positive"}, f"without {group}"
+        assert len(answers) == 2 and set(answers) <= {"bad", "good"}, f"without {group}"
 
 
-def test_without_all_of_them_joint_training_lives(tmp_path):
-    check_life([REMOVABLE], tmp_path)
+def test_without_all_of_them_joint_training_lives(tmp_path, task_folder):
+    check_life([REMOVABLE], tmp_path, task_folder)
 
 
 slow = pytest.mark.skipif("MINI_EE_SLOW" not in os.environ, reason="slow: set MINI_EE_SLOW=1")
@@ -180,5 +181,5 @@ def test_without_each_of_them_every_other_module_is_imported(tmp_path):
 
 
 @slow
-def test_without_each_of_them_joint_training_lives(tmp_path):
-    check_life([[module] for module in REMOVABLE], tmp_path)
+def test_without_each_of_them_joint_training_lives(tmp_path, task_folder):
+    check_life([[module] for module in REMOVABLE], tmp_path, task_folder)
