@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_ee.export.lower_shapes import expand, unsqueeze
+from mini_ee.backbones.cache import rotate
+from mini_ee.export.lower_shapes import expand, reshape, unsqueeze
 from mini_ee.export.tracing import (
     LOWERINGS,
     TORCH_DTYPES,
@@ -366,3 +367,15 @@ def attention(
         settings["scale"] = float(scale)
     name = g.op("Attention", query.name, key.name, value.name, *masks, is_causal=int(is_causal), **settings)
     return query.like(name, [*query.shape[:-1], value.shape[-1]])
+
+
+@lowers(rotate)
+def _rotary_embedding(x: Value, cos: Value, sin: Value) -> Value:
+    """The node takes the heads side by side, (B, T, H d), and the angles of each row once, (B, T, R/2)."""
+    half, (rows, tokens, heads, width) = cos.shape[-1] // 2, x.shape
+    angles = [cast(reshape(each[..., half:], 1, tokens, half), x.kind) for each in (cos, sin)]
+    angles = [expand(each, rows, tokens, half) for each in angles]
+    part = {"rotary_embedding_dim": 2 * half} if 2 * half < width else {}
+    return reshape(
+        reshape(x, rows, tokens, heads * width).op("RotaryEmbedding", *angles, num_heads=heads, **part), x.shape
+    )

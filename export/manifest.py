@@ -47,6 +47,9 @@ TOKENS = BOTH | {
 }
 """The same for a folder of tokens."""
 
+DEPTH_KEYS = ("num_decoder_layers", "num_hidden_layers", "n_layers")
+"""Keys of a backbone's config that say how many layers have exits: the first that it has counts."""
+
 FORMS = {"rows": ROWS, "prompts": ROWS, "tokens": TOKENS}
 
 
@@ -134,7 +137,7 @@ def _check_values(manifest: dict, folder: Path) -> None:
         raise ValueError(f"{folder}: {MANIFEST} has the unit {unit!r}, not {', '.join(FORMS)}; export the run again")
     _check(manifest, FORMS[unit], folder)
     exits, backbone = manifest["exits"], manifest["backbone"]
-    layers = backbone.get("num_decoder_layers", backbone.get("num_hidden_layers"))
+    layers = next((backbone[key] for key in DEPTH_KEYS if key in backbone), None)
     if exits[-1] != layers or any(above <= below for below, above in zip(exits, exits[1:])):
         found = f"{MANIFEST} has the exits {exits!s:.100} of a model of {layers!r:.40} layers"
         raise ValueError(f"{folder}: {found}, expected exits that ascend to the last layer; export the run again")

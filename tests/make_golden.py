@@ -9,12 +9,14 @@ Every parameter is drawn at random, norms and biases too: a norm that forgets it
     config.json, model.safetensors  a Hugging Face folder, by save_pretrained (ElasticBERT by hand)
     expected.safetensors            input_ids, attention_mask, token_type_ids, hidden.{0..L}, lm_logits, pooled.{depth}
                                     decoders: no types; normed in place of hidden.{L}; greedy, (B, N) new tokens
+                                    ModernBERT: normed in place of hidden.{L}
                                     T5: decoder_input_ids and encoder.{0..L} besides, the last normed too
     provenance.json                 command, seed, versions
 
 The tests need none of this: they read the files. This script imports nothing of mini_ee.
 """
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -25,6 +27,8 @@ from safetensors.torch import save_file
 
 GOLDEN = Path(__file__).parent / "golden"
 SEED = 20250701
+COUNTED = ("roberta", "xlm-roberta", "mpnet")
+"""Model types whose positions count the tokens that are no padding."""
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 24,
@@ -56,6 +60,14 @@ DEBERTA_V2 = {
     "norm_rel_ebd": "layer_norm",
     "conv_kernel_size": 3,
     "conv_act": "gelu",
+}
+MODERNBERT = {  # rows are longer than the window, which reads two tokens to each side
+    "local_attention": 4,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in (("full_attention", 500.0), ("sliding_attention", 20.0))
+    },
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
 }
 T5_SIZES = {  # heads are wider than D / H; the decoder has more layers; rows are longer than the largest distance
     "vocab_size": 64,
@@ -112,16 +124,16 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
                 parameter.mul_(0.5 if "embeddings." in name else parameter.shape[1] ** -0.5)
 
 
-def draw_batch(config, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Three rows of 9, 6 and 4 tokens, padded to 9; both token types where there are two."""
-    shape, lengths = (3, 9), (9, 6, 4)
+def draw_batch(config, generator: torch.Generator, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Rows of so many tokens, padded to the first; both token types where there are two."""
+    shape = (len(lengths), lengths[0])
     ids = torch.randint(5, config.vocab_size, shape, generator=generator)
     mask = torch.zeros(shape, dtype=torch.long)
     for row, length in enumerate(lengths):
         mask[row, :length] = 1
-    if config.model_type == "roberta":  # pads one row on the left: positions must be counted there, not numbered
+    if config.model_type in COUNTED:  # pads one row on the left: positions must be counted there, not numbered
         mask[-1] = mask[-1].flip(0)
-    types = (torch.arange(shape[1]).expand(shape) >= 3).long() % max(1, config.type_vocab_size)
+    types = (torch.arange(shape[1]).expand(shape) >= 3).long() % max(1, getattr(config, "type_vocab_size", 1))
     return {
         "input_ids": ids.where(mask.bool(), config.pad_token_id),
         "attention_mask": mask,
@@ -131,10 +143,14 @@ def draw_batch(config, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 def run(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What transformers computes: the inputs, every hidden state, and logits and pooled output where there are any."""
+    taken = inspect.signature(model.base_model.forward).parameters  # some have no token types
+    given = {name: values for name, values in batch.items() if name in taken}
     with torch.no_grad():
-        output = model(**batch, output_hidden_states=True)
-        pooled = getattr(model.base_model(**batch), "pooler_output", None)
+        output = model(**given, output_hidden_states=True)
+        pooled = getattr(model.base_model(**given), "pooler_output", None)
     expected = batch | {f"hidden.{depth}": state for depth, state in enumerate(output.hidden_states)}
+    if model.config.model_type == "modernbert":  # the last is returned behind the final norm
+        expected["normed"] = expected.pop(f"hidden.{model.config.num_hidden_layers}")
     if pooled is not None:
         expected[f"pooled.{model.config.num_hidden_layers}"] = pooled
     for name in ("logits", "prediction_logits"):
@@ -153,14 +169,14 @@ def write(name: str, expected: dict[str, torch.Tensor]) -> None:
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
 
 
-def make(name: str, model_class: type, config) -> None:
+def make(name: str, model_class: type, config, lengths: tuple[int, ...] = (9, 6, 4)) -> None:
     """A kind that transformers has."""
     generator = torch.Generator().manual_seed(SEED)
     model = model_class(config).eval()
     randomise(model, generator)
     model.save_pretrained(GOLDEN / name)
     (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
-    write(name, run(model, draw_batch(config, generator)))
+    write(name, run(model, draw_batch(config, generator, lengths)))
 
 
 def make_elasticbert() -> None:
@@ -169,7 +185,7 @@ def make_elasticbert() -> None:
     config = transformers.BertConfig(**SIZES, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-3)
     model = transformers.BertForMaskedLM(config).eval()
     randomise(model, generator)
-    expected = run(model, draw_batch(config, generator))
+    expected = run(model, draw_batch(config, generator, (9, 6, 4)))
     tensors = {
         name.replace("bert.", "elasticbert.", 1): tensor
         for name, tensor in model.state_dict().items()
@@ -267,10 +283,22 @@ if __name__ == "__main__":
     make("roberta", transformers.RobertaForMaskedLM, roberta)
     make("albert", transformers.AlbertForPreTraining, transformers.AlbertConfig(**SIZES, embedding_size=12))
     make_elasticbert()
+    small = DECODER_SIZES | {"max_position_embeddings": 32}
+    xlm = transformers.XLMRobertaConfig(**small, type_vocab_size=1)
+    make("xlm-roberta", transformers.XLMRobertaForMaskedLM, xlm)
+    electra = transformers.ElectraConfig(**small, embedding_size=10, hidden_act="relu")  # the head stays with gelu
+    make("electra", transformers.ElectraForMaskedLM, electra)
+    names = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+    names |= {"intermediate_size": "hidden_dim"}
+    distilbert = {names.get(key, key): value for key, value in small.items()}
+    make("distilbert", transformers.DistilBertForMaskedLM, transformers.DistilBertConfig(**distilbert))
+    make("mpnet", transformers.MPNetForMaskedLM, transformers.MPNetConfig(**small), (20, 12, 4))
     v1 = transformers.DebertaConfig(**DECODER_SIZES, **DEBERTA, max_relative_positions=5)
     make("deberta", transformers.DebertaForMaskedLM, v1)
     v2 = transformers.DebertaV2Config(**DECODER_SIZES, **DEBERTA, **DEBERTA_V2)
     make("deberta-v2", transformers.DebertaV2ForMaskedLM, v2)
+    modern = transformers.ModernBertConfig(**DECODER_SIZES, **MODERNBERT)
+    make("modernbert", transformers.ModernBertForMaskedLM, modern)
     make_t5("t5")
     make_t5("t5-v1.1", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     sizes, llama = DECODER_SIZES, transformers.LlamaForCausalLM

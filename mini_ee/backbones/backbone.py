@@ -399,6 +399,13 @@ def known_fields(kind: type, given: dict, defaults: dict) -> dict:
     return found
 
 
+def in_their_words(message: str, their_keys: dict[str, str]) -> str:
+    """An error with the keys that the file has; their_keys: ours -> theirs."""
+    for ours, theirs in their_keys.items():
+        message = message.replace(ours, theirs)
+    return message
+
+
 def some_of(names: Sequence[str]) -> str:
     """The first three names, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,7 +1,7 @@
-"""BERT, RoBERTa, ALBERT and ElasticBERT, from scratch.
+"""BERT, RoBERTa, XLM-RoBERTa, ALBERT and ElasticBERT, from scratch.
 
-Sources: Devlin et al. 2018 (BERT), Liu et al. 2019 (RoBERTa), Lan et al. 2019 (ALBERT), Liu et al. 2021 (ElasticBERT).
-All four are one stack of post-norm layers. The differences:
+Sources: Devlin et al. 2018 (BERT), Liu et al. 2019 (RoBERTa), Conneau et al. 2020 (XLM-RoBERTa, a RoBERTa), Lan et al.
+2019 (ALBERT), Liu et al. 2021 (ElasticBERT). All are one stack of post-norm layers. The differences:
 
     RoBERTa       positions count from pad_token_id + 1 and skip padding; its masked-LM head is fixed to gelu
     ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
@@ -12,7 +12,7 @@ Hidden states and logits agree with those of transformers: tests/parity/test_ber
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ TYPE_DEFAULTS: dict[str, dict] = {
     "bert": {},
     "elasticbert": {},
     "roberta": {"pad_token_id": 1},
+    "xlm-roberta": {"pad_token_id": 1},
     "albert": {
         "embedding_size": 128,
         "hidden_act": "gelu_new",
@@ -87,7 +88,7 @@ class BertConfig:
 
     def __post_init__(self):
         check_fields(self, from_zero=("pad_token_id",))
-        if self.model_type != "albert" and self.embedding_size not in (None, self.hidden_size):
+        if not self.mapped and self.embedding_size not in (None, self.hidden_size):
             raise ValueError(f"embedding_size may differ from hidden_size in albert only, got {self.embedding_size}")
         if self.max_tokens < 1:
             raise ValueError(
@@ -98,7 +99,7 @@ class BertConfig:
             raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {shortened(self.hidden_act)}")
 
     @classmethod
-    def from_hugging_face(cls, config: dict) -> "BertConfig":
+    def from_hugging_face(cls, config: dict) -> Self:
         """From the content of a config.json. Keys that do not change the forward pass are ignored."""
         check_fixed(config, FIXED_KEYS)
         return cls(**known_fields(cls, config, TYPE_DEFAULTS.get(config.get("model_type", ""), {})))
@@ -111,13 +112,28 @@ class BertConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def token_types(self) -> int:
+    def token_types(self) -> int | None:
         return self.type_vocab_size
+
+    @property
+    def counted(self) -> bool:
+        """Whether positions count from pad_token_id + 1 and skip padding."""
+        return self.model_type in ("roberta", "xlm-roberta")
+
+    @property
+    def mapped(self) -> bool:
+        """Whether embeddings are mapped from E to D."""
+        return self.model_type == "albert"
+
+    @property
+    def head_act(self) -> str:
+        """The activation of the masked-LM head."""
+        return "gelu" if self.counted else self.hidden_act
 
     @property
     def max_tokens(self) -> int:
         """Maximum length of an input. RoBERTa reserves its first pad_token_id + 1 positions."""
-        return self.max_position_embeddings - (self.pad_token_id + 1 if self.model_type == "roberta" else 0)
+        return self.max_position_embeddings - (self.pad_token_id + 1 if self.counted else 0)
 
 
 class LayerContext(NamedTuple):
@@ -143,22 +159,24 @@ class Embeddings(nn.Module):
         width = config.embedding_size or config.hidden_size
         self.word = nn.Embedding(config.vocab_size, width)
         self.position = nn.Embedding(config.max_position_embeddings, width)
-        self.token_type = nn.Embedding(config.type_vocab_size, width)
+        self.token_type = nn.Embedding(config.token_types, width) if config.token_types else None
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        if config.model_type == "albert":
-            self.to_hidden, self.int8_maps = nn.Linear(width, config.hidden_size), ("to_hidden",)
+        self.to_hidden = nn.Linear(width, config.hidden_size) if config.mapped else None
+        self.int8_maps = ("to_hidden",) if config.mapped else ()
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        types = self.token_type.weight[0] if token_type_ids is None else self.token_type(token_type_ids)
-        if self.config.model_type == "roberta":
+        words = self.word(input_ids)
+        if self.token_type is not None:
+            words = words + (self.token_type.weight[0] if token_type_ids is None else self.token_type(token_type_ids))
+        if self.config.counted:
             # cumsum numbers the tokens from 1 and skips padding; padding itself has position pad_token_id.
             real = (input_ids != self.config.pad_token_id).long()
             positions = self.position(real.cumsum(1) * real + self.config.pad_token_id)
         else:
             positions = self.position.weight[: input_ids.shape[1]]
-        embedded = self.dropout(self.norm(self.word(input_ids) + types + positions))
-        return self.to_hidden(embedded) if self.config.model_type == "albert" else embedded
+        embedded = self.dropout(self.norm(words + positions))
+        return embedded if self.to_hidden is None else self.to_hidden(embedded)
 
 
 class Layer(Adapted):
@@ -204,19 +222,16 @@ class Layer(Adapted):
 
 
 class MaskedLMHead(nn.Module):
-    """Dense, activation, norm, then a linear map onto the vocabulary, which is tied to the word embeddings.
+    """Dense, activation, norm, then a linear map onto the vocabulary, which is tied to the word embeddings."""
 
-    The activation is hidden_act, but always gelu in RoBERTa.
-    """
-
-    def __init__(self, config: Any):
-        """config: a BertConfig, or one with the same keys."""
+    def __init__(self, config: Any, activation: str):
+        """config: a BertConfig, or one with the same keys. activation: a name of ACTIVATIONS."""
         super().__init__()
         width = config.embedding_size or config.hidden_size
         self.dense = nn.Linear(config.hidden_size, width)
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.activation = F.gelu if config.model_type == "roberta" else ACTIVATIONS[config.hidden_act]
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, hidden: Tensor, word_embeddings: Tensor, words: Tensor | None = None) -> Tensor:
         """(..., D), (V, E) -> (..., V). words (C,): only their logits, (..., C)."""
@@ -241,7 +256,7 @@ class Bert(Backbone):
         self.poolers = nn.ModuleDict(
             {str(depth): nn.Linear(config.hidden_size, config.hidden_size) for depth in depths if pooler}
         )
-        self.lm_head = MaskedLMHead(config) if lm_head else None
+        self.lm_head = MaskedLMHead(config, config.head_act) if lm_head else None
         self.apply(self.initialise)
 
     @classmethod
@@ -345,5 +360,6 @@ LAYOUTS = {
     "bert": _layout("bert.", "Bert", _NAMES),
     "elasticbert": _layout("elasticbert.", "ElasticBert", _NAMES | {"poolers.{i}": "encoder.pooler.{i-1}.dense"}),
     "roberta": _layout("roberta.", "Roberta", _NAMES | _ROBERTA_HEAD),
+    "xlm-roberta": _layout("roberta.", "XLMRoberta", _NAMES | _ROBERTA_HEAD),
     "albert": _layout("albert.", "Albert", _ALBERT_NAMES),
 }

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mini_ee.backbones.backbone import tensor_on
 
@@ -61,8 +62,11 @@ class Cache:
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021, Eq. 34): rotate the pairs (x_i, x_{i+R/2}); values from index R on are kept.
 
-    heads (B, T, H, d); cos and sin (B or 1, T, 1, R), with -sin in the first half. Returns (B, T, H, d).
+    heads (B, T, H, d); cos and sin (B or 1, T, 1, R), with -sin in the first half. Returns (B, T, H, d). In a graph it
+    is one node.
     """
+    if has_torch_function_unary(heads):
+        return handle_torch_function(rotate, (heads,), heads, cos, sin)
     width = cos.shape[-1]
     pairs = heads[..., :width]
     # roll by R/2 puts the partner of each value in its place: x_i cos - x_{i+R/2} sin and x_{i+R/2} cos + x_i sin.

@@ -219,7 +219,7 @@ class Deberta(Backbone):
         self.embeddings = Embeddings(config)
         self.positions = Positions(config)
         self.layers = nn.ModuleList(Layer(config, first=depth == 0) for depth in range(config.num_hidden_layers))
-        self.lm_head = MaskedLMHead(config) if lm_head else None
+        self.lm_head = MaskedLMHead(config, config.hidden_act) if lm_head else None
         self.apply(self.initialise)
 
     @classmethod

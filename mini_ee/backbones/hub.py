@@ -141,6 +141,9 @@ def load_backbone(folder: str | Path) -> Backbone:
     there = {part: _has(tensors, config.model_type, module) for part, module in kind.parts(config).items()}
     if required and "lm_head" in there:
         there["lm_head"] = True
+    if there.get("lm_head") is False:  # some classifiers have a dense map and a norm under the names of the head's
+        left_out += (others := [name for name in tensors if name.startswith(_head_prefixes(config.model_type))])
+        tensors = {name: part for name, part in tensors.items() if name not in others}
     with without_memory():
         backbone = kind(config, **there)
     load_strict(backbone, tensors, _name_map(backbone), folder)
@@ -180,7 +183,7 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
     """Write config.json and model.safetensors to an existing folder. Names have the prefix if there is an LM head."""
     config, layout = backbone.config, layout_of(backbone.config.model_type)
     prefix, ending = (layout.prefix, backbone.head_architecture) if backbone.has_lm_head else ("", "Model")
-    head = _prefix_of(config.model_type, "lm_head")
+    head = _head_prefixes(config.model_type)
     tensors = {
         name if name.startswith(head) else prefix + name: part
         for name, part in _parts(backbone, _name_map(backbone)).items()
@@ -268,6 +271,12 @@ def _prefix_of(model_type: str, module: str) -> str:
     return hugging_face_names(model_type, f"{module}.bias")[0].removesuffix("bias")
 
 
+def _head_prefixes(model_type: str) -> tuple[str, ...]:
+    """What the Hugging Face names of the head to words begin with: some families have it in several modules."""
+    names = layout_of(model_type).names
+    return tuple(f"{theirs}." for ours, theirs in names.items() if ours.startswith("lm_head"))
+
+
 def _has(tensors: dict[str, Tensor], model_type: str, module: str) -> bool:
     return any(name.startswith(_prefix_of(model_type, module)) for name in tensors)
 
@@ -319,7 +328,7 @@ def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config: Any, fo
 
     Raises ValueError for an untied head of a model that generates text, and for any other copy with other values.
     """
-    untied, head = False, _prefix_of(config.model_type, "lm_head")
+    untied, head = False, _head_prefixes(config.model_type)
     for copy, original in kind.tied(config).items():
         if copy not in tensors:
             untied |= copy.startswith(head) and copy.endswith(".weight") and not config.tie_word_embeddings

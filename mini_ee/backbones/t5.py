@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import AdaptLayer, Layout, Tensors, layer_flops, padding_mask, tensor_on, token_places
 from mini_ee.backbones.cache import Builder, Cache, GraphBlock, cache_inputs
 from mini_ee.backbones.generative import GenerativeBackbone
+from mini_ee.backbones.relative_biases import Biases
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_layers import (
-    Biases,
     EncoderLayer,
     HeadNorm,
     Layer,

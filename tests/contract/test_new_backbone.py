@@ -469,7 +469,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ("bert", "llama", "distant", "sloped"))
+@pytest.mark.parametrize("kind", ("bert", "modernbert", "mpnet", "llama", "distant", "sloped"))
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_contract_can_fail(kind, bug, new_house, monkeypatch):
     backbone = golden(kind)

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+import mini_ee.backbones.relative_biases as relative_biases
 import mini_ee.backbones.t5 as t5
 import mini_ee.backbones.t5_layers as t5_layers
 from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
+from mini_ee.backbones.relative_biases import Biases, buckets
 from mini_ee.backbones.t5 import T5
-from mini_ee.backbones.t5_layers import Biases, HeadNorm, Layer, LayerContext, Pairs, T5Config, buckets
+from mini_ee.backbones.t5_layers import HeadNorm, Layer, LayerContext, Pairs, T5Config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("t5", "t5-v1.1")
@@ -90,7 +92,7 @@ def scaled_scores(patch):
 
 def of_buckets(change):
     right = buckets
-    return lambda patch: patch.setattr(t5_layers, "buckets", lambda *given: right(*change(*given)))
+    return lambda patch: patch.setattr(relative_biases, "buckets", lambda *given: right(*change(*given)))
 
 
 def reads_ahead(patch):

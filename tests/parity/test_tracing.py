@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mini_ee.backbones.backbone import token_places
+from mini_ee.backbones.cache import rotate
 from mini_ee.export.builder import int8_maps, parameters_of
 from mini_ee.export.graph import Graph
 from mini_ee.export.tracing import NotTraceable
@@ -93,6 +95,8 @@ TORCH = {
     "two largest": lambda a: a.topk(2).values,
     "one-hot": lambda ids: F.one_hot(ids, 6),
     "attention": lambda x, mask: attention(x, mask),
+    "rotary positions": lambda x: turned(x, 2),
+    "rotary positions of a part of each head": lambda x: turned(x, 1),
     "filled": lambda x: torch.zeros_like(x[:, :1]) + torch.ones_like(x),
 }
 
@@ -102,6 +106,13 @@ def attention(x, mask):
     seen = mask[:, None, None, :]
     scaled, unscaled = (F.scaled_dot_product_attention(*[heads] * 3, attn_mask=seen, scale=s) for s in (None, 1.0))
     return (scaled + unscaled).transpose(1, 2).flatten(2)
+
+
+def turned(x, pairs):
+    """Two heads of D numbers, of which so many pairs turn."""
+    angle = token_places(x[..., 0]).float()[:, None] * torch.tensor([1.0, 0.1])[:pairs]
+    cos, sin = (torch.cat(parts, -1)[None, :, None] for parts in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
+    return rotate(torch.cat((x, 2 * x), -1).unflatten(-1, (2, -1)), cos, sin)
 
 
 @pytest.mark.parametrize("compute", TORCH.values(), ids=TORCH)
