@@ -15,9 +15,8 @@ The memory is empty at the first exit. `stop` may put arrays into it whose first
 entries for the rows that do not stop, so at every exit they belong to the rows of the reading. A comparison with NaN is
 False: a row whose confidence is NaN does not exit early.
 
-A rule is a frozen dataclass; the command line makes its options from the fields and their help.
-
-Exit indices k count from 0 along `exits`; layers count from 1. Rules hold no state: one rule may serve many batches.
+A rule is a frozen dataclass; the command line makes its options from the fields and their help. It holds no state: one
+rule may serve many batches. Exit indices k count from 0 along `exits`; layers count from 1.
 """
 
 import math
@@ -234,9 +233,7 @@ class Threshold(Rule):
     inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
     """
 
-    threshold: float | tuple[float, ...] = option(
-        help="threshold of the confidence measure: one number, or one for each exit (--threshold=.8,.8,.9)"
-    )
+    threshold: float | tuple[float, ...] = option(help="threshold of the measure: a number, or one per exit: .8,.8,.9")
     measure: str = option("max_probability", "confidence measure", choices=tuple(THRESHOLD_LIMITS))
     name = "threshold"
 
@@ -429,9 +426,8 @@ class QExit(Rule):
         return 4.0  # exponential, logarithm, sum, comparison
 
 
-RULES: dict[str, type[Rule]] = {
-    rule.name: rule for rule in (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)
-}
+_OWN = (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _OWN}
 
 
 def rule_class(name: Any) -> type[Rule]:

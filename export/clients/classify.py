@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 
 def number(text: str) -> float:
+    """A number. Raises ValueError for nan."""
     value = float(text)
     if value != value:  # nan
         raise ValueError
