@@ -246,8 +246,8 @@ class Backbone(nn.Module):
 
     def layer_weights(self) -> dict[str, int]:
         """The first two arguments of the function `layer_flops` for one layer."""
-        weights = sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
-        return {"weights": weights, "attention": self.config.head_width * self.config.num_attention_heads}
+        attention = self.config.head_width * self.config.num_attention_heads
+        return {"weights": matrix_weights(self.layers[0]), "attention": attention}
 
     def layer_flops(self, tokens: int) -> float:
         """FLOPs of one layer on one row."""
@@ -315,6 +315,11 @@ class Backbone(nn.Module):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def matrix_weights(layer: nn.Module) -> int:
+    """The number of weights in the matrices of a layer."""
+    return sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
 
 
 def layer_flops(weights: int, attention: int, tokens: int) -> float:

@@ -58,6 +58,20 @@ class Cache:
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
         self.memory: Any = None  # the output of an encoder for the prompts (t5_layers.Memory), if there is an encoder
 
+    def slots_of(self, positions: Tensor, rows: list[int] | None) -> tuple[Tensor, Tensor]:
+        """The slots for tokens at positions (B, T), -1 for padding: an index of `write`. rows: see `LayerContext`.
+
+        The indices of rows, (B, 1), and of slots, (B, T), broadcast. Padding goes to the last slot.
+        """
+        cache_rows = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
+        return cache_rows.to(positions.device)[:, None], torch.where(positions < 0, self.capacity, positions)
+
+    def write(self, depth: int, slots: tuple, key: Tensor, value: Tensor) -> None:
+        """Write keys and values (B, T, KV d) of the layer at this depth (from 0). slots: an index (rows, slots)."""
+        for cache, new in ((self.keys[depth], key), (self.values[depth], value)):
+            # Seen as (rows, slots, KV, d), a view, so that one index (rows, slots) addresses all heads of a token.
+            cache.transpose(1, 2)[slots] = new.unflatten(-1, (cache.shape[1], -1))
+
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021, Eq. 34): rotate the pairs (x_i, x_{i+R/2}); values from index R on are kept.
@@ -106,10 +120,8 @@ class LayerContext(NamedTuple):
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values (B, T, KV d) to the cache of the layer at this depth (from 0)."""
-        assert self.cache is not None
-        for cache, new in ((self.cache.keys[depth], key), (self.cache.values[depth], value)):
-            # Seen as (rows, slots, KV, d), a view, so that one index (rows, slots) addresses all heads of a token.
-            cache.transpose(1, 2)[self.slots] = new.unflatten(-1, (self.config.key_value_heads, -1))
+        assert self.cache is not None and self.slots is not None
+        self.cache.write(depth, self.slots, key, value)
 
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of tokens to all tokens up to themselves: (B, T, H d), keys, values (B, T, KV d) -> (B, T, H d)."""
@@ -317,9 +329,11 @@ class GraphBlock:
             attended = g.attention(queries, *keys_values, mask, *heads, self.scale)
             return [g.value(attended, "some", "tokens", query.shape[-1])]
 
+        def gathered() -> list:
+            return read([g.op("Gather", cache, cache_rows) for cache in caches])
+
         # If all rows run, the caches are read in place; else the caches of the running rows are gathered first.
         all_run = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)
-        gathered = lambda: read([g.op("Gather", cache, cache_rows) for cache in caches])  # noqa: E731 - a branch
         return query.like(g.either(all_run, lambda: read(caches), gathered)[0].name)
 
 

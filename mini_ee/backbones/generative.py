@@ -36,6 +36,7 @@ from mini_ee.backbones.backbone import (
     check_fields,
     is_traced,
     known_fields,
+    matrix_weights,
     padding_mask,
     tensor_on,
     token_places,
@@ -194,7 +195,7 @@ class GenerativeBackbone(Backbone):
     @property
     def token_weights(self) -> int:
         """The number of weights of a layer that are multiplied with one token, if it reads a cache."""
-        return sum(weight.numel() for weight in self.layers[0].parameters() if weight.dim() == 2)
+        return matrix_weights(self.layers[0])
 
 
 class CausalDecoder(GenerativeBackbone):
@@ -321,9 +322,7 @@ class CausalDecoder(GenerativeBackbone):
             allowed = (real[:, None, :] | ~real[:, :, None])[:, None]  # (B, 1, T, T)
             mask, window_mask = self.masks(positions, positions, allowed)
             return LayerContext(self.config, cos, sin, mask, False, end, window_mask=window_mask)
-        cache_rows = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
-        # Indices (B, 1) and (B, T), which broadcast: the token at position p goes to slot p, padding to the last slot.
-        slots = (cache_rows.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
+        slots = cache.slots_of(positions, rows)
         mask, window_mask = self.masks(at, self._positions(end), end=end)
         return LayerContext(
             self.config, cos, sin, mask, False, end, cache=cache, rows=rows, slots=slots, window_mask=window_mask

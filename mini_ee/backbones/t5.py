@@ -28,7 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import AdaptLayer, Layout, Tensors, layer_flops, padding_mask, tensor_on, token_places
+from mini_ee.backbones.backbone import (
+    AdaptLayer,
+    Layout,
+    Tensors,
+    layer_flops,
+    matrix_weights,
+    padding_mask,
+    tensor_on,
+    token_places,
+)
 from mini_ee.backbones.cache import Builder, Cache, GraphBlock, cache_inputs
 from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.relative_biases import Biases
@@ -199,13 +208,11 @@ class T5(GenerativeBackbone):
             raise ValueError(f"expected at most {cache.capacity} tokens, got {end}: ask for fewer tokens")
         at, slots = positions.clamp(min=0), torch.arange(end, device=positions.device)
         bias = self.biases(at, slots).masked_fill(slots > at[:, None, :, None], -torch.inf)
-        cache_rows = torch.arange(len(positions)) if rows is None else torch.tensor(rows)
-        # Indices (B, 1) and (B, T), which broadcast: the token at position p goes to slot p, padding to the last slot.
-        write = (cache_rows.to(at.device)[:, None], torch.where(positions < 0, cache.capacity, positions))
         readable = cache.memory.readable
         readable = readable if readable is None or rows is None else readable[rows]
         heads = self.config.num_attention_heads
-        return LayerContext(heads, None, readable, bias, cache=cache, rows=rows, slots=write)
+        index = cache.slots_of(positions, rows)
+        return LayerContext(heads, None, readable, bias, cache=cache, rows=rows, slots=index)
 
     def aligned_block(self, low: int, tokens: int, cache: Cache) -> LayerContext:
         places = torch.arange(low, low + tokens, device=cache.keys.device)
@@ -240,9 +247,8 @@ class T5(GenerativeBackbone):
         return self.encode(inputs, layer)
 
     def text_flops(self, layer: int, tokens: int) -> float:
-        config = self.config
-        weights = sum(weight.numel() for weight in self.encoder[0].parameters() if weight.dim() == 2)
-        return layer * layer_flops(weights, config.head_width * config.num_attention_heads, tokens)
+        attention = self.config.head_width * self.config.num_attention_heads
+        return layer * layer_flops(matrix_weights(self.encoder[0]), attention, tokens)
 
     # ---- FLOPs ----
     def start_flops(self, tokens: int) -> float:
@@ -252,9 +258,8 @@ class T5(GenerativeBackbone):
     def layer_flops(self, tokens: int) -> float:
         """FLOPs of one decoder layer on one token (the start token), if the encoder read that many tokens."""
         layer = self.layers[0]
-        weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
         of_memory, width = layer.cross_key_value.weight.numel(), layer.cross_query.out_features
-        return 2.0 * (weights - of_memory) + 2.0 * of_memory * tokens + 4.0 * width * (1 + tokens)
+        return 2.0 * self.token_weights + 2.0 * of_memory * tokens + 4.0 * width * (1 + tokens)
 
     def projected(self, target: str, tokens: int) -> int:
         return tokens if target in ("cross_key", "cross_value") else 1

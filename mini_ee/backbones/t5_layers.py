@@ -204,10 +204,8 @@ class LayerContext(NamedTuple):
 
     def write(self, depth: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values (B, T, H d) to the cache of the layer at this depth (from 0)."""
-        assert self.cache is not None
-        for cache, new in ((self.cache.keys[depth], key), (self.cache.values[depth], value)):
-            # Seen as (rows, slots, H, d), a view, so that one index (rows, slots) addresses all heads of a token.
-            cache.transpose(1, 2)[self.slots] = new.unflatten(-1, (cache.shape[1], -1))
+        assert self.cache is not None and self.slots is not None
+        self.cache.write(depth, self.slots, key, value)
 
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
         """Self-attention: queries, keys and values (B, T, H d) -> (B, T, H d)."""

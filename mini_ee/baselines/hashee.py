@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, SplitLayer, Tensors, sizes_of, tensor_on, token_places
-from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
+from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, gather_tokens, token_costs
 from mini_ee.data.settings import Settings, option
 from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import RowData
@@ -119,9 +119,9 @@ class HashExits(TokenwiseExits):
         self.layers = backbone.config.num_hidden_layers
         self.table = nn.Parameter(torch.full((backbone.config.vocab_size,), float(self.layers)), requires_grad=False)
         weights, attention = backbone.layer_weights().values()
-        self.of_token = 2.0 * (weights - key_value)  # FLOPs of a token that has not exited, per layer
-        self.of_pair = 4.0 * attention  # FLOPs of such a token with each token that it attends to
-        self.of_all = 2.0 * key_value * self.layers  # FLOPs of keys and values, of every token in all layers
+        self.token_flops = 2.0 * (weights - key_value)  # FLOPs of a token that has not exited, per layer
+        self.pair_flops = 4.0 * attention  # FLOPs of such a token with each token that it attends to
+        self.key_value_flops = 2.0 * key_value * self.layers  # FLOPs of keys and values, of every token in all layers
 
     def depths(self, inputs: Tensors | Inputs) -> Tensor:
         """The number of layers that each token runs, (B, T): 0 at padding."""
@@ -133,22 +133,24 @@ class HashExits(TokenwiseExits):
     def run_reduced(self, inputs: Tensors | Inputs) -> RemainingTokens:
         """Tokens sorted by depth, the deepest first: layer l computes the first n_l tokens, the most of any row.
 
-        In rows with fewer tokens that have not exited, the others keep their states.
+        In rows with fewer tokens that have not exited, the others keep their states. The order of tokens matters to no
+        layer, as positions are added before. The first token stays first, because it runs all layers and the sort is
+        stable; so a head that reads the first token finds it.
         """
         hidden, mask = self.backbone.embed(inputs), self.backbone.context(inputs).padding
         depths, order = self.depths(inputs).sort(dim=1, descending=True, stable=True)
-        hidden, mask = in_order(order, hidden, mask)
+        hidden, mask = gather_tokens(order, hidden, mask)
         runs = depths[:, None] > torch.arange(self.layers, device=depths.device)[:, None]  # (B, L, T)
         counts = runs.sum(dim=2)  # (B, L)
-        most, alike = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)  # (L,): n_l; whether all rows have n_l
+        most, equal = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)  # (L,): n_l; whether all rows have n_l
         for depth, width in enumerate(sizes_of(most)):
             layer, first = self.backbone.split_layer(depth), hidden[:, :width]
-            new = layer.feed_forward(attend(layer, first, hidden, mask))
-            new = new if torch.is_nonzero(alike[depth]) else torch.where(runs[:, depth, :width, None], new, first)
+            new = layer.feed_forward(attend(layer, first, hidden, mask))  # all T tokens are attended to
+            new = new if torch.is_nonzero(equal[depth]) else torch.where(runs[:, depth, :width, None], new, first)
             hidden = new if width == hidden.shape[1] else torch.cat((new, hidden[:, width:]), dim=1)
         tokens, computed = depths.shape[1], most.sum().double()
-        operations = computed * (self.of_token + self.of_pair * tokens) + self.of_all * tokens
-        return RemainingTokens(hidden, mask, token_costs(counts.sum(dim=1) / (depths > 0).sum(dim=1), operations))
+        flops = computed * (self.token_flops + self.pair_flops * tokens) + self.key_value_flops * tokens
+        return RemainingTokens(hidden, mask, token_costs(counts.sum(dim=1) / (depths > 0).sum(dim=1), flops))
 
     def run_all(self, inputs: Tensors | Inputs) -> RemainingTokens:
         """By the equation: each layer runs on all tokens, and tokens that have exited keep their states."""

@@ -75,13 +75,13 @@ class TokenwiseSegments(RowSegments):
         return RowSegments(self.model)
 
 
-def in_order(order: Tensor, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def gather_tokens(order: Tensor, hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The tokens with the indices of `order`, in that order, and their mask. order (B, T') int64."""
     hidden = hidden.gather(1, order[..., None].expand(-1, -1, hidden.shape[2]))
     return hidden, mask if mask is None else mask.gather(3, order[:, None, None])
 
 
-def token_costs(layers: Tensor, operations: Tensor | float) -> Tensor:
+def token_costs(layers: Tensor, flops: Tensor | float) -> Tensor:
     """`token_cost` (B, 2) from the layers (B,) of each row and the FLOPs, which are equal for all rows."""
     layers = layers.double()
-    return torch.stack((layers, torch.zeros_like(layers) + operations), dim=1)
+    return torch.stack((layers, torch.zeros_like(layers) + flops), dim=1)

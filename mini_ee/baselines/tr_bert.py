@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, Tensors, sizes_of, tensor_on, token_places
-from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, in_order, token_costs
+from mini_ee.baselines.tokenwise import RemainingTokens, TokenwiseExits, gather_tokens, token_costs
 from mini_ee.data.settings import Settings, option
 from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import States
@@ -70,7 +70,7 @@ class Selection(NamedTuple):
     mask: Tensor  # (B, T') bool: False at padding, and at tokens that have exited but are still computed
     layers: Tensor  # (B,), the mean over the tokens of the row
     log_p: Tensor  # (B,), sum over depths of ln pi_d / n_d, over remaining and removed tokens
-    operations: float  # FLOPs of each row
+    flops: float  # FLOPs of each row
 
 
 def likely(logits: Tensor) -> Tensor:
@@ -97,14 +97,14 @@ class ReducedExits(TokenwiseExits):
             raise ValueError(f"TR-BERT chooses between layers, and the backbone has {self.layers}; give a deeper one")
         self.ends = (*sorted({1, self.layers // 2}), self.layers)
         self.selectors = nn.ModuleList(policy_network(width, INITIAL_KEEP) for _ in self.ends[:-1])
-        self.of_policy = 2.0 * POLICY_WIDTH * (width + 1)  # FLOPs per token
+        self.policy_flops = 2.0 * POLICY_WIDTH * (width + 1)  # FLOPs per token
 
     def through(self, inputs: Tensors | Inputs, keep: Callable[[Tensor], Tensor], remove: bool = True) -> Selection:
         """Run all layers. keep: policy logits (B, T) -> which tokens remain, (B, T) bool.
 
         remove: the others are removed from the batch; if False, they are masked but still computed.
         """
-        hidden, start, layers, log_p, operations = self.backbone.embed(inputs), 0, 0.0, 0.0, 0.0
+        hidden, start, layers, log_p, flops = self.backbone.embed(inputs), 0, 0.0, 0.0, 0.0
         attention_mask = tensor_on(hidden.device, inputs.attention_mask)
         mask = torch.ones_like(hidden[..., 0], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         length = mask.sum(dim=1)
@@ -114,7 +114,7 @@ class ReducedExits(TokenwiseExits):
             hidden = self.backbone.run_layers(hidden, context, start, stop)
             count = mask.sum(dim=1)  # n_d
             layers = layers + (stop - start) * count / length
-            operations += (stop - start) * self.backbone.layer_flops(width)
+            flops += (stop - start) * self.backbone.layer_flops(width)
             if policy is not None:
                 logits = policy(hidden.detach())[..., 0]
                 chosen = keep(logits)
@@ -123,13 +123,13 @@ class ReducedExits(TokenwiseExits):
                 log_p = log_p + log_pi[:, 1:].sum(dim=1) / count
                 # Remaining tokens stay if chosen, the first token always.
                 mask, start = mask & (chosen | (token_places(mask) == 0)), stop
-                operations += self.of_policy * width
+                flops += self.policy_flops * width
                 hidden, mask = compact(hidden, mask) if remove else (hidden, mask)
-        return Selection(hidden, mask, layers, log_p, operations)
+        return Selection(hidden, mask, layers, log_p, flops)
 
     def run_reduced(self, inputs: Tensors | Inputs) -> RemainingTokens:
         found = self.through(inputs, likely)
-        return RemainingTokens(found.hidden, self._mask(found), token_costs(found.layers, found.operations))
+        return RemainingTokens(found.hidden, self._mask(found), token_costs(found.layers, found.flops))
 
     def run_all(self, inputs: Tensors | Inputs) -> RemainingTokens:
         found = self.through(inputs, likely, remove=False)
@@ -159,7 +159,7 @@ def compact(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     (most,) = sizes_of(mask.sum(dim=1).amax(dim=0, keepdim=True))
     order = mask.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
-    return in_order(order, hidden, None)[0], mask.gather(1, order)
+    return gather_tokens(order, hidden, None)[0], mask.gather(1, order)
 
 
 # ---- Training ----

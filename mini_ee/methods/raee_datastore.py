@@ -94,7 +94,7 @@ class Datastore:
             )
         try:
             ids, distances = self._shards.search(unit, k, self._ids)
-            rows = np.searchsorted(self._ids, ids)
+            rows = np.searchsorted(self._ids, ids)  # the index of each id, as _ids is ascending and has all of them
         except RuntimeError:  # hnswlib's graph does not reach k rows, for example among many copies of one
             rows, distances = exact_search(self.embeddings, unit, k)
         return Neighbours(rows, np.where(distances < SAME_TEXT, np.float32(0), distances))

@@ -60,7 +60,7 @@ class Shards:
             index, own = self.indexes[shard], ids % count == shard
             used, new = index.get_current_count(), int(own.sum())
             if used + new > index.get_max_elements():
-                index.resize_index(2 * (used + new))
+                index.resize_index(2 * (used + new))  # doubled, so that n calls copy the index only log n times
             if new:
                 index.add_items(vectors[own], ids[own] // count, num_threads=threads)
 
@@ -87,12 +87,13 @@ class Shards:
         ids: (N,) those that are not deleted, N >= k. Raises RuntimeError if the graph of a shard does not reach k.
         """
         count = len(self.indexes)
-        sizes = np.bincount(ids % count, minlength=count).tolist()
+        sizes = np.bincount(ids % count, minlength=count).tolist()  # of each shard, without deleted vectors
 
         def search_one(shard: int) -> tuple[np.ndarray, np.ndarray]:
             rows, distances = self.indexes[shard].knn_query(queries, min(k, sizes[shard]), num_threads=1)
-            return rows.astype(np.int64) * count + shard, distances
+            return rows.astype(np.int64) * count + shard, distances  # the ids of numbers in this shard
 
+        # (B, at most k S): the candidates of all shards. Of equal distances, the stable sort keeps the first shard's.
         nearest, distances = (np.concatenate(parts, axis=1) for parts in zip(*self._each(search_one)))
         order = np.argsort(distances, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(nearest, order, axis=1), np.take_along_axis(distances, order, axis=1)
@@ -110,7 +111,7 @@ class Shards:
         """Check and read the shards. vectors: their number in all. ids: (N,) ascending, those that are not deleted."""
         count = len(self.indexes)
         for shard, path in enumerate(paths):
-            size = len(range(shard, vectors, count))
+            size = len(range(shard, vectors, count))  # the number of ids with id % count == shard
             check_index(path, self.dimension, self.m, self.ef_construction, size, ids[ids % count == shard] // count)
             self.indexes[shard] = self._new()
             self.indexes[shard].load_index(str(path))
