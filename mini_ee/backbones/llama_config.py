@@ -236,7 +236,7 @@ class DecoderConfig(GenerativeConfig):
                 f"layer_types must name {' or '.join(LAYER_TYPES)} for {layers} layers, got {shortened(kinds)}"
             )
         if LAYER_TYPES[1] in kinds and self.sliding_window is None:
-            raise ValueError(f"layer_types: sliding_attention asks for a sliding_window that is in use, got {kinds}")
+            raise ValueError(f"layer_types: sliding_attention needs a sliding_window that is in use, got {kinds}")
 
     def _check_rope(self) -> None:
         check_value("rope_theta", self.rope_theta, float, above=0, most=LARGEST_NUMBER)
@@ -420,5 +420,7 @@ def _rope_entry(name: str, entry: object, original: int | None, kinds: tuple[str
     kind = "longrope" if kind == "su" else kind  # its earlier name
     scaling = {key: entry[key] for key in ROPE_KEYS.get(kind, ()) if entry.get(key) is not None}
     if kind != "default" and original is not None and scaling.setdefault(ORIGINAL, original) != original:
-        raise ValueError(f"{name}: {ORIGINAL} must be {original} as beside it, got {shortened(scaling[ORIGINAL])}")
+        raise ValueError(
+            f"{name}: {ORIGINAL} must be {original} as outside the entry, got {shortened(scaling[ORIGINAL])}"
+        )
     return found | {"rope_scaling": {"rope_type": kind} | scaling if kind != "default" else None}

@@ -123,7 +123,7 @@ def _text_names(path: Path, header: list[str], options: TaskOptions) -> tuple[st
     others = {name for names in TEXT_COLUMNS for name in names if positions(header, name)} - set(usual)
     if others and len(usual) == 1:
         expected = f"{usual[0]} alone, or two that go together (text and text_b, sentence1 and sentence2, ...)"
-        advice = "say with --text-column and --text-pair-column which to read"
+        advice = "name the columns to read with --text-column and --text-pair-column"
         raise file_error(path, 1, expected, f"{usual[0]} and {' and '.join(sorted(others))}", advice)
     return usual
 

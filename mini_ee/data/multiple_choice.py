@@ -77,7 +77,7 @@ class QuestionRequests(NamedTuple):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Questions, and the criterion for the answer: "log_p", "log_p a character" or "greedy"."""
+    """Questions, and the criterion for the answer: "log_p", "log_p per character" or "greedy"."""
 
     name: str
     split: str
@@ -97,7 +97,7 @@ class Benchmark:
         question = self.questions[row]
         if self.choice == "greedy":
             return bool(greedy[0])
-        if self.choice == "log_p a character":
+        if self.choice == "log_p per character":
             log_p = log_p / [len(option.strip()) for option in question.options]
         return int(np.argmax(log_p)) == question.answer
 
@@ -225,13 +225,13 @@ class _RowFormat(NamedTuple):
 
 
 ROW_FORMATS = (
-    _RowFormat("HellaSwag", {"ctx": (str,), "endings": (list,), "label": (int,)}, _hellaswag, "log_p a character"),
+    _RowFormat("HellaSwag", {"ctx": (str,), "endings": (list,), "label": (int,)}, _hellaswag, "log_p per character"),
     _RowFormat(
         "Winogrande", {"context_options": (list,), "continuation": (str,), "gold": (int,)}, _winogrande_contexts
     ),
     _RowFormat("Winogrande", dict.fromkeys(("sentence", "option1", "option2", "answer"), (str,)), _winogrande),
     _RowFormat(
-        "", {"context": (str,), "choices": (list,), "answer": (int, str)}, _context_and_choices, "log_p a character"
+        "", {"context": (str,), "choices": (list,), "answer": (int, str)}, _context_and_choices, "log_p per character"
     ),
 )
 

@@ -151,7 +151,7 @@ def prompt_of(task: Task, kind: str, path: Path = PROMPTS) -> Prompt:
 def check_kind(prompt: Prompt, kind: str) -> None:
     """Raise ValueError for a prompt without a mask for an encoder, or with a mask for a decoder."""
     if prompt.kind != kind:
-        expected = "{mask} where an encoder reads" if kind == ENCODER else "no {mask}: a decoder goes on at the end"
+        expected = "{mask}, which an encoder reads" if kind == ENCODER else "no {mask}: a decoder continues the prompt"
         raise ValueError(f"template {prompt.template!r}: expected {expected}")
 
 
@@ -159,7 +159,9 @@ def check_prompt(prompt: Prompt, task: Task) -> None:
     """Raise ValueError if the number of classes or texts differs between prompt and task."""
     texts = len(task.split("train").texts[0])
     if task.regression:
-        raise ValueError(f"{task.name}: a regression, where no label word is right or wrong; give a task with classes")
+        raise ValueError(
+            f"{task.name}: a regression, for which no label word is right or wrong; give a task with classes"
+        )
     if len(prompt.words) != task.num_labels or prompt.texts != texts:
         raise ValueError(
             f"{task.name} has {task.num_labels} classes and rows of {texts} texts, the prompt {len(prompt.words)} "
@@ -180,7 +182,7 @@ class PromptTokenizer(Tokenizer):
         self.prompt, self.mask = prompt, None
         if prompt.kind == ENCODER:
             if self.mask_token_id is None:
-                raise ValueError(f"the tokenizer has no mask token, which {prompt.template!r} asks for")
+                raise ValueError(f"the tokenizer has no mask token, which {prompt.template!r} needs")
             self.mask = backend.id_to_token(self.mask_token_id)
             if backend.encode(self.mask, add_special_tokens=False).ids != [self.mask_token_id]:
                 backend.add_special_tokens([self.mask])  # so far it is an ordinary word of the vocabulary

@@ -350,9 +350,7 @@ def _label(value: object) -> str | None:
 def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
     """The labels of a task that is not in GLUE: numbers in ascending order, words in alphabetical order."""
     if train is None:
-        raise ValueError(
-            f"{folder}: expected a train file, which says what labels there are, found none; add train.tsv"
-        )
+        raise ValueError(f"{folder}: expected a train file, which defines the labels, found none; add train.tsv")
     names = set(train.labels)
     if len(names) < 2:
         expected, found = "at least two labels in the file", f"only {shortened(train.labels[0])}"

@@ -134,7 +134,7 @@ class Tokenizer:
                         f"{path}: expected a tokenizer, found {shortened(str(error))}; copy the file again"
                     ) from None
                 return cls(backend, max_length)
-        raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one beside the model")
+        raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one to this folder")
 
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
         """Tokenize rows of one text or two. If a tokenizer has no template for pairs, the two texts are two lines.

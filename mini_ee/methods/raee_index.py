@@ -58,6 +58,7 @@ def _problems(
 ) -> Iterator[str]:
     """The problems of a file. Use only the first: the next checks rely on the ones before."""
     end = HEADER.itemsize + count * element.itemsize
+    # Views of the mapped file as one header and `count` elements: nothing is copied.
     header, elements = content[: HEADER.itemsize].view(HEADER)[0], content[HEADER.itemsize : end].view(element)
     expected = {"offset_level0": 0, "cur_element_count": count, "size_data_per_element": element.itemsize}
     assert element.fields is not None  # it is a structured dtype
@@ -67,7 +68,7 @@ def _problems(
     if not agrees or not math.isclose(header["mult"], 1 / math.log(m)):
         yield "its header does not agree with the manifest"
     if not count <= header["max_elements"] <= max(CAPACITY, 2 * count):
-        yield f"it asks for room for {header['max_elements']} vectors"
+        yield f"it reserves room for {header['max_elements']} vectors"
     labels, deleted = elements["label"], elements["deleted"]
     if not np.array_equal(np.sort(labels), np.arange(count, dtype=np.uint64)):
         yield "its labels are not the numbers of its vectors"
@@ -88,8 +89,9 @@ def _problems(
 def _upper_layer_problems(content: bytes, layer: np.dtype, header: np.void, count: int) -> Iterator[str]:
     """Problems of the links on layer 1 and above, and of the element at which a search begins."""
     levels = np.zeros(count, np.int64)  # the highest layer of each element
+    # `at` is the position in content. The empty arrays are for np.concatenate, if no element has an upper layer.
     lists, layers, at = [np.empty(0, layer)], [np.empty(0, np.int64)], 0
-    for number in range(count):
+    for number in range(count):  # the size of its upper layers in 4 bytes, then one `layer` for each from 1 to `level`
         size = int.from_bytes(content[at : at + 4], sys.byteorder)
         level, rest = divmod(size, layer.itemsize)
         at += 4 + size
@@ -110,11 +112,15 @@ def _upper_layer_problems(content: bytes, layer: np.dtype, header: np.void, coun
 
 
 def _link_problems(lists: np.ndarray, layers: np.ndarray, levels: np.ndarray) -> Iterator[str]:
-    """Problems of n lists of links, on the `layers` (n,). levels: the highest layer of every element."""
+    """Problems of n lists of links, on the `layers` (n,). levels: the highest layer of every element.
+
+    A link on layer l must lead to an element that is on layer l too, so one whose level is at least l.
+    """
     counts, links = lists["count"], lists["links"]
     if (counts > links.shape[1]).any():
         yield "an element has more links than there is room for"
-    used = np.arange(links.shape[1]) < counts[:, None]
+    used = np.arange(links.shape[1]) < counts[:, None]  # (n, slots): the first `count` slots of a list are links
+    # Flat arrays over all links: the element that each leads to, and the layer that it is on.
     targets, on = links[used], np.broadcast_to(layers[:, None], used.shape)[used]
     if (targets >= len(levels)).any() or (levels[targets] < on).any():
         yield "a link leads to an element that is not there"

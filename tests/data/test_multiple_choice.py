@@ -55,7 +55,7 @@ def test_hellaswag_scores_four_endings_of_one_context(tmp_path):
     found = load_benchmark(json_lines(tmp_path, "hellaswag_val.jsonl", HELLASWAG))
     (question,) = found.questions
     assert set(question.contexts) == {"A man sits. he"} and question.options[1] == " sits down."
-    assert (question.answer, found.choice) == (1, "log_p a character")
+    assert (question.answer, found.choice) == (1, "log_p per character")
 
 
 def test_winogrande_scores_what_follows_the_blank_after_either_name(tmp_path):
@@ -112,7 +112,7 @@ def test_any_other_file_has_a_context_choices_and_the_answer(tmp_path, answer):
     rows = QUESTION | {"answer": answer}, QUESTION | {"context": "Say:\n", "choices": ["x", "y", "z"]}
     found = load_benchmark(json_lines(tmp_path / "mine", "questions.jsonl", *rows))
     first, second = found.questions
-    assert (found.name, found.split, found.choice) == ("mine", "questions", "log_p a character")
+    assert (found.name, found.split, found.choice) == ("mine", "questions", "log_p per character")
     assert first == Question(("The sky is",) * 2, (" blue", " a dog"), 1, 0)
     assert second == Question(("Say:\n",) * 3, ("x", "y", "z"), 0, 1)
 
@@ -236,7 +236,7 @@ def test_an_option_that_leaves_no_room_for_a_context_is_an_error():
 def test_hellaswag_divides_by_characters_and_winogrande_does_not():
     question = Question(("c",) * 2, (" a", " bbbb"), 1, 0)
     log_p, greedy = np.array([-1.0, -3.0]), np.zeros(2, bool)  # -1 and -3/4 a character; -1/2 and -3/5 with the space
-    assert Benchmark("", "", (question,), "log_p a character").right(0, log_p, greedy)
+    assert Benchmark("", "", (question,), "log_p per character").right(0, log_p, greedy)
     assert not Benchmark("", "", (question,), "log_p").right(0, log_p, greedy)
 
 

@@ -325,9 +325,9 @@ def test_equal_label_words_and_a_template_without_room_are_refused():
 def test_an_encoder_without_its_head_a_tokenizer_without_mask_and_the_wrong_kind_are_refused():
     model, tokenizer = encoder_model()
     _, of_decoder = decoder_model()
-    with pytest.raises(ValueError, match="expected {mask} where an encoder reads"):
+    with pytest.raises(ValueError, match="expected {mask}, which an encoder reads"):
         PromptModel(model.backbone, of_decoder)
-    with pytest.raises(ValueError, match="expected no {mask}: a decoder goes on at the end"):
+    with pytest.raises(ValueError, match="expected no {mask}: a decoder continues the prompt"):
         PromptModel(decoder_model()[0].backbone, tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has no mask token"):
         PromptTokenizer(bytelevel(), 24, IT_WAS)
@@ -493,7 +493,7 @@ GOOD_ENTRY = {"template": "{text} {mask}", "words": {"0": "bad", "1": "good"}}
         ({"encoder": {"a": GOOD_ENTRY | {"words": ["bad", "good"]}}}, "encoder, a: expected words by class"),
         ({"encoder": {"a": GOOD_ENTRY | {"words": {"0": "bad", "1": 1}}}}, "encoder, a: expected words by class, as"),
         ({"encoder": {"a": GOOD_ENTRY | {"words": {"0": "bad"}}}}, "encoder, a: expected a label word for each of two"),
-        ({"encoder": {"a": GOOD_ENTRY | {"template": "{text}"}}}, "encoder, a: template .* expected {mask} where"),
+        ({"encoder": {"a": GOOD_ENTRY | {"template": "{text}"}}}, "encoder, a: template .* expected {mask}, which"),
         ({"decoder": {"a": GOOD_ENTRY}}, "decoder, a: template .* expected no {mask}"),
     ],
 )
@@ -568,7 +568,7 @@ def test_a_prompt_for_other_classes_or_texts_than_the_tasks_is_refused(words_tas
     check_prompt(IT_WAS, words_task)
     with pytest.raises(ValueError, match=r"words has 3 classes and rows of 1 texts, the prompt 2 words \(bad, good\)"):
         check_prompt(PAIR, words_task)
-    with pytest.raises(ValueError, match="a regression, where no label word is right or wrong"):
+    with pytest.raises(ValueError, match="a regression, for which no label word is right or wrong"):
         check_prompt(IT_WAS, replace(words_task, label_names=()))
 
 

@@ -410,7 +410,7 @@ ERRORS = {
     ),
     "no train file": (
         {"dev_tsv": PLAIN},
-        "mine: expected a train file, which says what labels there are, found none; add train.tsv",
+        "mine: expected a train file, which defines the labels, found none; add train.tsv",
     ),
     "not UTF-8": (
         {"train_tsv": PLAIN.encode() + b"caf\xe9 society\tpos\n"},

@@ -139,7 +139,7 @@ def benchmark():
         Question(("q",) * 3, (" A", " B", " C"), 2, 2, "in ", ("one " * 9, "two " * 9, "three " * 9)),
         Question(("a longer context of words",) * 2, (" is", " is not"), 0, 2),
     )
-    return Benchmark("tiny", "test", questions, "log_p a character")
+    return Benchmark("tiny", "test", questions, "log_p per character")
 
 
 def slow(model, text):

@@ -722,7 +722,7 @@ def test_a_killed_few_shot_training_goes_on_to_the_same_weights(
     [
         ((), "expected a prompt for words under encoder, found those for SST-2"),
         (("--template", "{text} {mask}"), "give --template and --words together, or --prompts alone"),
-        (("--template", "{text}", "--words", "0=bad,1=good"), "expected {mask} where an encoder reads"),
+        (("--template", "{text}", "--words", "0=bad,1=good"), "expected {mask}, which an encoder reads"),
         (("--template", "{text} {mask}", "--words", "0=bad,2=good"), "expected words by class"),
         (
             ("--template", "{text} {mask}", "--words", "bad=awful,up=great"),

@@ -168,7 +168,7 @@ def test_a_benchmark_tells_the_full_models_score_beside_its_own(trained, decoder
     for row in range(24):
         given, options = f"the{words[row]}{words[row + 4]}", (words[row + 7], words[row + 9], words[row + 12])
         questions.append(Question((given,) * 3, options, 0, row))
-    benchmark = Benchmark("tiny", "test", tuple(questions), "log_p a character")
+    benchmark = Benchmark("tiny", "test", tuple(questions), "log_p per character")
     answer = benchmark_answer(score_benchmark(trained, benchmark), NeverExit())
     full = plain_decoder(decoder_checkpoint)
     assert answer["full_accuracy"] == benchmark_answer(score_benchmark(full, benchmark), NeverExit())["accuracy"]

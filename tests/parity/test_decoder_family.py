@@ -405,7 +405,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0]
         ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default' or 'llama3', got 'yarn'"),
         ("qwen2", {"rope_parameters": LONG}, "rope_type must be 'default' or 'llama3', got 'longrope'"),
         ("qwen2", {"rope_parameters": {"full_attention": {}}}, "rope_parameters must be an object that serves all"),
-        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "asks for a sliding_window"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "needs a sliding_window"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name .* for 3 layers, got"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types must name"),
         ("qwen2", {"layer_types": "full_attention"}, "layer_types must name"),
@@ -423,7 +423,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0]
         (
             "phi3",
             {"rope_parameters": LONG | {"original_max_position_embeddings": 9}},
-            "original_max_position_embeddings must be 40 as beside it, got 9",
+            "original_max_position_embeddings must be 40 as outside the entry, got 9",
         ),
     ],
 )

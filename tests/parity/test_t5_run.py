@@ -77,7 +77,7 @@ def test_the_tokenizer_ends_texts_with_its_mark_and_knows_words_with_their_space
     assert [token for token, each in enumerate(ids[1]) if each == 1] == [2, 5] and own.pad_token_id == 0
     assert own.mask_token_id is None
     assert [own.backend.id_to_token(token) for token in tokenizer.label_tokens] == ["▁bad", "▁good", "▁fine"]
-    with pytest.raises(ValueError, match="no .mask.: a decoder goes on at the end"):
+    with pytest.raises(ValueError, match="no .mask.: a decoder continues the prompt"):
         PromptModel(load_backbone(t5_folder), PromptTokenizer_with_mask(own))
 
 
