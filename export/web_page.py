@@ -6,7 +6,7 @@ exported/vendor/                     onnxruntime-web and a tokenizers library. w
 exported/model_web.onnx              model.onnx for onnxruntime-web, which cannot override the default of an input: here
                                      `threshold` and other settings have no default. It cannot load external weights of
                                      a branch either: here all weights are in the main graph. The graph also returns
-                                     what the rule compares with each of these inputs, see model_graph.py
+                                     the numbers that the rule compares with each of these inputs, see model_graph.py
 exported/web.json                    data of the page: exits, the rule with its settings and a sentence about it, the
                                      curve of score and depth, example texts with their tokens; labels, or for a
                                      decoder the tokens at which it stops
@@ -39,7 +39,7 @@ PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
 EXAMPLES, CANDIDATES = 4, 64
-WRITTEN = 64  # tokens after each prompt, for the curve of a decoder
+CURVE_TOKENS = 64  # tokens after each prompt, for the curve of a decoder
 
 
 def check_page(run: Run) -> None:
@@ -84,7 +84,7 @@ def _about(rule: Rule) -> dict:
     """
     words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.runtime_settings}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
-    knob = rule.__dataclass_fields__[rule.knob].metadata.get("help", "") if rule.knob else ""
+    knob = rule.__dataclass_fields__[rule.knob].metadata.get("help", rule.knob) if rule.knob else ""
     return {"words": " ".join(words.split()), "fixed": fixed, "compares": rule.runtime_inputs, "knob": knob}
 
 
@@ -132,7 +132,7 @@ def fetch_libraries(folder: Path, say: Callable[[str], None]) -> str | None:
     """
     if not all(map(shutil.which, ("npm", "sh"))):
         return "npm is not installed"
-    say("Fetching the page's libraries with npm.")
+    say("Downloading the libraries of the page with npm.")
     environment = os.environ | {"npm_config_fetch_retries": "0"}  # without a network, fail at once
     done = subprocess.run(shlex.split(vendor_command(folder)), capture_output=True, text=True, env=environment)
     lines = done.stderr.strip().splitlines() or [f"the script ended with status {done.returncode}"]
@@ -166,7 +166,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
     if run.rule.knob is None or len(run.exits) < 2:
         return None
     backbone = run.model.backbone
-    count = min(WRITTEN, backbone.max_written - max(map(len, prompts)))
+    count = min(CURVE_TOKENS, backbone.max_written - max(map(len, prompts)))
     settings = {"greedy": True, "stop": backbone.config.stop_tokens}
     recorded = record_texts(run.model, generated_texts(backbone, prompts, len(prompts), count, **settings))
     predictions = recorded.predictions
@@ -175,7 +175,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
         return float((predictions[np.arange(len(predictions)), result.exit_index] == predictions[:, -1]).mean())
 
     result = recorded.replay(run.rule)
-    about = {"score": "agreement with the full model", "of": f"{len(predictions)} tokens that the full model wrote"}
+    about = {"score": "agreement with the full model", "of": f"{len(predictions)} tokens that the full model generated"}
     about |= {"own": [agreement(result), float(result.layers_run.mean())]}
     return about | _moved(run.rule, curve(recorded, run.rule, agreement))
 

@@ -1,4 +1,4 @@
-// The chart of score against mean layers on the held-out rows, as SVG.
+// The chart of the score by mean layers on the held-out examples, as SVG.
 const WIDTH = 460, HEIGHT = 240, LEFT = 56, RIGHT = 14, TOP = 28, BOTTOM = 44;
 
 function svg(tag, attributes, ...children) {
@@ -15,20 +15,20 @@ export function drawChart({ score, points, of }, layers, chosen, choose) {
   const room = Math.max((high - low) * 0.1, 0.005);
   const x = (value) => LEFT + (value / layers) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - low + room) / (high - low + 2 * room)) * (HEIGHT - TOP - BOTTOM);
-  const say = (text, attributes) => svg("text", attributes, text);
+  const label = (text, attributes) => svg("text", attributes, text);
   const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
   const chosenPoint = points[chosen] ? `; here ${points[chosen][1].toFixed(3)} at ${points[chosen][2].toFixed(2)} layers` : "";
-  chart.append(svg("title", {}, `${score} against mean layers on ${of}${chosenPoint}`));
+  chart.append(svg("title", {}, `${score} by mean layers on ${of}${chosenPoint}`));
   chart.append(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
   for (let layer = 0; layer <= layers; layer += Math.ceil(layers / 6)) {
-    chart.append(say(layer, { x: x(layer), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }));
+    chart.append(label(layer, { x: x(layer), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }));
   }
   for (const value of new Set([low, (low + high) / 2, high])) {
     chart.append(svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
-    chart.append(say(value.toFixed(3), { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }));
+    chart.append(label(value.toFixed(3), { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }));
   }
-  chart.append(say("mean layers", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, "text-anchor": "middle" }));
-  chart.append(say(score, { x: 4, y: 14 }));
+  chart.append(label("mean layers", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, "text-anchor": "middle" }));
+  chart.append(label(score, { x: 4, y: 14 }));
   chart.append(svg("polyline", { points: points.map(([, right, mean]) => `${x(mean)},${y(right)}`).join(" ") }));
   points.forEach(([, right, mean], number) => {
     const here = number === chosen;
@@ -37,6 +37,6 @@ export function drawChart({ score, points, of }, layers, chosen, choose) {
     chart.append(point);
   });
   const here = chart.querySelector(".here");
-  if (here) chart.append(here); // above the others
+  if (here) chart.append(here); // draw it above the others
   return chart;
 }

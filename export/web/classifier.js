@@ -14,29 +14,29 @@ export class Classifier extends Model {
 
   /** Milliseconds of one answer at the exit that the rule chooses, or at another one: the median of three. */
   async time(texts, settings, [exitAt] = settings.exit_at.values) {
-    const taken = [];
+    const times = [];
     for (let at = 0; at < 3; at++) {
-      taken.push((await this.run(texts, settings, [exitAt]))[0].milliseconds);
+      times.push((await this.run(texts, settings, [exitAt]))[0].milliseconds);
     }
-    return taken.sort((a, b) => a - b)[1];
+    return times.sort((a, b) => a - b)[1];
   }
 
   /** One answer for each number in exitAt: the index of an exit, or -1 if the rule decides. */
   async run(texts, settings, exitAt) {
     const { ids, types } = this.encode(texts);
-    const given = { input_ids: ids, attention_mask: ids.map(() => 1), token_type_ids: types };
+    const inputs = { input_ids: ids, attention_mask: ids.map(() => 1), token_type_ids: types };
     const feeds = { ...this.settingTensors(settings), exit_at: tensor("int64", exitAt) };
     for (const name of this.session.inputNames) {
-      if (name in given) feeds[name] = tensor("int64", exitAt.flatMap(() => given[name]), [exitAt.length, ids.length]);
+      if (name in inputs) feeds[name] = tensor("int64", exitAt.flatMap(() => inputs[name]), [exitAt.length, ids.length]);
     }
     const { outputs, milliseconds } = await this.compute(feeds);
     const { label, confidence, layers } = outputs;
-    const inputs = Object.keys(settings).filter((name) => `compared_${name}` in outputs);
+    const compared = Object.keys(settings).filter((name) => `compared_${name}` in outputs);
     return exitAt.map((_, row) => ({
       label: this.about.labels[Number(label.data[row])] ?? label.data[row],
       confidence: confidence && confidence.data[row],
       layers: Number(layers.data[row]),
-      compared: Object.fromEntries(inputs.map((name) => [name, outputs[`compared_${name}`].data[row]])),
+      compared: Object.fromEntries(compared.map((name) => [name, outputs[`compared_${name}`].data[row]])),
       milliseconds,
     }));
   }

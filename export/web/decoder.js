@@ -6,25 +6,25 @@ export class Decoder extends Model {
    * Generate up to `count` tokens after a text, greedily, until a stop token.
    * Yields {id, ends, text, layers, milliseconds} for each token; text: all generated text so far.
    */
-  async *write(text, count, settings = this.about.settings) {
+  async *generate(text, count, settings = this.about.settings) {
     const { exits, max_length: room, stop } = this.about;
     if (!text.trim()) throw new Error("Write a prompt first.");
     const { ids } = this.encode([text]);
     if (!ids.length) throw new Error("This prompt has no tokens.");
     if (ids.length + count > room) {
-      throw new Error(`There is room for ${room} tokens, prompt and text together: shorten the prompt, or ask for fewer.`);
+      throw new Error(`Prompt and text may have ${room} tokens together: shorten the prompt, or generate fewer tokens.`);
     }
     const state = { settings: this.settingTensors(settings), caches: this.#empty(ids.length + count + 1), at: 0 };
     const before = exits.length > 1 ? ids.slice(0, -1) : [];
     if (before.length) await this.#run(state, before, { exit_at: tensor("int64", [exits.length - 1]) });
     let next = ids.slice(before.length);
-    for (const written = []; written.length < count && !stop.includes(written.at(-1)); ) {
+    for (const generated = []; generated.length < count && !stop.includes(generated.at(-1)); ) {
       const { outputs, milliseconds } = await this.#run(state, next);
-      const id = likeliest(outputs.logits.data);
+      const id = argmax(outputs.logits.data);
       next = [id];
-      written.push(id);
+      generated.push(id);
       const layers = Number(outputs.layers.data[0]);
-      yield { id, ends: stop.includes(id), text: this.#behind(ids, written), layers, milliseconds };
+      yield { id, ends: stop.includes(id), text: this.#textAfter(ids, generated), layers, milliseconds };
     }
   }
 
@@ -45,7 +45,7 @@ export class Decoder extends Model {
   }
 
   /** The text of tokens after those of a prompt. */
-  #behind(prompt, tokens) {
+  #textAfter(prompt, tokens) {
     return this.#text([...prompt, ...tokens]).slice(this.#text(prompt).length);
   }
 
@@ -56,7 +56,7 @@ export class Decoder extends Model {
   }
 }
 
-function likeliest(values) {
+function argmax(values) {
   let best = 0;
   for (let at = 1; at < values.length; at++) if (values[at] > values[best]) best = at;
   return best;

@@ -20,12 +20,12 @@ export async function openModel() {
 /** The bytes of a file next to the page, verified by SHA-256 if the browser supports it. */
 async function read(name, digest) {
   const answer = await fetch(name).catch(() => null);
-  if (!answer?.ok) throw new Error(`${name}: ${answer ? `the server answered ${answer.status}` : "the server does not answer"}`);
+  if (!answer?.ok) throw new Error(`${name}: ${answer ? `the server responded with status ${answer.status}` : "the server does not respond"}`);
   const bytes = new Uint8Array(await answer.arrayBuffer());
   if (digest && globalThis.crypto?.subtle) {
     const found = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
     const text = Array.from(found, (byte) => byte.toString(16).padStart(2, "0")).join("");
-    if (text !== digest) throw new Error(`${name}: is not the file that was exported; export the run again`);
+    if (text !== digest) throw new Error(`${name}: expected the exported file, found another one; export the run again`);
   }
   return bytes;
 }

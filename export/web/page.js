@@ -3,14 +3,14 @@ import { Card } from "./cards.js";
 import { drawChart } from "./chart.js";
 import { at, made } from "./dom.js";
 import { digits, number } from "./numbers.js";
-import { Writer } from "./writer.js";
+import { Generator } from "./generator.js";
 
-const PAUSE = 150; // milliseconds after the last move of the slider, before the model runs
+const SLIDER_PAUSE = 150; // milliseconds after the last move of the slider, before the model runs
 
 /** Title and content of the part below the rule, for classifiers (rows) and decoders (tokens). */
 const PARTS = {
   rows: ["What it predicts", (page) => ["First", "Second"].map((name) => new Card(name, page))],
-  tokens: ["What it generates", (page) => [new Writer(page)]],
+  tokens: ["What it generates", (page) => [new Generator(page)]],
 };
 
 /** Settings of the graph, with one value at all exits for the input that the slider moves. */
@@ -65,8 +65,8 @@ class Page {
   showRule() {
     const { about, curve, settings } = this.model.about;
     if (!curve) {
-      const none = "The run has no curve for this rule: train it again, or choose another rule.";
-      at("#kept").textContent = this.model.about.exits.length > 1 ? none : "";
+      const none = "The run has no curve for this rule: train the run again, or choose another rule.";
+      at("#rule-score").textContent = this.model.about.exits.length > 1 ? none : "";
       return this.move(null);
     }
     const own = settings[curve.setting].values;
@@ -75,7 +75,7 @@ class Page {
     at("#slider").ariaLabel = about.knob;
     at("#slider").max = curve.points.length - 1;
     at("#slider").oninput = () => this.move(at("#slider").valueAsNumber);
-    at("#own").onclick = () => this.move(first < 0 ? null : first);
+    at("#own-setting").onclick = () => this.move(first < 0 ? null : first);
     at("#knob").hidden = false;
     this.move(first < 0 ? null : first);
   }
@@ -86,19 +86,19 @@ class Page {
     const { curve } = about;
     const point = chosen === null ? null : curve.points[chosen];
     this.settings = point ? moved(about.settings, curve.setting, point[0]) : about.settings;
-    at("#rule-says").textContent = described(about.about, this.settings);
+    at("#rule-text").textContent = described(about.about, this.settings);
     if (curve) {
       const end = about.exits.at(-1);
       at("#slider").value = chosen ?? 0;
       at("#slider").ariaValueText = point ? `${curve.setting} ${digits(number(point[0]))}` : "the run’s own setting";
       const [score, layers] = point?.slice(1) ?? curve.own ?? [];
-      at("#kept").textContent = layers
+      at("#rule-score").textContent = layers
         ? `On ${curve.of}: ${curve.score} ${score.toFixed(3)} after ${layers.toFixed(2)} of ${end} layers on average.`
-        : `The run’s own setting is not on the curve, which was measured on ${curve.of}.`;
+        : `The run’s own setting is not a point of this curve, which was measured on ${curve.of}.`;
       at("#chart").replaceChildren(drawChart(curve, end, chosen, (index) => this.move(index)));
     }
     clearTimeout(this.soon);
-    this.soon = setTimeout(() => this.cards.forEach((card) => card.decide()), PAUSE);
+    this.soon = setTimeout(() => this.cards.forEach((card) => card.decide()), SLIDER_PAUSE);
   }
 }
 

@@ -29,7 +29,7 @@ export class Model {
     this.session = session;
     this.tokenizer = new Tokenizer(tokenizer, {});
     this.onlyZeros = tokenizer.post_processor?.type === "RobertaProcessing"; // the library would return 1 for a second text
-    this.turn = Promise.resolve(); // a session runs one call at a time
+    this.queue = Promise.resolve(); // a session runs one call at a time
   }
 
   /** One text or two -> {ids, types}, cut as mini_ee cuts them: of two texts the longer one. */
@@ -38,18 +38,18 @@ export class Model {
     const after = tokenizer.post_processor ?? ((tokens) => ({ tokens }));
     const words = texts.map((text) => tokenizer.tokenize(text, { add_special_tokens: false }));
     const special = after([], words.length > 1 ? [] : null).tokens.length;
-    const sizes = fitted(words.map((each) => each.length), this.about.max_length - special);
+    const sizes = truncated(words.map((each) => each.length), this.about.max_length - special);
     const [first, second = null] = words.map((each, at) => each.slice(0, sizes[at]));
     const { tokens, token_type_ids: types } = after(first, second);
     const ids = tokens.map((token) => tokenizer.token_to_id(token) ?? tokenizer.model.unk_token_id);
     return { ids, types: types && !this.onlyZeros ? types : ids.map(() => 0) };
   }
 
-  /** Throw if this tokenizer gives other tokens for the examples than the one in Python. */
+  /** Throw if this tokenizer gives other tokens for the examples than Python. */
   checkTokens() {
     for (const { texts, ids } of this.about.examples) {
       if (String(this.encode(texts).ids) !== String(ids)) {
-        throw new Error(`tokenizer.json: gives other tokens here than in Python for “${texts.join(" | ")}”`);
+        throw new Error(`tokenizer.json: gives other tokens in this browser than in Python for “${texts.join(" | ")}”`);
       }
     }
   }
@@ -66,17 +66,17 @@ export class Model {
       const outputs = await this.session.run(feeds);
       return { outputs, milliseconds: performance.now() - begin };
     };
-    this.turn = this.turn.catch(() => null).then(work);
-    return this.turn;
+    this.queue = this.queue.catch(() => null).then(work);
+    return this.queue;
   }
 }
 
-/** How many tokens of one text or two are kept if there is room for `room`. */
-function fitted(sizes, room) {
+/** The number of tokens of one text or two after truncation to `room` tokens. */
+function truncated(sizes, room) {
   if (sizes.length === 1) return [Math.min(sizes[0], room)];
   const [short, long] = [Math.min(...sizes), Math.max(...sizes)];
   if (short + long <= room) return sizes;
   const half = Math.floor(room / 2);
-  const sizesKept = short <= half ? [short, room - short] : [half, room - half];
-  return sizes[0] <= sizes[1] ? sizesKept : sizesKept.reverse();
+  const ordered = short <= half ? [short, room - short] : [half, room - half];
+  return sizes[0] <= sizes[1] ? ordered : ordered.reverse();
 }

@@ -256,7 +256,7 @@ def test_each_rule_has_its_page(browser, serve, run, tmp_path, rule):
     browser.open(serve(tmp_path / "exported"), LOADED)
     assert_says_what_python_says(browser, tmp_path / "exported", reviews()[:10])
     assert_shows_what_is_compared(browser, run, rule, read_json(tmp_path / "exported" / "web.json"))
-    assert text_of(browser, "#rule-says").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
+    assert text_of(browser, "#rule-text").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
 
 
 def assert_shows_what_is_compared(browser, run, rule, about):
@@ -265,17 +265,17 @@ def assert_shows_what_is_compared(browser, run, rule, about):
     inputs, segments = run.encode(texts).batch([0]), run.segments()
     (at,) = early_exit(segments, rule, inputs).exit_index
     logits, _, _ = read_every_exit(segments, inputs)
-    shown = browser.value("Array.from(document.querySelectorAll('article:first-child .why'), (e) => e.textContent)")
+    shown = browser.value("Array.from(document.querySelectorAll('article:first-child .reason'), (e) => e.textContent)")
     memory, last = {}, len(run.exits) - 1
     for k, words in enumerate(shown):
         if k in (last, *range(at + 1, last)):
             assert words == (
-                "not run; its prediction would be this" if k > at else "the last exit: every text that comes here exits"
+                "not run; it would predict this" if k > at else "the last exit: every text that reaches it exits"
             )
             continue
-        assert words.endswith("it exits" if k == at else "it goes on")
+        assert words.endswith("it exits" if k == at else "it continues")
         if not rule.runtime_inputs:
-            assert words.startswith("the rule reads nothing here")
+            assert words.startswith("the rule compares nothing here")
             continue
         asked = copy(rule)
         wanted = {name: Asked(getattr(rule, name), k) for name in rule.runtime_inputs.values()}
@@ -310,7 +310,7 @@ def test_a_rule_of_ones_own_has_its_page(browser, serve, run, tmp_path, monkeypa
     monkeypatch.setitem(rules.RULES, "mine", Mine)
     test_each_rule_has_its_page(browser, serve, run, tmp_path, Mine(0.55))
     words = "A rule that a method brings itself. The page has these words of it. Here: threshold 0.550; measure "
-    assert text_of(browser, "#rule-says") == f"{words}max_probability."
+    assert text_of(browser, "#rule-text") == f"{words}max_probability."
 
 
 @in_chromium
@@ -345,16 +345,16 @@ def test_the_page_shows_each_exit_and_follows_the_slider(browser, serve, exporte
     browser.wait("document.querySelector('article .verdict strong')")
     assert browser.value("document.querySelector('article .verdict').textContent").startswith(answer.label)
     assert browser.value("document.querySelector('article').querySelectorAll('.exits li').length") == 12
-    left = browser.value("document.querySelector('article .left .said').textContent")
+    left = browser.value("document.querySelector('article .exited .prediction').textContent")
     assert left.startswith(f"Layer {answer.layers}: {answer.label}")
-    before = browser.value("document.querySelector('#kept').textContent")
+    before = browser.value("document.querySelector('#rule-score').textContent")
     browser.value("""(() => {
         const slider = document.querySelector("#slider");
         slider.value = slider.max;
         slider.dispatchEvent(new Event("input"));
     })()""")
     browser.wait("document.querySelector('article .verdict').textContent.includes('after layer 12 of 12')")
-    kept = browser.value("document.querySelector('#kept').textContent")
+    kept = browser.value("document.querySelector('#rule-score').textContent")
     full = read_json(exported / "web.json")["curve"]["points"][-1]
     assert kept != before and f"{full[1]:.3f}" in kept and "12.00 of 12 layers" in kept
     assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
@@ -380,7 +380,11 @@ def test_an_example_goes_into_the_card_that_was_used_last(browser, serve, export
 @in_chromium
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("vendor", "vendor.sh"), ("web.json", "web.json"), ("model.safetensors", "is not the file that was exported")],
+    [
+        ("vendor", "vendor.sh"),
+        ("web.json", "web.json"),
+        ("model.safetensors", "expected the exported file, found another one"),
+    ],
 )
 def test_what_is_missing_or_damaged_is_said_on_the_page(browser, serve, exported, tmp_path, name, says):
     folder = tmp_path / "exported"
@@ -448,7 +452,7 @@ def decoder_run(model, tokenizer, rule):
 def export_decoder(run, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "VERIFIED_TOKENS", 3)  # the pages below write more
-        patch.setattr(page, "WRITTEN", 24)
+        patch.setattr(page, "CURVE_TOKENS", 24)
         export(run, folder, PROMPTS, web=True)
     return folder
 
@@ -470,7 +474,7 @@ def written(browser, prompts, settings=None, count=NEW):
         const all = [];
         for (const prompt of {json.dumps(prompts)}) {{
             let text = "", tokens = [], layers = [];
-            for await (const each of model.write(prompt, {count}, {settings})) {{
+            for await (const each of model.generate(prompt, {count}, {settings})) {{
                 text = each.text, tokens.push(each.id), layers.push(each.layers);
             }}
             all.push([text, tokens, layers]);
@@ -525,9 +529,9 @@ def test_a_decoder_has_its_page_under_each_rule(browser, serve, decoder, tmp_pat
     browser.open(serve(tmp_path / "exported"), LOADED)
     layers = assert_writes_what_python_writes(browser, tmp_path / "exported", PROMPTS)
     assert len(set(layers)) > (rule.needs is not None), "some should leave early, and some later"
-    assert text_of(browser, "#rule-says").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
+    assert text_of(browser, "#rule-text").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
     own = (read_json(tmp_path / "exported" / "web.json")["curve"] or {}).get("own")
-    assert not own or f"after {own[1]:.2f} of 12 layers" in text_of(browser, "#kept")
+    assert not own or f"after {own[1]:.2f} of 12 layers" in text_of(browser, "#rule-score")
 
 
 @in_chromium
@@ -579,15 +583,15 @@ def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, expo
     assert len(short.tokens) < 60, "this prompt's text should come to its end"
     press(browser, "Enter", "x")
     browser.wait(DONE)
-    assert browser.value("document.querySelectorAll('.written .token').length") == len(short.tokens)
-    assert browser.value("document.querySelector('.written').lastChild.classList.contains('end')"), "a stop token"
+    assert browser.value("document.querySelectorAll('.generated .token').length") == len(short.tokens)
+    assert browser.value("document.querySelector('.generated').lastChild.classList.contains('end')"), "a stop token"
     press(browser, "Enter", PROMPTS[2])
     browser.wait(DONE)
-    assert text_of(browser, ".written") == PROMPTS[2] + expected.text
-    tokens = browser.value("Array.from(document.querySelectorAll('.written .token'), (token) => token.title)")
+    assert text_of(browser, ".generated") == PROMPTS[2] + expected.text
+    tokens = browser.value("Array.from(document.querySelectorAll('.generated .token'), (token) => token.title)")
     assert tokens == [f"layer {layer}" for layer in expected.layers]
     colour = "(token) => token.title + getComputedStyle(token).backgroundColor"
-    colours = browser.value(f"Array.from(document.querySelectorAll('.written .token'), {colour})")
+    colours = browser.value(f"Array.from(document.querySelectorAll('.generated .token'), {colour})")
     assert len(set(colours)) == len({each.split("oklch")[1] for each in colours}) == 4
     counts = [f"layer {layer} {expected.layers.count(layer)}" for layer in (3, 6, 9, 12)]
     legend = browser.value("Array.from(document.querySelectorAll('.legend li'), (entry) => entry.textContent)")
@@ -609,7 +613,7 @@ def test_writing_can_be_stopped_and_begun_anew(browser, serve, exported_decoder,
     browser.open(serve(exported_decoder), DONE)
     browser.value("document.querySelector('input[type=number]').value = 400")
     press(browser, "Enter", PROMPTS[1])
-    browser.wait("document.querySelectorAll('.written .token').length > 2")
+    browser.wait("document.querySelectorAll('.generated .token').length > 2")
     assert text_of(browser, "form button") == "Stop"
     if how == "button":
         browser.value("document.querySelector('form button').click()")
@@ -617,18 +621,21 @@ def test_writing_can_be_stopped_and_begun_anew(browser, serve, exported_decoder,
         press(browser, how)
     browser.wait(DONE)
     assert text_of(browser, ".verdict").startswith("Stopped. ")
-    count = browser.value("document.querySelectorAll('.written .token').length")
+    count = browser.value("document.querySelectorAll('.generated .token').length")
     assert 2 < count < 400
     browser.value("document.querySelector('input[type=number]').value = 5")
     browser.value("document.querySelector('form button').click()")
     browser.wait(DONE)
-    assert browser.value("document.querySelectorAll('.written .token').length") == 5
+    assert browser.value("document.querySelectorAll('.generated .token').length") == 5
 
 
 @in_chromium
 def test_a_prompt_that_cannot_be_continued_is_said_to_be_one(browser, serve, exported_decoder):
     browser.open(serve(exported_decoder), DONE)
-    for prompt, says in ((" ", "Write a prompt first."), ("word " * 600, "There is room for 512 tokens")):
+    for prompt, says in (
+        (" ", "Write a prompt first."),
+        ("word " * 600, "Prompt and text may have 512 tokens together"),
+    ):
         press(browser, "Enter", prompt)
         browser.wait("document.querySelector('.verdict.failed')")
         assert text_of(browser, ".verdict").startswith(says) and text_of(browser, "form button") == "Generate"
@@ -726,7 +733,7 @@ def export_page(run, folder, capsys):
 def test_the_libraries_are_fetched_where_npm_is_installed(small_run, tmp_path, npm, capsys):
     npm()
     *_, fetching, last = export_page(small_run, tmp_path / "exported", capsys)
-    assert fetching == "Fetching the page's libraries with npm."
+    assert fetching == "Downloading the libraries of the page with npm."
     assert last == f"Page: python -m http.server -d {tmp_path / 'exported'}"
     fetched = tmp_path / "exported" / page.VENDOR
     names = {name for at in PACKAGES.values() for name in at} - {"LICENSE"} | {"LICENSE.tokenizers"}
