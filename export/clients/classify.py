@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 
 def number(text: str) -> float:
-    """A number. Raises ValueError for nan."""
+    """A number of the command line. Raises ValueError for others, and for nan."""
     value = float(text)
-    if value != value:  # nan
+    if value != value:
         raise ValueError
     return value
 
