@@ -12,11 +12,11 @@ from mini_ee.experiments.markdown import made_by, markdown_row, markdown_table
 from mini_ee.experiments.recipe import Case, cases_of, is_choice, sides
 from mini_ee.experiments.trainings import MADE_WITH, read_case
 from mini_ee.experiments.verdicts import (
+    CONFIDENCE_LEVEL,
     FAILS,
     FEW,
     HOLDS,
     LEAST_SEEDS,
-    LEVEL,
     MISSING,
     RULES,
     UNDECIDED,
@@ -205,8 +205,8 @@ def _cell(values: list[float], digits: int, seeds: int) -> str:
 
 CLAIMS_INTRO = (
     "Each line below a claim is one comparison: two means over seeds, their difference, in brackets its "
-    f"{LEVEL:.0%} interval, and the number of seeds. The first figure should be larger, by more than the required "
-    "difference if one is given. [README.md](README.md#how-a-verdict-is-computed) explains the verdicts."
+    f"{CONFIDENCE_LEVEL:.0%} interval, and the number of seeds. The first figure should be larger, by more than the "
+    "required difference if one is given. [README.md](README.md#how-a-verdict-is-computed) explains the verdicts."
 )
 TABLES_INTRO = (
     "Our results are means over seeds. Brackets contain the smallest and the largest value if the seeds differ, and "

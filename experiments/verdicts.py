@@ -1,8 +1,8 @@
 """Verdicts: what the comparisons of a claim show, given the spread over seeds.
 
 A comparison is paired: for each seed, the difference of its two figures; over the seeds, the mean difference and
-Student's t interval at LEVEL. It holds if the whole interval lies above the required difference, and does not hold if
-the whole interval lies below.
+Student's t interval at CONFIDENCE_LEVEL. It holds if the whole interval lies above the required difference, and does
+not hold if the whole interval lies below.
 """
 
 from typing import NamedTuple
@@ -12,15 +12,15 @@ import numpy as np
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "cannot be decided here"
 FEW, MISSING = "too few seeds", "runs are missing"
 UNTRIED = "does not hold so far; other settings have to be run"
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 LEAST_SEEDS = 3
 T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Degrees of freedom -> the two-sided quantile of Student's t at LEVEL."""
+"""Degrees of freedom -> the two-sided quantile of Student's t at CONFIDENCE_LEVEL."""
 
 RULES = f"""## How a verdict is computed
 
 - A comparison is paired over at least {LEAST_SEEDS} seeds. For each seed we take the difference of the two figures,
-  then the mean difference over the seeds and Student's t interval at {LEVEL:.0%}.
+  then the mean difference over the seeds and Student's t interval at {CONFIDENCE_LEVEL:.0%}.
 - A comparison *{HOLDS}* if the whole interval lies above the required difference, which is 0 unless the page gives
   another. It *{FAILS}* if the whole interval lies below. Otherwise it *{UNDECIDED}*.
 - A claim needs all of its comparisons, unless it gives a number, so it fails as soon as one of them fails. If the two

@@ -350,7 +350,11 @@ def page(figures: dict) -> str:
     tables = {"tasks": tasks, "default": default, "repeated": repeated, "bounds": bounds, "calibrate": calibrate}
     exits = ", ".join(map(str, EXITS[:-1])) + f" and {EXITS[-1]}"
     fields = {"max_loss": MAX_LOSS, "draws": DRAWS, "sets": SETS, "delta": COMPARED_DELTA, "proposing": PROPOSING}
-    fields |= {"trainings": TRAININGS, "repeated_loss": repeated_trainings.MAX_LOSS, "fresh": repeated_trainings.FRESH}
+    fields |= {
+        "trainings": TRAININGS,
+        "repeated_loss": repeated_trainings.REPEATED_MAX_LOSS,
+        "fresh": repeated_trainings.FRESH,
+    }
     fields |= {"exits": exits, "made_by": made_by_measuring("guarantees")}
     for name, rows in tables.items():
         titles = [title.format(exits=exits, delta=COMPARED_DELTA) for title in COLUMNS[name]]

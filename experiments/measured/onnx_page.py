@@ -1,7 +1,7 @@
 """results/onnx.md: the ONNX graph that stops by itself. onnx_parts.py measures its figures."""
 
 from mini_ee.experiments.markdown import made_by_measuring, markdown_rows, wrapped
-from mini_ee.experiments.measured.onnx_parts import AGREEMENT, EXITS, METHODS, NEW_TOKENS, PARTS, PROMPT_WORDS
+from mini_ee.experiments.measured.onnx_parts import AGREEMENT, EXITS, NEW_TOKENS, PARITY_METHODS, PARTS, PROMPT_WORDS
 
 __all__ = ["PAGE_TEXT", "PARTS", "page"]
 
@@ -161,7 +161,7 @@ def page(figures: dict) -> str:
     text = PAGE_TEXT.format(
         made_by=made_by_measuring("onnx"),
         **tables | {"cores": figures["cores"], "onnxruntime": figures["onnxruntime"]},
-        **{"lora": listed(digits(found["lora"])), "methods": listed(list(METHODS)), "cases": len(parity)},
+        **{"lora": listed(digits(found["lora"])), "methods": listed(list(PARITY_METHODS)), "cases": len(parity)},
         **{"rows": sum(each["rows"] for each in parity), "labels": sum(each["labels"] for each in parity)},
         **{"depths": sum(each["layers"] for each in parity), "difference": max(each["difference"] for each in parity)},
         **{"score": f"{end[0]['score']:.3f}", "full": f"{end[0]['full_score']:.3f}"},

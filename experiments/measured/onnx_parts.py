@@ -52,8 +52,8 @@ from mini_ee.rules import NeverExit, Threshold
 from mini_ee.weights.pretrain_llama import read_stories
 
 MODEL = "all-MiniLM-L6-v2"
-METHODS = ("joint", "lora-exits", "consistent", "berxit", "pabee", "pcee-bert")
-REPORTED = {"SST-2": "dev", "TREC": "test"}  # task -> its split that parity compares on
+PARITY_METHODS = ("joint", "lora-exits", "consistent", "berxit", "pabee", "pcee-bert")
+PARITY_SPLITS = {"SST-2": "dev", "TREC": "test"}  # task -> its split that parity compares on
 EXITS = (2, 4, 6)
 
 THREADS, ROUNDS = 2, 3
@@ -87,9 +87,9 @@ def bench(sources: Sources, work: Path) -> list[dict]:
 def parity(sources: Sources, work: Path) -> list[dict]:
     """The exported graph compared with torch, for each method, task and batch size."""
     found = []
-    for name, split in REPORTED.items():
+    for name, split in PARITY_SPLITS.items():
         rows = load_task(sources.find("data", name)).split(split)
-        for method in tqdm(METHODS, desc=name):
+        for method in tqdm(PARITY_METHODS, desc=name):
             run = trained(sources, work / f"{method}-{name}", method, name, max_train=400, epochs=1)
             with tempfile.TemporaryDirectory() as out:
                 mini_ee.export(run, f"{out}/exported", texts=rows.texts)

@@ -2,10 +2,10 @@
 
 A share of the requests, the shadow rows, runs on to the last exit after the answer. The metrics show how often the
 prediction there equals the answer, with an exact interval (Clopper and Pearson 1934). With `tighten`, this agreement is
-tested every TEST_EVERY shadow rows. The n-th test has the level LEVEL / (n (n + 1)). The levels add up to LEVEL, so all
-tests together reject a rule that satisfies the guarantee with probability at most LEVEL. If a test rejects, the rule is
-made stricter, a line is logged, and counting and testing start again. The rule is never made looser. To loosen it,
-calibrate again on requests of the server, and export.
+tested every TEST_EVERY shadow rows. The n-th test has the level ERROR_LEVEL / (n (n + 1)). The levels add up to
+ERROR_LEVEL, so all tests together reject a rule that satisfies the guarantee with probability at most ERROR_LEVEL. If a
+test rejects, the rule is made stricter, a line is logged, and counting and testing start again. The rule is never made
+looser. To loosen it, calibrate again on requests of the server, and export.
 """
 
 import logging
@@ -41,7 +41,7 @@ RECENT = 1000  # latest answers, for the drift
 
 WINDOW = 2000  # latest shadow rows, for the agreement
 
-LEVEL, TEST_EVERY = 0.1, 20  # tests of a guarantee: error probability; shadow rows between two tests
+ERROR_LEVEL, TEST_EVERY = 0.1, 20  # tests of a guarantee: error probability; shadow rows between two tests
 
 CLOSE_TO_NEVER = 1e-3  # a threshold this close to its largest value becomes `never`
 
@@ -72,7 +72,7 @@ class Guarantee:
             return rule
         agreeing, count = sum(self.agreements), len(self.agreements)
         self._tests += 1
-        if binomial_cdf(agreeing, count, self.epsilon) > LEVEL / (self._tests * (self._tests + 1)):
+        if binomial_cdf(agreeing, count, self.epsilon) > ERROR_LEVEL / (self._tests * (self._tests + 1)):
             return rule
         tighter = stricter(rule)
         self.tightened, self._tests = self.tightened + 1, 0

@@ -265,9 +265,9 @@ def test_the_processors_clock_times_batches_that_no_thread_runs(monkeypatch, run
 
 def test_parity_counts_answers_of_the_graph_that_are_torchs(monkeypatch, checkpoint_folder, task_folder, tmp_path):
     monkeypatch.setattr(onnx_parts, "THREADS", torch.get_num_threads())
-    monkeypatch.setattr(onnx_parts, "METHODS", ("joint",))
+    monkeypatch.setattr(onnx_parts, "PARITY_METHODS", ("joint",))
     monkeypatch.setattr(onnx_parts, "EXITS", (1, 2, 3))
-    monkeypatch.setattr(onnx_parts, "REPORTED", {"words": "dev"})
+    monkeypatch.setattr(onnx_parts, "PARITY_SPLITS", {"words": "dev"})
     sources = SimpleNamespace(find=lambda kind, name: {"weights": checkpoint_folder, "data": task_folder}[kind])
 
     def deeper_in_large_batches(*given):

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mini_ee.export.serving.monitoring import LEVEL, RECENT, Guarantee, Metrics, stricter
+from mini_ee.export.serving.monitoring import ERROR_LEVEL, RECENT, Guarantee, Metrics, stricter
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, QExit, Threshold
 from mini_ee.statistics import share_interval
 
@@ -96,14 +96,14 @@ def test_a_guarantee_that_is_kept_is_left_alone():
 
 
 def test_over_many_looks_a_guarantee_that_is_just_kept_is_taken_for_broken_in_one_of_ten_services_at_most():
-    """The count of looks is spent from LEVEL: 100 looks at LEVEL each would tighten in four of ten services."""
+    """100 tests at ERROR_LEVEL each would tighten in four of ten services."""
     random, tightened = np.random.default_rng(0), 0
     for _ in range(40):
         guarantee = Guarantee(1.0, 0.95, tighten=True)
         for agrees in random.random(2000) < 0.95:
             guarantee.observe(bool(agrees), Threshold(0.5))
         tightened += guarantee.tightened > 0
-    assert tightened / 40 <= LEVEL + 2 * (LEVEL * (1 - LEVEL) / 40) ** 0.5
+    assert tightened / 40 <= ERROR_LEVEL + 2 * (ERROR_LEVEL * (1 - ERROR_LEVEL) / 40) ** 0.5
 
 
 def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):

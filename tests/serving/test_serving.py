@@ -23,7 +23,7 @@ from mini_ee.export.runtime import Runtime, TokenRuntime
 from mini_ee.export.serving import Refused, Worker, WrongRow, engine_of
 from mini_ee.export.serving.engines import PromptRow, RowEngine, TextEngine
 from mini_ee.export.serving.load import Answered, arrivals, goodput, offer
-from mini_ee.export.serving.monitoring import LEVEL, TEST_EVERY, Guarantee, Metrics
+from mini_ee.export.serving.monitoring import ERROR_LEVEL, TEST_EVERY, Guarantee, Metrics
 from mini_ee.export.serving.worker import Row
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
@@ -176,7 +176,7 @@ def test_thresholds_rise_in_a_worker_whose_guarantee_is_broken(runtime):
 def test_looks_at_a_stricter_rule_are_counted_anew():
     """15 of 20 where .9 is guaranteed: enough for a rule's first look, and not for its second."""
     guarantee, rule = Guarantee(1.0, 0.9, tighten=True), Threshold(0.5)
-    assert LEVEL / 6 < binomial_cdf(15, TEST_EVERY, 0.9) < LEVEL / 2
+    assert ERROR_LEVEL / 6 < binomial_cdf(15, TEST_EVERY, 0.9) < ERROR_LEVEL / 2
     for agrees in [False] * TEST_EVERY + [True] * 15 + [False] * 5:
         rule = guarantee.observe(agrees, rule)
     assert guarantee.tightened == 2 and rule.threshold == 0.875
