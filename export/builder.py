@@ -113,7 +113,7 @@ class Builder:
         return [value._replace(name=name) for value, name in zip(values[0], names)]
 
     def only_if(self, condition: str, then: Callable[[], Sequence[Value]]) -> list[Value]:
-        """The outputs of what the function writes if the condition () is true, else the same values with no rows."""
+        """An If on a condition (): the values that the function writes if it is true, else the same without rows."""
         branch, values = self._branch(then)
         nothing, _ = self._branch(lambda: [self._without_rows(value) for value in values])
         names = self.several(len(values), "If", condition, then_branch=branch, else_branch=nothing)
@@ -234,7 +234,7 @@ class Builder:
     ) -> str:
         """Scaled dot products: (B, T, H d), (B, S, KV d) twice -> (B, T, H d). readable: (B, 1, T, S) bool, or added.
 
-        scale: what the products are multiplied by; None: 1 / sqrt(d).
+        scale: factor of the products; None: 1 / sqrt(d).
         """
         counts = {"q_num_heads": heads, "kv_num_heads": key_value_heads} | ({} if scale is None else {"scale": scale})
         return self.op("Attention", query, key, value, readable, softmax_precision=TensorProto.FLOAT, **counts)

@@ -28,7 +28,9 @@ from mini_ee.export.tracing import (
 
 # ---- Element by element ----
 def _binary(node: str, kind: type | None = None) -> Callable:
-    """Of two values, or a value and a constant. A Python number takes the value's type; others promote."""
+    """The lowering of a function of two values, or of a value and a constant. A Python number takes the type of the
+    value; other types promote.
+    """
 
     def write(a, b, *_, **__) -> Value:
         a, b = (x.value() if isinstance(x, Dim) else x for x in (a, b))
@@ -144,7 +146,7 @@ def _filled(x: Value, value: float, dtype) -> Value:
 
 @lowers(F.pad)
 def pad(x: Value, ends: Sequence[int], mode: str = "constant", value: float = 0.0) -> Value:
-    """Pads the last axis."""
+    """Pad the last axis."""
     before, after = ends
     pads = x.g.integers(*[0] * (x.ndim - 1), before, *[0] * (x.ndim - 1), after)
     return x.op("Pad", pads, shape=[*x.shape[:-1], before + x.shape[-1] + after])
@@ -188,7 +190,7 @@ def _gelu(x: Value, approximate: str = "none") -> Value:
 
 @lowers(np.logaddexp)
 def logaddexp(a, b, **_) -> Value:
-    """Softplus if the first is 0; else the larger one plus softplus of minus the distance, which cannot overflow."""
+    """Softplus if the first is 0; otherwise the larger value plus softplus(-|a - b|), which cannot overflow."""
     if not isinstance(a, Value) and np.all(np.asarray(a) == 0):
         return b.each("Softplus")
     larger = LOWERINGS[np.maximum](a, b)
@@ -302,7 +304,7 @@ def _asarray(x: Value, *_, **__) -> Value:
 # ---- Maps, norms, attention ----
 @lowers(F.linear)
 def linear(x: Value, weight, bias=None) -> Value:
-    """A Gemm on the flat value, which adds the bias too; in int8 if the Builder has chosen the weight for it."""
+    """A Gemm on the flat value, which also adds the bias; in int8 if the Builder rounds this weight."""
     shape = [*x.shape[:-1], weight.shape[0]]
     if id(weight) in x.g.int8:
         return x.flat_like(x.g.linear_int8(x.flat, weight, bias), shape)

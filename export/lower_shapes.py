@@ -35,7 +35,7 @@ def reshape(x: Value, *shape) -> Value:
     """
     shape = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], list | tuple | torch.Size) else list(shape)
     if -1 in shape:
-        shape[shape.index(-1)] = _left_over(x, shape)
+        shape[shape.index(-1)] = _inferred_size(x, shape)
     if any(size is None for size in shape):  # -1 is a product of Dims: a new Dim, read from the result
         spec = [-1 if size is None else 0 if _same_at(x, at, size) else size for at, size in enumerate(shape)]
         if any(isinstance(size, Dim) for size in spec):
@@ -73,8 +73,8 @@ def _same_at(x: Value, at: int, size: Size) -> bool:
     return isinstance(size, Dim) and at < x.ndim and x.shape[at] == size and not x.is_flat
 
 
-def _left_over(x: Value, shape: Sequence[Size]) -> Size | None:
-    """What -1 stands for: an int, a Dim, or None for a product of several.
+def _inferred_size(x: Value, shape: Sequence[Size]) -> Size | None:
+    """The size that -1 stands for: an int, a Dim, or None for a product of several Dims.
 
     Divides the sizes of x by those of the new shape: the Dims that are left over, and the ints multiplied in `whole`.
     """
@@ -286,7 +286,7 @@ def _sliced(x: Value, part: slice, axis: int) -> Value:
 
 @lowers(torch.nonzero, Tensor.nonzero)
 def nonzero(x: Value) -> Value:
-    """(n, axes) int64: the indices of true entries. n is a Dim of its own."""
+    """(n, axes) int64: the indices of true entries. n is a new Dim."""
     name = x.g.op("Transpose", x.g.op("NonZero", x.name), perm=[1, 0])
     return x.like(name, [f"true {name}", x.ndim], np.int64)
 
@@ -311,7 +311,7 @@ def _dims_of_value(counts: Value) -> list[Dim]:
 
 @lowers(torch.topk, Tensor.topk)
 def topk(x: Value, k: int | Dim, dim: int = -1, **_) -> "Sorted":
-    """Of equal values the first comes first."""
+    """The k largest entries; of equal entries, the first comes first."""
     axis, count = dim % x.ndim, x.g.integers(k) if isinstance(k, int) else k.read()
     values, places = x.g.several(2, "TopK", x.name, count, axis=axis)
     shape = [*x.shape[:axis], k, *x.shape[axis + 1 :]]
@@ -319,7 +319,7 @@ def topk(x: Value, k: int | Dim, dim: int = -1, **_) -> "Sorted":
 
 
 class Sorted(NamedTuple):
-    """What torch.sort and torch.topk return."""
+    """The result of torch.sort and torch.topk."""
 
     values: Value
     indices: Value

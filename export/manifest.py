@@ -19,9 +19,9 @@ DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights, by
 EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00)}
 PART = 2**20  # numbers that are checked at a time
 
-BOTH = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbone": dict, "tensors": dict}
+COMMON = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbone": dict, "tensors": dict}
 
-ROWS = BOTH | {
+ROWS = COMMON | {
     "task": {"name": str, "texts": int, "label_names": (str,)},
     "backbone": {"vocab_size": int},
     "num_labels": int,
@@ -36,7 +36,7 @@ ROWS = BOTH | {
 BY_SEGMENT = {"by_segment": {"layer_passes": [int], "flops": [[[float]]]}}
 """The same for graphs by segment."""
 
-TOKENS = BOTH | {
+TOKENS = COMMON | {
     "vocab_size": int,
     "max_tokens": int,
     "stop": (int,),
@@ -74,7 +74,9 @@ def read_manifest(folder: Path) -> dict:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; export the run again")
         if file_sha256(path) != digest:
-            raise ValueError(f"{path}: is not the file that was exported with {MANIFEST}; export the run again")
+            raise ValueError(
+                f"{path}: expected the file that was exported with {MANIFEST}, found another one; export the run again"
+            )
     _check_weights(folder / WEIGHTS, manifest["tensors"])
     return manifest
 
@@ -106,7 +108,7 @@ def layout(path: Path) -> dict[str, list]:
 
 
 def _check_weights(path: Path, expected: dict) -> None:
-    """Raises ValueError if the weights are not where the graphs read them, or if one is NaN or infinite.
+    """Raises ValueError if the weights are not at the places where the graphs read them, or if one is NaN or infinite.
 
     Graphs read bytes at an offset: if the file was written again in another order, they would read other numbers.
     """

@@ -14,12 +14,12 @@
 
 The graph is as deep as the model has exits. After exit k there is an If:
 
-    then    gather the rows that go on, run the layers up to exit k + 1, and the same again for exit k + 1
+    then    gather the rows that continue, run the layers up to exit k + 1, and the same again for exit k + 1
     else    all rows have exited: the values of exit k are the result
 
 ONNX has no loop that drops rows, so the branches are nested: the If of exit k + 1 stands within the `then` branch of
-exit k. What comes out of that branch has only the rows that went on. ScatterND writes it over the values of exit k,
-at the places of these rows. A branch is run only if its condition holds, so layers that no row needs cost nothing.
+exit k. Its outputs have only the rows that continue. ScatterND writes them over the values of exit k, at the places
+of these rows. A branch is run only if its condition holds, so layers that no row needs cost nothing.
 
 Each step is the segments' own start, advance, read_logits, read_state and keep, and the rule's own stop, run on values
 of the graph (tracing.py).
@@ -112,12 +112,12 @@ class _ModelGraph:
 
     def _from_exit(self, k: int, state, exit_at: str, memory: dict[str, ArrayValue]) -> list:
         """The outputs of the rows that reach exit k, as values: logits, layers and `extra`, each from the exit of the
-        row. Behind them, for tokens, the caches of the layers from here on.
+        row. For tokens, the caches of the layers from here on follow.
         """
         g, segments = self.g, self.segments
         state = state if self.starts_anew else segments.advance(k, state)
         written, rows = segments.written(state) if self.tokens else [], g.shape(exit_at, 0, 1)
-        if k == self.last:  # whoever comes here exits here
+        if k == self.last:  # every row that reaches the last exit exits there
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
             read = self._read_logits(k, state)
             here = self._exit_values(k, read.logits.name, rows, [nothing] * len(self.extra))
@@ -125,23 +125,23 @@ class _ModelGraph:
                 here.insert(2, g.value(read.token_cost.name, f"rows_{k}", 2, dtype=np.float32))
             return here + written
         here, exits = self._at_exit(k, state, g.array(exit_at, f"rows_{k}", dtype=np.int64), memory)
-        goes_on = ~exits
+        continues = ~exits
 
-        def go_on() -> list:
-            index = np.flatnonzero(goes_on)
-            on = {name: value[index] for name, value in memory.items()}
+        def later_exits() -> list:
+            index = np.flatnonzero(continues)
+            kept_memory = {name: value[index] for name, value in memory.items()}
             rows = index.tensor()
-            state_on = segments.keep_in_graph(state, rows, exits.tensor()) if self.tokens else state.keep(rows)
-            later = self._from_exit(k + 1, state_on, g.op("Gather", exit_at, index.name), on)
+            kept = segments.keep_in_graph(state, rows, exits.tensor()) if self.tokens else state.keep(rows)
+            later = self._from_exit(k + 1, kept, g.op("Gather", exit_at, index.name), kept_memory)
             # `later` has a row for each index. Where the row exited later, its values replace those of this exit.
             places = g.op("Unsqueeze", index.name, g.integers(1))
-            over = [v._replace(name=g.op("ScatterND", v.name, places, new.name)) for v, new in zip(here, later)]
-            return over + later[len(here) :]
+            merged = [v._replace(name=g.op("ScatterND", v.name, places, new.name)) for v, new in zip(here, later)]
+            return merged + later[len(here) :]
 
         def all_exit() -> list:  # both branches return the same values: caches of layers above exit k are filled here
             return here + (segments.filled(k, state) if self.tokens else [])
 
-        values = g.either(g.any(goes_on.name), go_on, all_exit)
+        values = g.either(g.any(continues.name), later_exits, all_exit)
         return values[: len(here)] + written + values[len(here) :]
 
     def _at_exit(self, k: int, state, exit_at: ArrayValue, memory: dict[str, ArrayValue]) -> tuple[list, ArrayValue]:

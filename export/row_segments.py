@@ -50,7 +50,7 @@ class OrtRows(Segments):
 
 
 class AtExit(NamedTuple):
-    """The state of an OrtModel whose exits are read one by one: the inputs and the rows that are kept."""
+    """The state of an OrtModel whose exits are read one by one: the inputs and the remaining rows."""
 
     inputs: Inputs
     rows: np.ndarray  # (B,) int64
@@ -143,7 +143,7 @@ class OrtState(NamedTuple):
 
     ids: dict[str, np.ndarray]  # the inputs of the graphs for these rows, (B, T) int64 each
     outputs: dict  # of the last graph, for B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
-    rows: np.ndarray  # (B,) int64: those of the B' that go on
+    rows: np.ndarray  # (B,) int64: those of the B' that continue
     every: np.ndarray  # (B,) int64: 0, 1, 2, ..., all rows of the next graph's outputs
     heads: Container[int] | None = None  # those that may be evaluated; None: any
 
@@ -217,7 +217,7 @@ class OrtSegments(OrtRows):
 
 
 def _padded(rows: list[np.ndarray], inputs: Inputs, before: int) -> np.ndarray:
-    """States (T', D) of each row -> (B, T, D), with zeros behind its tokens. before: states in front of the tokens."""
+    """States (T', D) of each row -> (B, T, D), with zeros after its tokens. before: number of states before them."""
     batch, longest = inputs.attention_mask.shape
     out = np.zeros((batch, before + longest, rows[0].shape[1]), rows[0].dtype)
     for at, (row, tokens) in enumerate(zip(rows, (before + inputs.attention_mask.sum(axis=1)).tolist())):

@@ -131,7 +131,8 @@ class Runtime:
                 wanted = wanted_provider(providers, allow_fallback)
                 segments, self.provider = self._open(wanted)
                 if self.provider != wanted and providers and not allow_fallback:
-                    raise ValueError(f"{wanted} was asked for, it fell back to {self.provider}; install what it needs")
+                    found = f"but ONNX Runtime fell back to {self.provider}"
+                    raise ValueError(f"expected {wanted}, {found}; install the libraries that it needs")
             self._segments = segments
             self.rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
             self.rule.check(len(self.exits))
@@ -153,7 +154,7 @@ class Runtime:
 
     @property
     def engine(self) -> str:
-        """Who computes."""
+        """The name of the engine."""
         return self._segments.engine
 
     @property
@@ -163,7 +164,7 @@ class Runtime:
         return sum(path.stat().st_size for path in files if path.parent == self.folder)
 
     def segments(self) -> Segments:
-        """What early_exit drives."""
+        """The segments that `early_exit` runs."""
         return self._segments
 
     def whole_model(self) -> Segments:
@@ -251,8 +252,8 @@ class TokenRuntime(Runtime):
             raise ValueError(f"missing_kv must be one of {', '.join(MISSING_KV)}, got {missing_kv!r}")
         self.missing_kv, self._model, self._prompts = missing_kv, None, None
         super().__init__(folder, providers, segments=segments, **settings)
-        usual = min(NEW_TOKENS, max(1, self.config["max_tokens"] // 2))
-        self.max_new_tokens = usual if max_new_tokens is None else max_new_tokens
+        default = min(NEW_TOKENS, max(1, self.config["max_tokens"] // 2))
+        self.max_new_tokens = default if max_new_tokens is None else max_new_tokens
         if self._model and missing_kv == "recompute" and not self.by_segment:
             raise ValueError(f"{self.folder}: {RECOMPUTE}")
 
@@ -270,7 +271,7 @@ class TokenRuntime(Runtime):
 
     @property
     def engine(self) -> str:
-        """Who computes."""
+        """The name of the engine."""
         return "onnxruntime" if self._model else self._segments(self.missing_kv, 1, 1).engine
 
     @property
@@ -340,9 +341,9 @@ class TokenRuntime(Runtime):
         for rows in in_order(len(prompts), batch_size):
             some = prompts[rows]
             begin = time.perf_counter()
-            written = gather(self.generate(some, max_new_tokens=count, rule=rule), len(some))
+            generated = gather(self.generate(some, max_new_tokens=count, rule=rule), len(some))
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(some)
-            for prompt, (tokens, layers) in zip(some, written):
+            for prompt, (tokens, layers) in zip(some, generated):
                 answers.append(Continuation(self.text_after(prompt, tokens), tokens, layers, milliseconds))
         return answers
 
@@ -362,5 +363,5 @@ class TokenRuntime(Runtime):
         longest = max(map(len, prompts))
         if self.decoder_start_tokens is not None and longest > sizes[1]:
             raise ValueError(f"expected a prompt of at most {sizes[1]} tokens, got {longest}: shorten it")
-        written = prompts if self.decoder_start_tokens is None else [self.decoder_start_tokens]
-        return check_prompts(written, max_new_tokens, *sizes)
+        starts = prompts if self.decoder_start_tokens is None else [self.decoder_start_tokens]
+        return check_prompts(starts, max_new_tokens, *sizes)

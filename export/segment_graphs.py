@@ -1,9 +1,9 @@
 """One graph per segment of a model of rows, for rules that model.onnx does not contain, and for servers that batch
 rows again after each exit.
 
-    input_ids, ...  (B, T), of the rows that go on
+    input_ids, ...  (B, T), of the rows that continue
     hidden, carried hidden_out and carried_out of the segment before, for all rows that it computed
-    rows            (B,) int64: which of those rows go on
+    rows            (B,) int64: which of those rows continue
     read            () bool: whether the head is evaluated; the head of the last segment always is
  -> hidden_out      (B, T, D), the hidden states; with LoRA streams (n, B, T, D); with T5 (B, 1 + S, D): the one token
                     of the decoder, then the output of the encoder, so that no later segment runs the encoder
@@ -82,7 +82,7 @@ def _named(sizes) -> list:
 
 
 def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None:
-    """The head is part of the graph of its segment: the call of a graph of its own would take longer than the head."""
+    """The head is part of the graph of its segment: a call of a separate graph would take longer than the head."""
     classes = segments.model.num_labels
 
     def reading() -> dict:
@@ -90,7 +90,7 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
         found = {"logits": g.value(read.logits.name, "batch", classes, dtype=np.float32)}
         if segments.tokens_exit:
             found["spent"] = g.value(read.token_cost.name, "batch", 2, dtype=np.float32)
-        if classes > 1:  # in the graph this is faster than in numpy, whose code is no longer in the CPU's cache
+        if classes > 1:  # faster here than in numpy, whose code is no longer in the CPU's cache
             found["max_probability"] = g.value(max_probability(read.logits).name, "batch", dtype=np.float32)
         if read.exit_logit is not None:
             found["exit_logit"] = g.value(read.exit_logit.name, "batch", dtype=np.float32)

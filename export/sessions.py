@@ -75,7 +75,7 @@ class Session:
         return {name: value if name in FOR_THE_NEXT else value.numpy() for name, value in values}
 
     def io_binding(self) -> ort.IOBinding:
-        """For inputs and outputs in memory of the caller."""
+        """A binding for inputs and outputs in the caller's memory."""
         return self._session.io_binding()
 
     def run_bound(self, binding: ort.IOBinding) -> None:
@@ -96,7 +96,7 @@ def _opened(path: Path, options: ort.SessionOptions, provider: str) -> ort.Infer
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", _plain_folder(weights))
         graph = path.read_bytes()
     try:
-        # enable_fallback=0: ONNX Runtime's own fallback prints the reason to standard output, among the answers.
+        # enable_fallback=0: ONNX Runtime's own fallback would print the reason to standard output, among the answers.
         return ort.InferenceSession(graph, options, providers=list(dict.fromkeys((provider, CPU))), enable_fallback=0)
     except Exception as error:  # the types that onnxruntime raises
         reason = f"{path}: ONNX Runtime cannot load this graph on {provider} ({' '.join(str(error).split())})"
@@ -142,7 +142,9 @@ class GraphRule:
         if plan is not None:
             return {"exit_at": plan}
         latest = self._latest
-        if latest[0] is not rule:  # one rule serves many batches; read it once, another thread may set it
+        if (
+            latest[0] is not rule
+        ):  # one rule serves many batches; `_latest` is read once, because another thread may replace it
             latest = self._latest = rule, self._settings(rule)
         return latest[1]
 
@@ -197,7 +199,7 @@ def wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> st
     wanted = providers[0] if providers else CUDA if CUDA in known else CPU
     if wanted not in known:
         if not allow_fallback:
-            raise ValueError(f"{wanted} was asked for, there is {' and '.join(known)} here; ask for one of them")
+            raise ValueError(f"expected a provider that is available here ({' or '.join(known)}), found {wanted}")
         return CPU
     if wanted == CUDA:
         ort.preload_dlls()

@@ -74,12 +74,12 @@ class TokenGraphs(Segments):
     def keep_in_graph(self, state: GraphTokens, rows: Tensor, exits: Tensor) -> GraphTokens:
         """The tokens of these rows. The others exit here, where `exits` (N,) is true.
 
-        Their states go on with the rest: every layer above writes keys and values of them into its cache.
+        Their states are passed on: every layer above writes their keys and values into its cache.
         """
-        out = exits.nonzero()[:, 0]
-        hidden, states, here, exited = state.hidden[rows], state.hidden[out], rows, out
+        exiting = exits.nonzero()[:, 0]
+        hidden, states, here, exited = state.hidden[rows], state.hidden[exiting], rows, exiting
         if state.here is not None:
-            here, exited = state.here[rows], torch.cat((state.here[out], state.exited))
+            here, exited = state.here[rows], torch.cat((state.here[exiting], state.exited))
             states = torch.cat((states, state.states))
         return GraphTokens(hidden, hidden, state.whole.of_rows(here, exited, states), state.whole, here, exited, states)
 

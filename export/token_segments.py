@@ -99,28 +99,28 @@ class OrtTokenModel(OrtTokens):
 
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Logits (B, V) and layers (B,). The next call overwrites the logits."""
-        given = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
-        given |= {"rows": np.array(rows, np.int64)} | self._graph_rule.own | feeds
-        shapes = tuple((name, value.shape) for name, value in given.items())
+        inputs = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
+        inputs |= {"rows": np.array(rows, np.int64)} | self._graph_rule.own | feeds
+        shapes = tuple((name, value.shape) for name, value in inputs.items())
         if shapes not in self._bound:  # the next token most often has the shapes of this one
-            self._bound = {shapes: self._binding(given)}
-        binding, inputs, *outputs = self._bound[shapes]
-        for name, value in given.items():
-            inputs[name][...] = value
+            self._bound = {shapes: self._binding(inputs)}
+        binding, buffers, *outputs = self._bound[shapes]
+        for name, value in inputs.items():
+            buffers[name][...] = value
         self._session.run_bound(binding)
         return outputs
 
-    def _binding(self, given: dict[str, np.ndarray]) -> tuple:
-        binding, inputs = self._session.io_binding(), {name: value.copy() for name, value in given.items()}
-        for name, value in inputs.items():
+    def _binding(self, inputs: dict[str, np.ndarray]) -> tuple:
+        binding, buffers = self._session.io_binding(), {name: value.copy() for name, value in inputs.items()}
+        for name, value in buffers.items():
             binding.bind_cpu_input(name, value)
-        logits = np.empty((len(inputs["rows"]), self._vocabulary), np.float32)
+        logits = np.empty((len(buffers["rows"]), self._vocabulary), np.float32)
         layers = np.empty(len(logits), np.int64)
         for name, value in (("logits", logits), ("layers", layers)):
             binding.bind_output(name, "cpu", 0, value.dtype, value.shape, value.ctypes.data)
         bind_caches(binding, self._caches)
         bind_inputs(binding, self._memory)
-        return binding, inputs, logits, layers
+        return binding, buffers, logits, layers
 
 
 def new_caches(manifest: dict, provider: str, num_rows: int, capacity: int) -> dict[str, ort.OrtValue]:
@@ -180,7 +180,7 @@ class Cached:
 
     def __init__(self, session: Session, caches: dict[str, ort.OrtValue]):
         self._session, self._binding = session, session.io_binding()
-        # A binding keeps no reference to what is bound, so the caches are kept here.
+        # A binding keeps no reference to its values, so this attribute keeps the caches alive.
         self._caches = {name: cache for name, cache in caches.items() if name in session.inputs}
         bind_caches(self._binding, self._caches)
 
@@ -219,7 +219,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self.pending_states[row] = 0
 
     def bind_encoder_memory(self, memory: dict[str, ort.OrtValue]) -> None:
-        self._memory = memory  # a binding keeps no reference to what is bound
+        self._memory = memory  # a binding keeps no reference to its values
         for graph in (*self._segments, *self._fills):
             graph.bind_encoder_memory(memory)
 

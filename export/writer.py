@@ -8,7 +8,7 @@ exported/whole.onnx            if tokens exit within a row: the same without exi
 exported/segment_{layer}.onnx  with `segments`: the layers up to an exit, for rows with the head; for tokens also
                                head_{layer}.onnx, the head of an exit, policy_{layer}.onnx, its policy, and
                                fill_{layer}.onnx, keys and values of a segment for tokens that exited below it
-exported/memory.onnx           for an encoder-decoder that writes text: the encoder, run once per prompt
+exported/memory.onnx           for an encoder-decoder that generates text: the encoder, run once per prompt
 exported/model.safetensors     the weights of all graphs, each stored once under its name in torch
 exported/tokenizer.json
 exported/index.html            with `web`: a page for the browser and its files, see web_page.py
@@ -69,11 +69,11 @@ VERIFIED_TEXTS = 64
 
 VERIFIED_TOKENS = 32  # generated after each prompt
 
-AGREEMENT = 0.9  # least share of equal exits, float32 against torch; a row on a threshold may go either way
+AGREEMENT = 0.9  # least share of equal exits, float32 compared with torch; rounding decides for a row at a threshold
 
 log = logging.getLogger("mini_ee.export")
 
-TOLERANCE = 1e-4  # float32 against torch, of any logit; measured at most 2e-6 on MiniLM and SST-2
+TOLERANCE = 1e-4  # of any logit, float32 compared with torch; measured at most 2e-6 on MiniLM and SST-2
 
 
 def export(
@@ -90,7 +90,7 @@ def export(
     texts: rows of one or two sentences, or prompts of a decoder (default: built-in ones). On VERIFIED_TEXTS of them the
     logits of every exit are compared with torch, in batches of one and of many, and the text that a decoder generates.
     precision: float32, float16, or int8 for the linear maps within the layers (default float32). segments: also write
-    one graph per segment. They are for rules that model.onnx does not contain, for servers that batch rows again after
+    one graph per segment. They are for rules that model.onnx does not contain, for servers that form new batches after
     each exit, and for recomputing caches; a decoder that was trained with "recompute" always gets them. web: also write
     a page that runs the model in a browser, see web_page.py. Warns if the tokenizer has tokens that the model lacks.
     Raises FileExistsError if `out` exists; WrongArguments if the rule reads hidden states and `segments` is given;
@@ -294,7 +294,7 @@ def _interface(graph: onnx.ModelProto) -> dict:
     return {"inputs": values(graph.graph.input), "outputs": values(graph.graph.output)}
 
 
-# ---- Verification: the runtime against torch ----
+# ---- Verification: the runtime compared with torch ----
 def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> dict:
     """The manifest's entry `verified`. Raises ValueError if the graphs differ from torch."""
     served = Runtime(folder, [CPU])
@@ -370,7 +370,7 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
 
 
 class _Drawn(Rule):
-    """Exits drawn at random: every head is evaluated, and every gap in the caches occurs."""
+    """Exits drawn at random: every head is evaluated, and all combinations of missing keys and values occur."""
 
     needs = None
 

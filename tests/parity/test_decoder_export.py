@@ -620,7 +620,7 @@ def test_rules_that_the_graphs_do_not_serve_are_told(case):
 
 
 def test_a_provider_that_is_not_there_and_an_unknown_fill_are_told(case):
-    with pytest.raises(ValueError, match="SomeProvider was asked for, there is"):
+    with pytest.raises(ValueError, match="expected a provider that is available here .*, found SomeProvider"):
         Runtime(case.folder, ["SomeProvider"])
     with pytest.raises(ValueError, match="missing_kv must be one of copy_state, recompute, got 'copy'"):
         Runtime(case.folder, missing_kv="copy")

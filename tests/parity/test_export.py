@@ -1463,7 +1463,7 @@ def test_onnx_runtimes_words_of_a_provider_that_fails_go_to_standard_error(expor
 def test_a_provider_that_is_not_here_is_an_error_unless_a_fallback_is_allowed(exported, run, monkeypatch):
     monkeypatch.setattr(sessions, "_has_cuda_driver", lambda: False)
     for wanted in (CUDA, "TensorrtExecutionProvider", "NoSuchProvider"):
-        with pytest.raises(ValueError, match=f"{wanted} was asked for, there is {CPU} here"):
+        with pytest.raises(ValueError, match=f"expected a provider that is available here \\({CPU}\\), found {wanted}"):
             Runtime(exported, [wanted])
         opened = Runtime(exported, [wanted], threads=1, allow_fallback=True)
         assert opened.provider == CPU
@@ -1480,7 +1480,7 @@ def test_a_provider_that_falls_back_by_itself_is_an_error(exported, monkeypatch)
     monkeypatch.setattr(
         sessions.ort, "InferenceSession", lambda path, options, providers, **_: session(path, options, providers=[CPU])
     )
-    with pytest.raises(ValueError, match=f"{CUDA} was asked for, it fell back to {CPU}"):
+    with pytest.raises(ValueError, match=f"expected {CUDA}, but ONNX Runtime fell back to {CPU}"):
         Runtime(exported, [CUDA], threads=1)
     assert Runtime(exported, [CUDA], threads=1, allow_fallback=True).provider == CPU
     assert Runtime(exported, threads=1).provider == CPU
