@@ -104,7 +104,7 @@ def test_the_client_in_python_needs_numpy_onnxruntime_and_tokenizers_only():
 
 
 @pytest.mark.parametrize(
-    "options", [["none such"], ["{folder}", "--threshold", "NaN"], ["{folder}", "--threshold", ".9x"]]
+    "options", [["none such"], ["{folder}", "--threshold", "nan"], ["{folder}", "--threshold", ".9x"]]
 )
 def test_the_client_in_python_refuses_a_missing_folder_and_a_threshold_that_is_no_number(exported, options):
     options = [option.format(folder=exported[0]) for option in options]
