@@ -128,7 +128,7 @@ def _training(run: Run) -> dict[str, float]:
         "steps": float(len(epochs) * steps),
         "train seconds": sum(epoch["seconds"] for epoch in epochs),
         "megabytes": run.weight_bytes / 1e6,
-        "trained parameters": float(sum(value.numel() for name, value in named if run.model.trainable(name))),
+        "trained parameters": float(sum(value.numel() for name, value in named if run.model.is_trainable(name))),
     }
 
 

@@ -98,7 +98,7 @@ class ShortDecoder(TokenExits):
         self.stays = torch.zeros_like(self.stays).index_fill(0, torch.tensor(layers, device=self.stays.device), 1.0)
         self.backbone, self.exits = with_layers(self.full.backbone, layers), (len(layers),)
 
-    def trainable(self, name: str) -> bool:
+    def is_trainable(self, name: str) -> bool:
         """The part of the state that a run saves: which layers stay."""
         return name == "stays"
 

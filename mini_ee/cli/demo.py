@@ -107,9 +107,9 @@ def run(args, say) -> dict:
 def _begun(args, out: Path, given: dict) -> str:
     """What is about to be trained; WrongArguments where it cannot be."""
     from mini_ee.backbones.hub import read_config
-    from mini_ee.training.train_run import asked, exits_of
+    from mini_ee.training.train_run import exits_of, make_request
 
-    request = asked("joint", args.model, args.task, out, False, given)
+    request = make_request("joint", args.model, args.task, out, False, given)
     if request.task is None:
         raise WrongArguments(f"{request.model}: is a decoder, the demo is of rows; name a task's folder with --task")
     layers = read_config(request.model / "config.json").num_hidden_layers

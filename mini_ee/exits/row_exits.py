@@ -68,7 +68,7 @@ class ExitModel(nn.Module):
             if isinstance(module, ExitModel):  # this model, or one in a cascade
                 module.head = name
 
-    def trainable(self, name: str) -> bool:
+    def is_trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
         return self.holds_backbone or not name.startswith("backbone.")
 
@@ -82,7 +82,7 @@ class ExitModel(nn.Module):
 
     def own_state(self) -> dict[str, Tensor]:
         """The content of a run's model.safetensors."""
-        return {name: value for name, value in self.state_dict().items() if self.trainable(name)}
+        return {name: value for name, value in self.state_dict().items() if self.is_trainable(name)}
 
     def save_parts(self, folder: Path, backbone: str) -> dict[str, str]:
         """Write further files of a run; returns their checksums by name. Most models have none."""

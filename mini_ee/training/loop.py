@@ -38,10 +38,10 @@ class Fitted(NamedTuple):
 def fit(model: nn.Module, recipe: Iterable[Stage], train, held, config: TrainConfig, saved: Saved) -> Fitted:
     """Train `model` in place through all stages.
 
-    model: the stages' losses call its forward or `states`; `trainable(name)` says what may change at all. train, held:
-    units of one kind (RowData, TextData). With `saved.resume` the training found there continues, and ends with the
-    same weights as one that was never stopped; its settings must be the same. Uses torch's global random state. Raises
-    NothingToResume, ValueError for other settings, and Diverged.
+    model: the losses of the stages call its forward or `states`; the parameters for which `is_trainable(name)` is False
+    never change. train, held: units of one kind (RowData, TextData), the second ones held out. With `saved.resume` the
+    training found there continues. It ends with the same weights as one that was never stopped, and its settings must
+    be the same. Uses torch's global random state. Raises NothingToResume, ValueError for other settings, and Diverged.
     """
     state = State(model, saved)
     ranks.wait()  # until all have read what is resumed
@@ -183,7 +183,7 @@ def make_optimizer(model: nn.Module, stage: Stage, config: TrainConfig) -> torch
     """Groups: the backbone or its adapters, and what is new on top of it; no weight decay on biases and norms."""
     groups = {}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(stage.trainable(name) and model.trainable(name))
+        parameter.requires_grad_(stage.trainable(name) and model.is_trainable(name))
         if parameter.requires_grad:
             pretrained = ".backbone." in f".{name}" or name.startswith("adapters.")
             lr = config.lr if pretrained else config.head_lr
@@ -208,7 +208,7 @@ def set_modes(model: nn.Module, stage: Stage) -> None:
         parts = [(f"{name}.{k}", part) for k, part in enumerate(child)] if isinstance(child, nn.ModuleList) else None
         for prefix, part in parts or [(name, child)]:
             names = (f"{prefix}.{parameter}" for parameter, _ in part.named_parameters())
-            part.train(any(stage.trainable(each) and model.trainable(each) for each in names))
+            part.train(any(stage.trainable(each) and model.is_trainable(each) for each in names))
 
 
 def trained_weights(model: nn.Module, stage: Stage) -> dict[str, Tensor]:

@@ -128,4 +128,4 @@ class State:
 
 def own_state(model: nn.Module) -> dict[str, Tensor]:
     """All that some stage may change: a frozen backbone is not saved again and again."""
-    return {name: value for name, value in model.state_dict().items() if model.trainable(name)}
+    return {name: value for name, value in model.state_dict().items() if model.is_trainable(name)}

@@ -73,7 +73,7 @@ def train(
     on. Raises FileExistsError where `out` or an unfinished training of it is there; WrongArguments for options that do
     not fit the method, the model or the task; ValueError where the training diverges.
     """
-    request = asked(method, model, task, Path(out), resume, options)
+    request = make_request(method, model, task, Path(out), resume, options)
     with ranks.together(request.common.device) as device:
         return _trained(replace(request, common=replace(request.common, device=device)), say)
 
@@ -106,7 +106,7 @@ def _trained(request: Request, say: Callable[[str], None]) -> Run:
 # ---- What is asked for ----
 
 
-def asked(name: str, model, task, out: Path, resume: bool, options: dict) -> Request:
+def make_request(name: str, model, task, out: Path, resume: bool, options: dict) -> Request:
     """The request that a method's name and options make. Raises WrongArguments where they do not fit."""
     method = load_method(name)
     unit, model = _unit_of(method, model and Path(model), task)

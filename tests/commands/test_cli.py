@@ -53,7 +53,7 @@ from mini_ee.training.holdout import split_rows
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import about_task, load_run, training_folder, write_rule
 from mini_ee.training.state import STATE
-from mini_ee.training.train_run import asked, trained_on
+from mini_ee.training.train_run import make_request, trained_on
 from mini_ee.training.train_settings import CommonOptions, RowOptions, TextOptions, TrainOptions
 
 LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
@@ -95,7 +95,7 @@ def run_folder(tmp_path_factory, checkpoint_folder, task_folder):
 def test_a_setting_of_0_is_a_setting(argv, name):
     argv = ["train", *argv, "--out", "run"]
     given = {name: getattr(parser(argv).parse_args(argv), name)}
-    request = asked(argv[1], None, None, Path("run"), False, given)
+    request = make_request(argv[1], None, None, Path("run"), False, given)
     assert getattr(request.train if name == "weight_decay" else request.config, name) == 0
 
 
@@ -126,7 +126,7 @@ def test_help_tells_the_defaults_that_differ_where_something_else_leaves(
     _, _, told = capsys.readouterr().out.partition("the defaults are ")
     about, usual = {"rows": (checkpoint_folder, task_folder), "tokens": (decoder_checkpoint, "continue")}, []
     for unit in load_method(method).units:
-        request = asked(method, *about[unit], Path("run"), False, {})
+        request = make_request(method, *about[unit], Path("run"), False, {})
         parts = [(part, each) for part in (request.config, request.train) for each in fields(part)]
         usual.append({flag_of(each.name, each.metadata): getattr(part, each.name) for part, each in parts})
     first, second = usual

@@ -35,7 +35,7 @@ from mini_ee.training.method import configured, load_method
 from mini_ee.training.run_folder import build_model, encode
 from mini_ee.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
 from mini_ee.training.state import Saved
-from mini_ee.training.train_run import asked, exits_of
+from mini_ee.training.train_run import exits_of, make_request
 from mini_ee.training.train_settings import TrainConfig
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
@@ -462,7 +462,7 @@ def test_every_method_builds_a_model_whose_stages_all_learn_something(method, ch
         stages = list(made.recipe(model, configured(made, {})))
         assert stages
         for stage in stages:
-            assert any(stage.trainable(name) and model.trainable(name) for name, _ in model.named_parameters())
+            assert any(stage.trainable(name) and model.is_trainable(name) for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if "rows" in load_method(name).units and name != "raee"])
@@ -562,14 +562,14 @@ def test_options_of_another_method_and_wrong_ones_are_refused(
 )
 def test_a_decoders_option_that_would_be_passed_over_is_refused(name, options, tmp_path, decoder_checkpoint):
     *others, idle = options
-    asked(name, decoder_checkpoint, None, tmp_path / "run", False, {other: options[other] for other in others})
+    make_request(name, decoder_checkpoint, None, tmp_path / "run", False, {other: options[other] for other in others})
     with pytest.raises(WrongArguments, match=f"--{idle} has no effect with --{others[0]} {options[others[0]]}; "):
-        asked(name, decoder_checkpoint, None, tmp_path / "run", False, options)
+        make_request(name, decoder_checkpoint, None, tmp_path / "run", False, options)
 
 
 def test_where_no_exits_are_named_they_are_the_methods_own(tmp_path, checkpoint_folder, task_folder):
     def exits(method, layers, model=checkpoint_folder, task=task_folder, **options):
-        return exits_of(asked(method, model, task, tmp_path / "run", False, options), layers)
+        return exits_of(make_request(method, model, task, tmp_path / "run", False, options), layers)
 
     assert exits("joint", 12) == tuple(range(1, 13)), "after every layer"
     assert exits("lora-exits", 12) == (6, 12)
@@ -582,14 +582,14 @@ def test_where_no_exits_are_named_they_are_the_methods_own(tmp_path, checkpoint_
 )
 def test_self_supervised_heads_stand_where_the_paper_has_them(layers, expected, tmp_path, decoder_checkpoint):
     """Section 4: after 6, 12, 18 and 24 of the 32 layers of Phi-2; other depths in proportion."""
-    request = asked("self-supervised", decoder_checkpoint, None, tmp_path / "run", False, {})
+    request = make_request("self-supervised", decoder_checkpoint, None, tmp_path / "run", False, {})
     assert exits_of(request, layers) == expected
 
 
 def test_a_decoders_other_exits_are_even_and_named_ones_end_with_the_lm_head(tmp_path, decoder_checkpoint):
-    request = asked("calm", decoder_checkpoint, None, tmp_path / "run", False, {})
+    request = make_request("calm", decoder_checkpoint, None, tmp_path / "run", False, {})
     assert exits_of(request, 32) == (8, 16, 24, 32)
-    request = asked("calm", decoder_checkpoint, None, tmp_path / "run", False, {"exits": (2, 5)})
+    request = make_request("calm", decoder_checkpoint, None, tmp_path / "run", False, {"exits": (2, 5)})
     assert exits_of(request, 32) == (2, 5, 32)
 
 

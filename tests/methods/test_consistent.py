@@ -538,7 +538,7 @@ def learn(model, stage, train, how):
     """One stage on the states of a model, without a hold-out: its steps one after the other."""
     targets = stage.make_targets(model, train) if stage.make_targets else None
     settings = stage.settings
-    names = [name for name, _ in model.named_parameters() if stage.trainable(name) and model.trainable(name)]
+    names = [name for name, _ in model.named_parameters() if stage.trainable(name) and model.is_trainable(name)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], settings["head_lr"])

@@ -38,7 +38,7 @@ from mini_ee.export.torch_engine import torch_segments
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training import train_run as training
 from mini_ee.training.stages import Batch
-from mini_ee.training.train_run import asked
+from mini_ee.training.train_run import make_request
 
 EXACT = 2e-5  # of a loss of about 5; measured maximum 2e-6
 MATCHES = ("dynamic", "uniform", "last")
@@ -322,7 +322,7 @@ def test_its_tokens_are_no_rows_for_a_datastore(trained, task_folder, tmp_path, 
 
 def test_the_shortest_commands_are_asked_for(tmp_path):
     """Defaults for text that the built-in decoder writes are none of rows on the built-in encoder."""
-    tokens, rows = (asked("free", None, task, tmp_path / "x", False, {}) for task in (None, TOY))
+    tokens, rows = (make_request("free", None, task, tmp_path / "x", False, {}) for task in (None, TOY))
     assert (tokens.unit.name, tokens.texts.texts, rows.unit.name, rows.train.epochs) == ("tokens", 1000, "rows", 4)
 
 
@@ -371,4 +371,4 @@ def test_too_few_texts_are_refused_before_the_model_is_loaded(method, texts, ref
     line = f"--texts: expected at least 150 stories, as many as are held out besides, got {texts}; give more"
     assert (line if refused else "a model was loaded") in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
-    asked("self-supervised", None, None, tmp_path / "run", False, {"texts": 96})
+    make_request("self-supervised", None, None, tmp_path / "run", False, {"texts": 96})

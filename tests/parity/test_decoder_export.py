@@ -265,7 +265,7 @@ def with_policies(method):
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if model.trainable(name):
+            if model.is_trainable(name):
                 parameter.copy_(float("norm" in name) + 0.4 * torch.randn(parameter.shape, generator=generator))
     model.fold()
     return Made(method, model, words(), Policy())
