@@ -1,6 +1,6 @@
 """mini_ee: early-exit transformers from scratch. See README.md.
 
-The public names are imported when they are asked for: whoever runs an exported model never loads torch.
+A public name is imported when it is first used, so a program that runs an export never loads torch.
 """
 
 from importlib import import_module
@@ -21,12 +21,12 @@ PUBLIC = {
     "PatienceConfidence": "mini_ee.rules",
     "Policy": "mini_ee.rules",
 }
-"""Name -> the module that holds it."""
-CALLABLE = ("early_exit", "export")  # modules of the name of their function
+"""Name -> the module that defines it."""
+CALLABLE = ("early_exit", "export")  # modules that have the name of their main function
 
 
 class CallableModule(ModuleType):
-    """A module that has the name of its main function, and can be called as that: `mini_ee.early_exit(...)`."""
+    """A module that can be called like its main function, which has its name: `mini_ee.early_exit(...)`."""
 
     def __call__(self, *args, **settings):
         return getattr(self, self.__name__.rpartition(".")[2])(*args, **settings)

@@ -1,5 +1,5 @@
-"""Errors that all floors raise. No torch here."""
+"""Errors that modules of all levels raise. No torch here."""
 
 
 class WrongArguments(ValueError):
-    """Arguments that do not fit each other, the task or the run: the command line ends with status 2."""
+    """Arguments that do not fit each other, the task or the run. The command line ends with status 2."""

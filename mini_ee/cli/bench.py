@@ -1,5 +1,7 @@
-"""`mini-ee bench`: ratios measured side by side in one process."""
+"""`mini-ee bench`: ratios of times, measured side by side in one process."""
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -18,7 +20,7 @@ BENCHES = {  # name -> the module that has bench_NAME
 }
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     sub.add_argument("name", choices=(*BENCHES, "all"), metavar="NAME", help=f"benchmark: {', '.join(BENCHES)} or all")
     sub.add_argument(
         "--model",
@@ -33,7 +35,7 @@ def add(sub) -> None:
     sub.add_argument("--large", action="store_true", help="also measure a datastore of a million rows, for retrieval")
 
 
-def run(args, say) -> dict:
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """One benchmark, or all."""
     import torch
 
@@ -43,11 +45,11 @@ def run(args, say) -> dict:
 
     names = list(BENCHES) if args.name == "all" else [args.name]
     if args.large and "retrieval" not in names:
-        raise WrongArguments(f"--large is for retrieval, which builds a datastore; {args.name} has no larger case")
+        raise WrongArguments(f"--large is for retrieval; {args.name} has no larger case")
     if (args.task or args.picture) and "serve" not in names:
-        raise WrongArguments(f"--task and --picture are for serve, which takes sentences; {args.name} takes none")
+        raise WrongArguments(f"--task and --picture are for serve; {args.name} reads no sentences")
     if args.model and names == ["sgmv"]:
-        raise WrongArguments("--model: sgmv times adapters of a random BERT-base; leave it out")
+        raise WrongArguments("--model: sgmv measures adapters of a random BERT-base; leave it out")
     if args.alone and {"onnx", "serve"} & set(names):
         share_threads(torch.get_num_threads())
     rows = []
@@ -70,19 +72,19 @@ def run(args, say) -> dict:
 
 def _more(row: dict):
     if "excess" in row:
-        head = f", one head read and judged {row['head_share']:.1%}" if "head_share" in row else ""
-        yield f"of the full model's time: excess {row['excess']:.1%} (bar {row['excess_bar']:.1%}){head}"
+        head = f", one head and its rule {row['head_share']:.1%}" if "head_share" in row else ""
+        yield f"share of the full model's time: excess {row['excess']:.1%} (bar {row['excess_bar']:.1%}){head}"
     if "fill_seconds" in row:
         parts = ("layers", "head", "fill", "eager_fill")
         costs = (f"{part.replace('_', ' ')} {row[f'{part}_seconds'] * 1e3:.3f} ms" for part in parts)
-        yield f"a token: {', '.join(costs)}"
+        yield f"per token: {', '.join(costs)}"
     if "build_seconds" in row:
         built, size = row["build_seconds"], row["bytes"] / 1e6
-        yield f"{row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes each"
+        yield f"{row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes per row"
     from mini_ee.experiments.bench.loads import loads_table
 
     if "least" in row:
-        yield f"at no load below {row['least']:.2f} of the whole graph's answers in time "
+        yield f"at every load at least {row['least']:.2f} of the whole graph's answers in time"
     if row.get("loads"):
         yield from loads_table(row["loads"]).splitlines()
     if "against_bytes" in row:

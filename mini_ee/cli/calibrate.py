@@ -1,6 +1,8 @@
-"""`mini-ee calibrate`: thresholds under which exits agree with the full model as often as was asked for."""
+"""`mini-ee calibrate`: thresholds at which predictions agree with the full model at least as often as epsilon."""
 
 import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.cli.command_options import add_task, given_options, number, positive, refuse, refuse_task_options
@@ -14,7 +16,7 @@ HELD_OUT = "default the examples that the training held out to test the default 
 BATCH = 32
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     sub.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     add_task(sub, f"folder of a task with examples like those in service ({HELD_OUT})")
     sub.add_argument("--split", help=f"split of --task ({HELD_OUT})")
@@ -49,8 +51,8 @@ def add(sub) -> None:
     )
 
 
-def run(args, say) -> dict:
-    """Calibrate, write the rule into the run, and say what the thresholds keep on units they were not taken from."""
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Calibrate, write the rule into the run, and print its agreement on examples that did not calibrate it."""
     from mini_ee.cli.open import open_run
     from mini_ee.evaluation.tables import table
     from mini_ee.training.run_folder import write_rule
@@ -59,9 +61,9 @@ def run(args, say) -> dict:
     _check(args)
     opened = open_run(args.run, args)
     if opened.rule.plans_from_texts:
-        raise WrongArguments(f"{args.run}: leaves where its datastore says; calibrate the run that it was collected on")
+        raise WrongArguments(f"{args.run}: its datastore chooses the exits; calibrate the run that it was collected on")
     if len(opened.exits) == 1:
-        raise WrongArguments(f"{args.run}: has one exit, where all leave: there is nothing to calibrate")
+        raise WrongArguments(f"{args.run}: has one exit, so there is nothing to calibrate")
     tokens = opened.generates
     recorded, about = (_texts if tokens else _rows)(opened, args)
     rule, answer, guarantee = _calibrated(args, opened, recorded)
@@ -70,32 +72,32 @@ def run(args, say) -> dict:
     columns = zip(exits, answer["thresholds"], answer["agreement"], answer["exit_counts"])
     rows = [
         {"layer": layer, "threshold": f"{float(tau):.3g}", "agreement": "-" if share is None else f"{share:.3f}"}
-        | {"left": left}
-        for layer, tau, share, left in columns
+        | {"exited": exited}
+        for layer, tau, share, exited in columns
     ]
-    headings = {"layer": "layer", "threshold": "threshold", "agreement": "agreement", "left": "left here"}
+    headings = {"layer": "layer", "threshold": "threshold", "agreement": "agreement", "exited": "exit here"}
     if answer["tau_intervals"] is not None:
         headings["interval"] = "95 % of bootstraps"
         for row, ends in zip(rows, answer["tau_intervals"]):
             row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)
     say(table(rows, headings))
     noun = load_unit(opened.unit).noun
-    source = args.text or ("text that the model wrote" if tokens else f"{about['task']}, {about['split']}")
+    source = args.text or ("text that the model generated" if tokens else f"{about['task']}, {about['split']}")
     say(
         f"Thresholds from {answer['rows_calibration']} {noun} of {source}. On {answer['rows_fresh']} other {noun} of "
-        f"it {answer['end_to_end']:.1%} get the full model's answer, after {answer['mean_layers']:.2f} layers of "
-        f"{exits[-1]}. What is guaranteed is guaranteed for {noun} like these."
+        f"it {answer['end_to_end']:.1%} have the full model's prediction, after {answer['mean_layers']:.2f} layers of "
+        f"{exits[-1]} on average. A guarantee holds for {noun} like these."
     )
     if below := below_line(answer, exits):
         say(below)
     if args.sets:
-        say(kept_line(answer) if "kept" in answer else broken_line(answer))
+        say(conformal_line(answer) if "kept" in answer else broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
     return {"method": opened.config["method"], "exits": list(exits), "run": str(args.run)} | about | answer
 
 
-def _check(args) -> None:
-    """Raise WrongArguments for a guarantee that nothing could keep."""
+def _check(args: Namespace) -> None:
+    """Raise WrongArguments for a guarantee that no rule can have."""
     from mini_ee.calibration import POLICY, check_guarantee
 
     try:
@@ -108,13 +110,15 @@ def _check(args) -> None:
         raise WrongArguments(f"--measure {POLICY} is for --guarantee conformal")
 
 
-def _calibrated(args, opened, recorded) -> tuple:
-    """The rule, the JSON answer, and the guarantee that the run keeps of it."""
+def _calibrated(args: Namespace, opened, recorded) -> tuple:
+    """(rule, JSON answer, guarantee for config.json)."""
     from mini_ee.calibration import POLICY, calibrate_conformal, calibrate_record
 
     has_policy = recorded.segments.exit_logits is not None
     if args.measure == POLICY and not has_policy:
-        raise WrongArguments(f"{args.run}: has no policy, whose {POLICY} could be calibrated; choose another --measure")
+        raise WrongArguments(
+            f"{args.run}: --measure {POLICY} needs a policy, and this run has none; choose another --measure"
+        )
     measure = args.measure or getattr(opened.rule, "measure", opened.default_measure)
     if args.guarantee == "exits":
         rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
@@ -125,10 +129,10 @@ def _calibrated(args, opened, recorded) -> tuple:
     return rule, answer, {name: answer[name] for name in ("guarantee", "epsilon", "measure")}
 
 
-def _rows(opened, args):
-    """Rows that were named; or the held-out test part, which chose the default rule alone: these thresholds replace it.
+def _rows(opened, args: Namespace):
+    """The examples of --task, or the held-out test examples, which tested only the default rule.
 
-    Rows that chose the epoch would guarantee too much: the model fits them better than others.
+    Examples that chose the epoch would guarantee too much, because the model fits them better than others.
     """
     from mini_ee.cli.open import open_task_of
     from mini_ee.recording import record
@@ -136,8 +140,10 @@ def _rows(opened, args):
     from mini_ee.training.train_run import check_task, trained_on
 
     if not opened.label_names:
-        raise WrongArguments(f"{args.run}: a regression task has no confidence to calibrate")
-    why = f"is for a decoder's tokens; {args.run} holds a classifier"
+        raise WrongArguments(
+            f"{args.run}: expected a classifier, found a regression, which has no confidence to calibrate"
+        )
+    why = f"is for decoders; {args.run} is a classifier"
     refuse(args, ("text", "prompt", "greedy", "texts", "new_tokens"), why)
     task = open_task_of([opened], args)
     check_task(opened, task, args.run)
@@ -148,19 +154,21 @@ def _rows(opened, args):
         max_train = opened.config["training"].get("max_train")
         split, rows = "hold-out", split_rows(task, opened.config["seed"], max_train).test
         if not len(rows):
-            raise WrongArguments(f"{args.run}: its training held out no test examples; give others with --task DIR")
+            raise WrongArguments(f"{args.run}: its training held out no test examples; give examples with --task DIR")
     recorded = record(opened.segments(), opened.encode(rows.texts), BATCH, progress="reading")
     return recorded, {"task": task.name, "split": split}
 
 
-def _texts(opened, args):
-    """Texts that the decoder writes, or of a file."""
+def _texts(opened, args: Namespace):
+    """Texts that the decoder generates, or those of a file."""
     from mini_ee.exits.token_exits import record_texts
     from mini_ee.training.training_text import Source, TextOptions, texts_to_calibrate
 
     if args.task is not None or args.split is not None:
-        raise WrongArguments(f"{args.run}: holds a decoder, which takes --text, or writes its own text; no --task")
-    refuse_task_options(args, f"is for classifiers; {args.run} holds a decoder")
+        raise WrongArguments(
+            f"{args.run}: --task and --split are for classifiers, found a decoder; give --text, or nothing"
+        )
+    refuse_task_options(args, f"is for classifiers; {args.run} is a decoder")
     given = given_options(args, TextOptions)
     given = {name: value for name, value in given.items() if value}
     learned = opened.config.get("text", {})
@@ -176,35 +184,35 @@ def _texts(opened, args):
 
 
 def below_line(answer: dict, exits: tuple[int, ...]) -> str:
-    """If the other units agree less often than was asked for: where, in words. Else empty."""
+    """A warning if examples that did not calibrate agree less often than epsilon. Else empty."""
     places = {f"the exit after layer {layer}": share for layer, share in zip(exits, answer["agreement"])}
     places = {} if "guarantee" in answer else places  # a conformal guarantee is about the answers alone
-    places["the exits that they take"] = answer["end_to_end"]
+    places["the exits of the rule"] = answer["end_to_end"]
     below = [f"{share:.1%} at {at}" for at, share in places.items() if share is not None and share < answer["epsilon"]]
     if not below:
         return ""
     advice = " --delta .05 gives stricter thresholds." if answer["delta"] is None and "guarantee" not in answer else ""
-    return f"This is below the agreement that was asked for, {answer['epsilon']:.1%}: {', '.join(below)}.{advice}"
+    return f"This agreement is below --epsilon, {answer['epsilon']:.1%}: {', '.join(below)}.{advice}"
 
 
-def kept_line(answer: dict) -> str:
-    """What a conformal guarantee keeps, in words; the answer of a calibration with --sets."""
+def conformal_line(answer: dict) -> str:
+    """In words, the agreement under a conformal guarantee. answer: of a calibration with --sets."""
     of = answer["kept"]
     return (
-        f"Over {of['sets']} calibration sets of {of['groups_a_set']} the others get the full model's answer for "
-        f"{of['conformal']:.2%} on average, guaranteed are {answer['epsilon']:.2%}; by the paper's thresholds "
-        f"{of['paper']:.2%}, by those with delta .05 {of['delta']:.2%}."
+        f"We drew {of['sets']} calibration sets of {of['groups_a_set']}. On average {of['conformal']:.2%} of the "
+        f"others have the full model's prediction; {answer['epsilon']:.2%} are guaranteed. With the paper's thresholds "
+        f"it is {of['paper']:.2%}, with those for delta .05 {of['delta']:.2%}."
     )
 
 
 def broken_line(answer: dict) -> str:
-    """How often a guarantee broke, in words; the answer of a calibration with --sets."""
+    """In words, how often a guarantee was broken. answer: of a calibration with --sets."""
     broken = answer["broken"]
     line = (
-        f"Of {broken['sets']} calibration sets of {broken['groups_a_set']} the paper's rule breaks the guarantee of "
-        f"{answer['epsilon']} on the rest for {broken['paper']:.1%}"
+        f"We drew {broken['sets']} calibration sets of {broken['groups_a_set']}. On the others the paper's rule "
+        f"breaks the guarantee of {answer['epsilon']} for {broken['paper']:.1%} of the sets"
     )
     if "delta" in broken:
         error = math.sqrt(broken["delta"] * (1 - broken["delta"]) / broken["sets"])
-        line += f", with delta {answer['delta']} for {broken['delta']:.1%} (standard error {error:.1%})"
+        line += f", the rule with delta {answer['delta']} for {broken['delta']:.1%} (standard error {error:.1%})"
     return line + "."

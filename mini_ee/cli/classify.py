@@ -1,13 +1,17 @@
-"""`mini-ee classify`: one sentence through the exits."""
+"""`mini-ee classify`: the prediction of every exit for one sentence."""
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 HELP = "predict the label of one sentence at every exit"
 EXAMPLE = 'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."'
-SCHEDULES = ("restart", "parallel", "adaptive")  # of LoRA streams
+SCHEDULES = ("restart", "parallel", "adaptive")  # of the streams of LoRAExit
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     from mini_ee.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
@@ -18,8 +22,8 @@ def add(sub) -> None:
     add_own(sub)
 
 
-def add_where(sub, device: bool = True, schedules: bool = True) -> None:
-    """Where a run's parts are and what computes; said here without torch, opened in cli/open.py."""
+def add_where(sub: ArgumentParser, device: bool = True, schedules: bool = True) -> None:
+    """Add --model, --device and --schedule. cli/open.py opens what they name."""
     sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the run's backbone, if it moved")
     if device:
         sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
@@ -29,13 +33,11 @@ def add_where(sub, device: bool = True, schedules: bool = True) -> None:
         )
 
 
-def run(args, say) -> dict:
-    """What every exit says of one text, and where it left."""
-    import numpy as np
-
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Predict the label of one text at every exit, and print at which one the text exits."""
     from mini_ee.cli.open import of_rows, open_trained
     from mini_ee.cli.rule_options import chosen_rule
-    from mini_ee.confidence import log_softmax, max_probability
+    from mini_ee.confidence import log_softmax
     from mini_ee.early_exit import early_exit
     from mini_ee.errors import WrongArguments
     from mini_ee.evaluation.tables import table
@@ -46,39 +48,36 @@ def run(args, say) -> dict:
     text = tuple(checked_prompt(some, name, "a sentence") for name, some in given if some is not None)
     trained = open_trained(args.run, args)
     if not of_rows([trained]):
-        raise WrongArguments(f"{args.run}: holds a decoder, which gives no labels; it is for `mini-ee generate`")
+        raise WrongArguments(f"{args.run}: expected a classifier, found a decoder; use mini-ee generate")
     rule = chosen_rule(args, trained)
     expected = trained.config["task"]["texts"]
     if len(text) != expected:
         advice = "give the second one with --text-b" if expected == 2 else "leave out --text-b"
-        raise WrongArguments(f"{args.run}: was trained on rows of {expected} texts, found {len(text)}; {advice}")
+        raise WrongArguments(
+            f"{args.run}: expected {expected} texts per example, as in training, found {len(text)}; {advice}"
+        )
     encoded, names = trained.encode([text]), trained.label_names
     inputs, segments = encoded.batch(np.arange(1)), trained.segments()
-    logits, *_ = read_every_exit(segments, inputs)
+    by_exit, *_ = read_every_exit(segments, inputs)
     result = early_exit(segments, rule, inputs)
     words = list(trained.config.get("prompt", {}).get("words", {}).values())
 
-    def said(some: np.ndarray) -> dict:
-        if not names:
-            return {"label": float(some[0])}
-        return {"label": names[int(some.argmax())], "confidence": float(max_probability(some[None])[0])}
-
     rows = []
-    for layer, some in zip(segments.exits, logits[0]):
-        row = {"layer": layer, **said(some), "left_here": layer == int(result.layers_run[0])}
+    for layer, logits in zip(segments.exits, by_exit[0]):
+        row = {"layer": layer, **_prediction(logits, names), "left_here": layer == int(result.layers_run[0])}
         if words:
-            row["words"] = dict(zip(words, np.exp(log_softmax(some[None])[0]).tolist()))
+            row["words"] = dict(zip(words, np.exp(log_softmax(logits[None])[0]).tolist()))
         rows.append(row)
-    shown = [row | row.get("words", {}) | {"left_here": "<- left here" if row["left_here"] else ""} for row in rows]
+    shown = [row | row.get("words", {}) | {"left_here": "<- exits here" if row["left_here"] else ""} for row in rows]
     headings = {"layer": "layer", "label": "label"} | ({"confidence": "confidence:.3f"} if names and not words else {})
     say(table(shown, headings | {word: f"{word}:.3f" for word in words} | {"left_here": " "}))
     layers, depth = int(result.layers_run[0]), result.cost.depth[0].item()
     if encoded.truncated:
-        say(f"the text was cut to {trained.tokenizer.max_length} tokens")
+        say(f"The text was cut to {trained.tokenizer.max_length} tokens.")
     answer = {
         "method": trained.config["method"],
         "text": args.text,
-        **said(result.logits[0]),
+        **_prediction(result.logits[0], names),
         "exit": int(result.exit_index[0]),
         "layers": layers,
         "exits": list(segments.exits),
@@ -89,3 +88,12 @@ def run(args, say) -> dict:
     }
     say(f"{answer['label']}, after {depth:.4g} of {segments.exits[-1]} layers")
     return answer
+
+
+def _prediction(logits: np.ndarray, names: list[str]) -> dict:
+    """The prediction from one example's logits (C,). names: of the labels; empty for a regression."""
+    from mini_ee.confidence import max_probability
+
+    if not names:
+        return {"label": float(logits[0])}
+    return {"label": names[int(logits.argmax())], "confidence": float(max_probability(logits[None])[0])}

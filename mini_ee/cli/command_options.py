@@ -1,4 +1,4 @@
-"""Options of the command line, made from the classes that hold the settings. No torch here."""
+"""Options of the command line, made from the fields of settings classes. No torch here."""
 
 import argparse
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.settings import flag_of, has_several, scalar_type
 from mini_ee.errors import WrongArguments
 
-DIGITS = 10  # of a whole number, at most
-WITHOUT_TASK = "says how the files of --task are read: give --task too"
-MAX_THREADS = 1024  # more than torch can start would end the process without a word
+DIGITS = 10  # maximum of a whole number
+WITHOUT_TASK = "describes the files of --task: give --task too"
+MAX_THREADS = 1024  # a process that starts too many ends without a message
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse has it, but what a command does not know is its own error, which names its own help."""
+        """As argparse does, but each command reports its unknown arguments itself, so the error names its help."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -48,10 +48,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def add_options(parser, settings: type, defaults: dict | None = None, lacks: tuple[str, ...] = ()) -> None:
-    """An option for each field of a settings class; what is not given stays out of the parsed arguments.
+def add_options(
+    parser: argparse._ActionsContainer, settings: type, defaults: dict | None = None, lacks: tuple[str, ...] = ()
+) -> None:
+    """Add an option for each field of a settings class. The parsed arguments contain only the options that were given.
 
-    defaults: those that differ from the class's own, for the help. lacks: fields without an option.
+    defaults: for the help, the defaults that differ from those of the class. lacks: fields that get no option.
     """
     for each in fields(settings):
         if not each.metadata or each.name in lacks:
@@ -84,14 +86,14 @@ def help_of(setting: Field, default: Any) -> str:
     return text.replace("%", "%%")
 
 
-def add_task(parser, help: str) -> None:
-    """--task, and the options that say how its files are read. Opened by `cli/open.py`."""
+def add_task(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add --task and the options for reading its files. cli/open.py opens them."""
     parser.add_argument("--task", metavar="TASK", help=help)
     add_options(parser.add_argument_group("files of --task", "a folder, or one file with --split-file"), TaskOptions)
 
 
 def task_options(args: argparse.Namespace, known: TaskOptions = TaskOptions()) -> TaskOptions:
-    """How the files of --task are read: as the command line says, else as is known. Raises WrongArguments."""
+    """How the files of --task are read: as `known`, with the options that were given. Raises WrongArguments."""
     given = given_options(args, TaskOptions)
     if args.task is None:
         refuse_task_options(args)
@@ -102,13 +104,13 @@ def task_options(args: argparse.Namespace, known: TaskOptions = TaskOptions()) -
 
 
 def refuse_task_options(args: argparse.Namespace, why: str = WITHOUT_TASK) -> None:
-    """Raise WrongArguments where one of them was given, a seed of 0 too. why: as `refuse` takes it."""
+    """Raise WrongArguments if one of the TaskOptions was given, also with the value 0. why: as in `refuse`."""
     for name in given_options(args, TaskOptions):
         raise WrongArguments(f"{flag_of(name, {})} {why}")
 
 
 def given_options(args: argparse.Namespace, *settings: type) -> dict:
-    """What the command line says of the fields of these classes."""
+    """The options that were given, by name, of these classes' fields."""
     names = {each.name for part in settings for each in fields(part)}
     return {name: value for name, value in vars(args).items() if name in names}
 
@@ -121,14 +123,14 @@ def _several(kind: type):
 
 
 def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raise WrongArguments where one of these was given. why: what stands behind its name."""
+    """Raise WrongArguments if one of these options was given. why: the rest of the message, after its name."""
     for name in names:
         if getattr(args, name):
             raise WrongArguments(f"--{name.replace('_', '-')} {why}")
 
 
 def whole_number(text: str) -> int:
-    """A whole number; its limits are checked where it is used."""
+    """A whole number. The settings class checks its limits."""
     if not text.removeprefix("-").isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
     if len(text) > DIGITS:
@@ -145,7 +147,7 @@ def positive(text: str) -> int:
 
 
 def span(text: str) -> tuple[int, int]:
-    """A number of at least 1, or two with a dash: the least and the most."""
+    """(least, most) from a number of at least 1, or from two with a dash."""
     least, dash, most = text.partition("-")
     found = positive(least), positive(most if dash else least)
     if found[0] > found[1]:
@@ -154,7 +156,7 @@ def span(text: str) -> tuple[int, int]:
 
 
 def seed(text: str) -> int:
-    """A seed that numpy and torch take."""
+    """A seed that numpy and torch accept."""
     value = whole_number(text)
     if not 0 <= value < 2**32:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 2**32 - 1, found {text}")
@@ -170,7 +172,7 @@ def threads(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A number, infinity too: its limits are checked where it is used."""
+    """A number, or infinity. The settings class checks its limits."""
     try:
         return float(text)
     except ValueError:
@@ -178,7 +180,7 @@ def number(text: str) -> float:
 
 
 def numbers(text: str) -> float | tuple[float, ...]:
-    """One number, or several with commas."""
+    """One number, or several separated by commas."""
     found = tuple(number(part) for part in text.split(","))
     return found if len(found) > 1 else found[0]
 

@@ -1,5 +1,7 @@
-"""`mini-ee compare`: several runs in one table, on one clock."""
+"""`mini-ee compare`: several runs in one table, with times measured in turns."""
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.cli.classify import SCHEDULES
@@ -12,7 +14,7 @@ EXAMPLE = "mini-ee compare run-a run-b"
 BATCH_SIZE = 32
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs or exports")
     add_task(sub, "folder of a task (default the task of the trainings)")
     sub.add_argument("--split", help="split to evaluate (default dev if there is one, else test)")
@@ -44,25 +46,27 @@ def _schedules(text: str) -> tuple[str, ...]:
 
     names = tuple(text.split(","))
     if not set(names) <= set(SCHEDULES):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(SCHEDULES)}, with commas, found {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected some of {', '.join(SCHEDULES)}, separated by commas, found {text!r}"
+        )
     return names
 
 
-def run(args, say) -> dict:
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Open the runs, compare them, print and draw."""
     from mini_ee.cli.open import of_rows
 
-    asked, args.schedule = args.schedule or (None,), None
-    opened = [one for folder in args.runs for one in _opened(folder, asked, args)]
-    if asked != (None,) and not any(getattr(one.trained, "schedule", None) for one in opened):
-        raise WrongArguments("--schedule is for exits that run side by side, and none of these runs has them")
+    schedules, args.schedule = args.schedule or (None,), None
+    opened = [one for folder in args.runs for one in _opened(folder, schedules, args)]
+    if schedules != (None,) and not any(getattr(one.trained, "schedule", None) for one in opened):
+        raise WrongArguments("--schedule is for runs of lora-exits, and none of these runs has streams")
     if of_rows([each.trained for each in opened]):
         return _rows(opened, args, say)
     return _tokens([each.trained for each in opened], args, say)
 
 
-def _opened(folder: Path, schedules, args) -> list:
-    """A run, once under each schedule that was asked for where it has any."""
+def _opened(folder: Path, schedules, args: Namespace) -> list:
+    """A run, once for each schedule if it has streams."""
     from mini_ee.cli.open import open_trained, schedule_of
     from mini_ee.evaluation.comparison import Compared
 
@@ -79,7 +83,7 @@ def _opened(folder: Path, schedules, args) -> list:
     return found
 
 
-def _rows(opened, args, say) -> dict:
+def _rows(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.cli.open import open_task_of, schedule_of
     from mini_ee.evaluation.comparison import compare_rows
     from mini_ee.evaluation.plots import draw_compared
@@ -87,12 +91,14 @@ def _rows(opened, args, say) -> dict:
     from mini_ee.evaluation.tables import compare_table, losses_table, ranges_table, score_name, seeds_table
     from mini_ee.training.train_run import check_task
 
-    refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders' runs")
+    refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders")
     task = open_task_of([each.trained for each in opened], args)
     for each in opened:
         check_task(each.trained, task, each.name)
     if args.picture and task.regression and not args.sweep:
-        raise WrongArguments("--picture shows the cross-entropy of exits, which a regression has not; give --sweep too")
+        raise WrongArguments(
+            "--picture shows the cross-entropy of the exits, and a regression has none; give --sweep too"
+        )
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
     batch_size = args.batch_size or BATCH_SIZE
     found = compare_rows(opened, task, rows, batch_size, args.sweep)
@@ -112,20 +118,20 @@ def _rows(opened, args, say) -> dict:
     return answer
 
 
-def _tokens(runs, args, say) -> dict:
+def _tokens(runs, args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.evaluation.comparison import compare_tokens, have_history
     from mini_ee.evaluation.plots import draw_training, draw_writing
     from mini_ee.evaluation.tables import heads_table, writing_table
 
-    why = "is not for decoders' runs: they write what they were trained to write"
+    why = "is not for decoders: they generate the kind of text that they learned"
     refuse(args, ("task", "split"), why)
     refuse_task_options(args, why)
-    refuse(args, ("batch_size",), "is for rows; decoders' runs are timed text by text")
+    refuse(args, ("batch_size",), "is for classifiers; decoders are timed text by text")
     exported = [folder for folder, run in zip(args.runs, runs) if run.is_exported]
     if exported:
-        raise WrongArguments(f"{exported[0]}: is exported already; give the run that it came from")
+        raise WrongArguments(f"{exported[0]}: expected a run, found an export; give the run that it came from")
     if args.picture and not args.sweep and not have_history(runs):
-        raise WrongArguments("--picture of these decoders draws what they save and lose: give --sweep too")
+        raise WrongArguments("--picture draws savings and losses of these decoders: give --sweep too")
     texts = args.text and str(args.text)
     answer = compare_tokens(runs, texts, args.max_rows, sampling_of(args), args.sweep, args.seed)
     say(writing_table(answer["rows"], args.sweep))

@@ -1,6 +1,8 @@
-"""`mini-ee demo`: give a model exits, decide when to stop, show accuracy against measured time."""
+"""`mini-ee demo`: train exits, choose an exit rule, and show accuracy against measured time."""
 
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 
@@ -12,14 +14,14 @@ HELP = "train exits, choose an exit rule, and show accuracy against measured tim
 EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"
 ANSWER = "demo.json"
 
-EXAMPLE_OF = {  # so many texts a row
+EXAMPLE_OF = {  # number of texts per example -> options of classify
     1: '--text "I did not expect to like it, but I did."',
     2: '--text "I did not expect to like it, but I did." --text-b "I liked it."',
 }
 
-CURVE_POINTS = 9  # thresholds whose time is measured: a table that is read at a glance
+CURVE_POINTS = 9  # thresholds in the table
 
-EXIT_COLUMNS = {"share": "share leaving:.1%", "seconds": "seconds:.3f", "speedup": "speed-up:.2f"}
+EXIT_COLUMNS = {"share": "share exiting:.1%", "seconds": "seconds:.3f", "speedup": "speed-up:.2f"}
 
 CURVE_COLUMNS = {
     "mean_layers": "mean layers:.2f",
@@ -29,7 +31,7 @@ CURVE_COLUMNS = {
 }
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     from mini_ee.training.train_settings import RowOptions, TrainOptions
 
     built_in = "default the built-in 12-layer BERT, for which some defaults differ"
@@ -42,10 +44,10 @@ def add(sub) -> None:
     add_options(sub, RowOptions)
 
 
-def run(args, say) -> dict:
-    """Train `joint`, evaluate, and write report.md, pictures, the run and its export to the folder --out.
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Train `joint`, evaluate it, and write report.md, pictures, the run and its export to the folder --out.
 
-    A report of an earlier demo is replaced; FileExistsError where --out is anything else.
+    Replaces the report of an earlier demo. Raises FileExistsError if --out is another folder.
     """
     import torch
 
@@ -59,7 +61,7 @@ def run(args, say) -> dict:
 
     begin, out, seed = time.perf_counter(), args.out, args.seed
     if out.exists() and not (out / ANSWER).is_file():
-        raise FileExistsError(f"{out}: is there and holds no demo report; name another folder with --out")
+        raise FileExistsError(f"{out}: exists and is no report of a demo; name another folder with --out")
     given = given_options(args, TrainOptions, RowOptions, TaskOptions) | {"seed": seed}
     with atomic_folder(out, replace=True) as folder:
         say(_begun(args, out, given))
@@ -69,7 +71,7 @@ def run(args, say) -> dict:
         batch_size = trained.config["training"]["batch_size"]
         segments, encoded = trained.segments(), trained.encode(rows.texts)
         if encoded.truncated:
-            say(f"{encoded.truncated} of {len(encoded)} texts cut to {trained.tokenizer.max_length} tokens")
+            say(f"{encoded.truncated} of {len(encoded)} texts were cut to {trained.tokenizer.max_length} tokens.")
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
         recorded = read_rows(trained, encoded, rows.labels, batch_size)
         rules = usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)[:-1]  # the last is the full model
@@ -104,23 +106,25 @@ def run(args, say) -> dict:
     }
 
 
-def _begun(args, out: Path, given: dict) -> str:
-    """What is about to be trained; WrongArguments where it cannot be."""
+def _begun(args: Namespace, out: Path, given: dict) -> str:
+    """The first line: what will be trained. Raises WrongArguments for a model or a task that cannot be used."""
     from mini_ee.backbones.hub import read_config
     from mini_ee.training.train_run import exits_of, make_request
 
     request = make_request("joint", args.model, args.task, out, False, given)
     if request.task is None:
-        raise WrongArguments(f"{request.model}: is a decoder, the demo is of rows; name a task's folder with --task")
+        raise WrongArguments(
+            f"{request.model}: is a decoder, and the demo trains a classifier; name the folder of a task with --task"
+        )
     layers = read_config(request.model / "config.json").num_hidden_layers
     return (
         f"Training {len(exits_of(request, layers))} exits on {request.model.name} ({layers} layers) for "
-        f"{request.task.name}: all exits at once, their losses summed with their depth as weight (ConsistentEE, Eq. 1)."
+        f"{request.task.name}: all exits at once, their losses weighted by depth (ConsistentEE, Eq. 1)."
     )
 
 
 def _pictures(folder: Path, answer: dict) -> list[str]:
-    """Names of the pictures drawn in a folder; none without matplotlib."""
+    """Draw the pictures into a folder. Returns their names; empty without matplotlib."""
     from mini_ee.evaluation.plots import can_draw, draw_exits_by_hardness, draw_speed_accuracy
 
     draws = {"speed_accuracy.png": draw_speed_accuracy}
@@ -134,7 +138,7 @@ def _pictures(folder: Path, answer: dict) -> list[str]:
 
 
 def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
-    """One row an exit: its score on all sentences, the share that leaves there, the time when all leave there."""
+    """For each exit: its score on all sentences, the share that exits there, and the time if all exit there."""
     from mini_ee.evaluation.row_evaluation import measure_seconds, timed_batches
     from mini_ee.rules import FixedExit, NeverExit
 
@@ -151,7 +155,7 @@ def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
 
 
 def _latency_speedup(segments, rule, encoded) -> float:
-    """How many times as fast the rule is where sentences come one by one."""
+    """Time of the full model / time of the rule, for sentences one by one."""
     from mini_ee.evaluation.row_evaluation import measure_seconds, timed_batches
     from mini_ee.rules import NeverExit
 
@@ -161,7 +165,7 @@ def _latency_speedup(segments, rule, encoded) -> float:
 
 
 def _hardness_rows(result, task, data, exits: int) -> list[dict]:
-    """The built-in task knows how hard each sentence was made: where each kind leaves, and how often it is right."""
+    """For each kind of sentence in the built-in task: its mean exit layer and its accuracy."""
     import numpy as np
 
     from mini_ee.recording import predictions
@@ -196,22 +200,22 @@ def _report(answer: dict, regression: bool) -> str:
         f"batch {answer['batch_size']}):",
         table(answer["rows"], {"layer": "layer", **measured, **EXIT_COLUMNS}),
         "",
-        "Leave by patience:" if regression else "Leave when the max probability reaches a threshold:",
+        "Exit by patience:" if regression else "Exit if the maximum probability reaches a threshold:",
         table(curve, {setting: f"{setting}:.3g", **measured, **CURVE_COLUMNS}),
         "",
-        f"Full model: score {answer['full_score']:.3f}. The default rule, chosen on rows held out of train: "
+        f"Full model: score {answer['full_score']:.3f}. The default rule, chosen on held-out train examples: "
         f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, "
         f"{answer['speedup']:.2f} times as fast ({answer['latency_speedup']:.2f} times one by one).",
         answer["guaranteed"],
     ]
     if best:
         parts.append(
-            f"Picked on this split: within one point of the full model "
+            f"Chosen on this split: within one point of the full model, "
             f"the curve saves {best['layers_saved']:.0%} of the layers."
         )
     if "hardness" in answer:
         columns = {"hardness": "hardness", "count": "sentences", **measured, "mean_layers": "mean layers:.2f"}
-        parts += ["", "The layer a sentence needs, against the hardness it was made with:"]
+        parts += ["", "Exit layer by the hardness with which a sentence was made:"]
         parts.append(table(answer["hardness"], columns))
     return "\n".join(parts)
 

@@ -1,6 +1,8 @@
-"""`mini-ee estimate`: will early exit pay for a model and its data? See evaluation/savings_estimate.py."""
+"""`mini-ee estimate`: whether early exit pays for a model and its data. See evaluation/savings_estimate.py."""
 
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.cli.command_options import add_task, positive, task_options
@@ -12,7 +14,7 @@ ROWS, TEXTS = 2000, 128
 SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an estimate, with its interval
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     sub.add_argument(
         "model",
         nargs="?",
@@ -37,8 +39,8 @@ def add(sub) -> None:
     )
 
 
-def run(args, say) -> dict:
-    """Read every layer, and say what follows."""
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Probe every layer and print the estimated savings."""
     from mini_ee.backbones.hub import load_backbone
     from mini_ee.evaluation.plots import draw_estimate
     from mini_ee.evaluation.savings_estimate import suitability
@@ -48,11 +50,11 @@ def run(args, say) -> dict:
     begin, folder = time.perf_counter(), _folder(args.model)
     check_device(args.device)
     if args.task and args.text:
-        raise WrongArguments("--task has rows with labels, --text has none: give one of them")
+        raise WrongArguments("expected --task, examples with labels, or --text, found both; give one of them")
     backbone = load_backbone(folder).to(args.device)
     say_left_out(backbone, folder, say)
     if backbone.config.num_hidden_layers < 2:
-        raise WrongArguments(f"{folder}: has one layer, after which all leave")
+        raise WrongArguments(f"{folder}: expected at least two layers, found one")
     unit = load_unit("tokens" if backbone.generates and not args.task else "rows")
     probed, about = (_tokens if unit.generates else _rows)(backbone, folder, args)
     answer = {"model": folder.resolve().name, "unit": unit.name} | about
@@ -65,7 +67,7 @@ def run(args, say) -> dict:
 
 
 def _folder(model: str | None) -> Path:
-    """The checkpoint that was named, or a built-in one where no folder has its name."""
+    """The folder of a checkpoint; of a built-in one if no folder has its name."""
     from mini_ee.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL
     from mini_ee.export.manifest import MANIFEST
     from mini_ee.training.run_folder import is_run
@@ -75,12 +77,14 @@ def _folder(model: str | None) -> Path:
         return built_in[model or BUILT_IN_MODEL.name]
     folder = Path(model)
     if (folder / MANIFEST).is_file() or is_run(folder):
-        raise WrongArguments(f"{folder}: is trained already, mini-ee evaluate says what it saves; give a checkpoint")
+        raise WrongArguments(
+            f"{folder}: expected a checkpoint, found a trained run; mini-ee evaluate measures what it saves"
+        )
     return folder
 
 
-def _tokens(backbone, folder: Path, args) -> tuple:
-    """A decoder's tokens: (ProbeResult, what they are)."""
+def _tokens(backbone, folder: Path, args: Namespace) -> tuple:
+    """Probe the tokens of a decoder: (result, fields of the answer)."""
     from mini_ee.data.tokenizer import Tokenizer
     from mini_ee.evaluation.probes import probe_tokens, texts_to_read
     from mini_ee.training.train_settings import TextOptions
@@ -88,18 +92,18 @@ def _tokens(backbone, folder: Path, args) -> tuple:
 
     task_options(args)
     if args.max_rows:
-        raise WrongArguments("--max-rows is for rows: a decoder reads --texts N, or rows of a --task")
+        raise WrongArguments("--max-rows is for examples: give --texts N, or a --task")
     if not backbone.has_lm_head:
-        raise WrongArguments(f"{folder}: has no head to words to read its layers with; give --task DIR")
+        raise WrongArguments(f"{folder}: has no LM head to read its layers with; give --task DIR")
     options = TextOptions(kind="pieces", text=args.text, texts=args.texts or TEXTS)
     texts = texts_to_read(Source(backbone, Tokenizer.from_folder(folder, None), options, args.seed))
     probed = probe_tokens(backbone, texts)
-    source = str(args.text) if args.text else "text that it wrote itself"
+    source = str(args.text) if args.text else "text that it generated"
     return probed, {"source": source, "texts": len(texts), "tokens": len(probed.observed.groups)}
 
 
-def _rows(backbone, folder: Path, args) -> tuple:
-    """Rows of a task, or lines of a file: (ProbeResult, what they are)."""
+def _rows(backbone, folder: Path, args: Namespace) -> tuple:
+    """Probe the examples of a task or of a file: (result, fields of the answer)."""
     from mini_ee.backbones.hub import BUILT_IN_MODEL
     from mini_ee.data.tokenizer import Tokenizer
     from mini_ee.evaluation.probes import probe_rows, rows_to_read
@@ -110,9 +114,7 @@ def _rows(backbone, folder: Path, args) -> tuple:
     if args.texts:
         raise WrongArguments("--texts is for a decoder's tokens; give --max-rows N")
     if not args.task and not args.text and folder != BUILT_IN_MODEL:
-        raise WrongArguments(
-            f"{folder.name}: give --task DIR, rows with labels, or --text FILE, rows without, one a line"
-        )
+        raise WrongArguments(f"{folder.name}: give --task DIR, or --text FILE with one example without label per line")
     source = args.text or open_task(args.task, options)
     rows, classes = rows_to_read(source, args.max_rows or ROWS, args.seed)
     backbone = backbone.without_heads()
@@ -122,7 +124,7 @@ def _rows(backbone, folder: Path, args) -> tuple:
     return probed, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
 
 
-def _print_answer(answer: dict, unit, say) -> None:
+def _print_answer(answer: dict, unit, say: Callable[[str], None]) -> None:
     from mini_ee.evaluation.tables import table
 
     counts = answer["oracle_counts"]
@@ -136,25 +138,27 @@ def _print_answer(answer: dict, unit, say) -> None:
     say(table([dict(zip(columns, values)) for values in zip(*columns.values())], headings))
     every, few, settle, layers = (answer[key] for key in ("estimate", "few_exits", "settle_layer", "layers"))
     level, start = every["agreement"], answer["start_layers"]
-    begins = f" What comes before the first layer, as an encoder, costs {start:.2g}." if start >= 0.1 else ""
+    begins = f" The part before the first layer, such as an encoder, costs {start:.2g}." if start >= 0.1 else ""
     before = f"Layer {settle} of {layers} is the first" if settle < layers else "There is no layer"
     say(
         f"{before} from which on {level:g} of the {unit.noun} agree with the last. A head costs as much as "
         f"{answer['head_layers']:.2g} layers.{begins} An oracle would save {answer['oracle_saved']:.1%} of the layers, "
-        f"net of heads {answer['oracle_net_saved']:.1%} of the operations."
+        f"net of heads {answer['oracle_net_saved']:.1%} of the FLOPs."
     )
     for each, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
         if len(each["exits"]) > 1:
             saved, net = (f"{each[key]:.1%} ({each[low]:.1%} to {each[high]:.1%})" for key, low, high in SHARES)
             say(
-                f"Exits after {where} save {saved} of the layers, net of heads {net} of the operations, at a threshold "
+                f"Exits after {where} save {saved} of the layers, net of heads {net} of the FLOPs, at a threshold "
                 f"at which {each['kept']:.3f} of the {unit.noun} agree with the last layer."
             )
     if "majority" in answer:
         say(
-            f"Always saying the most frequent label: accuracy {answer['majority']:.3f}. The layers are frozen here: "
-            f"training may teach them more."
+            f"If the most frequent label is always predicted: accuracy {answer['majority']:.3f}. The layers are frozen "
+            f"here; training may improve them."
         )
     if unit.generates:
-        say("The model's own head is the low side: heads that are trained for their layer agree more often.")
+        say(
+            "These are lower bounds: heads that are trained for their layer agree more often than the model's own head."
+        )
     say(answer["advice"])

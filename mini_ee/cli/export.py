@@ -1,6 +1,8 @@
-"""`mini-ee export`: a run as ONNX, verified against torch before the folder takes its name."""
+"""`mini-ee export`: a run as ONNX, verified against torch before the folder gets its name."""
 
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.cli.command_options import add_task, refuse_task_options
@@ -9,7 +11,7 @@ HELP = "export a run to ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     from mini_ee.cli.classify import add_where
     from mini_ee.cli.rule_options import add_own, add_rule
 
@@ -34,7 +36,7 @@ def add(sub) -> None:
     add_own(sub)
 
 
-def run(args, say) -> dict:
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Export, and say how far the graphs are from torch."""
     import mini_ee
     from mini_ee.cli.open import open_run, open_task_of
@@ -56,7 +58,7 @@ def run(args, say) -> dict:
         refuse_task_options(args)
     else:
         if opened.generates:
-            raise WrongArguments(f"--task is for classifiers; {args.run} holds a decoder")
+            raise WrongArguments(f"--task is for classifiers; {args.run} is a decoder")
         task = open_task_of([opened], args)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts

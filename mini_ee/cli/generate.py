@@ -1,8 +1,9 @@
-"""`mini-ee generate`: one text from a decoder, as it comes."""
+"""`mini-ee generate`: one text from a decoder, printed as it is generated."""
 
 import time
+from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mini_ee.cli.classify import add_where
@@ -16,7 +17,7 @@ WRITTEN_TOKENS, DRAFT = 100, 4
 COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the first exit, to red
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     from mini_ee.cli.rule_options import add_rule
 
     about = "folder of a run or of a decoder's checkpoint (default the built-in Llama)"
@@ -48,8 +49,8 @@ def add(sub) -> None:
     early.add_argument("--show-exits", action="store_true", help="colour each token by its exit layer, also in a pipe")
 
 
-def add_sampling(sub) -> None:
-    """How a token is drawn."""
+def add_sampling(sub: ArgumentParser) -> None:
+    """Add the options of sampling."""
     sub.add_argument("--temperature", type=number, default=0.0, help="sampling temperature; 0 is greedy")
     sub.add_argument("--top-k", type=positive, metavar="K", help="number of most likely tokens to sample from")
     sub.add_argument(
@@ -57,20 +58,20 @@ def add_sampling(sub) -> None:
     )
 
 
-def sampling_of(args, **more):
-    """The Sampling that the arguments ask for."""
+def sampling_of(args: Namespace, **more):
+    """The Sampling of the arguments. Raises WrongArguments."""
     from mini_ee.exits.generation import Sampling
 
     if args.temperature == 0:
-        refuse(args, ("top_k", "top_p"), "draws: give a --temperature above 0")
+        refuse(args, ("top_k", "top_p"), "is for sampling: give a --temperature above 0")
     try:
         return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **more)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
 
 
-def run(args, say) -> dict:
-    """One text, printed as it comes, its prompt before it."""
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Generate one text after its prompt, and print it token by token."""
     import numpy as np
 
     from mini_ee.backbones.hub import BUILT_IN_DECODER
@@ -83,7 +84,9 @@ def run(args, say) -> dict:
     folder = args.run or BUILT_IN_DECODER
     opened = open_run(folder, args, plain=True)
     if not opened.generates:
-        raise WrongArguments(f"{folder}: holds a run of {opened.config['method']}, which writes no text")
+        raise WrongArguments(
+            f"{folder}: expected a decoder, found a classifier of {opened.config['method']}; use mini-ee classify"
+        )
     backend, ids = opened.tokenizer.backend, opened.tokenizer.ids_of(prompt)
     backbone = opened.model.backbone
     stop, count = backbone.config.stop_tokens, args.max_new_tokens or max(1, min(WRITTEN_TOKENS, backbone.room([ids])))
@@ -108,8 +111,8 @@ def run(args, say) -> dict:
     seconds = time.perf_counter() - begin
     write(painted(text[written:], written, ends, layers, colours) + "\n")
     if colours:
-        left = (f"{paint(f'after layer {layer}', colours[layer])}: {layers.count(layer)}" for layer in colours)
-        say(f"Tokens by the layer that wrote them: {', '.join(left)}.")
+        counts = (f"{paint(f'after layer {layer}', colours[layer])}: {layers.count(layer)}" for layer in colours)
+        say(f"Number of tokens by exit layer: {', '.join(counts)}.")
     if not args.lossless:
         mean_layers = float(np.mean(layers))
         about |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.model.whole.exits[-1]}
@@ -129,7 +132,7 @@ def run(args, say) -> dict:
     }
 
 
-def _prompt(args) -> str:
+def _prompt(args: Namespace) -> str:
     from mini_ee.data.files import read_text
     from mini_ee.training.training_text import checked_prompt
 
@@ -137,8 +140,8 @@ def _prompt(args) -> str:
     return checked_prompt(given, str(args.prompt_file or "--prompt"))
 
 
-def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[Step], dict]:
-    """The steps of one text, and what the answer says of how they come about."""
+def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[Iterator[Step], dict]:
+    """(steps of one text, fields of the answer)."""
     from mini_ee.cli.rule_options import chosen_rule, refuse_settings
     from mini_ee.exits.generation import Sampling, generate_lossless
     from mini_ee.rules import NeverExit
@@ -150,18 +153,18 @@ def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[St
         rule, missing_kv = chosen_rule(args, opened), args.missing_kv or opened.model.missing_kv
         if args.missing_kv and isinstance(rule, NeverExit):
             raise WrongArguments(
-                "--missing-kv is for tokens that exit early, and here every token runs through all layers"
+                "--missing-kv is for tokens that exit early, but here every token runs all layers; leave it out"
             )
         settings = {"sampling": sampling, "seed": args.seed, "missing_kv": missing_kv}
         steps = opened.model.generate([ids], rule, max_new_tokens=count, **settings)
         return steps, {"rule": rule.to_dict(), "missing_kv": missing_kv}
     if sampling != Sampling():
-        raise WrongArguments("--lossless writes the full model's greedy text: leave out what changes it")
-    refuse_settings(args, "--lossless verifies every draft of --layer", "exit")
+        raise WrongArguments("--lossless generates the full model's greedy text: leave out options of sampling")
+    refuse_settings(args, "--lossless verifies every draft of the exit at --layer", "exit")
     if args.missing_kv:
-        raise WrongArguments("--lossless runs each token through all layers: leave out --missing-kv")
+        raise WrongArguments("--lossless runs every token through all layers: leave out --missing-kv")
     if len(opened.exits) == 1:
-        raise WrongArguments("--lossless needs an exit that drafts: give a run of a decoder with exits")
+        raise WrongArguments("--lossless needs an exit before the last layer: give a run of a decoder with exits")
     layer, draft = opened.exits[0] if args.exit is None else args.exit, args.draft or DRAFT
     if layer not in opened.exits[:-1]:
         drafters = ",".join(map(str, opened.exits[:-1]))
@@ -172,11 +175,11 @@ def written_steps(opened, ids: list[int], count: int, args) -> tuple[Iterator[St
     return steps, {"lossless": True, "draft": draft, "draft_layer": layer}
 
 
-# ---- What is printed, and in which colour ----
+# ---- Colours and the printed text ----
 
 
 def colours_of(exits: tuple[int, ...]) -> dict[int, int | None]:
-    """layer -> colour; the last layer, where the full model speaks, keeps the terminal's own.
+    """Exit layer -> colour. The last layer has the colour of the terminal.
 
     >>> colours_of((2, 4, 6, 8))
     {2: 46, 4: 190, 6: 196, 8: None}
@@ -187,14 +190,14 @@ def colours_of(exits: tuple[int, ...]) -> dict[int, int | None]:
 
 
 def paint(text: str, colour: int | None) -> str:
-    """Text in a colour of the terminal's 256."""
+    """The text in one of a terminal's 256 colours."""
     return text if colour is None else f"\033[38;5;{colour}m{text}\033[0m"
 
 
 def painted(text: str, begin: int, ends: list[int], layers: list[int], colours: dict[int, int | None]) -> str:
-    """A piece of the text, which begins there, each token's letters in the colour of its layer.
+    """A piece of the whole text, with the letters of each token in the colour of its exit layer.
 
-    ends: how long the text was after each token.
+    begin: position of the piece in the whole text. ends: length of the whole text after each token.
     """
     if not colours:
         return text
@@ -209,12 +212,12 @@ def painted(text: str, begin: int, ends: list[int], layers: list[int], colours: 
 
 
 def whole_length(text: str) -> int:
-    """How much of a text is whole characters: half a one at its end is decoded as a replacement character."""
+    """Length of the text without an unfinished character, which is decoded as a replacement character."""
     return len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
 def settled_length(text: str, stops: list[str]) -> int:
-    """How much of a text no later token takes back: neither half a character nor what may begin one of `stops`.
+    """Length of the text that no later token changes: no unfinished character, and no beginning of one of `stops`.
 
     >>> settled_length("It was a big bo", ["boat", "\\n"])
     13

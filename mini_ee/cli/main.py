@@ -1,12 +1,13 @@
-"""The command line: arguments in, one answer out. What a command does stands in a file of its name.
+"""The command line of mini-ee. Each command is a file of its name in this folder.
 
-Exit status 0; 1 for a failure; 2 for wrong arguments. Errors are one line on standard error. The parser starts without
-torch, and a command's file imports what it needs when it runs.
+The exit status is 0, 1 for a failure, or 2 for wrong arguments. An error is one line on standard error. The parser
+starts without torch; a command imports torch when it runs.
 """
 
 import json
 import os
 import sys
+from argparse import Namespace
 from importlib import import_module
 
 from mini_ee import __version__
@@ -24,7 +25,7 @@ SERVING = ("run", "serve", "evaluate", "classify")  # graphs share threads: no t
 
 
 def parser(argv: list[str]) -> Parser:
-    """The command line. argv: where it begins with a command, that one alone is added, and of `train` one method."""
+    """The parser. argv: if it begins with a command, only this command is added, and of `train` only the method."""
     main = Parser("mini-ee", description="Early-exit transformers from scratch. First step: mini-ee demo")
     main.add_argument("--version", action="version", version=__version__)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -45,7 +46,7 @@ def parser(argv: list[str]) -> Parser:
 
 
 def add_common(sub: Parser) -> None:
-    """What every command takes."""
+    """Add the options that every command has."""
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--seed", type=seed, default=0, help="random seed")
     sub.add_argument(
@@ -53,8 +54,8 @@ def add_common(sub: Parser) -> None:
     )
 
 
-def answer_of(args) -> dict:
-    """Run the command that `args.command` names; returns its JSON answer, with seed, threads and versions."""
+def answer_of(args: Namespace) -> dict:
+    """Run the command `args.command`. Returns its JSON answer, with seed, threads and versions."""
     command = import_module(f"mini_ee.cli.{args.command}")
     if args.command in ("run", "serve"):
         return command.run(args)
@@ -72,9 +73,9 @@ def answer_of(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command, of this process or as given; returns the exit status."""
-    quiet = os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ  # of torchrun's the first speaks
-    for name in ("stdout", "stderr"):  # closed, `>&-`: print(file=None) would write to the other
+    """Run one command. argv: its arguments (default those of this process). Returns the exit status."""
+    quiet = os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ  # under torchrun only rank 0 prints
+    for name in ("stdout", "stderr"):  # None if closed by `>&-`: print(file=None) would write to the other one
         if quiet or getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parser(words).parse_args(words)
         prog = f"mini-ee {args.command}"
-        args.alone = argv is None  # this process is the program's own
+        args.alone = argv is None  # this process runs nothing else
         if args.alone and args.command in SERVING and getattr(args, "engine", None) != "torch":
             from mini_ee.export.sessions import share_threads
 
@@ -94,20 +95,20 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(answer, allow_nan=False))
             sys.stdout.flush()
     except KeyboardInterrupt:
-        return _told(prog, "stopped", 1)
-    except BrokenPipeError:  # whoever read has what it wanted
+        return _print_error(prog, "stopped", 1)
+    except BrokenPipeError:  # the reader has closed the pipe, for example `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (FileNotFoundError, FileExistsError, NotADirectoryError, WrongArguments) as error:
-        return _told(prog, _line(error), 2)
+        return _print_error(prog, _line(error), 2)
     except (ValueError, OSError, MemoryError, AssertionError) as error:
-        return _told(prog, _line(error), 1)
-    except RuntimeError as error:  # torch's own, such as a device without memory: the first line says it
-        return _told(prog, str(error).partition("\n")[0], 1)
+        return _print_error(prog, _line(error), 1)
+    except RuntimeError as error:  # of torch, such as a device without memory: the first line names the cause
+        return _print_error(prog, str(error).partition("\n")[0], 1)
     return status
 
 
-def _told(prog: str, line: str, status: int) -> int:
+def _print_error(prog: str, line: str, status: int) -> int:
     print(f"{prog}: {line}", file=sys.stderr)
     return status
 

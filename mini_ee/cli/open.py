@@ -1,6 +1,7 @@
-"""What the command line names, opened and checked: runs and exported folders, tasks, devices."""
+"""Opens and checks what the command line names: runs and exports, tasks, devices."""
 
 import os
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,75 +19,82 @@ from mini_ee.training.run_folder import OWN_BACKBONE, Run, is_run, load_run, pla
 from mini_ee.training.train_run import check_device, open_task
 
 
-def open_run(folder: Path, args, plain: bool = False) -> Run:
-    """A run on the device that was asked for; with `plain` also a decoder's checkpoint."""
+def open_run(folder: Path, args: Namespace, plain: bool = False) -> Run:
+    """A run on --device. With `plain` the folder may be a decoder's checkpoint."""
     check_device(args.device)
     if (folder / MANIFEST).is_file():
-        raise WrongArguments(f"{folder}: is exported already; give the run that it came from")
+        raise WrongArguments(f"{folder}: expected a run, found an export; give the run that it came from")
     if not plain or is_run(folder) or not (folder / "config.json").is_file():
         run = load_run(folder, args.model)
-        held = run.config["backbone"]
-        if args.model and ("config" in held or held["folder"] == OWN_BACKBONE):
-            raise WrongArguments("--model says where a backbone is that a run does not hold; this run holds its own")
+        backbone = run.config["backbone"]
+        if args.model and ("config" in backbone or backbone["folder"] == OWN_BACKBONE):
+            raise WrongArguments("--model is for a run without its backbone; this run contains it: leave out --model")
     else:
         if args.model:
-            raise WrongArguments(f"--model says where the backbone of a run is now; {folder} is none")
+            raise WrongArguments(
+                f"--model is for the backbone of a run, found a checkpoint, {folder}; leave out --model"
+            )
         run = plain_decoder(folder)
     run.model.to(args.device)
     return _scheduled(run, args, getattr(args, "schedule", None))
 
 
-def open_trained(folder: Path, args, plain: bool = False) -> Run | Runtime:
-    """A run, or an exported folder; with `plain` also a decoder's checkpoint."""
+def open_trained(folder: Path, args: Namespace, plain: bool = False) -> Run | Runtime:
+    """A run or an export. With `plain` the folder may be a decoder's checkpoint."""
     if not (folder / MANIFEST).is_file():
         return open_run(folder, args, plain)
     if getattr(args, "schedule", None):
-        raise WrongArguments(f"{folder}: is exported under one schedule; export the run with another --schedule")
+        raise WrongArguments(f"{folder}: an export has one schedule; export the run with another --schedule")
     if args.device not in ("cpu", "cuda"):
-        raise WrongArguments(f"--device {args.device}: an exported folder runs on cpu or on cuda")
+        raise WrongArguments(f"--device {args.device}: expected cpu or cuda for an export")
     if args.model:
-        raise WrongArguments(f"--model says where the backbone of a run is now; {folder} is exported, and whole")
+        raise WrongArguments(
+            f"--model is for a run without its backbone; {folder} is an export, which contains it: leave out --model"
+        )
     return Runtime(folder, PROVIDERS[args.device], threads=args.threads or 0)
 
 
-def _scheduled(run: Run, args, schedule: str | None) -> Run:
+def _scheduled(run: Run, args: Namespace, schedule: str | None) -> Run:
     if not hasattr(run.model, "streams"):
         if schedule:
             raise WrongArguments(
-                f"{run.folder}: --schedule is for exits that run side by side, not those of {run.config['method']}"
+                f"{run.folder}: --schedule is for runs of lora-exits, found {run.config['method']}; leave it out"
             )
         return run
     if schedule == "adaptive":
-        refuse_settings(args, "--schedule adaptive goes by the rule that was calibrated")
+        refuse_settings(args, "--schedule adaptive uses the calibrated rule")
         return run._replace(schedule=adaptive_schedule(run, getattr(args, "batch_size", 1)))
     return run._replace(schedule=run.model.schedule(schedule or "restart"))
 
 
 def adaptive_schedule(run: Run, batch_size: int) -> list[list[int]]:
-    """The schedule that is cheapest on this machine for rows as long as those held out, that leave as those did.
+    """The cheapest schedule on this machine for examples that have the length and the exits of the held-out ones.
 
-    Where they left: under the run's rule, as training chose or `calibrate` wrote it.
+    Their exits are those under the run's rule, which training chose or `calibrate` wrote.
     """
     metrics = run.metrics
     if "mean_tokens" not in metrics:
-        raise WrongArguments(f"{run.folder}: does not know its held-out rows, which --schedule adaptive needs")
-    left = np.array(run.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
-    reach = left[::-1].cumsum()[::-1] / left.sum()
+        raise WrongArguments(
+            f"{run.folder}: --schedule adaptive needs mean_tokens in metrics.json; train the run again"
+        )
+    counts = np.array(run.config.get("exit_counts", metrics["hold_out"]["exit_counts"]))
+    reach = counts[::-1].cumsum()[::-1] / counts.sum()  # share of examples that reach each exit
     return run.model.cheapest_schedule(batch_size, round(metrics["mean_tokens"]), reach)
 
 
 def schedule_of(one: Run | Runtime) -> dict:
-    """For an answer: which streams start together, of exits that have some, by the layers that they end after. An
-    exported folder's graph restarts.
+    """{"schedule": groups of streams that start together, by their exit layers}; empty without streams.
+
+    Also empty for an export, whose graph restarts after each exit.
     """
     schedule = None if isinstance(one, Runtime) else one.schedule
     return {"schedule": [[one.exits[k] for k in group] for group in schedule]} if schedule else {}
 
 
-def open_task_of(opened: list[Run | Runtime], args) -> Task:
-    """The task that was named, else the one that all runs were trained on, if it is still there.
+def open_task_of(opened: list[Run | Runtime], args: Namespace) -> Task:
+    """The task of --task, else the one that all runs were trained on, if it still exists.
 
-    Its files are read as the options say, else as the first run's training read them.
+    Its files are read as the options say, else as in the training of the first run.
     """
     abouts = [one.config["task"] for one in opened]
     if args.task is None:
@@ -99,7 +107,7 @@ def open_task_of(opened: list[Run | Runtime], args) -> Task:
 
 
 def _task_of_training(abouts: list[dict]) -> Task:
-    """The task that these runs' configs are about. Raises WrongArguments if it cannot be found, or they differ."""
+    """The task of the trainings. Raises WrongArguments if the runs have different ones, or if it is not found."""
     digest = toy_task().split("train").sha256()
     others = [each for each in abouts if each["name"] != TOY or each.get("train_sha256", digest) != digest]
     if not others:
@@ -111,24 +119,24 @@ def _task_of_training(abouts: list[dict]) -> Task:
     if not isinstance(folder, str):
         raise WrongArguments(f"the run was trained on {name}: {advice}")
     if not Path(folder).exists():
-        raise WrongArguments(f"the run was trained on {name} in {folder}, where nothing is now: {advice}")
+        raise WrongArguments(f"the run was trained on {name} in {folder}, which does not exist now: {advice}")
     task = load_task(folder, _read_as(others[0]))
     if "train" not in task.splits or task.split("train").sha256() != read:
-        raise WrongArguments(f"the run was trained on {name}, and {folder} has other train rows now: {advice}")
+        raise WrongArguments(f"the run was trained on {name}, and {folder} has other train examples now: {advice}")
     return task
 
 
 def _read_as(about: dict) -> TaskOptions:
-    """How a training read its task. Raises ValueError where a config says nothing that can be."""
+    """How a training read its task. Raises ValueError for unknown options in a config."""
     try:
         return TaskOptions(**about.get("options", {}))
     except TypeError as error:
-        raise ValueError(f"the run says how its task was read in a way that is not known ({error})") from None
+        raise ValueError(f"the run has unknown options of its task ({error}); train it again") from None
 
 
 def of_rows(runs: list[Run | Runtime]) -> bool:
-    """Whether these give labels; WrongArguments if some do and some generate."""
+    """Whether these runs predict labels. Raises WrongArguments if some do and some generate text."""
     generate = {one.generates for one in runs}
     if len(generate) > 1:
-        raise WrongArguments("some of these runs are of rows and some of tokens: compare like with like")
+        raise WrongArguments("expected only classifiers or only decoders, found both; compare runs of one kind")
     return not generate.pop()

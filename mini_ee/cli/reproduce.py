@@ -1,5 +1,7 @@
-"""`mini-ee reproduce PAPER`: a paper's experiments, and the page that says what came out. Calls share the work."""
+"""`mini-ee reproduce PAPER`: the experiments of a paper and the page of their results. Processes share the work."""
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.cli.command_options import positive
@@ -8,7 +10,7 @@ HELP = "run a paper's experiments and write the page of its results"
 EXAMPLE = "mini-ee reproduce loraexit --quick"
 
 
-def add(sub) -> None:
+def add(sub: ArgumentParser) -> None:
     from mini_ee.experiments.measured import MEASURED
     from mini_ee.experiments.recipe import PAGES
 
@@ -42,8 +44,8 @@ def add(sub) -> None:
     )
 
 
-def run(args, say) -> dict:
-    """Run or measure what is missing or named, then write the page."""
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Run the missing experiments, or measure the named parts, then write the page."""
     from mini_ee import WrongArguments
     from mini_ee.experiments.measured import MEASURED, make_page
     from mini_ee.experiments.reproduce import reproduce

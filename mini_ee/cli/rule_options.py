@@ -1,6 +1,8 @@
-"""The rule that a command line names, made from the rules' own settings. No torch here."""
+"""The exit rule of a command line. Its options are made from the fields of the rules. No torch here."""
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import MISSING, Field, fields, replace
+from typing import TYPE_CHECKING
 
 from mini_ee.cli.command_options import READERS, help_of
 from mini_ee.data.settings import flag_of
@@ -8,14 +10,18 @@ from mini_ee.errors import WrongArguments
 from mini_ee.registry import RULES as OF_METHODS
 from mini_ee.rules import NO_POLICY, RULES, Rule, rule_class
 
+if TYPE_CHECKING:
+    from mini_ee.export.runtime import Runtime
+    from mini_ee.training.run_folder import Run
+
 
 def named_rules() -> dict[str, type[Rule]]:
-    """The rules that --rule can name: all of whose settings have help."""
+    """Name -> class of the rules that --rule can name: those whose settings all have help."""
     return {name: kind for name, kind in RULES.items() if all(each.metadata for each in fields(kind))}
 
 
 def rule_settings() -> dict[str, Field]:
-    """Name, as the arguments have it -> field, of the first of these rules that has it."""
+    """Name of a setting -> its field, in the first of these rules that has it."""
     found = {}
     for each in (each for kind in named_rules().values() for each in fields(kind)):
         found.setdefault(each.name, each)
@@ -23,11 +29,11 @@ def rule_settings() -> dict[str, Field]:
 
 
 OWN = {each.name: (name, each) for name in OF_METHODS for each in fields(rule_class(name)) if each.metadata}
-"""Name -> the rule that a method brings, and its field: a setting in place of the one that a run was made with."""
+"""Setting of a method's rule -> (name of the rule, field). It replaces the setting of the run."""
 
 
-def add_rule(parser) -> None:
-    """--rule, and the settings of all rules, each once."""
+def add_rule(parser: ArgumentParser) -> None:
+    """Add --rule and the settings of all rules, each once."""
     parser.add_argument("--rule", choices=tuple(named_rules()), help="exit rule (default the run's own)")
     group = parser.add_argument_group("settings of a rule")
     for name, each in rule_settings().items():
@@ -35,15 +41,15 @@ def add_rule(parser) -> None:
         group.add_argument(flag_of(name, each.metadata), dest=name, help=help_of(each, each.default), **kind)
 
 
-def refuse_settings(args, why: str, *spared: str) -> None:
-    """Raise WrongArguments where --rule was given, or a setting of a rule that is not spared."""
+def refuse_settings(args: Namespace, why: str, *allowed: str) -> None:
+    """Raise WrongArguments if --rule was given, or a setting of a rule that is not in `allowed`."""
     for name in ("rule", *rule_settings(), *OWN):
-        if name not in spared and getattr(args, name, None) is not None:
+        if name not in allowed and getattr(args, name, None) is not None:
             raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name.replace('_', '-')}")
 
 
-def add_own(parser) -> None:
-    """The settings of rules that methods bring, in place of those that a run was made with."""
+def add_own(parser: ArgumentParser) -> None:
+    """Add the settings of methods' rules. They replace the settings of a run."""
     groups = {}
     for name, (rule, each) in OWN.items():
         if rule not in groups:
@@ -53,8 +59,8 @@ def add_own(parser) -> None:
         groups[rule].add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)
 
 
-def chosen_rule(args, run) -> Rule:
-    """The rule that the arguments name, or the run's own. Raises WrongArguments where the pieces do not fit.
+def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
+    """The rule that the arguments name, else the run's own. Raises WrongArguments if the arguments do not fit.
 
     run: a Run or a Runtime, with `rule`, `exits` and `config`.
     """
@@ -65,9 +71,9 @@ def chosen_rule(args, run) -> Rule:
     try:
         if name is None:
             if "measure" in given:
-                raise ValueError("--measure says what a threshold is on: give --threshold too")
+                raise ValueError("--measure is for a threshold: give --threshold too")
             if given:
-                raise ValueError(f"--{next(iter(given))} is a setting of a rule: name it with --rule")
+                raise ValueError(f"--{next(iter(given))} is a setting of a rule: name the rule with --rule")
             if own and run.rule.name != whose:
                 raise ValueError(f"{flag} is for a run of {whose}")
             rule = replace(run.rule, **own)
@@ -87,7 +93,7 @@ def chosen_rule(args, run) -> Rule:
         rule.check(len(run.exits))
         if rule.needs is not None and run.exits[0] == 0:
             raise ValueError(
-                f"layer 0 is an exit for rules that plan only: use never, fixed or its own, not {rule.name}"
+                f"only a rule that plans can exit at layer 0: use never, fixed or the run's own rule, not {rule.name}"
             )
     except ValueError as error:
         raise WrongArguments(str(error)) from None
@@ -95,7 +101,7 @@ def chosen_rule(args, run) -> Rule:
 
 
 def _named_by(given: dict) -> str | None:
-    """The rule that a setting alone stands for."""
+    """The rule that a setting implies: the first rule whose first field it is."""
     alone = {}
     for name, kind in named_rules().items():
         for each in fields(kind)[:1]:
@@ -103,7 +109,7 @@ def _named_by(given: dict) -> str | None:
     return next((rule for setting, rule in alone.items() if setting in given), None)
 
 
-def _made(name: str, given: dict, run) -> Rule:
+def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     """A rule from its settings, on the default measure of the run if none is given."""
     kind = RULES[name]
     known = {each.name: each for each in fields(kind) if each.metadata}

@@ -1,9 +1,9 @@
-"""`mini-ee run`: a stream of sentences through an exported folder. No torch here, unless it is asked for as the engine.
+"""`mini-ee run`: a stream of sentences or prompts through an export. Without torch, except for --engine torch.
 
-In: one row a line, text as it stands (two texts with a tab between them), or JSON: {"text": ..., "text_b": ...}, or
-with the keys sentence, or sentence1 and sentence2.
-Out: JSON lines, in the same order: line, label, confidence, exit, layers, milliseconds; or line and error.
-A decoder takes prompts, and says what it writes after each: line, text, tokens, layers, mean_layers, milliseconds.
+Input: one example per line, as plain text (two texts separated by a tab) or as JSON: {"text": ..., "text_b": ...}, or
+with the keys sentence, or sentence1 and sentence2. For a decoder each line is a prompt.
+Output: JSON lines in the same order: line, label, confidence, exit, layers, milliseconds; for a decoder line, text,
+tokens, layers, mean_layers, milliseconds; for an invalid line line and error.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -35,8 +36,8 @@ HELP = "run sentences or prompts, or JSONL, through an export in batches; prints
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
 
 
-def add(sub) -> None:
-    """Its options."""
+def add(sub: ArgumentParser) -> None:
+    """Add the options of the command."""
     sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export")
     sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help="file to read (default standard input)")
     sub.add_argument("--out", type=Path, metavar="FILE", help="file to write (default standard output)")
@@ -55,17 +56,19 @@ def add(sub) -> None:
     )
 
 
-def run(args) -> dict:
-    """Answer every line; returns the JSON summary. A line that cannot be answered is reported, counted in `failed`,
-    and passed over; the command ends with status 1 then."""
+def run(args: Namespace) -> dict:
+    """Answer every line. Returns the JSON summary.
+
+    An invalid line is reported, counted in `failed`, and skipped; the exit status is 1 then.
+    """
     if args.json and args.out is None:
-        raise WrongArguments("--json prints one object on standard output: give the answers a file with --out")
+        raise WrongArguments("--json prints one object on standard output: name a file for the answers with --out")
     if args.file and args.out and args.out.is_file() and args.file.exists() and args.out.samefile(args.file):
-        raise WrongArguments(f"--out {args.out}: is the file that is read; name another")
+        raise WrongArguments(f"--out {args.out}: is the input file; name another")
     served = _open(args)
     rows = failed = counted = layers = truncated = 0
     begin = time.perf_counter()
-    progress = {"unit": "row", "delay": 2, "file": sys.stderr, "disable": None}  # none where no terminal would show it
+    progress = {"unit": "row", "delay": 2, "file": sys.stderr, "disable": None}  # None: only on a terminal
     with _input(args.file) as source, _output(args.out) as sink, tqdm(**progress) as bar:
         numbered = enumerate(source, start=1)
         while lines := list(islice(numbered, args.batch_size)):
@@ -84,7 +87,10 @@ def run(args) -> dict:
                 sink.flush()
             bar.update(len(lines))
     if truncated:
-        print(f"mini-ee run: {truncated} of {rows} texts cut to {served.tokenizer.max_length} tokens", file=sys.stderr)
+        print(
+            f"mini-ee run: {truncated} of {rows} texts were cut to {served.tokenizer.max_length} tokens",
+            file=sys.stderr,
+        )
     return {
         "export": str(args.exported),
         "rows": rows,
@@ -105,8 +111,8 @@ def run(args) -> dict:
     }
 
 
-def _open(args) -> Runtime:
-    """The exported folder, whichever unit it serves."""
+def _open(args: Namespace) -> Runtime:
+    """The export, of a classifier or a decoder."""
     manifest = args.exported / MANIFEST
     decoder = manifest.is_file() and read_json(manifest).get("unit") == "tokens"
     settings = {
@@ -114,7 +120,7 @@ def _open(args) -> Runtime:
     }
     if settings and not decoder:
         option = next(iter(settings)).replace("_", "-")
-        raise WrongArguments(f"--{option} is for decoders; {args.exported} holds a classifier")
+        raise WrongArguments(f"--{option} is for decoders; {args.exported} is a classifier")
     if args.engine != "torch":
         return Runtime(args.exported, PROVIDERS[args.device], threads=args.threads or 0, **settings)
     import torch
@@ -127,7 +133,7 @@ def _open(args) -> Runtime:
 
 
 def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) -> tuple[list[dict], int]:
-    """One batch of numbered lines -> answers in their order, and how many were cut."""
+    """One batch of numbered lines -> (answers in their order, number of texts that were cut)."""
     rows, errors, cut = {}, {}, 0
     for number, line in lines:
         try:
@@ -137,13 +143,13 @@ def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) 
         except ValueError as error:
             errors[number] = str(error).removeprefix("row 0: ")
     answers = _run(runtime, rows, batch_size, errors)
-    said = {number: {"error": text} for number, text in errors.items()}
-    said |= {number: answer.to_dict() for number, answer in answers.items()}
-    return [{"line": number, **said[number]} for number, _ in lines], cut
+    found = {number: {"error": text} for number, text in errors.items()}
+    found |= {number: answer.to_dict() for number, answer in answers.items()}
+    return [{"line": number, **found[number]} for number, _ in lines], cut
 
 
 def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict[int, str]) -> dict:
-    """The answers to numbered rows; where a batch fails, each row alone, and what is wrong with one goes to errors."""
+    """The answers to numbered rows. If the batch fails, each row runs alone, and its error goes to `errors`."""
     try:
         return dict(zip(rows, runtime.run(list(rows.values()), batch_size)))
     except (ValueError, RuntimeError) as error:
@@ -160,7 +166,7 @@ def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict
 def _input(path: Path | None) -> Iterator[BinaryIO]:
     if path is None:
         if sys.stdin is None:
-            raise WrongArguments("standard input is closed; name a file with one text a line")
+            raise WrongArguments("standard input is closed; name a file with one text per line")
         yield sys.stdin.buffer
     else:
         with open(path, "rb") as file:
@@ -169,7 +175,7 @@ def _input(path: Path | None) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that takes its name when all is written; a device or a pipe is written to at once."""
+    """Standard output, or a file that gets its name when it is complete. A device or a pipe is written directly."""
     if path is None:
         yield sys.stdout
         return
@@ -186,7 +192,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
             with errors_name(path), open(partial, "w", encoding="utf-8") as file:
                 yield file
             os.replace(partial, path)
-        except OSError as error:  # a full disk does not say which file
+        except OSError as error:  # the error of a full disk names no file
             raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
         finally:
             partial.unlink(missing_ok=True)

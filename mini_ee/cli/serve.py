@@ -1,8 +1,9 @@
-"""`mini-ee serve`: an exported folder behind HTTP. No torch here."""
+"""`mini-ee serve`: an export over HTTP. No torch here."""
 
 import os
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
@@ -21,37 +22,37 @@ HELP = "serve an export over HTTP; requests are batched together"
 EXAMPLE = "mini-ee serve exported --shadow .05"
 HIGHEST_PORT = 65535
 
-OF_RAY = {  # environment, where it does not say otherwise; Ray reads it when it is imported
+OF_RAY = {  # defaults of environment variables; Ray reads them when it is imported
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what keeps its own ports on the loopback, on any system
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps Ray's own ports on the loopback interface, on every system
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mini_ee.export.serving.replicas.front",
 }
 
 
-def add(sub) -> None:
-    """Its options."""
+def add(sub: ArgumentParser) -> None:
+    """Add the options of the command."""
     sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export, best made with --segments")
     sub.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 accepts other machines")
-    told = "further host name that the Host header of requests may have; * for any; may be repeated (default none)"
-    sub.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=told)
+    names = "further host name that the Host header of requests may have; * for any; may be repeated (default none)"
+    sub.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=names)
     sub.add_argument("--port", type=whole_number, default=8000, help="port; 0 for a free one")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda if there is one, else cpu)")
     sub.add_argument(
         "--batch-size", type=positive, default=BATCH, help="maximum number of examples, or texts, in a batch"
     )
-    told = "maximum time to wait for a fuller batch, in ms"
-    sub.add_argument("--max-wait", type=number, default=MAX_WAIT * 1e3, metavar="MS", help=told)
-    told = "maximum number of open requests; the next is refused"
-    sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=told)
+    wait = "maximum time to wait for a fuller batch, in ms"
+    sub.add_argument("--max-wait", type=number, default=MAX_WAIT * 1e3, metavar="MS", help=wait)
+    queue = "maximum number of open requests; the next is refused"
+    sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=queue)
     replicas = sub.add_argument_group("on Ray")
-    told = (
+    engine = (
         "engine: one process (local), or replicas (ray), each with --threads (1 if not given), on cpu without --device"
     )
-    replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=told)
-    told = "number of replicas; 1-4 starts as many as the load needs (default 1)"
-    replicas.add_argument("--replicas", type=span, metavar="N", help=told)
+    replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=engine)
+    number_of = "number of replicas; 1-4 starts as many as the load needs (default 1)"
+    replicas.add_argument("--replicas", type=span, metavar="N", help=number_of)
     guarantee = sub.add_argument_group("the guarantee in service")
     guarantee.add_argument(
         "--shadow", type=number, metavar="SHARE", help="share of requests that also run to full depth"
@@ -63,15 +64,15 @@ def add(sub) -> None:
     )
 
 
-def run(args) -> dict:
-    """Serve until it is told to end; returns the JSON summary."""
+def run(args: Namespace) -> dict:
+    """Serve until SIGTERM or SIGINT. Returns the JSON summary."""
     if not 0 <= args.port <= HIGHEST_PORT:
         raise WrongArguments(f"--port must be from 0 to {HIGHEST_PORT}, got {args.port}")
     if not 0 <= args.max_wait < 60_000:
         raise WrongArguments(f"--max-wait must be from 0 to 60000 milliseconds, got {args.max_wait}")
     if args.replicas and args.engine != "ray":
-        raise WrongArguments("--replicas are for --engine ray; `local` is one process")
-    joins = args.engine == "ray" and os.environ.get("RAY_ADDRESS")  # what that cluster listens on is not known here
+        raise WrongArguments("--replicas is for --engine ray; --engine local is one process")
+    joins = args.engine == "ray" and os.environ.get("RAY_ADDRESS")  # the addresses of that cluster are not known here
     try:
         args.hosts = Hosts("0.0.0.0" if joins else args.host, args.allow_host)
     except ValueError as error:
@@ -81,7 +82,7 @@ def run(args) -> dict:
     return {"export": str(args.exported), "engine": args.engine, **summary, "seconds": time.perf_counter() - begin}
 
 
-def _run_here(args) -> dict:
+def _run_here(args: Namespace) -> dict:
     try:
         from mini_ee.export.serving.server import serve
     except ImportError:
@@ -95,20 +96,20 @@ def _run_here(args) -> dict:
     return {"requests": dict(requests), **about, "seed": args.seed}
 
 
-def _run_on_ray(args) -> dict:
+def _run_on_ray(args: Namespace) -> dict:
     os.environ.update({name: value for name, value in OF_RAY.items() if name not in os.environ})
     try:
         from mini_ee.export.serving.replicas import Size, serve
     except ImportError:
         raise WrongArguments("--engine ray needs Ray Serve: pip install 'mini-ee[ray]'") from None
     args.exported, args.threads, args.device = args.exported.absolute(), args.threads or 1, args.device or "cpu"
-    worker = _worker(args)  # what is wrong is told here, in one line
+    worker = _worker(args)  # checks everything before Ray starts, so that an error is one line
     worker.drain()
     least, most = args.replicas or (1, 1)
     size = Size(least, most, args.batch_size, args.queue, args.threads, int(args.device == "cuda"))
-    shown = f"replicas: {most if least == most else f'{least} to {most}'}"
-    with redirect_stdout(sys.stderr):  # Ray prints there what its processes say
-        requests = serve(partial(_replica, args), size, args.host, args.port, _ready(args, shown), args.hosts)
+    about = f"replicas: {most if least == most else f'{least} to {most}'}"
+    with redirect_stdout(sys.stderr):  # Ray prints the output of its processes
+        requests = serve(partial(_replica, args), size, args.host, args.port, _ready(args, about), args.hosts)
     if requests is None:
         _say("the cluster serves it now")
     else:
@@ -116,7 +117,7 @@ def _run_on_ray(args) -> dict:
     return {"replicas": [least, most], "requests": requests, "rule": worker.engine.rule.to_dict(), "seed": args.seed}
 
 
-def _ready(args, about: str) -> Callable[[str], None]:
+def _ready(args: Namespace, about: str) -> Callable[[str], None]:
     return lambda address: _say(f"{args.exported} on {address}, {about}")
 
 
@@ -124,34 +125,36 @@ def _say(text: str) -> None:
     print(f"mini-ee serve: {text}", file=sys.stderr, flush=True)
 
 
-def _replica(args) -> Worker:
-    """The worker of a process that has nothing else to compute."""
+def _replica(args: Namespace) -> Worker:
+    """The worker of a process of its own."""
     share_threads(args.threads)
     return _worker(args)
 
 
-def _worker(args) -> Worker:
+def _worker(args: Namespace) -> Worker:
     runtime = Runtime(args.exported, PROVIDERS[args.device], threads=args.threads or 0)
     engine = _engine(args, runtime)
     runtime.warm_up()
     return Worker(engine, max_wait=args.max_wait / 1e3, max_open=args.queue, batch=args.batch_size)
 
 
-def _engine(args, runtime: Runtime):
-    """The engine, with a guarantee where one is watched."""
+def _engine(args: Namespace, runtime: Runtime):
+    """The engine, which watches a guarantee if --shadow is given."""
     if runtime.generates:
         if args.shadow is not None or args.tighten or args.epsilon is not None:
-            raise WrongArguments(f"--shadow, --tighten and --epsilon are for rows; {args.exported} holds a decoder")
+            raise WrongArguments(f"--shadow, --tighten and --epsilon are for classifiers; {args.exported} is a decoder")
         return engine_of(runtime, room=args.batch_size)
     guarantee = runtime.config.get("guarantee") or {}
     epsilon = args.epsilon if args.epsilon is not None else guarantee.get("epsilon")
     if args.shadow is None:
         if args.tighten or args.epsilon is not None:
-            raise WrongArguments("--tighten and --epsilon go by the rows in the shadow: say which share, --shadow .05")
+            raise WrongArguments(
+                "--tighten and --epsilon need a share of requests that run to full depth: give --shadow .05"
+            )
         return engine_of(runtime, seed=args.seed)
     if args.tighten and epsilon is None:
         raise WrongArguments(
-            "--tighten keeps an agreement: say which, --epsilon .95, or calibrate the run with --delta"
+            "--tighten needs the agreement to keep: give --epsilon .95, or calibrate the run with --delta"
         )
     try:
         if args.tighten:

@@ -2,6 +2,8 @@
 
 import ast
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -83,16 +85,16 @@ def _add_method(sub: Parser, name: str) -> None:
 
 
 def _other_defaults(method, parts: tuple[type, ...]) -> str:
-    """Options whose defaults on the method's second unit are others than on the first, which the help tells of."""
+    """For the help: the options that have another default on the method's second unit than on its first."""
     options = {each.name: each for part in parts for each in fields(part) if each.metadata}
     usual = {name: each.default for name, each in options.items() if name not in method.lacks}
-    told, others = (usual | method.defaults.get(unit, {}) for unit in method.units)
+    first, second = (usual | method.defaults.get(unit, {}) for unit in method.units)
     flags = {name: flag_of(name, options[name].metadata) for name in usual}
-    return ", ".join(f"{flag} {others[name]}" for name, flag in flags.items() if others[name] != told[name])
+    return ", ".join(f"{flag} {second[name]}" for name, flag in flags.items() if second[name] != first[name])
 
 
-def run(args, say) -> dict:
-    """Train, and say what came out."""
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Train, and print the result on held-out examples."""
     from mini_ee.evaluation.tables import stages_table
     from mini_ee.training.method import load_method
     from mini_ee.training.train_run import train
@@ -108,37 +110,37 @@ def run(args, say) -> dict:
         say(stages_table(metrics["epochs"]))
     answer = {"method": args.method, "unit": trained.unit, "exits": list(trained.exits)}
     answer |= {"rule": trained.rule.to_dict(), "guarantee": trained.config["guarantee"], "run": str(args.out)}
-    told = (_of_tokens if trained.generates else _of_rows)(trained, metrics, say)
+    measured = (_of_tokens if trained.generates else _of_rows)(trained, metrics, say)
     say(f"Run: {args.out}")
-    return answer | told | {"seconds": time.perf_counter() - begin}
+    return answer | measured | {"seconds": time.perf_counter() - begin}
 
 
-def _of_rows(trained, metrics: dict, say) -> dict:
-    told = {"task": trained.config["task"]["name"], "split": "hold-out"}
-    told |= {"per_exit_accuracy": metrics["per_exit_accuracy"], "rows": metrics["rows"]}
+def _of_rows(trained, metrics: dict, say: Callable[[str], None]) -> dict:
+    answer = {"task": trained.config["task"]["name"], "split": "hold-out"}
+    answer |= {"per_exit_accuracy": metrics["per_exit_accuracy"], "rows": metrics["rows"]}
     if "hold_out" not in metrics:  # raee
         say(
-            f"Collected {metrics['rows']} rows that the exits were not trained on; "
-            f"alone, the exit after layer {metrics['best_single_exit']} is right most often."
+            f"Collected {metrics['rows']} examples that the exits were not trained on. "
+            f"The most accurate single exit is after layer {metrics['best_single_exit']}."
         )
         size = sum(path.stat().st_size for path in (trained.folder / "datastore").iterdir())
         prompt = {"prompt": trained.config["prompt"]} if "prompt" in trained.config else {}
-        return told | prompt | {"shots": trained.config["training"].get("shots", 0), "datastore_bytes": size}
-    held = metrics["hold_out"]
+        return answer | prompt | {"shots": trained.config["training"].get("shots", 0), "datastore_bytes": size}
+    held_out = metrics["hold_out"]
     say(
-        f"Trained on {metrics['rows']} rows, "
+        f"Trained on {metrics['rows']} examples, "
         f"{metrics['rows_truncated']} of them cut to {trained.tokenizer.max_length} tokens."
     )
-    scores = ", ".join(f"{name} {held[name]:.3f}" for name in trained.config["task"]["metrics"])
-    say(f"On {metrics['rows_held']} rows held out: {scores}, {held['layers_saved']:.0%} of the layers saved.")
+    scores = ", ".join(f"{name} {held_out[name]:.3f}" for name in trained.config["task"]["metrics"])
+    say(f"On {metrics['rows_held']} held-out examples: {scores}, {held_out['layers_saved']:.0%} of the layers saved.")
     say(metrics["guaranteed"])
     for line in metrics["doubts"]:
         say(line)
     names = ("rows_truncated", "rows_held", "rows_tested", "rows_needed", "doubts")
-    return told | held | {name: metrics[name] for name in names}
+    return answer | held_out | {name: metrics[name] for name in names}
 
 
-def _of_tokens(trained, metrics: dict, say) -> dict:
+def _of_tokens(trained, metrics: dict, say: Callable[[str], None]) -> dict:
     from mini_ee.evaluation.tables import heads_trained_table
     from mini_ee.rules import rule_from_dict
 
@@ -151,10 +153,10 @@ def _of_tokens(trained, metrics: dict, say) -> dict:
     calibration = metrics.get("calibration")
     if calibration:
         say(
-            f"Rule: thresholds on {calibration['measure']} at which {calibration['epsilon']:.0%} agree with the full "
-            f"model; of other text {calibration['end_to_end']:.1%} agree, after {calibration['mean_layers']:.2f} "
-            f"layers of {trained.exits[-1]}. `mini-ee calibrate` chooses another."
+            f"Rule: thresholds on {calibration['measure']} at which {calibration['epsilon']:.0%} of the tokens agree "
+            f"with the full model. On other text {calibration['end_to_end']:.1%} agree, after "
+            f"{calibration['mean_layers']:.2f} layers of {trained.exits[-1]}. `mini-ee calibrate` changes it."
         )
     names = ("agreement", "entropy", "calibration", "own", "sweep", "texts", "tokens")
-    told = {"loss": metrics["epochs"][-1]["loss"]} | {name: metrics[name] for name in names if name in metrics}
-    return told | {"model": trained.config["backbone"]["folder"], "history": metrics["history"] or metrics["epochs"]}
+    answer = {"loss": metrics["epochs"][-1]["loss"]} | {name: metrics[name] for name in names if name in metrics}
+    return answer | {"model": trained.config["backbone"]["folder"], "history": metrics["history"] or metrics["epochs"]}

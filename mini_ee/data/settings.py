@@ -1,7 +1,7 @@
-"""Settings that describe themselves: a frozen dataclass whose fields carry their help and their limits.
+"""Settings that describe themselves: frozen dataclasses whose fields have a help text and limits.
 
-The command line's options and the checks of their values are both made from it (cli/command_options.py,
-`check_options`).
+The options of the command line (cli/command_options.py) and the checks of their values (`check_options`) are made from
+the fields.
 """
 
 from collections.abc import Container
@@ -25,9 +25,10 @@ def option(
 ):
     """A field of a settings class.
 
-    help: what `--help` prints. choices: all allowed values of a text. least, most: inclusive limits. above, below:
-    exclusive limits. about: `flag`, if the option is not named like the field; `metavar`; `default_text`: what None
-    stands for, for the help; and `unused_when`: (another field, the value of it with which this field has no effect).
+    help: the text of `--help`, without the default. choices: all allowed values of a text. least, most: inclusive
+    limits. above, below: exclusive limits. about: `flag`, if the option is not named like the field; `metavar`;
+    `default_text`: for the help, what None stands for; and `unused_when`: (another field, the value of it with which
+    this field has no effect).
     """
     limits = {"choices": choices, "least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={"help": help} | limits | about)
@@ -46,12 +47,12 @@ def scalar_type(annotation) -> type:
 
 
 def has_several(annotation) -> bool:
-    """Whether the annotation is of a tuple, or of one or None."""
+    """Whether the annotation is a tuple, or a tuple or None."""
     return any(get_origin(each) is tuple for each in (annotation, *get_args(annotation)))
 
 
 def check_options(settings) -> None:
-    """Raise ValueError, of one line, for a value of another type or outside its limits; a list becomes a tuple."""
+    """Raise ValueError for a value of another type or outside its limits. Lists become tuples."""
     for each in fields(settings):
         value, about = getattr(settings, each.name), each.metadata
         if value is None or not about:
@@ -76,7 +77,7 @@ def unused_option(settings, named: Container[str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What settings derive from: their values are checked as they are made."""
+    """The base of all settings classes. It checks the values."""
 
     def __post_init__(self):
         check_options(self)

@@ -1,6 +1,6 @@
-"""One check for values that come from outside, by an option or a JSON file, and how messages show them. No torch here.
+"""The check of values from options and JSON files, and their form in messages. No torch here.
 
-Every message says what was expected and what was found: "epochs must be a whole number of at least 1, got 0".
+Every message names what was expected and what was found: "epochs must be a whole number of at least 1, got 0".
 """
 
 import math
@@ -12,10 +12,10 @@ LONGEST = 100  # characters of a value in a message
 
 
 def check_value(name: str, value, kind: type, *, several: bool = False, choices=None, **limits: float | None) -> None:
-    """Raise ValueError, of one line, unless a value is of a type and within its limits.
+    """Raise ValueError unless a value has the type and is within its limits. The message is one line.
 
-    kind: int, float, bool or str; others are not checked. several: a list or a tuple of such values, at least one.
-    choices: all values that are allowed. limits: `least`, `above`, `most` and `below`; None limits nothing.
+    kind: int, float, bool or str; other types are not checked. several: the value is a list or tuple of at least one.
+    choices: the allowed values. limits: `least`, `above`, `most` and `below`; None is no limit.
     """
     wanted = expected(kind, choices, limits)
     if several and not (isinstance(value, list | tuple) and value):
@@ -26,7 +26,7 @@ def check_value(name: str, value, kind: type, *, several: bool = False, choices=
 
 
 def fits(value, kind: type, **limits: float | None) -> bool:
-    """Whether a value is of a type and within limits, as `check_value` takes them. True is no number, NaN neither."""
+    """Whether a value has the type and is within the limits of `check_value`. True and NaN are no numbers."""
     if kind is bool or kind is str:
         return isinstance(value, kind)
     if kind not in (int, float):
@@ -38,7 +38,7 @@ def fits(value, kind: type, **limits: float | None) -> bool:
 
 
 def expected(kind: type, choices, limits: dict[str, float | None]) -> str:
-    """What a message says was expected.
+    """The expected value in words.
 
     >>> expected(int, None, {"least": 1, "most": 9}), expected(float, None, {"above": 0})
     ('a whole number from 1 to 9', 'a number above 0')
@@ -60,13 +60,13 @@ def _number(limit: float) -> str:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, numpy's too; True is none."""
+    """Whether a value is a whole number, also one of numpy. True is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def shortened(value: object) -> str:
-    """A value for a message, in one short line."""
-    if isinstance(value, int) and abs(value) > 1e30:  # Python does not write an integer of many thousand digits
+    """A value as one short line."""
+    if isinstance(value, int) and abs(value) > 1e30:  # repr raises ValueError for thousands of digits
         return f"an integer of about 10^{math.floor(math.log10(abs(value)))}"
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

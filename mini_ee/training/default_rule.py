@@ -1,4 +1,4 @@
-"""The rule that a training ends with: candidates, and the one that is chosen and tested on rows held out of train."""
+"""The default rule of a run: candidates, and the choice and the test on held-out train examples."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,30 +13,30 @@ from mini_ee.recording import Record, exit_scores, predictions
 from mini_ee.rules import NeverExit, Patience, Rule, Threshold
 from mini_ee.statistics import fixed_sequence, paired_p_values, rows_needed
 
-CANDIDATES = 100  # values of a rule's knob to choose among: neighbours differ on about 1 % of what an exit decides
+CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1 % of an exit's decisions
 
-CURVE_POINTS = 24  # values of a rule's knob in a curve: enough to draw one, and few enough to time each
+CURVE_POINTS = 24  # values of a rule's knob in a curve; the time of each is measured
 
 PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
-"""Shares of all decisions under which units exit, for rules of tokens: under each of them texts are written anew, so
-they are few; most are small, as a sequence of tests begins with the strictest."""
+"""Shares of all decisions that are exits, for candidate rules on tokens. There are few, because each rule generates all
+texts again. Most are small, because a sequence of tests begins with the strictest rule."""
 
 Candidates = Callable[[Record], list[Rule]]
-"""Rules to choose among, from what every exit predicts for some units."""
+"""Makes candidate rules from the recorded logits of every exit."""
 
 Point = TypeVar("Point")
 
 
 def choose(points: Iterable[Point], score: Callable[[Point], float], budget: Callable[[Point], bool]) -> Point | None:
-    """Of the points within the budget the one with the highest score, the first of several; None if there is none."""
+    """The point with the highest score among those within the budget (the first of equal ones), or None."""
     return max(filter(budget, points), key=score, default=None)
 
 
 # ---- Candidates ----
 def sweep(*rules: Rule) -> Candidates:
-    """Candidates: each of these rules with other values of its knob, but for the last, under which nothing exits early.
+    """Candidates: each of these rules with other values of its knob, except the last one, which never exits early.
 
-    These rules themselves come first, if something exits early under them. A policy's need a model that has one.
+    The given rules come first, if they exit early. Rules that need a policy are left out for models without one.
     """
 
     def candidates(recorded: Record) -> list[Rule]:
@@ -48,21 +48,21 @@ def sweep(*rules: Rule) -> Candidates:
 
 
 def usual_rule(task: Task) -> Rule:
-    """The rule of any model: a threshold on the max probability, for regression patience. Its knob is to be chosen."""
+    """The rule of most models: a threshold on the maximum probability, for a regression patience; its knob is open."""
     return Patience(1) if task.regression else Threshold(math.inf)
 
 
 def passing(recorded: Record, rule: Rule) -> list[Rule]:
-    """The rule with other values of its knob, the strictest first: PASSING are the shares of decisions that exit."""
+    """The rule with values of its knob at which the shares PASSING of the decisions are exits, the strictest first."""
     levels = np.quantile(rule.compared(recorded), 1 - np.array(PASSING)).tolist()
     return [replace(rule, **{rule.knob: level}) for level in levels]
 
 
 # ---- Curves ----
 def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> list[dict]:
-    """What the chosen rule and the usual one score on recorded rows, from their loosest setting to their strictest.
+    """Curves of the chosen and the usual rule on recorded rows, from their loosest setting to the strictest.
 
-    Of each: the rule, one of its kind, and points [value of its knob, the task's score, mean layers].
+    Each has a rule of the kind and points [value of the knob, score of the task, mean layers].
     """
     families = [chosen] if chosen.knob else []
     if len(recorded.segments.exits) > 1:
@@ -77,7 +77,7 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
 
 
 def curve(recorded: Record, rule: Rule, score: Callable[[ExitResult], float]) -> list[list]:
-    """[value of the rule's knob, score, mean layers], from its loosest setting to its strictest."""
+    """Points [value of the knob, score, mean layers], from the loosest setting to the strictest."""
     points = []
     for each in rule.from_loose_to_strict(recorded, CURVE_POINTS):
         value, result = getattr(each, rule.knob), recorded.replay(each)
@@ -85,10 +85,10 @@ def curve(recorded: Record, rule: Rule, score: Callable[[ExitResult], float]) ->
     return points
 
 
-# ---- The rule that a training ends with ----
+# ---- The default rule ----
 FALLBACK_LOSS, FALLBACK_CONFIDENCE = 0.05, 0.95
-"""Without a guarantee a rule is taken only if the same test shows that it loses less than this: 59 examples that lose
-nothing do."""
+"""If no rule is guaranteed, a rule must pass the same test with this loss and confidence. 59 examples without a loss
+pass it."""
 
 
 class Chosen(NamedTuple):
@@ -96,20 +96,20 @@ class Chosen(NamedTuple):
 
     rule: Rule
     guarantee: dict | None  # max_loss, confidence, of, rows, loss_on_holdout, p_value; of a regression label_range
-    rows_needed: int | None = None  # without a guarantee: test examples that would do; None if no rule can have one
-    about: dict = {}  # what else metrics.json says; of rows "guaranteed", the guarantee in words, and "fallback"
+    rows_needed: int | None = None  # without a guarantee: number of test examples for one; None if no rule can have it
+    about: dict = {}  # further fields of metrics.json; for rows "guaranteed", the guarantee in words, and "fallback"
 
 
 class Replay(NamedTuple):
-    """What a candidate rule does with the recorded rows of both held-out parts."""
+    """A candidate rule on the recorded rows of both held-out parts."""
 
     rule: Rule
     layers: float  # mean layer passes on the selection part, by which candidates are ordered
     tested_layers: float  # the same on the test part
-    saves: bool  # layers, on average over both parts
+    saves: bool  # whether it saves layers, on average over both parts
     losses: np.ndarray  # (N,) of the test part, see paired_losses
     differing: int  # rows of both parts that are worse or better than with the last exit
-    score: float  # the task's, on the test part
+    score: float  # score of the task on the test part
 
 
 def default_rule(
@@ -123,17 +123,17 @@ def default_rule(
 ) -> Chosen:
     """The rule that saves most layers among those guaranteed to lose at most max_loss against the last exit.
 
-    selection, test: what the exits say of the two held-out parts, with labels. Candidates, by default thresholds on the
-    max probability, for regression patiences, are made and ordered on the selection part, which may have chosen
-    epochs and temperatures too. They are tested on the test part, which has chosen nothing, from the one that computes
-    most layers down, until the first that fails. So the order is fixed before (`fixed_sequence`), and no correction
-    for the number of candidates is needed. The guarantee holds with this confidence for rows like the tested ones;
-    `paired_losses` says what is lost. By the task's own score, if that is not accuracy, the rule loses at most
-    max_loss on the test part, without a guarantee.
+    selection, test: the recorded logits and labels of the two held-out parts. Candidates (default thresholds on the
+    maximum probability, for a regression patiences) are made and ordered on the selection part, which may have chosen
+    epochs and temperatures too. They are tested on the test part, which has chosen nothing, beginning with the one that
+    computes most layers, until the first that fails. The order is fixed before the test (`fixed_sequence`), so no
+    correction for the number of candidates is needed. The guarantee holds with this confidence for rows like the tested
+    ones; `paired_losses` defines the loss. If the score of the task is not accuracy, the rule also loses at most
+    max_loss of this score on the test part, without a guarantee.
 
-    If no rule passes, the same test is made with FALLBACK_LOSS and FALLBACK_CONFIDENCE; if none passes that either,
-    the full model is the default. Each of the two statements is wrong in at most 1 - confidence of all trainings.
-    label_range: of a regression, the range of labels outside the test part.
+    If no rule passes, the same test is made with FALLBACK_LOSS and FALLBACK_CONFIDENCE. If none passes this test
+    either, the full model is the default. Each of the two statements is wrong in at most 1 - confidence of all
+    trainings. label_range: for a regression, the range of the labels outside the test part.
     Raises ValueError for a max_loss outside [0, 1), or a confidence outside (0, 1).
     """
     if not (0 <= max_loss < 1 and 0 < confidence < 1):
@@ -143,7 +143,7 @@ def default_rule(
     candidates = candidates or sweep(usual_rule(task))
     replays = [_replayed(rule, selection, test, task, label_range) for rule in candidates(selection)]
     replays.sort(key=lambda replay: replay.layers)
-    replays.reverse()  # of equal ones the last comes first: candidates are listed from the loosest on
+    replays.reverse()  # of equal ones the last comes first: candidates are listed from loose to strict
     if not replays:
         exits = len(selection.segments.exits)
         why = f"The default rule is the full model: no rule of this method can exit before the last of {exits} exits."
@@ -165,27 +165,27 @@ def _without_guarantee(
     wanted: tuple[float, float],
     label_range: float,
 ) -> Chosen:
-    """The rule that passes the fallback's test, or the full model; and how many test examples would do for more."""
+    """The rule that passes the fallback test, or the full model, and the number of examples for a guarantee."""
     (max_loss, confidence), tested = wanted, len(replays[0].losses)
     of, fallback = _lost(task, label_range), _passing(replays, useful, FALLBACK_LOSS, FALLBACK_CONFIDENCE)
     rule, fallback = (fallback[0], fallback[1] | of) if fallback else (NeverExit(), None)
     others = [replay for replay in replays if replay.saves and (replay.rule == rule or not fallback)]
     needed = _needed(others, selecting, max_loss, confidence)
     missing = f"A loss of at most {max_loss:g} with confidence {confidence:.0%} is not guaranteed"
-    missing += f": about {needed} held-out test examples would do." if needed else "."
+    missing += f": about {needed} held-out test examples are needed." if needed else "."
     less = f"less than {FALLBACK_LOSS:g} of {of['of']} with confidence {FALLBACK_CONFIDENCE:.0%}"
     if fallback:
         message = f"The default rule loses {less}, by a test on {tested} held-out examples. {missing}"
     else:
         enough = _needed(others, selecting, FALLBACK_LOSS, FALLBACK_CONFIDENCE)
-        shown = f"{tested} held-out test examples show of no other rule that it loses {less}"
-        enough = f"; about {enough} would do" if enough else ""
+        shown = f"on {tested} held-out test examples no other rule is shown to lose {less}"
+        enough = f"; about {enough} are needed" if enough else ""
         message = f"The default rule is the full model: {shown}{enough}. {missing}"
     return Chosen(rule, None, needed, {"guaranteed": message, "fallback": fallback})
 
 
 def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confidence: float) -> tuple[Rule, dict] | None:
-    """Of the useful rules that pass the test the one that saves most layers, and the test's figures; or None."""
+    """(rule, figures of the test) of the useful rule that saves most layers among those that pass, or None."""
     losses = np.array([replay.losses for replay in replays])
     if not losses.size or not max_loss:
         return None
@@ -200,9 +200,9 @@ def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confide
 
 
 def _needed(replays: list[Replay], selecting: int, max_loss: float, confidence: float) -> int | None:
-    """Test examples that would do for the rule that differs least, if it loses nothing on average; None without rules.
+    """Number of test examples for the rule that differs least, if it loses nothing on average; None without rules.
 
-    Twice those at hand, where those were enough but for bad luck.
+    It is at least twice the present number, because the present ones did not pass.
     """
     if not replays or not max_loss:
         return None
@@ -212,30 +212,30 @@ def _needed(replays: list[Replay], selecting: int, max_loss: float, confidence: 
 
 
 def _lost(task: Task, label_range: float) -> dict:
-    """What a loss is a loss of."""
+    """The quantity of which a part is lost."""
     if task.regression:
         return {"of": "the labels' range in mean absolute error", "label_range": label_range}
     return {"of": "accuracy"}
 
 
 def _guarantee(of: dict, selecting: int) -> str:
-    """What is guaranteed, from how many examples, and what to do otherwise."""
+    """The guarantee in words."""
     return (
         f"Guaranteed with confidence {of['confidence']:.0%}: the default rule loses at most {of['max_loss']:g} of "
-        f"{of['of']} against the last exit, on examples like the {of['rows']} held-out ones that tested it and chose "
-        f"nothing else. {selecting} others chose the epoch and proposed rules. For other examples: mini-ee calibrate "
-        f"RUN --task DIR."
+        f"{of['of']} against the last exit, for examples like the {of['rows']} held-out ones that tested it and "
+        f"chose nothing. {selecting} others chose the epoch and proposed rules. For other examples use mini-ee "
+        f"calibrate RUN --task DIR."
     )
 
 
 def paired_losses(
     task: Task, labels: np.ndarray, predicted: np.ndarray, last: np.ndarray, label_range: float = 1.0
 ) -> np.ndarray:
-    """What each row loses by a rule's prediction instead of the last exit's: (..., N) in {-1, 0, 1}.
+    """The loss of each row by a rule's prediction in place of the last exit's: (..., N) in {-1, 0, 1}.
 
-    Classes: right(last) - right(rule), whose mean is the loss of accuracy. Regression: how much larger the absolute
-    error is, over label_range, clipped to [-1, 1] and rounded at random so that the mean stays. The range must be that
-    of other labels than these: a test that scales by what it tests is none.
+    Classes: right(last) - right(rule), whose mean is the loss of accuracy. Regression: the increase of the absolute
+    error / label_range, clipped to [-1, 1] and rounded at random, which keeps the mean. label_range must be computed
+    from other labels than these, because a test must not depend on the tested labels.
     """
     if not task.regression:
         return (last == labels).astype(np.int8) - (predicted == labels)

@@ -1,4 +1,4 @@
-"""What makes the figures of a training doubtful, in sentences: before it of its data, after it of its result."""
+"""Warnings about a training, in sentences: before it about the data, after it about the result."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from mini_ee.data.tasks import Split, Task
 
-FEW, FEW_HELD = 100, 30  # examples to train on, and held-out ones, below which figures say little
+FEW, FEW_HELD = 100, 30  # with fewer train, or held-out, examples the figures are uncertain
 DOMINANT = 0.9  # share of the train examples that have one label
-MANY = 20  # labels that are numbers: as classes they are many
+MANY = 20  # more numbers as labels may be meant as a regression
 
 
 def of_data(task: Task) -> list[str]:
-    """What a user should know of a task before training: how a file was split, copies of train examples in other
-    splits, and numbers that are read as classes.
+    """Warnings before the training: how a file was split, copies of train examples in other splits, and numbers that
+    are read as classes.
     """
     lines = []
     if task.options.split_file is not None:
@@ -22,13 +22,13 @@ def of_data(task: Task) -> list[str]:
     lines += [line for name, rows in task.splits.items() if name != "train" and (line := of_copies(task, name, rows))]
     if len(task.label_names) > MANY and all(map(_is_number, task.label_names)):
         lines.append(
-            f"The labels are {len(task.label_names)} different numbers, read as classes; or give --regression."
+            f"The labels are {len(task.label_names)} different numbers and are read as classes; see --regression."
         )
     return lines
 
 
 def of_copies(task: Task, split: str, rows: Split) -> str | None:
-    """How many of some examples of a split the train split has too, word for word; None if it has none of them."""
+    """A warning if the train split contains some examples of a split word for word, else None."""
     seen = int(task.seen_in_train(rows).sum())
     if not seen:
         return None
@@ -39,12 +39,12 @@ def of_copies(task: Task, split: str, rows: Split) -> str | None:
 
 
 def of_result(task: Task, train_labels: np.ndarray, held_labels: np.ndarray, predictions: np.ndarray) -> list[str]:
-    """Why the figures on the held-out examples say little. predictions: (N,), those under the default rule."""
+    """Why the figures on the held-out examples are uncertain. predictions: (N,), those under the default rule."""
     lines = []
     if len(train_labels) < FEW or len(held_labels) < FEW_HELD:
         lines.append(
-            f"These figures say little: there were {len(train_labels)} examples to train on (a few hundred are usual), "
-            f"and {len(held_labels)} held out, on which accuracy is known to about "
+            f"These figures are uncertain: there were {len(train_labels)} examples to train on "
+            f"(a few hundred are usual), and {len(held_labels)} held out, on which accuracy is known to about "
             f"{100 / np.sqrt(len(held_labels)):.0f} points."
         )
     if task.regression:

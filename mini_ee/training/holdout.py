@@ -1,31 +1,31 @@
-"""Which rows of a task's train split are held out: some choose, others test the default rule and nothing else."""
+"""The held-out examples of a task's train split: some make choices, the others only test the default rule."""
 
 from typing import NamedTuple
 
 from mini_ee.data.tasks import Split, Task, divided, holdout
 
 TEST_ROWS = 2_000
-"""Examples at most that test the default rule. So many guarantee a loss of at most .01 for a rule that is worse than
-the last exit on 1 % of them and better on 1 % (results/guarantees.md). More may take longer than the training."""
+"""Maximum number of examples that test the default rule. They guarantee a loss of at most .01 for a rule that is worse
+than the last exit on 1 % of them and better on 1 % (results/guarantees.md). More may take longer than the training."""
 
 SELECTING = 0.2
-"""Share of the held-out tenth that selects, if few rows are left over: a guarantee of .01 needs over 300 that test."""
+"""Share of the held-out tenth that selects, if few others test: a guarantee of .01 needs over 300 that test."""
 
 
 class Parts(NamedTuple):
-    """The rows of a task's train split, by their use. No row is in two parts."""
+    """The train split by use. No example is in two parts."""
 
     train: Split
-    selection: Split  # chooses epochs, temperatures, policies and candidate rules: whatever a training chooses
-    test: Split  # tests the default rule; nothing else reads it. Empty if only one row is held out
+    selection: Split  # chooses epochs, temperatures, policies, candidate rules
+    test: Split  # only tests the default rule. Empty if only one example is held out
 
 
 def split_rows(task: Task, seed: int, max_train: int | None) -> Parts:
-    """A seeded tenth of the train split is held out; with max_train the train part and this tenth shrink alike.
+    """Hold out a tenth of the train split, drawn with the seed. With max_train this tenth shrinks in proportion.
 
-    Rows that max_train leaves over are held out too. If they are at least as many as the tenth, the whole tenth
-    selects and they test. Else the share SELECTING of the tenth selects, and the others of it test with them. At most
-    TEST_ROWS test.
+    Examples that max_train does not use are held out too. If they are at least as many as the tenth, the whole tenth
+    selects and they test. Else the share SELECTING of the tenth selects, and its other examples test with them. At most
+    TEST_ROWS examples test.
     """
     train, held = holdout(task.split("train"), seed)
     unused = held.take(slice(0))

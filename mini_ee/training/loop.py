@@ -1,9 +1,9 @@
 """The training loop: epochs, batches, a step of AdamW, validation, the best epoch.
 
-Every method is trained by it. A recipe is the list of a method's stages (stages.py). A recipe with its own control flow
-is a generator of stages: it receives the best score of each stage, and decides which is next (methods/consistent.py).
-The loop knows units alone: rows and tokens bring their own data (exits/row_exits.py, exits/token_exits.py). Epochs are
-scored on held-out units. Those that test the default rule, and the split that is reported, are never seen here.
+It trains every method. A recipe is the list of a method's stages (stages.py). A recipe with its own control flow is a
+generator of stages: it receives the best score of each stage and yields the next one (methods/consistent.py). The loop
+is the same for rows and tokens; their data classes differ (exits/row_exits.py, exits/token_exits.py). Epochs are scored
+on held-out units. The loop never reads the units that test the default rule, nor the split on which we report.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -30,9 +30,9 @@ class Fitted(NamedTuple):
     """The records of a training."""
 
     epochs: list[dict]
-    """One an epoch: stage, epoch, loss, exit_scores, score, seconds (in a stage's first epoch with those of its
-    targets), and what the data's `scores` and the stage's `validate` add."""
-    metrics: list[dict]  # stage, step, mean loss since the one before, and what log_metrics returned
+    """One per epoch: stage, epoch, loss, exit_scores, score, seconds (in the first epoch of a stage including those of
+    its targets), and the fields of the data's `scores` and of the stage's `validate`."""
+    metrics: list[dict]  # stage, step, mean loss since the record before, and the fields of log_metrics
 
 
 def fit(model: nn.Module, recipe: Iterable[Stage], train, held, config: TrainConfig, saved: Saved) -> Fitted:
@@ -44,7 +44,7 @@ def fit(model: nn.Module, recipe: Iterable[Stage], train, held, config: TrainCon
     be the same. Uses torch's global random state. Raises NothingToResume, ValueError for other settings, and Diverged.
     """
     state = State(model, saved)
-    ranks.wait()  # until all have read what is resumed
+    ranks.wait()  # until all ranks have read the state
     loop = Loop(model, train, held, config, state)
     for number, stage in enumerate(in_turn(recipe, state.progress["history"])):
         if number >= state.progress["stage"]:
@@ -55,7 +55,7 @@ def fit(model: nn.Module, recipe: Iterable[Stage], train, held, config: TrainCon
 
 
 def in_turn(recipe: Iterable[Stage], epochs: list[dict]) -> Iterator[Stage]:
-    """The stages of a recipe; if it is a generator, it receives each one's best score, found in the epochs' records."""
+    """The stages of a recipe. A generator receives the best score of each stage, from the records of the epochs."""
     if not isinstance(recipe, Generator):
         yield from recipe
         return
@@ -70,14 +70,14 @@ def in_turn(recipe: Iterable[Stage], epochs: list[dict]) -> Iterator[Stage]:
 
 
 class Loop:
-    """The loop over a stage's epochs and batches, and its parts."""
+    """The loop over the epochs and batches of a stage."""
 
     def __init__(self, model: nn.Module, train, held, config: TrainConfig, state: State):
         self.model, self.train, self.held, self.config, self.state = model, train, held, config, state
-        self.steps_before = 0  # of all stages before this one; of those on states an estimate
+        self.steps_before = 0  # steps of all stages before; an estimate for stages on states
 
     def run(self, number: int, stage: Stage) -> None:
-        """One stage, from the step that it has reached; leaves the model with the weights of the best epoch."""
+        """Train one stage, from the step that it has reached. The model gets the weights of the best epoch."""
         model, state, progress, config = self.model, self.state, self.state.progress, stage.config(self.config)
         state.start_clock()
         optimizer = make_optimizer(model, stage, config)
@@ -118,7 +118,7 @@ class Loop:
             stage.finish(model, self.held)
 
     def batch(self, stage: Stage, data, targets, units: np.ndarray, total: int) -> Batch:
-        """The units' inputs or states, labels and targets."""
+        """The inputs or states of these units, their labels and targets."""
         inputs, labels = data.batch(units, self.state.device)
         if targets is not None:
             targets = torch.as_tensor(targets[units]).to(self.state.device)
@@ -126,7 +126,7 @@ class Loop:
         return Batch(inputs, labels, states, targets, self.state.progress["step"], total)
 
     def step(self, stage: Stage, optimizer, batch: Batch, config: TrainConfig) -> float:
-        """One step of the optimizer, at the scheduled share of its peak learning rates; returns the loss."""
+        """One step of the optimizer, with scheduled learning rates. Returns the loss."""
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * schedule(batch.step, batch.steps, config.warmup)
         ranks.draw_apart(config.seed, self.steps_before + batch.step)
@@ -137,7 +137,7 @@ class Loop:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         loss = ranks.average(parameters, loss, len(batch.labels))
         if not torch.isfinite(loss):
-            raise Diverged(f"the loss became {loss.item()}: the training diverged; begin anew with a smaller --lr")
+            raise Diverged(f"the loss became {loss.item()}: the training diverged; train again with a smaller --lr")
         nn.utils.clip_grad_norm_(parameters, config.clip)
         optimizer.step()
         return loss.item()
@@ -180,7 +180,7 @@ class Loop:
 
 
 def make_optimizer(model: nn.Module, stage: Stage, config: TrainConfig) -> torch.optim.AdamW:
-    """Groups: the backbone or its adapters, and what is new on top of it; no weight decay on biases and norms."""
+    """AdamW with learning rates for the backbone (or its adapters) and for new parts; biases and norms do not decay."""
     groups = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stage.trainable(name) and model.is_trainable(name))
@@ -202,7 +202,7 @@ def schedule(step: int, total: int, warmup: float) -> float:
 
 
 def set_modes(model: nn.Module, stage: Stage) -> None:
-    """Train mode for the parts that are trained: a frozen backbone or head has no dropout, as in use."""
+    """Train mode only for the parts that are trained, so a frozen backbone or head has no dropout."""
     model.train()
     for name, child in model.named_children():
         parts = [(f"{name}.{k}", part) for k, part in enumerate(child)] if isinstance(child, nn.ModuleList) else None
@@ -212,17 +212,17 @@ def set_modes(model: nn.Module, stage: Stage) -> None:
 
 
 def trained_weights(model: nn.Module, stage: Stage) -> dict[str, Tensor]:
-    """A copy of what the stage trains, as it is now."""
+    """A copy of the weights that the stage trains."""
     return {name: value.detach().clone() for name, value in own_state(model).items() if stage.trainable(name)}
 
 
 def changes_logits(model: nn.Module, stage: Stage) -> bool:
-    """Whether an epoch changes the exits' logits: if the states stay, only trained heads do."""
+    """Whether an epoch changes the logits of the exits. With frozen states only trained heads change them."""
     heads = (name for name, _ in model.named_parameters() if name.startswith("heads."))
     return not stage.on_states or any(map(stage.trainable, heads))
 
 
 def shown(progress: dict) -> dict:
-    """The figures behind the progress bar."""
+    """The figures next to the progress bar."""
     best = {} if progress["best"] is None else {"best": f"{progress['best']:.3f}"}
     return {"loss": f"{np.mean(progress['losses'][-50:]):.3f}"} | best

@@ -1,4 +1,4 @@
-"""What several methods with policies share: networks, the baseline of REINFORCE, and the default rule on tokens."""
+"""Shared by methods with policies: networks, the baseline of REINFORCE, and the default rule on tokens."""
 
 import math
 
@@ -8,7 +8,7 @@ from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.rules import Policy
 from mini_ee.training.default_rule import Chosen, passing
 
-POLICY_WIDTH = 32  # of the hidden layer of a policy network
+POLICY_WIDTH = 32  # hidden units of a policy network
 
 
 class OneForAll(nn.Module):
@@ -22,12 +22,12 @@ class OneForAll(nn.Module):
         self.flops = 2.0 * width  # of one exit_logit
 
     def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of the chance that exit k is right, or agrees with the last: (..., D) -> (...)."""
+        """The logit of the probability that exit k is right, or agrees with the last exit: (..., D) -> (...)."""
         return self.linear(state)[..., 0]
 
 
 def policy_network(width: int, chance: float) -> nn.Sequential:
-    """Two layers, from a state to a logit; at first its probability is this chance, whatever the state."""
+    """Two layers from a state to a logit. Initially its probability is `chance` for every state."""
     network = nn.Sequential(nn.Linear(width, POLICY_WIDTH), nn.GELU(), nn.Linear(POLICY_WIDTH, 1))
     nn.init.zeros_(network[2].weight)
     nn.init.constant_(network[2].bias, math.log(chance / (1 - chance)))
@@ -40,9 +40,9 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 
 def policy_rule(model: TokenExits, source, held: TextData) -> Chosen:
-    """The papers' rule: exit where the policy's probability is above .5. And others for `mini-ee compare --sweep`.
+    """The papers' rule, exit if the policy's probability is above .5, and others for `mini-ee compare --sweep`.
 
-    A Method's `default_rule` on tokens.
+    The `default_rule` of a Method on tokens.
     """
     rules = passing(record_texts(model, held.texts), Policy())
     about = {"own": {"policy": Policy().to_dict()}, "sweep": {"policy": [rule.to_dict() for rule in rules]}}

@@ -1,4 +1,4 @@
-"""Examples exit, read through a prompt and the backbone's own head to words. RAEE's collection writes such runs."""
+"""Examples exit, read through a prompt and the LM head of the backbone. RAEE's collection writes such runs."""
 
 from pathlib import Path
 

@@ -1,13 +1,13 @@
-"""Training on several devices: `torchrun --nproc-per-node N -m mini_ee train ...`, one process ("rank") a device.
+"""Training on several devices: `torchrun --nproc-per-node N -m mini_ee train ...`, one process ("rank") per device.
 
-Every rank holds the whole model and takes its share of each batch; all have the same seeded order. Between backward
-and clipping the gradients become those of the mean over the whole batch: a step is that of one process. Teachers,
-states and scores every rank computes alike, and rank 0's score decides. Rank 0 alone locks, writes and speaks. In one
-process nothing here does anything.
+Every rank has the whole model and takes its share of each batch; the seeded order is the same on all. Between backward
+and clipping, the gradients are averaged over the whole batch, so a step is equal to that of one process. Every rank
+computes the same teachers, states and scores; the score of rank 0 decides. Only rank 0 locks, writes and prints. In a
+single process the functions of this file do nothing.
 
-Each rank has its own dropout and samples, statistics of a batch norm (DREE; rank 0's stay), and means over a part of a
-batch (CAT). Each holds the model whole, 16 bytes a parameter that learns: from a billion on, look for a tool that
-shards it (FSDP).
+Each rank has its own dropout and samples, its own statistics of a batch norm (DREE; those of rank 0 are saved), and
+means over its part of a batch (CAT). Each needs 16 bytes per trained parameter. For models of a billion parameters or
+more use a tool that shards the model (FSDP).
 """
 
 import os
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LONGEST = timedelta(days=1)  # to wait for a rank, of which the first may be collecting; one that ended shows at once
-ENDED = "another rank ended, or torchrun was stopped, so this training ends; go on with --resume"
+LONGEST = timedelta(days=1)  # time to wait for a rank; the first may be collecting. A rank that ended is seen at once
+ENDED = "another rank ended, or torchrun was stopped, so this training ends; continue it with --resume"
 
 
 def rank() -> int:
@@ -32,13 +32,13 @@ def rank() -> int:
 
 
 def world() -> int:
-    """How many processes train together."""
+    """The number of processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 @contextmanager
 def together(device: str) -> Iterator[str]:
-    """Joins the ranks that torchrun started; gives this one's device. The first rank that fails says why, no other."""
+    """Join the ranks that torchrun started; yields this rank's device. Only the first rank that fails prints why."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield device
         return
@@ -48,25 +48,26 @@ def together(device: str) -> Iterator[str]:
     try:
         if on_gpu:
             torch.cuda.set_device(device)
-        if not dist.is_initialized():  # once: a program may train several runs
+        if not dist.is_initialized():  # only once, because a program may train several runs
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LONGEST)
         yield device
     except BaseException:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to those that are left: this one is ending
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by torchrun to the remaining ranks; this one is ending
         sys.stderr = sys.__stderr__ if _fails_first() else open(os.devnull, "w", encoding="utf-8")
         raise
     signal.signal(signal.SIGTERM, before)
 
 
 def share(units: np.ndarray) -> np.ndarray:
-    """What this rank takes of a batch; all of it, as every rank, where there are fewer units than ranks."""
+    """This rank's share of a batch. Every rank takes all of it if there are fewer units than ranks."""
     return units[rank() :: world()] if len(units) >= world() else units
 
 
 def average(parameters: Sequence[Tensor], loss: Tensor, units: int) -> Tensor:
-    """The mean loss over all ranks' units, from the mean over this one's; makes the gradients those of it.
+    """Average the gradients over the units of all ranks. Returns the mean loss of all units.
 
-    A gradient that is None on every rank stays so: a zero would let AdamW decay its parameter.
+    loss: mean over the units of this rank. A gradient that is None on every rank stays None, because with a zero AdamW
+    would decay the parameter.
     """
     if world() == 1:
         return loss
@@ -82,25 +83,25 @@ def average(parameters: Sequence[Tensor], loss: Tensor, units: int) -> Tensor:
 
 
 def as_first(tensors: Iterable[Tensor]) -> None:
-    """Makes tensors those of rank 0, in place."""
+    """Copy the tensors of rank 0 to all ranks, in place."""
     for tensor in tensors if world() > 1 else ():
         _all(dist.broadcast, tensor, 0)
 
 
 def wait() -> None:
-    """For all ranks to come here."""
+    """Wait until all ranks are here."""
     if world() > 1:
         _all(dist.barrier)
 
 
 def draw_apart(seed: int, step: int) -> None:
-    """Gives every rank but the first random numbers of its own for a step, whatever was drawn before."""
+    """Seed every rank but the first with a seed of its own for this step."""
     if rank():
         torch.manual_seed((seed + rank()) * 1_000_003 + step)
 
 
 def _all(do: Callable, *given) -> None:
-    """What ranks do together; a rank that ended shows in it."""
+    """Call a collective operation. Raises RuntimeError(ENDED) if another rank ended."""
     try:
         do(*given)
     except RuntimeError as error:
@@ -112,7 +113,7 @@ def _stopped(*_) -> None:
 
 
 def _fails_first() -> bool:
-    """Whether no rank has failed before: torchrun's store counts, which outlives the ranks."""
+    """Whether no rank failed before. torchrun's store counts; it exists longer than the ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = dist.TCPStore(host, port, timeout=timedelta(seconds=10), wait_for_workers=False)

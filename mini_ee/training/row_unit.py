@@ -29,7 +29,7 @@ class RowUnit(Unit):
     name = "rows"
     reads_lm_head = False
     built_in = BUILT_IN_MODEL
-    built_in_defaults = {"lr": 4e-4, "epochs": 4}  # that encoder is small: it wants larger steps, and more of them
+    built_in_defaults = {"lr": 4e-4, "epochs": 4}  # that encoder is small and needs larger and more steps
     options = RowOptions, TaskOptions
     task_help = "folder of a task (default the built-in reviews)"
 
@@ -40,8 +40,8 @@ class RowUnit(Unit):
         found = open_task(task, source)
         if found.regression and request.method.classes_only:
             raise WrongArguments(
-                f"{request.name} asks how sure or how right an exit is, and {found.name} is a regression; train joint "
-                f"or pabee"
+                f"{request.name} needs the confidence or the accuracy of an exit, and {found.name} is a regression; "
+                f"train joint or pabee"
             )
         return replace(request, task=found)
 
@@ -64,8 +64,8 @@ class RowUnit(Unit):
         train, held, test = (RowData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts)
         if (train.labels == train.labels[0]).all():
             raise ValueError(
-                f"{task.name}: the {len(train)} rows to train on all have the label {train.labels[0]}, there is "
-                f"nothing to learn; give rows with different labels"
+                f"{task.name}: the {len(train)} examples to train on all have the label {train.labels[0]}, so there is "
+                f"nothing to learn; give examples with different labels"
             )
         begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
         return TrainingData(train, held, test, begun_with)
@@ -85,8 +85,8 @@ class RowUnit(Unit):
         metrics |= {
             "doubts": doubts.of_result(task, data.train.labels, labels, predicted),
             "rows": len(data.train),
-            "rows_held": len(data.held),  # that chose
-            "rows_tested": len(data.more),  # the default rule
+            "rows_held": len(data.held),  # they chose
+            "rows_tested": len(data.more),  # they tested the default rule
             "rows_truncated": data.train.encoded.truncated,
             "mean_tokens": float(np.mean([len(ids) for ids in data.held.encoded.ids])),
         }
@@ -110,16 +110,16 @@ class RowUnit(Unit):
         expected = max(1, len(config["task"]["label_names"]))
         if config["num_labels"] != expected:
             raise ValueError(
-                f"num_labels must be {expected}, as there are label names, found "
+                f"num_labels must be {expected}, the number of label names, found "
                 f"{shortened(config['num_labels'])}; train the run again"
             )
 
 
 def _recorded(model, data: RowData, batch_size: int) -> Record:
-    """The exits' logits for these rows. Raises Diverged if one of them is no number."""
+    """The logits of the exits for these rows. Raises Diverged if one is not finite."""
     recorded = record(model.segments(), data.encoded, batch_size, "held-out rows", model.segments().whole())
     if not np.isfinite(recorded.logits).all():
-        raise Diverged("the logits became no numbers: the training diverged; begin anew with a smaller --lr")
+        raise Diverged("the logits are not finite: the training diverged; train again with a smaller --lr")
     return recorded._replace(labels=data.labels)
 
 
@@ -137,7 +137,7 @@ def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) 
 
 
 def _sha256(*parts: RowData) -> str:
-    """One digest over tokens and labels, so that a resumed training knows its data again."""
+    """A digest of tokens and labels, by which a resumed training recognises its data."""
     digest = hashlib.sha256()
     for part in parts:
         for ids in part.encoded.ids:

@@ -1,13 +1,13 @@
-"""A trained model on disk: a folder that is readable without us, whole or not there, and checked when it is read.
+"""A trained model on disk. The folder is written whole or not at all, and checked when it is read.
 
 run/config.json          format_version, method, unit, settings, backbone, exits, pool, rule, task or text, max_length,
                          seed, training, versions, and the checksums of the other files; datastore/ has its own
-run/model.safetensors    what the method trained: heads, policy, and the backbone where it was fine-tuned
+run/model.safetensors    what the method trained: heads, policy, and the backbone if it was fine-tuned
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
 run/checkpoint/          SLEB: the short decoder, as a checkpoint like any other
-run/backbone/            a backbone that was fine-tuned through prompts, or a decoder that was, in its own layout
-run/datastore/           RAEE: what methods/raee_files.py writes
-run/metrics.json         what training measured
+run/backbone/            a backbone fine-tuned through prompts, or a fine-tuned decoder, as a checkpoint
+run/datastore/           RAEE: the files of methods/raee_files.py
+run/metrics.json         measurements of the training
 run/tokenizer.json       the backbone's
 """
 
@@ -56,11 +56,11 @@ WRITTEN_TOKENS = 100
 
 
 class Answer(NamedTuple):
-    """What a run says of one row."""
+    """The result for one example."""
 
     label: str | float  # a number for regression
     confidence: float | None  # the largest probability; None for regression
-    layers: int | float  # after which it left; where tokens leave, a mean token
+    layers: int | float  # at its exit; if tokens exit, their mean
 
 
 class Run(NamedTuple):
@@ -72,9 +72,9 @@ class Run(NamedTuple):
     tokenizer: Tokenizer
     rule: Rule
     schedule: list[list[int]] | None = None  # of LoRA streams
-    metrics: dict = {}  # what training measured
+    metrics: dict = {}  # measurements of the training
 
-    is_exported = False  # True of an exported folder, an export.runtime.Runtime
+    is_exported = False  # True of an export.runtime.Runtime
 
     @property
     def unit(self) -> str:
@@ -83,7 +83,7 @@ class Run(NamedTuple):
 
     @property
     def generates(self) -> bool:
-        """Whether the model continues texts, and gives no labels."""
+        """Whether the model continues texts, and predicts no labels."""
         return load_unit(self.unit).generates
 
     @property
@@ -100,7 +100,7 @@ class Run(NamedTuple):
         return self.model.segments(self.schedule) if self.schedule else self.model.segments()
 
     def whole_model(self) -> Segments:
-        """What a speed-up is measured against, under NeverExit: the last exit alone."""
+        """The full model, with the last exit only; the baseline of speed-ups."""
         return self.segments().whole()
 
     @property
@@ -110,7 +110,7 @@ class Run(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all that is held in memory, stacked copies of adapters too. LoRAExit, Tables 2 and 10."""
+        """Bytes of all weights in memory, with stacked copies of adapters. LoRAExit, Tables 2 and 10."""
         segments = self.segments()
         return getattr(segments, "bytes_held", sum(parameter.nbytes for parameter in self.model.parameters()))
 
@@ -119,12 +119,12 @@ class Run(NamedTuple):
         return encode(self.tokenizer, texts, self.model.backbone)
 
     def classify(self, texts: Sequence[str | tuple[str, str]], batch_size: int = 32) -> list[Answer]:
-        """A label for each text, or pair of texts, from the exit at which the run's rule lets it leave.
+        """The prediction for each text, or pair of texts, at the exit that the run's rule decides.
 
-        Raises ValueError as Runtime.run does.
+        Raises ValueError like Runtime.run.
         """
         if self.generates:
-            raise WrongArguments(f"{self.folder} holds a decoder, which gives no labels; it is for generate")
+            raise WrongArguments(f"{self.folder}: expected a classifier, found a decoder; use generate")
         check_rows(texts, self.config["task"]["texts"])
         if not len(texts):
             return []
@@ -133,8 +133,8 @@ class Run(NamedTuple):
         for rows in in_order(len(encoded), batch_size):
             result = early_exit(segments, self.rule, encoded.batch(rows))
             labels = [names[best] for best in result.logits.argmax(axis=1)] if names else result.logits[:, 0].tolist()
-            sure = max_probability(result.logits).tolist() if names else [None] * len(labels)
-            answers += map(Answer, labels, sure, result.cost.depth.tolist())
+            confidences = max_probability(result.logits).tolist() if names else [None] * len(labels)
+            answers += map(Answer, labels, confidences, result.cost.depth.tolist())
         return answers
 
     def generate(
@@ -145,9 +145,9 @@ class Run(NamedTuple):
         sampling: Sampling = Sampling(),
         seed: int = 0,
     ) -> list[str]:
-        """What the decoder writes behind each prompt, its tokens leaving where the run's rule says."""
+        """The text that the decoder generates after each prompt, with early exits by the run's rule."""
         if not self.generates:
-            raise WrongArguments(f"{self.folder} holds a classifier, which writes no text; it is for classify")
+            raise WrongArguments(f"{self.folder}: expected a decoder, found a classifier; use classify")
         check_rows(prompts, 1)
         if not len(prompts):
             return []
@@ -161,12 +161,12 @@ class Run(NamedTuple):
 
 
 def encode(tokenizer: Tokenizer, texts, backbone) -> Encoded:
-    """Tokenize texts for a backbone; ValueError where the tokenizer gives ids that the backbone does not know."""
+    """Tokenize texts for a backbone. Raises ValueError if the tokenizer returns ids that the backbone does not have."""
     return tokenizer.encode_for(texts, backbone.config.vocab_size, backbone.config.token_types)
 
 
 def versions() -> dict[str, str]:
-    """What a figure depends on, for every JSON answer."""
+    """The versions of Python and the libraries, for every JSON answer."""
     return {
         "mini_ee": __version__,
         "python": platform.python_version(),
@@ -176,7 +176,7 @@ def versions() -> dict[str, str]:
 
 
 def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
-    """The model of a method, its own or the unit's. config: exits, settings; of rows pool, head and num_labels."""
+    """The model of a method, its own or the unit's. config: exits, settings; for rows pool, head and num_labels."""
     exits, settings = tuple(config["exits"]), configured(method, config["settings"])
     kind = load_unit(unit)
     if method.model is not None:
@@ -193,9 +193,8 @@ def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
 def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chosen, about: dict, metrics: dict) -> None:
     """Write a run folder, whole or not at all.
 
-    about: method, unit, settings, backbone (folder and sha256 of the checkpoint it began from), task or text, seed,
-    training. A model that names its backbone is not copied with it, unless `about` names the shots that changed it.
-    Raises FileExistsError where the folder is there.
+    about: method, unit, settings, backbone (folder and sha256 of the initial checkpoint), task or text, seed, training.
+    The backbone is only written if the training changed it. Raises FileExistsError if the folder exists.
     """
     unit, config = load_unit(model.unit), {"format_version": FORMAT_VERSION} | about
     config |= {"exits": list(model.exits), "pool": model.pool, "head": model.head}
@@ -218,9 +217,9 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
 
 
 def write_rule(folder: str | Path, rule: Rule, guarantee: dict | None, exit_counts: list[int]) -> None:
-    """Give a run on disk another rule, and what it made of held-out units. Its other files stay as they are.
+    """Write another rule and its held-out exit counts into a run. The other files do not change.
 
-    Raises FileExistsError where another process is doing so.
+    Raises FileExistsError if another process is writing the run.
     """
     path = Path(folder) / "config.json"
     about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts}
@@ -231,7 +230,7 @@ def write_rule(folder: str | Path, rule: Rule, guarantee: dict | None, exit_coun
 
 
 def training_folder(folder: Path) -> Path:
-    """Where the state of a training that will become `folder` stands until it is finished."""
+    """The folder of the state of an unfinished training that will become `folder`."""
     folder = folder.absolute()
     return folder.with_name(f"{folder.name}.training")
 
@@ -240,12 +239,12 @@ def training_folder(folder: Path) -> Path:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder holds a run, and not a checkpoint."""
+    """Whether a folder is a run, not a checkpoint."""
     return run_config(folder) is not None
 
 
 def run_config(folder: str | Path) -> dict | None:
-    """The config.json of a run; None for another folder."""
+    """The config.json of a run, or None for another folder."""
     path = Path(folder) / "config.json"
     config = read_json(path) if path.is_file() else {}
     return config if "format_version" in config else None
@@ -254,13 +253,15 @@ def run_config(folder: str | Path) -> dict | None:
 def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> Run:
     """Read a run folder and check all of it.
 
-    backbone_folder: where the backbone of a run that did not fine-tune it is now, if not where it was.
-    Raises FileNotFoundError where there is none, ValueError where it was damaged or comes from another format.
+    backbone_folder: folder of the backbone, if the run does not contain it and it moved. Raises FileNotFoundError if
+    there is no run, ValueError if it is damaged or has another format.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         unfinished = training_folder(folder)
-        hint = f"; {unfinished} holds an unfinished training, go on with --resume" if any(unfinished.glob("*")) else ""
+        hint = (
+            f"; {unfinished} is an unfinished training, continue it with --resume" if any(unfinished.glob("*")) else ""
+        )
         raise FileNotFoundError(f"{folder}: no run here; expected a folder that `mini-ee train` wrote{hint}")
     config = read_json(folder / "config.json", signed="format_version")
     version = config.get("format_version")
@@ -275,9 +276,7 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
         raise ValueError(f"{folder}: config.json has no key {error}; train the run again") from None
     except (TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{folder}: config.json holds a value of a wrong type ({reason}); train the run again"
-        ) from None
+        raise ValueError(f"{folder}: config.json has a value of a wrong type ({reason}); train the run again") from None
     except ValueError as error:
         raise ValueError(f"{folder}: {error}" if str(folder) not in str(error) else str(error)) from None
 
@@ -288,7 +287,7 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
             raise FileNotFoundError(f"{folder / name}: no such file; train the run again")
         if file_sha256(folder / name) != config["files"][name]:
             raise ValueError(
-                f"{folder / name}: damaged: the content does not have the checksum that was written with it"
+                f"{folder / name}: damaged: expected the checksum in config.json, found another; train the run again"
             )
     unit = load_unit(config["unit"])
     unit.check(config)
@@ -299,9 +298,9 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
 
 
 def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> nn.Module:
-    """Exits that were trained, on the backbone that the run contains or names."""
+    """The trained exits, on the backbone that the run contains or names."""
     source = config["backbone"]
-    base = config | config.get("base", {})  # RAEE's: method and settings of the run that it was collected on
+    base = config | config.get("base", {})  # for RAEE: method and settings of the run that it was collected on
     method = load_method(base["method"])
     if "config" in source:
         with without_memory():
@@ -317,21 +316,25 @@ def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> nn.
 
 
 def backbone_of(source: dict, run: Path, folder: str | Path | None):
-    """The backbone that a run was made with, or an error: adapters and values fit one backbone only."""
-    there = Path(folder or run / source["folder"])  # an absolute path stands for itself
-    if folder is None and not there.is_dir():  # a built-in one is in this installation, too
+    """The backbone of a run. Raises an error for another one, because adapters fit only one backbone."""
+    there = Path(folder or run / source["folder"])  # an absolute path stays as it is
+    if folder is None and not there.is_dir():  # or a built-in one of this installation
         own = (each for each in (BUILT_IN_MODEL, BUILT_IN_DECODER) if each.is_dir())
         there = next((each for each in own if backbone_sha256(each) == source["sha256"]), there)
     folder = there
     if not folder.is_dir():
-        raise FileNotFoundError(f"{run}: its backbone was in {folder}, nothing is there; say where with --model")
+        raise FileNotFoundError(
+            f"{run}: its backbone was in {folder}, which does not exist; give its folder with --model"
+        )
     if backbone_sha256(folder) != source["sha256"]:
-        raise ValueError(f"{run}: was trained on another backbone than the one in {folder}; give that one with --model")
+        raise ValueError(
+            f"{run}: was trained on another backbone than the one in {folder}; give the right one with --model"
+        )
     return load_backbone(folder)
 
 
 def plain_decoder(folder: str | Path) -> Run:
-    """A decoder's checkpoint as a run whose only exit is the last; WrongArguments for one that writes no text."""
+    """A decoder's checkpoint as a run with only the last exit. Raises WrongArguments for another checkpoint."""
     folder = Path(folder)
     config = read_config(folder / "config.json")
     check_generates(folder, config.model_type)
@@ -342,7 +345,7 @@ def plain_decoder(folder: str | Path) -> Run:
 
 
 def about_task(task: Task) -> dict:
-    """What a run says of the task that it was trained on."""
+    """The `task` of config.json."""
     return {
         "name": task.name,
         "label_names": list(task.label_names),

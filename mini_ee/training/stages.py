@@ -1,4 +1,4 @@
-"""What a training consists of: stages, which a method's recipe lists, and the losses and stages that recipes share."""
+"""Stages, the parts of a training that a recipe lists, and the losses and stages that several recipes use."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,23 +26,23 @@ class Stage(NamedTuple):
     """One part of a training: the parameters that are trained, their loss, and the score that picks the best epoch."""
 
     name: str  # other than those of the recipe's other stages
-    trainable: Callable[[str], bool]  # takes a parameter's name
+    trainable: Callable[[str], bool]  # whether the parameter of this name is trained
     loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
-    score: Callable[[np.ndarray], float] | None = None  # (K,) held-out scores of the exits -> what the best maximises
-    on_states: bool = False  # nothing below the states is trained: they are computed once, and batches are units
+    score: Callable[[np.ndarray], float] | None = None  # (K,) held-out scores of the exits -> score of the epoch
+    on_states: bool = False  # the backbone is frozen: its states are computed once and are the input of the loss
     make_targets: Callable[[nn.Module, object], np.ndarray | Tensor] | None = None
     """(model, train data or States) -> (N, ...), called once before the first step."""
     validate: Callable[[nn.Module, object], dict[str, float]] | None = None
     """In place of `score`: (model, States of the held-out set) -> `score`, and other fields of the epoch's record."""
     log_metrics: Callable[[nn.Module, object], dict] | None = None
-    """(model, held-out data) -> metrics, before the first step and CURVE_POINTS times on the way."""
+    """(model, held-out data) -> metrics, called before the first step and CURVE_POINTS times during the stage."""
     begin: Callable[[nn.Module, object], None] | None = None  # (model, train data), before the first step
     finish: Callable[[nn.Module, object], None] | None = None  # (best model, held-out data), at the end
     settings: dict = {}  # fields of TrainConfig that differ in this stage
-    to_beat: float | None = None  # score of the weights that the stage begins with; None: the first epoch beats them
+    to_beat: float | None = None  # score of the initial weights of the stage; None: the first epoch is better
 
     def config(self, config: TrainConfig) -> TrainConfig:
-        """The training's settings with the stage's own."""
+        """The settings of the training with those of the stage."""
         return replace(config, **self.settings)
 
 
@@ -54,7 +54,7 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same of each row: (N, C), (N,) -> (N,) float32."""
+    """task_loss of each row: (N, C), (N,) -> (N,) float32."""
     if labels.is_floating_point():
         return (logits.float()[:, 0] - labels) ** 2
     return F.cross_entropy(logits.float(), labels, reduction="none")
@@ -70,13 +70,13 @@ def depth_weighted_sum(losses, exits: tuple[int, ...]):
 
 
 def joint_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """All exits' losses under Eq. 1."""
+    """The losses of all exits, weighted by Eq. 1."""
     losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs)]
     return depth_weighted_sum(losses, model.exits)
 
 
 def joint_stage(model: nn.Module, **own) -> Stage:
-    """All exits and all trainable parts of the backbone at once, under Eq. 1. own: fields of the Stage that differ."""
+    """Train all exits and all trainable parts of the backbone with Eq. 1. own: other fields of the Stage."""
     stage = Stage("joint", lambda name: True, joint_loss, lambda scores: float(depth_weighted_sum(scores, model.exits)))
     return stage._replace(**own)
 
@@ -89,7 +89,7 @@ def heads_loss(model: nn.Module, batch: Batch) -> Tensor:
 def fine_tune_then_heads(
     model: nn.Module, heads_loss: Callable[[nn.Module, Batch], Tensor] = heads_loss
 ) -> list[Stage]:
-    """First the backbone and the last head, as any fine-tuning; then the other heads, by a loss of their own."""
+    """Two stages: the backbone with the last head, as in ordinary fine-tuning; then the other heads by heads_loss."""
     last = f"heads.{len(model.exits) - 1}."
     stages = [
         Stage(

@@ -1,7 +1,7 @@
-"""The saved state of a training: what it needs to continue after a kill, with the same result to the bit.
+"""The saved state of a training. A resumed training ends with exactly the weights of one that was not interrupted.
 
-RUN.training/state.safetensors holds the trainable weights, the best weights, the optimizer's and the random state, and
-`progress` (JSON as bytes): where the training is, its records, and the settings that it was started with.
+RUN.training/state.safetensors contains the trainable weights, the best weights, the states of the optimizer and of the
+random generators, and `progress` (JSON as bytes): the position, the records, and the settings of the training.
 """
 
 import json
@@ -16,7 +16,7 @@ from mini_ee.backbones.hub import read_tensors, write_tensors
 from mini_ee.training import ranks
 
 STATE = "state.safetensors"
-SAVE_SECONDS = 60.0  # between two saves on the way: a state holds the weights four times
+SAVE_SECONDS = 60.0  # between two saves within an epoch; a state contains the weights four times
 
 
 class NothingToResume(FileNotFoundError):
@@ -24,7 +24,7 @@ class NothingToResume(FileNotFoundError):
 
 
 class Saved(NamedTuple):
-    """Where the state is saved, until the caller removes it, and what the training was started with (JSON)."""
+    """The folder of the state, which the caller removes at the end, and the settings of the training (JSON)."""
 
     folder: Path
     settings: dict
@@ -52,7 +52,7 @@ class State:
         self.written = time.monotonic()
 
     def _read(self) -> dict[str, Tensor]:
-        """Take over the saved progress; return the saved tensors."""
+        """Read the saved progress; return the saved tensors."""
         path = self.saved.folder / STATE
         if not path.exists():
             raise NothingToResume(f"{path.parent}: no unfinished training here; start without --resume")
@@ -89,7 +89,7 @@ class State:
         return time.monotonic() - self.written > SAVE_SECONDS
 
     def save(self, optimizer: torch.optim.Optimizer, best: dict[str, Tensor]) -> None:
-        """Write everything; rank 0 alone does."""
+        """Write the state, on rank 0 only."""
         self.stop_clock()
         if ranks.rank() == 0:
             tensors = {f"model.{name}": value for name, value in own_state(self.model).items()}
@@ -102,7 +102,7 @@ class State:
             tensors["progress"] = torch.tensor(list(json.dumps(self.progress).encode()), dtype=torch.uint8)
             self.saved.folder.mkdir(
                 parents=True, exist_ok=True
-            )  # not before: if training fails at once, it is not made
+            )  # only here, so that a training that fails at once makes no folder
             write_tensors(self.saved.folder / STATE, tensors)
         self.start_clock()
         self.written = time.monotonic()
@@ -127,5 +127,5 @@ class State:
 
 
 def own_state(model: nn.Module) -> dict[str, Tensor]:
-    """All that some stage may change: a frozen backbone is not saved again and again."""
+    """The tensors that some stage may change, without a frozen backbone."""
     return {name: value for name, value in model.state_dict().items() if model.is_trainable(name)}

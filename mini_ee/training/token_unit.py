@@ -1,4 +1,4 @@
-"""Tokens exit: a decoder learns from texts of its own or of a file, and stops early as it writes."""
+"""Tokens exit: a decoder learns from generated texts or those of a file, and its tokens exit early."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from mini_ee.training.unit import TrainingData, Unit, is_labelled
 
 
 class TokenUnit(Unit):
-    """A token that a decoder writes."""
+    """A token that a decoder generates."""
 
     name = "tokens"
     noun = "tokens"
@@ -33,7 +33,9 @@ class TokenUnit(Unit):
         if model_type is not None:
             check_generates(model, model_type)
         if is_labelled(task):
-            raise WrongArguments("this method teaches a decoder's tokens: give --model a decoder, and no --task folder")
+            raise WrongArguments(
+                "this method is for tokens of decoders: give --model a decoder, and no folder with --task"
+            )
         if task is not None and task not in KINDS:
             raise WrongArguments(
                 f"--task: expected a task's folder, or for a decoder {' or '.join(KINDS[1:])}, found {task}"
@@ -45,10 +47,12 @@ class TokenUnit(Unit):
     def opened(self, request, task, source):
         name = request.name
         if source.kind == "pieces" != request.method.defaults.get(self.name, {}).get("kind"):
-            raise WrongArguments(f"--task pieces: the end of a piece has no label, and {name} needs one; give continue")
+            raise WrongArguments(
+                f"--task pieces: {name} needs labels at the end of a text, and pieces have none; give continue"
+            )
         if source.kind != "pieces" and (source.prompt or source.greedy):
             given = "prompt" if source.prompt else "greedy"
-            raise WrongArguments(f"--{given}: {name} learns from stories, which begin anywhere; leave it out")
+            raise WrongArguments(f"--{given}: {name} learns from stories, which need no prompt; leave it out")
         check_count(source)
         return replace(request, texts=source)
 
@@ -64,8 +68,8 @@ class TokenUnit(Unit):
     def data(self, request, backbone, tokenizer, about, say):
         exits = about["exits"]
         if len(exits) < 2 and "exits" not in request.method.lacks:
-            raise WrongArguments(f"expected exits before the last layer, got only {exits[0]}")
-        with without_memory():  # what cannot be built is refused before texts are written
+            raise WrongArguments(f"--exits: expected exits before the last layer, got only {exits[0]}")
+        with without_memory():  # a model that cannot be built is refused before texts are generated
             build_checked(request, empty_backbone(backbone.config.to_dict(), lm_head=True), about)
         source = Source(backbone, tokenizer, request.texts, request.seed)
         train, held = texts_to_learn(source)
@@ -81,7 +85,7 @@ class TokenUnit(Unit):
         metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(model.exits)} | chosen.about
         metrics |= {"texts": len(data.train), "tokens": _tokens(data.train)}
         for stage in request.method.recipe(model, request.config) if request.method.has_stages else ():
-            metrics |= stage.log_metrics(model, data.held) if stage.log_metrics else {}  # of the epoch that was kept
+            metrics |= stage.log_metrics(model, data.held) if stage.log_metrics else {}  # of the best epoch
         return chosen, metrics
 
     def build(self, method, backbone, exits, config):
@@ -90,7 +94,7 @@ class TokenUnit(Unit):
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
         model.fold()
-        return model, Tokenizer.from_folder(folder, None)  # a text is read whole, even if config.json has a max_length
+        return model, Tokenizer.from_folder(folder, None)  # texts are not cut, even if config.json has a max_length
 
 
 def _tokens(data) -> int:

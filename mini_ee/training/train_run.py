@@ -1,4 +1,4 @@
-"""From a method's name to a run on disk: open the parts, hold units out, train, choose the default rule, write."""
+"""Train a method: open model and data, hold examples out, train, choose the default rule, write the run."""
 
 import shutil
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from mini_ee.backbones.hub import (
 )
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import sole_writer
-from mini_ee.data.settings import flag_of, unused_option
+from mini_ee.data.settings import Settings, flag_of, unused_option
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
@@ -36,7 +36,7 @@ from mini_ee.training.unit import TrainingData, Unit, load_unit
 
 @dataclass(frozen=True)
 class Request:
-    """All that a training is asked for."""
+    """The method, model, data and settings of a training."""
 
     name: str
     method: Method
@@ -44,7 +44,7 @@ class Request:
     model: Path
     task: Any  # of rows: a Task; of tokens: None
     out: Path
-    config: Any  # the method's Config
+    config: Settings  # the method's Config
     train: TrainConfig
     common: Any  # CommonOptions; of rows: RowOptions
     texts: TextOptions | None  # of tokens
@@ -67,11 +67,11 @@ def train(
 ) -> Run:
     """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
 
-    model: a checkpoint's folder, by default a built-in one. task: a task's folder, by default the built-in reviews, or
-    with split_file=SEED a file; text_column=... and the other TaskOptions say how it is read. For a decoder's tokens
-    "continue" or "copy". A killed training leaves `out`.training behind, from which `resume` goes
-    on. Raises FileExistsError where `out` or an unfinished training of it is there; WrongArguments for options that do
-    not fit the method, the model or the task; ValueError where the training diverges.
+    model: folder of a checkpoint (default a built-in one). task: folder of a task (default the built-in reviews), or a
+    file with split_file=SEED; TaskOptions such as text_column define how it is read. For a decoder's tokens "continue"
+    or "copy". An interrupted training leaves the folder `out`.training, from which `resume` continues. Raises
+    FileExistsError if `out` or its unfinished training exists; WrongArguments for options that do not fit the method,
+    the model or the task; ValueError if the training diverges.
     """
     request = make_request(method, model, task, Path(out), resume, options)
     with ranks.together(request.common.device) as device:
@@ -84,7 +84,7 @@ def _trained(request: Request, say: Callable[[str], None]) -> Run:
         done = request.resume and is_run(request.out) and (state_folder / STATE).exists()
         advice = f"this training is over: remove {state_folder}" if done else "name another folder or remove it"
         raise FileExistsError(f"{request.out}: is there already; {advice}")
-    ranks.wait()  # until all have looked
+    ranks.wait()  # until all ranks have checked
     for line in doubts.of_data(request.task) if request.task else ():
         say(line)
     if request.method.train is not None:
@@ -97,17 +97,19 @@ def _trained(request: Request, say: Callable[[str], None]) -> Run:
     training = _fitted_run(request, state_folder, say)
     if ranks.rank() == 0:
         save_run(request.out, *training)
-        if state_folder.exists():  # what is not trained has no state
+        if state_folder.exists():  # a method without stages has no state
             shutil.rmtree(state_folder)
     ranks.wait()
     return load_run(request.out)
 
 
-# ---- What is asked for ----
+# ---- The request ----
 
 
-def make_request(name: str, model, task, out: Path, resume: bool, options: dict) -> Request:
-    """The request that a method's name and options make. Raises WrongArguments where they do not fit."""
+def make_request(
+    name: str, model: str | Path | None, task: str | Path | None, out: Path, resume: bool, options: dict
+) -> Request:
+    """The Request of a method's name and options. Raises WrongArguments if they do not fit."""
     method = load_method(name)
     unit, model = _unit_of(method, model and Path(model), task)
     defaults = unit.built_in_defaults if model == unit.built_in else {}
@@ -138,8 +140,8 @@ def make_request(name: str, model, task, out: Path, resume: bool, options: dict)
     return unit.opened(request, task, made[2])
 
 
-def _unit_of(method: Method, model: Path | None, task) -> tuple[Unit, Path]:
-    """What exits, and the model, where they were not named: the first of the method's units that these are for."""
+def _unit_of(method: Method, model: Path | None, task: str | Path | None) -> tuple[Unit, Path]:
+    """(unit, model): the first unit of the method that fits model and task; and its built-in model if none is named."""
     model_type = None
     if model is not None:
         if not model.is_dir():
@@ -148,7 +150,9 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[Unit, Path]:
             )
         run = run_config(model)
         if run is not None and method.train is None:
-            raise WrongArguments(f"{model}: holds a run of {run.get('method')}; give a checkpoint")
+            raise WrongArguments(
+                f"{model}: expected a checkpoint, found a run of {run.get('method')}; give a checkpoint"
+            )
         model_type = read_config(model / "config.json").model_type if run is None else None
     units = [load_unit(name) for name in method.units]
     unit = next((unit for unit in units if unit.wants(model_type, task)), units[0])
@@ -157,7 +161,7 @@ def _unit_of(method: Method, model: Path | None, task) -> tuple[Unit, Path]:
 
 
 def open_task(name: str | Path | None, options: TaskOptions = TaskOptions()) -> Task:
-    """A task's folder or file, or the built-in task where none is named, or no folder has its name."""
+    """The task of a folder or file, or the built-in task if none is named, or if no folder has its name."""
     if name is not None and (str(name) != TOY or Path(name).is_dir()):
         return load_task(name, options)
     if given := options.given():
@@ -166,7 +170,7 @@ def open_task(name: str | Path | None, options: TaskOptions = TaskOptions()) -> 
 
 
 def check_device(device: str) -> None:
-    """Raise WrongArguments for a device that torch does not have here."""
+    """Raise WrongArguments for a device that torch cannot use."""
     try:
         if device.partition(":")[0] not in ("cpu", "cuda"):
             raise RuntimeError("expected cpu, cuda or cuda:N")
@@ -177,10 +181,10 @@ def check_device(device: str) -> None:
 
 
 def check_task(run: Run, task: Task, folder: Path) -> None:
-    """Raise WrongArguments where the run was trained for other labels or another number of texts than the task has."""
+    """Raise WrongArguments if the run was trained with other labels or another number of texts than the task has."""
     texts, found = run.config["task"]["texts"], len(next(iter(task.splits.values())).texts[0])
     if texts != found:
-        raise WrongArguments(f"{folder}: was trained on rows of {texts} texts; {task.name} has {found}")
+        raise WrongArguments(f"{folder}: was trained on examples of {texts} texts; {task.name} has {found}")
     if run.label_names != list(task.label_names):
         raise WrongArguments(
             f"{folder}: was trained on {run.config['task']['name']} with the labels "
@@ -190,9 +194,9 @@ def check_task(run: Run, task: Task, folder: Path) -> None:
 
 
 def trained_on(run: Run, task: Task) -> bool:
-    """Whether a run was trained on this task's train split, less what it held out.
+    """Whether a run was trained on the train split of this task, except for the held-out examples.
 
-    Raises WrongArguments for a task of that name with other rows: which of them it has seen is not known.
+    Raises WrongArguments for a task of that name with other examples, because its training examples are not known.
     """
     about = run.config["task"]
     if "train" not in task.splits:
@@ -202,13 +206,13 @@ def trained_on(run: Run, task: Task) -> bool:
     if about["name"] != task.name:
         return False
     raise WrongArguments(
-        f"{run.folder}: does not say that it was trained on the rows that {task.name} has now: none is known to be "
-        f"held out; give the task as it was, rows of another name, or train again"
+        f"{run.folder}: {task.name} has other train examples than in its training, so none is known to be held out; "
+        f"give the task as it was, examples under another name, or train again"
     )
 
 
 def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
-    """The exits that were asked for, or the method's own. Raises WrongArguments for exits that no model has."""
+    """The exits of --exits, or the method's own. Raises WrongArguments for exits that the model cannot have."""
     exits, own = request.common.exits, request.method.exits
     if exits is None:
         if callable(own):
@@ -224,8 +228,8 @@ def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
 # ---- Training ----
 
 
-def _fitted_run(request: Request, state_folder: Path, say) -> tuple:
-    """Open, read, train, choose the default rule: what save_run takes."""
+def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]) -> tuple:
+    """Open, read, train and choose the default rule. Returns the arguments of save_run."""
     unit, backbone = request.unit, load_backbone(request.model)
     backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
     say_left_out(backbone, request.model, say)
@@ -239,7 +243,7 @@ def _fitted_run(request: Request, state_folder: Path, say) -> tuple:
 
 
 def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
-    """Say which tensors of a checkpoint are not used, and why."""
+    """Print which tensors of a checkpoint are not used, and why."""
     if backbone.left_out:
         why = f"; the masked-LM head is among them, because {UNTIED}" if backbone.untied_head else ""
         found = some_of(backbone.left_out)
@@ -247,7 +251,7 @@ def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) 
 
 
 def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
-    """Say which tokens of a tokenizer the model does not have."""
+    """Print which tokens of a tokenizer the model does not have."""
     if line := tokenizer.beyond(backbone.config.vocab_size):
         say(f"{folder}: {line}")
 
@@ -255,7 +259,7 @@ def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Cal
 def _fit(
     request: Request, backbone: nn.Module, about: dict, data: TrainingData, saved: Saved
 ) -> tuple[nn.Module, Fitted]:
-    """Build the model and train it. The caller's random state is kept."""
+    """Build the model and train it. Restores the random state of the caller."""
     begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
     heads = request.unit.head_settings(request, backbone)
     begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(data.train)} | heads
@@ -270,7 +274,7 @@ def _fit(
 
 
 def build_checked(request: Request, backbone: nn.Module, about: dict) -> nn.Module:
-    """The method's model. Raises WrongArguments where there is none of this backbone with these settings."""
+    """The method's model. Raises WrongArguments if it cannot be built with this backbone and these settings."""
     try:
         return build_model(request.method, request.unit.name, backbone, about)
     except ValueError as error:
@@ -278,7 +282,7 @@ def build_checked(request: Request, backbone: nn.Module, about: dict) -> nn.Modu
 
 
 def _about(request: Request, exits: tuple[int, ...]) -> dict:
-    """What config.json says of a training."""
+    """The parts of config.json that are known before the training."""
     return {
         "method": request.name,
         "unit": request.unit.name,

@@ -1,4 +1,4 @@
-"""Settings of every training, whatever the method. No torch here: the command line's options are made from them."""
+"""Settings of every training, for all methods. No torch here, because the command line's options are made from them."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,12 +8,12 @@ from mini_ee.registry import HEADS
 
 POOLS = ("mean", "first")
 PRECISIONS = ("float32", "bf16")
-KINDS = ("pieces", "continue", "copy")  # of a decoder's text, see training/training_text.py
+KINDS = ("pieces", "continue", "copy")  # kinds of a decoder's text, see training_text.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Settings):
-    """Steps and rates of a training. Raises ValueError on a value that makes no sense."""
+    """Settings of the optimization. Raises ValueError for an invalid value."""
 
     epochs: int = option(3, "number of epochs of each stage that has no option of its own", least=1)
     lr: float = option(5e-5, "learning rate of the backbone or its adapters", least=0)
@@ -29,14 +29,14 @@ class TrainOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainOptions):
-    """The same with the seed, which every command has."""
+    """TrainOptions with the seed, which is an option of every command."""
 
     seed: int = option(0, "random seed", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions(Settings):
-    """What every training takes, whatever the method."""
+    """Settings of every training."""
 
     exits: tuple[int, ...] | None = option(None, "exit layers, such as 2,4,6", least=1, default_text="the method's own")
     device: str = option("cpu", "device: cpu, cuda, cuda:1, ...")
@@ -44,7 +44,7 @@ class CommonOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions(CommonOptions):
-    """What a training on rows takes besides: a task has labels, and its texts are whole."""
+    """CommonOptions, and those of a training on the examples of a task."""
 
     pool: str | None = option(
         None,
@@ -73,7 +73,7 @@ class RowOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(Settings):
-    """Where a decoder's text comes from, and how it is fine-tuned. None: what suits the kind of text."""
+    """Training text of a decoder, and its fine-tuning. None stands for the default of the kind of text."""
 
     text: Path | None = option(
         None, "file of training text", metavar="FILE", default_text="text that the decoder generates"
@@ -109,14 +109,14 @@ class TextOptions(Settings):
             object.__setattr__(self, "prompt", (self.prompt,))
         super().__post_init__()
         if self.kind not in KINDS:
-            raise ValueError(f"a decoder learns from text that is one of {', '.join(KINDS)}, found {self.kind!r}")
+            raise ValueError(f"the kind of text must be one of {', '.join(KINDS)}, found {self.kind!r}")
         if self.text is not None and (self.prompt or self.greedy):
             given = "prompt" if self.prompt else "greedy"
-            raise ValueError(f"--{given} is for text that the model writes: leave it out, or --text")
+            raise ValueError(f"--{given} is for generated text: leave it out, or leave out --text")
         if self.kind == "copy" and self.text is None:
-            raise ValueError("--task copy: its sentences come from a text; give it with --text FILE")
+            raise ValueError("--task copy needs a file of text: give --text FILE")
 
     def to_dict(self) -> dict:
-        """As a run's config.json has it."""
+        """The `text` of a run's config.json."""
         text, prompt = self.text and str(self.text.resolve()), self.prompt and list(self.prompt)
         return asdict(self) | {"text": text, "prompt": prompt}

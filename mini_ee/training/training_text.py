@@ -1,11 +1,11 @@
-"""The text that a decoder's exits learn from, and that their thresholds are taken from.
+"""The texts on which a decoder's exits are trained and calibrated.
 
-    pieces      what the decoder writes from prompts, or a file cut in pieces; every position counts, but of prompts
-                that an encoder reads
-    continue    the beginnings of stories, of a file or the decoder's own, and what follows them
-    copy        sentences of a file, each to be written again
+    pieces      text that the decoder generates from prompts, or a file cut into pieces. The loss is of every position,
+                except those of prompts that an encoder reads
+    continue    stories, of a file or generated, whose beginnings are given
+    copy        sentences of a file, each to be repeated
 
-Without a file the decoder writes the text itself; it is made again from the seed.
+Without a file the decoder generates the text. The same seed generates the same text.
 """
 
 from collections.abc import Sequence
@@ -32,15 +32,15 @@ from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.train_settings import TextOptions
 
-GIVEN, FOLLOW = 40, 40  # tokens of a story
-CALIBRATION_PIECES = 512  # that thresholds are taken from, where no number is asked for
+GIVEN, FOLLOW = 40, 40  # tokens of the beginning of a story, and tokens after it
+CALIBRATION_PIECES = 512  # default number for a calibration
 PIECES, HELD_PIECES, HELD_STORIES = 1024, 32, 150
-HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # away from the seeds of the batches before
-EPSILON, MEASURE = 0.95, "breaking_ties"  # of the rule that a training ends with: those of Valade 2024, section 3.3.1
+HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # far from the seeds of the batches before
+EPSILON, MEASURE = 0.95, "breaking_ties"  # of the default rule: those of Valade 2024, section 3.3.1
 
 
 class Source(NamedTuple):
-    """A decoder that writes, its tokenizer, and the settings: all that texts are made from."""
+    """A decoder, its tokenizer and the settings from which texts are made."""
 
     backbone: Any  # a GenerativeBackbone
     tokenizer: Tokenizer
@@ -48,11 +48,11 @@ class Source(NamedTuple):
     seed: int
 
     def prompts(self, usual: Sequence[str]) -> list[list[int]]:
-        """The prompts that were given, or the usual ones, as token ids."""
+        """The prompts of --prompt, or the usual ones, as token ids."""
         return [self.tokenizer.ids_of(checked_prompt(prompt, "--prompt")) for prompt in self.options.prompt or usual]
 
     def written(self, usual: Sequence[str], seed: int, count: int, greedy: bool = False) -> list[Text]:
-        """What the full model writes from the prompts; greedily, each of them once."""
+        """Text that the full model generates from the prompts; greedily, once from each."""
         prompts = self.prompts(usual)
         new_tokens = self.options.new_tokens or max(1, min(64, self.backbone.room(prompts)))
         count = len(prompts) if greedy else count
@@ -82,17 +82,19 @@ class Source(NamedTuple):
         if self.options.kind == "copy":
             stop = self.backbone.config.stop_tokens
             if not stop:
-                raise WrongArguments("--task copy ends with the model's eos token, and its config.json names none")
+                raise WrongArguments(
+                    "--task copy needs an eos token, and the config.json of the model has none; give --task continue"
+                )
             return copies(self.tokenizer.backend, stories, stop[0])
         return continuations(self.tokenizer.backend, stories, GIVEN, self.follow)
 
     @property
     def follow(self) -> int:
-        """Tokens that are written behind the beginning of a story."""
+        """Number of tokens after the beginning of a story."""
         return self.options.new_tokens or FOLLOW
 
     def own_stories(self, count: int, seed: int) -> list[Text]:
-        """What the decoder writes from its first token, the beginning of each being given."""
+        """Stories that the decoder generates from its first token. Their beginnings count as given."""
         check_reads_on(self.backbone, "--text FILE")
         first, length = [[self.backbone.config.bos_token_id or 0]], GIVEN + self.follow
         written = generated_texts(self.backbone, first, count, length, seed=self.seed + seed)
@@ -100,38 +102,38 @@ class Source(NamedTuple):
 
 
 def check_reads_on(backbone, instead: str) -> None:
-    """Raise WrongArguments for a model whose texts cannot begin with nothing; `instead`: what to give."""
+    """Raise WrongArguments for a model that needs a prompt. instead: the advice."""
     if backbone.is_encoder_decoder:
         raise WrongArguments(
-            f"a {backbone.config.model_type} writes answers to what its encoder reads, not texts from their beginning: "
+            f"a {backbone.config.model_type} generates answers to the prompt of its encoder, no text without one: "
             f"give {instead}"
         )
 
 
 def checked_prompt(prompt: str, name: str, what: str = "a prompt") -> str:
-    """The prompt, or what else it is. Raises WrongArguments, with the name of what held it, if it has no text."""
+    """The prompt. Raises WrongArguments if it has no text. name, what: its option and kind, for the message."""
     if not prompt.strip():
         raise WrongArguments(f"{name}: expected {what}, found no text")
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # the command line passes bytes that are no text as surrogates
+    except UnicodeEncodeError as error:  # Python represents invalid bytes of the command line as surrogates
         raise WrongArguments(f"{name}: expected text in UTF-8, found another byte at {error.start}") from None
     return prompt
 
 
 def check_count(options: TextOptions) -> None:
-    """Raise WrongArguments if a decoder is to write fewer stories to learn from than are held out. No model needed."""
+    """Raise WrongArguments if fewer stories are to be generated for training than are held out."""
     if options.kind != "pieces" and options.text is None and (options.texts or HELD_STORIES) < HELD_STORIES:
         raise WrongArguments(
-            f"--texts: expected at least {HELD_STORIES} stories, as many as are held out besides, got {options.texts}; "
+            f"--texts: expected at least {HELD_STORIES} stories, as many as are held out, got {options.texts}; "
             f"give more"
         )
 
 
 def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
-    """(train, held): texts to learn from, and others of the same kind for every choice.
+    """(train, held): training texts, and held-out texts of the same kind for all choices.
 
-    Of a file of stories, all but the last tenth: that is for tests.
+    The last tenth of a file of stories is left out, because it is for tests.
     """
     options = source.options
     if options.kind == "pieces":
@@ -144,7 +146,7 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
             return TextData(texts, every), TextData(held, every)
         pieces = source.pieces()
         if len(pieces) < 2:
-            raise WrongArguments("--texts: expected at least 2, one to learn from and one to hold out, got 1")
+            raise WrongArguments("--texts: expected at least 2, one to train on and one to hold out, got 1")
         held = max(1, min(HELD_PIECES, len(pieces) // 10))
         return TextData(pieces[held:], True), TextData(pieces[:held], True)
     count = options.texts or 1500
@@ -164,7 +166,7 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
 
 
 def texts_to_calibrate(source: Source) -> list[Text]:
-    """What thresholds are taken from, and checked on: not what was learned, unless a file says so."""
+    """Texts for calibration. They are not the training texts, unless --text is the same file."""
     options = source.options
     if options.text is not None:
         found = source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
@@ -177,7 +179,7 @@ def texts_to_calibrate(source: Source) -> list[Text]:
 
 
 def texts_to_test(source: Source, count: int) -> list[Text]:
-    """Others: of the last tenth of the file's stories, or written by the decoder; of pieces the half is given."""
+    """Texts for tests: the last tenth of a file's stories, or generated ones. Of a piece the first half is given."""
     if source.options.kind == "pieces":
         if source.options.text is None:
             return source.written(CALIBRATION_PROMPTS, TESTED_SEED, count)
@@ -194,9 +196,9 @@ def texts_to_test(source: Source, count: int) -> list[Text]:
 
 
 def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
-    """The rule that a training on tokens ends with, if the method has none of its own.
+    """The default rule on tokens, for a method without its own.
 
-    Thresholds at which a share of at least EPSILON of the held-out tokens agree with the full model.
+    It has thresholds at which a share of at least EPSILON of the held-out tokens agree with the full model.
     """
     recorded = record_texts(model, held.texts, progress="observing")
     rule, answer = calibrate_record(recorded, EPSILON, None, MEASURE, source.seed)

@@ -1,7 +1,7 @@
 """What exits: an example ("rows"), an example read through a prompt ("prompts"), or a token ("tokens").
 
-Each kind is one object, a Unit, which answers for itself; its file ends with UNIT, and registry.py names the file. The
-name is `unit` in a run's config.json.
+Each is an object of a class Unit. Its file ends with UNIT, and registry.py names the file. The config.json of a run
+contains its name as `unit`.
 """
 
 from collections.abc import Callable
@@ -20,71 +20,71 @@ from mini_ee.registry import UNITS
 
 
 class TrainingData(NamedTuple):
-    """What a training learns from, what it holds out, and what a resumed training compares."""
+    """The data of a training."""
 
     train: Any
-    held: Any
-    more: Any  # what `conclude` needs besides: the examples that test the default rule, or where texts come from
-    begun_with: dict
+    held: Any  # held out; it chooses the best epochs
+    more: Any  # for `conclude`: the examples that test the default rule, or the Source of texts
+    begun_with: dict  # must be the same if the training is resumed
 
 
 class Unit:
-    """One kind of thing that exits. `request` is a training.train.Request."""
+    """One kind of thing that exits. `request` is a train_run.Request."""
 
     name: str
     noun = "examples"  # in messages
     generates = False  # True if its models continue texts, and give no labels
     default_measure = "max_probability"  # confidence measure of a rule, if none is named
-    reads_lm_head = True  # exits read the backbone's own head to words: a fine-tuned backbone is saved as a checkpoint
+    reads_lm_head = True  # exits use the LM head, and a fine-tuned backbone is saved with it as a checkpoint
     built_in: Path  # the model, if none is named
     built_in_defaults: dict = {}
-    options: tuple[type, ...]  # settings of every training, and those that say where the data comes from
-    task_help = ""  # of --task
-    options_help = ""  # of the options beside those of every training
+    options: tuple[type, ...]  # settings of a training, and settings of its data
+    task_help = ""  # help of --task
+    options_help = ""  # help of the group of the data's options
 
-    # ---- What is asked for ----
+    # ---- The request ----
     def wants(self, model_type: str | None, task) -> bool:
-        """Whether this model (None: it is not a checkpoint) and this task are for these, or leave it open."""
+        """Whether this unit can be trained with this model (None: not a checkpoint) and this task."""
         return False
 
     def check_source(self, model: Path | None, model_type: str | None, task) -> None:
-        """Raise WrongArguments for a model or a task that these cannot be trained on."""
+        """Raise WrongArguments for a model or a task with which this unit cannot be trained."""
 
     def implied(self, task) -> dict:
-        """Defaults that follow from the name of the task."""
+        """Settings that follow from the name of the task."""
         return {}
 
     def opened(self, request, task, source):
-        """The request with its data, checked as far as no model is needed. source: the last of `options`."""
+        """The request with its data, after all checks that need no model. source: settings of the data."""
         raise NotImplementedError
 
     def exit_count(self, method) -> int | None:
-        """How many exits, if none are named."""
+        """The number of exits, if none are named."""
         return method.exits
 
     def with_last(self, exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-        """The exits that were named, with the last one if it is always there."""
+        """The named exits, with the last layer if this unit always has it."""
         return exits
 
     # ---- Training ----
     def about(self, request) -> dict:
-        """What config.json contains about a training on these."""
+        """The unit's part of config.json."""
         raise NotImplementedError
 
     def training_settings(self, request) -> dict:
-        """What its key `training` contains besides steps and rates."""
+        """The unit's part of `training` in config.json."""
         return {}
 
     def head_settings(self, request, backbone) -> dict:
-        """How exits are read: `pool` and `head`."""
+        """`pool` and `head`: what the heads read, and their kind."""
         return {"pool": None, "head": None}
 
     def max_length(self, request, backbone) -> int | None:
-        """Tokens after which a text is cut; None: it is not cut."""
+        """Number of tokens after which a text is cut; None: it is not cut."""
         return None
 
     def data(self, request, backbone, tokenizer, about: dict, say: Callable[[str], None]) -> TrainingData:
-        """Everything that a training reads."""
+        """All data of the training."""
         raise NotImplementedError
 
     def conclude(self, request, model: nn.Module, fitted, data: TrainingData) -> tuple:
@@ -93,23 +93,23 @@ class Unit:
 
     # ---- A run ----
     def build(self, method, backbone, exits: tuple[int, ...], config: dict) -> nn.Module:
-        """The model of a method that has none of its own."""
+        """The model, for a method without a model of its own."""
         raise NotImplementedError
 
     def shape(self, config: dict) -> tuple[int, str | None]:
-        """(num_labels, pool), as a method's own model takes them."""
+        """(num_labels, pool), for a method's own model."""
         return 1, None
 
     def saved(self, folder: Path, model: nn.Module, tokenizer) -> tuple[dict, dict[str, str]]:
-        """Write what was trained. Returns what config.json contains of it, and the checksums of the files."""
+        """Write what was trained. Returns (fields of config.json, checksums of the files)."""
         return {}, {"model.safetensors": write_tensors(folder / "model.safetensors", model.own_state())}
 
     def backbone_changed(self, model: nn.Module, about: dict) -> bool:
-        """Whether the run has to contain the backbone."""
+        """Whether the run must contain the backbone."""
         return model.holds_backbone
 
     def check(self, config: dict) -> None:
-        """Raise ValueError for values of config.json that nothing else checks before they are used."""
+        """Raise ValueError for invalid values of config.json that no other check finds."""
 
     def read(self, folder: Path, config: dict, backbone_folder) -> tuple:
         """(model, tokenizer) of a run."""
@@ -121,12 +121,12 @@ class Unit:
 
 
 def is_labelled(task) -> bool:
-    """Whether this names a task, whose examples have labels."""
+    """Whether this is a task with labels: the built-in one, a folder, or a table."""
     return task is not None and (str(task) == TOY or Path(task).is_dir() or Path(task).suffix.lower() in SUFFIXES)
 
 
 def check_labelled(config: dict) -> None:
-    """Raise ValueError for a config.json of examples with labels whose values make no sense."""
+    """Raise ValueError for invalid values in the config.json of a classifier or a regression."""
     names = config["task"]["label_names"]
     check_integer("max_length", config["max_length"])
     check_integer("texts", config["task"]["texts"], most=2)
@@ -135,7 +135,7 @@ def check_labelled(config: dict) -> None:
 
 
 def load_unit(name: str) -> Unit:
-    """The kind of this name. Raises ValueError if there is none."""
+    """The unit of this name. Raises ValueError for an unknown name."""
     if not isinstance(name, str) or name not in UNITS:
-        raise ValueError(f"unit must be one of {', '.join(UNITS)}, found {name!r}; train it again")
+        raise ValueError(f"unit must be one of {', '.join(UNITS)}, found {name!r}; train the run again")
     return import_module(UNITS[name]).UNIT

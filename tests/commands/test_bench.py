@@ -102,7 +102,7 @@ def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch):
         (("exit-tax", "--large"), "--large is for retrieval, which builds a datastore"),
         (("exit-tax", "--task", "x"), "--task and --picture are for serve"),
         (("exit-tax", "--picture", "x.png"), "--task and --picture are for serve"),
-        (("sgmv", "--model", "x"), "--model: sgmv times adapters of a random BERT-base; leave it out"),
+        (("sgmv", "--model", "x"), "--model: sgmv measures adapters of a random BERT-base; leave it out"),
     ],
 )
 def test_an_option_that_a_benchmark_does_not_take_is_refused(capsys, decoder_checkpoint, decoder, argv, message):
@@ -148,7 +148,7 @@ def test_a_benchmark_runs_its_cases_and_compares_each_with_its_limit(capsys, mon
         if name == "exit-tax":
             assert row["holds"] == (row["excess"] <= row["excess_bar"])
     exits = [case for case in rows if name == "exit-tax" and "head_share" in rows[case]]
-    assert lines.count("one head read and judged") == len(exits)
+    assert lines.count("one head and its rule") == len(exits)
 
 
 def test_a_model_of_another_depth_has_exits_after_its_own_thirds(capsys, monkeypatch, tmp_path):

@@ -219,7 +219,7 @@ def test_what_a_model_has_to_beat_stands_beside_its_figure(capsys, run_folder, t
     said = answer(capsys, "evaluate", run_folder, "--task", folder)
     assert said["majority"] == len(good) / (len(rows) - 3)
     assert main(["evaluate", str(run_folder), "--task", str(folder)]) == 0
-    assert f"Always saying good: accuracy {said['majority']:.3f}." in capsys.readouterr().out
+    assert f"If good is predicted for every example: accuracy {said['majority']:.3f}." in capsys.readouterr().out
 
 
 def with_heads(folder, copy, change):
@@ -244,7 +244,7 @@ def test_a_model_that_always_gives_one_answer_is_told(capsys, run_folder, task_f
         given = ("evaluate", str(folder), "--task", str(task_folder), "--rule", "never")
         assert answer(capsys, *given)["always"] == expected
         assert main([*given]) == 0
-        assert ("It always says bad.\n" in capsys.readouterr().out) == (expected == "bad")
+        assert ("The prediction is always bad.\n" in capsys.readouterr().out) == (expected == "bad")
 
 
 def test_a_tasks_own_metric_is_printed_by_its_name(capsys, checkpoint_folder, task_folder, tmp_path):
@@ -263,7 +263,7 @@ def test_a_tasks_own_metric_is_printed_by_its_name(capsys, checkpoint_folder, ta
         assert "matthews" in shown and not re.search(r"\bscore\b", shown)
     shutil.rmtree(run)
     assert main([*map(str, ("train", "joint", "--model", checkpoint_folder, *given, *FAST, "--out", run))]) == 0
-    assert f"rows held out: matthews {said['matthews']:.3f}," in capsys.readouterr().out
+    assert f"held-out examples: matthews {said['matthews']:.3f}," in capsys.readouterr().out
 
 
 def test_a_checkpoints_other_head_is_told_where_it_is_left_out(capsys, checkpoint_folder, task_folder, tmp_path):
@@ -304,7 +304,10 @@ def test_confidence_is_not_asked_of_a_regression(capsys, tmp_path, method):
     for split in ("train", "dev"):
         (folder / f"{split}.tsv").write_text(lines)
     line = refused(capsys, "train", method, "--task", folder, "--out", tmp_path / "run")
-    assert f"{method} asks how sure or how right an exit is, and STS-B is a regression; train joint or pabee" in line
+    assert (
+        f"{method} needs the confidence or the accuracy of an exit, and STS-B is a regression; train joint or pabee"
+        in line
+    )
 
 
 def test_a_picture_that_cannot_be_written_is_told_before_the_work(capsys, run_folder, tmp_path):
@@ -427,7 +430,7 @@ def test_train_answers(capsys, tmp_path, checkpoint_folder, task_folder):
 
 def test_a_run_is_no_checkpoint(capsys, run_folder, tmp_path):
     line = refused(capsys, "train", "joint", "--model", run_folder, "--out", tmp_path / "run")
-    assert line.endswith("holds a run of joint; give a checkpoint")
+    assert line.endswith("found a run of joint; give a checkpoint")
 
 
 def test_retrieval_over_a_cascade_is_exported_with_the_deepest_models_states(
@@ -555,7 +558,7 @@ def test_lora_exits_stand_in_a_comparison_once_under_each_schedule(capsys, run_f
     assert restart["score"] == parallel["score"] and restart["layer_passes"] < parallel["layer_passes"]
     assert main([*map(str, both)]) == 0
     assert "lora-exits 1+2+3" in capsys.readouterr().out
-    assert "none of these runs has them" in refused(
+    assert "none of these runs has streams" in refused(
         capsys, "compare", run_folder, "--task", task_folder, "--schedule", "parallel"
     )
     assert "expected some of restart, parallel, adaptive" in refused(capsys, "compare", lora_folder, "--schedule", "x")
@@ -581,9 +584,7 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     counts = answer(capsys, "calibrate", run, "--task", task_folder, "--epsilon", 0.5)["exit_counts"]
     answer(capsys, *evaluate)
     np.testing.assert_allclose(asked[-1], [sum(counts[k:]) / sum(counts) for k in range(3)])
-    assert "goes by the rule that was calibrated: leave out --threshold" in refused(
-        capsys, *evaluate, "--threshold", 0.9
-    )
+    assert "uses the calibrated rule: leave out --threshold" in refused(capsys, *evaluate, "--threshold", 0.9)
 
 
 def test_every_setting_of_a_rule_is_refused_where_no_rule_is_taken(capsys, lora_folder, task_folder):
@@ -612,7 +613,7 @@ def test_rows_of_another_train_file_are_not_taken_for_held_out_ones(capsys, run_
         ("train", "raee", "--model", run_folder, "--out", tmp_path / "raee"),
     ):
         line = refused(capsys, *command, "--task", grown, status=2)
-        assert "does not say that it was trained on the rows that words has now" in line
+        assert "words has other train examples than in its training" in line
     assert read_json(run_folder / "config.json") == config and not (tmp_path / "raee").exists()
     calibrated = shutil.copytree(run_folder, tmp_path / "run")
     assert (
@@ -779,11 +780,11 @@ def test_low_and_high_range_are_the_best_scores_for_a_third_and_two_thirds_of_th
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("classify", ("--text", "good", "--model", "nowhere"), "--model says where a backbone is"),
-        ("evaluate", ("--model", "nowhere"), "--model says where a backbone is"),
-        ("calibrate", ("--epsilon", ".1", "--model", "nowhere"), "--model says where a backbone is"),
-        ("export", ("--out", "nowhere", "--model", "nowhere"), "--model says where a backbone is"),
-        ("compare", ("--model", "nowhere"), "--model says where a backbone is"),
+        ("classify", ("--text", "good", "--model", "nowhere"), "--model is for a run without its backbone"),
+        ("evaluate", ("--model", "nowhere"), "--model is for a run without its backbone"),
+        ("calibrate", ("--epsilon", ".1", "--model", "nowhere"), "--model is for a run without its backbone"),
+        ("export", ("--out", "nowhere", "--model", "nowhere"), "--model is for a run without its backbone"),
+        ("compare", ("--model", "nowhere"), "--model is for a run without its backbone"),
         ("compare", ("--temperature", 1), "--temperature is for decoders"),
     ],
 )
@@ -801,7 +802,7 @@ def test_a_training_that_another_process_writes_is_refused(capsys, checkpoint_fo
 
 def test_a_training_that_diverges_in_its_last_step_says_so(capsys, checkpoint_folder, task_folder, tmp_path):
     trained = ("train", "joint", "--model", checkpoint_folder, "--task", task_folder, "--max-train", 16, "--epochs", 1)
-    assert "the training diverged; begin anew with a smaller --lr" in refused(
+    assert "the training diverged; train again with a smaller --lr" in refused(
         capsys, *trained, "--lr", 1e30, "--out", tmp_path / "run"
     )
 
@@ -993,21 +994,21 @@ def test_calibrate_reads_the_held_out_rows_that_chose_nothing_of_the_model(
             [0.912, 0.96],
             0.93,
             {},
-            "This is below the agreement that was asked for, 95.0%: 91.2% at the exit after layer 2, 93.0% at the "
-            "exits that they take. --delta .05 gives stricter thresholds.",
+            "This agreement is below --epsilon, 95.0%: 91.2% at the exit after layer 2, 93.0% at the "
+            "exits of the rule. --delta .05 gives stricter thresholds.",
         ),
         (
             [0.9, 0.96],
             0.96,
             {"delta": 0.05},
-            "This is below the agreement that was asked for, 95.0%: 90.0% at the exit after layer 2.",
+            "This agreement is below --epsilon, 95.0%: 90.0% at the exit after layer 2.",
         ),
         ([0.9, 0.96], 0.96, {"guarantee": "conformal"}, ""),
         (
             [0.9, 0.96],
             0.949,
             {"guarantee": "conformal"},
-            "This is below the agreement that was asked for, 95.0%: 94.9% at the exits that they take.",
+            "This agreement is below --epsilon, 95.0%: 94.9% at the exits of the rule.",
         ),
     ],
 )
@@ -1031,7 +1032,7 @@ def test_calibrate_prints_where_rows_left_and_how_far_chance_moves_the_papers_th
     for options, bootstrapped in (([], True), (["--delta", ".9"], False)):
         assert main([*argv, *options]) == 0
         shown = capsys.readouterr().out
-        assert "left here" in shown and ("bootstraps" in shown) == bootstrapped
+        assert "exit here" in shown and ("bootstraps" in shown) == bootstrapped
 
 
 @pytest.mark.parametrize(
@@ -1086,7 +1087,7 @@ def test_the_demo_on_a_decoder_wants_a_task_and_shows_a_command_that_fits(
     capsys, tmp_path, decoder_checkpoint, checkpoint_folder
 ):
     line = refused(capsys, "demo", "--model", decoder_checkpoint, "--out", tmp_path / "demo")
-    assert f"{decoder_checkpoint}: is a decoder, the demo is of rows; name a task's folder with --task" in line
+    assert f"{decoder_checkpoint}: is a decoder, and the demo trains a classifier; name the folder of a task" in line
     pairs, rows = tmp_path / "pairs", "".join(f"a good film {k}\tit was\t{k % 2}\n" for k in range(40))
     pairs.mkdir()
     for split in ("train", "dev"):
@@ -1113,7 +1114,7 @@ def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folde
         status = main(["demo", "--model", str(checkpoint_folder), "--task", str(task_folder), "--out", str(tmp_path)])
     except SystemExit as stop:
         status = stop.code
-    assert status == 2 and "holds no demo report" in capsys.readouterr().err
+    assert status == 2 and "is no report of a demo" in capsys.readouterr().err
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
@@ -1235,7 +1236,7 @@ def test_a_task_of_pairs_is_refused_by_a_run_on_single_texts(capsys, tmp_path, r
     folder.mkdir()
     for split in ("train", "dev"):
         (folder / f"{split}.tsv").write_text("sentence1\tsentence2\tlabel\na\tb\tbad\nb\ta\tgood\n")
-    assert "rows of 1 texts" in refused(capsys, "evaluate", run_folder, "--task", folder)
+    assert "examples of 1 texts" in refused(capsys, "evaluate", run_folder, "--task", folder)
 
 
 def test_a_second_text_for_a_task_of_one_is_one_line(capsys, run_folder):

@@ -430,7 +430,7 @@ def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpo
     save_backbone(load_backbone(checkpoint_folder).first_layers(1), one)
     for argv, says in (
         ((tmp_path / "nowhere",), "no such folder; expected a checkpoint"),
-        ((checkpoint_folder,), "give --task DIR, rows with labels, or --text FILE"),
+        ((checkpoint_folder,), "give --task DIR, or --text FILE with one example without label per line"),
         ((checkpoint_folder, "--task", words_task, "--text", words_text), "give one of them"),
         ((checkpoint_folder, "--task", tmp_path / "nowhere"), "expected a task folder, found nothing"),
         ((checkpoint_folder, "--text", tmp_path / "nowhere"), "No such file"),
@@ -442,9 +442,9 @@ def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpo
         ((checkpoint_folder, "--task", sts), "STS-B: is a regression"),
         ((checkpoint_folder, "--task", words_task, "--texts", 50), "--texts is for a decoder's tokens"),
         ((checkpoint_folder, "--task", words_task, "--device", "tpu"), "tpu"),
-        ((one, "--task", words_task), "has one layer"),
-        ((bare,), "has no head to words"),
-        ((decoder_checkpoint, "--max-rows", 90), "--max-rows is for rows"),
+        ((one, "--task", words_task), "expected at least two layers, found one"),
+        ((bare,), "has no LM head"),
+        ((decoder_checkpoint, "--max-rows", 90), "--max-rows is for examples"),
         ((decoder_checkpoint, "--texts", 39), "expected at least 40 texts"),
         ((decoder_checkpoint, "--text", tmp_path / "short.txt"), "tokens; give a longer text"),
     ):
@@ -454,10 +454,10 @@ def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpo
 def test_a_run_is_no_checkpoint(capsys, checkpoint_folder, words_task, tmp_path):
     train = ("--exits", "1,3", "--epochs", 1, "--max-train", 40, "--out", tmp_path / "run")
     answer(capsys, "train", "joint", "--model", checkpoint_folder, "--task", words_task, *train)
-    assert "is trained already" in refused(capsys, "estimate", tmp_path / "run", "--task", words_task, status=2)
+    assert "found a trained run" in refused(capsys, "estimate", tmp_path / "run", "--task", words_task, status=2)
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported" / "manifest.json").write_text("{}")
-    assert "is trained already" in refused(capsys, "estimate", tmp_path / "exported", status=2)
+    assert "found a trained run" in refused(capsys, "estimate", tmp_path / "exported", status=2)
 
 
 # ---- Real weights and data ----

@@ -188,7 +188,7 @@ def test_the_command_writes_the_rule_and_its_guarantee(run_folder, task_folder, 
     assert config["guarantee"] == {"guarantee": "conformal", "epsilon": 0.8, "measure": "max_probability"}
     assert load_run(run_folder).rule.to_dict() == config["rule"]
     assert main([*argv, "--guarantee", "conformal", "--sets", "5"]) == 0
-    assert "calibration sets of 15 the others get the full model's answer for" in capsys.readouterr().out
+    assert "We drew 5 calibration sets of 15. On average " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_command_writes_the_rule_and_its_guarantee(run_folder, task_folder, 
     [
         (("--guarantee", "conformal", "--delta", ".05"), "takes an --epsilon below 1 and no --delta"),
         (("--measure", "exit_logit"), "--measure exit_logit is for --guarantee conformal"),
-        (("--guarantee", "conformal", "--measure", "exit_logit"), "has no policy"),
+        (("--guarantee", "conformal", "--measure", "exit_logit"), "needs a policy, and this run has none"),
     ],
 )
 def test_what_cannot_be_guaranteed_is_one_line(run_folder, task_folder, capsys, given, said):

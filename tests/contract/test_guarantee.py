@@ -1,4 +1,4 @@
-"""The default rule's guarantee: the exact test behind it, the rule that is chosen, and how many rows would do."""
+"""The guarantee of the default rule: its exact test, the choice of the rule, and the number of rows it needs."""
 
 import json
 import math
@@ -250,7 +250,7 @@ def test_candidates_and_their_order_come_from_the_selection_part_and_the_figures
     assert chosen.guarantee["of"] == "accuracy" and chosen.rows_needed is None and chosen.about["fallback"] is None
     said = chosen.about["guaranteed"]
     assert said.startswith("Guaranteed with confidence 95%: the default rule loses at most 0.01 of accuracy")
-    assert "the 630 held-out ones that tested it and chose nothing else. 70 others chose" in said
+    assert "the 630 held-out ones that tested it and chose nothing. 70 others chose" in said
     assert "calibrate RUN --task DIR" in said
 
 
@@ -283,7 +283,7 @@ def test_without_a_guarantee_a_rule_is_taken_that_loses_less_than_a_twentieth_an
     assert chosen.about["guaranteed"] == (
         "The default rule loses less than 0.05 of accuracy with confidence 95%, by a test on 180 held-out examples. "
         "A loss of at most 0.01 with confidence 95% is not guaranteed: "
-        f"about {chosen.rows_needed} held-out test examples would do."
+        f"about {chosen.rows_needed} held-out test examples are needed."
     )
     made = [
         default_rule(*parts(*population(chosen.rows_needed + 70, seed), share=70 / (chosen.rows_needed + 70)), CLASSES)
@@ -311,10 +311,10 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
     chosen = default_rule(*alike(rows, worse), CLASSES, 0.02, candidates=lambda some: [Threshold(0.0)])
     assert chosen.guarantee is None and (chosen.rule == Threshold(0.0)) == exits_early
     said = chosen.about["guaranteed"]
-    assert "would do" in said and "lost nothing" not in said
+    assert "are needed" in said and "lost nothing" not in said
     if not exits_early:
         assert chosen.rule == NeverExit() and chosen.about["fallback"] is None
-        first = f"The default rule is the full model: {rows} held-out test examples show of no other rule that it loses"
+        first = f"The default rule is the full model: on {rows} held-out test examples no other rule is shown to lose"
         assert said.startswith(f"{first} less than 0.05 of accuracy with confidence 95%; about ")
         assert int(said.split("; about ")[1].split()[0]) >= 59
 

@@ -291,7 +291,7 @@ def test_what_is_doubtful_about_data_is_said_before_training(tmp_path):
     folder = made(tmp_path, "many", all_csv=many)
     split, numbers = doubts.of_data(load_task(folder / "all.csv", TaskOptions(split_file=3)))
     assert split == "all.csv was split with seed 3: 24 in train and 6 in dev."
-    assert numbers == "The labels are 30 different numbers, read as classes; or give --regression."
+    assert numbers == "The labels are 30 different numbers and are read as classes; see --regression."
     assert doubts.of_data(load_task(folder, TaskOptions(split_file=3, regression=True)))[1:] == []
     few = made(tmp_path, "few", train_csv=sheet(("text", "label"), [(f"text {i}", str(1 + i % 5)) for i in range(30)]))
     assert doubts.of_data(load_task(few)) == []
@@ -393,14 +393,14 @@ def test_a_task_that_moved_or_changed_is_asked_for(capsys, own_run, kunden, tmp_
     content = file.read_bytes()
     for command in (("evaluate",), ("compare",), ("calibrate", "--epsilon", ".5")):
         file.write_bytes(content + b"the new film was good;good;4\r\n")
-        assert "has other train rows now: give that task's folder" in refused(capsys, *command, run, status=2)
+        assert "has other train examples now: give that task's folder" in refused(capsys, *command, run, status=2)
         file.unlink()
-        assert "mine.csv, where nothing is now: give that" in refused(capsys, *command, run, status=2)
+        assert "mine.csv, which does not exist now: give that" in refused(capsys, *command, run, status=2)
     file.write_bytes(content)
     config = read_json(run / "config.json")
     for task, message in (
         ({"folder": None}, "the run was trained on mine: give that task's folder with --task"),
-        ({"options": {"colour": 1}}, "the run says how its task was read in a way that is not known"),
+        ({"options": {"colour": 1}}, "the run has unknown options of its task"),
     ):
         write_json(run / "config.json", config | {"task": config["task"] | task})
         assert main(["evaluate", str(run)]) and message in capsys.readouterr().err
@@ -410,7 +410,7 @@ def test_options_of_a_task_need_a_task(capsys, own_run, checkpoint_folder, decod
     out = ("--out", tmp_path / "out")
     for command in (("evaluate", own_run), ("compare", own_run), ("export", own_run, *out), ("estimate",)):
         line = refused(capsys, *command, "--split-file", 0, status=2)
-        assert "--split-file says how the files of --task are read: give --task too" in line
+        assert "--split-file describes the files of --task: give --task too" in line
     line = refused(capsys, "train", "joint", *out, "--label-column", "x", status=2)
     assert "--label-column is for files of your own: name them with --task" in line
     line = refused(capsys, "evaluate", decoder_checkpoint, "--sweep", "--task", "x", "--text-column", "x", status=2)
@@ -444,7 +444,9 @@ def test_training_and_evaluation_warn_of_copies_and_of_what_says_little(capsys, 
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("1 of 2 examples of five test are in train word for word")
     assert printed[-1] == f"Run: {tmp_path / 'run'}"
-    assert any(line.startswith("These figures say little: there were 4 examples to train on") for line in printed[:-1])
+    assert any(
+        line.startswith("These figures are uncertain: there were 4 examples to train on") for line in printed[:-1]
+    )
     assert any(re.match("The model predicts (good|bad) for every held-out example", line) for line in printed[:-1])
     assert answer(capsys, "evaluate", tmp_path / "run")["copies"].startswith("1 of 2 examples of five test")
     assert main(["evaluate", str(tmp_path / "run")]) == 0

@@ -481,8 +481,8 @@ def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(capsys, tm
     assert found["heads"] == [] and len(found["rows"]) == 4
     for argv, message, status in (
         ([run_folder, decoder_folder], "give a folder that `mini-ee train` wrote", 1),
-        ([run_folder, run_folder, "--task", "x"], "--task is not for decoders' runs", 2),
-        ([run_folder, run_folder, "--schedule", "restart"], "--schedule is for exits that run side by side", 2),
+        ([run_folder, run_folder, "--task", "x"], "--task is not for decoders", 2),
+        ([run_folder, run_folder, "--schedule", "restart"], "--schedule is for runs of lora-exits", 2),
     ):
         assert main(["compare", *map(str, argv)]) == status
         assert message in capsys.readouterr().err
@@ -493,7 +493,7 @@ def test_an_exported_decoder_is_named_where_a_run_is_expected(capsys, tmp_path, 
     for command in (["evaluate", "--task", str(hellaswag)], ["compare"], ["calibrate", "--epsilon", ".9"]):
         capsys.readouterr()
         assert main([command[0], str(tmp_path / "exported"), *command[1:]]) == 2
-        assert "exported: is exported already; give the run that it came from" in capsys.readouterr().err
+        assert "exported: expected a run, found an export; give the run that it came from" in capsys.readouterr().err
 
 
 def test_stories_are_read_whole_whatever_a_row_may_hold(tmp_path, opened):
@@ -566,11 +566,11 @@ def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, o
             2,
             "the rule fixed does not take --measure",
         ),
-        (["RUN", "--sweep", "--threshold", ".5"], 2, "--sweep finds thresholds itself: leave out --threshold"),
+        (["RUN", "--sweep", "--threshold", ".5"], 2, "--sweep calibrates the thresholds: leave out --threshold"),
         (["RUN", "--sweep", "--text", "missing.txt"], 2, "missing.txt: No such file or directory"),
         (["RUN", "--sweep", "--text", "BYTES"], 2, "expected text in UTF-8, found invalid start byte at byte 3"),
         (["RUN", "--sweep", "--text", "SHORT"], 1, "expected a text of at least 95 tokens, got 4"),
-        (["RUN", "--sweep", "--fallback-top", "1"], 2, "--sweep finds thresholds itself: leave out --fallback-top"),
+        (["RUN", "--sweep", "--fallback-top", "1"], 2, "--sweep calibrates the thresholds: leave out --fallback-top"),
         (["PLAIN", "--sweep"], 2, "a decoder without exits has no epsilon"),
         (["PLAIN", "--task", "DATA", "--threshold", ".5"], 2, "the rule threshold needs exits before the last layer"),
     ],

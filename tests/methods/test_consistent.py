@@ -201,13 +201,18 @@ def test_regression_a_single_exit_and_rows_of_one_class_are_refused(tmp_path, ch
     for split in ("train", "dev"):
         (scores / f"{split}.tsv").write_text("sentence1\tsentence2\tscore\n" + rows)
     for task, settings, error, said in (
-        (scores, {}, WrongArguments, "consistent asks .* how right an exit is, and STS-B is a regression; train joint"),
+        (
+            scores,
+            {},
+            WrongArguments,
+            "consistent needs .* the accuracy of an exit, and STS-B is a regression; train joint",
+        ),
         (task_folder, {"exits": (3,)}, WrongArguments, "at least two exits to choose from, got 1"),
         (
             task_folder,
             {"max_train": 1},
             ValueError,
-            "to train on all have the label .; give rows with different labels",
+            "to train on all have the label .; give examples with different labels",
         ),
     ):
         with pytest.raises(error, match=said.replace(";", ".*")):

@@ -294,7 +294,9 @@ def test_what_cannot_be_is_one_line(task_folder, tmp_path):
     numbers.mkdir()
     rows = "".join(f"a film\ta film {row}\t{row / 5:.1f}\n" for row in range(20))
     (numbers / "train.tsv").write_text("sentence1\tsentence2\tscore\n" + rows)
-    with pytest.raises(WrongArguments, match="dree asks how sure or how right an exit is, and STS-B is a regression"):
+    with pytest.raises(
+        WrongArguments, match="dree needs the confidence or the accuracy of an exit, and STS-B is a regression"
+    ):
         train("dree", None, numbers, tmp_path / "run")
     with pytest.raises(WrongArguments, match="no option head"):
         train("dree", None, task_folder, tmp_path / "run", head="linear")

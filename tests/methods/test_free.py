@@ -368,7 +368,7 @@ def test_too_few_texts_are_refused_before_the_model_is_loaded(method, texts, ref
     monkeypatch.setattr(training, "load_backbone", load)
     argv = ["train", method, *(["--task", "continue"] if method == "calm" else []), "--texts", str(texts)]
     assert main([*argv, "--out", str(tmp_path / "run")]) == (2 if refused else 1)
-    line = f"--texts: expected at least 150 stories, as many as are held out besides, got {texts}; give more"
+    line = f"--texts: expected at least 150 stories, as many as are held out, got {texts}; give more"
     assert (line if refused else "a model was loaded") in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
     make_request("self-supervised", None, None, tmp_path / "run", False, {"texts": 96})

@@ -224,7 +224,9 @@ def test_a_regression_is_refused(tmp_path, base):
     folder.mkdir()
     rows = "".join(f"a film\ta film {row}\t{row / 5:.1f}\n" for row in range(20))
     (folder / "train.tsv").write_text("sentence1\tsentence2\tscore\n" + rows)
-    with pytest.raises(WrongArguments, match="raee asks how sure or how right an exit is, and STS-B is a regression"):
+    with pytest.raises(
+        WrongArguments, match="raee needs the confidence or the accuracy of an exit, and STS-B is a regression"
+    ):
         collect(tmp_path / "out", base, folder)
 
 
@@ -361,9 +363,9 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
             assert one["votes"] == [layer for layer, vote in zip(opened.exits, votes) if vote]
     assert called(*given) == 0
     printed = capsys.readouterr().out
-    assert f"leaves after {said[0]['layer']} layers. Its neighbours vote:" in printed
+    assert f"exits after {said[0]['layer']} layers. Its neighbours vote:" in printed
     assert printed.count("\n    1.00 for ") == 2
-    assert "--neighbours is for a run that plans" in refused(capsys, "evaluate", base, *given[2:])
+    assert "--neighbours is for runs of raee" in refused(capsys, "evaluate", base, *given[2:])
 
 
 @pytest.mark.parametrize(
@@ -582,7 +584,7 @@ def test_the_exits_of_a_prompt_are_those_that_are_asked_for(capsys, tmp_path, ch
 
 
 def test_a_plan_is_not_calibrated_and_another_methods_training_stays(capsys, tmp_path, prompted, base, task_folder):
-    message = "leaves where its datastore says; calibrate the run that it was collected on"
+    message = "its datastore chooses the exits; calibrate the run that it was collected on"
     assert message in refused(capsys, "calibrate", prompted, "--task", task_folder, "--epsilon", ".9")
     state = tmp_path / "run.training" / "state.safetensors"
     state.parent.mkdir()
@@ -605,7 +607,9 @@ def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
     said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
     assert sum(said["exit_counts"]) == 20 and len(said["exit_counts"]) == 4
     message = refused(capsys, "evaluate", tmp_path / "run", "--task", task_folder, "--threshold", ".9")
-    assert "layer 0 is an exit for rules that plan only: use never, fixed or its own, not threshold" in message
+    assert (
+        "only a rule that plans can exit at layer 0: use never, fixed or the run's own rule, not threshold" in message
+    )
 
 
 def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder):
@@ -779,4 +783,4 @@ def test_prompts_are_for_a_checkpoint_and_pictures_for_a_sweep(capsys, tmp_path,
     message = "mini-ee train joint: unrecognized arguments: --template"
     assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)
     picture = ("--task", task_folder, "--picture", tmp_path / "a.png")
-    assert "--picture is for the --sweep of a decoder or of a plan" in refused(capsys, "evaluate", prompted, *picture)
+    assert "--picture is for --sweep of decoders or of raee" in refused(capsys, "evaluate", prompted, *picture)

@@ -274,7 +274,7 @@ def test_a_training_that_diverges_is_an_error(tmp_path):
     texts = texts_of(model)
     with torch.no_grad():
         model.heads[0].linear.weight[0] = math.inf
-    with pytest.raises(ValueError, match="the training diverged; begin anew with a smaller --lr"):
+    with pytest.raises(ValueError, match="the training diverged; train again with a smaller --lr"):
         train_heads(model, texts, texts, tmp_path)
 
 

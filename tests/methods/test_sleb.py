@@ -152,9 +152,9 @@ def test_a_run_is_shorter_and_told_against_the_full_model(trained, decoder_check
     assert main(["compare", str(trained.folder), "--max-rows", "2", "--json"]) == 0
     full, own = json.loads(capsys.readouterr().out)["rows"]
     assert main(["compare", str(trained.folder), "--max-rows", "2", "--picture", "picture.png"]) == 2
-    assert "draws what they save and lose: give --sweep too" in capsys.readouterr().err
+    assert "draws savings and losses of these decoders: give --sweep too" in capsys.readouterr().err
     assert main(["calibrate", str(trained.folder), "--epsilon", ".9"]) == 2
-    assert "has one exit, where all leave: there is nothing to calibrate" in capsys.readouterr().err
+    assert "has one exit, so there is nothing to calibrate" in capsys.readouterr().err
     assert (full["mean_layers"], full["layers_saved"], full["rouge_l"]) == (3, 0, 1)
     assert own["mean_layers"] == 2 and own["layers_saved"] == pytest.approx(1 / 3)
     ids = [trained.tokenizer.backend.encode("the film").ids]

@@ -747,7 +747,9 @@ def test_what_is_exported_already_is_told(case, tmp_path, capsys):
     again = ["export", str(case.folder), "--out", str(tmp_path / "again")]
     for argv in (again, ["generate", str(case.folder), "--prompt", "w1"]):
         assert main(argv) == 2
-        assert capsys.readouterr().err.startswith(f"mini-ee {argv[0]}: {case.folder}: is exported already; ")
+        assert capsys.readouterr().err.startswith(
+            f"mini-ee {argv[0]}: {case.folder}: expected a run, found an export; "
+        )
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
 def test_texts_that_begin_with_nothing_are_refused_in_one_line(t5_folder, stories, tmp_path, capsys):  # noqa: F811
     model = ("--model", t5_folder, "--out", tmp_path / "run")
     said = refused(capsys, "train", "self-supervised", *model, "--text", stories)
-    assert "a t5 writes answers to what its encoder reads, not texts from their beginning" in said
+    assert "a t5 generates answers to the prompt of its encoder, no text without one" in said
     assert "give --task continue or copy" in said
     said = refused(capsys, "train", "calm", *model)
     assert "give --text FILE" in said

@@ -446,11 +446,11 @@ def test_what_a_training_on_tokens_refuses(tmp_path, decoder_checkpoint, small):
         train("joint", decoder_checkpoint, "continue", tmp_path / "run", exits=(3,), **small)
     with pytest.raises(WrongArguments, match="at least 1, got 0"):
         train("joint", decoder_checkpoint, "continue", tmp_path / "run", rank=0, **small)
-    with pytest.raises(WrongArguments, match="--task pieces: the end of a piece has no label, and joint needs one"):
+    with pytest.raises(WrongArguments, match="--task pieces: joint needs labels at the end of a text"):
         train("joint", decoder_checkpoint, "pieces", tmp_path / "run", **small)
     with pytest.raises(WrongArguments, match="for a decoder continue or copy, found stories"):
         train("joint", decoder_checkpoint, "stories", tmp_path / "run", **small)
-    with pytest.raises(ValueError, match="the training diverged; begin anew with a smaller --lr"):
+    with pytest.raises(ValueError, match="the training diverged; train again with a smaller --lr"):
         train("joint", decoder_checkpoint, "continue", tmp_path / "run", lr=1e30, head_lr=1e30, **small)
     assert not (tmp_path / "run").exists()
 

@@ -318,12 +318,12 @@ def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
         (("--exits", "4"), 2, "exits must ascend from at least 1 and end at the last layer, 3, got 4,3"),
         (("--task", "sing"), 2, "--task: expected a task's folder, or for a decoder continue or copy, found sing"),
         (("--target", "soft"), 2, "argument --target: invalid choice: 'soft'"),
-        (("--task", "pieces"), 2, "--task pieces: the end of a piece has no label, and consistent needs one"),
+        (("--task", "pieces"), 2, "--task pieces: consistent needs labels at the end of a text"),
         (("--pool", "first"), 2, "consistent on tokens has no option pool; see `mini-ee train consistent --help`"),
         (("--max-train", "3"), 2, "consistent on tokens has no option max_train"),
         (("--resume",), 2, "no unfinished training here; start without --resume"),
         (("--text", "nowhere.txt"), 2, "nowhere.txt: No such file or directory"),
-        (("--lr", "1e30", "--head-lr", "1e30"), 1, "the training diverged; begin anew with a smaller --lr"),
+        (("--lr", "1e30", "--head-lr", "1e30"), 1, "the training diverged; train again with a smaller --lr"),
         (("--device", "tpu"), 2, "--device tpu: cannot be used here"),
     ],
 )
@@ -368,11 +368,15 @@ def test_a_training_that_was_killed_behind_its_fine_tuning_goes_on(
 def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, tmp_path):
     for argv, message, expected in (
         ((runs / "calm", decoder_folder), "give a folder that `mini-ee train` wrote", 1),
-        ((runs / "calm", "--task", "SST-2"), "--task is not for decoders' runs", 2),
+        ((runs / "calm", "--task", "SST-2"), "--task is not for decoders", 2),
         ((runs / "calm", "--temperature", 1, "--top-p", 2), "top_p must be from 1e-06 to 1, got 2.0", 2),
         ((runs / "calm", "--model", tmp_path), "config.json", 2),
-        ((runs / "calm", "--batch-size", 4), "--batch-size is for rows; decoders' runs are timed text by text", 2),
-        ((runs / "calm", "--picture", tmp_path / "a.png"), "draws what they save and lose: give --sweep too", 2),
+        ((runs / "calm", "--batch-size", 4), "--batch-size is for classifiers; decoders are timed text by text", 2),
+        (
+            (runs / "calm", "--picture", tmp_path / "a.png"),
+            "draws savings and losses of these decoders: give --sweep too",
+            2,
+        ),
     ):
         status, line = ask(capsys, "compare", *argv)
         assert status == expected and message in line and "\n" not in line

@@ -210,13 +210,13 @@ def test_the_answers_do_not_take_the_place_of_what_is_read(served, tmp_path, cap
     source = lines_of(tmp_path, "the film was good")
     before = source.read_bytes()
     assert main(["run", str(served[0]), str(source), "--out", str(source)]) == 2
-    assert "is the file that is read; name another" in capsys.readouterr().err
+    assert "is the input file; name another" in capsys.readouterr().err
     assert source.read_bytes() == before
 
 
 def test_an_exported_folder_runs_on_the_devices_that_onnx_runtime_knows(served, capsys):
     assert main(["classify", str(served[0]), "--text", "the film was good", "--device", "cuda:1"]) == 2
-    assert "an exported folder runs on cpu or on cuda" in capsys.readouterr().err
+    assert "expected cpu or cuda for an export" in capsys.readouterr().err
 
 
 def test_two_that_write_one_file_do_not_mix(served, tmp_path, capsys):
@@ -289,7 +289,7 @@ def test_texts_that_are_cut_are_counted(served, tmp_path, capsys):
     source = lines_of(tmp_path, "the film was good", "the film was good " * 20)
     assert main(["run", *map(str, (served[0], source, "--out", tmp_path / "out", "--json"))]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["rows_truncated"] == 1 and "1 of 2 texts cut to 30 tokens" in said.err
+    assert json.loads(said.out)["rows_truncated"] == 1 and "1 of 2 texts were cut to 30 tokens" in said.err
 
 
 def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):

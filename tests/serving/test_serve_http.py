@@ -624,14 +624,14 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tighten"], "say which share, --shadow .05"),
-        (["--epsilon", ".9"], "say which share, --shadow .05"),
-        (["--shadow", ".1", "--tighten"], "--tighten keeps an agreement: say which, --epsilon .95"),
+        (["--tighten"], "give --shadow .05"),
+        (["--epsilon", ".9"], "give --shadow .05"),
+        (["--shadow", ".1", "--tighten"], "--tighten needs the agreement to keep: give --epsilon .95"),
         (["--shadow", "2"], "the share of shadow rows must be above 0 and at most 1"),
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (["--max-wait", "-1"], "--max-wait must be from 0 to 60000"),
         (["--max-wait", "nan"], "--max-wait must be from 0 to 60000"),
-        (["--replicas", "2"], "--replicas are for --engine ray"),
+        (["--replicas", "2"], "--replicas is for --engine ray"),
     ],
 )
 def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message):
@@ -665,7 +665,7 @@ def test_what_cannot_be_tightened_is_told_before_it_serves(runtime, monkeypatch)
 @pytest.mark.parametrize("options", [["--shadow", ".1"], ["--tighten"], ["--epsilon", ".9"]])
 def test_a_guarantee_of_a_decoder_is_refused(decoder, capsys, options):
     assert main(["serve", str(decoder.folder), *options]) == 2
-    assert "--shadow, --tighten and --epsilon are for rows" in capsys.readouterr().err
+    assert "--shadow, --tighten and --epsilon are for classifiers" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told(runtime, capsys):
