@@ -46,8 +46,7 @@ def serving(engine, hosts=Hosts("127.0.0.1"), **settings):
     address = []
     worker = Worker(engine, **settings)
     thread = threading.Thread(
-        target=server.serve,
-        args=(worker, "127.0.0.1", 0, lambda line: (address.append(line), began.set()), hosts),
+        target=server.serve, args=(worker, "127.0.0.1", 0, lambda line: (address.append(line), began.set()), hosts)
     )
     thread.start()
     try:

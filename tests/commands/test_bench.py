@@ -74,7 +74,7 @@ def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, mon
     assert sizes[-4:] == [1_000, 10_000, 11_000, 12_000]
 
 
-def test_the_datastores_of_before_are_gone_when_others_are_built(monkeypatch):
+def test_earlier_datastores_are_freed_when_others_are_built(monkeypatch):
     filled, stores = retrieval._filled, []
     quickly(monkeypatch)
     put(
@@ -192,7 +192,7 @@ def test_bench_sgmv_measures_time_and_weights(capsys, monkeypatch):
     assert f"weights: {models['bytes'] / 1e6:.1f} MB, {models['against_bytes'] / 1e6:.1f} MB" in lines
 
 
-def test_forced_decoding_leaves_at_the_exit_but_for_the_last_token():
+def test_forced_decoding_exits_early_except_for_the_last_token():
     config = DecoderConfig.from_hugging_face(decoders.STORIES.to_dict() | {"num_hidden_layers": 3})
     decoder = decoders.random_decoder(config, seed=0)
     settings = {"exits": (2, 3), "heads": [VocabularyHead(decoder, "copy")], "rule": decoders._LastGoesOn(5)}
@@ -240,14 +240,14 @@ def test_half_of_the_layers_are_saved_under_the_load(tmp_path, monkeypatch):
     assert sum(layers) / len(layers) == pytest.approx(3.0, abs=0.35)
 
 
-def test_the_page_of_onnx_is_made_of_the_figures_that_are_kept():
+def test_the_page_of_onnx_is_made_of_the_committed_figures():
     figures = read_json(RESULTS / "onnx.json")
     made = onnx_page.page(figures)
     assert made == (RESULTS / "onnx.md").read_text(), "write the page anew: mini-ee reproduce onnx"
     assert all(each["labels"] == each["layers"] == each["rows"] for each in figures["parity"])
 
 
-def test_the_page_of_serving_is_made_of_the_figures_that_are_kept():
+def test_the_page_of_serving_is_made_of_the_committed_figures():
     figures = read_json(RESULTS / "serving.json")
     made = serving_page.page(figures)
     assert made == (RESULTS / "serving.md").read_text(), "write the page anew: mini-ee reproduce serving"

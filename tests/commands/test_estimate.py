@@ -27,7 +27,6 @@ from mini_ee.evaluation.probes import (
     layer_states,
     linear_probe,
     neighbours,
-    probe_rows,
     probe_tokens,
 )
 from mini_ee.rules import Threshold
@@ -60,9 +59,10 @@ def drawn(units, layers, seed=0):
 
 
 def test_settled_is_the_first_layer_behind_the_last_difference():
-    for said in itertools.product((0, 1), repeat=5):
-        row = np.array(said[:-1]) == said[-1]
-        expected = next(layer for layer in range(1, 6) if all(each == said[-1] for each in said[layer - 1 :]))
+    for predictions in itertools.product((0, 1), repeat=5):
+        *before, last = predictions
+        row = np.array(before) == last
+        expected = next(layer for layer in range(1, 6) if set(predictions[layer - 1 :]) == {last})
         assert savings_estimate.settled_layers(row[None]) == [expected]
 
 
@@ -103,7 +103,7 @@ def test_the_threshold_keeps_the_level_and_the_next_lower_does_not(seed, level):
     assert not lower.size or end_to_end(lower.max()) < level
 
 
-def test_nobody_leaves_where_nothing_agrees_and_all_where_all_does():
+def test_no_example_exits_if_none_agrees_and_all_exit_if_all_agree():
     observed = drawn(15, 4)  # one of them is more than 5 %
     never, always = (observed._replace(agrees=np.full_like(observed.agrees, value)) for value in (False, True))
     assert savings_estimate.threshold_at(never).threshold[:-1] == (math.inf,) * 3
@@ -123,7 +123,7 @@ def test_the_few_exits_save_nearly_what_the_best_of_all_choices_does(head):
     assert saved == pytest.approx(net(few)) and saved >= max(map(net, choices)) - 0.03
 
 
-def test_a_head_that_costs_more_than_it_saves_is_left_out():
+def test_a_head_that_costs_more_than_it_saves_is_not_chosen():
     observed = drawn(300, 5, 1)
     assert len(savings_estimate.few_exits(observed, FREE)[0]) > 1
     assert savings_estimate.few_exits(observed, Costs(50.0, 0.0)) == ((5,), 0.0)
@@ -228,10 +228,10 @@ def test_a_probe_is_at_the_minimum_of_its_loss():
 
 def test_neighbours_are_cosines_around_the_mean():
     random = np.random.default_rng(0)
-    taught, asked = random.normal(5, 1, (7, 3)), random.normal(5, 1, (4, 3))
-    found, middle = neighbours(taught, asked), taught.mean(axis=0)
+    taught, queries = random.normal(5, 1, (7, 3)), random.normal(5, 1, (4, 3))
+    found, middle = neighbours(taught, queries), taught.mean(axis=0)
     for n, m in np.ndindex(4, 7):
-        a, b = asked[n] - middle, taught[m] - middle
+        a, b = queries[n] - middle, taught[m] - middle
         assert found[n, m] == pytest.approx(a @ b / math.sqrt(a @ a * (b @ b)))
 
 
@@ -267,8 +267,8 @@ def test_the_lens_reads_every_layer_through_the_models_own_head():
             logits = [
                 decoder.lm_logits(hidden[0, text.start :]) for hidden in decoder.hidden_states(torch.tensor([text.ids]))
             ]
-        said = torch.stack(logits[1:]).argmax(-1)
-        same += (said[:-1] == said[-1]).T.tolist()
+        predictions = torch.stack(logits[1:]).argmax(-1)
+        same += (predictions[:-1] == predictions[-1]).T.tolist()
     np.testing.assert_array_equal(probed.observed.agrees, same)
     attended = [at + 1 for text in texts for at in range(text.start, len(text.ids))]
     c, width = decoder.config, 24
@@ -324,12 +324,14 @@ def test_probes_learn_from_one_half_of_the_rows_and_are_held_against_the_labels_
     backbone, rows = load_backbone(checkpoint_folder), load_task(words_task).split("train")
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
     labels = (np.arange(len(rows)) % 3 == 0).astype(np.int64)
-    taught, asked = np.split(np.random.default_rng(0).permutation(len(rows)), 2)
-    of_taught, of_asked = ((labels[half] == 0).mean() for half in (taught, asked))
+    taught, tested = np.split(np.random.default_rng(0).permutation(len(rows)), 2)
+    of_taught, of_tested = ((labels[half] == 0).mean() for half in (taught, tested))
     probed, states = probe_rows(backbone, encoded, labels, 2, 0), layer_states(backbone, encoded)
-    assert probed.majority == of_asked != of_taught
-    said = [linear_probe(states[taught, k], states[asked, k], labels[taught], 2).argmax(axis=1) for k in range(3)]
-    assert probed.accuracy == [(each == labels[asked]).mean() for each in said]
+    assert probed.majority == of_tested != of_taught
+    predictions = [
+        linear_probe(states[taught, k], states[tested, k], labels[taught], 2).argmax(axis=1) for k in range(3)
+    ]
+    assert probed.accuracy == [(each == labels[tested]).mean() for each in predictions]
 
 
 # ---- The command ----
@@ -393,7 +395,7 @@ def test_a_decoder_reads_a_file_and_rows(capsys, decoder_checkpoint, words_task,
     assert found["unit"] == "rows" and found["how"] == "linear probe" and len(found["accuracy"]) == 3
 
 
-def test_lines_without_labels_are_heard_through_their_neighbours(capsys, checkpoint_folder, words_text):
+def test_lines_without_labels_are_probed_by_nearest_neighbours(capsys, checkpoint_folder, words_text):
     found = answer(capsys, "estimate", checkpoint_folder, "--text", words_text, "--max-rows", 120)
     assert found["how"] == "nearest neighbour" and found["rows"] == 120 and "accuracy" not in found
     assert sum(found["oracle_counts"]) == 60
@@ -406,7 +408,7 @@ def test_the_split_that_is_reported_is_not_looked_at(capsys, checkpoint_folder, 
     assert {**whole, "seconds": 0} == {**alone, "seconds": 0}
 
 
-def test_what_no_layer_knows_is_told(capsys, checkpoint_folder, tmp_path):
+def test_labels_that_no_layer_predicts_are_reported(capsys, checkpoint_folder, tmp_path):
     random = np.random.default_rng(1)
     folder = write_task(tmp_path / "lots", label=lambda name: ("bad", "good")[random.integers(2)])
     assert answer(capsys, "estimate", checkpoint_folder, "--task", folder)["advice"].startswith("There is no answer")

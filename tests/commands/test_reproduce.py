@@ -140,18 +140,18 @@ def test_pairing_sees_what_the_spread_between_seeds_hides():
     assert compared(more, than[::-1]).verdict == "cannot be decided here"
 
 
-def test_seeds_that_all_give_the_same_say_nothing_unless_it_is_counted():
-    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be decided here"
+def test_seeds_with_equal_figures_show_nothing_unless_the_figure_is_exact():
+    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be seen here"
     assert compared([230.0] * 3, [92.1] * 3, exact=True).verdict == "holds"
     assert compared([0.532] * 3, [0.55, 0.552, 0.551]).verdict == "does not hold"
 
 
-def test_two_seeds_say_nothing():
+def test_two_seeds_are_too_few():
     assert compared([0.9, 0.9], [0.1, 0.1]).verdict == "too few seeds"
 
 
 @pytest.mark.parametrize(
-    "said, need, verdict",
+    "letters, need, verdict",
     [
         ("hhh", "all", "holds"),
         ("hhu", "all", "cannot be decided here"),
@@ -166,14 +166,14 @@ def test_two_seeds_say_nothing():
         ("hf-", "all", "does not hold"),
     ],
 )
-def test_a_claim_needs_so_many_of_its_comparisons(said, need, verdict):
+def test_a_claim_needs_so_many_of_its_comparisons(letters, need, verdict):
     sides = {
         "h": ([3, 3.1, 2.9], [1, 1, 1]),
         "f": ([1, 1, 1], [3, 3.1, 2.9]),
         "u": ([1, 2, 3], [3, 2, 1]),
         "w": ([3], [1]),
     }
-    found = [compared(*map(list, sides[each])) if each in sides else None for each in said]
+    found = [compared(*map(list, sides[each])) if each in sides else None for each in letters]
     assert verdict_of(found, need) == verdict
 
 
@@ -185,15 +185,15 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     seeds = [
         {} if value is None else {s: {"figures": {"x": value + 0.001 * int(s)}} for s in "012"} for value in figures
     ]
-    kept = PageData(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
+    data = PageData(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
     compare, tried = [{"more": "first", "than": 0.5, "figure": "x"}], {"cases": list(cases), "figure": "x"}
     claim = {"text": "", "paper": "", "compare": compare, "tried": tried}
-    judged = judge(claim, kept)
+    judged = judge(claim, data)
     assert judged.verdict == verdict
     if verdict == "does not hold":
-        assert "best of 2 settings tried: *first*" in _claim_lines(1, judged, kept)[-1]
+        assert "of 2 settings the best is first" in _claim_lines(1, judged, data)[-1]
         tried["least"] = True
-        assert "best of 2 settings tried: *second*" in _claim_lines(1, judged, kept)[-1]
+        assert "of 2 settings the best is second" in _claim_lines(1, judged, data)[-1]
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,11 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
 def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(having, run, verdict):
     """No loss is there where no row left."""
     seeds = {seed: {"figures": {"x": 0.9 + 0.001 * int(seed)} if seed in having else {}} for seed in run}
-    kept = PageData({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
+    data = PageData({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
     claim = {"text": "", "paper": "", "compare": [{"more": "first", "than": 0.5, "figure": "x"}]}
-    judged = judge(claim, kept)
+    judged = judge(claim, data)
     assert judged.verdict == verdict
-    assert len(_claim_lines(1, judged, kept)) == 1 + bool(having)
+    assert len(_claim_lines(1, judged, data)) == 1 + bool(having)
 
 
 def test_a_side_of_several_cases_is_their_mean_on_the_seeds_that_all_have():
@@ -222,11 +222,12 @@ def test_a_side_of_several_cases_is_their_mean_on_the_seeds_that_all_have():
     found = {
         name: {"seeds": {seed: {"figures": {"x": x}} for seed, x in each.items()}} for name, each in values.items()
     }
-    kept = PageData({name: Case(name, "rows", {}) for name in values}, found)
+    data = PageData({name: Case(name, "rows", {}) for name in values}, found)
     for more in (["long", "short"], ["short", "long"]):
         compare = {"more": more, "than": "other", "figure": "x"}
-        (said,) = judge({"text": "", "paper": "", "compare": [compare]}, kept).comparisons
-        assert (said.seeds, said.more, said.than) == (2, pytest.approx((0.45 + 0.4) / 2), pytest.approx(0.3))
+        (comparison,) = judge({"text": "", "paper": "", "compare": [compare]}, data).comparisons
+        assert comparison.seeds == 2
+        assert (comparison.more, comparison.than) == pytest.approx(((0.45 + 0.4) / 2, 0.3))
 
 
 # ---- Recipes ----
@@ -276,7 +277,7 @@ def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkey
     monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
     lora = train("lora-exits", out=tmp_path / "run", exits=(4, 12), max_train=32, epochs=1)
     ran = []
-    monkeypatch.setattr(measures, "medians", lambda ways, name, **how: ran.append([way() for way in ways]) or [2.0] * 5)
+    monkeypatch.setattr(measures, "medians", lambda ways, name, **_: ran.append([way() for way in ways]) or [2.0] * 5)
     figures, _ = measures.of_streams(lora, toy_task(), None)
     ways = ("SGMV", "loop over adapters", "one by one", "no adapters", "full model")
     assert figures == {f"{way}, {count} rows": 2000.0 for count in (1, 2, 4, 8) for way in ways}
@@ -313,19 +314,16 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     )
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json", "--threads", "1"]
     assert main(command) == 0
-    said = capsys.readouterr()
-    assert (
-        json.loads(said.out)["ran"] == 2
-        and "1 of 2 runs are done.\n" in said.err
-        and "2 of 2 runs are done.\n" in said.err
-    )
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ran"] == 2
+    assert "1 of 2 are there.\n" in printed.err and "2 of 2 are there.\n" in printed.err
     assert labelled == [True, True]  # rules may be fitted to the hold-out's labels
-    text, kept = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
-    figures = kept["seeds"]["0"]["figures"]
+    text, made = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
+    figures = made["seeds"]["0"]["figures"]
     assert 0.3 < figures["full"] < 1 and 0 <= figures["saved at one point"] < 1
     assert figures["steps"] == 2 and figures["trained parameters"] > 1e3
-    assert {each["lr"] for each in kept["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
-    assert kept["chosen"]["lr"] == max(kept["tried"], key=lambda each: each["hold-out"])["lr"]
+    assert {each["lr"] for each in made["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
+    assert made["chosen"]["lr"] == max(made["tried"], key=lambda each: each["hold-out"])["lr"]
     assert f"| joint | {figures['full']:.3f}".replace(" 0.", " .") in text
     assert "| the paper's results | full |" in text and "| joint | 50.0 |" in text
     assert "3. Large: **cannot be decided here**. The paper: .7. It needs another machine." in text
@@ -349,14 +347,14 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
 
 
-def test_settings_that_most_cases_share_are_said_once():
+def test_settings_that_most_cases_share_are_printed_once():
     shared = {"task": "TREC", "exits": [2, 4]}
     options = {"a": {"lr": {"choose": [1, 2]}}, "b": {"task": "SST-2"}, "c": {"rank": 8}}
     cases = {name: Case(name, "rows", shared | own) for name, own in options.items()}
     del cases["c"].options["exits"]
-    kept = PageData(cases, {name: {"seeds": {"0": {}}} for name in cases})
-    assert _training_lines(kept) == [
-        "Settings of all cases, unless the table gives others: task TREC, exits 2,4.",
+    data = PageData(cases, {name: {"seeds": {"0": {}}} for name in cases})
+    assert _training_lines(data) == [
+        "Where a case does not say otherwise: task TREC, exits 2,4.",
         "",
         "| case | seeds | other settings |",
         "|---|---|---|",
@@ -367,7 +365,7 @@ def test_settings_that_most_cases_share_are_said_once():
 
 
 @pytest.mark.parametrize(
-    ("asked", "joint", "two_stage"),
+    ("options", "joint", "two_stage"),
     [
         ([], [0, 1, 2], [0]),
         (["--seed", "4"], [4, 5, 6], [4]),
@@ -375,9 +373,7 @@ def test_settings_that_most_cases_share_are_said_once():
         (["--quick"], [0], [0]),
     ],
 )
-def test_a_case_is_run_with_the_seeds_that_its_page_has_unless_others_are_asked_for(
-    tiny, monkeypatch, asked, joint, two_stage
-):
+def test_a_case_is_run_with_the_seeds_of_its_page_unless_others_are_given(tiny, monkeypatch, options, joint, two_stage):
     (experiment,) = TINY["experiments"]
     methods = experiment["axes"]["method"]
     axes = {"method": methods | {"two-stage": methods["two-stage"] | {"seeds": 1}}}
@@ -385,21 +381,21 @@ def test_a_case_is_run_with_the_seeds_that_its_page_has_unless_others_are_asked_
     ran = []
     monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
     monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
-    assert main(["reproduce", "raee", "--out", str(tiny), *asked]) == 0
+    assert main(["reproduce", "raee", "--out", str(tiny), *options]) == 0
     both = {"reviews joint": joint, "reviews two-stage": two_stage}
     assert ran == [(name, seed) for seed in joint for name in both if seed in both[name]]
 
 
-def test_a_cell_says_how_many_seeds_have_its_figure():
+def test_a_cell_shows_how_many_seeds_have_its_figure():
     assert _cell([0.2, 0.3], 3, 3) == ".250 (.200 to .300; 2 of 3 seeds)"
     assert _cell([0.2], 3, 3) == ".200 (1 of 3 seeds)" and _cell([0.2] * 3, 3, 3) == ".200"
 
 
 def test_of_one_claim_only_what_it_compares_is_run():
     of_paper = recipe.load_recipe("consistentee")
-    asked = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))
+    cases = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))
     methods = ("two-stage", "consistent alpha 0.1", "pabee", "berxit")  # the first is what all are measured against
-    assert set(asked) == {f"{task} {method}" for task in ("TREC", "SST-2") for method in methods}
+    assert set(cases) == {f"{task} {method}" for task in ("TREC", "SST-2") for method in methods}
 
 
 def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
@@ -429,14 +425,14 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
     trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
-    kept = read_json(tmp_path / "a.json")
-    assert trained == [1.0, 2.0, 3.0, 3.0] and kept["chosen"] == {"lr": 2.0} and set(kept["seeds"]) == {"0"}
+    made = read_json(tmp_path / "a.json")
+    assert trained == [1.0, 2.0, 3.0, 3.0] and made["chosen"] == {"lr": 2.0} and set(made["seeds"]) == {"0"}
     trainings.run_case(tmp_path, case, 1, sources, lambda text: None)
     assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
 
 
 @pytest.mark.parametrize(
-    "best, asked",
+    "best, tried",
     [
         (2.0, [1.0, 2.0, 4.0]),
         (4.0, [1.0, 2.0, 4.0, 8.0]),
@@ -444,15 +440,15 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
         (0.5, [1.0, 2.0, 4.0, 0.5, 0.25]),
     ],
 )
-def test_while_the_best_value_is_at_an_end_one_beyond_it_is_tried(best, asked):
+def test_while_the_best_value_is_at_an_end_one_beyond_it_is_tried(best, tried):
     scores = {}
     while value := trainings.next_to_try([1.0, 2.0, 4.0], scores):
         scores[value] = -abs(np.log(value / best))
-    assert [*scores] == asked
+    assert [*scores] == tried
 
 
-def test_scores_at_equal_flops_stand_between_the_points_beside_them():
-    found = measures._at_equal_flops({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
+def test_scores_at_equal_flops_are_interpolated():
+    found = measures._at_equal_operations({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
     assert found == {"score at two thirds": pytest.approx(0.8 + 0.1 / 3)}  # a third: cheaper than all its points
 
 
@@ -494,11 +490,11 @@ def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp
 def test_a_score_that_was_rounded_for_json_is_reached_by_as_many_right_rows_and_by_no_row_less():
     for rows in (2452, 2500):
         for right in range(1, rows + 1):
-            asked = trainings._short(right / rows) - measures.ROUNDING
-            assert (right - 1) / rows < asked <= right / rows
+            least = trainings._short(right / rows) - measures.ROUNDED
+            assert (right - 1) / rows < least <= right / rows
 
 
-def test_writing_says_nothing_of_shares_that_its_curve_does_not_reach(monkeypatch):
+def test_writing_has_no_figure_for_shares_that_its_curve_does_not_reach(monkeypatch):
     curve = [{"layers_saved": 0.0, "rouge_l": 1.0}, {"layers_saved": 0.2, "rouge_l": 0.6}]
     row = {"measure": "gap", "rouge_l": 0.7, "layers_saved": 0.15, "curve": curve}
     monkeypatch.setattr(measures, "compare_tokens", lambda *_: {"rows": [{"rouge_l_reference": 0.5}, row]})
@@ -536,9 +532,9 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
     write_json(stale, {"options": {}, "seeds": {"0": MADE | {"figures": {"full": 0.1}}}})
     with sole_writer(trainings.file_of(tiny / "raee", held)):
         assert main(command) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["ran"] == len(trained) == ran
-    assert f"{2 - ran} runs are left to other processes" in said.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ran"] == len(trained) == ran
+    assert f"{2 - ran} are left to other processes" in printed.err
     assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
 
 
@@ -572,26 +568,26 @@ def test_figures_of_a_wrong_type_are_one_line(tmp_path, change):
 
 def test_figures_without_their_checksum_are_refused(tmp_path):
     case = Case("a", "rows", {"method": "joint"})
-    kept = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
-    (tmp_path / "a.json").write_text(json.dumps(kept))
+    made = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    (tmp_path / "a.json").write_text(json.dumps(made))
     with pytest.raises(ValueError, match="a.json: damaged or edited: the checksum that was written with it is gone"):
         read_case(tmp_path, case)
-    write_json(tmp_path / "a.json", kept)
+    write_json(tmp_path / "a.json", made)
     assert read_case(tmp_path, case)["seeds"] == {"0": MADE}
 
 
 def test_other_settings_are_run_anew(tmp_path):
     case = Case("a", "rows", {"method": "joint", "epochs": 1})
-    kept = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
-    write_json(tmp_path / "a.json", kept)
+    made = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    write_json(tmp_path / "a.json", made)
     assert trainings.read_case(tmp_path, case)["seeds"] == {"0": MADE}
     assert trainings.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
 
 
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
     assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "no such file or folder; give --sources a folder with weights/ and data/" in said and said.count("\n") == 1
+    line = capsys.readouterr().err
+    assert "is not there; give --sources a folder with weights/ and data/" in line and line.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -651,8 +647,8 @@ def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_p
     )
     trainings.run_case(tmp_path, case, 1, sources, print)
     assert tried == [(2.0, 0), (4.0, 0), (2.0, 1), (4.0, 1), (1.0, 1), (1.0, 1)]
-    kept = read_json(tmp_path / "a.json")
-    assert kept["tried"][1] == {"lr": 4.0, "hold-out": 0.0} and kept["chosen"] == {"lr": 1.0}
+    made = read_json(tmp_path / "a.json")
+    assert made["tried"][1] == {"lr": 4.0, "hold-out": 0.0} and made["chosen"] == {"lr": 1.0}
 
 
 def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
@@ -680,21 +676,21 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
 def test_the_command_runs_what_a_page_shows_and_no_more(paper):
     found = load_recipe(paper)
     cases = cases_of(found)
-    kept = {name: sorted(map(int, made["seeds"])) for name, made in read_data(RESULTS / paper, found).found.items()}
-    assert kept == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
+    seeds_of = {name: sorted(map(int, made["seeds"])) for name, made in read_data(RESULTS / paper, found).found.items()}
+    assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
-    assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in kept for seed in kept[name])
+    assert all(trainings.is_kept(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
 
 
 @pytest.mark.parametrize("paper", PAGES)
-def test_a_page_says_what_its_json_says(paper):
+def test_a_page_shows_what_its_json_contains(paper):
     found = load_recipe(paper)
     made = page(paper, found, read_data(RESULTS / paper, found), RESULTS / paper, f"mini-ee reproduce {paper}")
     assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
 
 
 @pytest.mark.parametrize("paper", PAGES)
-def test_a_page_of_nothing_yet_says_so(paper, tmp_path):
+def test_a_page_without_runs_shows_that_none_was_run(paper, tmp_path):
     """It is written after the first case of a fresh folder, when all others are missing."""
     found = load_recipe(paper)
     made = page(paper, found, read_data(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
@@ -728,22 +724,20 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     points = row_evaluation.curve(on_others, [NeverExit(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
     full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
     least = full if own else max(point["score"] for point in points)
-    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *how, **more: [1.0] * len(runs))
+    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: [1.0] * len(runs))
     figures, _ = measures.of_rows(run, task, None if own else {"full": 1.0, "hold-out full": least})
     assert figures["hold-out full"] == full != there == figures["full"]
     assert (figures["reference"], figures["reference hold-out"]) == (there if own else 1.0, least)
     for name, loss in (("no loss", 0.0), ("one point", 0.01)):
         good = [point for point in points if point["score"] >= least - loss - measures.ROUNDING]
         rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
-        said = summary(on_dev.replay(rule), on_dev, task, dev.labels)
-        assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (said["score"], said["layers_saved"])
+        there = summary(on_dev.replay(rule), on_dev, task, dev.labels)
+        assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (there["score"], there["layers_saved"])
     losses = [each["loss"] for each in row_evaluation.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
     assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
 
 
-def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_of_the_hold_out(
-    tmp_path, checkpoint_folder
-):
+def test_savings_are_measured_on_the_reported_split_at_the_held_out_threshold(tmp_path, checkpoint_folder):
     folder = write_task(tmp_path / "words")
     run = train("joint", checkpoint_folder, folder, tmp_path / "run", exits=(1, 2, 3), max_train=30, epochs=1)
     draw_weights(run)
@@ -759,13 +753,13 @@ def test_what_trained_exits_save_is_seen_on_the_reported_split_at_the_threshold_
 
 
 @pytest.mark.parametrize("method", ["multi-model", "lora-exits"])
-def test_where_nobody_leaves_the_model_without_exits_is_counted_and_timed(
+def test_if_no_example_exits_early_the_model_without_exits_is_timed(
     tmp_path, monkeypatch, checkpoint_folder, task_folder, method
 ):
     run = train(method, checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
     monkeypatch.setattr(measures, "rules_of", lambda run, on, task: [NeverExit()])
     timed = []
-    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *how, **more: timed.extend(runs) or [1.0] * len(runs))
+    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: timed.extend(runs) or [1.0] * len(runs))
     figures, _ = measures.of_rows(run, load_task(task_folder), None)
     assert figures["operations at one point"] == 1 and figures["saved at one point"] == 0
     assert {segments.exits for segments, *_ in timed} == {(3,)}
@@ -778,14 +772,14 @@ def test_what_read_another_text_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["joint", "a decoder of some length, heads from scratch, lambda .95"])
-def test_a_pictures_legend_stands_within_it(tmp_path, monkeypatch, name):
+def test_a_pictures_legend_is_inside_it(tmp_path, monkeypatch, name):
     pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
     lists = {"x": [0.0, 1.0], "y": [0.5, 0.7]}
     series = {f"{name} {number}": {"case": "one", "x": "x", "y": "y"} for number in range(4)}
-    kept = SimpleNamespace(found={"one": {"seeds": {"0": {"lists": lists}}}})
-    pictures.draw(tmp_path / "fig.png", {"x": "saved", "y": "score", "series": series}, kept)
+    data = SimpleNamespace(found={"one": {"seeds": {"0": {"lists": lists}}}})
+    pictures.draw(tmp_path / "fig.png", {"x": "saved", "y": "score", "series": series}, data)
     (figure,) = drawn
     figure.draw_without_rendering()
     (legend,) = figure.legends
@@ -801,23 +795,23 @@ def test_twenty_methods_have_colours_of_their_own_the_first_ten_the_strong_ones(
     assert min(strength) > 0.4  # the four papers' methods: no pale ones
 
 
-def test_the_table_of_claims_says_what_the_json_says():
+def test_the_table_of_claims_shows_what_the_json_contains():
     judged, titles, shorts = {}, {}, {}
     for paper in PAPERS:
         found = load_recipe(paper)
-        kept = read_data(RESULTS / paper, found)
-        judged[paper], titles[paper] = [judge(claim, kept) for claim in found["claims"]], found["title"]
-        shorts[paper] = in_short(found, kept)
+        data = read_data(RESULTS / paper, found)
+        judged[paper], titles[paper] = [judge(claim, data) for claim in found["claims"]], found["title"]
+        shorts[paper] = in_short(found, data)
         assert shorts[paper] and not any(re.search(r"·|\{|\}", each) for each in shorts[paper]), paper
     assert claims_page(judged, titles, shorts, OTHER_PAGES) == (RESULTS / "README.md").read_text()
 
 
-def test_a_claim_whose_cases_were_not_all_run_says_which_were(tmp_path):
+def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
     cases = cases_of(TINY)
     name = "reviews joint"
     made = {"figures": {"full": 0.75}, "lists": {}, "how": trainings.how_made()}
-    kept = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
-    write_json(trainings.file_of(tmp_path, name), kept)
+    made_before = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
+    write_json(trainings.file_of(tmp_path, name), made_before)
     compare = [
         {"more": "reviews two-stage", "than": 0.1, "figure": "full"},
         {"more": name, "than": 0.5, "figure": "full", "exact": True},
@@ -841,8 +835,8 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
                 "how": trainings.how_made(),
             }
         }
-        kept = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
-        write_json(trainings.file_of(folder, name), kept)
+        made_before = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
+        write_json(trainings.file_of(folder, name), made_before)
     found = load_recipe("raee")
 
     def made():
@@ -852,9 +846,9 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
     assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
     assert "\nThe accuracies are 0.50 and 60.0 %.\n" in first
     path = trainings.file_of(folder, "reviews two-stage")
-    kept = read_json(path)
-    kept["seeds"]["0"]["figures"]["full"] = 0.7
-    write_json(path, kept)
+    made_before = read_json(path)
+    made_before["seeds"]["0"]["figures"]["full"] = 0.7
+    write_json(path, made_before)
     assert made() != first and "| two-stage | .700 | .250 |" in made()
 
 

@@ -102,7 +102,7 @@ def greedy(decoder_folder, prompt, tokens, **settings):
 # ---- train ----
 
 
-def test_a_run_holds_heads_history_rule_and_tokenizer(trained, decoder_folder):
+def test_a_run_contains_heads_history_rule_and_tokenizer(trained, decoder_folder):
     files = {path.name for path in trained.iterdir()}
     assert files == {"config.json", "model.safetensors", "metrics.json", "tokenizer.json"}
     assert read_json(trained / "tokenizer.json") == read_json(decoder_folder / "tokenizer.json")
@@ -152,7 +152,7 @@ def test_the_default_rule_comes_from_text_that_was_not_learned(decoder_folder, t
     assert run.rule == calibrate(calibration_half(run.model, decoder_folder, 24, 12), 0.95, measure="breaking_ties")
 
 
-def test_train_says_what_the_metrics_say(capsys, decoder_folder, tmp_path):
+def test_train_prints_the_metrics(capsys, decoder_folder, tmp_path):
     argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "1,3", *SMALL, "--epochs", 1)
     found = answer(capsys, *argv, "--out", tmp_path / "run")
     metrics = read_json(tmp_path / "run" / "metrics.json")
@@ -205,7 +205,7 @@ FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, message",
     [
         (("--prompt", "abc" * 20), "expected at most 48 tokens, prompt and continuation together, got 61 and 12"),
         (("--prompt", " "), "--prompt: expected a prompt, found no text"),
@@ -229,14 +229,14 @@ FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max
         (("--device", "tpu"), "--device tpu: cannot be used here"),
     ],
 )
-def test_what_train_refuses(capsys, decoder_folder, tmp_path, argv, said):
+def test_what_train_refuses(capsys, decoder_folder, tmp_path, argv, message):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes("né".encode("latin-1") + b"a")
     (tmp_path / "short.txt").write_text("abc " * 40)
     argv = [tmp_path / f"{value.lower()}.txt" if value.isupper() else value for value in argv]
     settings = SMALL[2:] if "--new-tokens" not in argv else ()
     command = ("train", "self-supervised", "--model", decoder_folder, "--out", tmp_path / "run", *settings)
-    assert said in refused(capsys, *command, *argv)
+    assert message in refused(capsys, *command, *argv)
     assert not (tmp_path / "run").exists() and not (tmp_path / "run.training").exists()
 
 
@@ -307,8 +307,8 @@ def test_lossless_text_is_the_full_models_greedy_text(capsys, trained, decoder_f
     found = answer(capsys, "generate", trained, "--prompt", prompt, "--lossless", "--layer", layer, "--draft", draft)
     assert found["tokens"] == greedy(decoder_folder, prompt, 48 - found["prompt_tokens"]).tokens
     model, ids = load_run(trained).model, Tokenizer.from_folder(decoder_folder).backend.encode(prompt).ids
-    how = {"exit_layer": layer, "head": model.heads[layer - 1], "draft": draft, "stop": [0]}
-    (expected,) = gather(generate_lossless(model.backbone, [ids], max_new_tokens=48 - len(ids), **how), 1)
+    settings = {"exit_layer": layer, "head": model.heads[layer - 1], "draft": draft, "stop": [0]}
+    (expected,) = gather(generate_lossless(model.backbone, [ids], max_new_tokens=48 - len(ids), **settings), 1)
     assert found["layers"] == expected.layers_run and (found["draft_layer"], found["draft"]) == (layer, draft)
     assert not {"mean_layers", "layers_saved", "rule"} & found.keys()
 
@@ -417,7 +417,7 @@ def test_calibrate_reads_a_text_file_and_prints_its_table(capsys, run_folder, tm
     assert "agreement" in shown and "text.txt" in shown and "The rule of" in shown and "bootstraps" in shown
 
 
-def test_calibrate_tells_how_often_sets_break_the_guarantee(capsys, run_folder):
+def test_calibrate_reports_how_often_sets_break_the_guarantee(capsys, run_folder):
     argv = ("calibrate", run_folder, "--epsilon", 0.3, "--texts", 40, "--new-tokens", 10, "--sets", 4)
     broken = answer(capsys, *argv, "--delta", 0.5)["broken"]
     assert (broken["sets"], broken["groups_a_set"]) == (4, 10)
@@ -426,7 +426,7 @@ def test_calibrate_tells_how_often_sets_break_the_guarantee(capsys, run_folder):
     assert f"the paper's rule breaks the guarantee of 0.3 for {share:.1%} of the sets." in (capsys.readouterr().out)
 
 
-def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that_is_enough(capsys, run_folder):
+def test_a_text_too_short_for_epsilon_and_delta_is_an_error_with_a_size_that_is_enough(capsys, run_folder):
     before = read_json(run_folder / "config.json")
     argv = ("calibrate", run_folder, "--epsilon", 0.5, "--delta", 0.2, "--new-tokens", 10, "--texts")
     line = refused(capsys, *argv, 6)
@@ -439,7 +439,7 @@ def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, message",
     [
         (("--epsilon", "0"), "epsilon must be above 0 and at most 1, got 0.0"),
         (("--epsilon", "1.1"), "epsilon must be above 0 and at most 1, got 1.1"),
@@ -450,9 +450,9 @@ def test_a_text_too_short_for_epsilon_and_delta_says_how_much_is_needed_and_that
         (("--epsilon", ".9", "--task", "x"), "--task and --split are for classifiers, found a decoder"),
     ],
 )
-def test_what_calibrate_refuses(capsys, run_folder, argv, said):
+def test_what_calibrate_refuses(capsys, run_folder, argv, message):
     settings = () if "--texts" in argv else ("--texts", "4", "--new-tokens", "8")
-    assert said in refused(capsys, "calibrate", run_folder, *argv, *settings)
+    assert message in refused(capsys, "calibrate", run_folder, *argv, *settings)
 
 
 def test_stories_that_are_all_too_short_are_one_line(capsys, run_folder, tmp_path):
@@ -462,8 +462,8 @@ def test_stories_that_are_all_too_short_are_one_line(capsys, run_folder, tmp_pat
         text = config["text"] | {"kind": "continue", "new_tokens": None} | learned
         write_json(tmp_path / "run" / "config.json", config | {"text": text})
         (tmp_path / "text.txt").write_text("the film\n\na book\n")
-        said = refused(capsys, "calibrate", tmp_path / "run", "--epsilon", 0.5, "--text", tmp_path / "text.txt")
-        assert f"text.txt: expected texts of {least} tokens or more, found none" in said
+        line = refused(capsys, "calibrate", tmp_path / "run", "--epsilon", 0.5, "--text", tmp_path / "text.txt")
+        assert f"text.txt: expected texts of {least} tokens or more, found none" in line
 
 
 def test_a_plain_decoder_has_nothing_to_calibrate(capsys, decoder_folder):
@@ -500,7 +500,7 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, message",
     [
         (("--layer", "5"), "--layer must be one of the exits 1,2,3,4, got 5"),
         (("--rule", "threshold"), "the rule threshold needs --threshold"),
@@ -522,12 +522,12 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
         (("--prompt", "\udcff"), "--prompt: expected text in UTF-8"),
     ],
 )
-def test_what_generate_refuses(capsys, trained, argv, said):
+def test_what_generate_refuses(capsys, trained, argv, message):
     prompt = () if "--prompt" in argv else ("--prompt", "a")
-    assert said in refused(capsys, "generate", trained, *prompt, *argv, status=2)
+    assert message in refused(capsys, "generate", trained, *prompt, *argv, status=2)
 
 
-def test_a_plain_decoder_has_no_exits_to_draft_or_to_leave_at(capsys, decoder_folder):
+def test_a_plain_decoder_has_no_exits_that_draft_or_stop(capsys, decoder_folder):
     generate = ("generate", decoder_folder, "--prompt", "a")
     assert "needs an exit before the last layer" in refused(capsys, *generate, "--lossless")
     assert "one of the exits 4, got 2" in refused(capsys, *generate, "--layer", "2")
@@ -552,7 +552,7 @@ def test_generate_takes_every_rule_that_the_heads_can_answer(capsys, trained, de
     assert found["rule"] == rule.to_dict() and len(set(found["layers"])) > 1
 
 
-def test_a_policy_is_not_asked_of_a_run_that_has_none(capsys, trained):
+def test_the_policy_rule_needs_a_run_with_a_policy(capsys, trained):
     line = refused(capsys, "generate", trained, "--prompt", "a", "--cut", ".5")
     assert "the rule policy needs a model with a policy, and this one has none" in line
 

@@ -68,7 +68,7 @@ def trained(chance, normalizer, splitter):
 
 @pytest.mark.parametrize("splitter", SPLITTERS)
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_the_tokens_that_are_kept_are_those_of_the_whole_text(normalizer, splitter):
+def test_the_tokens_of_a_cut_text_are_the_first_of_the_whole_text(normalizer, splitter):
     """By hand 2,880 were drawn of more tokenizers."""
     chance, cut = random.Random(f"{normalizer} {splitter}"), 0
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_a_long_text_costs_no_more_than_its_head(folder, monkeypatch):
     assert found.ids[0].tolist() == tokenizer.backend.encode(text).ids
 
 
-def test_marks_and_ideographs_end_a_head_where_they_are_words():
+def test_marks_and_ideographs_end_a_head_if_they_are_words():
     tokenizer = Tokenizer.from_folder(BUILT_IN_MODEL, 16)
     for text in ("!?" * 10_000, "中文" * 10_000):
         assert len(tokenizer._head(text)) < 2 * HEAD * 16
@@ -104,7 +104,7 @@ def test_marks_and_ideographs_end_a_head_where_they_are_words():
 
 @pytest.mark.parametrize("max_length", [12, 13])
 @pytest.mark.parametrize("sizes", [(40, 300), (300, 40), (300, 301), (301, 300), (300, 300), (2, 300), (300, 9)])
-def test_of_a_pair_as_much_is_kept_as_of_the_whole_texts(max_length, sizes):
+def test_a_cut_pair_has_the_tokens_of_the_pair_of_whole_texts(max_length, sizes):
     """Words of different lengths, so that the text with more characters often is the one with fewer tokens."""
     chance, tokenizer = random.Random(f"{sizes} {max_length}"), Tokenizer.from_folder(BUILT_IN_MODEL, max_length)
     for _ in range(2):

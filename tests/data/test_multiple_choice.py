@@ -81,12 +81,12 @@ def test_mmlu_scores_letters_after_the_subjects_answered_questions(mmlu):
 def test_the_cloze_asks_for_the_last_word_of_every_sentence_but_the_first(tmp_path):
     (tmp_path / "tinystories.txt").write_text(END.join(["x" * 4000, *STORIES, "cut off here"]))
     found = load_benchmark(tmp_path)
-    asked = [(question.contexts[0], question.options[0], question.source) for question in found.questions]
-    assert asked[:2] == [
+    questions = [(question.contexts[0], question.options[0], question.source) for question in found.questions]
+    assert questions[:2] == [
         ("One day, a cat sat. It saw a", " dog", 0),
         ("One day, a cat sat. It saw a dog. The", " end", 0),
     ]
-    assert [source for *_, source in asked] == [0, 0, 1, 1, 2, 2, 3, 3] and found.choice == "greedy"
+    assert [source for *_, source in questions] == [0, 0, 1, 1, 2, 2, 3, 3] and found.choice == "greedy"
 
 
 def test_held_out_are_whole_stories_of_the_last_tenth_that_are_not_before_it(tmp_path):
@@ -119,13 +119,13 @@ def test_any_other_file_has_a_context_choices_and_the_answer(tmp_path, answer):
 
 def test_lambada_asks_for_the_last_word_of_a_passage(tmp_path):
     passages = "He saw the dog . The dog saw him", "two\u2028words \n"
-    asked = [(("He saw the dog . The dog saw",), (" him",)), (("two",), ("\u2028words",))]
+    expected = [(("He saw the dog . The dog saw",), (" him",)), (("two",), ("\u2028words",))]
     as_json = json_lines(tmp_path / "a", "lambada_test.jsonl", *({"text": text} for text in passages))
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "lambada_test_plain_text.txt").write_text("\n".join(map(str.strip, passages)) + "\n")
     for folder in (as_json, tmp_path / "b"):
         found = load_benchmark(folder)
-        assert [(question.contexts, question.options) for question in found.questions] == asked
+        assert [(question.contexts, question.options) for question in found.questions] == expected
         assert (found.name, found.split, found.choice) == ("LAMBADA", "test", "greedy")
 
 
@@ -174,12 +174,12 @@ def test_only_a_line_feed_ends_a_line_of_json(tmp_path):
 
 
 def test_an_options_tokens_are_those_behind_its_context():
-    asked = make_requests(Question(("ab", "abc"), (" x", " yz"), 0, 0), characters, 99)
-    assert [request.ids[request.start :] for request in asked.requests] == [[32, 120], [32, 121, 122]]
-    assert (asked.shots, asked.cut) == (0, False)
+    made = make_requests(Question(("ab", "abc"), (" x", " yz"), 0, 0), characters, 99)
+    assert [request.ids[request.start :] for request in made.requests] == [[32, 120], [32, 121, 122]]
+    assert (made.shots, made.cut) == (0, False)
 
 
-def test_where_a_merge_crosses_the_border_the_option_begins_with_the_merged_token():
+def test_if_a_merge_crosses_the_border_the_option_begins_with_the_merged_token():
     def merging(text):
         return [0, *(ord(letter) for letter in text.replace("b x", "\1"))]
 
@@ -203,29 +203,29 @@ def test_an_option_always_has_a_token(tmp_path):
 def test_so_many_shots_as_fit_and_no_more(room):
     question = Question(("q:",) * 2, (" A", " BB"), 0, 0, "in\n", ("shot1\n", "shot2\n", "shot3\n"))
     longest = [1 + len("in\n" + "".join(question.shots[:n]) + "q: BB") for n in range(4)]
-    asked = make_requests(question, characters, room)
+    made = make_requests(question, characters, room)
     fits = [n for n in range(4) if longest[n] <= room]
-    assert asked.shots == max(fits, default=0) and asked.cut == (not fits)
-    assert all(len(request.ids) <= room for request in asked.requests)
+    assert made.shots == max(fits, default=0) and made.cut == (not fits)
+    assert all(len(request.ids) <= room for request in made.requests)
     if fits:
-        text = "in\n" + "".join(question.shots[: asked.shots]) + "q: BB"
-        assert asked.requests[1].ids == characters(text)
+        text = "in\n" + "".join(question.shots[: made.shots]) + "q: BB"
+        assert made.requests[1].ids == characters(text)
 
 
 def test_a_long_context_is_cut_behind_the_bos_token():
-    asked = make_requests(Question(("abcdefgh",), (" x",), 0, 0), characters, 6)
-    assert asked.cut and asked.requests == [([0, *map(ord, "fgh x")], 4)]
+    made = make_requests(Question(("abcdefgh",), (" x",), 0, 0), characters, 6)
+    assert made.cut and made.requests == [([0, *map(ord, "fgh x")], 4)]
 
 
 def test_a_tokenizer_that_ends_texts_puts_nothing_before_a_cut_context():
     def ended(text):
         return [*map(ord, text), 1]
 
-    asked = make_requests(Question(("abcdefgh",), (" x",), 0, 0), ended, 6)
-    assert asked.cut and asked.requests == [([*map(ord, "fgh x"), 1], 3)]
+    made = make_requests(Question(("abcdefgh",), (" x",), 0, 0), ended, 6)
+    assert made.cut and made.requests == [([*map(ord, "fgh x"), 1], 3)]
 
 
-def test_an_option_that_leaves_no_room_for_a_context_is_an_error():
+def test_an_option_too_long_for_any_context_is_an_error():
     with pytest.raises(ValueError, match="an option of 4 tokens leaves no room for its context in a model of 5"):
         make_requests(Question(("abc",), (" xyz",), 0, 0), characters, 5)
 
@@ -241,7 +241,7 @@ def test_hellaswag_divides_by_characters_and_winogrande_does_not():
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_a_cloze_is_answered_where_greedy_decoding_writes_the_word(greedy):
+def test_a_cloze_is_right_if_greedy_decoding_writes_the_word(greedy):
     benchmark = Benchmark("", "", (Question(("c",), (" word",), 0, 0),), "greedy")
     assert benchmark.right(0, np.array([-1.0]), np.array([greedy])) is greedy
 
@@ -283,11 +283,7 @@ def test_rows_of_one_source_count_together():
         ("hellaswag.jsonl", json.dumps(HELLASWAG | {"label": 4}), "in label the number of an option, from 0 to 3, fou"),
         ("hellaswag.jsonl", json.dumps(HELLASWAG | {"endings": ["a"]}), "at least two texts in endings"),
         ("winogrande.jsonl", json.dumps(WINOGRANDE | {"gold": -1}), "in gold the number of an option, from 0 to 1"),
-        (
-            "winogrande.jsonl",
-            json.dumps({"gold": 1}),
-            ":1: expected a JSON object with ctx, endings, label or context",
-        ),
+        ("winogrande.jsonl", json.dumps({"gold": 1}), ":1: expected a JSON object with ctx, endings, label or context"),
         ("dev.jsonl", json.dumps({"text": "a b"}), ":1: expected a JSON object with ctx, endings, label or context_op"),
         ("dev.jsonl", json.dumps(OFFICIAL | {"sentence": "no blank"}), "in sentence the blank _ and text behind it, f"),
         ("dev.jsonl", json.dumps(OFFICIAL | {"answer": ""}), 'dev.jsonl:1: expected in answer "1" or "2", found'),

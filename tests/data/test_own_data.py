@@ -83,7 +83,7 @@ def test_the_same_rows_are_read_whatever_separates_them(case, tmp_path):
     assert seen(load_task(tmp_path)) == (tuple((text,) for text, _, _ in ROWS), [label for _, label, _ in ROWS])
 
 
-def test_a_table_with_other_separators_than_its_name_says_is_named(tmp_path):
+def test_a_table_with_other_separators_than_its_name_implies_is_an_error(tmp_path):
     for content in (b"text,label\na,x\n", b"text;label\na;x\n"):
         with pytest.raises(ValueError, match=r"train.tsv:1: expected column names with tabs .*; rename .* train.csv"):
             load_task(made(tmp_path, "mine", train_tsv=content))
@@ -164,7 +164,7 @@ def test_numbers_are_a_regression_of_one_text_whatever_the_folder_is_called(name
     assert task.split("train").labels.tolist() == [4.5, 2, 5, 1] and task.split("train").labels.dtype == np.float32
 
 
-def test_numbers_are_classes_unless_they_are_said_to_be_a_regression(tmp_path):
+def test_numbers_are_classes_without_the_regression_option(tmp_path):
     """Also those that are known as STS-B's by their columns, where the user names a column."""
     pairs = sheet(("sentence1", "sentence2", "score"), [("a", "b", "1"), ("c", "d", "5")])
     folder = made(tmp_path, "mine", train_csv=pairs)
@@ -172,7 +172,7 @@ def test_numbers_are_classes_unless_they_are_said_to_be_a_regression(tmp_path):
     assert load_task(folder, TaskOptions(label_column="score")).label_names == ("1", "5")
 
 
-def test_a_decimal_comma_is_told(tmp_path):
+def test_a_decimal_comma_is_an_error(tmp_path):
     folder = made(tmp_path, "mine", train_csv=sheet(("text", "label"), [("a", "1,5")], ";"))
     with pytest.raises(ValueError, match="train.csv:2: .* found '1,5'; write numbers with a decimal point"):
         load_task(folder, TaskOptions(regression=True))
@@ -196,7 +196,7 @@ def test_a_single_file_is_split_by_its_seed_and_no_text_is_on_both_sides(tmp_pat
     assert load_task(file, TaskOptions(split_file=0)).name == "all"
 
 
-def test_a_single_file_that_is_not_to_be_split_says_how(tmp_path):
+def test_a_single_file_that_is_not_split_is_an_error_with_advice(tmp_path):
     folder = made(tmp_path, "mine", kunden_csv=PLAIN)
     with pytest.raises(FileNotFoundError, match="kunden.csv: expected a task folder, found a file; .*--split-file 0"):
         load_task(folder / "kunden.csv")
@@ -247,7 +247,7 @@ def test_real_tasks_have_as_many_copies_as_the_review_counted(name, split, count
 
 def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_path, monkeypatch):
     (copied(tmp_path / "data", "twice") / "dev.csv").unlink()
-    measured, told = [], []
+    measured, lines = [], []
 
     def measure(run, task, reference):
         measured.append([" ".join(row) for row in task.split("test").texts])
@@ -258,20 +258,20 @@ def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_pat
     sources, first = trainings.Sources(tmp_path, tmp_path), Case("a", "rows", {"method": "joint", "task": "twice"})
     second = Case("b", "rows", {"method": "joint", "task": "twice"}, reference="a")
     for case in (first, second):
-        trainings.run_case(tmp_path, case, 0, sources, told.append)
+        trainings.run_case(tmp_path, case, 0, sources, lines.append)
         assert read_json(trainings.file_of(tmp_path, case.name))["seeds"]["0"]["test_rows_dropped"] == 2
     assert measured == [["a b e", "c a b"]] * 2
-    assert told.count("  2 test rows are dropped, which train has word for word") == 2
-    kept = PageData({"a": first}, {"a": read_json(trainings.file_of(tmp_path, "a"))})
+    assert lines.count("  2 test rows are dropped, which train has word for word") == 2
+    data = PageData({"a": first}, {"a": read_json(trainings.file_of(tmp_path, "a"))})
     recipe = dict.fromkeys(("tables", "pictures", "claims", "differs", "next"), [])
-    text = page("x", recipe | {"title": "t", "source": "s", "about": "a"}, kept, tmp_path, "command")
+    text = page("x", recipe | {"title": "t", "source": "s", "about": "a"}, data, tmp_path, "command")
     assert "Test rows that the train split has word for word are dropped: 2 of twice." in text
 
 
 def test_a_case_is_not_compared_with_one_of_other_test_rows(tmp_path, monkeypatch):
     (copied(tmp_path / "data", "twice") / "dev.csv").unlink()
-    how = dict.fromkeys(trainings.MADE_WITH, "?")
-    old = {"case": "a", "seeds": {"0": {"figures": {"full": 0.5}, "lists": {}, "how": how}}}
+    made_with = dict.fromkeys(trainings.MADE_WITH, "?")
+    old = {"case": "a", "seeds": {"0": {"figures": {"full": 0.5}, "lists": {}, "how": made_with}}}
     write_json(trainings.file_of(tmp_path, "a"), old)
     case = Case("b", "rows", {"method": "joint", "task": "twice"}, reference="a")
     monkeypatch.setattr(trainings, "train", None)  # nothing is trained before
@@ -284,7 +284,7 @@ def test_a_case_is_not_compared_with_one_of_other_test_rows(tmp_path, monkeypatc
 # ---- What makes figures doubtful ----
 
 
-def test_what_is_doubtful_about_data_is_said_before_training(tmp_path):
+def test_doubts_about_data_are_printed_before_training(tmp_path):
     (line,) = doubts.of_data(load_task(copied(tmp_path)))
     assert line.startswith("2 of 4 examples of copied test are in train word for word:")
     many = sheet(("text", "label"), [(f"text {i}", f"{i / 2}") for i in range(30)])
@@ -318,7 +318,7 @@ RESULTS = {  # labels of train and of the held-out set, predictions of these -> 
 
 
 @pytest.mark.parametrize("case", RESULTS)
-def test_what_is_doubtful_about_a_result_is_said_behind_it(case):
+def test_doubts_about_a_result_are_printed_after_it(case):
     train, held, predictions, expected = RESULTS[case]
     task = Task("mine", ("no", "yes"), ("accuracy",), {})
     found = doubts.of_result(task, train, held, predictions)
@@ -360,7 +360,7 @@ def own_run(kunden, checkpoint_folder):
 @pytest.mark.parametrize(
     "command", [("train", "joint"), ("evaluate",), ("calibrate",), ("compare",), ("estimate",), ("export",), ("demo",)]
 )
-def test_every_command_that_opens_a_task_says_how_it_may_be_read(command, capsys):
+def test_every_command_that_opens_a_task_has_the_options_of_tasks(command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     assert {"--text-column", "--text-pair-column", "--label-column", "--regression", "--split-file"} <= set(
@@ -385,7 +385,7 @@ def test_commands_without_a_task_read_what_training_read(capsys, own_run, kunden
     assert exported["per_exit_accuracy"] == found["per_exit_accuracy"]
 
 
-def test_a_task_that_moved_or_changed_is_asked_for(capsys, own_run, kunden, tmp_path, checkpoint_folder):
+def test_a_task_that_moved_or_changed_has_to_be_named(capsys, own_run, kunden, tmp_path, checkpoint_folder):
     file, run = shutil.copy(kunden, tmp_path / "mine.csv"), tmp_path / "run"
     given = ("--task", file, "--split-file", 1, *COLUMNS, *FAST)
     answer(capsys, "train", "joint", "--model", checkpoint_folder, *given, "--out", run)
@@ -419,21 +419,21 @@ def test_options_of_a_task_need_a_task(capsys, own_run, checkpoint_folder, decod
 
 
 def test_from_python_the_options_are_the_same(kunden, checkpoint_folder, tmp_path):
-    told = []
+    lines = []
     options = {"text_column": "Kommentar", "label_column": "note", "regression": True, "split_file": 0}
     made = {"exits": (1, 3), "epochs": 1, "batch_size": 8}
-    mini_ee.train("joint", checkpoint_folder, kunden, tmp_path / "run", say=told.append, **options, **made)
+    mini_ee.train("joint", checkpoint_folder, kunden, tmp_path / "run", say=lines.append, **options, **made)
     run = load_run(tmp_path / "run")
     assert run.label_names == [] and run.config["task"]["folder"] == str(kunden)
     assert run.config["task"]["options"] == options
-    assert told[0].startswith("kunden.csv was split with seed 0:")
+    assert lines[0].startswith("kunden.csv was split with seed 0:")
     with pytest.raises(
         mini_ee.WrongArguments, match="split_file .* must be a whole number of at least 0, got -1|least 0"
     ):
         mini_ee.train("joint", checkpoint_folder, kunden, tmp_path / "other", split_file=-1)
 
 
-def test_training_and_evaluation_warn_of_copies_and_of_what_says_little(capsys, tmp_path, checkpoint_folder):
+def test_training_and_evaluation_warn_of_copies_and_of_too_few_examples(capsys, tmp_path, checkpoint_folder):
     header, rows = ("text", "label"), [(f"the film was good {'very ' * i}", "good") for i in range(4)]
     rows += [("the film was bad", "bad")]
     folder = made(

@@ -136,7 +136,7 @@ def logits_by_hand(model, tokenizer, ids):
     return np.array([[logits[token] for token in tokenizer.label_tokens] for logits in whole])
 
 
-def test_every_exit_says_what_lm_logits_say_of_that_layer_at_the_mask_or_the_last_token(pair):
+def test_every_exit_has_the_lm_logits_of_its_layer_at_the_mask_or_the_last_token(pair):
     model, tokenizer = pair
     encoded = tokenizer.encode(TEXTS)
     found, *_ = read_every_exit(model.segments(), encoded.batch(slice(None)))
@@ -155,7 +155,7 @@ def test_that_test_can_fail(pair, monkeypatch, bug):
     else:
         monkeypatch.setattr(prompting.PromptSegments, "advance", lambda self, k, state: state)
     with pytest.raises(AssertionError):
-        test_every_exit_says_what_lm_logits_say_of_that_layer_at_the_mask_or_the_last_token(pair)
+        test_every_exit_has_the_lm_logits_of_its_layer_at_the_mask_or_the_last_token(pair)
 
 
 def test_p_is_the_softmax_over_the_vocabulary_restricted_to_the_label_words_and_renormalised(pair):
@@ -180,9 +180,9 @@ def test_the_last_exit_is_what_training_sees(pair):
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
     arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
     with torch.no_grad():
-        said = model(*map(torch.from_numpy, arrays)).numpy()
+        expected = model(*map(torch.from_numpy, arrays)).numpy()
     logits, *_ = read_every_exit(model.segments(), inputs)
-    np.testing.assert_allclose(said, logits[:, -1], atol=ATOL)
+    np.testing.assert_allclose(expected, logits[:, -1], atol=ATOL)
 
 
 def test_a_decoder_reads_the_last_real_token_with_padding_on_either_side():
@@ -191,14 +191,14 @@ def test_a_decoder_reads_the_last_real_token_with_padding_on_either_side():
     right = encoded.batch(slice(None))
     order = np.argsort(right.attention_mask, axis=1, kind="stable")  # padding first, tokens in their order
     arrays = (right.input_ids, right.attention_mask, right.token_type_ids)
-    left = Inputs(*(np.take_along_axis(array, order, axis=1) for array in arrays), right.texts)
-    assert left.attention_mask[2, 0] == 0 and left.attention_mask[:, -1].all()
-    of_left, of_right = (read_every_exit(model.segments(), inputs)[0] for inputs in (left, right))
+    left_padded = Inputs(*(np.take_along_axis(array, order, axis=1) for array in arrays), right.texts)
+    assert left_padded.attention_mask[2, 0] == 0 and left_padded.attention_mask[:, -1].all()
+    of_left, of_right = (read_every_exit(model.segments(), inputs)[0] for inputs in (left_padded, right))
     np.testing.assert_allclose(of_left, of_right, atol=ATOL)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_rows_that_leave_at_different_layers_say_what_they_say_alone(kind):
+def test_rows_that_exit_at_different_layers_have_the_answers_of_single_rows(kind):
     model, tokenizer = MODELS[kind](exits=(0, 1, 2, 3))
     encoded = tokenizer.encode(TEXTS)
     plan = (2, 0, 3, 1)
@@ -244,7 +244,7 @@ def test_queries_of_a_decoder_are_the_means_over_the_tokens_of_the_row_alone(lay
 # Templates and tokens
 
 
-def test_a_row_stands_in_its_template_with_one_mask_and_the_label_words_are_inside_a_sentence():
+def test_a_row_is_inserted_in_its_template_with_one_mask():
     _, tokenizer = encoder_model()
     encoded = tokenizer.encode([("the film ",)])
     (ids,) = encoded.ids
@@ -259,7 +259,7 @@ def test_a_row_stands_in_its_template_with_one_mask_and_the_label_words_are_insi
     assert words_of(tokenizer, tokenizer.label_tokens) == ["Ġa", "x"]
 
 
-def test_both_texts_of_a_pair_stand_where_the_template_has_them():
+def test_both_texts_of_a_pair_are_inserted_in_the_template():
     _, tokenizer = encoder_model(PAIR)
     (ids,) = tokenizer.encode([("the film", "a song")]).ids
     assert words_of(tokenizer, ids) == ["[CLS]", "the", "film", "[MASK]", ",", "a", "song", "[SEP]"]
@@ -407,7 +407,7 @@ def test_every_built_in_label_word_stands_for_its_class(kind):
     "task, word, label",
     [("TREC", "Who", 3), ("TREC", "Where", 4), ("TREC", "How many", 5), ("SST-5", "bad", 1), ("MR", "dull", 0)],
 )
-def test_the_real_labels_have_the_meaning_that_the_label_words_say(task, word, label):
+def test_the_real_labels_have_the_meaning_of_the_label_words(task, word, label):
     split = load_task(Path(SHARED) / "data" / task).split("train")
     rows = [row for row, (text,) in enumerate(split.texts) if re.search(rf"\b{word}\b", text)]
     assert np.bincount(split.labels[rows]).argmax() == label
@@ -444,7 +444,7 @@ def named(name, *labels):
     return Task(name, labels or ("negative", "positive"), ("accuracy",), {})
 
 
-def test_label_words_stand_by_number_or_by_label_name(tmp_path):
+def test_label_words_are_given_by_number_or_by_label_name(tmp_path):
     words, names = {"positive": "great", "negative": "bad"}, ("negative", "positive")
     assert Prompt.from_dict({"template": "{text}", "words": words}, names).words == ("bad", "great")
     assert Prompt.from_dict({"template": "{text}", "words": {"1": "great", "0": "bad"}}, names).words == (
@@ -464,7 +464,7 @@ def test_label_words_stand_by_number_or_by_label_name(tmp_path):
 
 
 @pytest.mark.parametrize("words", [("bad", "\ud800"), ("bad", " "), ("bad", "good")])
-def test_half_a_character_in_a_prompt_is_told_where_it_stands(words):
+def test_half_a_character_in_a_prompt_is_an_error_with_its_position(words):
     template = "{text} \ud800" if words[1] == "good" else "{text}"
     message = "found an empty text: ' '" if words[1] == " " else r"found half of a surrogate pair.*: '.*ud800"
     with pytest.raises(ValueError, match=f"expected a template and label words that are text, {message}"):
@@ -530,16 +530,16 @@ def test_the_layers_go_without_which_the_label_words_of_rows_are_missed_least():
             for layer in layers:
                 state = model.backbone.run_layers(state, context, layer, layer + 1)
             at = inputs.input_ids[0].tolist().index(tokenizer.mask_token_id)
-            said = model.backbone.lm_logits(state[0, at]).double().numpy()[list(tokenizer.label_tokens)]
-            total += np.log(np.exp(said).sum()) - said[label]
+            scores = model.backbone.lm_logits(state[0, at]).double().numpy()[list(tokenizer.label_tokens)]
+            total += np.log(np.exp(scores).sum()) - scores[label]
         return total
 
-    kept = list(range(7))
+    kept_layers = list(range(7))
     with torch.inference_mode():
         for _ in range(2):  # a third of 7
-            others = [[layer for layer in kept if layer != gone] for gone in kept[1:-1]]
-            kept = min(others, key=missed)
-        assert measures._kept_through_prompt(run, encoded.batch(slice(None)), labels) == kept
+            others = [[layer for layer in kept_layers if layer != gone] for gone in kept_layers[1:-1]]
+            kept_layers = min(others, key=missed)
+        assert measures._kept_through_prompt(run, encoded.batch(slice(None)), labels) == kept_layers
 
 
 # Few shots
@@ -597,7 +597,7 @@ def test_a_checkpoint_on_disk_reads_as_its_backbone_does(checkpoint_folder):
         np.testing.assert_allclose(found[row], logits_by_hand(model, tokenizer, ids)[1:], atol=ATOL)
 
 
-def test_logits_that_are_no_numbers_are_told_in_one_line(pair):
+def test_logits_that_are_no_numbers_are_one_line(pair):
     model, tokenizer = pair
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
     with torch.no_grad():

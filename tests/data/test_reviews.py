@@ -149,14 +149,14 @@ def slots(template, sign):
 
 
 @pytest.mark.parametrize("kind", HARD)
-def test_twins_of_a_hard_kind_hold_the_same_polar_words(kind):
+def test_twins_of_a_hard_kind_contain_the_same_polar_words(kind):
     for entry in GRAMMAR[kind]:
         one, other = (entry, entry) if isinstance(entry, str) else entry
         assert slots(one, "+") == slots(other, "-") and slots(one, "-") == slots(other, "+"), entry
 
 
 @pytest.mark.parametrize("split,kind", list(product(["train", "dev", "test"], HARD)))
-def test_each_polar_word_stands_equally_often_under_both_labels(split, kind):
+def test_each_polar_word_occurs_equally_often_under_both_labels(split, kind):
     joined = {
         label: " ".join(row.text.lower() for row in of_kind(splits(0)[split], kind) if row.label == label)
         for label in (0, 1)
@@ -331,7 +331,7 @@ def test_a_negative_size_is_refused():
         make_reviews(dev=-1)
 
 
-def test_a_grammar_that_runs_out_says_so(monkeypatch):
+def test_a_grammar_that_runs_out_is_an_error(monkeypatch):
     monkeypatch.setitem(GRAMMAR, "plain", ("{+phrase}.",))
     with pytest.raises(ValueError, match="distinct 'plain' reviews for train=200; ask for fewer"):
         make_reviews(train=200)

@@ -185,7 +185,7 @@ def test_a_glue_folder_of_any_name_is_known_by_its_columns(name, tmp_path):
     assert (task.name, task.label_names, task.metrics) == (name, GLUE[name].label_names, GLUE[name].metrics)
 
 
-def test_a_score_beside_a_label_does_not_make_a_regression(tmp_path):
+def test_a_score_next_to_a_label_does_not_make_a_regression(tmp_path):
     rows = table("sentence1|sentence2|label|score", "a|b|yes|0.9", "c|d|no|0.8")
     assert load_task(folder(tmp_path, "mine", train_tsv=rows)).label_names == ("no", "yes")
 
@@ -203,7 +203,7 @@ def test_glue_labels_may_be_numbers_in_hugging_face_order(tmp_path):
     assert task.split("train").labels.tolist() == [2, 0, 1]
 
 
-def test_microsofts_own_mrpc_files_serve_where_glues_are_missing(tmp_path):
+def test_microsofts_own_mrpc_files_are_read_if_glues_are_missing(tmp_path):
     rows = GLUE["MRPC"].files["train_tsv"]
     path = folder(tmp_path, "MRPC", msr_paraphrase_train_txt=rows, msr_paraphrase_test_txt=rows)
     assert {name: len(split) for name, split in load_task(path).splits.items()} == {"train": 2, "test": 2}
@@ -335,22 +335,13 @@ def test_labels_may_be_true_and_false(tmp_path):
 
 JSON_ROW = '{"text": "a", "label": 1}\n'
 ERRORS = {
-    "no file": (
-        {},
-        "mine: expected train, dev or test files (.tsv, .csv or .jsonl), found []; name another folder",
-    ),
+    "no file": ({}, "mine: expected train, dev or test files (.tsv, .csv or .jsonl), found []; name another folder"),
     "two files": (
         {"train_tsv": PLAIN, "dev_tsv": PLAIN, "val_csv": PLAIN},
         "mine: expected one dev file, found dev.tsv and val.csv; remove one",
     ),
-    "empty file": (
-        {"train_tsv": ""},
-        "train.tsv:1: expected a header and rows, found an empty file; fill it in",
-    ),
-    "only line ends": (
-        {"train_tsv": "\ufeff\r\n\n"},
-        "train.tsv:1: expected a header and rows, found an empty file",
-    ),
+    "empty file": ({"train_tsv": ""}, "train.tsv:1: expected a header and rows, found an empty file; fill it in"),
+    "only line ends": ({"train_tsv": "\ufeff\r\n\n"}, "train.tsv:1: expected a header and rows, found an empty file"),
     "only a header": (
         {"train_tsv": "sentence\tlabel\n"},
         "train.tsv:1: expected rows below the header, found none; add",
@@ -416,10 +407,7 @@ ERRORS = {
         {"train_tsv": PLAIN.encode() + b"caf\xe9 society\tpos\n"},
         "train.tsv:4: expected UTF-8, found byte 0xe9; convert the file to UTF-8",
     ),
-    "UTF-16": (
-        {"train_tsv": PLAIN.encode("utf-16")},
-        "train.tsv:1: expected UTF-8, found byte 0xff; convert",
-    ),
+    "UTF-16": ({"train_tsv": PLAIN.encode("utf-16")}, "train.tsv:1: expected UTF-8, found byte 0xff; convert"),
     "open quote": (
         {"train_csv": 'text,label\na,x\n"b,y\n'},
         "train.csv:3: expected comma-separated values, found unexpected end of data; close every quotation",
@@ -487,7 +475,7 @@ def test_an_unknown_split_lists_those_there_are(tmp_path):
         task.split("dev")
 
 
-def test_a_task_of_train_alone_says_what_it_lacks(tmp_path):
+def test_a_task_of_train_alone_is_an_error_that_names_what_is_missing(tmp_path):
     task = load_task(folder(tmp_path, "mine", train_tsv=PLAIN))
     message = "task mine: expected a dev or a test file, whose rows are reported, found train alone; add dev.tsv or"
     with pytest.raises(ValueError, match=f"{message} test.tsv, let --split-file 0 split train, or give --split train"):
@@ -529,7 +517,7 @@ def test_holdout_and_subset_follow_the_seed():
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_holdout_refuses_to_leave_a_part_empty(count):
+def test_holdout_refuses_an_empty_part(count):
     with pytest.raises(ValueError, match=f"expected at least two rows, of which one is held out, found {count}"):
         holdout(numbered(count), 0)
 
@@ -584,11 +572,7 @@ def decoder_backend(bos: str = "<s> ") -> tokenizers.Tokenizer:
 def test_bert_vocabulary_gives_the_documented_sequences_and_type_ids(tmp_path):
     encoded = Tokenizer.from_folder(bert_folder(tmp_path)).encode(["a b", ("GREAT films", "c"), ("zz",)])
     inputs = encoded.batch([0, 1, 2])
-    assert inputs.input_ids.tolist() == [
-        [2, 5, 6, 3, 0, 0, 0],
-        [2, 9, 10, 11, 3, 7, 3],
-        [2, 1, 3, 0, 0, 0, 0],
-    ]
+    assert inputs.input_ids.tolist() == [[2, 5, 6, 3, 0, 0, 0], [2, 9, 10, 11, 3, 7, 3], [2, 1, 3, 0, 0, 0, 0]]
     assert inputs.token_type_ids.tolist() == [[0] * 7, [0, 0, 0, 0, 0, 1, 1], [0] * 7]
     assert inputs.attention_mask.tolist() == [[1] * 4 + [0] * 3, [1] * 7, [1] * 3 + [0] * 4]
     assert inputs.texts == (("a b",), ("GREAT films", "c"), ("zz",))
@@ -610,14 +594,14 @@ def test_stored_truncation_and_padding_are_replaced_by_ours(tmp_path):
     assert encoded.truncated == 1
 
 
-def test_without_a_max_length_nothing_is_cut_whatever_the_file_says(tmp_path):
+def test_without_a_max_length_nothing_is_cut(tmp_path):
     Tokenizer.from_folder(bert_folder(tmp_path), 4).save(tmp_path / "tokenizer.json")
     tokenizer, text = Tokenizer.from_folder(tmp_path, None), "a great film " * 100
     assert len(tokenizer.ids_of(text)) == 302 and len(tokenizer.ids_of(text, special=False)) == 300
     assert tokenizer.encode([text]).truncated == 0
 
 
-def test_a_saved_tokenizer_gives_the_same_ids_and_leaves_no_other_file(tmp_path):
+def test_a_saved_tokenizer_gives_the_same_ids_and_is_the_only_file(tmp_path):
     tokenizer = Tokenizer.from_folder(bert_folder(tmp_path))
     (tmp_path / "run").mkdir()
     tokenizer.save(tmp_path / "run" / "tokenizer.json")
@@ -643,14 +627,16 @@ def test_a_tokenizer_without_a_template_for_pairs_reads_two_lines(tmp_path):
     assert Tokenizer(decoder_backend(bos="")).encode([("a", "b")]).ids[0].tolist() == [2, 4, 3]
 
 
-@pytest.mark.parametrize("lengths, kept", [((40, 3), (9, 3)), ((3, 40), (3, 9)), ((40, 40), (6, 6)), ((4, 5), (4, 5))])
-def test_two_lines_that_are_too_long_together_lose_of_the_longer(lengths, kept):
+@pytest.mark.parametrize(
+    "lengths, expected", [((40, 3), (9, 3)), ((3, 40), (3, 9)), ((40, 40), (6, 6)), ((4, 5), (4, 5))]
+)
+def test_two_lines_that_are_too_long_together_lose_of_the_longer(lengths, expected):
     encoded = Tokenizer(decoder_backend(), 14).encode([("a" * lengths[0], "b" * lengths[1])])  # with <s> and a new line
-    assert encoded.ids[0].tolist() == [1, *[2] * kept[0], 4, *[3] * kept[1]]
+    assert encoded.ids[0].tolist() == [1, *[2] * expected[0], 4, *[3] * expected[1]]
     assert encoded.truncated == (sum(lengths) > 12)
 
 
-def test_two_lines_are_too_long_where_the_end_of_a_line_is_several_tokens():
+def test_two_lines_are_too_long_if_the_end_of_a_line_is_several_tokens():
     backend = decoder_backend()
     backend.normalizer = tokenizers.normalizers.Replace("\n", "\n\n\n")
     encoded = Tokenizer(backend, 14).encode([("a" * 6, "b" * 5)])
@@ -745,10 +731,10 @@ def encoded_of(lengths, tmp_path):
 
 def test_inputs_take_keeps_rows_together_and_the_width(tmp_path):
     inputs = encoded_of([1, 5, 3], tmp_path).batch([0, 1, 2])
-    kept = inputs.take(np.array([False, False, True]))
-    assert (len(kept), kept.input_ids.shape, kept.texts) == (1, (1, 7), (("a a a ",),))
-    np.testing.assert_array_equal(kept.input_ids[0], inputs.input_ids[2])
-    assert kept.attention_mask.sum() == 5
+    rest = inputs.take(np.array([False, False, True]))
+    assert (len(rest), rest.input_ids.shape, rest.texts) == (1, (1, 7), (("a a a ",),))
+    np.testing.assert_array_equal(rest.input_ids[0], inputs.input_ids[2])
+    assert rest.attention_mask.sum() == 5
     assert encoded_of([1], tmp_path).batch([]).input_ids.shape == (0, 0)
 
 

@@ -28,7 +28,6 @@ from mini_ee.evaluation.token_evaluation import (
     COMPARED_MEASURES,
     EPSILON_GRID,
     EPSILONS,
-    BenchmarkScores,
     at_equal_agreement,
     benchmark_answer,
     perplexity,
@@ -188,9 +187,9 @@ def left_at(rule, row):
 def test_perplexity_is_exp_of_the_mean_log_loss_at_the_exits(opened):
     texts, rule = [Text([0, *range(20, 50)], 0), Text([0, 7, 9, 8], 1)], RULES[2]
     recorded = record_texts(opened.model, texts, last=False)
-    log_p, left = recorded.logits[:, :, 0], recorded.replay(rule).exit_index
-    assert len(log_p) == 32 and len(set(left)) == 3
-    total = -sum(row[k] for row, k in zip(log_p, left))
+    log_p, exit_index = recorded.logits[:, :, 0], recorded.replay(rule).exit_index
+    assert len(log_p) == 32 and len(set(exit_index)) == 3
+    total = -sum(row[k] for row, k in zip(log_p, exit_index))
     assert perplexity(recorded, rule) == pytest.approx(math.exp(total / 32))
     assert perplexity(recorded, NeverExit()) == pytest.approx(math.exp(-log_p[:, -1].mean()))
 
@@ -214,11 +213,11 @@ def test_accuracy_is_that_of_a_loop_over_options_one_by_one_under_every_rule(wit
             before = encode(question.introduction + "".join(shots) + context).ids
             text = Text([*before, *encode(option, add_special_tokens=False).ids], len(before) - 1)
             rows = slow(run.model, text)
-            left = [left_at(rule, row) for row in rows]
-            layers += [k + 1 for k in left]
+            exits = [left_at(rule, row) for row in rows]
+            layers += [k + 1 for k in exits]
             for k in range(3):
                 scores_at[k].append(sum(row[k][0] for row in rows) / len(option.strip()))
-            scores.append(sum(row[k][0] for row, k in zip(rows, left)) / len(option.strip()))
+            scores.append(sum(row[k][0] for row, k in zip(rows, exits)) / len(option.strip()))
         rights.append(int(np.argmax(scores)) == question.answer)
         right_log_p.append(scores[question.answer] * len(question.options[question.answer].strip()))
         for k in range(3):
@@ -232,18 +231,18 @@ def test_accuracy_is_that_of_a_loop_over_options_one_by_one_under_every_rule(wit
     assert isinstance(rule, NeverExit | FixedExit) or len(set(layers)) > 1
 
 
-def test_a_cloze_is_right_where_every_token_is_that_of_greedy_decoding(opened):
-    asked, right = [], []
+def test_a_cloze_is_right_if_every_token_is_that_of_greedy_decoding(opened):
+    requests, right = [], []
     for context in ([0, 65, 66], [0, 80], [0, 7, 7, 9]):
         (text,) = gather(generate(opened.model.backbone, [context], max_new_tokens=2), 1)
         first, second = text.tokens
         for option in ([first, second], [first, second ^ 1], [first ^ 1, second], [first], [first ^ 1]):
-            asked.append(QuestionRequests([Request([*context, *option], len(context))], 0, False))
+            requests.append(QuestionRequests([Request([*context, *option], len(context))], 0, False))
             right.append(option == text.tokens[: len(option)])
-    benchmark = Benchmark("cloze", "test", (Question(("",), ("",), 0, 0),) * len(asked), "greedy")
-    texts = [Text(one.requests[0].ids, one.requests[0].start - 1) for one in asked]
-    scores = BenchmarkScores(benchmark, asked, record_texts(opened.model, texts, last=False))
-    assert scores.right(np.full(len(scores.recorded.logits), 2)).tolist() == right
+    benchmark = Benchmark("cloze", "test", (Question(("",), ("",), 0, 0),) * len(requests), "greedy")
+    texts = [Text(one.requests[0].ids, one.requests[0].start - 1) for one in requests]
+    hearing = BenchmarkScores(benchmark, requests, record_texts(opened.model, texts, last=False))
+    assert hearing.right(np.full(len(hearing.recorded.logits), 2)).tolist() == right
 
 
 # ---- Over epsilon ----
@@ -270,11 +269,11 @@ def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(swe
     assert [row["epsilon"] for row in answer["rows"]] == list(EPSILONS)
     for row in answer["rows"]:
         rule = calibrate(taken, row["epsilon"], measure="breaking_ties")
-        left = replay(checked, rule).exit_index
+        exit_index = replay(checked, rule).exit_index
         assert [float(tau) for tau in row["thresholds"]] == list(rule.threshold[:-1])
         assert row["agreement"] == agreement(checked, rule) and row["end_to_end"] == end_to_end(checked, rule)
-        assert row["exit_counts"] == [int((left == k).sum()) for k in range(3)]
-        assert row["mean_layers"] == pytest.approx((left + 1).mean())
+        assert row["exit_counts"] == [int((exit_index == k).sum()) for k in range(3)]
+        assert row["mean_layers"] == pytest.approx((exit_index + 1).mean())
         assert row["perplexity"] == perplexity(held, rule)
     assert answer["full_perplexity"] == perplexity(held, NeverExit()) and answer["tokens_text"] == 38
     assert answer["tokens_fresh"] == len(checked.groups) != answer["tokens_calibration"] == len(taken.groups)
@@ -295,7 +294,7 @@ def test_speed_is_a_ratio_of_seconds_measured_here(swept):
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / answer["full_tokens_per_second"])
 
 
-def test_a_row_says_what_copy_state_took_and_what_recompute_took_under_its_name(opened, monkeypatch):
+def test_a_row_contains_the_times_of_copy_state_and_of_recompute(opened, monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(measure_texts, name, value)
     time = {"seconds": 1.0, "tokens_per_second": 1.0}
@@ -309,9 +308,9 @@ def test_a_row_says_what_copy_state_took_and_what_recompute_took_under_its_name(
 def test_each_way_is_decoded_with_its_rule_and_its_fill(opened, monkeypatch):
     ways, wrote, write = [(FixedExit(0), "recompute"), (NeverExit(), "copy_state")], [], opened.model.write
 
-    def written(texts, rule, missing_kv, **how):
+    def written(texts, rule, missing_kv, **settings):
         wrote.append((rule, missing_kv))
-        return write(texts, rule, missing_kv=missing_kv, **how)
+        return write(texts, rule, missing_kv=missing_kv, **settings)
 
     monkeypatch.setattr(opened.model, "write", written)
     timed_decoding(ways, opened.model, [[0, 65]], 2)
@@ -347,7 +346,7 @@ def test_without_exits_the_text_is_wholly_the_full_models(opened):
     assert first["decoded_agreement"] < 1 and first["decoded_layers"] == 1
 
 
-def test_measures_are_compared_where_calibration_reaches_the_level(swept):
+def test_measures_are_compared_at_the_epsilon_that_reaches_the_level(swept):
     answer, calibration, fresh, _ = swept
     assert [row["measure"] for row in answer["measures"]] == [
         each for each in COMPARED_MEASURES for _ in AGREEMENT_LEVELS
@@ -364,7 +363,7 @@ def test_measures_are_compared_where_calibration_reaches_the_level(swept):
     assert strict == set(COMPARED_MEASURES)
 
 
-def test_the_picture_leaves_out_what_was_not_measured(tmp_path, swept):
+def test_the_picture_omits_what_was_not_measured(tmp_path, swept):
     rows = [{key: value for key, value in row.items() if key != "perplexity"} for row in swept[0]["rows"]]
     draw_decoder(tmp_path / "picture.png", swept[0] | {"rows": rows}, [])
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -488,7 +487,7 @@ def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(capsys, tm
         assert message in capsys.readouterr().err
 
 
-def test_an_exported_decoder_is_named_where_a_run_is_expected(capsys, tmp_path, run_folder, hellaswag):
+def test_an_exported_decoder_is_refused_if_a_run_is_expected(capsys, tmp_path, run_folder, hellaswag):
     assert main(["export", str(run_folder), "--out", str(tmp_path / "exported")]) == 0
     for command in (["evaluate", "--task", str(hellaswag)], ["compare"], ["calibrate", "--epsilon", ".9"]):
         capsys.readouterr()
@@ -504,10 +503,10 @@ def test_stories_are_read_whole_whatever_a_row_may_hold(tmp_path, opened):
     assert len(Source(opened.model.backbone, opened.tokenizer, options, 3).stories()) == 3
 
 
-def test_a_prompt_is_kept_as_it_is_read_again():
+def test_a_prompt_is_saved_as_it_is_read_again():
     for prompt in ("Once", ("Once", "Long ago")):
-        kept = TextOptions(prompt=prompt).to_dict()
-        assert json.loads(json.dumps(kept)) == kept and kept["prompt"][0] == "Once"
+        fields = TextOptions(prompt=prompt).to_dict()
+        assert json.loads(json.dumps(fields)) == fields and fields["prompt"][0] == "Once"
 
 
 @pytest.mark.parametrize("text", [None, "file"])

@@ -67,7 +67,7 @@ def test_a_replaced_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_pa
     assert [path.name for path in out.iterdir()] == ["old"] and list(tmp_path.iterdir()) == [out]
 
 
-def test_what_a_killed_process_left_is_cleaned_up(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / ".out.lock").touch()
     for name in (".out.partial", ".out.old", "out"):
         (tmp_path / name).mkdir()
@@ -112,7 +112,7 @@ def test_another_process_is_kept_out_until_it_is_killed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_be_written_is_told_by_the_name_that_was_given(tmp_path, monkeypatch):
+def test_a_path_that_cannot_be_written_is_named_as_it_was_given(tmp_path, monkeypatch):
     def refusing(path, *flags):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -151,7 +151,7 @@ def test_the_old_folder_survives_a_kill_between_the_two_renames(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "old").read_text() == "old"
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_change_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_bytes(path, b"old")
 
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_is_copied_but_for_what_is_left_out(tmp_path):
+def test_a_folder_is_copied_without_the_names_that_are_excluded(tmp_path):
     for name in ("a/deep/one", "a/two", "a/left/three"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -197,7 +197,7 @@ def test_answers_that_a_full_disk_does_not_take_name_the_file():
 
 
 @pytest.mark.parametrize("read", [read_json, file_sha256, read_text])
-def test_what_is_no_file_is_told_before_it_is_read(tmp_path, read):
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, read):
     (tmp_path / "folder").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name, found in (("folder", "a folder"), ("zero", "a device")):
@@ -224,7 +224,7 @@ def test_a_pipe_serves_as_text_and_not_as_a_file(tmp_path):
     os.close(read_end)
 
 
-def test_json_is_read_back_as_it_was_and_an_edit_is_told(tmp_path):
+def test_json_is_read_back_as_it_was_and_an_edit_is_an_error(tmp_path):
     path, content = tmp_path / "x.json", {"a": [1, 2.5, None], "b": {"c": "é"}}
     write_json(path, content)
     assert read_json(path) == content

@@ -40,7 +40,7 @@ def answers(run):
     return early_exit(run.segments(), Threshold(0.5001), encoded.batch(np.arange(2))).logits
 
 
-def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder, task_folder):
+def test_a_run_contains_the_files_of_the_design_and_nothing_else(run_folder, task_folder):
     assert sorted(path.name for path in run_folder.iterdir()) == [
         "config.json",
         "metrics.json",
@@ -53,16 +53,7 @@ def test_a_run_holds_the_files_of_the_design_and_nothing_else(run_folder, task_f
     about = {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
     about |= {"folder": str(task_folder), "options": {}}
     assert config["task"] == about | {"train_sha256": load_task(task_folder).split("train").sha256()}
-    assert {
-        "backbone",
-        "rule",
-        "seed",
-        "versions",
-        "pool",
-        "max_length",
-        "training",
-        "files",
-    } <= config.keys()
+    assert {"backbone", "rule", "seed", "versions", "pool", "max_length", "training", "files"} <= config.keys()
 
 
 def test_a_run_is_read_back_as_it_was_and_loading_draws_no_random_numbers(run_folder):
@@ -74,8 +65,8 @@ def test_a_run_is_read_back_as_it_was_and_loading_draws_no_random_numbers(run_fo
     assert np.array_equal(first, answers(load_run(run_folder)))
 
 
-def test_a_byte_flipped_anywhere_in_a_run_is_told_or_changes_nothing(run_folder, tmp_path):
-    rng, expected, told = random.Random(0), answers(load_run(run_folder)), 0
+def test_a_byte_flipped_anywhere_in_a_run_is_an_error_or_changes_nothing(run_folder, tmp_path):
+    rng, expected, refusals = random.Random(0), answers(load_run(run_folder)), 0
     for number in range(160):
         folder = shutil.copytree(run_folder, tmp_path / str(number))
         path = rng.choice(sorted(folder.iterdir()))
@@ -86,12 +77,12 @@ def test_a_byte_flipped_anywhere_in_a_run_is_told_or_changes_nothing(run_folder,
             run = load_run(folder)
         except (ValueError, FileNotFoundError) as error:
             assert "\n" not in str(error) and str(folder) in str(error)
-            told += 1
+            refusals += 1
         else:
             assert np.array_equal(answers(run), expected)
             assert run.config == load_run(run_folder).config
         shutil.rmtree(folder)
-    assert told > 120
+    assert refusals > 120
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.json", "model.safetensors", "tokenizer.json"])
@@ -133,7 +124,7 @@ def test_weights_of_another_run_are_refused(copy, tmp_path, checkpoint_folder, t
         ({"pool": "max"}, "pool must be"),
     ],
 )
-def test_a_config_that_says_something_else_is_refused(copy, change, message):
+def test_a_config_with_other_settings_is_refused(copy, change, message):
     write_json(copy / "config.json", read_json(copy / "config.json") | change)
     with pytest.raises(ValueError, match=f"^{copy}: .*{message}") as error:
         load_run(copy)
@@ -159,9 +150,9 @@ def places(content, at=()):
             yield from places(value, (*at, key))
 
 
-def test_whatever_value_is_forged_is_told_or_does_no_harm(run_folder, copy):
+def test_a_forged_value_is_an_error_or_does_no_harm(run_folder, copy):
     """With its checksum, which anyone can make."""
-    config, told = read_json(run_folder / "config.json"), 0
+    config, refusals = read_json(run_folder / "config.json"), 0
     elsewhere = ("backbone", "versions", "files", "training", "guarantee")  # a backbone's config has tests of its own
     for *into, last in places({key: value for key, value in config.items() if key not in elsewhere}):
         for wrong in (None, 10**60, 1.5, {"a": 1}):
@@ -172,11 +163,11 @@ def test_whatever_value_is_forged_is_told_or_does_no_harm(run_folder, copy):
                 run = load_run(copy)
             except (ValueError, FileNotFoundError) as error:
                 assert str(copy) in str(error) and "\n" not in str(error)
-                told += 1
+                refusals += 1
             else:
                 answers(run)
                 assert len(run.classify(["the film was lovely"])) == 1
-    assert told > 40
+    assert refusals > 40
 
 
 def test_a_run_of_0_1_0_has_its_guarantee_under_the_new_name(run_folder, copy):
@@ -190,7 +181,7 @@ def test_a_run_of_0_1_0_has_its_guarantee_under_the_new_name(run_folder, copy):
     assert found["guarantee"] == {"epsilon": 0.8} and "promise" not in found
 
 
-def test_an_edited_config_is_told(copy):
+def test_an_edited_config_is_an_error(copy):
     text = (copy / "config.json").read_text()
     (copy / "config.json").write_text(text.replace('"seed": 0', '"seed": 1'))
     with pytest.raises(ValueError, match="damaged or edited"):
@@ -206,7 +197,7 @@ def test_an_unfinished_training_is_pointed_to(tmp_path):
         load_run(tmp_path / "run")
 
 
-def test_types_are_asked_of_encoders_only(checkpoint_folder, decoder_checkpoint):
+def test_token_types_are_for_encoders_only(checkpoint_folder, decoder_checkpoint):
     tokenizer, decoder = Tokenizer.from_folder(checkpoint_folder), load_backbone(decoder_checkpoint)
     assert encode(tokenizer, [("good film", "bad film")], decoder).type_ids[0].max() == 1
     one_type = load_backbone(checkpoint_folder)

@@ -115,14 +115,14 @@ def test_the_client_in_python_refuses_a_missing_folder_and_a_threshold_that_is_n
 
 @in_node
 @pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
-def test_node_says_what_python_says(exported, fed):
+def test_node_predicts_what_python_predicts(exported, fed):
     folder, other = exported
     answers = expected(folder, other if fed else None)
     options = ["--threshold", other] if fed else []
-    said = [json.loads(line) for line in lines_of(["node", CLIENTS / "classify.mjs", folder, *options], sentences())]
-    assert [(each["label"], each["layers"]) for each in said] == [(each.label, each.layers) for each in answers]
+    found = [json.loads(line) for line in lines_of(["node", CLIENTS / "answer.mjs", folder, *options], sentences())]
+    assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
     confidences = [each.confidence for each in answers]
-    np.testing.assert_allclose([each["confidence"] for each in said], confidences, rtol=0, atol=ATOL)
+    np.testing.assert_allclose([each["confidence"] for each in found], confidences, rtol=0, atol=ATOL)
 
 
 @in_node
@@ -130,22 +130,22 @@ def test_node_counts_exits_in_a_row_as_the_run_does(exported, tmp_path):
     run = load_run(exported[0].parent / "run")
     export(run._replace(rule=PatienceConfidence(2, 0.6)), tmp_path / "exported", web=True)
     answers = Runtime(tmp_path / "exported").run(sentences(), batch_size=1, rule=PatienceConfidence(2, 0.55))
-    command = ["node", CLIENTS / "classify.mjs", tmp_path / "exported", "--threshold", 0.55]
-    said = [json.loads(line) for line in lines_of(command, sentences())]
-    assert [(each["label"], each["layers"]) for each in said] == [(each.label, each.layers) for each in answers]
+    command = ["node", CLIENTS / "answer.mjs", tmp_path / "exported", "--threshold", 0.55]
+    found = [json.loads(line) for line in lines_of(command, sentences())]
+    assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
 
 
 @in_cpp
 @pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
-def test_cpp_says_what_python_says(exported, built, fed):
+def test_cpp_predicts_what_python_predicts(exported, built, fed):
     folder, other = exported
     answers, runtime = expected(folder, other if fed else None), Runtime(folder)
     rows = [" ".join(map(str, ids)) for ids in runtime.encode(sentences()).ids]
-    said = [line.split() for line in lines_of([built, folder, *([repr(other)] if fed else [])], rows)]
-    found = [(runtime.label_names[int(label)], int(layers)) for label, layers, _ in said]
+    fields = [line.split() for line in lines_of([built, folder, *([repr(other)] if fed else [])], rows)]
+    found = [(runtime.label_names[int(label)], int(layers)) for label, layers, _ in fields]
     assert found == [(each.label, each.layers) for each in answers]
     confidences = [each.confidence for each in answers]
-    np.testing.assert_allclose([float(each) for *_, each in said], confidences, rtol=0, atol=ATOL)
+    np.testing.assert_allclose([float(each) for *_, each in fields], confidences, rtol=0, atol=ATOL)
 
 
 @in_node
@@ -181,8 +181,8 @@ def test_cpp_refuses_a_threshold_that_is_no_number(exported, built, threshold):
 
 @in_node
 @pytest.mark.parametrize("threshold", ["abc", "", "NaN"])
-def test_a_threshold_that_is_no_number_is_told_in_one_line(exported, threshold):
-    command = ["node", "classify.mjs", str(exported[0]), f"--threshold={threshold}"]
+def test_a_threshold_that_is_no_number_is_one_line(exported, threshold):
+    command = ["node", "answer.mjs", str(exported[0]), f"--threshold={threshold}"]
     found = subprocess.run(command, cwd=CLIENTS, input="fine", capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (2, "--threshold: expected a number\n")
 

@@ -96,14 +96,14 @@ def test_the_time_of_a_batch_has_the_wait_for_its_plan_in_it(served):
     assert answer.milliseconds >= 200
 
 
-def test_that_test_can_fail_where_rows_of_a_batch_change_places(served, tmp_path, monkeypatch):
+def test_that_test_can_fail_if_rows_of_a_batch_change_places(served, tmp_path, monkeypatch):
     run = Runtime.run
     monkeypatch.setattr(Runtime, "run", lambda self, texts, size: run(self, texts, size)[::-1])
     with pytest.raises(AssertionError):
         test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(served, tmp_path, 32)
 
 
-def test_plain_lines_and_json_may_stand_beside_each_other(served, tmp_path):
+def test_plain_lines_and_json_may_be_mixed(served, tmp_path):
     text = "the film was good"
     as_json = [json.dumps({key: text, "id": 7}) for key in ("text", "sentence")]
     plain, *others = answers(tmp_path, served[0], text, *as_json, f"{text}\r\n".encode())
@@ -119,7 +119,7 @@ def test_plain_lines_and_json_may_stand_beside_each_other(served, tmp_path):
         '{"sentence1": "the film", "sentence2": "the film was good", "label": 1}',
     ],
 )
-def test_rows_of_two_texts_stand_with_a_tab_or_as_json(served_pairs, tmp_path, line):
+def test_rows_of_two_texts_are_given_with_a_tab_or_as_json(served_pairs, tmp_path, line):
     (found,) = answers(tmp_path, served_pairs, line)
     (alone,) = Runtime(served_pairs, threads=1).run([("the film", "the film was good")])
     assert (found["label"], found["exit"]) == (alone.label, alone.exit)
@@ -154,14 +154,14 @@ def test_rows_of_two_texts_stand_with_a_tab_or_as_json(served_pairs, tmp_path, l
         "deep",
     ],
 )
-def test_a_bad_line_is_told_with_its_number_and_stops_nothing(served, tmp_path, capsys, line, message):
+def test_a_bad_line_is_reported_with_its_number_and_the_others_are_answered(served, tmp_path, capsys, line, message):
     good = "the film was good"
     found = answers(tmp_path, served[0], good, line, good, options=["--batch-size", 2])
     assert [each["line"] for each in found] == [1, 2, 3]
     assert set(found[1]) == {"line", "error"} and message in found[1]["error"]
     assert found[0]["label"] == found[2]["label"]
-    told = [text for text in capsys.readouterr().err.splitlines() if text.startswith("mini-ee run: line 2: ")]
-    assert len(told) == 1 and message in told[0]
+    lines = [text for text in capsys.readouterr().err.splitlines() if text.startswith("mini-ee run: line 2: ")]
+    assert len(lines) == 1 and message in lines[0]
 
 
 def test_a_byte_order_mark_and_blanks_are_not_text(served, tmp_path):
@@ -197,7 +197,7 @@ def test_a_pipe_by_its_number_is_written_to_at_once(served, tmp_path):
 
 
 @pytest.mark.parametrize(("out", "message"), [("", "is a folder"), ("nowhere/out", "is in no folder")])
-def test_an_output_that_is_no_file_is_told_before_a_row_is_answered(
+def test_an_output_that_is_no_file_is_refused_before_a_row_is_answered(
     served, tmp_path, capsys, monkeypatch, out, message
 ):
     monkeypatch.setattr(serve, "_answers", lambda *_: pytest.fail("a row was answered"))
@@ -288,8 +288,8 @@ def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
 def test_texts_that_are_cut_are_counted(served, tmp_path, capsys):
     source = lines_of(tmp_path, "the film was good", "the film was good " * 20)
     assert main(["run", *map(str, (served[0], source, "--out", tmp_path / "out", "--json"))]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["rows_truncated"] == 1 and "1 of 2 texts were cut to 30 tokens" in said.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rows_truncated"] == 1 and "1 of 2 texts cut to 30 tokens" in printed.err
 
 
 def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):

@@ -20,7 +20,7 @@ def binomial(count, p):
 
 
 @pytest.mark.parametrize("count, agreeing", [(1, 0), (7, 3), (40, 38), (200, 193)])
-def test_the_interval_ends_where_either_tail_has_a_chance_of_one_fortieth(count, agreeing):
+def test_each_end_of_the_interval_has_a_tail_of_one_fortieth(count, agreeing):
     low, high = share_interval(agreeing, count)
     assert sum(binomial(count, high)[: agreeing + 1]) == pytest.approx(0.025, rel=1e-3)
     if agreeing:
@@ -41,11 +41,11 @@ def covered(hours, interval=share_interval):
     return found
 
 
-def test_the_interval_holds_the_true_agreement_in_93_percent_of_200_hours():
+def test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours():
     assert covered(200) >= 0.93 * 200
 
 
-def test_that_test_can_fail_where_the_interval_is_that_of_68_percent():
+def test_that_test_can_fail_if_the_interval_is_that_of_68_percent():
     assert covered(60, lambda *seen: share_interval(*seen, level=0.68)) < 0.93 * 60
 
 
@@ -75,19 +75,19 @@ def served(world, guarantee, threshold, requests):
     return rule.threshold
 
 
-def test_a_broken_guarantee_is_kept_again_within_2000_requests():
+def test_a_broken_guarantee_holds_again_within_2000_requests():
     """Calibrated where rows are easier: of these .87 agree, guaranteed are .95."""
     assert World.agreement(0.5) == pytest.approx(0.875, abs=0.01)
     ends = [served(World(seed), Guarantee(0.25, 0.95, tighten=True), 0.5, 2000) for seed in range(40)]
     assert np.mean([World.agreement(end) >= 0.95 for end in ends]) >= 0.95
 
 
-def test_that_test_can_fail_where_nothing_is_tightened():
+def test_that_test_can_fail_if_nothing_is_tightened():
     ends = [served(World(seed), Guarantee(0.25, 0.95), 0.5, 500) for seed in range(3)]
     assert set(ends) == {0.5}
 
 
-def test_a_guarantee_that_is_kept_is_left_alone():
+def test_a_guarantee_that_holds_is_not_tightened():
     guarantees = [Guarantee(0.25, 0.95, tighten=True) for _ in range(20)]
     for seed, guarantee in enumerate(guarantees):
         served(World(seed), guarantee, 0.93, 4000)
@@ -95,8 +95,8 @@ def test_a_guarantee_that_is_kept_is_left_alone():
     assert not any(guarantee.tightened for guarantee in guarantees)
 
 
-def test_over_many_looks_a_guarantee_that_is_just_kept_is_taken_for_broken_in_one_of_ten_services_at_most():
-    """100 tests at ERROR_LEVEL each would tighten in four of ten services."""
+def test_over_many_looks_a_guarantee_that_just_holds_is_found_broken_in_one_of_ten_services_at_most():
+    """The count of looks is spent from LEVEL: 100 looks at LEVEL each would tighten in four of ten services."""
     random, tightened = np.random.default_rng(0), 0
     for _ in range(40):
         guarantee = Guarantee(1.0, 0.95, tighten=True)
@@ -106,7 +106,7 @@ def test_over_many_looks_a_guarantee_that_is_just_kept_is_taken_for_broken_in_on
     assert tightened / 40 <= ERROR_LEVEL + 2 * (ERROR_LEVEL * (1 - ERROR_LEVEL) / 40) ** 0.5
 
 
-def test_what_is_raised_is_said_in_the_log_and_counted_anew(caplog):
+def test_a_raised_threshold_is_logged_and_counted_anew(caplog):
     guarantee, rule = Guarantee(1.0, 0.95, tighten=True), Threshold((0.6, 0.8, 0.0))
     with caplog.at_level(logging.WARNING, "mini_ee.serve"):
         for at in range(20):

@@ -41,7 +41,7 @@ def served(runtime):
 
 
 # ---- What it answers ----
-def test_an_answer_is_what_the_runtime_says(served, runtime):
+def test_an_answer_equals_that_of_the_runtime(served, runtime):
     alone = runtime.run(SENTENCES, batch_size=1)
     for text, expected in zip(SENTENCES, alone):
         status, found, _ = ask(served[1], {"text": text})
@@ -87,10 +87,10 @@ def test_health_and_metrics(served):
     ],
     ids=lambda value: None if isinstance(value, int) else repr(value[:24]),
 )
-def test_what_is_wrong_is_told_in_one_line(served, body, status, message):
-    found, said, _ = ask(served[1], body)
-    assert (found, list(said)) == (status, ["error"])
-    assert message in said["error"] and "\n" not in said["error"] and len(said["error"]) < 400
+def test_a_wrong_request_is_one_line(served, body, status, message):
+    found, answer, _ = ask(served[1], body)
+    assert (found, list(answer)) == (status, ["error"])
+    assert message in answer["error"] and "\n" not in answer["error"] and len(answer["error"]) < 400
     assert ask(served[1], {"text": "the film"})[0] == 200
 
 
@@ -98,9 +98,9 @@ def test_what_is_wrong_is_told_in_one_line(served, body, status, message):
     ("method", "path", "status"),
     [("GET", "/classify", 405), ("POST", "/health", 405), ("GET", "/", 404), ("POST", "/generate", 404)],
 )
-def test_another_path_or_method_is_told(served, method, path, status):
-    found, said, headers = ask(served[1], None, path, method)
-    assert found == status and "found" in said["error"]
+def test_another_path_or_method_is_an_error(served, method, path, status):
+    found, answer, headers = ask(served[1], None, path, method)
+    assert found == status and "found" in answer["error"]
     assert headers["allow"] == ({"GET": "POST", "POST": "GET"}[method] if status == 405 else None)
 
 
@@ -111,7 +111,7 @@ def slowed(engine, seconds):
     return engine
 
 
-def test_a_server_that_takes_no_more_is_unwell_and_says_why(runtime):
+def test_a_server_that_accepts_no_more_requests_is_unhealthy_with_the_reason(runtime):
     with serving(engine_of(runtime)) as (worker, port):
         assert worker.drain(10)
         status, found, headers = ask(port, None, "/health", "GET")
@@ -124,17 +124,17 @@ def test_a_full_queue_is_503_with_the_reason(runtime):
     with serving(slowed(engine_of(runtime, rule=FixedExit(0)), 0.05), max_open=2, batch=1) as (worker, port):
         found = together(port, [{"text": "the film"}] * 12)
         assert {status for status, *_ in found} == {200, 503}
-        refused = [(said, headers) for status, said, headers in found if status == 503]
-        assert all("2 requests are open" in said["error"] and headers["retry-after"] for said, headers in refused)
-    assert worker.metrics.responses[503] == len(refused)
+        refused = [(answer, headers) for status, answer, headers in found if status == 503]
+        assert all("2 requests are open" in answer["error"] and headers["retry-after"] for answer, headers in refused)
+    assert worker.watch.responses[503] == len(refused)
 
 
-def test_a_deadline_is_kept_by_the_server(runtime):
+def test_a_request_is_refused_when_its_deadline_has_passed(runtime):
     with serving(slowed(engine_of(runtime), 0.3)) as (worker, port):
         begin = time.perf_counter()
-        status, said, _ = ask(port, {"text": "the film", "deadline_ms": 50})
-        assert status == 503 and "the deadline passed" in said["error"] and time.perf_counter() - begin < 0.28
-    assert worker.metrics.requests["late"] == 1 and not worker.metrics.requests["cancelled"]
+        status, answer, _ = ask(port, {"text": "the film", "deadline_ms": 50})
+        assert status == 503 and "the deadline passed" in answer["error"] and time.perf_counter() - begin < 0.28
+    assert worker.watch.requests["late"] == 1 and not worker.watch.requests["cancelled"]
 
 
 def held_encoding(engine):
@@ -180,8 +180,8 @@ def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runti
             time.sleep(0.01)
         assert worker.metrics.requests["refused"] == 16 and worker._open == 4
         next(iter(worker._encoding)).cancel()
-        status, said, _ = ask(port, {"text": "the film"})
-        assert status == 503 and "4 requests are open, with room for 0 more" in said["error"]
+        status, answer, _ = ask(port, {"text": "the film"})
+        assert status == 503 and "4 requests are open, and no more may be" in answer["error"]
         go.set()
         asking.join()
         assert ask(port, {"text": "the film"})[0] == 200
@@ -210,8 +210,8 @@ def test_a_large_body_takes_a_place_while_it_comes(runtime):
         assert ask(port, {"text": "the film"})[0] == 200
         for sock in slow[:3]:
             sock.sendall(b" " * (1_000_000 - app.LARGE - 1))
-        said = sorted(sock.recv(1000).split(b" ")[1] for sock in slow[:3])
-    assert said == [b"400", b"400", b"503"]  # blanks are no JSON
+        statuses = sorted(sock.recv(1000).split(b" ")[1] for sock in slow[:3])
+    assert statuses == [b"400", b"400", b"503"]  # blanks are no JSON
 
 
 def test_what_a_shutdown_does_not_wait_for_is_503_without_a_traceback(runtime, decoder, monkeypatch, caplog):
@@ -224,7 +224,7 @@ def test_what_a_shutdown_does_not_wait_for_is_503_without_a_traceback(runtime, d
         time.sleep(0.3)
         threading.Timer(1.5, go.set).start()  # so that the worker's thread ends at last
     asking.join()
-    assert [(status, said["error"]) for status, said, _ in ended] == [(503, ENDING)] * 3
+    assert [(status, answer["error"]) for status, answer, _ in ended] == [(503, ENDING)] * 3
     with serving(slowed(engine_of(decoder, room=1), 0.3)) as (_, port):
         body = {"text": PROMPTS[0], "max_new_tokens": 8, "stream": True}
         asking = threading.Thread(target=lambda: ended.append(ask(port, body, "/generate")))
@@ -283,11 +283,11 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decode
     assert worker.metrics.responses["hung up"] == 1  # /metrics shows it among the statuses
 
 
-def test_a_stream_whose_deadline_passes_says_so_behind_what_was_written(decoder, caplog):
+def test_a_stream_whose_deadline_passes_ends_with_an_error(decoder, caplog):
     with serving(slowed(engine_of(decoder), 0.1)) as (worker, port):
         body = {"text": PROMPTS[0], "max_new_tokens": 30, "stream": True, "deadline_ms": 1000}
-        status, said, _ = ask(port, body, "/generate")
-    *pieces, last = map(json.loads, said.splitlines())
+        status, stream, _ = ask(port, body, "/generate")
+    *pieces, last = map(json.loads, stream.splitlines())
     assert status == 200 and 0 < len(pieces) < 30 and last == {"error": LATE} and not caplog.text
     assert worker.metrics.requests["late"] == 1
 
@@ -361,10 +361,10 @@ def test_a_connection_that_brings_no_request_is_closed(runtime, monkeypatch):
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with serving(engine_of(runtime)) as (_, port):
-        for sent, said in ((b"", b""), (b"POST /cl", b""), (b"POST /classify HTTP/1.1\r\nhost: localhost\r\n", b"")):
+        for sent in (b"", b"POST /cl", b"POST /classify HTTP/1.1\r\nhost: localhost\r\n"):
             with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
                 sock.sendall(sent)
-                assert sock.recv(100) == said
+                assert sock.recv(100) == b""
         with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
             sock.sendall(b"POST /classify " + JSON_HEAD + b"content-length: 9\r\n\r\n{")
             assert sock.recv(100).startswith(b"HTTP/1.1 408")
@@ -409,13 +409,13 @@ def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog, 
 
     engine.run = failing
     with serving(engine) as (_, port):
-        status, said, _ = ask(port, {"text": "the film was dull"})
-        assert status == 500 and said["error"] == ("out of memory" if kind is ValueError else app.FAILED)
+        status, answer, _ = ask(port, {"text": "the film was dull"})
+        assert status == 500 and answer["error"] == ("out of memory" if kind is ValueError else app.FAILED)
         assert ask(port, {"text": "the film was good"})[0] == 200
     assert "out of memory" in caplog.text
 
 
-def test_an_error_of_the_model_in_a_stream_is_told_and_logged_alike(decoder, caplog):
+def test_an_error_of_the_model_in_a_stream_is_sent_and_logged(decoder, caplog):
     engine = engine_of(decoder)
 
     def failing(at, rows):
@@ -423,11 +423,11 @@ def test_an_error_of_the_model_in_a_stream_is_told_and_logged_alike(decoder, cap
 
     engine.run = failing
     with serving(engine) as (_, port):
-        status, said, _ = ask(port, {"text": PROMPTS[0], "max_new_tokens": 2, "stream": True}, "/generate")
-    assert status == 500 and said == {"error": app.FAILED} and "out of memory" in caplog.text
+        status, answer, _ = ask(port, {"text": PROMPTS[0], "max_new_tokens": 2, "stream": True}, "/generate")
+    assert status == 500 and answer == {"error": app.FAILED} and "out of memory" in caplog.text
 
 
-def test_what_is_no_http_is_left_alone(runtime):
+def test_what_is_no_http_is_ignored(runtime):
     with Worker(engine_of(runtime)) as worker:
         assert asyncio.run(app.App(worker)({"type": "lifespan"}, None, None)) is None
 
@@ -484,8 +484,8 @@ def test_a_host_with_more_than_its_name_is_refused(runtime, capsys, name):
 def test_a_request_for_another_host_is_421_with_advice(served, runtime):
     for path, method in (("/classify", "POST"), ("/health", "GET"), ("/metrics", "GET")):
         headers = {"host": "evil.example:8000", "content-type": "application/json"}
-        status, said, _ = ask(served[1], {"text": "the film"} if method == "POST" else None, path, method, headers)
-        assert status == 421 and "127.0.0.1, localhost), found evil.example:8000; see --allow-host" in said["error"]
+        status, answer, _ = ask(served[1], {"text": "the film"} if method == "POST" else None, path, method, headers)
+        assert status == 421 and "127.0.0.1, localhost), found evil.example:8000; see --allow-host" in answer["error"]
     with serving(engine_of(runtime), Hosts("127.0.0.1", ["evil.example"])) as (_, port):
         assert ask(port, {"text": "the film"}, headers=headers)[0] == 200
 
@@ -504,8 +504,8 @@ def test_a_request_for_another_host_is_421_with_advice(served, runtime):
     ],
 )
 def test_only_a_body_that_is_called_json_is_taken(served, kind, status):
-    found, said, _ = ask(served[1], {"text": "the film"}, headers={"content-type": kind} if kind else {})
-    assert found == status and (status == 200 or "expected Content-Type: application/json, found" in said["error"])
+    found, answer, _ = ask(served[1], {"text": "the film"}, headers={"content-type": kind} if kind else {})
+    assert found == status and (status == 200 or "expected Content-Type: application/json, found" in answer["error"])
 
 
 def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served):
@@ -515,25 +515,27 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served)
     both = b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" % (len(inside) + 5)
     with socket.create_connection(("127.0.0.1", served[1]), timeout=10) as sock:
         sock.sendall(head + both + inside)
-        said = b"".join(iter(lambda: sock.recv(10_000), b""))
-    assert said.startswith(b"HTTP/1.1 400") and b"connection: close" in said.lower() and said.count(b"HTTP/1.1") == 1
+        received = b"".join(iter(lambda: sock.recv(10_000), b""))
+    assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in received.lower()
 
 
 # ---- Several texts in a request ----
 def test_several_texts_in_a_request_are_answered_in_their_order(runtime, decoder):
     alone = runtime.run(SENTENCES, batch_size=1)
     with serving(engine_of(runtime)) as (_, port):
-        status, said, _ = ask(port, {"texts": SENTENCES})
+        status, answer, _ = ask(port, {"texts": SENTENCES})
         assert ask(port, {"texts": [[SENTENCES[0]]]})[1]["answers"][0]["label"] == alone[0].label
-    assert status == 200 and set(said) == {"answers"}
-    assert [(each["label"], each["layers"]) for each in said["answers"]] == [
+    assert status == 200 and set(answer) == {"answers"}
+    assert [(each["label"], each["layers"]) for each in answer["answers"]] == [
         (each.label, each.layers) for each in alone
     ]
     with serving(engine_of(decoder, room=4)) as (_, port):
-        status, said, _ = ask(port, {"texts": PROMPTS, "max_new_tokens": 3}, "/generate")
+        status, answer, _ = ask(port, {"texts": PROMPTS, "max_new_tokens": 3}, "/generate")
         assert ask(port, {"texts": PROMPTS, "stream": True}, "/generate")[0] == 400
     assert status == 200
-    assert [each["text"] for each in said["answers"]] == [each.text for each in decoder.run(PROMPTS, max_new_tokens=3)]
+    alone = decoder.run(PROMPTS, max_new_tokens=3)
+    assert [each["text"] for each in answer["answers"]] == [each.text for each in alone]
 
 
 def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
@@ -542,8 +544,8 @@ def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
         first.start()
         while worker._open < 3:
             time.sleep(0.01)
-        status, said, _ = ask(port, {"texts": ["a meal"] * 2})
-        assert status == 503 and "3 requests are open, with room for 1 more" in said["error"] and worker._open == 3
+        status, answer, _ = ask(port, {"texts": ["a meal"] * 2})
+        assert status == 503 and "3 requests are open, and only 1 more may be" in answer["error"] and worker._open == 3
         first.join()
         assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
 
@@ -560,12 +562,12 @@ def test_milliseconds_are_rounded(served, runtime, decoder):
 @contextmanager
 def command(folder, *options):
     """The program, and its port once it says so."""
-    line = [sys.executable, "-m", "mini_ee", "serve", str(folder), "--port", "0", "--threads", "1", *options]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "mini_ee", "serve", str(folder), "--port", "0", "--threads", "1", *options]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        told = process.stderr.readline()
-        assert "http://127.0.0.1:" in told, told + process.stderr.read()
-        yield process, int(told.split("http://127.0.0.1:")[1].split(",")[0])
+        line = process.stderr.readline()
+        assert "http://127.0.0.1:" in line, line + process.stderr.read()
+        yield process, int(line.split("http://127.0.0.1:")[1].split(",")[0])
     finally:
         process.kill()
         process.communicate()
@@ -587,7 +589,7 @@ def test_sigterm_drains_and_ends_with_the_summary(runtime):
 
 
 @pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_as_soon_as_it_says_that_it_is_ready_ends_it_with_the_summary(runtime, ends):
+def test_a_signal_as_soon_as_the_server_is_ready_ends_it_with_the_summary(runtime, ends):
     with command(runtime.folder, "--json") as (process, _):
         process.send_signal(ends)
         out, error = process.communicate(timeout=20)
@@ -599,14 +601,14 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
     for kill in range(KILLS):
         with command(runtime.folder) as (process, port):
             assert ask(port, {"text": "the film"})[0] == 200
-            said, begin = [], time.monotonic()
+            outcomes, begin = [], time.monotonic()
 
             def client():
                 for _ in range(1000):
                     try:
-                        said.append(ask(port, {"text": "the film", "deadline_ms": 2000})[0])
+                        outcomes.append(ask(port, {"text": "the film", "deadline_ms": 2000})[0])
                     except (OSError, http.client.HTTPException) as error:
-                        said.append(error)
+                        outcomes.append(error)
                         return
 
             clients = [threading.Thread(target=client) for _ in range(4)]
@@ -617,8 +619,8 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
             for each in clients:
                 each.join(5)
             assert not any(each.is_alive() for each in clients) and time.monotonic() - begin < 5
-        assert set(filter(lambda each: isinstance(each, int), said)) <= {200, 503}
-        assert sum(isinstance(each, Exception) for each in said) == 4
+        assert set(filter(lambda each: isinstance(each, int), outcomes)) <= {200, 503}
+        assert sum(isinstance(each, Exception) for each in outcomes) == 4
 
 
 @pytest.mark.parametrize(
@@ -634,7 +636,7 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
         (["--replicas", "2"], "--replicas is for --engine ray"),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message):
+def test_wrong_arguments_are_one_line(runtime, capsys, options, message):
     assert main(["serve", str(runtime.folder), *options]) == 2
     line = capsys.readouterr().err
     assert message in line and line.count("\n") == 1
@@ -648,14 +650,16 @@ def test_wrong_arguments_are_told_in_one_line(runtime, capsys, options, message)
         ({"epsilon": 0.9}, ["--shadow", ".2", "--epsilon", ".95"], (0.2, 0.95, False)),
     ],
 )
-def test_the_guarantee_in_service_is_the_calibrations_or_as_told(runtime, monkeypatch, calibrated, options, watched):
+def test_the_guarantee_in_service_is_the_calibrations_or_the_given_one(
+    runtime, monkeypatch, calibrated, options, watched
+):
     monkeypatch.setattr(runtime, "config", runtime.config | {"guarantee": calibrated})
     words = ["serve", str(runtime.folder), *options]
     guarantee = serve._engine(parser(words).parse_args(words), runtime).guarantee
     assert (guarantee.share, guarantee.epsilon, guarantee.tighten) == watched
 
 
-def test_what_cannot_be_tightened_is_told_before_it_serves(runtime, monkeypatch):
+def test_a_rule_that_cannot_be_tightened_is_refused_before_serving(runtime, monkeypatch):
     monkeypatch.setattr(runtime, "rule", FixedExit(1))
     words = ["serve", str(runtime.folder), "--shadow", ".2", "--tighten", "--epsilon", ".9"]
     with pytest.raises(WrongArguments, match="the rule fixed has no threshold to raise; leave out --tighten"):
@@ -668,7 +672,7 @@ def test_a_guarantee_of_a_decoder_is_refused(decoder, capsys, options):
     assert "--shadow, --tighten and --epsilon are for classifiers" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told(runtime, capsys):
+def test_a_port_that_is_taken_is_an_error(runtime, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", str(runtime.folder), "--port", str(port)]) == 1
@@ -677,14 +681,14 @@ def test_a_port_that_is_taken_is_told(runtime, capsys):
 
 
 @pytest.mark.parametrize("engine, module, extra", [("local", "server", "serve"), ("ray", "replicas", "ray")])
-def test_without_an_extra_the_command_says_what_to_install(runtime, capsys, monkeypatch, engine, module, extra):
+def test_without_an_extra_the_command_names_what_to_install(runtime, capsys, monkeypatch, engine, module, extra):
     monkeypatch.setitem(sys.modules, f"mini_ee.export.serving.{module}", None)
     assert main(["serve", str(runtime.folder), "--engine", engine]) == 2
     assert f"pip install 'mini-ee[{extra}]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("replicas, message", [("0", "of at least 1"), ("4-1", "the least first"), ("1-", "a whole")])
-def test_a_wrong_number_of_replicas_is_told(capsys, replicas, message):
+def test_a_wrong_number_of_replicas_is_refused(capsys, replicas, message):
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "exported", "--engine", "ray", "--replicas", replicas])
     assert message in capsys.readouterr().err
@@ -700,6 +704,6 @@ def test_the_page_from_export_to_a_running_server_runs_as_it_stands(tmp_path, mo
     assert "drained; 1 requests answered" in found.stderr
     page = (Path(server.__file__).parent / "README.md").read_text()
     (python,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(python, {})
-    assert said.getvalue().count("tive") == 2  # negative, positive
+    assert printed.getvalue().count("tive") == 2  # negative, positive

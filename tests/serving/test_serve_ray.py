@@ -115,8 +115,8 @@ def load(port, clients=4):
         while not ended.is_set():
             body, begin = {"text": SENTENCES[at % len(SENTENCES)], "deadline_ms": DEADLINE * 1e3}, time.monotonic()
             try:
-                status, said, _ = ask(port, body)
-                assert status == 200 or list(said) == ["error"]
+                status, answer, _ = ask(port, body)
+                assert status == 200 or list(answer) == ["error"]
             except (OSError, http.client.HTTPException) as error:
                 status = type(error)
             seen.append((status, time.monotonic() - begin))
@@ -139,21 +139,21 @@ def load(port, clients=4):
 def test_replicas_answer_as_the_runtime_does_at_batch_1(cluster, runtime):
     alone = runtime.run(SENTENCES, batch_size=1)
     found = together(cluster.port, [{"text": text} for text in SENTENCES])
-    for (status, said, _), expected in zip(found, alone):
-        assert status == 200 and (said["label"], said["layers"]) == (expected.label, expected.layers)
+    for (status, answer, _), expected in zip(found, alone):
+        assert status == 200 and (answer["label"], answer["layers"]) == (expected.label, expected.layers)
     counts = cluster.names()
     assert len(counts) == 2 and sum(counts.values()) == len(SENTENCES) and all(counts.values())
 
 
-def test_what_is_wrong_is_told_as_by_one_process(cluster):
+def test_errors_are_those_of_one_process(cluster):
     for body, status, message in (
         (b'{"text": "the fi', 400, "expected one JSON object"),
         (b'{"text": "a", "deadline_ms": -1}', 400, "deadline_ms"),
         (b" " * ((1 << 20) + 1), 413, "at most 1048576 bytes"),
         (b'{"text": "a", "deadline_ms": 0.001}', 503, "the deadline passed"),
     ):
-        found, said, _ = ask(cluster.port, body)
-        assert found == status and message in said["error"] and "\n" not in said["error"]
+        found, answer, _ = ask(cluster.port, body)
+        assert found == status and message in answer["error"] and "\n" not in answer["error"]
     assert ask(cluster.port, None, "/", "GET")[0] == 404
     assert ask(cluster.port, None, "/health", "GET")[1]["status"] == "ready"
 
@@ -175,8 +175,8 @@ def test_a_deadline_is_kept_while_there_is_no_replica(cluster):
     for process in cluster.replicas():
         os.kill(process, signal.SIGKILL)
     begin = time.monotonic()
-    for status, said, _ in together(cluster.port, [{"text": "the film", "deadline_ms": 300}] * 4):
-        assert status == 503 and ("the deadline passed" in said["error"] or "is gone" in said["error"])
+    for status, answer, _ in together(cluster.port, [{"text": "the film", "deadline_ms": 300}] * 4):
+        assert status == 503 and ("the deadline passed" in answer["error"] or "is gone" in answer["error"])
     assert time.monotonic() - begin < 2
     cluster.whole()
 
@@ -204,8 +204,8 @@ def test_a_replica_refuses_what_is_above_its_queue(cluster, decoder):
     cluster.whole()
     found = together(cluster.port, [{"text": "the film", "max_new_tokens": 12}] * 32, "/generate")
     assert {status for status, *_ in found} == {200, 503}
-    refused = [said["error"] for status, said, _ in found if status == 503]
-    assert all(said.startswith("2 requests are open, with room for 0 more") for said in refused)
+    refused = [answer["error"] for status, answer, _ in found if status == 503]
+    assert all(answer.startswith("2 requests are open, and no more may be") for answer in refused)
 
 
 def test_a_decoder_streams_through_ray(cluster, decoder):
@@ -218,7 +218,7 @@ def test_a_decoder_streams_through_ray(cluster, decoder):
         assert "".join(piece["text"] for piece in pieces) == answer["text"] == expected.text
 
 
-def test_sigterm_drains_and_leaves_nothing_behind(cluster):
+def test_sigterm_drains_and_no_process_remains(cluster):
     found = []
     body = {"text": "the film", "max_new_tokens": 8}
     asking = threading.Thread(target=lambda: found.extend(together(cluster.port, [body] * 16, "/generate")))
@@ -251,17 +251,17 @@ def through_front(proxy, body=b"{}"):
     begin = time.monotonic()
     asyncio.run(Front(proxy)({"type": "http"}, receive, send))
     status = sent[0]["status"]
-    said = [json.loads(line) for message in sent[1:] for line in message["body"].splitlines()]
+    answer = [json.loads(line) for message in sent[1:] for line in message["body"].splitlines()]
     assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
-    return status, said, time.monotonic() - begin
+    return status, answer, time.monotonic() - begin
 
 
-def test_a_request_whose_replica_is_gone_is_told_so():
+def test_a_request_whose_replica_is_gone_gets_an_error():
     async def proxy(scope, receive, send):
         await receive()
 
-    status, said, _ = through_front(proxy)
-    assert status == 503 and said == [{"error": GONE}]
+    status, answer, _ = through_front(proxy)
+    assert status == 503 and answer == [{"error": GONE}]
 
 
 def test_a_stream_whose_replica_is_gone_ends_with_an_error():
@@ -270,19 +270,16 @@ def test_a_stream_whose_replica_is_gone_ends_with_an_error():
         await send(head(200, b"application/x-ndjson"))
         await send(line({"text": "once"}, more=True))
 
-    assert through_front(proxy)[:2] == (
-        200,
-        [{"text": "once"}, {"error": GONE}],
-    )
+    assert through_front(proxy)[:2] == (200, [{"text": "once"}, {"error": GONE}])
 
 
-def test_a_deadline_that_passes_in_the_proxy_is_told():
+def test_a_deadline_that_passes_in_the_proxy_is_an_error():
     async def proxy(scope, receive, send):
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    status, said, seconds = through_front(proxy, b'{"deadline_ms": 100}')
-    assert status == 503 and "the deadline passed" in said[0]["error"] and 0.1 <= seconds < 0.5
+    status, answer, seconds = through_front(proxy, b'{"deadline_ms": 100}')
+    assert status == 503 and "the deadline passed" in answer[0]["error"] and 0.1 <= seconds < 0.5
 
 
 @pytest.mark.parametrize(("status", "kind", "seen"), [(400, "application/json", 400), (404, "text/plain", 503)])
@@ -296,7 +293,7 @@ def test_an_answer_passes_as_it_is_but_for_the_proxys_own_that_there_is_no_model
 
 
 # ---- The command ----
-def test_wrong_arguments_are_told_before_ray_starts(runtime, capsys):
+def test_wrong_arguments_are_refused_before_ray_starts(runtime, capsys):
     assert main(["serve", str(runtime.folder), "--engine", "ray", "--shadow", "2"]) == 2
     line = capsys.readouterr().err
     assert "the share of shadow rows must be above 0" in line and line.count("\n") == 1

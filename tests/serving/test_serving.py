@@ -80,7 +80,7 @@ def test_a_rule_for_other_exits_is_refused(runtime):
         RowEngine(runtime, Threshold((0.9,) * 9))
 
 
-def test_rows_of_different_requests_stand_in_one_batch_after_an_exit(runtime):
+def test_rows_of_different_requests_share_a_batch_after_an_exit(runtime):
     """Half of a batch of four leaves: two batches of survivors are one."""
     engine, texts = RowEngine(runtime, RULES["threshold"]), SENTENCES * 8
     _, metrics = all_at_once(engine, texts, batch=8, max_wait=10)
@@ -142,7 +142,7 @@ class Halves(Rule):
 
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 @pytest.mark.parametrize("rule", ["threshold", "patience", "fixed", "halves"])
-def test_rows_in_the_shadow_say_how_many_agree_with_full_depth(runtime, rule, rebatch):
+def test_shadow_requests_measure_the_agreement_with_the_full_model(runtime, rule, rebatch):
     rule, guarantee = Halves() if rule == "halves" else RULES[rule], Guarantee(1.0)
     found, metrics = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
     full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
@@ -183,15 +183,15 @@ def test_looks_at_a_stricter_rule_are_counted_anew():
 
 
 @pytest.mark.parametrize("threshold, exit", [(0.0, 0), (math.inf, 3)], ids=["early", "at full depth"])
-def test_rows_that_left_by_a_rule_say_nothing_of_the_stricter_one(runtime, threshold, exit):
-    """The first of them to be told brings another rule into force, while the others are still to be told."""
-    guarantee, told = Guarantee(1.0, 0.95, tighten=True), []
-    guarantee.observe = lambda agrees, rule: told.append(agrees) or Threshold(0.9)
+def test_rows_that_exited_by_a_rule_do_not_count_for_the_stricter_one(runtime, threshold, exit):
+    """The first of them to be observed brings another rule into force, while the others are still to be observed."""
+    guarantee, observed = Guarantee(1.0, 0.95, tighten=True), []
+    guarantee.observe = lambda agrees, rule: observed.append(agrees) or Threshold(0.9)
     engine = RowEngine(runtime, Threshold(threshold), guarantee=guarantee)
     rows = [engine.row(text) for text in SENTENCES[:3]]
     for at in range(len(engine.queues)):
         engine.run(at, rows)
-    assert [row.answer.exit for row in rows] == [exit] * 3 and len(told) == 1
+    assert [row.answer.exit for row in rows] == [exit] * 3 and len(observed) == 1
 
 
 def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
     assert metrics.rows["plan"] == len(SENTENCES)
 
 
-def test_a_model_whose_streams_stand_side_by_side_is_served_by_its_one_graph(runtime, monkeypatch):
+def test_a_model_with_parallel_streams_is_served_by_its_one_graph(runtime, monkeypatch):
     segments = type(runtime.segments().by_segment(NeverExit()))
     monkeypatch.setattr(segments, "can_join", lambda self: False)
     assert RowEngine(runtime).queues == ("model",)
@@ -261,7 +261,7 @@ def test_a_text_takes_the_place_of_one_that_ended(decoder):
 
 
 @pytest.mark.parametrize("missing_kv", MISSING_KV)
-def test_what_a_text_left_behind_does_not_reach_the_next_in_its_place(decoder, missing_kv):
+def test_the_state_of_a_text_does_not_reach_the_next_in_its_place(decoder, missing_kv):
     """All its tokens leave at the first exit, and wait for the layers above where the next has its prompt."""
     engine = TextEngine(Runtime(decoder.folder, missing_kv=missing_kv, segments=torch_segments(decoder.folder)), room=1)
     short, long = (engine.row(prompt, count) for prompt, count in (("the", 6), ("book and song and room", 8)))
@@ -273,16 +273,16 @@ def test_what_a_text_left_behind_does_not_reach_the_next_in_its_place(decoder, m
     assert short.layers == [1] * 6 and long.tokens == alone.tokens
 
 
-def test_pieces_of_a_text_are_told_as_they_are_written(decoder):
+def test_pieces_of_a_text_are_sent_as_they_are_written(decoder):
     pieces = []
     with Worker(TextEngine(decoder)) as worker:
-        told = worker.submit("the film", on_piece=lambda text, layers: pieces.append((text, layers)))
-        answer = told.result(10)
+        future = worker.submit("the film", on_piece=lambda text, layers: pieces.append((text, layers)))
+        answer = future.result(10)
     assert "".join(text for text, _ in pieces) == answer.text
     assert len(pieces) == len(answer.tokens) and [layers for _, layers in pieces] == answer.layers
 
 
-def test_a_letter_of_several_tokens_is_told_when_it_is_whole():
+def test_a_letter_of_several_tokens_is_sent_when_it_is_complete():
     backend = Tokenizer.from_folder(BUILT_IN_DECODER).backend
     text = "Señor Café’s 🎬 said: “東京” 👩‍👩‍👧 naïve"
     prompt, ids = ([*backend.encode(each, add_special_tokens=False).ids] for each in ("The film:", text))
@@ -382,7 +382,7 @@ def waiting_behind(engine, worker, widths):
         return [worker.submit("x" * width) for width in widths]
 
 
-def test_rows_of_like_lengths_stand_together_beside_the_oldest():
+def test_rows_of_similar_lengths_share_the_batch_of_the_oldest():
     engine = Slow()
     with Worker(engine, batch=3) as worker:
         wait(waiting_behind(engine, worker, [100, 500, 102, 504, 98, 496]))
@@ -418,7 +418,7 @@ def test_a_row_that_goes_on_may_be_held_for_company_anew(monkeypatch):
     assert engine.ran == [("first", [3]), ("first", [2]), ("second", [3])]
 
 
-def test_no_row_waits_where_the_engine_is_idle():
+def test_no_row_waits_if_the_engine_is_idle():
     with Worker(Slow(), max_wait=10) as worker:
         begin = time.perf_counter()
         worker.submit("xxx").result(5)
@@ -463,7 +463,7 @@ def test_a_cancelled_row_is_not_run():
     assert all(4 not in widths for _, widths in engine.ran)
 
 
-def test_a_batch_that_fails_is_told_to_its_rows_and_ends_nothing():
+def test_a_batch_that_fails_fails_only_its_own_requests():
     with Worker(Slow()) as worker:
         with pytest.raises(RuntimeError, match="a batch that fails"):
             worker.submit("x" * 13).result(5)
@@ -472,7 +472,7 @@ def test_a_batch_that_fails_is_told_to_its_rows_and_ends_nothing():
     assert worker.metrics.requests["failed"] == 1
 
 
-def test_where_a_batch_fails_its_rows_run_one_by_one():
+def test_the_rows_of_a_batch_that_fails_run_one_by_one():
     engine = Slow()
     engine.by_length = False
     with Worker(engine) as worker:
@@ -544,14 +544,13 @@ def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(
                 future.cancel()
         wait([future for _, future in futures], 60)
         assert sum(worker.lengths().values()) == 0
-    assert sorted(ended) == sorted(id(future) for _, future in futures), "one was told twice, or never"
-    told = worker.metrics.requests
-    assert (
-        sum(told.values()) == len(moments) == len(futures) + refused and told["refused"] == refused > len(moments) / 8
-    )
+    assert sorted(ended) == sorted(id(future) for _, future in futures), "one was answered twice, or never"
+    counts = worker.watch.requests
+    assert sum(counts.values()) == len(moments) == len(futures) + refused
+    assert counts["refused"] == refused > len(moments) / 8
     alone = [(each.label, each.layers) for each in runtime.run(SENTENCES, batch_size=1, rule=engine.rule)]
     good = [(at, each.result()) for at, each in futures if not each.cancelled() and each.exception() is None]
-    assert len(good) == told["answered"] > len(moments) / 8
+    assert len(good) == counts["answered"] > len(moments) / 8
     assert all((each.label, each.layers) == alone[at % len(SENTENCES)] for at, each in good)
 
 
@@ -560,16 +559,16 @@ def test_nothing_that_a_row_held_outlives_it(runtime):
     import weakref
 
     engine = RowEngine(runtime, RULES["threshold"])
-    kept = []
+    references = []
     make = engine.row
-    engine.row = lambda texts: kept.append(weakref.ref(row := make(texts))) or row
+    engine.row = lambda texts: references.append(weakref.ref(row := make(texts))) or row
     with Worker(engine) as worker:
         for text in SENTENCES:
             worker.submit(text).result(10)
         worker.submit("the film").result(10)
         time.sleep(0.05)
         gc.collect()
-        assert sum(ref() is not None for ref in kept) <= 2  # the batch that ran last
+        assert sum(ref() is not None for ref in references) <= 2  # the batch that ran last
 
 
 # ---- The load generator ----

@@ -133,8 +133,8 @@ def check_graph_config(model):
     """That a configuration says of model.onnx what ONNX Runtime says of it."""
     config = read_config(model / "configs" / "graph.pbtxt")
     session = onnxruntime.InferenceSession(model / "1" / "model.onnx", onnxruntime_options())
-    for said, has in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
-        assert {name: (NUMPY[kind], axes) for name, (kind, axes) in tensors(said).items()} == served(has)
+    for declared, has in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
+        assert {name: (NUMPY[kind], axes) for name, (kind, axes) in tensors(declared).items()} == served(has)
     return config, session
 
 
@@ -144,7 +144,7 @@ def onnxruntime_options():
     return options
 
 
-def test_the_graph_s_configuration_says_what_onnx_runtime_says_of_the_graph(repository):
+def test_the_graph_s_configuration_has_the_inputs_and_outputs_of_the_graph(repository):
     config, session = check_graph_config(repository / "classify")
     assert (config.backend, config.max_batch_size) == ("onnxruntime", 16) and config.HasField("dynamic_batching")
     assert [each.name for each in config.input] == ["input_ids", "token_type_ids", "attention_mask"]
@@ -180,7 +180,7 @@ def test_an_axis_of_batches_that_has_a_size_is_refused():
         triton._batched(value)
 
 
-def test_the_worker_s_configuration_names_texts_and_what_is_said_of_them(repository, writer_repository):
+def test_the_worker_s_configuration_names_texts_and_answers(repository, writer_repository):
     config = read_config(repository / "classify" / "config.pbtxt")
     assert (config.backend, config.max_batch_size) == ("python", 0) and config.instance_group[0].count == 1
     assert tensors(config.input) == {"text": ("TYPE_STRING", [1])}
@@ -216,27 +216,27 @@ def test_only_a_graph_that_stops_as_the_run_does_is_offered(
     run = run_of(random_model((1, 2, 4, 6), 1), checkpoint_folder, rule, ())
     triton.write_repository(run, tmp_path / "repository", texts=[("the film",)])
     model = tmp_path / "repository" / "classify"
-    said = tensors(read_config(model / "config.pbtxt").output)
-    assert said["label"] == ("TYPE_FP32", [1]) and "confidence" not in said
+    outputs = tensors(read_config(model / "config.pbtxt").output)
+    assert outputs["label"] == ("TYPE_FP32", [1]) and "confidence" not in outputs
     assert (model / "configs").exists() == isinstance(rule, FixedExit)
     if (model / "configs").exists():
         check_graph_config(model)
 
 
-def test_a_folder_that_is_there_is_refused_and_left_alone(decoder_checkpoint, tmp_path, capsys):
+def test_an_existing_folder_is_refused_and_not_changed(decoder_checkpoint, tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
     assert main(["export", str(decoder_checkpoint), "--triton", str(tmp_path)]) == 2
     assert "is there already; name another folder or remove it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_what_does_not_go_together_is_told(decoder_checkpoint, tmp_path, capsys):
-    said = ["export", str(decoder_checkpoint), "--triton", str(tmp_path / "repository")]
-    assert main([*said, "--web"]) == 2
+def test_options_that_exclude_each_other_are_refused(decoder_checkpoint, tmp_path, capsys):
+    command = ["export", str(decoder_checkpoint), "--triton", str(tmp_path / "repository")]
+    assert main([*command, "--web"]) == 2
     assert "--web: the page has a folder of its own" in capsys.readouterr().err
     for words, line in (
-        ([*said, "--out", "there"], "not allowed with argument --triton"),
-        (said[:2], "--out --triton"),
+        ([*command, "--out", "there"], "not allowed with argument --triton"),
+        (command[:2], "--out --triton"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -295,7 +295,7 @@ def loaded(model):
         made.finalize()
 
 
-def test_the_model_answers_each_request_once_and_says_what_is_wrong(repository, backend):
+def test_the_model_answers_each_request_once_and_reports_errors(repository, backend):
     model = repository / "classify"
     requests = [Request(text=text.encode()) for text in TEXTS]
     wrong = {"empty": Request(text=b" "), "expected UTF-8": Request(text=b"caf\xe9")}
@@ -311,11 +311,11 @@ def test_the_model_answers_each_request_once_and_says_what_is_wrong(repository, 
     ]
     assert len({each.layers for each in alone}) > 1
     for message, request in wrong.items():
-        said, (reason, code) = request.sent[0][0]
-        assert not said and message in reason and code == "INVALID_ARG"
+        outputs, (reason, code) = request.sent[0][0]
+        assert not outputs and message in reason and code == "INVALID_ARG"
 
 
-def test_a_request_that_is_refused_or_fails_is_told_why(repository, backend):
+def test_a_request_that_is_refused_or_fails_gets_the_reason(repository, backend):
     with loaded(repository / "classify") as made:
         made.worker.submit = lambda texts: (_ for _ in ()).throw(Refused("256 requests are open"))
         made.execute([refused := Request(text=b"the film")])
@@ -326,7 +326,7 @@ def test_a_request_that_is_refused_or_fails_is_told_why(repository, backend):
     assert failed.sent[0][0][1] == ("division by zero", "INTERNAL")
 
 
-def test_a_decoder_s_model_writes_as_many_tokens_as_it_is_told(writer_repository, backend):
+def test_a_decoder_s_model_writes_as_many_tokens_as_the_request_asks_for(writer_repository, backend):
     model = writer_repository / "generate"
     requests = [Request(text=prompt.encode(), max_new_tokens=4) for prompt in PROMPTS]
     with loaded(model) as made:
@@ -360,11 +360,11 @@ ONNXRUNTIME = """
                 name: [triton.get_input_tensor_by_name(request, name).as_numpy() for request in requests]
                 for name in self.inputs
             }
-            said = self.session.run(self.outputs, {name: np.concatenate(part) for name, part in parts.items()})
+            outputs = self.session.run(self.outputs, {name: np.concatenate(part) for name, part in parts.items()})
             ends = np.cumsum([len(part) for part in parts["input_ids"]])
             with self.log.open("a") as log:
                 print(ends[-1], file=log)
-            rows = zip(*(np.split(value, ends[:-1]) for value in said))
+            rows = zip(*(np.split(value, ends[:-1]) for value in outputs))
             return [triton.InferenceResponse(list(map(triton.Tensor, self.outputs, row))) for row in rows]
 """
 """backends/onnxruntime/model.py: Triton takes backends in Python too."""
@@ -423,8 +423,8 @@ def ask(port, path, body=None):
     try:
         connection.request("POST" if body else "GET", path, json.dumps(body) if body else None)
         response = connection.getresponse()
-        said = response.read()
-        return response.status, json.loads(said) if said else None
+        content = response.read()
+        return response.status, json.loads(content) if content else None
     finally:
         connection.close()
 
@@ -435,8 +435,8 @@ def infer(port, model, **tensors):
         {"name": name, "datatype": kind, "shape": list(np.shape(values)), "data": values}
         for name, (kind, values) in tensors.items()
     ]
-    status, said = ask(port, f"/v2/models/{model}/infer", {"inputs": inputs})
-    return status, {each["name"]: each["data"] for each in said["outputs"]} if status == 200 else said["error"]
+    status, answer = ask(port, f"/v2/models/{model}/infer", {"inputs": inputs})
+    return status, {each["name"]: each["data"] for each in answer["outputs"]} if status == 200 else answer["error"]
 
 
 @pytest.fixture(scope="module")
@@ -506,7 +506,7 @@ def test_triton_s_worker_answers_as_the_runtime_does_alone(server, repository):
     )
 
 
-def test_triton_tells_what_is_wrong_and_goes_on(server):
+def test_triton_reports_an_error_and_answers_the_next_request(server):
     port, _ = server
     status, error = infer(port, "texts", text=("BYTES", [" "]))
     assert status == 400 and "found an empty text" in error
@@ -514,7 +514,7 @@ def test_triton_tells_what_is_wrong_and_goes_on(server):
     assert ask(port, "/v2/models/texts/generate", {"text": "the film"})[0] == 200
 
 
-def test_triton_batches_the_graph_and_says_what_the_runtime_says_alone(server, repository):
+def test_triton_batches_the_graph_and_answers_as_the_runtime_does(server, repository):
     port, models = server
     runtime = Runtime(repository / "classify" / "1", threads=1)
 
@@ -539,7 +539,7 @@ def test_triton_s_decoder_writes_what_the_runtime_writes_alone(server, writer_re
     found = at_once(lambda text: infer(port, "generate", text=("BYTES", [text]), max_new_tokens=count), PROMPTS)
     runtime = Runtime(writer_repository / "generate" / "1", threads=1)
     alone = [runtime.run([text], max_new_tokens=5)[0] for text in PROMPTS]
-    assert [said for _, said in found] == [
+    assert [answer for _, answer in found] == [
         {"text": [each.text], "tokens": each.tokens, "layers": each.layers} for each in alone
     ]
 
@@ -566,11 +566,11 @@ def test_the_page_from_export_to_triton_runs_as_it_stands(package, repository, t
         start_new_session=True,
     )
     try:
-        said, log = process.communicate(timeout=120)
+        output, log = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, log
     (expected,) = Runtime(repository / "classify" / "1", threads=1).run(["A warm and funny film."])
-    found = json.loads(re.search("{.*}", said)[0])
+    found = json.loads(re.search("{.*}", output)[0])
     assert (found["label"], found["layers"]) == (expected.label, expected.layers)

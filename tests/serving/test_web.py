@@ -187,12 +187,12 @@ def answers(browser, rows, settings=None):
     """What the folder that is open says of rows of texts, of each: label, layers, confidence, token ids."""
     settings = "model.about.settings" if settings is None else json.dumps(settings)
     return browser.value(f"""{OPENED}.then(async (model) => {{
-        const said = [];
+        const all = [];
         for (const texts of {json.dumps(rows)}) {{
             const {{label, layers, confidence}} = await model.decide(texts, {settings});
-            said.push([label, layers, confidence, model.encode(texts).ids]);
+            all.push([label, layers, confidence, model.encode(texts).ids]);
         }}
-        return said;
+        return all;
     }})""")
 
 
@@ -200,13 +200,13 @@ def assert_says_what_python_says(browser, folder, rows, settings=None, rule=None
     """Returns the layers."""
     runtime, rows = Runtime(folder), [(row,) if isinstance(row, str) else row for row in rows]
     expected, encoded = runtime.run(rows, batch_size=1, rule=rule), runtime.encode(rows)
-    said = answers(browser, rows, settings)
-    assert [ids for *_, ids in said] == [ids.tolist() for ids in encoded.ids]
-    assert [each[:2] for each in said] == [[answer.label, answer.layers] for answer in expected]
+    shown = answers(browser, rows, settings)
+    assert [ids for *_, ids in shown] == [ids.tolist() for ids in encoded.ids]
+    assert [each[:2] for each in shown] == [[answer.label, answer.layers] for answer in expected]
     if runtime.label_names:
         expected = [answer.confidence for answer in expected]
-        np.testing.assert_allclose([each[2] for each in said], expected, rtol=0, atol=ATOL)
-    return [each[1] for each in said]
+        np.testing.assert_allclose([each[2] for each in shown], expected, rtol=0, atol=ATOL)
+    return [each[1] for each in shown]
 
 
 def reviews():
@@ -221,13 +221,13 @@ def test_fifty_sentences_have_pythons_labels_and_layers(browser, serve, exported
 
 
 @in_chromium
-def test_every_value_of_the_setting_that_moves_leaves_where_pythons_rule_does(browser, serve, exported):
+def test_every_value_of_the_slider_exits_as_pythons_rule_does(browser, serve, exported):
     browser.open(serve(exported), LOADED)
     about, means = read_json(exported / "web.json"), []
     for value, *_ in about["curve"]["points"][::4]:
         fed = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 11}}
-        said = assert_says_what_python_says(browser, exported, reviews()[:10], fed, Threshold(value))
-        means.append(np.mean(said))
+        layers = assert_says_what_python_says(browser, exported, reviews()[:10], fed, Threshold(value))
+        means.append(np.mean(layers))
     assert means == sorted(means) and means[0] < means[2] < means[-1]
 
 
@@ -277,11 +277,11 @@ def assert_shows_what_is_compared(browser, run, rule, about):
         if not rule.runtime_inputs:
             assert words.startswith("the rule compares nothing here")
             continue
-        asked = copy(rule)
+        noted = copy(rule)
         wanted = {name: Asked(getattr(rule, name), k) for name in rule.runtime_inputs.values()}
         for name, value in wanted.items():
-            object.__setattr__(asked, name, value)
-        asked.stop(k, Reading(logits[:, k]), memory)
+            object.__setattr__(noted, name, value)
+        noted.stop(k, Reading(logits[:, k]), memory)
         for part, (name, value) in zip(words.split(":")[0].split("; "), wanted.items(), strict=True):
             found, setting = part.split(f", {name} ")
             assert float(found) == pytest.approx(value.compared, abs=6e-4)
@@ -314,7 +314,7 @@ def test_a_rule_of_ones_own_has_its_page(browser, serve, run, tmp_path, monkeypa
 
 
 @in_chromium
-def test_an_answer_that_comes_late_does_not_stand_under_another_text(browser, serve, exported):
+def test_a_late_answer_is_not_shown_under_another_text(browser, serve, exported):
     browser.open(serve(exported), LOADED)
     browser.value(f"""(() => {{
         const card = document.querySelector("article"), field = card.querySelector("textarea");
@@ -345,18 +345,18 @@ def test_the_page_shows_each_exit_and_follows_the_slider(browser, serve, exporte
     browser.wait("document.querySelector('article .verdict strong')")
     assert browser.value("document.querySelector('article .verdict').textContent").startswith(answer.label)
     assert browser.value("document.querySelector('article').querySelectorAll('.exits li').length") == 12
-    left = browser.value("document.querySelector('article .exited .prediction').textContent")
-    assert left.startswith(f"Layer {answer.layers}: {answer.label}")
-    before = browser.value("document.querySelector('#rule-score').textContent")
+    exit_line = browser.value("document.querySelector('article .left .said').textContent")
+    assert exit_line.startswith(f"Layer {answer.layers}: {answer.label}")
+    before = browser.value("document.querySelector('#kept').textContent")
     browser.value("""(() => {
         const slider = document.querySelector("#slider");
         slider.value = slider.max;
         slider.dispatchEvent(new Event("input"));
     })()""")
     browser.wait("document.querySelector('article .verdict').textContent.includes('after layer 12 of 12')")
-    kept = browser.value("document.querySelector('#rule-score').textContent")
+    summary = browser.value("document.querySelector('#kept').textContent")
     full = read_json(exported / "web.json")["curve"]["points"][-1]
-    assert kept != before and f"{full[1]:.3f}" in kept and "12.00 of 12 layers" in kept
+    assert summary != before and f"{full[1]:.3f}" in summary and "12.00 of 12 layers" in summary
     assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
     requests = [
         each["params"]["request"]["url"] for each in browser.events if each.get("method", "").endswith("BeSent")
@@ -386,7 +386,7 @@ def test_an_example_goes_into_the_card_that_was_used_last(browser, serve, export
         ("model.safetensors", "expected the exported file, found another one"),
     ],
 )
-def test_what_is_missing_or_damaged_is_said_on_the_page(browser, serve, exported, tmp_path, name, says):
+def test_missing_or_damaged_files_are_reported_on_the_page(browser, serve, exported, tmp_path, name, says):
     folder = tmp_path / "exported"
     shutil.copytree(exported, folder)
     if name == "vendor":
@@ -499,7 +499,7 @@ def test_a_decoder_writes_pythons_text_with_pythons_layers(browser, serve, expor
 
 
 @in_chromium
-def test_every_value_of_a_decoders_slider_leaves_where_pythons_rule_does(browser, serve, exported_decoder):
+def test_every_value_of_a_decoders_slider_exits_as_pythons_rule_does(browser, serve, exported_decoder):
     browser.open(serve(exported_decoder), LOADED)
     about, means = read_json(exported_decoder / "web.json"), []
     values = [float(value) for value, *_ in about["curve"]["points"]]
@@ -608,17 +608,17 @@ def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, expo
 
 
 @in_chromium
-@pytest.mark.parametrize("how", ["button", "Escape"])
-def test_writing_can_be_stopped_and_begun_anew(browser, serve, exported_decoder, how):
+@pytest.mark.parametrize("way", ["button", "Escape"])
+def test_writing_can_be_stopped_and_begun_anew(browser, serve, exported_decoder, way):
     browser.open(serve(exported_decoder), DONE)
     browser.value("document.querySelector('input[type=number]').value = 400")
     press(browser, "Enter", PROMPTS[1])
     browser.wait("document.querySelectorAll('.generated .token').length > 2")
     assert text_of(browser, "form button") == "Stop"
-    if how == "button":
+    if way == "button":
         browser.value("document.querySelector('form button').click()")
     else:
-        press(browser, how)
+        press(browser, way)
     browser.wait(DONE)
     assert text_of(browser, ".verdict").startswith("Stopped. ")
     count = browser.value("document.querySelectorAll('.generated .token').length")
@@ -630,7 +630,7 @@ def test_writing_can_be_stopped_and_begun_anew(browser, serve, exported_decoder,
 
 
 @in_chromium
-def test_a_prompt_that_cannot_be_continued_is_said_to_be_one(browser, serve, exported_decoder):
+def test_a_prompt_that_cannot_be_continued_is_reported_on_the_page(browser, serve, exported_decoder):
     browser.open(serve(exported_decoder), DONE)
     for prompt, says in (
         (" ", "Write a prompt first."),
@@ -730,7 +730,7 @@ def export_page(run, folder, capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_libraries_are_fetched_where_npm_is_installed(small_run, tmp_path, npm, capsys):
+def test_the_libraries_are_fetched_if_npm_is_installed(small_run, tmp_path, npm, capsys):
     npm()
     *_, fetching, last = export_page(small_run, tmp_path / "exported", capsys)
     assert fetching == "Downloading the libraries of the page with npm."
@@ -743,7 +743,7 @@ def test_the_libraries_are_fetched_where_npm_is_installed(small_run, tmp_path, n
     assert (tmp_path / "given").read_text().startswith("ci --prefix")  # with the checksums of package-lock.json
 
 
-def test_what_npm_says_where_it_fails_is_said_with_the_command(small_run, tmp_path, npm, capsys):
+def test_an_error_of_npm_is_printed_with_the_command(small_run, tmp_path, npm, capsys):
     npm(fails="npm error code ENOTFOUND")
     last = export_page(small_run, tmp_path / "exported", capsys)[-1]
     command = page.vendor_command(tmp_path / "exported")
@@ -751,7 +751,7 @@ def test_what_npm_says_where_it_fails_is_said_with_the_command(small_run, tmp_pa
     assert not list((tmp_path / "exported").glob("vendor*"))
 
 
-def test_without_npm_it_is_said_how_to_make_the_libraries(small_run, tmp_path, npm, monkeypatch, capsys):
+def test_without_npm_the_command_for_the_libraries_is_printed(small_run, tmp_path, npm, monkeypatch, capsys):
     monkeypatch.setattr(page.shutil, "which", lambda name: None)
     *_, before, last = export_page(small_run, tmp_path / "exported", capsys)
     command = page.vendor_command(tmp_path / "exported")
