@@ -1,4 +1,4 @@
-"""Small checkpoints and tasks in the layouts of real ones, made afresh: nothing is downloaded."""
+"""Helpers of all tests, and small checkpoints and tasks in the layouts of real ones. Nothing is downloaded."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ WORDS = ("the", "a", "was", "is", "very", "and", *THINGS, *GOOD, *BAD)
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_a_graph():
-    """A graph's second thread spins on the core of another process that tests."""
+    """A second thread of a graph would compete with the other test processes."""
     made = Session.__init__
 
     def one(self, path, provider, threads):
@@ -51,7 +51,7 @@ def one_thread_a_graph():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_wait_for_the_disk():
-    """A test kills processes and not the machine: what was written is there without fsync."""
+    """Tests kill processes but not the machine, so files are complete without fsync."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
@@ -66,7 +66,7 @@ def rows_needed_are_computed_once():
 
 
 def pytest_collection_modifyitems(items):
-    """The tutorial first: it takes longest, and with `-n` the others run beside it."""
+    """The tutorial first: it takes longest, and with `-n` the others run at the same time."""
     items.sort(key=lambda item: item.path.name != "test_tutorial.py")
 
 
@@ -102,7 +102,7 @@ def all_schedules(num_exits):
 
 
 def random_decoder(kind, num_layers):
-    """A small Llama (two query heads share a key head), Gemma or Phi that still has its head to words."""
+    """A small Llama (two query heads share a key head), Gemma or Phi with its vocabulary head."""
     config = {
         "model_type": kind,
         "vocab_size": 60,
@@ -140,7 +140,7 @@ def random_bert(model_type, num_layers):
 
 
 def lora_model(model_type="bert", targets=("query", "value"), exits=(1, 2, 4), rank=4, pool="mean"):
-    """A LoRAExits with random parameters, B too, which a training begins with zero."""
+    """A LoRAExits with random parameters; also B, which is zero before a training."""
     with torch.random.fork_rng():
         torch.manual_seed(4)
         decoder = model_type in DECODERS
@@ -193,7 +193,7 @@ def decoder_checkpoint(tmp_path_factory, checkpoint_folder):
 
 @pytest.fixture(scope="session")
 def task_folder(tmp_path_factory):
-    """A plain task with 60 + 20 rows that one word decides."""
+    """A task with 60 + 20 sentences; one word decides the label."""
     folder = tmp_path_factory.mktemp("task") / "words"
     folder.mkdir()
     rows = [
@@ -208,7 +208,7 @@ def task_folder(tmp_path_factory):
 
 
 def write_task(folder, count=200, splits=("train", "dev"), label=lambda name: name):
-    """Rows that one word decides, each with another beginning."""
+    """A task of sentences with different beginnings; one word decides the label."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for split in splits:
@@ -223,10 +223,10 @@ def write_task(folder, count=200, splits=("train", "dev"), label=lambda name: na
 
 @pytest.fixture(scope="session")
 def random_model():
-    """random_model(exits, num_labels, pool): a RowExits on a random 6-layer BERT, in eval mode, made once each.
+    """random_model(exits, num_labels, pool): a RowExits on a random 6-layer BERT in eval mode, each made once.
 
-    Every parameter is drawn, norms and biases too: fresh ones would hide a norm that forgets its weight. Words and
-    heads are drawn wider than layers, so that rows differ and leave at different exits.
+    Every parameter is random, also of norms: with weights of one, a norm without its weight would not be noticed.
+    Embeddings and heads have a larger variance than layers, so that rows differ and exit at different layers.
     """
     made = functools.cache(_random_model)
     return lambda exits=(1, 2, 4, 6), num_labels=3, pool="mean": made(exits, num_labels, pool)
@@ -275,7 +275,7 @@ def runtime(tmp_path_factory, checkpoint_folder, random_model):
 
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory, decoder_checkpoint):
-    """A random decoder, exported; its copied heads leave at different layers."""
+    """A random decoder, exported; with its copied heads, tokens exit at different layers."""
     model = TokenExits(load_backbone(decoder_checkpoint), (1, 2, 3), "copy").eval()
     config, tokenizer = {"method": "self-supervised", "unit": "tokens", "settings": {}}, decoder_checkpoint
     run = Run(Path("run"), config, model, Tokenizer.from_folder(tokenizer, 30), Threshold((0.25, 0.3, 0.0)))
