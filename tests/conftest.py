@@ -118,6 +118,25 @@ def random_decoder(kind, num_layers):
     return Decoder(DecoderConfig.from_hugging_face(config)).eval()
 
 
+def save_small_llama(folder, tokenizer, seed=0, **settings):
+    """A random Llama of width 16 for this tokenizer; returns the folder. settings: entries of config.json."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "initializer_range": 0.3,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        save_backbone(Decoder(DecoderConfig.from_hugging_face(config | settings)), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def tensors(inputs):
     """Ids, attention mask and token types of a batch, as torch tensors."""
     return [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]

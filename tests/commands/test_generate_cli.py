@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from conftest import answer, refused
+from conftest import answer, refused, save_small_llama
 
-from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone
 from mini_ee.cli.generate import settled_length
 from mini_ee.cli.main import main
 from mini_ee.data.files import file_sha256, read_json, write_json
@@ -32,24 +31,7 @@ def decoder_folder(tmp_path_factory):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    config = DecoderConfig.from_hugging_face(
-        {
-            "model_type": "llama",
-            "vocab_size": len(alphabet),
-            "hidden_size": 16,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 24,
-            "max_position_embeddings": 32,
-            "initializer_range": 0.3,
-        }
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        save_backbone(Decoder(config), folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return save_small_llama(folder, tokenizer, max_position_embeddings=32)
 
 
 # ---- The answer ----

@@ -9,12 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 import tokenizers
-import torch
-from conftest import answer, refused
+from conftest import answer, refused, save_small_llama
 
 import mini_ee.calibration as calibration
-from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.hub import load_backbone
 from mini_ee.calibration import calibrate, intervals, observe
 from mini_ee.cli.generate import colours_of, painted
 from mini_ee.cli.main import main
@@ -43,26 +41,8 @@ def decoder_in(folder, seed):
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.decoder = tokenizers.decoders.Fuse()
-    config = DecoderConfig.from_hugging_face(
-        {
-            "model_type": "llama",
-            "vocab_size": len(LETTERS) + 1,
-            "hidden_size": 16,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 24,
-            "max_position_embeddings": 48,
-            "initializer_range": 0.25,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        save_backbone(Decoder(config), folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    settings = {"num_hidden_layers": 4, "max_position_embeddings": 48, "initializer_range": 0.25}
+    return save_small_llama(folder, tokenizer, seed, **settings, bos_token_id=0, eos_token_id=0)
 
 
 @pytest.fixture(scope="module", autouse=True)

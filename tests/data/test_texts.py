@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import answer, refused
+from conftest import answer, refused, save_small_llama
 
 import mini_ee.evaluation.comparison as measure_compare
 import mini_ee.evaluation.token_evaluation as measure_texts
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.llama import Decoder
 from mini_ee.calibration import agreement, calibrate, end_to_end, observe, replay
 from mini_ee.cli.main import main
 from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, Text
@@ -65,25 +65,7 @@ def decoder_folder(tmp_path_factory):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    config = DecoderConfig.from_hugging_face(
-        {
-            "model_type": "llama",
-            "vocab_size": len(vocabulary),
-            "hidden_size": 16,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 24,
-            "max_position_embeddings": 96,
-            "initializer_range": 0.3,
-            "eos_token_id": 5,
-        }
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        save_backbone(Decoder(config), folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return save_small_llama(folder, tokenizer, max_position_embeddings=96, eos_token_id=5)
 
 
 def write_run(folder, decoder_folder, exits, rule, settings=None, metrics=None):
