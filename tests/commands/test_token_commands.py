@@ -1,7 +1,6 @@
 """`mini-ee train self-supervised`, `generate` and `calibrate` on its runs, and wrong input as one line."""
 
 import itertools
-import json
 import re
 import shutil
 from functools import partial
@@ -30,7 +29,8 @@ LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")
 SMALL = ("--texts", "24", "--new-tokens", "12", "--batch-size", "8", "--epochs", "4", "--head-lr", "1e-2")
 SMALL = (*SMALL, "--target", "soft")
-SURE = PatienceConfidence(2, 0.01, "breaking_ties")
+SETTINGS_OF_RULES = ("threshold", ".5"), ("patience", "1"), ("cut", ".5")
+CONFIDENT = PatienceConfidence(2, 0.01, "breaking_ties")
 
 
 def decoder_in(folder, seed):
@@ -453,30 +453,22 @@ def test_a_plain_decoder_has_nothing_to_calibrate(capsys, decoder_folder):
 # ---- The wrong folder, the wrong backbone ----
 
 
-@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("calibrate", "--epsilon", ".9", "--texts", "8")])
-def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
-    capsys, run_folder, decoder_folder, tmp_path, command
-):
-    moved = shutil.copytree(decoder_folder, tmp_path / "moved")
-    config = json.loads((run_folder / "config.json").read_text())
+def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(capsys, run_folder, decoder_folder, tmp_path):
+    moved, other = shutil.copytree(decoder_folder, tmp_path / "moved"), decoder_in(tmp_path / "other", seed=1)
     shutil.copytree(decoder_folder, tmp_path / "old")
     out = run_folder.with_name("of-old")
     argv = ("train", "self-supervised", "--model", tmp_path / "old", "--out", out, "--exits", "2", *SMALL)
-    assert main([*map(str, argv)]) == 0
-    capsys.readouterr()
+    answer(capsys, *argv)
     shutil.rmtree(tmp_path / "old")
-    name, *options = command
-    line = refused(capsys, name, out, *options)
-    assert "its backbone was in" in line and "give its folder with --model" in line
-    with pytest.MonkeyPatch.context() as patch:  # a built-in one is looked for where it is now
-        patch.setattr("mini_ee.training.run_folder.BUILT_IN_DECODER", moved)
-        assert main([name, str(out), *options]) == 0
-        capsys.readouterr()
-    assert main([name, str(out), *options, "--model", str(moved)]) == 0
-    capsys.readouterr()
-    other = decoder_in(tmp_path / "other", seed=1)
-    assert "trained on another backbone" in refused(capsys, name, out, *options, "--model", other)
-    assert config["backbone"]["folder"] == str(decoder_folder)
+    for name, *options in (("generate", "--prompt", "a"), ("calibrate", "--epsilon", ".9", "--texts", "8")):
+        line = refused(capsys, name, out, *options)
+        assert "its backbone was in" in line and "say where with --model" in line
+        with pytest.MonkeyPatch.context() as patch:  # a built-in one is looked for where it is now
+            patch.setattr("mini_ee.training.run_folder.BUILT_IN_DECODER", moved)
+            answer(capsys, name, out, *options)
+        answer(capsys, name, out, *options, "--model", moved)
+        assert "trained on another backbone" in refused(capsys, name, out, *options, "--model", other)
+    assert read_json(run_folder / "config.json")["backbone"]["folder"] == str(decoder_folder)
 
 
 @pytest.mark.parametrize(
@@ -500,6 +492,7 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(
         (("--draft", "3"), "--draft is for --lossless"),
         (("--prompt", "a" * 48), "expected at most 48 tokens, prompt and continuation together, got 49 and 1"),
         (("--prompt", "\udcff"), "--prompt: expected text in UTF-8"),
+        (("--cut", ".5"), "the rule policy needs a model with a policy, and this one has none"),
     ],
 )
 def test_what_generate_refuses(capsys, trained, argv, message):
@@ -507,21 +500,25 @@ def test_what_generate_refuses(capsys, trained, argv, message):
     assert message in refused(capsys, "generate", trained, *prompt, *argv, status=2)
 
 
-def test_a_plain_decoder_has_no_exits_that_draft_or_stop(capsys, decoder_folder):
-    generate = ("generate", decoder_folder, "--prompt", "a")
-    assert "needs an exit before the last layer" in refused(capsys, *generate, "--lossless")
-    assert "one of the exits 4, got 2" in refused(capsys, *generate, "--layer", "2")
-    assert "--missing-kv is for tokens that exit early" in refused(capsys, *generate, "--missing-kv", "recompute")
-    assert "found a checkpoint" in refused(capsys, *generate, "--model", decoder_folder)
-    for setting in (("--threshold", ".5"), ("--patience", "1"), ("--cut", ".5")):
-        assert "needs exits before the last layer; " in refused(capsys, *generate, *setting)
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("--lossless",), "needs an exit that drafts"),
+        (("--layer", "2"), "one of the exits 4, got 2"),
+        (("--missing-kv", "recompute"), "--missing-kv is for tokens that exit early"),
+        (("--model", "x"), "is none"),
+        *(((f"--{name}", value), "needs exits before the last layer; ") for name, value in SETTINGS_OF_RULES),
+    ],
+)
+def test_generate_refuses_exits_of_a_plain_decoder(capsys, decoder_folder, argv, message):
+    assert message in refused(capsys, "generate", decoder_folder, "--prompt", "a", *argv)
 
 
 @pytest.mark.parametrize(
     "setting, rule",
     [
         (("--patience", "1"), Patience(1)),
-        (("--rule", "patience-confidence", "--patience", "2", "--threshold", ".01"), SURE),
+        (("--rule", "patience-confidence", "--patience", "2", "--threshold", ".01"), CONFIDENT),
         (("--threshold", ".7", "--measure", "saturation"), Threshold(0.7, "saturation")),
     ],
 )
@@ -530,11 +527,6 @@ def test_generate_takes_every_rule_that_the_heads_can_answer(capsys, trained, de
     settings = {"exits": model.exits, "heads": model.heads, "rule": rule}
     assert (found["tokens"], found["layers"]) == greedy(decoder_folder, "abc", 48 - found["prompt_tokens"], **settings)
     assert found["rule"] == rule.to_dict() and len(set(found["layers"])) > 1
-
-
-def test_the_policy_rule_needs_a_run_with_a_policy(capsys, trained):
-    line = refused(capsys, "generate", trained, "--prompt", "a", "--cut", ".5")
-    assert "the rule policy needs a model with a policy, and this one has none" in line
 
 
 def test_classify_refuses_a_decoders_run_and_generate_a_classifiers(
