@@ -162,28 +162,6 @@ def test_the_parser_starts_without_torch():
     assert found.returncode == 0 and found.stdout.count("usage: mini-ee") == len(commands), found.stderr
 
 
-@pytest.mark.parametrize(
-    ("method", "option"),
-    [
-        ("joint", "--k"),
-        ("joint", "--tau"),
-        ("joint", "--alpha"),
-        ("joint", "--template"),
-        ("self-supervised", "--k"),
-        ("self-supervised", "--shots"),
-        ("self-supervised", "--template"),
-        ("self-supervised", "--encoder"),
-        ("calm", "--lambda"),
-        ("calm", "--distill"),
-        ("raee", "--lambda"),
-        ("raee", "--pool-of-nobody"),
-    ],
-)
-def test_an_option_of_another_method_is_refused_by_name(capsys, tmp_path, method, option):
-    line = refused(capsys, "train", method, "--out", tmp_path / "run", option, "1", status=2)
-    assert f"mini-ee train {method}: unrecognized arguments: {option} 1; see mini-ee train {method} --help" == line
-
-
 def test_max_rows_of_a_classifiers_task_are_drawn_with_the_seed(capsys, run_folder, task_folder):
     given = ("--task", task_folder, "--max-rows", 7)
     one, same, other = (answer(capsys, "evaluate", run_folder, *given, "--seed", seed) for seed in (0, 0, 1))
@@ -1057,6 +1035,7 @@ def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_
         (["--task", "/nowhere"], "/nowhere"),
         (["--max-length", "2"], "max_length"),
         (["--model", "RUN"], "holds a run of joint; give a checkpoint"),
+        (["--k", "1"], "mini-ee train joint: unrecognized arguments: --k 1; see mini-ee train joint --help"),
     ],
 )
 def test_wrong_options_of_train_are_one_line(
