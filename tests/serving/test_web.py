@@ -175,8 +175,16 @@ def exported(run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small_run(checkpoint_folder, task_folder, tmp_path_factory):
-    """A run with three layers, for what does not depend on the model."""
-    return train("joint", checkpoint_folder, task_folder, tmp_path_factory.mktemp("web") / "small", epochs=1)
+    """A run with three layers, for what does not depend on the model; its default rule exits early."""
+    quick = {"epochs": 2, "batch_size": 8, "lr": 3e-3, "head_lr": 1e-2, "max_loss": 0.9}
+    return train("joint", checkpoint_folder, task_folder, tmp_path_factory.mktemp("web") / "small", **quick)
+
+
+@pytest.fixture(scope="module")
+def small_exported(small_run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("web") / "small-exported"
+    export(small_run, folder, web=True)
+    return folder
 
 
 OPENED = "import('./model.js').then((module) => module.openModel())"
@@ -654,29 +662,29 @@ def test_a_decoders_curve_ends_with_the_full_model(exported_decoder):
     assert [agreement[own], layers[own]] == about["curve"]["own"] and min(agreement) < 1
 
 
-def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(exported):
-    manifest = read_json(exported / "manifest.json")
-    found = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
+def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(small_exported):
+    manifest = read_json(small_exported / "manifest.json")
+    found = {str(path.relative_to(small_exported)) for path in small_exported.rglob("*") if path.is_file()}
     assert found - {"manifest.json"} == set(manifest["files"])
-    about = read_json(exported / "web.json")
+    about = read_json(small_exported / "web.json")
     assert about["settings"].keys() == {"threshold", "exit_at"}
     inputs, outputs = (manifest["graphs"]["model"][each] for each in ("inputs", "outputs"))
     web = manifest["graphs"]["model_web"]
     assert web["inputs"] == inputs and web["outputs"].keys() == {*outputs, "compared_threshold"}
-    graph = onnx.load(exported / "model_web.onnx", load_external_data=False).graph
+    graph = onnx.load(small_exported / "model_web.onnx", load_external_data=False).graph
     assert not {each.name for each in graph.initializer} & inputs.keys()
     for branch in branches_of(graph):
         assert all(each.data_location == onnx.TensorProto.DEFAULT for each in branch.initializer)
 
 
-def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(run, exported):
-    curve = read_json(exported / "web.json")["curve"]
-    metrics = read_json(run.folder / "metrics.json")
+def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(small_run, small_exported):
+    curve = read_json(small_exported / "web.json")["curve"]
+    metrics = read_json(small_run.folder / "metrics.json")
     values, scores, layers = zip(*curve["points"])
     assert curve["of"] == f"{metrics['rows_held']} held-out rows" and values[-1] == "inf"
-    assert layers[-1] == 12 and scores[-1] == metrics["per_exit_accuracy"][-1]
+    assert layers[-1] == 3 and scores[-1] == metrics["per_exit_accuracy"][-1]
     assert list(layers) == sorted(layers)
-    own = values.index(float(np.float32(load_run(run.folder).rule.threshold)))
+    own = values.index(float(np.float32(load_run(small_run.folder).rule.threshold)))
     assert (scores[own], layers[own]) == (metrics["hold_out"]["accuracy"], metrics["hold_out"]["mean_layers"])
 
 
