@@ -943,24 +943,26 @@ def test_a_text_of_100000_characters_is_cut_and_counted(capsys, run_folder):
     assert result["rows_truncated"] == 1
 
 
-def test_demo_ends_in_one_object_with_rows_and_a_report(capsys, tmp_path, checkpoint_folder, task_folder):
-    argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
-    result = answer(capsys, *argv)
-    assert [row["layer"] for row in result["rows"]] == [1, 2, 3] and sum(
-        row["share"] for row in result["rows"]
-    ) == pytest.approx(1)
-    assert result["report"] == str(tmp_path / "demo") and (tmp_path / "demo" / "report.md").is_file()
-    assert len(result["curve"]) == 9 and load_run(result["run"]).config["method"] == "joint"
-    again = answer(capsys, *argv)
-    assert again["score"] == result["score"] and sorted(p.name for p in tmp_path.iterdir()) == ["demo"]
-
-
-def test_the_demo_counts_at_which_exits_each_kind_of_sentence_exits(capsys, tmp_path, checkpoint_folder, monkeypatch):
+def test_the_demo_writes_a_report_that_the_next_one_replaces(capsys, tmp_path, checkpoint_folder, small, monkeypatch):
+    """The first is on the built-in reviews, whose hardness is known; the second draws in text, without matplotlib."""
     monkeypatch.setattr(holdout_module, "TEST_ROWS", 100)
-    result = answer(capsys, "demo", "--model", checkpoint_folder, "--out", tmp_path / "demo", "--max-train", 60, *FAST)
-    rows = toy_task().split("dev").hardness
-    assert {each["hardness"]: each["count"] for each in result["hardness"]} == {kind: rows.count(kind) for kind in rows}
+    out = tmp_path / "demo"
+    result = answer(capsys, "demo", "--model", checkpoint_folder, "--max-train", 60, *FAST, "--out", out)
+    assert [row["layer"] for row in result["rows"]] == [1, 2, 3]
+    assert sum(row["share"] for row in result["rows"]) == pytest.approx(1)
+    assert result["report"] == str(out) and (out / "report.md").is_file() and list(out.glob("*.png"))
+    assert len(result["curve"]) == 9 and load_run(result["run"]).config["method"] == "joint"
+    kinds = toy_task().split("dev").hardness
+    assert {each["hardness"]: each["count"] for each in result["hardness"]} == {
+        kind: kinds.count(kind) for kind in kinds
+    }
     assert np.sum([each["exit_counts"] for each in result["hardness"]], axis=0).tolist() == result["exit_counts"]
+    monkeypatch.setattr("mini_ee.evaluation.plots.can_draw", lambda: False)
+    assert main([*map(str, ("demo", *small, "--out", out))]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Training 3 exits on bert (3 layers) for words: all exits at once")
+    assert "speed-up" in printed and not list(out.glob("*.png")) and "+-----" in (out / "report.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
 def test_the_demo_on_a_decoder_wants_a_task_and_shows_a_command_that_fits(
@@ -988,13 +990,9 @@ def test_the_demo_refuses_a_task_without_a_reported_split_before_it_trains(capsy
     assert not (tmp_path / "demo").exists()
 
 
-def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, checkpoint_folder, task_folder):
+def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, small):
     (tmp_path / "precious.txt").write_text("mine")
-    try:
-        status = main(["demo", "--model", str(checkpoint_folder), "--task", str(task_folder), "--out", str(tmp_path)])
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2 and "is no report of a demo" in capsys.readouterr().err
+    assert "holds no demo report" in refused(capsys, "demo", *small, "--out", tmp_path, status=2)
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
@@ -1002,16 +1000,6 @@ def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, m
     monkeypatch.setattr("mini_ee.evaluation.plots.can_draw", lambda: False)
     line = refused(capsys, "compare", run_folder, "--picture", tmp_path / "curves.png")
     assert "pip install mini-ee[plots]" in line
-
-
-def test_without_matplotlib_the_demo_draws_in_text(capsys, tmp_path, checkpoint_folder, task_folder, monkeypatch):
-    monkeypatch.setattr("mini_ee.evaluation.plots.can_draw", lambda: False)
-    argv = ("demo", "--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "demo", *FAST)
-    assert main([*map(str, argv)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("Training 3 exits on bert (3 layers) for words: all exits at once")
-    assert "speed-up" in shown and not list((tmp_path / "demo").glob("*.png"))
-    assert "+-----" in (tmp_path / "demo" / "report.md").read_text()
 
 
 # ---- Wrong input ----
