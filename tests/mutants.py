@@ -529,18 +529,18 @@ OF_METHODS = [
     ("baselines.tr_bert.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "tr_bert.py::test_the_gradient_is_that_of_the_reward"),
 ]
 
-COPIES = "generation.py::test_copy_state_and_recompute_are_what_their_definitions_say[max_probability-"
+COPIES = "generation.py::test_copy_state_and_recompute_are_what_their_definitions_say["
 GREEDY = "generation.py::test_greedy_text_is_that_of_transformers_token_for_token[llama]"
-LOSSLESS = "generation.py::test_lossless_text_is_the_full_models[1-4-0.0-llama]"
+LOSSLESS = "generation.py::test_lossless_text_is_the_full_models[llama-1-4-0.0]"
 BLOCKS = "t5_tokens.py::test_blocks_over_a_cache_are_the_whole_answer[t5]"
 OF_MODELS = [
     # a gap behind the prompt, and a position too low
     ("exits.generation.TokenSegments.block", positions(lambda some: [position + 2 for position in some]), GREEDY),
     ("exits.generation.TokenSegments.block", positions(lambda some: [max(position - 1, -1) for position in some]), GREEDY),
-    ("backbones.llama.Decoder.copy_state", always(lambda *given: None), COPIES + "copy_state-llama]"),
-    ("backbones.llama.Decoder.copy_state", lambda true: lambda self, hidden, *more: true(self, hidden * 0, *more), COPIES + "copy_state-llama]"),
-    ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "copy_state-llama]"),
-    ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "recompute-llama]"),
+    ("backbones.llama.Decoder.copy_state", always(lambda *given: None), COPIES + "copy_state-llama-max_probability]"),
+    ("backbones.llama.Decoder.copy_state", lambda true: lambda self, hidden, *more: true(self, hidden * 0, *more), COPIES + "copy_state-llama-max_probability]"),
+    ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "copy_state-llama-max_probability]"),
+    ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "recompute-llama-max_probability]"),
     ("exits.generation._accepted", always(lambda drafted, true, stop: drafted or true), LOSSLESS),
     ("exits.generation._accepted", always(lambda drafted, true, stop: true), LOSSLESS),
     *[("exits.generation.Sampling.probabilities", sampling(name, wrong), f"generation.py::test_probabilities_are_those_of_a_loop_over_tokens[{case}]")

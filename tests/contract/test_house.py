@@ -1,6 +1,7 @@
 """The plan of the house: what stands where, imports that go down the floors, and sizes that a reader can take in."""
 
 import ast
+import functools
 import json
 import re
 from pathlib import Path
@@ -113,25 +114,36 @@ def room_of(name):
     return name.split(".")[0]
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+NAMES = set(map(name_of, MODULES))
+
+
+@functools.cache
 def imported(path, inside=True):
     """Names of the modules that a file imports; `inside` its functions too."""
-    tree = ast.parse(path.read_text())
-    names = set(map(name_of, MODULES))
-    for node in ast.walk(tree) if inside else tree.body:
+    return tuple(_imported(path, inside))
+
+
+def _imported(path, inside):
+    for node in ast.walk(tree_of(path)) if inside else tree_of(path).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
             package = node.module.removeprefix("mini_ee").lstrip(".")
             for alias in node.names:
-                if f"{package}.{alias.name}".lstrip(".") in names:
+                if f"{package}.{alias.name}".lstrip(".") in NAMES:
                     yield f"{node.module}.{alias.name}"
 
 
 def functions():
     """(file, function) of every function there is."""
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 yield path, node
 
@@ -171,10 +183,9 @@ def test_every_bar_is_one_that_spares_log_files():
 
 def test_there_are_no_circles():
     """Of what is imported at once. Between folders the floors see to it."""
-    names = set(map(name_of, MODULES))
     loads = {name_of(path): imported(path, inside=False) for path in MODULES}
     graph = {
-        own: {name.removeprefix("mini_ee.") for name in found if name.startswith("mini_ee.")} & names
+        own: {name.removeprefix("mini_ee.") for name in found if name.startswith("mini_ee.")} & NAMES
         for own, found in loads.items()
     }
     done = set()
@@ -195,7 +206,7 @@ def test_what_leaves_and_when_do_not_ask_which_backbone_it_is():
     for path in MODULES:
         if path.parent.name in ("backbones", "bench", "measured") or path.name == "registry.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 asked = ast.unparse(node.args[1])
                 assert not re.search("Bert|Llama|Backbone|Decoder|Encoder", asked), f"{path}: isinstance of {asked}"
@@ -266,9 +277,8 @@ def test_the_package_ships_nothing_above_20_megabytes():
 def test_nothing_is_unpickled_and_public_things_are_explained(path):
     source = path.read_text()
     assert not re.search(r"\bpickle|torch\.load\(|strict=False|TODO|FIXME", source)
-    tree = ast.parse(source)
-    assert ast.get_docstring(tree) or not source
-    for node in tree.body:
+    assert ast.get_docstring(tree_of(path)) or not source
+    for node in tree_of(path).body:
         explained = path.parent.name == "cli" and getattr(node, "name", "") == "add"  # by the HELP of the command
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not explained:
             assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"

@@ -484,9 +484,15 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     return manifest
 
 
-@pytest.mark.parametrize("schedule", all_schedules(K), ids=str)
-@pytest.mark.parametrize("targets", [("query", "value"), EVERY_TARGET], ids=len)
-@pytest.mark.parametrize("kind", ["bert", "albert", "llama", "phi"])
+FEW_TARGETS = ("query", "value")
+ADAPTED = [(kind, each) for kind in ("bert", "albert", "llama", "phi") for each in (FEW_TARGETS, EVERY_TARGET)]
+
+
+@pytest.mark.parametrize(
+    "kind, targets, schedule",
+    [*((*each, [[0], [1, 2]]) for each in ADAPTED), *(("bert", EVERY_TARGET, each) for each in all_schedules(K))],
+    ids=lambda each: str(len(each)) if isinstance(each, tuple) else str(each),
+)
 def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
     rules, gated = [Planned(PLAN), Threshold(0.7), FixedExit(1)], kind == "llama" and targets is EVERY_TARGET
     targets = (*targets, "gate") if gated else targets
@@ -1715,12 +1721,12 @@ def test_real_weights_exported_say_what_torch_says_on_real_sentences(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = RowExits(load_backbone(weights), (2, 4, 6), 2).eval()
-    texts = load_task(shared / "data" / "SST-2").split("dev").texts[:100]
+    texts = load_task(shared / "data" / "SST-2").split("dev").texts[:40]
     task = {"name": "SST-2", "label_names": ["negative", "positive"], "metrics": ["accuracy"], "texts": 1}
     run = make_run(Tokenizer.from_folder(weights), model)
     run = run._replace(config=run.config | {"task": task})
     encoded = run.encode(texts)
-    logits = np.concatenate([torch_logits(model, encoded.batch([row])) for row in range(100)])
+    logits = np.concatenate([torch_logits(model, encoded.batch([row])) for row in range(40)])
     middle = float(np.median(np.abs(np.diff(logits[:, 0], axis=1))))
     rule = Threshold(middle, "breaking_ties_logits")  # heads are untrained: half of the sentences leave at layer 2
     manifest = export(run._replace(rule=rule), tmp_path / "out", texts)
@@ -1728,7 +1734,7 @@ def test_real_weights_exported_say_what_torch_says_on_real_sentences(tmp_path):
     opened = Runtime(tmp_path / "out", threads=1)
     margins = np.abs(np.diff(logits, axis=2))[:, :-1, 0]
     clear = np.flatnonzero((np.abs(margins - middle) > REAL_ATOL).all(axis=1))  # none that sits on the threshold
-    assert len(clear) > 90
+    assert len(clear) > 36
     for batch_size in (1, 32):
         answers = opened.run(texts, batch_size)
         assert len({answer.exit for answer in answers}) >= 2

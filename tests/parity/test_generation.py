@@ -268,9 +268,12 @@ def defined(model, prompt, rule, missing_kv, new):
     return text, depths
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, rule",
+    [*((kind, MIXED) for kind in KINDS), ("llama", Threshold(0.15, "breaking_ties"))],
+    ids=lambda each: getattr(each, "measure", each),
+)
 @pytest.mark.parametrize("missing_kv", MISSING_KV)
-@pytest.mark.parametrize("rule", [MIXED, Threshold(0.15, "breaking_ties")], ids=lambda rule: rule.measure)
 def test_copy_state_and_recompute_are_what_their_definitions_say(kind, missing_kv, rule):
     model, prompts, _ = golden(kind)
     depths = set()
@@ -345,8 +348,10 @@ def test_rules_with_a_memory_start_anew_at_each_token():
 # ---- Lossless ----
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
-@pytest.mark.parametrize("exit_layer, draft, threshold", [(1, 1, 0.0), (1, 4, 0.0), (2, 30, 0.0), (2, 30, 0.03)])
+@pytest.mark.parametrize(
+    "kind, exit_layer, draft, threshold",
+    [("llama", 1, 1, 0.0), ("llama", 1, 4, 0.0), ("llama", 2, 30, 0.0), *((kind, 2, 30, 0.03) for kind in ATTENTIONS)],
+)
 def test_lossless_text_is_the_full_models(kind, exit_layer, draft, threshold):
     model, prompts, expected = golden(kind)
     for head in (model.lm_logits, drawn_heads(model)[0]):

@@ -431,16 +431,6 @@ def test_a_method_of_rows_trains_a_decoder_and_its_run_comes_back(
     assert not torch.equal(again.model.backbone.layers[0].qkv.weight, folded)
 
 
-@pytest.mark.parametrize("method", ["consistent", "calm"])
-def test_a_method_of_tokens_trains_rows(method, tmp_path, checkpoint_folder, task_folder):
-    run = train(method, checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=2, batch_size=8)
-    assert run.unit == "rows" and load_run(tmp_path / "run").rule == run.rule
-    result = early_exit(
-        run.segments(), Policy(), run.encode(["the film was good", "the meal was very bad"]).batch([0, 1])
-    )
-    assert result.logits.shape == (2, 2) and set(result.layers_run) <= {1, 2, 3}
-
-
 def test_what_a_training_on_tokens_refuses(tmp_path, decoder_checkpoint, small):
     with pytest.raises(WrongArguments, match="expected exits before the last layer, got only 3"):
         train("joint", decoder_checkpoint, "continue", tmp_path / "run", exits=(3,), **small)
