@@ -139,7 +139,13 @@ def save_small_llama(folder, tokenizer, seed=0, **settings):
 
 def tensors(inputs):
     """Ids, attention mask and token types of a batch, as torch tensors."""
-    return [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
+
+
+def all_exits(model, inputs):
+    """Logits (B, K, C) of every exit of a model, as it computes them in training."""
+    with torch.no_grad():
+        return torch.stack(model(*tensors(inputs)), dim=1).numpy()
 
 
 def random_bert(model_type, num_layers):
@@ -268,6 +274,15 @@ def _random_model(exits, num_labels, pool):
             mean, std = float(name.endswith("norm.weight")), 1.0 if ".word." in name or ".out." in name else 0.15
             parameter.normal_(mean, std, generator=generator)
     return model
+
+
+def padded_rows(backbone):
+    """Four rows of 9, 6, 4 and 9 tokens, padded on the right, as the tokenizers' batches are."""
+    lengths = np.array([9, 6, 4, 9])
+    mask = (np.arange(9) < lengths[:, None]).astype(np.int64)
+    pad = getattr(backbone.config, "pad_token_id", None) or 0
+    ids = np.where(mask == 1, np.random.default_rng(0).integers(5, backbone.config.vocab_size, mask.shape), pad)
+    return Inputs(ids, mask, np.zeros_like(ids), tuple((f"row {row}",) for row in range(4)))
 
 
 @pytest.fixture(scope="session")

@@ -590,6 +590,10 @@ def owner_of(place):
         return getattr(import_module(module), inner), name
 
 
+def of_tests(module):
+    return str(getattr(module, "__file__", None)).startswith(str(TESTS))
+
+
 @contextmanager
 def planted(place, bug):
     """The bug, also in modules that imported what it replaces by name."""
@@ -598,7 +602,7 @@ def planted(place, bug):
     wrong = bug(true)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(owner, name, wrong) if isinstance(owner, dict) else patch.setattr(owner, name, wrong)
-        for module in [each for key, each in sys.modules.items() if key.startswith(("mini_ee", "test_"))]:
+        for module in [each for name, each in sys.modules.items() if name.startswith("mini_ee") or of_tests(each)]:
             for alias in [alias for alias, value in vars(module).items() if callable(true) and value is true]:
                 patch.setattr(module, alias, wrong)
         yield

@@ -14,6 +14,10 @@ from torch.overrides import TorchFunctionMode
 DEVICE = torch.device("cuda:0")
 SAYS = {Tensor.device.__get__: DEVICE, Tensor.is_cuda.__get__: True}
 READ = {"numpy", "__array__"}
+PLAIN = {  # of every device alike: no tensor comes of them
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "requires_grad", "is_leaf", "is_sparse", "ndim")),
+    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, torch.is_complex),
+}
 MAY_MEET = {"copy_", "module_load", "swap_tensors", "backward", "__set__", "set_", "_has_compatible_shallow_copy_type"}
 INDEXED = {"__getitem__", "__setitem__"}  # by indices of the host, or by numbers
 
@@ -72,6 +76,9 @@ def target(name: str, args: tuple, kwargs: dict) -> bool | None:
 
 
 def called(function, args: tuple, kwargs: dict):
+    if function in PLAIN:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
     name, found = getattr(function, "__name__", ""), []
     with torch._C.DisableTorchFunction():
         mapped(found.append, (args, kwargs))

@@ -28,7 +28,7 @@ from mini_ee.statistics import agreement_p_values
 
 EPSILONS = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 DELTA = 0.05
-SETS = 1000  # calibration sets that a guarantee is tried on
+SETS = 400  # calibration sets that a guarantee is tried on
 TWO_STANDARD_ERRORS = 2 * (DELTA * (1 - DELTA) / SETS) ** 0.5
 
 

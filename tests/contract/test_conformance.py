@@ -7,7 +7,7 @@ import functools
 import math
 import random
 import shutil
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import chain
 from types import SimpleNamespace
 
@@ -70,8 +70,8 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
 
     def train(method, unit, out, **more):
         """As the command does, but for brevity; the model as it was before it was saved is kept."""
-        options = {"epochs": 2, "batch_size": 16, "exits": EXITS[unit]}
-        options |= {"text": stories, "epochs": 1, "new_tokens": 4} if unit == "tokens" else {}
+        options = {"epochs": 2, "batch_size": 32, "exits": EXITS[unit]}
+        options |= {"text": stories, "epochs": 1, "batch_size": 16, "new_tokens": 4} if unit == "tokens" else {}
         lacks = load_method(method).lacks
         model, task = models[unit], task_folder if unit == "rows" else None
         if load_method(method).train is not None:  # collected on exits that are trained already
@@ -248,7 +248,7 @@ def told(folder):
 def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house, method, unit, tmp_path, monkeypatch):
     """Each process ends before a step whose predecessor was not saved: that one is made again."""
     whole = house.folder(method, unit)
-    made, kills, life, step = 0, 0, max(house.steps[whole] // 4, 2), torch.optim.AdamW.step
+    made, kills, life, step = 0, 0, max(house.steps[whole] // 3 + 1, 2), torch.optim.AdamW.step
 
     def counted(self, *args, **settings):
         nonlocal made
@@ -360,18 +360,3 @@ def test_a_damaged_export_is_refused(house, method, unit, tmp_path, capsys):
         (copy / file).write_bytes(data)
         status, said = one_line(capsys, "run", copy)
         assert status == 1 and str(copy) in said
-
-
-# ---- The tests can fail ----
-def test_a_batch_that_forgets_its_padding_is_found(house, monkeypatch):
-    """Planted bug: padding is attended to."""
-    run = house.run("joint", "rows")
-    batch = type(run.encode(TEXTS)).batch
-
-    def unmasked(self, rows):
-        inputs = batch(self, rows)
-        return replace(inputs, attention_mask=np.ones_like(inputs.attention_mask))
-
-    monkeypatch.setattr(type(run.encode(TEXTS)), "batch", unmasked)
-    with pytest.raises(AssertionError):
-        test_a_batch_of_rows_is_its_rows_alone_padding_included(house, "joint")

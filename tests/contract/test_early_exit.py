@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -101,10 +102,6 @@ def unpadded(inputs, row):
     length = inputs.attention_mask[row].sum()
     one = inputs.take([row])
     return Inputs(one.input_ids[:, :length], one.attention_mask[:, :length], one.token_type_ids[:, :length], one.texts)
-
-
-def tensors(inputs):
-    return [torch.from_numpy(a) for a in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
 
 
 def torch_case(model, inputs):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import padded_rows
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -250,15 +251,6 @@ def no_grad():
         yield
 
 
-def batch(backbone):
-    """Four rows of 9, 6, 4 and 9 tokens, padded on the right, as the tokenizers' batches are."""
-    lengths = np.array([9, 6, 4, 9])
-    mask = (np.arange(9) < lengths[:, None]).astype(np.int64)
-    pad = getattr(backbone.config, "pad_token_id", None) or 0
-    ids = np.where(mask == 1, np.random.default_rng(0).integers(5, backbone.config.vocab_size, mask.shape), pad)
-    return Inputs(ids, mask, np.zeros_like(ids), tuple((f"row {row}",) for row in range(4)))
-
-
 def states_of(backbone, inputs):
     return backbone.hidden_states(*(torch.from_numpy(getattr(inputs, name)) for name in Tensors._fields))
 
@@ -276,7 +268,7 @@ def assert_close(found, expected):
 
 
 def test_layers_chained_one_by_one_are_the_whole_model(backbone):
-    inputs, layers = batch(backbone), backbone.config.num_hidden_layers
+    inputs, layers = padded_rows(backbone), backbone.config.num_hidden_layers
     states, context, hidden = states_of(backbone, inputs), backbone.context(inputs), backbone.embed(inputs)
     assert len(states) == layers + 1 and torch.equal(hidden, states[0])
     for depth in range(layers):
@@ -287,7 +279,7 @@ def test_layers_chained_one_by_one_are_the_whole_model(backbone):
 
 
 def test_a_padded_batch_is_its_rows_alone(backbone):
-    inputs = batch(backbone)
+    inputs = padded_rows(backbone)
     states = states_of(backbone, inputs)
     for row, length in enumerate(inputs.attention_mask.sum(1)):
         alone = backbone.hidden_states(torch.from_numpy(inputs.input_ids[row : row + 1, :length]))
@@ -297,7 +289,7 @@ def test_a_padded_batch_is_its_rows_alone(backbone):
 
 @pytest.mark.parametrize("rows", [[1, 3], [2], [3, 0, 1]], ids=str)
 def test_rows_that_are_kept_go_on_as_if_the_others_had_never_been_there(backbone, rows):
-    inputs, layers = batch(backbone), backbone.config.num_hidden_layers
+    inputs, layers = padded_rows(backbone), backbone.config.num_hidden_layers
     hidden, context = (
         backbone.run_layers(backbone.embed(inputs), backbone.context(inputs), 0, 1),
         backbone.context(inputs),
@@ -312,7 +304,7 @@ def test_rows_that_are_kept_go_on_as_if_the_others_had_never_been_there(backbone
 
 
 def test_the_context_of_a_repeated_batch_repeats_it(backbone):
-    inputs, layers = batch(backbone), backbone.config.num_hidden_layers
+    inputs, layers = padded_rows(backbone), backbone.config.num_hidden_layers
     hidden, context = backbone.embed(inputs), backbone.context(inputs)
     once = backbone.run_layers(hidden, context, 0, layers)
     twice = backbone.run_layers(hidden.repeat(2, 1, 1), context.repeat(2), 0, layers)
@@ -322,7 +314,7 @@ def test_the_context_of_a_repeated_batch_repeats_it(backbone):
 
 
 def test_inputs_may_be_arrays_or_tensors_and_what_is_not_padded_needs_no_mask(backbone):
-    inputs = batch(backbone)
+    inputs = padded_rows(backbone)
     tensors = Tensors(*(torch.from_numpy(getattr(inputs, name)) for name in Tensors._fields))
     assert torch.equal(backbone.embed(tensors), backbone.embed(inputs))
     for context in (backbone.context(tensors), backbone.context(inputs)):
@@ -335,7 +327,7 @@ def test_inputs_may_be_arrays_or_tensors_and_what_is_not_padded_needs_no_mask(ba
 
 
 def test_the_first_layers_are_a_copy_that_ends_there(backbone):
-    inputs = batch(backbone)
+    inputs = padded_rows(backbone)
     small, states = backbone.first_layers(2), states_of(backbone, inputs)
     assert small.config.num_hidden_layers == 2 and not small.has_lm_head and backbone.has_lm_head
     assert torch.equal(states_of(small, inputs)[-1], states[2])
@@ -344,7 +336,7 @@ def test_the_first_layers_are_a_copy_that_ends_there(backbone):
 
 
 def test_the_logits_of_some_words_are_those_of_the_vocabulary(backbone):
-    hidden, words = states_of(backbone, batch(backbone))[-1], torch.tensor([7, 50, 6])
+    hidden, words = states_of(backbone, padded_rows(backbone))[-1], torch.tensor([7, 50, 6])
     whole = backbone.lm_logits(hidden)
     assert whole.shape == (*hidden.shape[:2], backbone.config.vocab_size) and whole.dtype == torch.float32
     assert_close(backbone.lm_logits(hidden, words), whole[..., words])
@@ -354,7 +346,7 @@ def test_the_logits_of_some_words_are_those_of_the_vocabulary(backbone):
 
 
 def test_adapters_see_every_projection_of_every_layer_that_runs(backbone):
-    inputs, seen = batch(backbone), []
+    inputs, seen = padded_rows(backbone), []
 
     def adapt(layer, name, x, y):
         seen.append((layer, name))
@@ -374,7 +366,7 @@ def test_adapters_see_every_projection_of_every_layer_that_runs(backbone):
 
 
 def test_exits_have_heads_with_the_norm_and_the_pools_that_the_backbone_says(backbone):
-    hidden = states_of(backbone, batch(backbone))[1]
+    hidden = states_of(backbone, padded_rows(backbone))[1]
     for pool in ("first", "mean", "none such"):
         if pool not in backbone.poolings:
             kind = backbone.config.model_type
@@ -384,7 +376,7 @@ def test_exits_have_heads_with_the_norm_and_the_pools_that_the_backbone_says(bac
                 exit_heads(backbone, 2, 3, pool)
         else:
             heads = exit_heads(backbone, 2, 3, pool)
-            assert heads[0](hidden, backbone.context(batch(backbone)).padding).shape == (4, 3)
+            assert heads[0](hidden, backbone.context(padded_rows(backbone)).padding).shape == (4, 3)
             assert (heads[0].norm is None) == (backbone.exit_norm() is None)
 
 
@@ -473,7 +465,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_contract_can_fail(kind, bug, new_house, monkeypatch):
     backbone = golden(kind)
-    bug(monkeypatch, type(backbone), type(backbone.context(batch(backbone))))
+    bug(monkeypatch, type(backbone), type(backbone.context(padded_rows(backbone))))
     with pytest.raises((AssertionError, AttributeError, RuntimeError)):
         BUGS[bug](backbone)
 
@@ -590,7 +582,7 @@ def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
 def test_its_label_words_are_read_in_onnx_as_in_torch(new_house, tmp_path):
     backbone, words = new_backbone(), (31, 7, 12)
     prompt = SimpleNamespace(prompt=Prompt("{text} {mask}", ("a", "b", "c")), mask_token_id=4, label_tokens=words)
-    model, inputs = PromptModel(backbone, prompt).eval(), batch(backbone)
+    model, inputs = PromptModel(backbone, prompt).eval(), padded_rows(backbone)
     inputs.input_ids[range(4), [3, 5, 0, 8]] = 4
     manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path)
     found, *_ = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)

@@ -19,7 +19,7 @@ REMOVABLE = sorted({*METHODS.values(), *BACKBONES.values()} - set(KEPT))
 GROUPS = {  # what is removed at once: methods and baselines do not import each other, see test_house.py
     "methods": [module for module in REMOVABLE if ".methods." in module],
     "baselines": [module for module in REMOVABLE if ".baselines." in module],
-} | {module: [module] for module in REMOVABLE if ".backbones." in module}
+}
 ALONE = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in str(each).lower()]

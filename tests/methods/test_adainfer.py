@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_baselines import of_exits
-from test_calm import model_of, texts_of
+from method_cases import calm_model, calm_texts, of_exits
 
 from mini_ee.baselines.adainfer import Svm, bounds, fit_svm, right_of, svm, svm_of_texts, svms
 from mini_ee.cli.main import main
@@ -138,10 +137,10 @@ def test_right_is_of_the_label_or_of_the_last_exit_and_without_labels_of_the_las
 
 
 def test_of_tokens_the_rule_is_that_of_the_token_that_follows():
-    texts = texts_of(30)
-    recorded = record_texts(model_of(), texts, last=False)
+    texts = calm_texts(30)
+    recorded = record_texts(calm_model(), texts, last=False)
     found, at = right_of(recorded), 0
-    model = model_of()
+    model = calm_model()
     for text in texts:
         with torch.no_grad():
             states = model.backbone.hidden_states(torch.tensor([text.ids]))

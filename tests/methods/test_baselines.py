@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import random_decoder
+from conftest import tensors
+from method_cases import LABELS, gradients, learner, of_exits  # noqa: F401  (learner is a fixture)
 
 import mini_ee.baselines.right_tool as right_tool_module
 from mini_ee.backbones.hub import load_backbone
@@ -18,8 +19,7 @@ from mini_ee.data.tasks import load_task, subset
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.row_exits import RowData, RowExits
-from mini_ee.exits.token_exits import TokenExits
-from mini_ee.recording import Record, Recorded, record
+from mini_ee.recording import record
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.training.default_rule import CANDIDATES, sweep
 from mini_ee.training.loop import fit
@@ -33,11 +33,6 @@ from mini_ee.training.train_settings import TrainConfig
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 SYSTEMS = ("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit", "sweet")
 USUAL = sweep(Threshold(math.inf))  # candidates of a method that names none
-LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
-
-
-def tensors(inputs):
-    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
 
 
 def logits_of(model, inputs):
@@ -234,29 +229,7 @@ def test_berxit_needs_two_exits(checkpoint_folder):
 # SWEET
 
 
-def gradients(loss, model):
-    """Of every parameter that the loss reaches."""
-    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    found = torch.autograd.grad(loss, list(learning.values()), retain_graph=True, allow_unused=True)
-    return {name: each for name, each in zip(learning, found) if each is not None}
-
-
-@pytest.fixture(params=["rows", "tokens"])
-def learner(request, random_model, padded_inputs):
-    """(model, batch): a classifier that learns as a whole, and a decoder with heads and adapters."""
-    if request.param == "rows":
-        return random_model(), Batch(tensors(padded_inputs), LABELS, None, None)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = TokenExits(random_decoder("llama", 6), (1, 2, 4, 6), rank=2).eval()
-        for parameter in model.adapters.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    ids = torch.from_numpy(padded_inputs.input_ids)
-    counted = torch.from_numpy(padded_inputs.attention_mask).bool()
-    return model, Batch((ids, counted), ids[counted], None, None)
-
-
-def test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone(learner):
+def test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone(learner):  # noqa: F811
     model, batch = learner
     found = gradients(separate_loss(model, batch), model)
     own = [gradients(task_loss(logits, batch.labels), model) for logits in model(*batch.inputs)]
@@ -291,12 +264,6 @@ def test_every_system_trains_and_its_rules_fit_what_it_says(name, tmp_path, chec
         rule.check(3)
         layers.append(early_exit(model.segments(), rule, held.batch(np.arange(len(held)))).layers_run.mean())
     assert rules and min(layers) < 3
-
-
-def of_exits(logits, exit_logits=None):
-    """A record of logits (N, K, C)."""
-    exits, measures = tuple(range(1, logits.shape[1] + 1)), {} if exit_logits is None else {"exit_logit": exit_logits}
-    return Record(Recorded(exits, logits, np.zeros((*logits.shape[:2], 2)), [1] * len(exits), measures), logits, 1.0)
 
 
 def test_a_policy_that_is_as_sure_as_can_be_has_cuts_too():

@@ -2,22 +2,21 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from method_cases import calm_model, calm_texts
 
 import mini_ee.baselines.calm as calm
-from mini_ee.backbones.hub import load_backbone
 from mini_ee.baselines.calm import MEASURE_RULES, agreement, calibrate_texts, guaranteed_rule, held_out_loss
 from mini_ee.data.decoder_texts import Text
 from mini_ee.data.metrics import rouge_l
 from mini_ee.exits.decoding import decode, gather
 from mini_ee.exits.generation import generate, token_segments
 from mini_ee.exits.row_exits import RowExits, States
-from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.exits.token_exits import TextData, record_texts
 from mini_ee.export.row_segments import CPU
 from mini_ee.export.sessions import GraphRule, Session
 from mini_ee.export.token_graphs import TokenGraphs
@@ -32,26 +31,8 @@ from mini_ee.training.policies import OneForAll
 from mini_ee.training.state import Saved
 from mini_ee.training.train_settings import TrainConfig
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3]]
 ATOL = 1e-5  # float32 measures of single tokens against whole texts; measured max 5e-7
-
-
-def model_of(kind="llama", exits=(1, 2, 3)):
-    """Heads and classifier drawn wide, so that exits differ and tokens leave at all of them."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = TokenExits(load_backbone(GOLDEN / kind), exits, policy=OneForAll)
-        with torch.no_grad():
-            for head in model.heads:
-                head.linear.weight.normal_(std=0.3)
-            model.policy.linear.weight.normal_(std=0.3)
-    return model.eval()
-
-
-def texts_of(count=12, tokens=9):
-    random = np.random.default_rng(0)
-    return [Text(random.integers(0, 40, tokens).tolist(), 2) for _ in range(count)]
 
 
 def confidence(recorded, rule):
@@ -81,7 +62,7 @@ def measured_by_hand(model, ids, k, measure):
 @pytest.mark.parametrize("kind", ["llama", "gemma", "phi"])
 @pytest.mark.parametrize("measure", MEASURE_RULES)
 def test_a_recorded_measure_is_the_one_computed_token_by_token(kind, measure):
-    model, texts = model_of(kind), texts_of(3)
+    model, texts = calm_model(kind), calm_texts(3)
     found = confidence(record_texts(model, texts, last=False), MEASURE_RULES[measure])
     expected = [
         [measured_by_hand(model, text.ids[: at + 1], k, measure) for k in range(2)]
@@ -94,10 +75,10 @@ def test_a_recorded_measure_is_the_one_computed_token_by_token(kind, measure):
 @pytest.mark.parametrize("measure", MEASURE_RULES)
 def test_the_loop_reads_the_recorded_measure(measure):
     """A token leaves in generation where its measure, computed at once over the whole text, passes the threshold."""
-    model = model_of()
-    rule = passing(record_texts(model, texts_of()), MEASURE_RULES[measure])[PASSING.index(0.5)]
+    model = calm_model()
+    rule = passing(record_texts(model, calm_texts()), MEASURE_RULES[measure])[PASSING.index(0.5)]
     found = set()
-    for prompt in (text.ids[:5] for text in texts_of()):
+    for prompt in (text.ids[:5] for text in calm_texts()):
         (text,) = model.write([Text(prompt, 4)], rule, max_new_tokens=1)
         passed = [measured_by_hand(model, prompt, k, measure) for k in range(2)]
         passed = [value > rule.cut if measure == "classifier" else value >= rule.threshold for value in passed]
@@ -107,7 +88,7 @@ def test_the_loop_reads_the_recorded_measure(measure):
 
 
 def test_a_rule_that_looks_at_states_alone_reads_no_head_before_the_exit():
-    model, read = model_of(), []
+    model, read = calm_model(), []
     heads = [
         lambda hidden, k=k, head=head: (read.append((k, len(hidden))), head(hidden))[1]
         for k, head in enumerate(model.heads)
@@ -129,7 +110,7 @@ def test_a_rule_that_looks_at_states_alone_reads_no_head_before_the_exit():
 
 @pytest.mark.parametrize("measure", MEASURE_RULES)
 def test_no_threshold_passed_is_the_full_model_and_all_passed_the_first_head(measure):
-    model, texts, rule = model_of(), texts_of(4), MEASURE_RULES[measure]
+    model, texts, rule = calm_model(), calm_texts(4), MEASURE_RULES[measure]
     always = Policy(0.0) if measure == "classifier" else replace(rule, threshold=-math.inf)
     never = Policy(1.0) if measure == "classifier" else replace(rule, threshold=math.inf)
     assert model.write(texts, always, max_new_tokens=6) == model.write(texts, FixedExit(0), max_new_tokens=6)
@@ -138,7 +119,7 @@ def test_no_threshold_passed_is_the_full_model_and_all_passed_the_first_head(mea
 
 def test_saturation_is_kept_with_the_rows_when_some_leave():
     """In a batch whose rows leave at different exits, every row goes where it goes alone."""
-    model, texts = model_of(), texts_of(8)
+    model, texts = calm_model(), calm_texts(8)
     low, high = np.sort(record_texts(model, texts).confidence("saturation").ravel())[55:57]
     rule = Threshold(float(low + high) / 2, "saturation")  # no token sits on the threshold
     together = model.write(texts, rule, max_new_tokens=5, batch_size=8)
@@ -149,8 +130,8 @@ def test_saturation_is_kept_with_the_rows_when_some_leave():
 @pytest.mark.parametrize("rule", [Threshold, PatienceConfidence])
 def test_saturation_decides_on_both_engines_where_there_is_a_policy_too(tmp_path, rule):
     """Patience of one exit is no patience: it leaves where a threshold lets it leave."""
-    model = model_of()
-    bar = float(np.median(record_texts(model, texts_of()).confidence("saturation")))
+    model = calm_model()
+    bar = float(np.median(record_texts(model, calm_texts()).confidence("saturation")))
     settings = {"threshold": bar, "measure": "saturation"} | ({"patience": 1} if rule is PatienceConfidence else {})
     rule, plain, layers = rule(**settings), Threshold(bar, "saturation"), []
     folder = tmp_path / "exported"
@@ -170,7 +151,7 @@ def test_saturation_decides_on_both_engines_where_there_is_a_policy_too(tmp_path
 
 
 def test_policies_that_are_missing_are_told():
-    model = model_of()
+    model = calm_model()
     with pytest.raises(ValueError, match="expected a policy for each of the 2 heads, got 1"):
         generate(
             model.backbone, [[1]], max_new_tokens=1, exits=model.exits, heads=model.heads, policies=model.policies[:1]
@@ -179,7 +160,7 @@ def test_policies_that_are_missing_are_told():
 
 def states_of(texts=60, length=16):
     """States of tokens of the model of these tests."""
-    return TextData(texts_of(texts, length)).states(model_of())
+    return TextData(calm_texts(texts, length)).states(calm_model())
 
 
 def learn_classifier(model, data, folder, **settings):
@@ -193,7 +174,7 @@ def learn_classifier(model, data, folder, **settings):
 
 def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
     """Targets that a line parts: the classifier alone changes, and finds it."""
-    model, states = model_of(), states_of()
+    model, states = calm_model(), states_of()
     with torch.no_grad():
         normed = torch.stack([head.norm(states.states[:, k]) for k, head in enumerate(model.heads)], dim=1)
     wanted = (normed[..., 0] > normed[..., 1]).numpy()
@@ -201,7 +182,7 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(calm, "agreement", lambda model, some: wanted)
     stage = calm.recipe(model, NoConfig())[1]
     assert stage.make_targets(model, states) is wanted  # recipe looks it up when it is called
-    history = learn_classifier(model, TextData(texts_of(60, 16)), tmp_path, epochs=60, head_lr=0.1)
+    history = learn_classifier(model, TextData(calm_texts(60, 16)), tmp_path, epochs=60, head_lr=0.1)
     with torch.no_grad():
         said = model.exit_logits(list(states.states.unbind(1))).numpy() > 0
     assert (said == wanted).mean() > 0.95
@@ -213,7 +194,7 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
 
 
 def test_agreement_is_that_of_the_likeliest_tokens():
-    model, texts = model_of(), texts_of(2)
+    model, texts = calm_model(), calm_texts(2)
     with torch.no_grad():
         expected = []
         for text in texts:
@@ -258,7 +239,7 @@ def test_calibration_stops_at_the_first_rule_that_fails():
 
 
 def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(monkeypatch):
-    model, texts, read = model_of(), texts_of(60, 8), []
+    model, texts, read = calm_model(), calm_texts(60, 8), []
     monkeypatch.setattr(calm, "record_texts", lambda model, some: read.extend(some) or record_texts(model, some))
     backend = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     source = SimpleNamespace(follow=4, tokenizer=SimpleNamespace(backend=backend))
@@ -295,7 +276,7 @@ def test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_mos
 
 
 def test_a_sweep_lets_these_shares_pass_the_strictest_first():
-    recorded = record_texts(model_of(), texts_of())
+    recorded = record_texts(calm_model(), calm_texts())
     for rule in MEASURE_RULES.values():
         values, rules = confidence(recorded, rule).astype(np.float64), passing(recorded, rule)
         for each, share in zip(rules, PASSING, strict=True):

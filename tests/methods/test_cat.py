@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import tensors
 from torch import nn
 
 import mini_ee
@@ -41,10 +42,6 @@ def made(exits=EXITS, pool="mean", how=Config()):
             elif ".word." in name or not name.startswith("backbone."):
                 nn.init.normal_(value, std=0.6)
     return model
-
-
-def tensors(inputs):
-    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
 
 
 def by_hand(model, inputs):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import random_decoder
+from conftest import random_decoder, tensors
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,10 +46,6 @@ def made(kind="bert", pool="mean", exits=EXITS, classes=C, how=Config(bottleneck
             elif not name.endswith("frame"):
                 nn.init.normal_(value, float(name.endswith("norm.weight")), 1.0 if ".word." in name else 0.2)
     return model
-
-
-def tensors(inputs):
-    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
 
 
 def normed(x, weight, bias, eps):

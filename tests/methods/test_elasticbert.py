@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_baselines import LABELS, gradients, learner, of_exits, tensors  # noqa: F401  (learner is a fixture)
+from conftest import tensors
+from method_cases import LABELS, gradients, learner, of_exits  # noqa: F401  (learner is a fixture)
 
 from mini_ee.baselines.elasticbert import balanced, entropies_and_patiences, equilibrium_loss
 from mini_ee.rules import Patience, Threshold

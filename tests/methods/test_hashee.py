@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import random_decoder
+from conftest import random_decoder, tensors
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,10 +48,6 @@ def made(kind="bert", pool="mean", layers=L):
             nn.init.normal_(value, float(name.endswith("norm.weight")), 1.0 if ".word." in name else 0.2)
         model.table.data = torch.randint(1, layers + 1, (VOCABULARY,)).float()
     return model
-
-
-def tensors(inputs):
-    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
 
 
 def run_through(model, inputs):

@@ -11,7 +11,8 @@ from types import FunctionType, ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import all_schedules, lora_model, tensors
+from conftest import all_exits, all_schedules, lora_model, tensors
+from method_cases import each_exit_alone
 from safetensors.torch import load_file, save_file
 
 import mini_ee.methods.lora_exits_streams as streams_module
@@ -32,18 +33,12 @@ EXITS = (1, 2, 4)
 TARGETS = ("query", "key", "value", "attention_output", "up", "down")
 
 
-def logits_of(model, inputs):
-    """(B, K, C): every exit alone."""
-    with torch.no_grad():
-        return torch.stack(model(*tensors(inputs)), dim=1).numpy()
-
-
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
 @pytest.mark.parametrize("model_type", ["bert", "albert", "llama", "phi"])
 @pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
 def test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(schedule, model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
-    same_as_alone(model, schedule, padded_inputs, logits_of(model, padded_inputs))
+    same_as_alone(model, schedule, padded_inputs, all_exits(model, padded_inputs))
 
 
 def same_as_alone(model, schedule, inputs, expected):
@@ -91,16 +86,6 @@ def ragged(model, inputs, exit_of_row):
         return model.ragged(exit_of_row, *tensors(inputs)).numpy()
 
 
-def apart(model, inputs, exit_of_row):
-    """Each exit's rows, run as a batch of their own."""
-    logits = np.empty((len(inputs), model.num_labels), np.float32)
-    for k in set(exit_of_row):
-        rows = np.flatnonzero(np.array(exit_of_row) == k)
-        with torch.no_grad():
-            logits[rows] = model.logits_of(k, *tensors(inputs.take(rows))).numpy()
-    return logits
-
-
 RAGGED = [
     (0, 1, 2, 0, 1, 2, 2),
     (2, 0, 0, 2, 2, 0, 2),
@@ -117,7 +102,7 @@ RAGGED = [
 def test_a_ragged_batch_equals_each_exits_rows_apart(exit_of_row, model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
     found = ragged(model, padded_inputs, exit_of_row)
-    np.testing.assert_allclose(found, apart(model, padded_inputs, exit_of_row), rtol=0, atol=RAGGED_ATOL)
+    np.testing.assert_allclose(found, each_exit_alone(model, padded_inputs, exit_of_row), rtol=0, atol=RAGGED_ATOL)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +166,12 @@ def test_bytes_held_are_those_of_the_weights_that_can_be_reached(schedule, model
 
 def test_training_one_exit_changes_no_other_exits_logits(padded_inputs):
     model = lora_model()
-    before = logits_of(model, padded_inputs)
+    before = all_exits(model, padded_inputs)
     optimizer = torch.optim.SGD([*model.adapters[1].parameters(), *model.heads[1].parameters()], 0.1)
     model.logits_of(1, *tensors(padded_inputs)).square().sum().backward()
     optimizer.step()
     touched = {name.split(".")[1] for name, parameter in model.named_parameters() if parameter.grad is not None}
-    after = logits_of(model, padded_inputs)
+    after = all_exits(model, padded_inputs)
     assert touched == {"1"}
     assert np.array_equal(before[:, [0, 2]], after[:, [0, 2]]) and not np.allclose(before[:, 1], after[:, 1])
 
@@ -198,7 +183,7 @@ def test_merged_weights_are_the_exit_in_a_model_of_its_depth(model_type, padded_
         merged = model.merged(k)
         assert merged.exits == (layer,) and merged.backbone.config.num_hidden_layers == layer
         found, *_ = read_every_exit(merged.segments(), padded_inputs)
-        np.testing.assert_allclose(found[:, 0], logits_of(model, padded_inputs)[:, k], rtol=0, atol=ATOL)
+        np.testing.assert_allclose(found[:, 0], all_exits(model, padded_inputs)[:, k], rtol=0, atol=ATOL)
 
 
 def test_gradients_through_a_stream_are_those_of_eq2_in_float64(padded_inputs):
@@ -327,7 +312,7 @@ def test_adapters_come_back_from_pefts_layout(tmp_path, model_type, padded_input
     for parameter in other.adapters.parameters():
         torch.nn.init.zeros_(parameter)
     load_adapters(other, tmp_path, digests)
-    np.testing.assert_array_equal(logits_of(other, padded_inputs), logits_of(model, padded_inputs))
+    np.testing.assert_array_equal(all_exits(other, padded_inputs), all_exits(model, padded_inputs))
 
 
 def test_the_layout_is_pefts(tmp_path):
@@ -350,7 +335,7 @@ def test_adapters_in_float16_are_computed_in_float32(tmp_path, padded_inputs):
         save_file({name: value.half() for name, value in load_file(path).items()}, path)
     load_adapters(model, tmp_path, {})
     assert {parameter.dtype for parameter in model.adapters.parameters()} == {torch.float32}
-    assert np.isfinite(logits_of(model, padded_inputs)).all()
+    assert np.isfinite(all_exits(model, padded_inputs)).all()
 
 
 @pytest.fixture(scope="module")

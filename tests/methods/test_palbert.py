@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_baselines import LABELS, of_exits, tensors
+from conftest import tensors
+from method_cases import LABELS, of_exits
 
 import mini_ee.baselines.palbert as palbert
 from mini_ee.baselines.palbert import Config, Ponder, PonderExits, log_exit_probabilities, log_prior, pondering_loss

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from in_process import answer, called, is_served_end_to_end, refused
 
 import mini_ee
 import mini_ee.evaluation.row_evaluation as evaluating
 import mini_ee.methods.raee_collect as collecting
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, save_backbone
 from mini_ee.baselines.adainfer import svm
-from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
 from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit
@@ -29,25 +29,6 @@ from mini_ee.training.holdout import split_rows
 from mini_ee.training.run_folder import load_run, training_folder
 
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
-
-
-def called(*argv):
-    return main([*map(str, argv)])
-
-
-def answer(capsys, *argv):
-    assert called(*argv, "--json") == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *argv):
-    try:
-        assert called(*argv) in (1, 2)
-    except SystemExit as stop:
-        assert stop.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and len(printed.err.splitlines()) == 1, printed.err
-    return printed.err
 
 
 @pytest.fixture(scope="module")
@@ -641,25 +622,6 @@ def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
 )
 def test_a_prompted_run_is_served_without_torch_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision):
     is_served_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision)
-
-
-def is_served_end_to_end(capsys, tmp_path, folder, task_folder, engine, precision):
-    shutil.rmtree(tmp_path / "exported", ignore_errors=True)
-    options = ("--task", task_folder, "--out", tmp_path / "exported", *precision)
-    verified = answer(capsys, "export", folder, *options)["verified"]
-    texts = ["the film was good", "a dull and awful meal", "the room was very fine and the song was fine"]
-    (tmp_path / "texts").write_text("\n".join(texts))
-    run = ("run", tmp_path / "exported", tmp_path / "texts", "--out", tmp_path / "answers", "--engine", engine)
-    assert answer(capsys, *run)["rows"] == 3
-    lines = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
-    if not precision:
-        assert verified["max_logit_difference"] < 1e-4 and verified["exit_agreement"] == 1
-        trained = load_run(folder)
-        for text, line in zip(texts, lines):
-            alone = early_exit(trained.segments(), trained.rule, trained.encode([text]).batch(slice(None)))
-            assert (line["exit"], line["layers"]) == (alone.exit_index[0], alone.layers_run[0])
-            assert line["label"] == trained.label_names[alone.logits[0].argmax()]
-    assert {"line", "label", "confidence", "exit", "layers", "milliseconds"} == lines[0].keys()
 
 
 def test_a_sweep_is_the_rules_figure_for_each_k_and_share_of_the_datastore(capsys, tmp_path, prompted, task_folder):

@@ -3,34 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from method_cases import SEGMENTS, segments_of, zeros
 
 from mini_ee.methods.lora_exits_sgmv import sgmv, sgmv_loop
 
-SEGMENTS = {
-    "equal": [5, 5, 5],
-    "ragged": [1, 7, 3],
-    "empty first": [0, 4, 2],
-    "empty last": [4, 2, 0],
-    "all in one": [0, 9, 0],
-    "no rows": [0, 0, 0],
-    "one segment": [6],
-}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}  # at most 2e-5, ...
-
-
-def parts(lengths, rank=8, inputs=12, outputs=10, dtype=torch.float64, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    n, rows = len(lengths), sum(lengths)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
-
-    starts = [0, *np.cumsum(lengths).tolist()]
-    return draw(rows, inputs), draw(n, inputs, rank), draw(n, rank, outputs), starts
-
-
-def zeros(x, B):
-    return x.new_zeros(len(x), B.shape[2])
 
 
 def by_hand(x, A, B, starts):
@@ -43,7 +20,7 @@ def by_hand(x, A, B, starts):
 
 @pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
 def test_it_adds_in_place_to_the_columns_that_it_is_given(lengths):
-    x, A, B, starts = parts(lengths)
+    x, A, B, starts = segments_of(lengths)
     wide = torch.randn(len(x), 30, dtype=x.dtype)
     expected = wide.clone()
     expected[:, 10:20] += 0.5 * torch.from_numpy(by_hand(x, A, B, starts))
@@ -54,7 +31,7 @@ def test_it_adds_in_place_to_the_columns_that_it_is_given(lengths):
 
 @pytest.mark.parametrize("lengths", [lengths for lengths in SEGMENTS.values() if sum(lengths)])
 def test_it_is_one_product_of_all_adapters_side_by_side_under_a_block_mask(lengths):
-    x, A, B, starts = parts(lengths, rank=3)
+    x, A, B, starts = segments_of(lengths, rank=3)
     mask = torch.repeat_interleave(torch.eye(len(A), dtype=x.dtype), torch.tensor(lengths), dim=0)  # (N, n)
     shrunk = x @ A.permute(1, 0, 2).flatten(1) * mask.repeat_interleave(3, dim=1)
     torch.testing.assert_close(sgmv(zeros(x, B), x, A, B, starts), shrunk @ B.flatten(0, 1))
@@ -64,7 +41,7 @@ def test_it_is_one_product_of_all_adapters_side_by_side_under_a_block_mask(lengt
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("lengths", [[4, 4], [3, 6], [20, 20], [40, 3]])
 def test_every_rank_and_type(lengths, dtype, rank):
-    x, A, B, starts = parts(lengths, rank, inputs=16, dtype=dtype)
+    x, A, B, starts = segments_of(lengths, rank, inputs=16, dtype=dtype)
     x, A = x / 4, A / rank**0.5
     y = sgmv(zeros(x, B), x, A, B, starts)
     assert y.dtype == dtype
@@ -73,7 +50,7 @@ def test_every_rank_and_type(lengths, dtype, rank):
 
 @pytest.mark.parametrize("lengths", [SEGMENTS["equal"], SEGMENTS["ragged"], SEGMENTS["empty first"], [17, 2]])
 def test_gradients_are_those_of_the_definition(lengths):
-    *tensors, starts = parts(lengths, 2)
+    *tensors, starts = segments_of(lengths, 2)
     y = torch.randn(sum(lengths), 10, dtype=torch.float64)
     arguments = [tensor.requires_grad_() for tensor in (y, *tensors)]
     assert torch.autograd.gradcheck(lambda y, *rest: sgmv(y.clone(), *rest, starts, 0.5), arguments)
@@ -86,13 +63,13 @@ def test_gradients_are_those_of_the_definition(lengths):
 )
 @pytest.mark.parametrize("way", [sgmv_loop, sgmv])
 def test_segments_that_do_not_cover_the_rows_are_refused(starts, way):
-    x, A, B, _ = parts([2, 2, 2])
+    x, A, B, _ = segments_of([2, 2, 2])
     with pytest.raises(ValueError, match="starts must ascend from 0 to 6 with 3 segments"):
         way(zeros(x, B), x, A, B, starts)
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    x, A, B, starts = parts([2, 2])
+    x, A, B, starts = segments_of([2, 2])
     y = zeros(x, B)
     for wrong in ((y, x[:, 1:], A, B), (y, x, A[:, :, 1:], B), (y, x, A, B[1:]), (y[1:], x, A, B), (y[:, 1:], x, A, B)):
         with pytest.raises(ValueError, match="expected shapes"):

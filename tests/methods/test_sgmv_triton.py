@@ -12,8 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="torch's build for CUDA brings triton; `pip install triton` runs it without a GPU")
 
 from conftest import lora_model, tensors  # noqa: E402
-from test_lora_exits import apart  # noqa: E402
-from test_sgmv import SEGMENTS, parts, zeros  # noqa: E402
+from method_cases import SEGMENTS, each_exit_alone, segments_of, zeros  # noqa: E402
 
 import mini_ee.methods.lora_exits_sgmv as sgmv
 import mini_ee.methods.lora_exits_sgmv_triton as sgmv_triton
@@ -33,7 +32,7 @@ def shrink_and_expand(x, A, B, starts):
 @pytest.mark.parametrize("lengths", [*SEGMENTS.values(), [40, 0, 17]], ids=[*SEGMENTS, "beyond a block"])
 @pytest.mark.parametrize("rank", [1, 8, 128])
 def test_the_kernel_twice_equals_the_loop(lengths, sizes, rank):
-    x, A, B, starts = parts(lengths, rank, *sizes, dtype=torch.float32)
+    x, A, B, starts = segments_of(lengths, rank, *sizes, dtype=torch.float32)
     y = shrink_and_expand(x.to(DEVICE), A.to(DEVICE) / rank**0.5, B.to(DEVICE), starts).cpu()
     torch.testing.assert_close(y, sgmv_loop(zeros(x, B), x, A / rank**0.5, B, starts), rtol=1e-4, atol=1e-3)
 
@@ -42,7 +41,7 @@ def test_the_kernel_twice_equals_the_loop(lengths, sizes, rank):
 def test_every_type_is_summed_in_float32(dtype):
     if DEVICE == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies the bits of a bfloat16 as a whole number")
-    x, A, _, starts = parts([3, 20], dtype=dtype)
+    x, A, _, starts = segments_of([3, 20], dtype=dtype)
     exact = torch.cat([x[:3].double() @ A[0].double(), x[3:].double() @ A[1].double()])
     y = segmented_product(x.to(DEVICE), A.to(DEVICE), starts)
     assert y.dtype == dtype
@@ -51,7 +50,7 @@ def test_every_type_is_summed_in_float32(dtype):
 
 @pytest.mark.parametrize("lengths", [[1, 20, 3], [0, 4, 2]])
 def test_gradients_are_those_of_the_loop(lengths):
-    *tensors, starts = parts(lengths, dtype=torch.float32)
+    *tensors, starts = segments_of(lengths, dtype=torch.float32)
     found, expected = ([part.clone().to(device).requires_grad_() for part in tensors] for device in (DEVICE, "cpu"))
     weights = torch.randn(sum(lengths), 10, generator=torch.Generator().manual_seed(1))
     (shrink_and_expand(*found, starts) * weights.to(DEVICE)).sum().backward()
@@ -63,7 +62,7 @@ def test_gradients_are_those_of_the_loop(lengths):
 def test_a_models_ragged_batch_goes_through_the_kernel(monkeypatch, padded_inputs):
     """As on a GPU; without one, the kernel is put in the place of the loop that a processor takes."""
     model, exit_of_row, launched = lora_model(), (2, 0, 1, 2, 0, 0, 2), []
-    expected, launch = apart(model, padded_inputs, exit_of_row), sgmv_triton._launch
+    expected, launch = each_exit_alone(model, padded_inputs, exit_of_row), sgmv_triton._launch
     monkeypatch.setattr(sgmv_triton, "_launch", lambda *args: launched.append(args[2]) or launch(*args))
     if DEVICE == "cpu":
 

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from conftest import random_decoder
+from conftest import random_decoder, tensors
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -44,10 +44,6 @@ def made(kind="bert", pool="mean", layers=L):
             if name.startswith("selectors.") and name.endswith("2.weight"):
                 nn.init.normal_(value, std=2.0)
     return model
-
-
-def tensors(inputs):
-    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
 
 
 def run_through(model, inputs):

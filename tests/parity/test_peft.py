@@ -9,19 +9,14 @@ import torch
 pytest.importorskip("transformers", reason="pip install transformers peft")
 peft = pytest.importorskip("peft", reason="pip install transformers peft")
 
-from conftest import (  # noqa: E402
-    DECODERS,
-    random_bert,
-    random_decoder,  # noqa: E402
-    tensors,
-)
-from test_lora_exits import EXITS, TARGETS, logits_of  # noqa: E402
+from conftest import DECODERS, all_exits, random_bert, random_decoder, tensors  # noqa: E402
 from transformers import AutoModel  # noqa: E402
 
 from mini_ee.backbones.hub import load_backbone, save_backbone  # noqa: E402
 from mini_ee.methods.lora_exits import LoRAExits  # noqa: E402
 from mini_ee.methods.lora_exits_peft import save_adapters  # noqa: E402
 
+EXITS, TARGETS = (1, 2, 4), ("query", "key", "value", "attention_output", "up", "down")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what peft and transformers tell each other
 ATOL = 1e-5  # at most 3.1e-6 here, of logits up to 2.8
 
@@ -70,7 +65,7 @@ def logits_through_peft(model, folder, inputs):
 def test_peft_computes_what_we_compute(saved, padded_inputs):
     model, folder = saved
     found = logits_through_peft(model, folder, padded_inputs)
-    np.testing.assert_allclose(found, logits_of(model, padded_inputs), rtol=0, atol=ATOL)
+    np.testing.assert_allclose(found, all_exits(model, padded_inputs), rtol=0, atol=ATOL)
 
 
 def test_the_comparison_can_fail(saved, padded_inputs):
@@ -83,5 +78,5 @@ def test_the_comparison_can_fail(saved, padded_inputs):
         found = logits_through_peft(model, folder, padded_inputs)
     finally:
         path.write_text(right)
-    differences = abs(found - logits_of(model, padded_inputs)).max(axis=(0, 2))
+    differences = abs(found - all_exits(model, padded_inputs)).max(axis=(0, 2))
     assert differences[1] > 1e-3 and max(differences[[0, 2]]) < ATOL

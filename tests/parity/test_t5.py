@@ -3,26 +3,22 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from t5_cases import GOLDEN, KINDS, TOLERANCE, assert_close, golden
 from torch.nn import functional as F
 
 import mini_ee.backbones.relative_biases as relative_biases
 import mini_ee.backbones.t5 as t5
 import mini_ee.backbones.t5_layers as t5_layers
-from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
+from mini_ee.backbones.hub import load_backbone, read_config, save_backbone
 from mini_ee.backbones.relative_biases import Biases, buckets
 from mini_ee.backbones.t5 import T5
 from mini_ee.backbones.t5_layers import HeadNorm, Layer, LayerContext, Pairs, T5Config
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-KINDS = ("t5", "t5-v1.1")
-TOLERANCE = 2e-5  # absolute, and relative above one
-"""Measured maximum against transformers on the golden files: states 2.4e-6, logits 6e-6; on random configs 1.3e-5."""
 RANDOM_TOLERANCE = 1e-4
 
 
@@ -30,17 +26,6 @@ RANDOM_TOLERANCE = 1e-4
 def no_grad():
     with torch.no_grad():
         yield
-
-
-def assert_close(found, expected, tolerance=TOLERANCE):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-
-
-def golden(kind):
-    """The backbone, its inputs, and what transformers computed."""
-    expected = read_tensors(GOLDEN / kind / "expected.safetensors")
-    inputs = Pairs(*(expected.pop(name) for name in Pairs._fields))
-    return load_backbone(GOLDEN / kind), inputs, expected
 
 
 def states_of(model, inputs):

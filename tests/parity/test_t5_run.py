@@ -3,17 +3,14 @@
 import numpy as np
 import onnx
 import pytest
-import tokenizers
 import torch
-from conftest import WORDS
-from test_new_backbone import batch
-from test_raee_run import answer, is_served_end_to_end, refused
-from test_t5 import KINDS, assert_close, golden
+from conftest import padded_rows
+from in_process import answer, is_served_end_to_end, refused
+from t5_cases import ENGINES, KINDS, assert_close, golden, t5_folder  # noqa: F401
 
 import mini_ee
 from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.backbones.t5 import T5
-from mini_ee.backbones.t5_layers import EncoderLayer, Layer, T5Config
+from mini_ee.backbones.t5_layers import EncoderLayer, Layer
 from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
@@ -28,49 +25,19 @@ from mini_ee.methods.raee_encoders import OwnStates
 from mini_ee.recording import read_every_exit
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 
-ENGINES = 1e-5
-"""Logits of ONNX Runtime against torch's; measured maximum 1.3e-6."""
 IT_WAS = Prompt("{text} was", ("bad", "good", "fine"))
 TEXTS = ["the film was good", "a dull and awful meal", "the room was very fine and the song was fine"]
 
 
-def unigram():
-    """As T5 has it: pieces with the space before them, </s> behind each text, no other mark."""
-    backend, marks = tokenizers.Tokenizer(tokenizers.models.Unigram()), ["<pad>", "</s>", "<unk>"]
-    split = tokenizers.pre_tokenizers
-    backend.pre_tokenizer = split.Sequence([split.WhitespaceSplit(), split.Metaspace()])
-    backend.decoder = tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.UnigramTrainer(
-        vocab_size=90, special_tokens=marks, unk_token="<unk>", show_progress=False
-    )
-    backend.train_from_iterator([word + end for word in WORDS for end in ("", ".", ",", "ly", "s")] * 20, trainer)
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
-    )
-    return backend
-
-
 @pytest.fixture(scope="session")
-def t5_folder(tmp_path_factory):
-    """A random T5 v1.0 with its tokenizer; its vocabulary is larger than the tokenizer's, as the published ones are."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "t5"
-    sizes = {"d_model": 16, "d_kv": 6, "d_ff": 24, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 3}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        save_backbone(T5(T5Config.from_hugging_face({"model_type": "t5", "vocab_size": 96} | sizes)), folder)
-    unigram().save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tokenizer(t5_folder):
+def tokenizer(t5_folder):  # noqa: F811
     return PromptTokenizer(Tokenizer.from_folder(t5_folder).backend, 64, IT_WAS)
 
 
 # ---- What is read ----
 
 
-def test_the_tokenizer_ends_texts_with_its_mark_and_knows_words_with_their_space(t5_folder, tokenizer):
+def test_the_tokenizer_ends_texts_with_its_mark_and_knows_words_with_their_space(t5_folder, tokenizer):  # noqa: F811
     own = Tokenizer.from_folder(t5_folder)
     ids = own.encode(["the film was good", ("the film", "a song")]).ids
     assert [own.backend.id_to_token(token) for token in ids[0]] == ["▁the", "▁film", "▁was", "▁good", "</s>"]
@@ -88,7 +55,7 @@ def PromptTokenizer_with_mask(own):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_label_words_are_read_at_the_first_token_of_the_answer_as_transformers_reads_them(t5_folder, tokenizer):
+def test_label_words_are_read_at_the_first_token_of_the_answer_as_transformers_reads_them(t5_folder, tokenizer):  # noqa: F811
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(t5_folder).eval()
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
@@ -100,7 +67,7 @@ def test_label_words_are_read_at_the_first_token_of_the_answer_as_transformers_r
     assert_close(torch.from_numpy(found), said[:, list(tokenizer.label_tokens)])
 
 
-def test_every_exit_is_the_head_on_that_layer_and_a_batch_is_its_rows_alone(t5_folder, tokenizer):
+def test_every_exit_is_the_head_on_that_layer_and_a_batch_is_its_rows_alone(t5_folder, tokenizer):  # noqa: F811
     model, inputs = PromptModel(load_backbone(t5_folder), tokenizer), tokenizer.encode(TEXTS).batch(slice(None))
     segments = model.segments()
     found, *_ = read_every_exit(segments, inputs)
@@ -134,7 +101,7 @@ def counted_maps(monkeypatch):
     return ran
 
 
-def test_the_encoder_runs_once_and_what_is_skipped_makes_no_keys_of_it(t5_folder, tokenizer, monkeypatch):
+def test_the_encoder_runs_once_and_what_is_skipped_makes_no_keys_of_it(t5_folder, tokenizer, monkeypatch):  # noqa: F811
     model, inputs = PromptModel(load_backbone(t5_folder), tokenizer), tokenizer.encode(TEXTS).batch(slice(None))
     made = []
     for depth, layer in enumerate(model.backbone.layers):
@@ -151,7 +118,7 @@ def test_the_encoder_runs_once_and_what_is_skipped_makes_no_keys_of_it(t5_folder
     assert made == [(0, 3), (1, 2), (2, 1)]
 
 
-def test_whether_exits_pay_is_asked_with_the_encoder_that_runs_before_them(t5_folder):
+def test_whether_exits_pay_is_asked_with_the_encoder_that_runs_before_them(t5_folder):  # noqa: F811
     backbone, own = load_backbone(t5_folder), Tokenizer.from_folder(t5_folder)
     rows = own.encode(["the film was good", "the meal was bad"] * 8)
     labels = np.array([0, 1] * 8)
@@ -167,7 +134,7 @@ def test_the_start_is_charged_to_the_first_exit():
     from torch.utils.flop_counter import FlopCounterMode
 
     model = RowExits(golden("t5-v1.1")[0].without_heads(), (1, 3), 2, "first")
-    segments, inputs = model.segments(), batch(model.backbone).take(np.array([0]))
+    segments, inputs = model.segments(), padded_rows(model.backbone).take(np.array([0]))
     state, counted = None, []
     for k in range(2):
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -179,7 +146,7 @@ def test_the_start_is_charged_to_the_first_exit():
 
 def test_what_texts_are_compared_by_is_what_the_encoder_makes_of_them(tmp_path):
     backbone, inputs, expected = golden("t5")
-    rows = batch(backbone)
+    rows = padded_rows(backbone)
     rows = type(rows)(
         inputs.input_ids.numpy(), inputs.attention_mask.numpy(), np.zeros((3, 9), np.int64), rows.texts[:3]
     )
@@ -211,7 +178,7 @@ def models(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_and_segments_say_what_torch_says(kind, tmp_path):
     for number, (model, how) in enumerate(models(kind)):
-        folder, inputs = tmp_path / str(number), batch(model.backbone)
+        folder, inputs = tmp_path / str(number), padded_rows(model.backbone)
         folder.mkdir()
         source = model.segments(*how.values())
         manifest = write_graphs(model, source, Threshold(0.5), folder, segments=True)
@@ -233,7 +200,7 @@ def test_one_graph_and_segments_say_what_torch_says(kind, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["palbert", "cat"])
-def test_segments_that_carry_more_than_hidden_states_are_verified_too(t5_folder, task_folder, tmp_path, method):
+def test_segments_that_carry_more_than_hidden_states_are_verified_too(t5_folder, task_folder, tmp_path, method):  # noqa: F811
     """The hidden states of a row are one more than its tokens: the start token's."""
     run = mini_ee.train(method, t5_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
     assert mini_ee.export(run, tmp_path / "exported", segments=True)["verified"]["max_logit_difference"] < ENGINES
@@ -267,7 +234,7 @@ def test_peft_computes_what_we_compute(kind, tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install transformers peft")
     peft = pytest.importorskip("peft", reason="pip install transformers peft")
     *_, (model, _) = models(kind)
-    inputs = batch(model.backbone)
+    inputs = padded_rows(model.backbone)
     ids, mask = torch.from_numpy(inputs.input_ids), torch.from_numpy(inputs.attention_mask)
     save_backbone(model.backbone, tmp_path / "base")
     save_adapters(model, tmp_path, str(tmp_path / "base"))
@@ -286,7 +253,7 @@ def test_peft_computes_what_we_compute(kind, tmp_path):
 @pytest.mark.parametrize(
     "method, more", [("joint", ()), ("lora-exits", ("--targets", "query,cross_key,gate")), ("raee", ())]
 )
-def test_it_is_trained_exported_and_run_as_any_other(method, more, t5_folder, task_folder, tmp_path, capsys):
+def test_it_is_trained_exported_and_run_as_any_other(method, more, t5_folder, task_folder, tmp_path, capsys):  # noqa: F811
     more = ("--targets", "query,cross_key,up") if method == "lora-exits" else more
     if method == "raee":
         more = ("--template", "{text} so it was", "--words", "0=awful,1=great", "--shots", 2, "--include-embeddings")
@@ -309,7 +276,7 @@ def test_it_is_trained_exported_and_run_as_any_other(method, more, t5_folder, ta
         is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, engine, ())
 
 
-def test_heads_read_the_one_token_there_is(t5_folder, task_folder, tmp_path, capsys):
+def test_heads_read_the_one_token_there_is(t5_folder, task_folder, tmp_path, capsys):  # noqa: F811
     options = ("--model", t5_folder, "--task", task_folder, "--out", tmp_path / "run", "--pool", "mean")
     said = refused(capsys, "train", "joint", *options)
     assert "pool must be first for a t5, got 'mean'" in said

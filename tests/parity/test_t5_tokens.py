@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import WORDS, random_decoder
-from test_raee_run import answer, refused
-from test_t5 import GOLDEN, KINDS, assert_close, golden
-from test_t5_run import ENGINES, t5_folder  # noqa: F401
+from in_process import answer, refused
+from t5_cases import ENGINES, GOLDEN, KINDS, assert_close, golden, t5_folder  # noqa: F401
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

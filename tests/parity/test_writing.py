@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from test_t5_run import unigram
+from t5_cases import unigram
 
 import mini_ee.baselines.calm as calm
 import mini_ee.evaluation.comparison as measure_compare

@@ -11,7 +11,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import DECODERS, lora_model, tensors
+from conftest import DECODERS, all_exits, lora_model, tensors
 from torch.nn.functional import cross_entropy
 
 from mini_ee.methods.lora_exits import (
@@ -30,12 +30,6 @@ TARGETS = ("query", "key", "value", "attention_output", "up", "down")
 
 
 # ---- Eq. 2: an exit computes with W + A B ----
-
-
-def all_exits(model, inputs):
-    """The logits (B, K, C) of the model under test."""
-    with torch.no_grad():
-        return torch.stack(model(*tensors(inputs)), dim=1).numpy()
 
 
 def with_adapted_weights(model, inputs, k):
