@@ -27,6 +27,7 @@ from mini_ee.evaluation.probes import (
     layer_states,
     linear_probe,
     neighbours,
+    probe_rows,
     probe_tokens,
 )
 from mini_ee.rules import Threshold

@@ -28,6 +28,7 @@ from mini_ee.evaluation.token_evaluation import (
     COMPARED_MEASURES,
     EPSILON_GRID,
     EPSILONS,
+    BenchmarkScores,
     at_equal_agreement,
     benchmark_answer,
     perplexity,
