@@ -44,7 +44,7 @@ class Request:
     model: Path
     task: Any  # of rows: a Task; of tokens: None
     out: Path
-    config: Settings  # the method's Config
+    config: Any  # the method's Config
     train: TrainConfig
     common: Any  # CommonOptions; of rows: RowOptions
     texts: TextOptions | None  # of tokens
