@@ -192,14 +192,14 @@ def test_the_command_writes_the_rule_and_its_guarantee(run_folder, task_folder, 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (("--guarantee", "conformal", "--delta", ".05"), "takes an --epsilon below 1 and no --delta"),
         (("--measure", "exit_logit"), "--measure exit_logit is for --guarantee conformal"),
         (("--guarantee", "conformal", "--measure", "exit_logit"), "needs a policy, and this run has none"),
     ],
 )
-def test_what_cannot_be_guaranteed_is_one_line(run_folder, task_folder, capsys, given, said):
+def test_what_cannot_be_guaranteed_is_one_line(run_folder, task_folder, capsys, given, message):
     assert main(["calibrate", str(run_folder), "--task", str(task_folder), "--epsilon", ".8", *given]) == 2
     error = capsys.readouterr().err.strip()
-    assert said in error.split("\n")[-1]
+    assert message in error.split("\n")[-1]

@@ -318,9 +318,9 @@ def one_line(capsys, *argv):
     except SystemExit as ended:
         status = ended.code
     captured = capsys.readouterr()
-    said = captured.err.rstrip("\n").split("\n")[-1]
+    message = captured.err.rstrip("\n").split("\n")[-1]
     assert not captured.out and "Traceback" not in captured.err and len(captured.err.rstrip("\n").split("\n")) == 1
-    return status, said
+    return status, message
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -329,8 +329,8 @@ def test_an_option_of_another_method_is_refused(method, tmp_path, capsys):
     others = (sorted(load_method(other).config.__dataclass_fields__.keys() - known)[:1] for other in METHODS)
     for name in ("no-such", *sorted(set(chain(*others)))):
         option = f"--{name.replace('_', '-')}"
-        status, said = one_line(capsys, "train", method, "--out", tmp_path / "x", option, "1")
-        assert status == 2 and option in said
+        status, message = one_line(capsys, "train", method, "--out", tmp_path / "x", option, "1")
+        assert status == 2 and option in message
     assert not list(tmp_path.iterdir())
 
 
@@ -342,10 +342,10 @@ def test_a_damaged_run_is_refused(house, method, unit, tmp_path, capsys):
         data = bytearray((copy / file).read_bytes())
         data[len(data) // 2] ^= 255
         (copy / file).write_bytes(data)
-        status, said = one_line(capsys, command[0], copy, *command[1:])
-        assert status == 1 and str(copy) in said
-    status, said = one_line(capsys, command[0], tmp_path, *command[1:])
-    assert status in (1, 2) and str(tmp_path) in said
+        status, message = one_line(capsys, command[0], copy, *command[1:])
+        assert status == 1 and str(copy) in message
+    status, message = one_line(capsys, command[0], tmp_path, *command[1:])
+    assert status in (1, 2) and str(tmp_path) in message
 
 
 @pytest.mark.parametrize(("method", "unit"), CASES)
@@ -358,5 +358,5 @@ def test_a_damaged_export_is_refused(house, method, unit, tmp_path, capsys):
         data = bytearray((copy / file).read_bytes())
         data[len(data) // 2] ^= 255
         (copy / file).write_bytes(data)
-        status, said = one_line(capsys, "run", copy)
-        assert status == 1 and str(copy) in said
+        status, message = one_line(capsys, "run", copy)
+        assert status == 1 and str(copy) in message

@@ -109,9 +109,9 @@ def torch_case(model, inputs):
     input_ids, attention_mask, token_type_ids = tensors(inputs)
     with torch.no_grad():
         hidden = model.backbone.hidden_states(input_ids, attention_mask, token_type_ids)
-        said = [head(hidden[e], padding_mask(attention_mask)) for e, head in zip(model.exits, model.heads)]
+        logits = [head(hidden[e], padding_mask(attention_mask)) for e, head in zip(model.exits, model.heads)]
     alone = [(segments, unpadded(inputs, row)) for row in range(len(inputs))]
-    return Case(segments, inputs, alone, torch.stack(said, 1).numpy())
+    return Case(segments, inputs, alone, torch.stack(logits, 1).numpy())
 
 
 def recorded_case(source):
@@ -287,15 +287,15 @@ def test_these_batches_are_mixed_so_that_compaction_is_at_work(case, rule):
 
 
 def test_the_last_exit_takes_whoever_is_left_and_is_not_asked(case):
-    asked = []
+    calls = []
 
     class Refuses(Rule):
         def stop(self, k, reading, memory):
-            asked.append(k)
+            calls.append(k)
             return np.zeros(len(reading.logits), bool)
 
     assert_same(run(case, Refuses()), case.logits[:, -1], np.full(B, K - 1))
-    assert asked == [0, 1, 2]
+    assert calls == [0, 1, 2]
 
 
 def test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide(case):
@@ -328,17 +328,17 @@ def test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there():
 
 @pytest.mark.parametrize("rule, heads", [(Planned(PLAN), {0, 1, 2, 3}), (FixedExit(2), {2}), (NeverExit(), {K - 1})])
 def test_segments_are_told_before_they_run_which_heads_alone_will_be_read(rule, heads):
-    told = []
+    calls = []
 
     class Told(Fake):
         def select_heads(self, heads, state):
             assert not self.ran
-            told.append(set(heads))
+            calls.append(set(heads))
             return state
 
     loop.early_exit(Told(), rule, ALL)
     loop.early_exit(Told(), Threshold(0.8), ALL)
-    assert told == [heads]
+    assert calls == [heads]
 
 
 def test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there():
@@ -542,11 +542,11 @@ def test_what_a_reading_says_was_spent_is_what_a_unit_cost(cases, rule):
     logits, flops, _ = read_every_exit(source.segments, source.inputs)
     recorded = Recorded(EXITS, logits, flops, [1] * K, {"token_cost": token_cost})
     found, heads = loop.early_exit(recorded, rule, range(B)), run(plain, rule)
-    rows, left = np.arange(B), found.exit_index
-    layers = flops[:, :, 0].cumsum(axis=1)[rows, left]
-    np.testing.assert_array_equal(found.cost.depth, token_cost[rows, left, 0])
-    np.testing.assert_array_equal(found.cost.layer_passes, token_cost[rows, left, 0])
-    np.testing.assert_allclose(found.cost.flops, token_cost[rows, left, 1] + heads.cost.flops - layers, rtol=1e-9)
+    rows, exit_index = np.arange(B), found.exit_index
+    layers = flops[:, :, 0].cumsum(axis=1)[rows, exit_index]
+    np.testing.assert_array_equal(found.cost.depth, token_cost[rows, exit_index, 0])
+    np.testing.assert_array_equal(found.cost.layer_passes, token_cost[rows, exit_index, 0])
+    np.testing.assert_allclose(found.cost.flops, token_cost[rows, exit_index, 1] + heads.cost.flops - layers, rtol=1e-9)
     np.testing.assert_array_equal(heads.cost.depth, heads.layers_run)
 
 

@@ -248,10 +248,10 @@ def test_candidates_and_their_order_come_from_the_selection_part_and_the_figures
     assert chosen.guarantee["p_value"] == pytest.approx(p_value) and p_value <= ALPHA
     assert json.loads(json.dumps(chosen.guarantee)) == chosen.guarantee
     assert chosen.guarantee["of"] == "accuracy" and chosen.rows_needed is None and chosen.about["fallback"] is None
-    said = chosen.about["guaranteed"]
-    assert said.startswith("Guaranteed with confidence 95%: the default rule loses at most 0.01 of accuracy")
-    assert "the 630 held-out ones that tested it and chose nothing. 70 others chose" in said
-    assert "calibrate RUN --task DIR" in said
+    message = chosen.about["guaranteed"]
+    assert message.startswith("Guaranteed with confidence 95%: the default rule loses at most 0.01 of accuracy")
+    assert "the 630 held-out ones that tested it and chose nothing. 70 others chose" in message
+    assert "calibrate RUN --task DIR" in message
 
 
 def test_a_higher_confidence_and_a_smaller_loss_save_no_more():
@@ -310,13 +310,13 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
     """.95^59 + GAMMA is below .05, .95^58 is not."""
     chosen = default_rule(*alike(rows, worse), CLASSES, 0.02, candidates=lambda some: [Threshold(0.0)])
     assert chosen.guarantee is None and (chosen.rule == Threshold(0.0)) == exits_early
-    said = chosen.about["guaranteed"]
-    assert "are needed" in said and "lost nothing" not in said
+    message = chosen.about["guaranteed"]
+    assert "are needed" in message and "lost nothing" not in message
     if not exits_early:
         assert chosen.rule == NeverExit() and chosen.about["fallback"] is None
         first = f"The default rule is the full model: on {rows} held-out test examples no other rule is shown to lose"
-        assert said.startswith(f"{first} less than 0.05 of accuracy with confidence 95%; about ")
-        assert int(said.split("; about ")[1].split()[0]) >= 59
+        assert message.startswith(f"{first} less than 0.05 of accuracy with confidence 95%; about ")
+        assert int(message.split("; about ")[1].split()[0]) >= 59
 
 
 def test_a_rule_that_lost_more_than_was_allowed_on_the_test_part_is_not_taken():

@@ -564,9 +564,9 @@ def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
     lines.write_text("\n".join(LINES) + "\n")
     sure = np.sort([each.confidence for each in run._replace(rule=FixedExit(0)).classify(LINES)])
     rule = f"--threshold={sure[3:5].mean()},inf,0"  # half of them leave at once
-    said = answer(capsys, "export", trained(method), "--out", out, rule, *more)
-    assert said["verified"]["max_logit_difference"] < 1e-4 and said["verified"]["exit_agreement"] == 1
-    run = run._replace(rule=rule_from_dict(said["rule"]))
+    result = answer(capsys, "export", trained(method), "--out", out, rule, *more)
+    assert result["verified"]["max_logit_difference"] < 1e-4 and result["verified"]["exit_agreement"] == 1
+    run = run._replace(rule=rule_from_dict(result["rule"]))
     expected = [(each.label, each.layers) for each in run.classify(LINES)]
     assert sorted(layers for _, layers in expected) == [1] * 4 + [3] * 4
     for engine in ("onnx", "torch"):
@@ -619,6 +619,6 @@ def test_an_operation_that_no_graph_holds_is_told_in_one_line(trained, tmp_path,
     right = kind.embed
     monkeypatch.setattr(kind, "embed", lambda self, inputs: right(self, inputs).erfinv())
     assert main(["export", str(trained("joint")), "--out", str(tmp_path / "exported")]) == 1
-    told = capsys.readouterr().err
-    assert "test_new_backbone.py:" in told and "erfinv has no lowering to ONNX" in told and told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "test_new_backbone.py:" in error and "erfinv has no lowering to ONNX" in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())

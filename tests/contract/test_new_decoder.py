@@ -197,9 +197,12 @@ def test_text_with_early_exits_is_that_of_the_definition_without_a_cache(folder,
                 if exit_layer is None and at >= len(prompt) - 1:
                     p = head(depth, hidden[0, 0]).softmax(-1)
                     if depth == 2 or p.max() >= rule.threshold[depth]:
-                        exit_layer, said = depth + 1, int(p.argmax())
+                        exit_layer, predictions = depth + 1, int(p.argmax())
             if at >= len(prompt) - 1:
-                assert (text.tokens[at - len(prompt) + 1], text.layers_run[at - len(prompt) + 1]) == (said, exit_layer)
+                assert (text.tokens[at - len(prompt) + 1], text.layers_run[at - len(prompt) + 1]) == (
+                    predictions,
+                    exit_layer,
+                )
                 depths.add(exit_layer)
     assert depths == {1, 2, 3}
 

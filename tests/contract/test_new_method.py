@@ -147,8 +147,8 @@ def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, 
     found = answer(capsys, "export", trained, "--out", out, "--rule", "policy", "--task", task_folder)
     assert found["verified"]["exit_agreement"] == 1.0
     lines.write_text("the film was good\nthe book was awful\n")
-    told = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine)
-    assert (told["rows"], told["failed"]) == (2, 0)
+    result = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine)
+    assert (result["rows"], result["failed"]) == (2, 0)
     run = load_run(trained)._replace(rule=Policy(found["rule"]["cut"]))
     written = [json.loads(line) for line in answers.read_text().splitlines()]
     expected = run.classify(lines.read_text().splitlines())

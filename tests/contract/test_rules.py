@@ -63,7 +63,7 @@ def test_infinity_closes_one_exit_and_leaves_the_others_open():
 
 
 @pytest.mark.parametrize(
-    "threshold, measure, said",
+    "threshold, measure, message",
     [
         (1.5, "max_probability", "max_probability must be from 0.0 to 1.0, got 1.5"),
         (-0.1, "max_probability", "must be from 0.0 to 1.0, got -0.1"),
@@ -77,8 +77,8 @@ def test_infinity_closes_one_exit_and_leaves_the_others_open():
         ("high", "max_probability", "could not convert string to float: 'high'"),
     ],
 )
-def test_a_threshold_outside_the_range_of_its_measure_is_refused(threshold, measure, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_threshold_outside_the_range_of_its_measure_is_refused(threshold, measure, message):
+    with pytest.raises(ValueError, match=message):
         Threshold(threshold, measure)
 
 
@@ -252,7 +252,7 @@ def test_a_list_or_integers_from_json_become_a_tuple_of_floats():
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "config, message",
     [
         ({"name": "oracle"}, "the rule must be one of never, fixed, threshold, .*, found 'oracle'"),
         ({}, "found None"),
@@ -268,8 +268,8 @@ def test_a_list_or_integers_from_json_become_a_tuple_of_floats():
         ({"name": "patience-confidence", "patience": 1, "threshold": [0.5]}, "takes one threshold"),
     ],
 )
-def test_what_rule_from_dict_does_not_know_is_a_value_error(config, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_rule_from_dict_does_not_know_is_a_value_error(config, message):
+    with pytest.raises(ValueError, match=message):
         rule_from_dict(config)
 
 

@@ -503,11 +503,11 @@ def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, 
     ],
 )
 def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage, loss, settings, monkeypatch):
-    told, config = [], configured(load_method(method), settings)
-    monkeypatch.setattr(import_module(METHODS[method]), loss, lambda model, batch, config=None: told.append(config))
+    calls, config = [], configured(load_method(method), settings)
+    monkeypatch.setattr(import_module(METHODS[method]), loss, lambda model, batch, config=None: calls.append(config))
     model = SimpleNamespace(exits=(1, 2, 3), unit="rows")
     list(load_method(method).recipe(model, config))[stage].loss(model, None)
-    assert told == [config if settings else None]
+    assert calls == [config if settings else None]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if load_method(name).has_stages])

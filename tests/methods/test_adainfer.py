@@ -129,9 +129,9 @@ def test_right_is_of_the_label_or_of_the_last_exit_and_without_labels_of_the_las
     found = right_of(recorded._replace(labels=labels))
     for row in range(40):
         for k in range(2):
-            said = logits[row, k].argmax()
-            assert found["gold"][row, k] == (said == labels[row])
-            assert found["final"][row, k] == (said == logits[row, 2].argmax())
+            prediction = logits[row, k].argmax()
+            assert found["gold"][row, k] == (prediction == labels[row])
+            assert found["final"][row, k] == (prediction == logits[row, 2].argmax())
     some = recorded._replace(labels=labels).take(np.arange(5))
     assert (some.labels == labels[:5]).all()
 
@@ -145,8 +145,8 @@ def test_of_tokens_the_rule_is_that_of_the_token_that_follows():
         with torch.no_grad():
             states = model.backbone.hidden_states(torch.tensor([text.ids]))
         for position in range(text.start, len(text.ids) - 1):
-            said = [int(model.heads[k](states[k + 1][0, position]).argmax()) for k in range(2)]
-            assert found["gold"][at].tolist() == [token == text.ids[position + 1] for token in said]
+            predictions = [int(model.heads[k](states[k + 1][0, position]).argmax()) for k in range(2)]
+            assert found["gold"][at].tolist() == [token == text.ids[position + 1] for token in predictions]
             at += 1
     assert at == len(found["gold"]) and (found["gold"] != found["final"]).any()
     chosen = svm_of_texts(model, None, TextData(texts))

@@ -184,8 +184,8 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
     assert stage.make_targets(model, states) is wanted  # recipe looks it up when it is called
     history = learn_classifier(model, TextData(calm_texts(60, 16)), tmp_path, epochs=60, head_lr=0.1)
     with torch.no_grad():
-        said = model.exit_logits(list(states.states.unbind(1))).numpy() > 0
-    assert (said == wanted).mean() > 0.95
+        logits = model.exit_logits(list(states.states.unbind(1))).numpy() > 0
+    assert (logits == wanted).mean() > 0.95
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"policy.linear.weight", "policy.linear.bias"}
     assert history[-1]["score"] > history[0]["score"] and max(e["score"] for e in history) == pytest.approx(
@@ -218,8 +218,8 @@ def test_of_rows_the_classifier_reads_the_pooled_state_and_learns_where_classes_
         expected = torch.stack([state @ weight[0] + bias for state in states[:-1]], dim=1)
         torch.testing.assert_close(model.exit_logits(states), expected, atol=ATOL, rtol=0)
     data = States(torch.stack(states, dim=1), torch.zeros(7, dtype=torch.long), None, None)
-    said = np.stack([each.argmax(1).numpy() for each in logits], axis=1)
-    assert (agreement(model, data) == (said[:, :-1] == said[:, -1:])).all()
+    predictions = np.stack([each.argmax(1).numpy() for each in logits], axis=1)
+    assert (agreement(model, data) == (predictions[:, :-1] == predictions[:, -1:])).all()
 
 
 # ---- Calibration ----
@@ -227,14 +227,14 @@ def test_of_rows_the_classifier_reads_the_pooled_state_and_learns_where_classes_
 
 def test_calibration_stops_at_the_first_rule_that_fails():
     risks = {Policy(0.9): 0.0, Policy(0.7): 0.05, Policy(0.5): 0.4, Policy(0.3): 0.0}
-    asked = []
+    calls = []
 
     def risk(rule):
-        asked.append(rule)
+        calls.append(rule)
         return [risks[rule]] * 60
 
     assert calibrate_texts(list(risks), risk, 0.2, 0.05) == Policy(0.7)
-    assert asked == list(risks)[:3]
+    assert calls == list(risks)[:3]
     assert calibrate_texts(list(risks)[2:], risk, 0.2, 0.05) is None
 
 

@@ -29,13 +29,13 @@ ONNX = 1e-5
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
 
-def made(exits=EXITS, pool="mean", how=Config()):
+def made(exits=EXITS, pool="mean", settings=Config()):
     """A model in eval mode whose exits differ in what they say."""
     sizes = {"hidden_size": D, "num_hidden_layers": exits[-1], "num_attention_heads": 3, "intermediate_size": 48}
     config = BertConfig(model_type="bert", vocab_size=60, max_position_embeddings=40, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = CatExits(Bert(config).without_heads(), exits, C, pool, how).eval()
+        model = CatExits(Bert(config).without_heads(), exits, C, pool, settings).eval()
         for name, value in model.named_parameters():
             if name.endswith("temperature"):
                 nn.init.uniform_(value, 0.5, 2)
@@ -77,7 +77,7 @@ def by_hand(model, inputs):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("pool", ["mean", "first"])
 def test_exits_and_meta_classifiers_are_those_of_the_paper(pool, shared, padded_inputs):
-    model = made(pool=pool, how=Config(shared=shared))
+    model = made(pool=pool, settings=Config(shared=shared))
     assert len(model.policy.networks) == (1 if shared else len(EXITS) - 1)
     logits, exit_logits = by_hand(model, padded_inputs)
     found, _, said = read_every_exit(model.segments(), padded_inputs)
@@ -110,12 +110,12 @@ def test_what_is_carried_stays_with_its_row(padded_inputs):
 
 
 def test_where_heads_are_named_no_other_is_computed(padded_inputs, monkeypatch):
-    model, asked = made(), []
+    model, calls = made(), []
     inner = cat.InnerHead.inner
-    monkeypatch.setattr(cat.InnerHead, "inner", lambda self, state: asked.append(self) or inner(self, state))
+    monkeypatch.setattr(cat.InnerHead, "inner", lambda self, state: calls.append(self) or inner(self, state))
     early_exit(model.segments(), NeverExit(), padded_inputs)
     early_exit(model.segments(), FixedExit(2), padded_inputs)
-    assert asked == [model.heads[2]]
+    assert calls == [model.heads[2]]
 
 
 # ---- Learning ----
@@ -255,9 +255,9 @@ def test_what_cannot_be_is_one_line(task_folder, checkpoint_folder, tmp_path):
 
 # ---- ONNX ----
 @pytest.mark.parametrize("exits", [EXITS, (2, 6)])
-@pytest.mark.parametrize("how", [Config(), Config(shared=True)])
-def test_graphs_whole_and_by_segment_answer_as_torch_does(how, exits, padded_inputs, tmp_path):
-    model = made(exits, how=how)
+@pytest.mark.parametrize("settings", [Config(), Config(shared=True)])
+def test_graphs_whole_and_by_segment_answer_as_torch_does(settings, exits, padded_inputs, tmp_path):
+    model = made(exits, settings=settings)
     manifest = write_graphs(model, model.segments(), Policy(), tmp_path, segments=True)
     last = len(exits) - 1
     plan = Planned(tuple(row % (last + 1) for row in range(7)))

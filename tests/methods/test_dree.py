@@ -33,13 +33,13 @@ ONNX = 1e-5
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 
 
-def made(kind="bert", pool="mean", exits=EXITS, classes=C, how=Config(bottleneck=5, scale=3.0)):
+def made(kind="bert", pool="mean", exits=EXITS, classes=C, settings=Config(bottleneck=5, scale=3.0)):
     """A model in eval mode, every parameter drawn but the frames."""
     sizes = {"hidden_size": D, "num_hidden_layers": exits[-1], "num_attention_heads": 3, "intermediate_size": 48}
     config = BertConfig(model_type=kind, vocab_size=60, max_position_embeddings=40, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = DreeExits(Bert(config).without_heads(), exits, classes, pool, how).eval()
+        model = DreeExits(Bert(config).without_heads(), exits, classes, pool, settings).eval()
         for name, value in model.named_parameters():
             if name.endswith("variance"):
                 nn.init.uniform_(value, 0.5, 2)

@@ -112,7 +112,7 @@ def test_the_distillation_is_that_of_loops_and_teachers_learn_nothing(match):
     assert states[2].grad is not None
 
 
-def loss_by_hand(model, texts, how):
+def loss_by_hand(model, texts, config):
     """Text by text, with a plain forward pass."""
     shallow, deep = model.exits
     states, logits, labels = [[] for _ in range(deep)], {shallow: [], deep: []}, []
@@ -128,7 +128,7 @@ def loss_by_hand(model, texts, how):
                         logits[layer].append(model.backbone.lm_logits(each[0, at]).numpy())
     losses = {layer: cross_entropy(np.array(some, np.float64), labels) for layer, some in logits.items()}
     weighted = (shallow * losses[shallow] + deep * losses[deep]) / (shallow + deep)
-    return weighted + how.alpha * distilled_by_hand([np.array(some) for some in states], shallow, how.match)
+    return weighted + config.alpha * distilled_by_hand([np.array(some) for some in states], shallow, config.match)
 
 
 @pytest.mark.parametrize("match", MATCHES)
@@ -136,10 +136,10 @@ def test_the_loss_is_that_of_loops_over_texts_and_tokens(model, match):
     random = np.random.default_rng(0)
     texts = [Text(random.integers(0, 60, size).tolist(), start) for size, start in ((9, 3), (6, 0), (12, 5))]
     inputs, labels = TextData(texts).batch(np.arange(3), torch.device("cpu"))
-    how = Config(match=match, alpha=0.7)
+    config = Config(match=match, alpha=0.7)
     with torch.no_grad():
-        found = float(shallow_deep_loss(model, Batch(inputs, labels, None, None), how))
-    assert found == pytest.approx(loss_by_hand(model, texts, how), abs=EXACT)
+        found = float(shallow_deep_loss(model, Batch(inputs, labels, None, None), config))
+    assert found == pytest.approx(loss_by_hand(model, texts, config), abs=EXACT)
 
 
 def test_padding_teaches_rows_nothing(random_model):
@@ -148,14 +148,14 @@ def test_padding_teaches_rows_nothing(random_model):
     ids = torch.randint(5, 60, (3, 8))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    how, labels = Config(), torch.tensor([0, 1, 2])
+    config, labels = Config(), torch.tensor([0, 1, 2])
 
     def loss(ids):
         with torch.no_grad():
-            return float(shallow_deep_loss(rows, Batch((ids, mask, torch.zeros_like(ids)), labels, None, None), how))
+            return float(shallow_deep_loss(rows, Batch((ids, mask, torch.zeros_like(ids)), labels, None, None), config))
 
     assert loss(ids) == pytest.approx(loss(torch.where(mask > 0, ids, 7)), abs=EXACT)
-    assert isinstance(build(rows.backbone, (2, 6), 3, "mean", how), RowExits)
+    assert isinstance(build(rows.backbone, (2, 6), 3, "mean", config), RowExits)
 
 
 # ---- lambda ----

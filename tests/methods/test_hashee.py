@@ -348,5 +348,5 @@ def test_it_is_trained_evaluated_compared_and_exported(checkpoint_folder, task_f
     expected = load_run(run).classify(texts)
     for each, other in zip((*answers, *others), expected * 2):
         assert each.layers == pytest.approx(other.layers) and 1 < other.layers < 3
-    told = answer("classify", run, "--text", texts[0])
-    assert told["layers"] == 3 and told["layers_saved"] == pytest.approx(1 - expected[0].layers / 3)
+    result = answer("classify", run, "--text", texts[0])
+    assert result["layers"] == 3 and result["layers_saved"] == pytest.approx(1 - expected[0].layers / 3)

@@ -45,15 +45,15 @@ def model():
 @pytest.mark.parametrize("layers", [2, 5, 32])
 def test_dropout_grows_with_depth_and_time_as_printed(layers):
     for ramp, steps in (("constant", 10), ("exponential", 10), ("exponential", 7)):
-        how = Config(dropout=0.2, ramp=ramp)
+        config = Config(dropout=0.2, ramp=ramp)
         for t in range(steps):
             s = math.exp(t * math.log(2) / (steps - 1)) - 1 if ramp == "exponential" else 1
             for layer in range(layers):
                 expected = s * (math.exp(layer * math.log(2) / (layers - 1)) - 1) * 0.2
-                assert layer_dropout(layer, layers, at(t, steps), how) == pytest.approx(expected, abs=1e-15)
-    assert layer_dropout(0, layers, at(steps - 1, steps), how) == 0
-    assert layer_dropout(layers - 1, layers, at(steps - 1, steps), how) == pytest.approx(0.2)
-    assert layer_dropout(0, 1, at(0, 1), how) == 0
+                assert layer_dropout(layer, layers, at(t, steps), config) == pytest.approx(expected, abs=1e-15)
+    assert layer_dropout(0, layers, at(steps - 1, steps), config) == 0
+    assert layer_dropout(layers - 1, layers, at(steps - 1, steps), config) == pytest.approx(0.2)
+    assert layer_dropout(0, 1, at(0, 1), config) == 0
 
 
 def test_scales_are_the_printed_sums():
@@ -67,8 +67,8 @@ def test_scales_are_the_printed_sums():
 def test_rotation_gives_every_exit_one_turn_in_r_steps():
     exits = tuple(range(1, 9))
     for rotation in (1, 2, 3, 7):
-        how = Config(rotation=rotation)
-        turns = np.array([learning(exits, at(step), how) for step in range(5, 5 + rotation)])
+        config = Config(rotation=rotation)
+        turns = np.array([learning(exits, at(step), config) for step in range(5, 5 + rotation)])
         assert (turns[:, :-1].sum(axis=0) == 1).all() and turns[:, -1].all()
         assert (turns[:, :-1].sum(axis=1) <= math.ceil(len(exits) / rotation)).all()
     first, second = (learning(exits, at(step), Config(rotation=4)) for step in (0, 1))
@@ -88,16 +88,16 @@ def test_the_gradual_curriculum_goes_down_a_layer_every_t_over_2l_steps():
 def test_weights_are_those_of_the_exits_that_learn_and_sum_to_one():
     exits = (2, 4, 6, 8)
     for curriculum in layerskip.CURRICULA:
-        how = Config(scale=0.5, curriculum=curriculum)
+        config = Config(scale=0.5, curriculum=curriculum)
         for step in range(12):
-            told = [exit_scale(e, 8, 0.5) * c for e, c in zip(exits, learning(exits, at(step, 12), how))]
+            told = [exit_scale(e, 8, 0.5) * c for e, c in zip(exits, learning(exits, at(step, 12), config))]
             expected = np.array(told) / sum(told)
-            np.testing.assert_allclose(exit_weights(exits, at(step, 12), how), expected, atol=1e-15)
+            np.testing.assert_allclose(exit_weights(exits, at(step, 12), config), expected, atol=1e-15)
     assert exit_weights((1,), at(0), Config()) == [1.0]
 
 
 # ---- The layers ----
-def passed_by_hand(model, ids, how, batch):
+def passed_by_hand(model, ids, config, batch):
     """Row by row, layer by layer, each as often passed over as was drawn; hidden states of all layers."""
     layers = model.backbone.config.num_hidden_layers
     drawn = [torch.rand(len(ids)) for _ in range(layers)]
@@ -106,7 +106,7 @@ def passed_by_hand(model, ids, how, batch):
         inputs = Tensors(each[None])
         hidden, states = model.backbone.embed(inputs), []
         for layer in range(layers):
-            if drawn[layer][row] >= layer_dropout(layer, layers, batch, how):
+            if drawn[layer][row] >= layer_dropout(layer, layers, batch, config):
                 hidden = model.backbone.run_layers(hidden, model.backbone.context(inputs), layer, layer + 1)
             states.append(hidden[0])
         rows.append(states)
@@ -115,13 +115,13 @@ def passed_by_hand(model, ids, how, batch):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5, 0.95])
 def test_a_row_passes_over_layers_as_drawn(model, dropout):
-    how, batch = Config(dropout=dropout), at(3)
+    config, batch = Config(dropout=dropout), at(3)
     ids = torch.randint(0, 60, (6, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(5)
-        expected = passed_by_hand(model, ids, how, batch)
+        expected = passed_by_hand(model, ids, config, batch)
         torch.manual_seed(5)
-        states = model.states(ids, torch.ones_like(ids, dtype=bool), run=leaving_out(model.backbone, batch, how))
+        states = model.states(ids, torch.ones_like(ids, dtype=bool), run=leaving_out(model.backbone, batch, config))
     for k, found in enumerate(states):
         wanted = torch.cat([row[k] for row in expected])
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -143,13 +143,13 @@ def test_padded_rows_pass_over_layers_with_their_padding(random_model):
 
 def test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is(model, monkeypatch):
     ids = torch.randint(0, 60, (3, 6), generator=torch.Generator().manual_seed(0))
-    labels, how, asked = ids.roll(-1, 1).flatten(), Config(dropout=0.0, rotation=2, scale=0.3), []
+    labels, config, calls = ids.roll(-1, 1).flatten(), Config(dropout=0.0, rotation=2, scale=0.3), []
     batch = Batch((ids, torch.ones_like(ids, dtype=bool)), labels, None, None, 1, 10)
     classify = type(model).classify
-    monkeypatch.setattr(type(model), "classify", lambda self, k, s: asked.append(k) or classify(self, k, s))
+    monkeypatch.setattr(type(model), "classify", lambda self, k, s: calls.append(k) or classify(self, k, s))
     with torch.no_grad():
-        loss, hidden, expected = float(layerskip_loss(model, batch, how)), model.backbone.hidden_states(ids), 0.0
-    assert asked == [1, 3, 4]
+        loss, hidden, expected = float(layerskip_loss(model, batch, config)), model.backbone.hidden_states(ids), 0.0
+    assert calls == [1, 3, 4]
     weights = {2: 0.3 * 1, 4: 0.3 * 6, 5: 4 + 0.3 * 6}
     for layer, weight in weights.items():
         with torch.no_grad():

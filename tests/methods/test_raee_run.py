@@ -86,16 +86,6 @@ def test_the_model_is_the_runs_and_the_rule_is_given(base, own):
     )
 
 
-def test_a_loaded_run_plans_and_runs_as_one_row_does(own):
-    run = load_run(own)
-    encoded = run.encode([("the film was good",), ("a dull and awful meal",), ("the room was very fine",)])
-    together = early_exit(run.segments(), run.rule, encoded.batch(slice(None)))
-    for row in range(3):
-        alone = early_exit(run.segments(), run.rule, encoded.batch([row]))
-        assert alone.exit_index[0] == together.exit_index[row]
-        np.testing.assert_allclose(alone.logits[0], together.logits[row], atol=1e-5)
-
-
 def test_max_train_collects_so_many_rows_drawn_with_the_seed(tmp_path, base, task_folder):
     one, other = (
         collect(tmp_path / str(seed), base, task_folder, max_train=3, seed=seed).rule.datastore for seed in (0, 1)
@@ -235,7 +225,7 @@ def scores_by_hand(run, recorded, task):
     found = {name: [] for name in ("knn_labels", "knn_weighted", "best_single_layer", "oracle", "full_model")}
     best = max(range(3), key=lambda k: (sum(row[k] > 0 for row in store.values), -k))
     for row, (text, label) in enumerate(zip(texts, labels)):
-        said = recorded.logits[row].argmax(axis=1).tolist()
+        predictions = recorded.logits[row].argmax(axis=1).tolist()
         query = run.rule.embed(run.encode([text]).batch(slice(None)))[0]
         distances = ((store.embeddings - query / np.linalg.norm(query)) ** 2).sum(axis=1)
         order = np.argsort(distances, kind="stable")[: run.rule.k]
@@ -243,9 +233,9 @@ def scores_by_hand(run, recorded, task):
         votes = {each: sum(far[0] / d for other, d in zip(near, far) if other == each) for each in near}
         found["knn_labels"].append(max(near, key=lambda each: (near.count(each), -near.index(each))) == label)
         found["knn_weighted"].append(max(near, key=votes.get) == label)
-        found["best_single_layer"].append(said[best] == label)
-        found["oracle"].append(label in said)
-        found["full_model"].append(said[-1] == label)
+        found["best_single_layer"].append(predictions[best] == label)
+        found["oracle"].append(label in predictions)
+        found["full_model"].append(predictions[-1] == label)
     return {name: float(np.mean(right)) for name, right in found.items()}
 
 
@@ -289,14 +279,16 @@ def test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task):
 
 
 def test_train_evaluate_and_compare_answer(capsys, tmp_path, base, task_folder):
-    said = answer(capsys, "train", "raee", "--model", base, "--task", task_folder, "--out", tmp_path / "raee", "--k", 2)
-    assert said["method"] == "raee" and said["rule"]["k"] == 2 and said["rows"] == 6
-    assert said["datastore_bytes"] == sum(path.stat().st_size for path in (tmp_path / "raee" / "datastore").iterdir())
-    said = answer(capsys, "evaluate", tmp_path / "raee", "--task", task_folder, "--batch-size", 8)
+    result = answer(
+        capsys, "train", "raee", "--model", base, "--task", task_folder, "--out", tmp_path / "raee", "--k", 2
+    )
+    assert result["method"] == "raee" and result["rule"]["k"] == 2 and result["rows"] == 6
+    assert result["datastore_bytes"] == sum(path.stat().st_size for path in (tmp_path / "raee" / "datastore").iterdir())
+    result = answer(capsys, "evaluate", tmp_path / "raee", "--task", task_folder, "--batch-size", 8)
     names = ["knn_labels", "knn_weighted", "best_single_layer", "random_layers", "oracle", "full_model"]
-    assert said["rule"]["k"] == 2 and list(said["controls"]) == names
+    assert result["rule"]["k"] == 2 and list(result["controls"]) == names
     rows = answer(capsys, "compare", base, tmp_path / "raee", "--task", task_folder)["rows"]
-    assert rows[1]["mean_layers"] == said["mean_layers"] and rows[1]["accuracy"] == said["accuracy"]
+    assert rows[1]["mean_layers"] == result["mean_layers"] and rows[1]["accuracy"] == result["accuracy"]
 
 
 def test_evaluate_prints_the_controls_beside_the_figure(capsys, own, task_folder):
@@ -364,7 +356,7 @@ def test_wrong_queries_are_told_before_anything_is_trained(
 
 def test_a_missing_index_is_told_before_a_row_is_read(tmp_path, monkeypatch, base, task_folder):
     monkeypatch.setitem(sys.modules, "hnswlib", None)
-    monkeypatch.setattr("mini_ee.methods.raee.collect", lambda *given, **how: pytest.fail("read"))
+    monkeypatch.setattr("mini_ee.methods.raee.collect", lambda *given, **config: pytest.fail("read"))
     with pytest.raises(ValueError, match="a datastore needs hnswlib"):
         collect(tmp_path / "raee", base, task_folder, **THREE)
 
@@ -372,8 +364,8 @@ def test_a_missing_index_is_told_before_a_row_is_read(tmp_path, monkeypatch, bas
 def test_all_that_evaluate_says_of_rows_comes_from_reading_them_once(capsys, monkeypatch, own, task_folder):
     read = []
     monkeypatch.setattr(evaluating, "record", lambda *given: read.append(given) or record(*given))
-    said = answer(capsys, "evaluate", own, "--task", task_folder, "--overthinking")
-    assert len(read) == 1 and {"overthinking", "controls"} <= said.keys()
+    result = answer(capsys, "evaluate", own, "--task", task_folder, "--overthinking")
+    assert len(read) == 1 and {"overthinking", "controls"} <= result.keys()
 
 
 def test_a_collected_run_expects_no_exits_of_its_bases_rule(tmp_path, base, task_folder):
@@ -384,11 +376,11 @@ def test_a_collected_run_expects_no_exits_of_its_bases_rule(tmp_path, base, task
 
 
 def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folder):
-    said = answer(
+    result = answer(
         capsys, "evaluate", own, "--task", task_folder, "--k", 1, "--tau", "0", "--fallback-top", 2, "--batch-size", 8
     )
     expected = {"name": "raee", "k": 1, "tau": 0.0, "fallback_top": 2, "include_embeddings": False}
-    assert said["rule"] == expected and read_json(own / "config.json")["rule"]["k"] == 3
+    assert result["rule"] == expected and read_json(own / "config.json")["rule"]["k"] == 3
 
 
 def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_folder):
@@ -583,10 +575,10 @@ def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
     capsys, tmp_path, checkpoint_folder, task_folder
 ):
     options = ("--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "run", *TERRIBLE, "--tau", "0")
-    said = answer(capsys, "train", "raee", *options, "--include-embeddings")
-    assert said["exits"] == [0, 1, 2, 3] and said["rule"]["include_embeddings"] is True
-    said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
-    assert sum(said["exit_counts"]) == 20 and len(said["exit_counts"]) == 4
+    result = answer(capsys, "train", "raee", *options, "--include-embeddings")
+    assert result["exits"] == [0, 1, 2, 3] and result["rule"]["include_embeddings"] is True
+    result = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
+    assert sum(result["exit_counts"]) == 20 and len(result["exit_counts"]) == 4
     message = refused(capsys, "evaluate", tmp_path / "run", "--task", task_folder, "--threshold", ".9")
     assert (
         "only a rule that plans can exit at layer 0: use never, fixed or the run's own rule, not threshold" in message
@@ -596,10 +588,10 @@ def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
 def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder, decoder_checkpoint):
     words = ("--template", "{text} It was", "--words", "0=bad,1=good", "--shots", 2, "--epochs", 1)
     options = ("--model", decoder_checkpoint, "--task", task_folder, "--out", tmp_path / "run", "--max-train", 6)
-    said = answer(capsys, "train", "raee", *options, *words)
-    assert said["rows"] == 6 and said["exits"] == [1, 2, 3] and said["shots"] == 2
-    said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
-    assert said["method"] == "raee" and list(said["controls"])[0] == "knn_labels"
+    result = answer(capsys, "train", "raee", *options, *words)
+    assert result["rows"] == 6 and result["exits"] == [1, 2, 3] and result["shots"] == 2
+    result = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
+    assert result["method"] == "raee" and list(result["controls"])[0] == "knn_labels"
     is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnx", ())
     is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "torch", ())
     is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnx", ("--int8",))
@@ -609,8 +601,8 @@ def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
     assert called("classify", prompted, "--text", "the film was good") == 0
     heading = capsys.readouterr().out.splitlines()[0].split()
     assert heading == ["layer", "label", "awful", "great"]
-    said = answer(capsys, "classify", prompted, "--text", "the film was good")
-    for row in said["rows"]:
+    result = answer(capsys, "classify", prompted, "--text", "the film was good")
+    for row in result["rows"]:
         assert sum(row["words"].values()) == pytest.approx(1)
         assert max(row["words"].values()) == pytest.approx(row["confidence"])
 
@@ -626,17 +618,17 @@ def test_a_prompted_run_is_served_without_torch_end_to_end(capsys, tmp_path, pro
 
 def test_a_sweep_is_the_rules_figure_for_each_k_and_share_of_the_datastore(capsys, tmp_path, prompted, task_folder):
     options = ("--task", task_folder, "--batch-size", 8, "--k", 4)
-    said = answer(capsys, "evaluate", prompted, *options, "--sweep", "--picture", tmp_path / "sweep.png")
-    points = {(point["database"], point["k"]): point for point in said["rows"]}
+    result = answer(capsys, "evaluate", prompted, *options, "--sweep", "--picture", tmp_path / "sweep.png")
+    points = {(point["database"], point["k"]): point for point in result["rows"]}
     wrong = (load_run(prompted).rule.datastore.values[:, -1] == 0).sum()
-    assert {point["database"]: point["rows"] for point in said["rows"]} == {
+    assert {point["database"]: point["rows"] for point in result["rows"]} == {
         "20%": 12,
         "50%": 30,
         "100%": 60,
         "w/o": 60 - wrong,
     }
     assert {key: points["100%", 4][key] for key in ("accuracy", "mean_layers", "exit_counts", "flops_ratio")} == {
-        key: said[key] for key in ("accuracy", "mean_layers", "exit_counts", "flops_ratio")
+        key: result[key] for key in ("accuracy", "mean_layers", "exit_counts", "flops_ratio")
     }
     assert len(points) == 24 and (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 

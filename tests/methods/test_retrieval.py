@@ -42,7 +42,7 @@ from mini_ee.recording import plan_rows, record
 from mini_ee.rules import FixedExit, NeverExit, Planned, rule_from_dict
 
 SHARED = os.environ.get("MINI_EE_SHARED")
-KILLS = int(os.environ.get("MINI_EE_KILLS", "3"))  # moments of each kind; 20 by hand
+KILLS = int(os.environ.get("MINI_EE_KILLS", "2"))  # moments of each kind; 20 by hand
 ENCODER = "a test's encoder"
 
 
@@ -848,11 +848,11 @@ def test_a_plan_of_all_rows_replays_on_a_record(random_model):
 
 
 def test_the_next_batch_is_planned_in_a_thread_while_this_one_runs():
-    planning, asked = threading.Event(), []
+    planning, calls = threading.Event(), []
 
     class Slow(FixedExit):
         def plan(self, inputs):
-            asked.append((len(inputs), threading.current_thread() is threading.main_thread()))
+            calls.append((len(inputs), threading.current_thread() is threading.main_thread()))
             if len(inputs) == 2:
                 planning.set()
             return np.arange(len(inputs))
@@ -862,7 +862,7 @@ def test_the_next_batch_is_planned_in_a_thread_while_this_one_runs():
         assert inputs is batches[number] and planned == Planned(range(number + 1))
         if number == 0:
             assert planning.wait(10)  # the model runs on batch 0, nobody has asked for batch 1
-    assert asked == [(1, False), (2, False), (3, False)]
+    assert calls == [(1, False), (2, False), (3, False)]
     assert list(plan_ahead(NeverExit(), [])) == []
 
 
@@ -961,8 +961,8 @@ def test_each_figure_of_the_tables_is_the_rule_on_its_part_of_the_datastore(rand
             nearest = np.argsort(distances)[: point["k"]]
             near = np.array(distances)[None, nearest]
             exits.append(int(chosen_exit(exit_distribution(store.values[None, rows[nearest]], near, 0.5))[0]))
-        said = logits[np.arange(24), exits].argmax(axis=1)
-        assert point["accuracy"] == pytest.approx(np.mean(said == labels))
+        predictions = logits[np.arange(24), exits].argmax(axis=1)
+        assert point["accuracy"] == pytest.approx(np.mean(predictions == labels))
         assert point["mean_layers"] == pytest.approx(np.mean(np.array([1, 2, 4, 6])[exits]))
 
 

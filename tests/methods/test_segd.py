@@ -34,13 +34,13 @@ def test_a_teacher_says_what_the_exit_says_row_by_row(model, checkpoint_folder):
     from mini_ee.data.tokenizer import Tokenizer
 
     encoded = Tokenizer.from_folder(checkpoint_folder, 24).encode(["the film was good", "a bad, bad room", "dull"])
-    said = teacher_logits(model.eval(), RowData(encoded, np.zeros(3, np.int64), None), 1)
+    logits = teacher_logits(model.eval(), RowData(encoded, np.zeros(3, np.int64), None), 1)
     for row in range(3):
         inputs = encoded.batch(np.array([row]))
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
         with torch.no_grad():
             alone = model.logits_of(1, *map(torch.from_numpy, arrays))
-        np.testing.assert_allclose(said[row], alone[0].numpy(), atol=1e-5)
+        np.testing.assert_allclose(logits[row], alone[0].numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(

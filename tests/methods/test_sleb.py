@@ -89,12 +89,12 @@ def test_the_loss_without_each_layer_is_that_of_a_model_without_it(decoder, data
 @pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3"])
 def test_a_short_decoder_is_saved_and_loaded_as_any(kind, tmp_path):
     whole = load_backbone(GOLDEN / kind)  # layers of the last four have windows, of different widths
-    layers, kept = len(whole.layers), (0, len(whole.layers) - 1)
-    save_backbone(with_layers(whole, kept), tmp_path / "short")
+    layers, kept_layers = len(whole.layers), (0, len(whole.layers) - 1)
+    save_backbone(with_layers(whole, kept_layers), tmp_path / "short")
     short, ids = load_backbone(tmp_path / "short"), torch.arange(5, 17)[None]
     expected, context = whole.embed(Tensors(ids)), whole.context(Tensors(ids))
     with torch.no_grad():
-        for layer in kept:
+        for layer in kept_layers:
             expected = whole.run_layers(expected, context, layer, layer + 1)
         assert torch.equal(short.lm_logits(short(ids)), whole.lm_logits(expected))
     assert whole.config.num_hidden_layers == len(whole.layers) == layers
@@ -128,13 +128,13 @@ def test_a_layer_that_adds_nothing_goes_first_unless_it_is_the_first_or_the_last
 
 
 def test_a_turn_asks_as_many_models_as_there_are_layers_that_may_go(decoder, data, monkeypatch):
-    asked, lm_logits = [], Decoder.lm_logits
-    monkeypatch.setattr(Decoder, "lm_logits", lambda self, *args: asked.append(1) or lm_logits(self, *args))
+    calls, lm_logits = [], Decoder.lm_logits
+    monkeypatch.setattr(Decoder, "lm_logits", lambda self, *args: calls.append(1) or lm_logits(self, *args))
     few = TextData(data.texts[:4], every=True)  # one batch
     for turn in range(3):
-        asked.clear()
+        calls.clear()
         next_token_losses(decoder, few, range(LAYERS - turn))
-        assert len(asked) == LAYERS - 2 - turn + 1  # and the one that is left
+        assert len(calls) == LAYERS - 2 - turn + 1  # and the one that is left
 
 
 @pytest.fixture(scope="module")

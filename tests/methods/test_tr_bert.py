@@ -225,7 +225,7 @@ def test_the_gradient_is_that_of_the_reward(monkeypatch):
     -R sum_d ln pi_d / n_d: the baseline changes nothing.
     """
     model, row = short()
-    how, label = Config(alpha=0.7, samples=2), torch.tensor([1])
+    config, label = Config(alpha=0.7, samples=2), torch.tensor([1])
     weights = [each for network in model.selectors for each in network.parameters()]
     paths, wanted, chances = list(selections()), 0.0, []
     for path in paths:
@@ -238,7 +238,7 @@ def test_the_gradient_is_that_of_the_reward(monkeypatch):
     expected, total = torch.autograd.grad(wanted, weights), 0.0
     for one, other in product(range(9), repeat=2):
         monkeypatch.setattr(tr_bert, "draw", forced(paths[one], paths[other]))
-        losses, of_policies = explore(model, Batch(row, label, None, None), how)
+        losses, of_policies = explore(model, Batch(row, label, None, None), config)
         assert losses.shape == (1, 2)
         total = total + chances[one] * chances[other] * of_policies
     for found, wanted in zip(torch.autograd.grad(total, weights), expected):

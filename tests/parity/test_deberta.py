@@ -468,10 +468,10 @@ def test_an_untied_masked_lm_head_is_left_out_and_it_is_said_why(kind, tmp_path)
     folder = changed(kind, tmp_path, lambda tensors: tensors | own, tie_word_embeddings=False)
     found, (whole, inputs, _), lines = load_backbone(folder), golden(kind), []
     assert torch.equal(found(*inputs), whole(*inputs)) and not found.has_lm_head and found.untied_head
-    with pytest.raises(ValueError, match=f"no masked-LM head, the file's was left out {UNTIED}") as told:
+    with pytest.raises(ValueError, match=f"no masked-LM head, the file's was left out {UNTIED}") as error:
         found.lm_logits(found(*inputs))
     say_left_out(found, folder, lines.append)
-    assert "\n" not in str(told.value) and lines[0].endswith(
+    assert "\n" not in str(error.value) and lines[0].endswith(
         "; the masked-LM head is among them, because its decoder is not tied to the word embeddings."
     )
     shutil.rmtree(folder)
@@ -519,9 +519,9 @@ MISFITS = [
 )
 def test_tensors_that_do_not_fit_are_one_line(kind, change, config, message, tmp_path):
     folder = changed(kind, tmp_path, change, **config)
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as error:
         load_backbone(folder)
-    assert str(told.value).startswith(f"{folder}: ") and "\n" not in str(told.value)
+    assert str(error.value).startswith(f"{folder}: ") and "\n" not in str(error.value)
 
 
 REFUSED = [
@@ -556,9 +556,9 @@ REFUSED = [
 def test_a_config_that_no_model_can_have_is_one_line(kind, change, message, tmp_path):
     content = json.loads((GOLDEN / kind / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as error:
         read_config(tmp_path / "config.json")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_v1_passes_over_the_switches_of_v2_and_both_have_their_defaults():
@@ -790,12 +790,12 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, method, checkpoint_fo
         trained = mini_ee.train(method, folder, task_folder, tmp_path / "run", epochs=2, exits=(1, 3), **more)
     texts = ["the film was good", "a very very dull song"]
     inputs, loaded = trained.encode(texts).batch(slice(None)), load_run(tmp_path / "run")
-    said, found = (read_every_exit(each.segments(), inputs)[0] for each in (trained, loaded))
-    assert np.array_equal(found, said)
+    message, found = (read_every_exit(each.segments(), inputs)[0] for each in (trained, loaded))
+    assert np.array_equal(found, message)
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["verified"]
-    assert said["max_logit_difference"] < ENGINES and said["exit_agreement"] == 1
+    message = json.loads(capsys.readouterr().out)["verified"]
+    assert message["max_logit_difference"] < ENGINES and message["exit_agreement"] == 1
     expected = [(each.label, each.layers) for each in loaded.classify(texts)]
     answers = Runtime(tmp_path / "out", threads=1).run(texts)
     assert [(each.label, loaded.exits[each.exit]) for each in answers] == expected

@@ -683,9 +683,9 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys):
     lines.write_bytes(b'w5 w9\n{"text": "w40 w41"}\n' + strange + b"w1 " * 60 + b"\n")
     options = ["--max-new-tokens", "6", "--missing-kv", "recompute", "--threads", "1"]
     assert main(["run", str(out), str(lines), "--out", str(answers), "--json", *options]) == 1
-    summary, told = json.loads((printed := capsys.readouterr()).out), printed.err.splitlines()
+    summary, error = json.loads((printed := capsys.readouterr()).out), printed.err.splitlines()
     assert (summary["rows"], summary["failed"], summary["engine"]) == (7, 5, "onnxruntime")
-    assert [line.split(": ")[1] for line in told] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
+    assert [line.split(": ")[1] for line in error] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     opened = load_run(run_folder)
     settings = {"exits": EXITS, "heads": opened.model.heads, "rule": MIXED, "missing_kv": "recompute", "stop": [2]}

@@ -328,8 +328,8 @@ def test_a_command_writes_no_further_than_that(tmp_path, checkpoint_of, capsys):
     shutil.copy(checkpoint_of("qwen2") / "tokenizer.json", tmp_path / "long")
     command = ["generate", str(tmp_path / "long"), "--prompt", "the film"]
     assert main([*command, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["prompt_tokens"] + len(said["tokens"]) == 5
+    message = json.loads(capsys.readouterr().out)
+    assert message["prompt_tokens"] + len(message["tokens"]) == 5
     assert main([*command, "--max-new-tokens", "9"]) in (1, 2)
     printed = capsys.readouterr()
     assert "at most 5 tokens, prompt and continuation together" in printed.err and printed.err.count("\n") == 1
@@ -517,10 +517,10 @@ def test_texts_are_tokens_as_transformers_has_them_and_come_back(kind, checkpoin
     assert pair.tolist() == lines.tolist()
     argv = ["generate", str(checkpoint_of(kind)), "--prompt", "the 東京", "--max-new-tokens", "9", "--json"]
     assert main(argv) == 0
-    said = json.loads(capsys.readouterr().out)
+    message = json.loads(capsys.readouterr().out)
     ids = theirs("the 東京")["input_ids"]
     (expected,) = gather(generate(load_backbone(checkpoint_of(kind)), [ids], max_new_tokens=9, stop=[0]), 1)
-    assert said["tokens"] == expected.tokens and said["prompt_tokens"] == len(ids)
+    assert message["tokens"] == expected.tokens and message["prompt_tokens"] == len(ids)
 
 
 OPTIONS = {
@@ -540,8 +540,8 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_of, task_f
     with torch.enable_grad():
         assert main(["train", method, *options]) == 0, capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--segments", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])["verified"]
-    assert said["max_logit_difference"] < ENGINES and said["exit_agreement"] == 1
+    message = json.loads(capsys.readouterr().out.splitlines()[-1])["verified"]
+    assert message["max_logit_difference"] < ENGINES and message["exit_agreement"] == 1
     run, runtime = load_run(tmp_path / "run"), Runtime(tmp_path / "out", threads=1)
     texts = ["the film was good", "a dull"]
     if method == "self-supervised":

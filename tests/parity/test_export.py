@@ -299,8 +299,8 @@ def test_a_row_that_left_is_not_computed_again(case, monkeypatch):
         return run(self, inputs, read)
 
     monkeypatch.setattr(sessions.Session, "run", counted)
-    left = early_exit(case.segments, RULES["patience"](ALL), case.inputs).exit_index
-    here = [int((left >= k).sum()) for k in range(left.max() + 1)]
+    result = early_exit(case.segments, RULES["patience"](ALL), case.inputs).exit_index
+    here = [int((result >= k).sum()) for k in range(result.max() + 1)]
     assert sizes == [(rows, rows) for rows in here]
 
 
@@ -477,10 +477,10 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     np.testing.assert_allclose(costs, expected_costs)
     np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
     for rule in rules:
-        left, right = early_exit(ours, rule, inputs), early_exit(theirs, rule, inputs)
-        np.testing.assert_array_equal(left.exit_index, right.exit_index)
-        np.testing.assert_array_equal(left.cost.layer_passes, right.cost.layer_passes)
-        np.testing.assert_allclose(left.logits, right.logits, rtol=0, atol=ATOL)
+        result, right = early_exit(ours, rule, inputs), early_exit(theirs, rule, inputs)
+        np.testing.assert_array_equal(result.exit_index, right.exit_index)
+        np.testing.assert_array_equal(result.cost.layer_passes, right.cost.layer_passes)
+        np.testing.assert_allclose(result.logits, right.logits, rtol=0, atol=ATOL)
     return manifest
 
 
@@ -1038,9 +1038,9 @@ def test_int8_stores_matrices_in_a_byte_a_weight_and_says_how_far_it_agrees(prec
 
 
 def test_the_torch_engine_refuses_an_int8_folder_in_one_line(precisions):
-    with pytest.raises(ValueError, match="int8.*--engine torch") as told:
+    with pytest.raises(ValueError, match="int8.*--engine torch") as error:
         torch_segments(precisions / "int8")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_torch_engine_runs_a_float16_folder(precisions, wide_run):
@@ -1178,9 +1178,9 @@ def test_a_graph_that_cannot_be_written_leaves_no_folder(run, tmp_path, monkeypa
 
 
 def refused(folder, error=ValueError, match=""):
-    with pytest.raises(error, match=match) as told:
+    with pytest.raises(error, match=match) as message:
         Runtime(folder, threads=1)
-    assert "\n" not in str(told.value) and str(folder) in str(told.value)
+    assert "\n" not in str(message.value) and str(folder) in str(message.value)
 
 
 def flip(path, position, bit):
@@ -1439,9 +1439,9 @@ def test_links_that_cannot_be_read_are_told_and_the_advice_works(copy, tmp_path,
     links = make(copy, tmp_path / "links")
     with pytest.raises(
         ValueError, match=f"model.safetensors: .*this one {found}: copy the folder with `cp -rL`"
-    ) as told:
+    ) as error:
         Runtime(links, threads=1)
-    assert str(links) in str(told.value) and "\n" not in str(told.value)
+    assert str(links) in str(error.value) and "\n" not in str(error.value)
     subprocess.run(["cp", "-rL", links, tmp_path / "again"], check=True)
     assert len(Runtime(tmp_path / "again", threads=1).run(TEXTS)) == len(TEXTS)
 

@@ -401,17 +401,17 @@ def test_lossless_rows_end_at_their_stop_tokens():
 def test_a_round_goes_on_while_the_head_is_sure_of_its_drafts_in_the_mean_of_the_rows(threshold, asked):
     """Of one row it is wholly sure, of the other by a half: .75."""
     model, prompts, _ = golden("llama")
-    heard = []
+    calls = []
 
     def head(hidden):
-        heard.append(hidden)
+        calls.append(hidden)
         logits = torch.zeros(2, model.config.vocab_size)
         logits[0, 5] = logits[1, 6] = logits[1, 7] = 100.0
         return logits
 
-    how = {"exit_layer": 1, "head": head, "draft": 3, "confidence_threshold": threshold}
-    next(generate_lossless(model, prompts[:2], max_new_tokens=8, **how))
-    assert len(heard) == asked
+    options = {"exit_layer": 1, "head": head, "draft": 3, "confidence_threshold": threshold}
+    next(generate_lossless(model, prompts[:2], max_new_tokens=8, **options))
+    assert len(calls) == asked
 
 
 # ---- Bad input ----

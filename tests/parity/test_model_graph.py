@@ -170,7 +170,7 @@ def assert_same(found, expected):
 
 def assert_stops_as_the_loop(name, folder):
     model, inputs = made(name), rows()
-    last, left = len(model.exits) - 1, set()
+    last, exit_index = len(model.exits) - 1, set()
     for number, rule in enumerate(rules_of(name, model, inputs)):
         graph = written(model, rule, folder / str(number))
         expected = early_exit(model.segments(), rule, inputs)
@@ -189,8 +189,8 @@ def assert_stops_as_the_loop(name, folder):
             rtol=0,
             atol=ATOL,
         )
-        left |= set(expected.exit_index.tolist())
-    assert len(left) >= min(2, last + 1), "the rules have to send rows to several exits"
+        exit_index |= set(expected.exit_index.tolist())
+    assert len(exit_index) >= min(2, last + 1), "the rules have to send rows to several exits"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -326,9 +326,9 @@ def test_a_head_that_nobody_asks_is_not_read(written_bert, tmp_path, feeds, head
     ids=lambda feeds: next(f"{name} {value.shape} {value.flat[0]}" for name, value in feeds.items()),
 )
 def test_bad_input_is_an_error_and_no_answer(written_bert, feeds):
-    with pytest.raises(Exception) as told:  # noqa: B017  onnxruntime has types of its own for each
+    with pytest.raises(Exception) as error:  # noqa: B017  onnxruntime has types of its own for each
         said(written_bert, **feeds)
-    assert type(told.value).__module__.startswith("onnxruntime")
+    assert type(error.value).__module__.startswith("onnxruntime")
 
 
 def test_no_rows_and_ten_thousand_rows(written_bert):

@@ -173,22 +173,22 @@ def test_answers_over_http_are_those_alone_and_the_culprits_get_their_line(rows,
     with serving(engine_of(rows), max_wait=0.05) as (_, port):
         found = together(port, bodies)
     alone = {text: rows.run([text], 1)[0] for text in GOOD}
-    for body, (status, said, _) in zip(bodies, found):
+    for body, (status, message, _) in zip(bodies, found):
         if body["text"] == WITH_BEYOND:
-            assert status == 400 and said["error"].startswith(NOT_KNOWN)
+            assert status == 400 and message["error"].startswith(NOT_KNOWN)
         elif body["text"] == WITH_HUGE:
-            assert status == 500 and said["error"].startswith(NOT_FINITE)
+            assert status == 500 and message["error"].startswith(NOT_FINITE)
         else:
             expected = alone[body["text"]]
-            assert status == 200 and (said["label"], said["layers"]) == (expected.label, expected.layers)
+            assert status == 200 and (message["label"], message["layers"]) == (expected.label, expected.layers)
     assert "Traceback" not in caplog.text and caplog.text.count(NOT_FINITE) == 2
 
 
 def test_of_several_texts_in_a_request_each_has_its_answer_or_its_line(rows, overflow):
     with serving(engine_of(rows)) as (_, port):
-        status, said, _ = ask(port, {"texts": [GOOD[0], WITH_BEYOND, GOOD[1], WITH_HUGE, ""]})
-    assert status == 200 and [set(each) == {"error"} for each in said["answers"]] == [False, True, False, True, True]
-    assert [each["label"] for each in said["answers"][:3:2]] == [each.label for each in rows.run(GOOD[:2])]
+        status, result, _ = ask(port, {"texts": [GOOD[0], WITH_BEYOND, GOOD[1], WITH_HUGE, ""]})
+    assert status == 200 and [set(each) == {"error"} for each in result["answers"]] == [False, True, False, True, True]
+    assert [each["label"] for each in result["answers"][:3:2]] == [each.label for each in rows.run(GOOD[:2])]
 
 
 @pytest.mark.parametrize("which", ["rows", "decoder"])
@@ -204,8 +204,8 @@ def test_run_reports_a_bad_line_with_its_number_and_answers_the_others(
     key = "label" if which == "rows" else "text"
     assert [first[key], last[key]] == [getattr(runtime.run([text])[0], key) for text in GOOD[:2]]
     assert set(bad) == {"line", "error"} and bad["line"] == 2 and bad["error"].startswith(line)
-    (told,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("mini-ee run: line")]
-    assert told == f"mini-ee run: line 2: {bad['error']}"
+    (error,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("mini-ee run: line")]
+    assert error == f"mini-ee run: line 2: {bad['error']}"
 
 
 def test_the_error_of_the_runtime_names_the_row_the_text_and_the_token(rows, decoder):

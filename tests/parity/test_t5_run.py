@@ -61,10 +61,10 @@ def test_label_words_are_read_at_the_first_token_of_the_answer_as_transformers_r
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
     ids, mask = torch.from_numpy(inputs.input_ids), torch.from_numpy(inputs.attention_mask)
     with torch.no_grad():
-        said = theirs(ids, attention_mask=mask, decoder_input_ids=torch.zeros(3, 1, dtype=torch.int64)).logits[:, 0]
+        logits = theirs(ids, attention_mask=mask, decoder_input_ids=torch.zeros(3, 1, dtype=torch.int64)).logits[:, 0]
         model = PromptModel(load_backbone(t5_folder), tokenizer)
         found = early_exit(model.segments(), NeverExit(), inputs).logits
-    assert_close(torch.from_numpy(found), said[:, list(tokenizer.label_tokens)])
+    assert_close(torch.from_numpy(found), logits[:, list(tokenizer.label_tokens)])
 
 
 def test_every_exit_is_the_head_on_that_layer_and_a_batch_is_its_rows_alone(t5_folder, tokenizer):  # noqa: F811
@@ -177,10 +177,10 @@ def models(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_and_segments_say_what_torch_says(kind, tmp_path):
-    for number, (model, how) in enumerate(models(kind)):
+    for number, (model, options) in enumerate(models(kind)):
         folder, inputs = tmp_path / str(number), padded_rows(model.backbone)
         folder.mkdir()
-        source = model.segments(*how.values())
+        source = model.segments(*options.values())
         manifest = write_graphs(model, source, Threshold(0.5), folder, segments=True)
         expected, *_ = read_every_exit(source, inputs)
         for engine in (OrtModel, OrtSegments):
@@ -214,8 +214,8 @@ def buckets_of_a_graph(graph):
 
 
 def test_the_encoder_is_in_the_graph_of_the_first_segment_alone(tmp_path):
-    first, *_, (streams, how) = models("t5")
-    for model, source, again in ((first[0], first[0].segments(), 0), (streams, streams.segments(*how.values()), 1)):
+    first, *_, (streams, options) = models("t5")
+    for model, source, again in ((first[0], first[0].segments(), 0), (streams, streams.segments(*options.values()), 1)):
         folder = tmp_path / type(model).__name__
         folder.mkdir()
         write_graphs(model, source, Threshold(0.5), folder, segments=True)
@@ -270,13 +270,13 @@ def test_it_is_trained_exported_and_run_as_any_other(method, more, t5_folder, ta
         tmp_path / "run",
     )
     answer(capsys, "train", method, *options, *more)
-    said = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
-    assert said["method"] == method
+    result = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
+    assert result["method"] == method
     for engine in ("onnx", "torch"):
         is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, engine, ())
 
 
 def test_heads_read_the_one_token_there_is(t5_folder, task_folder, tmp_path, capsys):  # noqa: F811
     options = ("--model", t5_folder, "--task", task_folder, "--out", tmp_path / "run", "--pool", "mean")
-    said = refused(capsys, "train", "joint", *options)
-    assert "pool must be first for a t5, got 'mean'" in said
+    message = refused(capsys, "train", "joint", *options)
+    assert "pool must be first for a t5, got 'mean'" in message

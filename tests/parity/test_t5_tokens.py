@@ -158,8 +158,8 @@ def test_a_batch_of_prompts_is_its_prompts_alone(missing_kv):
 def test_lossless_text_is_the_full_models():
     model = exits_of("t5-v1.1")
     full = written(model, NeverExit())
-    how = {"exit_layer": 2, "head": model.heads[1], "confidence_threshold": 0.0}
-    steps = generate_lossless(model.backbone, PROMPTS, max_new_tokens=NEW_TOKENS, **how)
+    options = {"exit_layer": 2, "head": model.heads[1], "confidence_threshold": 0.0}
+    steps = generate_lossless(model.backbone, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
     found = gather(steps, 3)
     assert [each.tokens for each in found] == [tokens for tokens, _ in full]
     assert any(2 in each.layers_run for each in found)
@@ -279,7 +279,7 @@ def test_sleb_and_free_look_at_the_tokens_of_the_answers(monkeypatch):
     expected = float(torch.nn.functional.cross_entropy(torch.stack(logits), labels))
     assert next_token_losses(model.backbone, data, (0, 1, 2))[-1] == pytest.approx(expected, abs=1e-5)
     matched = []
-    monkeypatch.setattr(free, "distillation", lambda states, *how: matched.extend(states) or 0.0)
+    monkeypatch.setattr(free, "distillation", lambda states, *config: matched.extend(states) or 0.0)
     free.shallow_deep_loss(free.FreeTokens(model.backbone, (1, 3)), Batch(inputs, labels, None, None), free.Config())
     for found, state in zip(matched, model.states(*inputs), strict=True):
         assert_close(found, model.backbone.norm(state))

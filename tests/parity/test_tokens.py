@@ -113,9 +113,9 @@ def test_a_step_on_states_holds_at_least_as_many_tokens_as_a_step_is_worth(monke
 def test_scores_are_shares_of_right_tokens_or_of_those_that_agree_with_the_last_exit(every):
     model, right = model_of(), []
     for text in UNEVEN:
-        said = alone(model, text)[1].argmax(-1)
+        predictions = alone(model, text)[1].argmax(-1)
         for at in range(len(text.ids)) if every else range(text.start, len(text.ids) - 1):
-            right.append((said[at] == (said[at, -1] if every else text.ids[at + 1])).tolist())
+            right.append((predictions[at] == (predictions[at, -1] if every else text.ids[at + 1])).tolist())
     found, _ = TextData(UNEVEN, every).scores(model, batch_size=3)
     np.testing.assert_allclose(found, np.mean(right, axis=0))
 
@@ -205,10 +205,10 @@ def by_hand(model, texts=TEXTS, last=True):
         for at in range(text.start, len(text.ids) - (not last)):
             following = text.ids[at + 1] if at + 1 < len(text.ids) else None
             log_p = logits[at].double().log_softmax(-1).numpy()
-            said = [each.argmax() == following for each in log_p]
+            predictions = [each.argmax() == following for each in log_p]
             found["logits"].append(logits[at].numpy())
             found["answers"].append(
-                [(math.nan if following is None else each[following], one) for each, one in zip(log_p, said)]
+                [(math.nan if following is None else each[following], one) for each, one in zip(log_p, predictions)]
             )
             cosine = torch.cosine_similarity(before[at], states[at].double(), dim=-1)
             found["saturation"].append(cosine[:-1].tolist())
@@ -276,8 +276,8 @@ def test_every_rule_replayed_on_a_record_lets_tokens_leave_as_on_their_logits(ki
         found, expected = short.replay(rule), early_exit(whole.segments, rule, range(len(whole.logits)))
         assert found.exit_index.tolist() == expected.exit_index.tolist(), rule
         assert found.layers_run.tolist() == [model.exits[k] for k in expected.exit_index]
-        left = answers[np.arange(len(answers)), expected.exit_index]
-        np.testing.assert_allclose(found.logits, left, atol=ATOL, rtol=0)
+        exit_index = answers[np.arange(len(answers)), expected.exit_index]
+        np.testing.assert_allclose(found.logits, exit_index, atol=ATOL, rtol=0)
         used |= {(rule.name, k) for k in expected.exit_index.tolist()}
     for name, k in itertools.product(("threshold", "policy"), range(3)):
         assert (name, k) in used
@@ -295,10 +295,10 @@ def test_a_rule_replayed_is_the_rule_while_decoding_where_skipped_layers_are_rec
 
 
 def test_texts_that_are_sampled_from_one_prompt_in_several_batches_differ():
-    how = {"max_new_tokens": 8, "sampling": Sampling(temperature=1.0)}
-    written = model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **how)
+    options = {"max_new_tokens": 8, "sampling": Sampling(temperature=1.0)}
+    written = model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **options)
     assert len({tuple(each.tokens) for each in written}) == 3
-    assert written == model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **how)
+    assert written == model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **options)
 
 
 def test_a_rule_that_asks_for_a_policy_needs_one():
@@ -409,8 +409,6 @@ def small(monkeypatch):
     "method, parts, rule",
     [
         ("joint", {"adapters", "heads"}, "threshold"),
-        ("two-stage", {"adapters", "heads"}, "threshold"),
-        ("sweet", {"adapters", "heads"}, "threshold"),
         ("berxit", {"adapters", "heads", "policy"}, "policy"),
         ("consistent", {"adapters", "heads", "policy"}, "policy"),
     ],

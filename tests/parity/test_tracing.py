@@ -199,9 +199,9 @@ REFUSALS = {
 @pytest.mark.parametrize("name, why", REFUSALS.items(), ids=REFUSALS)
 def test_what_a_graph_cannot_hold_is_one_line_with_its_place(name, why):
     g = Graph(parameters_of(nn.Linear(1, 1)))
-    with pytest.raises(NotTraceable) as told, g.tracing():
+    with pytest.raises(NotTraceable) as error, g.tracing():
         getattr(Untraceable, name)(g.tensor("x", "batch", "tokens", 4, dtype=np.float32))
-    line = str(told.value)
+    line = str(error.value)
     assert line.startswith("test_tracing.py:") and why in line and line.endswith("--engine torch") and "\n" not in line
 
 

@@ -244,7 +244,7 @@ def test_calm_tests_its_rules_on_held_out_texts_that_did_not_propose_them(runs, 
     monkeypatch.setattr(
         TokenExits,
         "write",
-        lambda model, texts, *rest, **how: (asked["tested"].extend(texts), write(model, texts, *rest, **how))[1],
+        lambda model, texts, *rest, **config: (asked["tested"].extend(texts), write(model, texts, *rest, **config))[1],
     )
     chosen = calm.guaranteed_rule(run.model, source, held)
     proposing, tested = ({text.ids[1] for text in asked[name]} for name in ("proposing", "tested"))
