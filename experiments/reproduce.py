@@ -17,7 +17,7 @@ from mini_ee.experiments.result_page import (
     OTHER_PAGES,
     claims_page,
     in_short,
-    judge,
+    judge_claim,
     page,
     read_data,
 )
@@ -102,6 +102,6 @@ def write_claims(out: Path, quick: bool) -> None:
     for paper in (paper for paper in PAPERS if (out / f"{paper}.md").exists()):
         recipe = load_recipe(paper, quick)
         data = read_data(out / paper, recipe)
-        judged[paper], titles[paper] = [judge(claim, data) for claim in recipe["claims"]], recipe["title"]
+        judged[paper], titles[paper] = [judge_claim(claim, data) for claim in recipe["claims"]], recipe["title"]
         shorts[paper] = in_short(recipe, data)
     write_bytes(out / "README.md", claims_page(judged, titles, shorts, "" if quick else OTHER_PAGES).encode())

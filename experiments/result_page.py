@@ -69,7 +69,7 @@ def read_data(folder: Path, recipe: dict) -> PageData:
 # ---- Claims ----
 
 
-def judge(claim: dict, data: PageData) -> Judged:
+def judge_claim(claim: dict, data: PageData) -> Judged:
     """Compare on the seeds that all cases of a comparison have, and decide the claim.
 
     If the cases were run with enough seeds and too few of these have the figure, the comparison is undecided. For
@@ -231,7 +231,7 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
     if recipe["claims"]:
         lines += ["## Claims", "", CLAIMS_INTRO, "", *([recipe["names"], ""] if "names" in recipe else [])]
         for number, claim in enumerate(recipe["claims"], 1):
-            lines += _claim_lines(number, judge(claim, data), data)
+            lines += _claim_lines(number, judge_claim(claim, data), data)
         lines += [""]
     lines += ["## Tables and figures", "", " ".join([TABLES_INTRO, *_dropped(data)]), ""]
     for table in recipe["tables"]:

@@ -129,10 +129,10 @@ class _ModelGraph:
 
         def later_exits() -> list:
             index = np.flatnonzero(continues)
-            kept_memory = {name: value[index] for name, value in memory.items()}
+            remaining_memory = {name: value[index] for name, value in memory.items()}
             rows = index.tensor()
-            kept = segments.keep_in_graph(state, rows, exits.tensor()) if self.tokens else state.keep(rows)
-            later = self._from_exit(k + 1, kept, g.op("Gather", exit_at, index.name), kept_memory)
+            remaining = segments.keep_in_graph(state, rows, exits.tensor()) if self.tokens else state.keep(rows)
+            later = self._from_exit(k + 1, remaining, g.op("Gather", exit_at, index.name), remaining_memory)
             # `later` has a row for each index. Where the row exited later, its values replace those of this exit.
             places = g.op("Unsqueeze", index.name, g.integers(1))
             merged = [v._replace(name=g.op("ScatterND", v.name, places, new.name)) for v, new in zip(here, later)]

@@ -235,9 +235,9 @@ def half_step(self, state):
 def losses_in_the_full_model(true):
     """A layer's loss in the full model, not in the one that remains."""
 
-    def next_token_losses(backbone, data, kept, each=True):
+    def next_token_losses(backbone, data, remaining, each=True):
         once = true(backbone, data, range(len(backbone.layers)))
-        return [once[layer] for layer in kept] + once[-1:]
+        return [once[layer] for layer in remaining] + once[-1:]
 
     return next_token_losses
 
@@ -287,9 +287,9 @@ def alone(true):
 def read_mask(true):
     """TR-BERT: rows that keep as many tokens as the longest."""
 
-    def compact(hidden, kept):
-        hidden, kept = true(hidden, kept)
-        return hidden, torch.ones_like(kept)
+    def compact(hidden, remaining):
+        hidden, remaining = true(hidden, remaining)
+        return hidden, torch.ones_like(remaining)
 
     return compact
 
@@ -502,7 +502,7 @@ OF_METHODS = [
     ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
     ("methods.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
     ("exits.token_exits.TokenExits.policies", always(property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)), "consistent.py::test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut"),
-    ("baselines.adainfer.MOST_STEPS", always(20), "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]"),
+    ("baselines.adainfer.MAX_STEPS", always(20), "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]"),
     ("baselines.right_tool.fit_temperature", always(lambda logits, labels: 1.0), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
     ("baselines.right_tool.fit_temperature", lambda true: lambda logits, labels: 1 / true(logits, labels), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
     ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),

@@ -135,7 +135,7 @@ def read_corpus(shared: Path, seed: int) -> tuple[list[tuple[str, str | None]], 
 
     corpus, seen, counts = [], set(), {}
     for source, texts in sources.items():
-        count = dict(rows=len(texts), same_as_dev_or_test=0, same_but_for_punctuation=0, repeated=0, kept=0)
+        count = {"rows": len(texts), "same_as_dev_or_test": 0, "same_but_for_punctuation": 0, "repeated": 0, "kept": 0}
         counts[source] = count
         for a, b in texts:
             parts = [a] if b is None else [a, b]

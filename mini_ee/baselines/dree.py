@@ -112,9 +112,9 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, D) -> (B, D). A batch of one row has no variance: it uses the running statistics, as in eval mode."""
-        learns = self.training and len(x) > 1
+        trains = self.training and len(x) > 1
         mean, variance = self.mean.detach(), self.variance.detach()
-        return F.batch_norm(x, mean, variance, self.weight, self.bias, learns, MOMENTUM, EPSILON)
+        return F.batch_norm(x, mean, variance, self.weight, self.bias, trains, MOMENTUM, EPSILON)
 
 
 class FrameHead(nn.Module):

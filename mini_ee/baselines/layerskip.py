@@ -83,19 +83,19 @@ def exit_scale(exit: int, layers: int, scale: float) -> float:
 
 
 def learning(exits: Sequence[int], batch: Batch, config: Config) -> list[bool]:
-    """C(t, l) of every exit: whether it learns at this step."""
+    """C(t, l) of every exit: whether it is trained at this step."""
     if config.curriculum == "rotational":
         every = config.rotation or max(1, len(exits) - 1)
-        learns = [k % every == batch.step % every for k in range(len(exits))]
+        is_trained = [k % every == batch.step % every for k in range(len(exits))]
     else:
-        learns = [batch.step >= (exits[-1] - layer) * batch.steps / (2 * exits[-1]) for layer in exits]
-    return [*learns[:-1], True]
+        is_trained = [batch.step >= (exits[-1] - layer) * batch.steps / (2 * exits[-1]) for layer in exits]
+    return [*is_trained[:-1], True]
 
 
 def exit_weights(exits: Sequence[int], batch: Batch, config: Config) -> list[float]:
     """e~(t, l) of every exit; their sum is 1. If all e are 0, as with a single layer, the last exit has weight 1."""
     scales = [exit_scale(layer, exits[-1], config.scale) for layer in exits]
-    weights = [scale * learns for scale, learns in zip(scales, learning(exits, batch, config))]
+    weights = [scale * is_trained for scale, is_trained in zip(scales, learning(exits, batch, config))]
     return [weight / sum(weights) for weight in weights] if sum(weights) else [0.0] * (len(exits) - 1) + [1.0]
 
 

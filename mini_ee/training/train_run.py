@@ -20,7 +20,7 @@ from mini_ee.backbones.hub import (
 )
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import sole_writer
-from mini_ee.data.settings import Settings, flag_of, unused_option
+from mini_ee.data.settings import flag_of, unused_option
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments

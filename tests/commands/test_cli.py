@@ -187,7 +187,7 @@ def test_the_accuracy_of_the_most_frequent_label_is_printed(capsys, run_folder, 
     result = answer(capsys, "evaluate", run_folder, "--task", folder)
     assert result["majority"] == len(good) / (len(rows) - 3)
     assert main(["evaluate", str(run_folder), "--task", str(folder)]) == 0
-    assert f"Always saying good: accuracy {result['majority']:.3f}." in capsys.readouterr().out
+    assert f"If good is predicted for every example: accuracy {result['majority']:.3f}." in capsys.readouterr().out
 
 
 def with_heads(folder, copy, change):
@@ -231,7 +231,7 @@ def test_a_tasks_own_metric_is_printed_by_its_name(capsys, checkpoint_folder, ta
         assert "matthews" in shown and not re.search(r"\bscore\b", shown)
     shutil.rmtree(run)
     assert main([*map(str, ("train", "joint", "--model", checkpoint_folder, *given, *FAST, "--out", run))]) == 0
-    assert f"rows held out: matthews {result['matthews']:.3f}," in capsys.readouterr().out
+    assert f"held-out examples: matthews {result['matthews']:.3f}," in capsys.readouterr().out
 
 
 def test_tensors_of_another_head_are_reported_if_they_are_not_used(capsys, checkpoint_folder, task_folder, tmp_path):
@@ -500,9 +500,7 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     counts = answer(capsys, "calibrate", run, "--task", task_folder, "--epsilon", 0.5)["exit_counts"]
     answer(capsys, *evaluate)
     np.testing.assert_allclose(calls[-1], [sum(counts[k:]) / sum(counts) for k in range(3)])
-    assert "goes by the rule that was calibrated: leave out --threshold" in refused(
-        capsys, *evaluate, "--threshold", 0.9
-    )
+    assert "uses the calibrated rule: leave out --threshold" in refused(capsys, *evaluate, "--threshold", 0.9)
 
 
 def test_every_setting_of_a_rule_is_refused_with_the_adaptive_schedule(capsys, lora_folder, task_folder):
@@ -561,7 +559,7 @@ def test_a_method_whose_file_python_does_not_find_is_one_line_and_hides_no_other
     assert f"the method doubt is in {module}, which Python does not find; run python -m mini_ee" in line
     with pytest.raises(SystemExit) as stop:
         main(["train", "--help"])
-    assert stop.value.code == 0 and "RAEE: the nearest neighbours of an example" in capsys.readouterr().out
+    assert stop.value.code == 0 and "RAEE (Huang et al. 2024" in capsys.readouterr().out
 
 
 def test_a_sweep_of_one_exit_is_refused(capsys, tmp_path, small, task_folder):
@@ -686,7 +684,7 @@ def test_a_training_that_another_process_writes_is_refused(capsys, small, tmp_pa
 def test_a_training_that_diverges_in_its_last_step_is_an_error(capsys, small, tmp_path):
     last = ("--batch-size", 32, "--max-train", 16, "--epochs", 1, "--lr", 1e30)
     line = refused(capsys, "train", "joint", *small, *last, "--out", tmp_path / "run")
-    assert "the training diverged; begin anew with a smaller --lr" in line
+    assert "the training diverged; train again with a smaller --lr" in line
 
 
 def test_compare_groups_runs_that_differ_only_in_their_seeds(capsys, run_folder, small, task_folder, tmp_path):
@@ -732,9 +730,9 @@ def test_runs_that_shots_made_of_one_backbone_are_taken_together():
 
 
 def test_curves_of_one_group_of_seeds_have_one_colour_and_one_name_and_each_run_its_star(monkeypatch, tmp_path):
-    def row(run, how, *points):
+    def row(run, way, *points):
         curve = [{"flops_ratio": x, "score": y} for x, y in points]
-        return {"run": run, "how": how, "flops_ratio": 0.5, "score": 0.8, "curve": curve}
+        return {"run": run, "how": way, "flops_ratio": 0.5, "score": 0.8, "curve": curve}
 
     rows = [
         row("a/one", "joint", (1, 0.9), (0.2, 0.6)),
@@ -992,7 +990,7 @@ def test_the_demo_refuses_a_task_without_a_reported_split_before_it_trains(capsy
 
 def test_the_demo_replaces_nothing_but_a_demo(capsys, tmp_path, small):
     (tmp_path / "precious.txt").write_text("mine")
-    assert "holds no demo report" in refused(capsys, "demo", *small, "--out", tmp_path, status=2)
+    assert "exists and is no report of a demo" in refused(capsys, "demo", *small, "--out", tmp_path, status=2)
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
@@ -1022,7 +1020,7 @@ def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, m
         (["--model", str(checkpoint.BUILT_IN_DECODER), "--pool", "first"], "pool must be mean for a llama"),
         (["--task", "/nowhere"], "/nowhere"),
         (["--max-length", "2"], "max_length"),
-        (["--model", "RUN"], "holds a run of joint; give a checkpoint"),
+        (["--model", "RUN"], "found a run of joint; give a checkpoint"),
         (["--k", "1"], "mini-ee train joint: unrecognized arguments: --k 1; see mini-ee train joint --help"),
     ],
 )
@@ -1057,7 +1055,7 @@ def test_wrong_options_of_train_are_one_line(
         (["--split", "validation"], "expected one of its splits train, dev, found 'validation'"),
         (["--task", "reviews"], "trained on words"),
         (["--rule", "oracle"], "oracle"),
-        (["--model", "nowhere"], "--model says where a backbone is"),
+        (["--model", "nowhere"], "--model is for a run without its backbone"),
         (["--measure", "saturation", "--threshold", ".5"], "does not provide; choose another measure"),
         (["--nonsense"], "mini-ee evaluate: unrecognized arguments: --nonsense; see mini-ee evaluate --help"),
     ],
@@ -1075,14 +1073,17 @@ def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder,
         (["classify", "RUN", "--text", "a\udcff"], "--text: expected text in UTF-8, found another byte at 1"),
         (["classify", "RUN", "--text", "a", "--text-b", ""], "--text-b: expected a sentence, found no text"),
         (["classify", "RUN", "--text", "a", "--text-b", "b"], "leave out --text-b"),
-        (["classify", "RUN", "--text", "a", "--model", "nowhere"], "--model says where a backbone is"),
+        (["classify", "RUN", "--text", "a", "--model", "nowhere"], "--model is for a run without its backbone"),
         (["evaluate", "nowhere"], "no run here"),
         (["compare", "nowhere"], "no run here"),
-        (["compare", "RUN", "--task", "TASK", "--model", "nowhere"], "--model says where a backbone is"),
+        (["compare", "RUN", "--task", "TASK", "--model", "nowhere"], "--model is for a run without its backbone"),
         (["compare", "RUN", "--task", "TASK", "--temperature", "1"], "--temperature is for decoders"),
-        (["compare", "RUN", "--task", "TASK", "--schedule", "parallel"], "none of these runs has them"),
+        (["compare", "RUN", "--task", "TASK", "--schedule", "parallel"], "none of these runs has streams"),
         (["compare", "LORA", "--schedule", "x"], "expected some of restart, parallel, adaptive"),
-        (["compare", "RUN", "--sweep", "--picture", "."], "--picture: expected a file NAME.png in a folder that is"),
+        (
+            ["compare", "RUN", "--sweep", "--picture", "."],
+            "--picture: expected a file NAME.png in a folder that exists",
+        ),
         (
             ["compare", "RUN", "--sweep", "--picture", "no/a.png"],
             "--picture: expected a file NAME.png in a folder that",
@@ -1090,9 +1091,12 @@ def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder,
         (["compare", "RUN", "--sweep", "--picture", "dev.tsv"], "--picture: expected a file NAME.png in a folder that"),
         (
             ["calibrate", "RUN", "--task", "TASK", "--epsilon", ".1", "--model", "no"],
-            "--model says where a backbone is",
+            "--model is for a run without its backbone",
         ),
-        (["export", "RUN", "--task", "TASK", "--out", "out", "--model", "no"], "--model says where a backbone is"),
+        (
+            ["export", "RUN", "--task", "TASK", "--out", "out", "--model", "no"],
+            "--model is for a run without its backbone",
+        ),
         (["export", "RUN", "--out", "file/out"], "file: expected a folder, found a file; name another"),
         (
             ["export", "LORA", "--schedule", "parallel", "--out", "out"],

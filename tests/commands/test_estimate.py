@@ -215,24 +215,24 @@ def test_the_advice_goes_by_the_cut_offs_that_it_names(given, begins, says):
 def test_a_probe_is_at_the_minimum_of_its_loss():
     """The gradient of cross-entropy and penalty, in float64, of the weights that its logits tell."""
     random = np.random.default_rng(0)
-    taught, labels = random.normal(2, 3, (90, 4)).astype(np.float32), random.integers(0, 3, 90)
-    mean, std = taught.mean(axis=0), taught.std(axis=0)
-    bias, *rows = linear_probe(taught, np.stack([mean, *(mean + np.diag(std))]), labels, 3).astype(np.float64)
-    weight, x = np.array(rows) - bias, (taught - mean) / std
+    fitted, labels = random.normal(2, 3, (90, 4)).astype(np.float32), random.integers(0, 3, 90)
+    mean, std = fitted.mean(axis=0), fitted.std(axis=0)
+    bias, *rows = linear_probe(fitted, np.stack([mean, *(mean + np.diag(std))]), labels, 3).astype(np.float64)
+    weight, x = np.array(rows) - bias, (fitted - mean) / std
     odds = np.exp(x @ weight + bias)
     differs = odds / odds.sum(axis=1, keepdims=True) - np.eye(3)[labels]
     np.testing.assert_allclose(x.T @ differs / 90 + PENALTY * weight, 0, atol=1e-4)
     np.testing.assert_allclose(differs.mean(axis=0), 0, atol=1e-4)
-    flat = np.column_stack((taught, np.full(90, 7.0, np.float32)))  # a state that never changes says nothing
-    np.testing.assert_allclose(linear_probe(flat, flat, labels, 3), linear_probe(taught, taught, labels, 3), atol=1e-2)
+    flat = np.column_stack((fitted, np.full(90, 7.0, np.float32)))  # a state that never changes says nothing
+    np.testing.assert_allclose(linear_probe(flat, flat, labels, 3), linear_probe(fitted, fitted, labels, 3), atol=1e-2)
 
 
 def test_neighbours_are_cosines_around_the_mean():
     random = np.random.default_rng(0)
-    taught, queries = random.normal(5, 1, (7, 3)), random.normal(5, 1, (4, 3))
-    found, middle = neighbours(taught, queries), taught.mean(axis=0)
+    fitted, queries = random.normal(5, 1, (7, 3)), random.normal(5, 1, (4, 3))
+    found, middle = neighbours(fitted, queries), fitted.mean(axis=0)
     for n, m in np.ndindex(4, 7):
-        a, b = queries[n] - middle, taught[m] - middle
+        a, b = queries[n] - middle, fitted[m] - middle
         assert found[n, m] == pytest.approx(a @ b / math.sqrt(a @ a * (b @ b)))
 
 
@@ -277,11 +277,11 @@ def test_the_lens_reads_every_layer_through_the_models_own_head():
     assert probed.costs.head == pytest.approx(60 * width / layer)
 
 
-def planted(count, idle):
+def planted(count, unused):
     """A decoder whose layers of these numbers, from 0, add nothing to what comes in."""
     torch.manual_seed(1)
     decoder = random_decoder("llama", count)
-    for depth in idle:
+    for depth in unused:
         for name in ("attention_output", "down"):
             torch.nn.init.zeros_(getattr(decoder.layers[depth], name).weight)
     return decoder
@@ -325,12 +325,12 @@ def test_probes_learn_from_one_half_of_the_rows_and_are_held_against_the_labels_
     backbone, rows = load_backbone(checkpoint_folder), load_task(words_task).split("train")
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
     labels = (np.arange(len(rows)) % 3 == 0).astype(np.int64)
-    taught, tested = np.split(np.random.default_rng(0).permutation(len(rows)), 2)
-    of_taught, of_tested = ((labels[half] == 0).mean() for half in (taught, tested))
+    fitted, tested = np.split(np.random.default_rng(0).permutation(len(rows)), 2)
+    of_taught, of_tested = ((labels[half] == 0).mean() for half in (fitted, tested))
     probed, states = probe_rows(backbone, encoded, labels, 2, 0), layer_states(backbone, encoded)
     assert probed.majority == of_tested != of_taught
     predictions = [
-        linear_probe(states[taught, k], states[tested, k], labels[taught], 2).argmax(axis=1) for k in range(3)
+        linear_probe(states[fitted, k], states[tested, k], labels[fitted], 2).argmax(axis=1) for k in range(3)
     ]
     assert probed.accuracy == [(each == labels[tested]).mean() for each in predictions]
 

@@ -104,7 +104,7 @@ def test_half_a_character_and_the_beginning_of_a_stop_text_are_not_printed_yet(t
         (("--prompt", "abcd", "--max-new-tokens", 29), ["got 4 and 29"]),
         (("--prompt", "a", "--temperature", "-1"), ["temperature must be 0 (greedy) or at least"]),
         (("--prompt", "a", "--temperature", "1", "--top-p", "0"), ["top_p must be from 1e-06 to 1"]),
-        (("--prompt", "a", "--top-k", "3"), ["--top-k draws: give a --temperature above 0"]),
+        (("--prompt", "a", "--top-k", "3"), ["--top-k is for sampling: give a --temperature above 0"]),
         (("--prompt", "a", "--repetition-penalty", "0"), ["repetition_penalty must be from 1e-06"]),
         (("--prompt", "a", "--stop", ""), ["--stop: expected some text"]),
         (("--prompt", "a", "--prompt-file", "b"), ["not allowed with"]),

@@ -35,7 +35,7 @@ from mini_ee.experiments.result_page import (
     _training_lines,
     claims_page,
     in_short,
-    judge,
+    judge_claim,
     page,
     read_data,
 )
@@ -141,7 +141,7 @@ def test_pairing_sees_what_the_spread_between_seeds_hides():
 
 
 def test_seeds_with_equal_figures_show_nothing_unless_the_figure_is_exact():
-    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be seen here"
+    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be decided here"
     assert compared([230.0] * 3, [92.1] * 3, exact=True).verdict == "holds"
     assert compared([0.532] * 3, [0.55, 0.552, 0.551]).verdict == "does not hold"
 
@@ -188,12 +188,12 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     data = PageData(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
     compare, tried = [{"more": "first", "than": 0.5, "figure": "x"}], {"cases": list(cases), "figure": "x"}
     claim = {"text": "", "paper": "", "compare": compare, "tried": tried}
-    judged = judge(claim, data)
+    judged = judge_claim(claim, data)
     assert judged.verdict == verdict
     if verdict == "does not hold":
-        assert "of 2 settings the best is first" in _claim_lines(1, judged, data)[-1]
+        assert "best of 2 settings tried: *first*" in _claim_lines(1, judged, data)[-1]
         tried["least"] = True
-        assert "of 2 settings the best is second" in _claim_lines(1, judged, data)[-1]
+        assert "best of 2 settings tried: *second*" in _claim_lines(1, judged, data)[-1]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(hav
     seeds = {seed: {"figures": {"x": 0.9 + 0.001 * int(seed)} if seed in having else {}} for seed in run}
     data = PageData({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
     claim = {"text": "", "paper": "", "compare": [{"more": "first", "than": 0.5, "figure": "x"}]}
-    judged = judge(claim, data)
+    judged = judge_claim(claim, data)
     assert judged.verdict == verdict
     assert len(_claim_lines(1, judged, data)) == 1 + bool(having)
 
@@ -225,7 +225,7 @@ def test_a_side_of_several_cases_is_their_mean_on_the_seeds_that_all_have():
     data = PageData({name: Case(name, "rows", {}) for name in values}, found)
     for more in (["long", "short"], ["short", "long"]):
         compare = {"more": more, "than": "other", "figure": "x"}
-        (comparison,) = judge({"text": "", "paper": "", "compare": [compare]}, data).comparisons
+        (comparison,) = judge_claim({"text": "", "paper": "", "compare": [compare]}, data).comparisons
         assert comparison.seeds == 2
         assert (comparison.more, comparison.than) == pytest.approx(((0.45 + 0.4) / 2, 0.3))
 
@@ -316,7 +316,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert main(command) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["ran"] == 2
-    assert "1 of 2 are there.\n" in printed.err and "2 of 2 are there.\n" in printed.err
+    assert "1 of 2 runs are done.\n" in printed.err and "2 of 2 runs are done.\n" in printed.err
     assert labelled == [True, True]  # rules may be fitted to the hold-out's labels
     text, made = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
     figures = made["seeds"]["0"]["figures"]
@@ -354,7 +354,7 @@ def test_settings_that_most_cases_share_are_printed_once():
     del cases["c"].options["exits"]
     data = PageData(cases, {name: {"seeds": {"0": {}}} for name in cases})
     assert _training_lines(data) == [
-        "Where a case does not say otherwise: task TREC, exits 2,4.",
+        "Settings of all cases, unless the table gives others: task TREC, exits 2,4.",
         "",
         "| case | seeds | other settings |",
         "|---|---|---|",
@@ -448,7 +448,7 @@ def test_while_the_best_value_is_at_an_end_one_beyond_it_is_tried(best, tried):
 
 
 def test_scores_at_equal_flops_are_interpolated():
-    found = measures._at_equal_operations({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
+    found = measures._at_equal_flops({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
     assert found == {"score at two thirds": pytest.approx(0.8 + 0.1 / 3)}  # a third: cheaper than all its points
 
 
@@ -490,7 +490,7 @@ def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp
 def test_a_score_that_was_rounded_for_json_is_reached_by_as_many_right_rows_and_by_no_row_less():
     for rows in (2452, 2500):
         for right in range(1, rows + 1):
-            least = trainings._short(right / rows) - measures.ROUNDED
+            least = trainings._short(right / rows) - measures.ROUNDING
             assert (right - 1) / rows < least <= right / rows
 
 
@@ -534,7 +534,7 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
         assert main(command) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["ran"] == len(trained) == ran
-    assert f"{2 - ran} are left to other processes" in printed.err
+    assert f"{2 - ran} runs are left to other processes" in printed.err
     assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
 
 
@@ -587,7 +587,7 @@ def test_other_settings_are_run_anew(tmp_path):
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
     assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
-    assert "is not there; give --sources a folder with weights/ and data/" in line and line.count("\n") == 1
+    assert "no such file or folder; give --sources a folder with weights/ and data/" in line and line.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -679,7 +679,7 @@ def test_the_command_runs_what_a_page_shows_and_no_more(paper):
     seeds_of = {name: sorted(map(int, made["seeds"])) for name, made in read_data(RESULTS / paper, found).found.items()}
     assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
-    assert all(trainings.is_kept(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
+    assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
 
 
 @pytest.mark.parametrize("paper", PAGES)
@@ -800,7 +800,7 @@ def test_the_table_of_claims_shows_what_the_json_contains():
     for paper in PAPERS:
         found = load_recipe(paper)
         data = read_data(RESULTS / paper, found)
-        judged[paper], titles[paper] = [judge(claim, data) for claim in found["claims"]], found["title"]
+        judged[paper], titles[paper] = [judge_claim(claim, data) for claim in found["claims"]], found["title"]
         shorts[paper] = in_short(found, data)
         assert shorts[paper] and not any(re.search(r"·|\{|\}", each) for each in shorts[paper]), paper
     assert claims_page(judged, titles, shorts, OTHER_PAGES) == (RESULTS / "README.md").read_text()

@@ -462,7 +462,7 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(capsys,
     shutil.rmtree(tmp_path / "old")
     for name, *options in (("generate", "--prompt", "a"), ("calibrate", "--epsilon", ".9", "--texts", "8")):
         line = refused(capsys, name, out, *options)
-        assert "its backbone was in" in line and "say where with --model" in line
+        assert "its backbone was in" in line and "give its folder with --model" in line
         with pytest.MonkeyPatch.context() as patch:  # a built-in one is looked for where it is now
             patch.setattr("mini_ee.training.run_folder.BUILT_IN_DECODER", moved)
             answer(capsys, name, out, *options)
@@ -503,10 +503,10 @@ def test_what_generate_refuses(capsys, trained, argv, message):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (("--lossless",), "needs an exit that drafts"),
+        (("--lossless",), "needs an exit before the last layer"),
         (("--layer", "2"), "one of the exits 4, got 2"),
         (("--missing-kv", "recompute"), "--missing-kv is for tokens that exit early"),
-        (("--model", "x"), "is none"),
+        (("--model", "x"), "is for the backbone of a run, found a checkpoint"),
         *(((f"--{name}", value), "needs exits before the last layer; ") for name, value in SETTINGS_OF_RULES),
     ],
 )

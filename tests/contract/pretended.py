@@ -94,15 +94,15 @@ def called(function, args: tuple, kwargs: dict):
             here = lambda value: "cpu" if isinstance(value, (str, torch.device)) else value  # noqa: E731
             moves = name in ("to", "cuda", "cpu", "type_as")
             rest = (() if name in ("cuda", "cpu") else tuple(map(here, args[1:]))) if moves else args[1:]
-            said = function(*args[:1], *rest, **{key: here(each) for key, each in kwargs.items()})
-            if moves and there[0] != to and said is args[0]:  # as a real copy is: never the same object
-                said = said.view_as(said) if said.requires_grad else placed(said, False).clone()
-            return mapped(lambda each: placed(each, to), said)
+            output = function(*args[:1], *rest, **{key: here(each) for key, each in kwargs.items()})
+            if moves and there[0] != to and output is args[0]:  # as a real copy is: never the same object
+                output = output.view_as(output) if output.requires_grad else placed(output, False).clone()
+            return mapped(lambda each: placed(each, to), output)
         if any(there) and host and name not in MAY_MEET and not (name in INDEXED and there[0]):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu")
-        said = function(*args, **kwargs)
+        output = function(*args, **kwargs)
     far = there[0] if name == "copy_" else any(there)
-    return mapped(placed, said) if far and said is not None and name != "tolist" else said
+    return mapped(placed, output) if far and output is not None and name != "tolist" else output
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def test_the_guarantee_is_kept_exactly_on_the_calibration_set(epsilon):
         heads = [drawn(100 * seed + k) for k in range(3)]
         observed = Observed(*(np.stack(columns, axis=1) for columns in zip(*heads)), np.arange(60))
         rule = calibrate(observed, epsilon)
-        assert all(kept is None or kept >= epsilon for kept in agreement(observed, rule))
+        assert all(remaining is None or remaining >= epsilon for remaining in agreement(observed, rule))
         assert end_to_end(observed, rule) >= min(agree.mean() for _, agree in heads)
 
 
@@ -315,10 +315,10 @@ def test_a_guarantee_is_broken_where_the_texts_left_over_agree_too_rarely_at_any
 
 
 @pytest.mark.parametrize("said", [broken_guarantees, calibration.agreement_by_sets])
-def test_quarters_are_drawn_of_four_groups_at_least(said):
+def test_quarters_are_drawn_of_four_groups_at_least(output):
     three = Observed(np.full((6, 1), 0.5), np.ones((6, 1), bool), np.array([0, 0, 1, 1, 2, 2]))
     with pytest.raises(ValueError, match="a quarter of the rows or texts: expected at least 4, found 3"):
-        said(three, 0.5, sets=2)
+        output(three, 0.5, sets=2)
 
 
 def test_of_sets_drawn_by_text_the_papers_rule_breaks_many_and_delta_few():

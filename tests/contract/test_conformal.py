@@ -104,8 +104,8 @@ def test_what_sets_keep_is_that_of_loops_over_fresh_texts():
         paper = [calibration.tau(*column, 0.6) for column in columns]
         surer = [tau_with_confidence(*column, some.groups, 0.6, COMPARED_DELTA / 3) for column in columns]
         of_texts = {}
-        for group, said, right in zip(*(each[~inside] for each in (observed.groups, *observed[:2]))):
-            sure = said > conformal_cut(some, 0.6), said >= paper, said >= surer
+        for group, output, right in zip(*(each[~inside] for each in (observed.groups, *observed[:2]))):
+            sure = output > conformal_cut(some, 0.6), output >= paper, output >= surer
             of_texts.setdefault(group, []).append([next((a for s, a in zip(each, right) if s), True) for each in sure])
         shares.append(np.mean([np.mean(rows, axis=0) for rows in of_texts.values()], axis=0))
     found = agreement_by_sets(observed, 0.6, sets=4, seed=5)

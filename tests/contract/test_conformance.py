@@ -66,7 +66,7 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
     shutil.copy(decoder_checkpoint / "tokenizer.json", decoder)
     stories, draw = root / "stories.txt", random.Random(0)
     stories.write_text("\n\n".join(" ".join(draw.choices(WORDS, k=48)) for _ in range(64)))
-    models, kept, steps = {"rows": checkpoint_folder, "tokens": decoder}, {}, {}
+    models, remaining, steps = {"rows": checkpoint_folder, "tokens": decoder}, {}, {}
 
     def train(method, unit, out, **more):
         """As the command does, but for brevity; the model as it was before it was saved is kept."""
@@ -82,7 +82,7 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
             steps[out] = 0
 
             def save_run(folder, model, *others):
-                kept[folder] = model
+                remaining[folder] = model
                 saved(folder, model, *others)
 
             def counted(*args, **settings):
@@ -107,7 +107,7 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
 
     run = functools.cache(lambda method, unit: mini_ee.load_run(folder(method, unit)))
     return SimpleNamespace(
-        train=train, folder=folder, run=run, exported=exported, kept=kept, steps=steps, models=models
+        train=train, folder=folder, run=run, exported=exported, remaining=remaining, steps=steps, models=models
     )
 
 
@@ -220,7 +220,7 @@ def test_tokens_run_no_more_layers_as_a_rule_loosens(house, method):
 # ---- The run on disk ----
 @pytest.mark.parametrize(("method", "unit"), WRITTEN)
 def test_a_run_that_is_loaded_is_the_one_that_was_saved(house, method, unit):
-    run, model = house.run(method, unit), house.kept[house.folder(method, unit)].eval()
+    run, model = house.run(method, unit), house.remaining[house.folder(method, unit)].eval()
     assert run.config["method"] == method and run.unit == unit
     if unit == "rows":
         inputs = run.encode(TEXTS).batch(slice(None))
@@ -237,7 +237,7 @@ def without_seconds(value):
     return [without_seconds(each) for each in value] if isinstance(value, list) else value
 
 
-def told(folder):
+def report(folder):
     """What a run says of itself, weights by their digest, and what its training measured."""
     config, metrics = (without_seconds(read_json(folder / name)) for name in ("config.json", "metrics.json"))
     del config["files"]["metrics.json"]
@@ -267,7 +267,7 @@ def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house
         except KeyboardInterrupt:
             kills += 1
     assert kills
-    assert told(tmp_path / "run") == told(whole)
+    assert report(tmp_path / "run") == report(whole)
 
 
 # ---- The export ----

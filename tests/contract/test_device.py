@@ -20,14 +20,14 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
         given = torch.zeros(4, 3)
         with pytest.raises(RuntimeError, match="linear: expected all tensors to be on the same device"):
             layer(given)
-        said = layer(given.to(DEVICE))
-        said.sum().backward()
-        assert said.device == layer.weight.grad.device == torch.zeros(2, device="cuda").device == DEVICE
+        output = layer(given.to(DEVICE))
+        output.sum().backward()
+        assert output.device == layer.weight.grad.device == torch.zeros(2, device="cuda").device == DEVICE
         with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
-            said.detach().numpy()
+            output.detach().numpy()
         with pytest.raises(RuntimeError, match="add: expected all"):
-            said + torch.ones(2)
-        assert said.detach().cpu().numpy().shape == (4, 2) and said.cpu().device.type == "cpu"
+            output + torch.ones(2)
+        assert output.detach().cpu().numpy().shape == (4, 2) and output.cpu().device.type == "cpu"
 
 
 @pytest.mark.parametrize("method, unit", CASES)

@@ -80,13 +80,13 @@ class Fake(Segments):
 
     def logits_by_hand(self):
         """(B, K, C), row by row and layer by layer."""
-        said = np.zeros((len(self.embeddings), K, self.heads.shape[2]))
+        output = np.zeros((len(self.embeddings), K, self.heads.shape[2]))
         for row, hidden in enumerate(self.embeddings):
             for depth in range(1, EXITS[-1] + 1):
                 hidden = np.tanh(hidden @ self.layers[depth - 1])
                 if depth in EXITS:
-                    said[row, EXITS.index(depth)] = hidden @ self.heads[EXITS.index(depth)]
-        return said
+                    output[row, EXITS.index(depth)] = hidden @ self.heads[EXITS.index(depth)]
+        return output
 
 
 class Case(NamedTuple):
@@ -149,10 +149,10 @@ class Planned(Rule):
     needs = None
 
     def __init__(self, exits):
-        self.exits, self.asked = exits, 0
+        self.exits, self.requested = exits, 0
 
     def plan(self, inputs):
-        self.asked += 1
+        self.requested += 1
         return self.exits
 
 
@@ -307,7 +307,7 @@ def test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide(ca
 
     rule = Both(PLAN)
     assert_same(run(case, rule), case.logits[ALL, PLAN], PLAN)
-    assert rule.asked == 1
+    assert rule.requested == 1
 
 
 # Who is run, read and remembered
@@ -330,14 +330,14 @@ def test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there():
 def test_segments_are_told_before_they_run_which_heads_alone_will_be_read(rule, heads):
     calls = []
 
-    class Told(Fake):
+    class Reported(Fake):
         def select_heads(self, heads, state):
             assert not self.ran
             calls.append(set(heads))
             return state
 
-    loop.early_exit(Told(), rule, ALL)
-    loop.early_exit(Told(), Threshold(0.8), ALL)
+    loop.early_exit(Reported(), rule, ALL)
+    loop.early_exit(Reported(), Threshold(0.8), ALL)
     assert calls == [heads]
 
 
@@ -410,11 +410,11 @@ def test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisio
     planned = loop.early_exit(fake, Planned(PLAN), ALL)
     np.testing.assert_array_equal(planned.cost.flops, layers[PLAN] + 10)
     rule = Threshold(0.8)
-    asked = loop.early_exit(fake, rule, ALL)
-    e = asked.exit_index
+    requested = loop.early_exit(fake, rule, ALL)
+    e = requested.exit_index
     assert len(set(e)) >= 3 and (e == K - 1).any()
     decisions = np.minimum(e + 1, K - 1) * rule.flops(C)
-    np.testing.assert_array_equal(asked.cost.flops, layers[e] + 10 * (e + 1) + decisions)
+    np.testing.assert_array_equal(requested.cost.flops, layers[e] + 10 * (e + 1) + decisions)
 
 
 def layer_flops_by_hand(config, tokens):

@@ -97,7 +97,7 @@ def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use
     found, *_ = read_every_exit(model.segments(), padded_inputs)
     with torch.no_grad():
         np.testing.assert_allclose(torch.stack(model(*inputs), 1), found, rtol=0, atol=ATOL)
-        said = [
+        output = [
             model.heads[k].state(
                 model.backbone.run_layers(
                     model.backbone.embed(padded_inputs), model.backbone.context(padded_inputs), 0, k + 1
@@ -106,7 +106,7 @@ def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use
             )
             for k in range(3)
         ]
-    for state, expected in zip(model.states(*inputs), said, strict=True):
+    for state, expected in zip(model.states(*inputs), output, strict=True):
         torch.testing.assert_close(state, expected)
 
 
@@ -214,10 +214,10 @@ def test_even_exits_are_as_many_as_asked_valid_and_as_even_as_whole_layers_allow
     ids=["not ascending", "twice", "beyond the last layer", "not up to the last layer", "layer 0", "negative", "empty"],
 )
 def test_exits_that_no_model_can_have_are_refused(random_model, wrong, found):
-    said = f"exits must ascend from at least 1 and end at the last layer, 6, got {found}$"
-    with pytest.raises(ValueError, match=said):
+    output = f"exits must ascend from at least 1 and end at the last layer, 6, got {found}$"
+    with pytest.raises(ValueError, match=output):
         check_exits(wrong, 6)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=output):
         RowExits(random_model().backbone, wrong, 2)
 
 

@@ -175,8 +175,8 @@ def chosen_from(record, labels, task=CLASSES, *settings, **others):
 
 
 def loss_of(rule, record, labels):
-    said = predictions(record.replay(rule).logits)
-    return ((predictions(record.logits[:, -1]) == labels).astype(int) - (said == labels)).mean()
+    output = predictions(record.replay(rule).logits)
+    return ((predictions(record.logits[:, -1]) == labels).astype(int) - (output == labels)).mean()
 
 
 def without_bound(record, labels):
@@ -407,10 +407,10 @@ def test_a_rule_that_is_guaranteed_in_accuracy_loses_no_more_by_the_tasks_own_sc
 
 def test_losses_of_a_regression_are_rounded_without_a_change_of_their_mean():
     labels = np.linspace(0, 5, 20_000)
-    said, last = labels + 0.5, labels - 0.25  # a twentieth of the range more
-    losses = paired_losses(NUMBERS, labels, said, last, 5.0)
+    output, last = labels + 0.5, labels - 0.25  # a twentieth of the range more
+    losses = paired_losses(NUMBERS, labels, output, last, 5.0)
     assert set(losses.tolist()) == {0, 1} and losses.mean() == pytest.approx(0.05, abs=0.005)
-    assert set(paired_losses(NUMBERS, labels, last, said, 5.0).tolist()) == {0, -1}
+    assert set(paired_losses(NUMBERS, labels, last, output, 5.0).tolist()) == {0, -1}
     assert (paired_losses(NUMBERS, labels, labels + 1e9, labels, 5.0) == 1).all()
     assert (paired_losses(NUMBERS, np.ones(5), np.ones(5), np.ones(5), 0.0) == 0).all()
 

@@ -167,12 +167,12 @@ def test_methods_do_not_import_each_other():
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_the_torch_free_floor_imports_no_torch(name):
     """At once, by itself or through what it imports."""
-    paths, asked = {name_of(path): path for path in MODULES}, [name]
-    for module in asked:
+    paths, requested = {name_of(path): path for path in MODULES}, [name]
+    for module in requested:
         for other in imported(paths[module], inside=False):
             assert other.split(".")[0] not in HEAVY, f"{module}, which {name} imports, imports {other}"
             other = other.removeprefix("mini_ee.")
-            asked += [other] if other in paths and other not in asked else []
+            requested += [other] if other in paths and other not in requested else []
 
 
 def test_every_bar_is_one_that_spares_log_files():
@@ -208,8 +208,8 @@ def test_what_leaves_and_when_do_not_ask_which_backbone_it_is():
             continue
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
-                asked = ast.unparse(node.args[1])
-                assert not re.search("Bert|Llama|Backbone|Decoder|Encoder", asked), f"{path}: isinstance of {asked}"
+                kinds = ast.unparse(node.args[1])
+                assert not re.search("Bert|Llama|Backbone|Decoder|Encoder", kinds), f"{path}: isinstance of {kinds}"
             if isinstance(node, ast.Constant):
                 assert node.value not in names, f"{path}: names the family {node.value}"
 
@@ -256,17 +256,17 @@ def test_the_figures_of_the_weights_are_those_of_their_recipes():
     bert, llama = (
         json.loads((ROOT / f"weights/{name}/recipe.json").read_text()) for name in ("bert-12x128", "llama-12x256")
     )
-    said, texts = bert["held_out"], bert["texts"]
+    output, texts = bert["held_out"], bert["texts"]
     assert f"{bert['parameters']:,} parameters" in page and f"{llama['parameters']:,} parameters" in page
     assert f"Kept: {sum(texts.values()):,} texts, of which {texts['held_out']:,}, drawn by seed" in page
-    assert f"loss {said['mlm']:.2f} nats (by token frequency alone: {said['unigram_loss']:.2f})" in page
-    assert f"{said['right'] * 100:.1f} % of the masked tokens guessed" in page
-    cosines = (f"{said[key]:.3f}".removeprefix("0") for key in ("cosine", "pooler_cosine"))
+    assert f"loss {output['mlm']:.2f} nats (by token frequency alone: {output['unigram_loss']:.2f})" in page
+    assert f"{output['right'] * 100:.1f} % of the masked tokens guessed" in page
+    cosines = (f"{output[key]:.3f}".removeprefix("0") for key in ("cosine", "pooler_cosine"))
     assert "{} from the mean of the last layer and {} from the pooler".format(*cosines) in page
-    said, stories = llama["held_out"], llama["stories"]
+    output, stories = llama["held_out"], llama["stories"]
     assert f"({stories['train']:,}, {llama['tokens_of_all_stories']:,} tokens)" in page
-    alone = f"(by token frequency alone: {said['unigram_loss']:.2f} nats)"
-    assert f"{said['loss']:.2f} nats a token, perplexity {said['perplexity']:.1f} {alone}" in page
+    alone = f"(by token frequency alone: {output['unigram_loss']:.2f} nats)"
+    assert f"{output['loss']:.2f} nats a token, perplexity {output['perplexity']:.1f} {alone}" in page
 
 
 def test_the_package_ships_nothing_above_20_megabytes():

@@ -297,10 +297,10 @@ def test_rows_that_are_kept_go_on_as_if_the_others_had_never_been_there(backbone
     expected = states_of(backbone, inputs)[-1][rows]
     real = own_tokens(backbone, inputs)[rows]
     for index in (np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int64)):
-        kept = context.keep(index)
-        found = backbone.run_layers(hidden[rows], kept, 1, layers)
+        remaining = context.keep(index)
+        found = backbone.run_layers(hidden[rows], remaining, 1, layers)
         assert_close(found[real], expected[real])
-        assert kept.padding is None or torch.equal(kept.padding[:, 0, 0], real)
+        assert remaining.padding is None or torch.equal(remaining.padding[:, 0, 0], real)
 
 
 def test_the_context_of_a_repeated_batch_repeats_it(backbone):
@@ -541,7 +541,11 @@ def answer(capsys, *argv):
     return json.loads(printed.out)
 
 
-LINES = [f"the {thing} was {how}" for thing in ("film", "song") for how in ("good", "very very awful", "fine", "dull")]
+LINES = [
+    f"the {thing} was {settings}"
+    for thing in ("film", "song")
+    for settings in ("good", "very very awful", "fine", "dull")
+]
 
 
 def test_it_is_trained_evaluated_calibrated_and_compared(trained, task_folder, tmp_path, capsys):
@@ -571,8 +575,8 @@ def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
     assert sorted(layers for _, layers in expected) == [1] * 4 + [3] * 4
     for engine in ("onnx", "torch"):
         answers = tmp_path / f"{engine}.jsonl"
-        told = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine, "--batch-size", 3)
-        assert (told["rows"], told["failed"]) == (len(LINES), 0)
+        report = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine, "--batch-size", 3)
+        assert (report["rows"], report["failed"]) == (len(LINES), 0)
         found = [json.loads(line) for line in answers.read_text().splitlines()]
         assert [(each["label"], each["layers"]) for each in found] == expected
     one, other = (answer(capsys, "evaluate", each, "--task", task_folder) for each in (out, trained(method)))

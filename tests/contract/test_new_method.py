@@ -110,8 +110,8 @@ def trained(package, checkpoint_folder, task_folder, tmp_path_factory):
 def test_its_help_shows_its_option_and_no_other_methods(package, capsys):
     with pytest.raises(SystemExit):
         main(["train", "doubt", "--help"])
-    told = capsys.readouterr().out
-    assert "--caution" in told and "wrong exit" in told and "--alpha" not in told and "--tau" not in told
+    report = capsys.readouterr().out
+    assert "--caution" in report and "wrong exit" in report and "--alpha" not in report and "--tau" not in report
 
 
 def test_a_foreign_option_and_a_wrong_value_are_one_line(package, checkpoint_folder, tmp_path, capsys):

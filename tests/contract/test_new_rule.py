@@ -212,8 +212,8 @@ def test_the_graph_remembers_and_takes_other_levels_but_no_other_decay(random_mo
 def test_it_is_served_and_made_stricter(trained, exported):
     expected = expected_of(trained)
     with serving(engine_of(Runtime(exported, threads=1)), max_open=32) as (_, port):
-        said = [ask(port, {"text": line}) for line in LINES]
-    assert [(status, found["label"], found["layers"]) for status, found, _ in said] == [(200, *e) for e in expected]
+        output = [ask(port, {"text": line}) for line in LINES]
+    assert [(status, found["label"], found["layers"]) for status, found, _ in output] == [(200, *e) for e in expected]
     assert stricter(RULE) == MeanConfidence(0.8, 0.25) and stricter(stricter(replace(RULE, level=0.99999))).level > 1
 
 

@@ -80,9 +80,9 @@ def without(modules, folder):
     for module in modules:
         gone, lines = files_of(module, package), registry.read_text().splitlines(keepends=True)
         names = [f'"{dotted(path, folder)}"' for path in gone]
-        kept = [line for line in lines if not any(name in line for name in names)]
-        assert gone and len(kept) < len(lines), module
-        registry.write_text("".join(kept))
+        remaining = [line for line in lines if not any(name in line for name in names)]
+        assert gone and len(remaining) < len(lines), module
+        registry.write_text("".join(remaining))
         for path in gone:
             path.unlink()
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
@@ -114,13 +114,13 @@ def imported_in(folders):
 def names_in(path):
     """What a file imports, inside its functions too, and its texts but for docstrings."""
     tree = ast.parse(path.read_text())
-    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    report = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in report:
             yield node.value
 
 
@@ -143,9 +143,9 @@ def test_no_other_file_names_one_of_them():
 def check_imports(groups, tmp_path):
     """Without each of these groups every module is imported, but of experiments/."""
     folders = [without(group, tmp_path / str(number)) for number, group in enumerate(groups)]
-    for group, told in zip(groups, imported_in(folders)):
-        told = {name: why for name, why in told.items() if not name.startswith("mini_ee.experiments")}
-        assert not told, f"without {group}: {told}"
+    for group, report in zip(groups, imported_in(folders)):
+        report = {name: why for name, why in report.items() if not name.startswith("mini_ee.experiments")}
+        assert not report, f"without {group}: {report}"
 
 
 def test_without_them_every_other_module_is_imported(tmp_path):

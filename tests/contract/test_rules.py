@@ -212,8 +212,8 @@ def test_a_rule_written_as_json_and_read_back_is_the_same_rule(rule):
         (Patience(2), Threshold(0.5), False),
     ],
 )
-def test_a_graph_is_fed_another_threshold_but_not_another_measure(asked, there, fits):
-    assert asked.served_by(there) is fits
+def test_a_graph_is_fed_another_threshold_but_not_another_measure(requested, there, fits):
+    assert requested.served_by(there) is fits
 
 
 def test_the_json_of_a_rule_is_its_name_and_settings():

@@ -127,7 +127,7 @@ def test_targets_come_from_train_and_validation_from_the_held_out_set_without_dr
 ):
     model, seen = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2), set()
 
-    def told(name, answer=None):
+    def report(name, answer=None):
         return lambda model, data: seen.add((name, len(data), model.training)) or answer
 
     stage = Stage(
@@ -137,10 +137,10 @@ def test_targets_come_from_train_and_validation_from_the_held_out_set_without_dr
             model.classify(0, (batch.states or model.states(*batch.inputs))[0]), batch.labels
         ),
         on_states=on_states,
-        make_targets=told("targets", np.zeros(24)),
-        validate=told("validate", {"score": 0.0}),
-        log_metrics=told("metrics", {}),
-        finish=told("finish"),
+        make_targets=report("targets", np.zeros(24)),
+        validate=report("validate", {"score": 0.0}),
+        log_metrics=report("metrics", {}),
+        finish=report("finish"),
     )
     fit(model, [stage], *words, TrainConfig(**FAST), Saved(tmp_path, {}))
     assert seen == {("targets", 24, False), *((name, 20, False) for name in ("validate", "metrics", "finish"))}
@@ -172,8 +172,8 @@ def test_backbone_and_adapters_learn_at_lr_heads_at_head_lr_and_matrices_alone_d
     groups = loop.make_optimizer(model, stage, config).param_groups
     found = {each: (group["peak_lr"], group["weight_decay"]) for group in groups for each in group["params"]}
     names = {each: name for name, each in model.named_parameters()}
-    for each, told in found.items():
-        assert told == (0.2 if "heads." in names[each] else 0.1, 0.3 if each.dim() > 1 else 0.0), names[each]
+    for each, report in found.items():
+        assert report == (0.2 if "heads." in names[each] else 0.1, 0.3 if each.dim() > 1 else 0.0), names[each]
     assert len({rate for rate, _ in found.values()}) == 2
 
 
@@ -561,9 +561,9 @@ def test_options_of_another_method_and_wrong_ones_are_refused(
     "name, options", [("layerskip", {"curriculum": "gradual", "rotation": 2}), ("free", {"alpha": 0, "match": "last"})]
 )
 def test_a_decoders_option_that_would_be_passed_over_is_refused(name, options, tmp_path, decoder_checkpoint):
-    *others, idle = options
+    *others, unused = options
     make_request(name, decoder_checkpoint, None, tmp_path / "run", False, {other: options[other] for other in others})
-    with pytest.raises(WrongArguments, match=f"--{idle} has no effect with --{others[0]} {options[others[0]]}; "):
+    with pytest.raises(WrongArguments, match=f"--{unused} has no effect with --{others[0]} {options[others[0]]}; "):
         make_request(name, decoder_checkpoint, None, tmp_path / "run", False, options)
 
 
@@ -668,8 +668,8 @@ def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_a_later_one_wro
     assert found["share"] == 2 / 5 and [row["text"] for row in found["rows"]] == ["row 1", "row 3"]
     assert found["share_at_the_end"] == 1 / 5
     assert [each["label"] for each in found["rows"][0]["exits"]] == ["b", "a", "b"]
-    said, p = found["rows"][1]["exits"][1], np.exp(3) / (np.exp(3) + 1)
-    assert said["confidence"] == pytest.approx(p)
-    assert said["entropy"] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p))
+    output, p = found["rows"][1]["exits"][1], np.exp(3) / (np.exp(3) + 1)
+    assert output["confidence"] == pytest.approx(p)
+    assert output["entropy"] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p))
     with pytest.raises(ValueError, match="regression"):
         overthinking(recorded(np.zeros((5, 3, 1)), (1, 2, 3)), replace(task, label_names=()), task.split("dev"))

@@ -254,18 +254,18 @@ def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_pat
         return {"full": 0.5}, {}
 
     monkeypatch.setattr(trainings, "train", lambda *_, out, **__: out.mkdir(parents=True) or SimpleNamespace(config={}))
-    monkeypatch.setitem(trainings.MEASURES, "rows", measure)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measure)
     sources, first = trainings.Sources(tmp_path, tmp_path), Case("a", "rows", {"method": "joint", "task": "twice"})
     second = Case("b", "rows", {"method": "joint", "task": "twice"}, reference="a")
     for case in (first, second):
         trainings.run_case(tmp_path, case, 0, sources, lines.append)
         assert read_json(trainings.file_of(tmp_path, case.name))["seeds"]["0"]["test_rows_dropped"] == 2
     assert measured == [["a b e", "c a b"]] * 2
-    assert lines.count("  2 test rows are dropped, which train has word for word") == 2
+    assert lines.count("  2 test examples are dropped: training examples have the same texts") == 2
     data = PageData({"a": first}, {"a": read_json(trainings.file_of(tmp_path, "a"))})
     recipe = dict.fromkeys(("tables", "pictures", "claims", "differs", "next"), [])
     text = page("x", recipe | {"title": "t", "source": "s", "about": "a"}, data, tmp_path, "command")
-    assert "Test rows that the train split has word for word are dropped: 2 of twice." in text
+    assert "Test examples that also occur in the train split, word for word, are dropped: 2 of twice." in text
 
 
 def test_a_case_is_not_compared_with_one_of_other_test_rows(tmp_path, monkeypatch):
@@ -276,7 +276,7 @@ def test_a_case_is_not_compared_with_one_of_other_test_rows(tmp_path, monkeypatc
     case = Case("b", "rows", {"method": "joint", "task": "twice"}, reference="a")
     monkeypatch.setattr(trainings, "train", None)  # nothing is trained before
     with pytest.raises(
-        ValueError, match="a.json: expected figures without the 2 test rows .*, found 0 dropped; remove"
+        ValueError, match="a.json: expected figures without the 2 test examples .*, found 0 dropped; remove"
     ):
         trainings.run_case(tmp_path, case, 0, trainings.Sources(tmp_path, tmp_path), lambda text: None)
 

@@ -539,7 +539,7 @@ def test_the_layers_go_without_which_the_label_words_of_rows_are_missed_least():
         for _ in range(2):  # a third of 7
             others = [[layer for layer in kept_layers if layer != gone] for gone in kept_layers[1:-1]]
             kept_layers = min(others, key=missed)
-        assert measures._kept_through_prompt(run, encoded.batch(slice(None)), labels) == kept_layers
+        assert measures._sleb_layers(run, encoded.batch(slice(None)), labels) == kept_layers
 
 
 # Few shots

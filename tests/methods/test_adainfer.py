@@ -71,8 +71,8 @@ def test_each_class_has_half_of_the_weight_however_rare_it_is():
     assert found[y > 0].sum() == pytest.approx(5) and found[y < 0].sum() == pytest.approx(5)
     x, y = drawn(1000, share=0.03)
     w, _ = fit_svm(x, y)
-    said = x @ w > 0
-    assert said[y > 0].mean() > 0.5  # unbalanced, nobody would be said to be right
+    output = x @ w > 0
+    assert output[y > 0].mean() > 0.5  # unbalanced, nobody would be said to be right
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -209,8 +209,8 @@ def test_the_rule_takes_in_the_scale_of_the_measures_and_does_not_say_yes_to_all
     x = np.column_stack(((raw - raw.mean(0)) / raw.std(0), np.ones(300)))
     w, _ = fit_svm(x, np.where(right[:, 0], 1.0, -1.0))
     np.testing.assert_allclose(rule.compared(recorded)[:, 0], x @ w, atol=1e-9)
-    said = x @ w > 0
-    assert said[right[:, 0]].mean() > 0.6 > 0.55 > said[~right[:, 0]].mean()
+    output = x @ w > 0
+    assert output[right[:, 0]].mean() > 0.6 > 0.55 > output[~right[:, 0]].mean()
 
 
 def test_the_runtime_without_torch_reads_the_rule():

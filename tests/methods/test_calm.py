@@ -258,8 +258,8 @@ def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(mon
     assert chernoff(risk(chosen.rule), 0.5, len(tested)) <= 0.05
     for measure, rules in chosen.about["sweep"].items():
         own, rules = chosen.about["own"][measure], [rule_from_dict(rule) for rule in rules]
-        kept = rules.index(rule_from_dict(own)) + 1 if own["name"] != "never" else 0
-        assert kept == len(rules) or chernoff(risk(rules[kept]), 0.5, len(tested)) > 0.05
+        remaining = rules.index(rule_from_dict(own)) + 1 if own["name"] != "never" else 0
+        assert remaining == len(rules) or chernoff(risk(rules[remaining]), 0.5, len(tested)) > 0.05
     monkeypatch.setattr(calm, "calibrate_texts", lambda *_: None)  # none passes
     chosen = guaranteed_rule(model, source, TextData(texts))
     assert (chosen.rule, chosen.guarantee) == (NeverExit(), None)
@@ -270,8 +270,8 @@ def test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_mos
     random, rules, broken = np.random.default_rng(0), [Policy(cut) for cut in (0.9, 0.8, 0.7, 0.6, 0.5)], 0
     for _ in range(400):
         chance = dict(zip(rules, (0.0, 0.1, 0.2, 0.3, 0.4)))
-        kept = calibrate_texts(rules, lambda rule: (random.random(100) < chance[rule]).astype(float), 0.2, 0.1)
-        broken += kept is not None and chance[kept] > 0.2 - 1e-9
+        remaining = calibrate_texts(rules, lambda rule: (random.random(100) < chance[rule]).astype(float), 0.2, 0.1)
+        broken += remaining is not None and chance[remaining] > 0.2 - 1e-9
     assert broken / 400 <= 0.1 + 2 * math.sqrt(0.1 * 0.9 / 400)
 
 

@@ -52,7 +52,7 @@ def by_hand(model, inputs):
     count = len(model.exits) - 1
     logits, exit_logits = np.zeros((len(inputs), count + 1, C)), np.zeros((len(inputs), count))
     for row in range(len(inputs)):
-        said, length = [], inputs.attention_mask[row].sum()
+        output, length = [], inputs.attention_mask[row].sum()
         for k, layer in enumerate(model.exits):
             head, states = f"heads.{k}.", hidden[layer][row]
             state = states[0] if model.pool == "first" else states[:length].mean(axis=0)
@@ -62,10 +62,10 @@ def by_hand(model, inputs):
                 break
             logits[row, k] /= weights[head + "temperature"]
             p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
-            said.append(p)
+            output.append(p)
             top = int(p.argmax())
             read = [float(c == top) for c in range(C)] + inner.tolist() + [p[top], p[top] - sorted(p)[-2]]
-            history = [said[j][top] for j in range(k - 1, 0, -1)]
+            history = [output[j][top] for j in range(k - 1, 0, -1)]
             read += history + [0.0] * (count - 2 - len(history)) + [k / count]
             net = f"policy.networks.{k if len(model.policy.networks) > 1 else 0}."
             values = np.tanh(weights[net + "0.weight"] @ np.array(read) + weights[net + "0.bias"])
@@ -80,9 +80,9 @@ def test_exits_and_meta_classifiers_are_those_of_the_paper(pool, shared, padded_
     model = made(pool=pool, settings=Config(shared=shared))
     assert len(model.policy.networks) == (1 if shared else len(EXITS) - 1)
     logits, exit_logits = by_hand(model, padded_inputs)
-    found, _, said = read_every_exit(model.segments(), padded_inputs)
+    found, _, output = read_every_exit(model.segments(), padded_inputs)
     np.testing.assert_allclose(found, logits, atol=1e-5)
-    np.testing.assert_allclose(said, exit_logits, atol=1e-5)
+    np.testing.assert_allclose(output, exit_logits, atol=1e-5)
     with torch.no_grad():
         states = model.states(*tensors(padded_inputs))
         np.testing.assert_allclose(model.exit_logits(states).numpy(), exit_logits, atol=1e-5)
@@ -237,19 +237,22 @@ def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
     held = type("Held", (), {"__len__": lambda self: 3, "batch": lambda self, *a: ([torch.zeros(3, 2)], torch.ones(3))})
     held_out_loss(lambda model, batch: seen.append(batch.targets.tolist()) or 0.0, cat.META_PART, run.model, held())
     assert seen == [[2, 2, 2]]
-    told = {cat.temperature_loss: (cat.TEMPERATURES_PART, 3.0), cat.meta_loss: (cat.META_PART, 5.0)}
+    report = {cat.temperature_loss: (cat.TEMPERATURES_PART, 3.0), cat.meta_loss: (cat.META_PART, 5.0)}
 
-    def said(loss, part, *_):
-        expected, answer = told[getattr(loss, "func", loss)]
+    def output(loss, part, *_):
+        expected, answer = report[getattr(loss, "func", loss)]
         return answer if part == expected else None
 
-    monkeypatch.setattr(cat, "held_out_loss", said)
+    monkeypatch.setattr(cat, "held_out_loss", output)
     assert [stage.validate(run.model, held())["score"] for stage in cat.recipe(run.model, Config())[2:]] == [-3.0, -5.0]
 
 
 def test_what_cannot_be_is_one_line(task_folder, checkpoint_folder, tmp_path):
-    for settings, said in (({"head": "linear"}, "no option head"), ({"apart": 1.0}, "apart must be a number above 0")):
-        with pytest.raises(WrongArguments, match=said):
+    for settings, output in (
+        ({"head": "linear"}, "no option head"),
+        ({"apart": 1.0}, "apart must be a number above 0"),
+    ):
+        with pytest.raises(WrongArguments, match=message):
             train("cat", checkpoint_folder, task_folder, tmp_path / "run", **settings)
 
 

@@ -318,7 +318,7 @@ def test_the_judge_may_take_the_reward_that_is_learned(padded_inputs):
     result = early_exit(model.segments(), Policy(), padded_inputs)
     logits, expected = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1), []
     for row, k in enumerate(result.exit_index):
-        right = [bool(said.argmax() == LABELS[row]) for said in logits[row]]
+        right = [bool(output.argmax() == LABELS[row]) for output in logits[row]]
         first = min((at for at in range(len(EXITS)) if all(right[at:])), default=len(EXITS) - 1)
         p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
         expected.append(np.log(p[LABELS[row]]) - 0.2 * (1 - EXITS[first] / EXITS[-1]) * EXITS[k])
@@ -382,11 +382,11 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(
     stop_after, tmp_path, checkpoint_folder, words, never_stopped, monkeypatch
 ):
     """Among the policies of the first round, and of the second. Initialisation takes 6 steps, a round 6 and 3."""
-    whole, told = never_stopped
+    whole, report = never_stopped
     with killed_after(stop_after, monkeypatch):
         train_model(checkpoint_folder, words, tmp_path / "killed")
     resumed, again = train_model(checkpoint_folder, words, tmp_path / "killed", resume=True)
-    assert same(whole, resumed) and told == again
+    assert same(whole, resumed) and report == again
 
 
 @contextmanager

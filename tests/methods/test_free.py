@@ -173,7 +173,7 @@ def test_a_beta_is_found_again_by_its_moments(a, b):
     assert Beta(a, b).fitted(np.full(4, 0.5), np.ones(4)) == (a, b)  # nothing varies
 
 
-def told(count=400):
+def report(count=400):
     random = np.random.default_rng(0)
     agrees = random.random(count) < 0.6
     return np.where(agrees, random.beta(4, 1.5, count), random.beta(1.5, 3, count)), agrees
@@ -195,7 +195,7 @@ def fitted_by_hand(gaps, agrees, trust=0.8):
 
 
 def test_a_step_of_em_is_that_of_a_loop():
-    gaps, agrees = told()
+    gaps, agrees = report()
     np.testing.assert_allclose(Mixture().fitted(gaps, agrees), fitted_by_hand(gaps, agrees), rtol=1e-9)
 
 
@@ -203,7 +203,7 @@ def test_the_mixing_term_is_not_overwritten_by_labels():
     """The released code's bug: r = .8 posterior, then r = .2 label in its place, so that labels alone count."""
     weights = Mixture().responsibility(np.array([0.9, 0.1]), np.array([False, True]))
     np.testing.assert_allclose(weights, [0.8 * 0.9, 0.8 * 0.1 + 0.2])
-    gaps, agrees = told()
+    gaps, agrees = report()
     hard = fitted_by_hand(gaps, agrees, trust=0.0)
     assert not np.allclose(Mixture().fitted(gaps, agrees), hard, rtol=0.05)
 
@@ -288,16 +288,16 @@ def trained(tmp_path_factory, decoder_checkpoint):
 
 def test_a_run_holds_its_decoder_as_a_checkpoint(trained, decoder_checkpoint, capsys):
     assert trained.exits == (1, 3) and trained.rule.measure == "breaking_ties"
-    checkpoint, asked = trained.folder / "backbone", ("--prompt", "the film", "--max-new-tokens", "3", "--json")
+    checkpoint, requested = trained.folder / "backbone", ("--prompt", "the film", "--max-new-tokens", "3", "--json")
     again = mini_ee.load_backbone(checkpoint).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in trained.model.backbone.state_dict().items())
     first = mini_ee.load_backbone(decoder_checkpoint).layers[2].up.weight
     assert not torch.equal(again["layers.2.up.weight"], first)
-    assert main(["generate", str(checkpoint), *asked]) == 0
+    assert main(["generate", str(checkpoint), *requested]) == 0
     plain = json.loads(capsys.readouterr().out)["tokens"]
-    assert main(["generate", str(trained.folder), "--rule", "never", *asked]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["tokens"] == plain and told["missing_kv"] == "recompute"
+    assert main(["generate", str(trained.folder), "--rule", "never", *requested]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == plain and report["missing_kv"] == "recompute"
 
 
 def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):

@@ -54,7 +54,7 @@ def run_through(model, inputs):
     return early_exit(model.segments(), NeverExit(), inputs)
 
 
-def said(model, inputs):
+def output(model, inputs):
     return run_through(model, inputs).logits
 
 
@@ -109,7 +109,7 @@ def test_a_token_that_has_left_is_still_read_and_changes_no_more(kind, pool, pad
         with torch.no_grad():
             read = torch.from_numpy(h[0] if pool == "first" else h.mean(axis=0)).float()
             expected.append(model.classify(0, read[None]).numpy())
-    np.testing.assert_allclose(said(model, padded_inputs), np.concatenate(expected), atol=ATOL)
+    np.testing.assert_allclose(output(model, padded_inputs), np.concatenate(expected), atol=ATOL)
 
 
 @pytest.mark.parametrize(("kind", "pool"), KINDS)
@@ -118,15 +118,15 @@ def test_where_no_token_leaves_it_is_the_full_model(kind, pool, padded_inputs):
     model.table.data.fill_(L)
     full = RowExits(model.backbone, (L,), C, pool).eval()
     full.heads = model.heads
-    np.testing.assert_allclose(said(model, padded_inputs), said(full, padded_inputs), atol=ATOL)
+    np.testing.assert_allclose(output(model, padded_inputs), output(full, padded_inputs), atol=ATOL)
 
 
 @pytest.mark.parametrize(("kind", "pool"), KINDS)
 def test_a_rows_answer_does_not_depend_on_its_batch(kind, pool, padded_inputs):
     """The released code has no attention mask: padding is read."""
     model = made(kind, pool)
-    alone = np.concatenate([said(model, one) for one in rows_of(padded_inputs)])
-    np.testing.assert_allclose(said(model, padded_inputs), alone, atol=ATOL)
+    alone = np.concatenate([output(model, one) for one in rows_of(padded_inputs)])
+    np.testing.assert_allclose(output(model, padded_inputs), alone, atol=ATOL)
 
 
 @pytest.mark.parametrize(("kind", "pool"), KINDS)
@@ -134,7 +134,7 @@ def test_all_tokens_in_all_layers_say_the_same(kind, pool, padded_inputs):
     """What a speed-up is measured against."""
     model = made(kind, pool)
     whole = early_exit(model.segments().whole(), NeverExit(), padded_inputs)
-    np.testing.assert_allclose(said(model, padded_inputs), whole.logits, atol=ATOL)
+    np.testing.assert_allclose(output(model, padded_inputs), whole.logits, atol=ATOL)
     assert (whole.cost.depth == L).all() and whole.cost.flops[0] > run_through(model, padded_inputs).cost.flops[0]
 
 
@@ -308,7 +308,7 @@ def test_graphs_whole_and_by_segment_answer_and_cost_as_torch_does(kind, pool, p
             np.testing.assert_allclose(found.cost.depth, expected.cost.depth, rtol=1e-6)
             np.testing.assert_allclose(found.cost.flops, expected.cost.flops, rtol=1e-6)
     whole = early_exit(engines[0].whole(), NeverExit(), padded_inputs)
-    np.testing.assert_allclose(whole.logits, said(model, padded_inputs), atol=ONNX)
+    np.testing.assert_allclose(whole.logits, output(model, padded_inputs), atol=ONNX)
     expected = early_exit(model.segments().whole(), NeverExit(), padded_inputs)
     np.testing.assert_allclose(whole.cost.flops, expected.cost.flops)
 

@@ -90,8 +90,8 @@ def test_weights_are_those_of_the_exits_that_learn_and_sum_to_one():
     for curriculum in layerskip.CURRICULA:
         config = Config(scale=0.5, curriculum=curriculum)
         for step in range(12):
-            told = [exit_scale(e, 8, 0.5) * c for e, c in zip(exits, learning(exits, at(step, 12), config))]
-            expected = np.array(told) / sum(told)
+            report = [exit_scale(e, 8, 0.5) * c for e, c in zip(exits, learning(exits, at(step, 12), config))]
+            expected = np.array(report) / sum(report)
             np.testing.assert_allclose(exit_weights(exits, at(step, 12), config), expected, atol=1e-15)
     assert exit_weights((1,), at(0), Config()) == [1.0]
 

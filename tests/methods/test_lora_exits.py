@@ -225,7 +225,7 @@ def test_the_cheapest_schedule_is_the_best_of_simulated_rows(reach, power):
     left_at = np.append(-np.diff(reach), reach[-1])
     simulated = {}
     for schedule in all_schedules(4):
-        spent = []
+        token_cost = []
         for last in range(4):  # a row that leaves at exit `last`, walked through
             total = 0.0
             for group in schedule:
@@ -236,8 +236,8 @@ def test_the_cheapest_schedule_is_the_best_of_simulated_rows(reach, power):
                         total += (exits[k] - depth) * len(live) ** power
                     depth = exits[k]
                     live.pop(0)
-            spent.append(total)
-        simulated[str(schedule)] = float(left_at @ spent)
+            token_cost.append(total)
+        simulated[str(schedule)] = float(left_at @ token_cost)
         assert expected_seconds(schedule, seconds, reach) == pytest.approx(simulated[str(schedule)])
     chosen = simulated[str(cheapest_schedule(seconds, reach))]
     assert chosen == pytest.approx(min(simulated.values()))

@@ -137,14 +137,14 @@ def said_by_hand(model, inputs):
         before = np.zeros(24)
         for k, layer in enumerate(model.exits):
             state = hidden[layer][row, : inputs.attention_mask[row].sum()].double().numpy().mean(0)
-            said = np.tanh(weights[f"heads.{k}.dense.weight"] @ state + weights[f"heads.{k}.dense.bias"])
-            logits[row, k] = weights[f"heads.{k}.out.weight"] @ said + weights[f"heads.{k}.out.bias"]
-            x = np.concatenate((said, before))
+            output = np.tanh(weights[f"heads.{k}.dense.weight"] @ state + weights[f"heads.{k}.dense.bias"])
+            logits[row, k] = weights[f"heads.{k}.out.weight"] @ output + weights[f"heads.{k}.out.bias"]
+            x = np.concatenate((output, before))
             for number in (1, 3, 5):
                 x = np.tanh(weights[f"policy.network.{number}.weight"] @ x + weights[f"policy.network.{number}.bias"])
             if k < 3:
                 decisions[row, k] = (weights["policy.network.7.weight"] @ x + weights["policy.network.7.bias"])[0]
-            before = said
+            before = output
     return logits, decisions
 
 

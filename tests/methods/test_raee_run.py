@@ -309,23 +309,23 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
         p = torch.from_numpy(recorded.logits[row]).double().softmax(1).numpy()
         values = np.where(p.argmax(1) == label, p[:, label], 0)
         near = store.search(opened.rule.embed(encoded.batch([row])), 8).rows[0]
-        for some, told in ((near, apart), (lot[row], by_lot)):
-            told.append(np.abs(np.mean([store.values[each] for each in some], axis=0) - values).mean())
+        for some, report in ((near, apart), (lot[row], by_lot)):
+            report.append(np.abs(np.mean([store.values[each] for each in some], axis=0) - values).mean())
     assert found["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
     assert found["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6) and found["by lot"] != found["neighbours"]
 
 
 def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(capsys, base, own, task_folder, task):
     given = ("evaluate", own, "--task", task_folder, "--neighbours", 2)
-    said, opened = answer(capsys, *given)["neighbours"], load_run(own)
+    output, opened = answer(capsys, *given)["neighbours"], load_run(own)
     store, rows = opened.rule.datastore, task.split(task.default_split)
     inputs = opened.encode(rows.texts[:2]).batch(slice(None))
     queries = np.asarray(opened.rule.embed(inputs))
     near = exact_search(store.embeddings, queries / np.linalg.norm(queries, axis=1, keepdims=True), 3)
     plan = opened.rule.plan(inputs)
-    assert [each["text"] for each in said] == [" / ".join(text) for text in rows.texts[:2]]
-    assert [each["layer"] for each in said] == [opened.exits[k] for k in plan]
-    for each, stored, distances in zip(said, near.rows, near.distances):
+    assert [each["text"] for each in output] == [" / ".join(text) for text in rows.texts[:2]]
+    assert [each["layer"] for each in output] == [opened.exits[k] for k in plan]
+    for each, stored, distances in zip(output, near.rows, near.distances):
         assert [one["text"] for one in each["neighbours"]] == [" / ".join(store.texts[row]) for row in stored]
         assert [one["label"] for one in each["neighbours"]] == [task.label_names[store.labels[row]] for row in stored]
         assert [one["weight"] for one in each["neighbours"]] == pytest.approx(list(distances[0] / distances), rel=1e-4)
@@ -336,7 +336,7 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
             assert one["votes"] == [layer for layer, vote in zip(opened.exits, votes) if vote]
     assert called(*given) == 0
     printed = capsys.readouterr().out
-    assert f"exits after {said[0]['layer']} layers. Its neighbours vote:" in printed
+    assert f"exits after {output[0]['layer']} layers. Its neighbours vote:" in printed
     assert printed.count("\n    1.00 for ") == 2
     assert "--neighbours is for runs of raee" in refused(capsys, "evaluate", base, *given[2:])
 
@@ -475,17 +475,17 @@ def test_calm_through_a_prompt_runs_as_many_layers_as_sleb_on_rows_that_it_may_s
     found, _ = measures.of_compared(run, task, None)
 
     def left(split):
-        said = [list(p_of_label_words(run.model.backbone, run.tokenizer, ids)) for ids in run.encode(split.texts).ids]
-        return said, np.array([[abs(p[0] - p[1]) for p in each[:-1]] for each in said])
+        output = [list(p_of_label_words(run.model.backbone, run.tokenizer, ids)) for ids in run.encode(split.texts).ids]
+        return output, np.array([[abs(p[0] - p[1]) for p in each[:-1]] for each in output])
 
     def depth(gaps, gap):
         return np.where((gaps >= gap).any(axis=1), (gaps >= gap).argmax(axis=1), 2) + 1
 
     _, seen = left(collecting.untrained_rows(run, task))
-    said, gaps = left(task.split("dev"))
+    output, gaps = left(task.split("dev"))
     gap = min(np.percentile(seen, range(101)), key=lambda gap: abs(depth(seen, gap).mean() - 2))
     layers = depth(gaps, gap)
-    right = [each[at - 1].argmax() == label for each, at, label in zip(said, layers, task.split("dev").labels)]
+    right = [each[at - 1].argmax() == label for each, at, label in zip(output, layers, task.split("dev").labels)]
     assert found["CALM layers"] == layers.mean() and found["CALM"] == pytest.approx(np.mean(right))
 
 

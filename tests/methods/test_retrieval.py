@@ -715,9 +715,9 @@ def run_and_kill(script, folder, seconds):
 @pytest.mark.parametrize("moment", range(KILLS))
 def test_kill_9_while_adding_leaves_the_old_datastore_or_the_new_one(tmp_path, moment):
     filled(40, name="part 0").save(tmp_path / "store")
-    said = run_and_kill(ADDING, tmp_path / "store", np.random.default_rng(moment).uniform(0, 0.3))
+    output = run_and_kill(ADDING, tmp_path / "store", np.random.default_rng(moment).uniform(0, 0.3))
     store = Datastore.load(tmp_path / "store", ENCODER)
-    done = int(said[-1]) if said else 0
+    done = int(output[-1]) if output else 0
     parts = (len(store) - 40) // 30  # each step adds 40 rows and deletes 10
     assert parts in (done, done + 1) and len(store) == 40 + 30 * parts
     everything = [(f"part {part} {row}",) for part in range(parts + 1) for row in range(40)]

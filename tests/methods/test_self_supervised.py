@@ -261,7 +261,7 @@ def test_calibrated_thresholds_drive_generation_and_inf_is_plain_decoding(tmp_pa
     train_heads(model, texts, texts[:5], tmp_path, replace(QUICK, epochs=20), penalty=0.0)
     observed = observe(record_texts(model, texts), "breaking_ties")
     rule = calibrate(observed, 0.8, measure="breaking_ties")
-    assert all(kept >= 0.8 for kept in agreement(observed, rule))
+    assert all(remaining >= 0.8 for remaining in agreement(observed, rule))
     given = [Text(prompt, len(prompt) - 1) for prompt in PROMPTS]
     written = model.write(given, rule, max_new_tokens=12)
     assert {layers for text in written for layers in text.layers_run} > {3}

@@ -57,12 +57,12 @@ def test_rows_are_added_and_deleted_as_in_one_index():
     gone = [0, 3, 4, 100, 199]
     store.delete(gone)
     store.add(drawn(230)[200:], np.ones((30, 2)), np.arange(200, 230), [("new",)] * 30)
-    kept = np.delete(np.arange(230), gone)
-    np.testing.assert_array_equal(store.labels, kept)
-    unit = vectors[kept] / np.linalg.norm(vectors[kept], axis=1, keepdims=True)
+    remaining = np.delete(np.arange(230), gone)
+    np.testing.assert_array_equal(store.labels, remaining)
+    unit = vectors[remaining] / np.linalg.norm(vectors[remaining], axis=1, keepdims=True)
     np.testing.assert_allclose(store.embeddings, unit, atol=1e-6)
     queries = drawn(20, seed=1)
-    np.testing.assert_array_equal(store.search(queries, 12).rows, nearest(vectors[kept], queries, 12)[0])
+    np.testing.assert_array_equal(store.search(queries, 12).rows, nearest(vectors[remaining], queries, 12)[0])
     part = store.take(slice(10, 60))
     assert part.shards == 3 and len(part) == 50
 

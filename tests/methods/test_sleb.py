@@ -46,21 +46,21 @@ def data():
     return TextData(texts * 5, every=True)  # more than a batch
 
 
-def built(decoder, kept):
+def built(decoder, remaining):
     """The short model, of copies: an oracle."""
     short = deepcopy(decoder)
-    short.layers = torch.nn.ModuleList(short.layers[layer] for layer in kept)
+    short.layers = torch.nn.ModuleList(short.layers[layer] for layer in remaining)
     return short
 
 
-def loss_by_hand(decoder, data, kept):
+def loss_by_hand(decoder, data, remaining):
     """Text by text, token by token, in float64."""
-    short, losses = built(decoder, kept), []
+    short, losses = built(decoder, remaining), []
     for text in data.texts:
         ids = torch.tensor([text.ids])
         hidden, context = short.embed(Tensors(ids)), short.context(Tensors(ids))
         with torch.no_grad():
-            for depth in range(len(kept)):
+            for depth in range(len(remaining)):
                 hidden = short.run_layers(hidden, context, depth, depth + 1)
             logits = short.lm_logits(hidden)[0].double().numpy()
         for at, token in enumerate(text.ids[1:]):
@@ -69,21 +69,21 @@ def loss_by_hand(decoder, data, kept):
 
 
 def searched_by_hand(decoder, data, count):
-    kept, losses = list(range(LAYERS)), []
+    remaining, losses = list(range(LAYERS)), []
     for _ in range(count):
-        options = [[*kept[:at], *kept[at + 1 :]] for at in range(1, len(kept) - 1)]
+        options = [[*remaining[:at], *remaining[at + 1 :]] for at in range(1, len(remaining) - 1)]
         found = [loss_by_hand(decoder, data, option) for option in options]
-        kept = options[int(np.argmin(found))]
+        remaining = options[int(np.argmin(found))]
         losses.append(min(found))
-    return kept, losses
+    return remaining, losses
 
 
 def test_the_loss_without_each_layer_is_that_of_a_model_without_it(decoder, data):
-    kept = [0, 1, 3, 4, 5]
-    losses = next_token_losses(decoder, data, kept)
-    expected = [loss_by_hand(decoder, data, [*kept[:at], *kept[at + 1 :]]) for at in (1, 2, 3)]
+    remaining = [0, 1, 3, 4, 5]
+    losses = next_token_losses(decoder, data, remaining)
+    expected = [loss_by_hand(decoder, data, [*remaining[:at], *remaining[at + 1 :]]) for at in (1, 2, 3)]
     np.testing.assert_allclose(losses[1:-2], expected, atol=EXACT)
-    assert losses[-1] == pytest.approx(loss_by_hand(decoder, data, kept), abs=EXACT)
+    assert losses[-1] == pytest.approx(loss_by_hand(decoder, data, remaining), abs=EXACT)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3"])
@@ -103,27 +103,27 @@ def test_a_short_decoder_is_saved_and_loaded_as_any(kind, tmp_path):
 def test_the_search_is_the_greedy_one_over_models_that_are_built_anew(decoder, data):
     model = ShortDecoder(decoder)
     records = search(model, data, data, Config(share=0.5))
-    kept, losses = searched_by_hand(decoder, data, 3)
-    assert model.kept_layers == kept and model.exits == (3,) and model.whole.exits == (LAYERS,)
+    remaining, losses = searched_by_hand(decoder, data, 3)
+    assert model.kept_layers == remaining and model.exits == (3,) and model.whole.exits == (LAYERS,)
     np.testing.assert_allclose([record["loss"] for record in records[1:]], losses, atol=EXACT)
     gone = [int(record["stage"].split()[-1]) - 1 for record in records[1:]]
-    assert sorted(gone + kept) == list(range(LAYERS))
+    assert sorted(gone + remaining) == list(range(LAYERS))
 
 
 @pytest.mark.parametrize("idle", [0, 2, 4, 5])
-def test_a_layer_that_adds_nothing_goes_first_unless_it_is_the_first_or_the_last(decoder, idle):
+def test_a_layer_that_adds_nothing_goes_first_unless_it_is_the_first_or_the_last(decoder, unused):
     """Of text that the model wrote itself: no other model is likelier to have written it."""
-    layer = decoder.layers[idle]
+    layer = decoder.layers[unused]
     with torch.no_grad():
         layer.attention_output.weight.zero_()
         layer.down.weight.zero_()
     own = TextData(generated_texts(decoder, [[1], [2]], 16, 30), every=True)
     model = ShortDecoder(decoder)
     records = search(model, own, own, Config(share=0.2))
-    if idle in (0, LAYERS - 1):
-        assert idle in model.kept_layers
+    if unused in (0, LAYERS - 1):
+        assert unused in model.kept_layers
     else:
-        assert model.kept_layers == [layer for layer in range(LAYERS) if layer != idle]
+        assert model.kept_layers == [layer for layer in range(LAYERS) if layer != unused]
         assert records[1]["loss"] == pytest.approx(records[0]["loss"], abs=EXACT)
 
 

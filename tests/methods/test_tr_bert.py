@@ -182,11 +182,11 @@ def forced(*paths):
     turns = iter(range(2))
 
     def draw(logits):
-        said, turn = torch.zeros_like(logits, dtype=torch.bool), next(turns)
+        output, turn = torch.zeros_like(logits, dtype=torch.bool), next(turns)
         for row, path in enumerate(paths):
             for token, keeps in enumerate(path[turn], start=1):
-                said[row, token] = keeps
-        return said
+                output[row, token] = keeps
+        return output
 
     return draw
 
@@ -198,10 +198,10 @@ def chances_by_hand(model, path):
         hidden = model.backbone.layers[start](hidden, None)
         chances = torch.sigmoid(model.selectors[number](hidden[0].detach())[1:, 0])
         p = torch.ones((), dtype=torch.float64)
-        for chance, kept in zip(chances, keeps):
-            p = p * (chance if kept else 1 - chance)
+        for chance, remaining in zip(chances, keeps):
+            p = p * (chance if remaining else 1 - chance)
         found.append((p, hidden.shape[1]))
-        hidden, start = hidden[:, [0, *(t for t, kept in enumerate(keeps, start=1) if kept)]], stop
+        hidden, start = hidden[:, [0, *(t for t, remaining in enumerate(keeps, start=1) if remaining)]], stop
     return found
 
 

@@ -178,8 +178,8 @@ def fine_tuned(request, tmp_path):
     prefix, head = ("model.", "score") if kind == "llama" else (f"{kind}.", "classifier")
 
     def classifier(tensors):
-        kept = {name: t for name, t in tensors.items() if name.startswith(prefix) and "pooler" not in name}
-        return kept | {f"{head}.weight": torch.ones(2, 24), f"{head}.bias": torch.ones(2)}
+        remaining = {name: t for name, t in tensors.items() if name.startswith(prefix) and "pooler" not in name}
+        return remaining | {f"{head}.weight": torch.ones(2, 24), f"{head}.bias": torch.ones(2)}
 
     rewrite(folder, classifier)
     config_with(architectures=[f"{kind.title()}ForSequenceClassification"])(folder)
@@ -426,7 +426,7 @@ def test_nothing_is_unpickled():
 @pytest.mark.parametrize("kind", ("bert", "deberta-v2", "modernbert", "distilbert", "electra", "mpnet", "llama", "phi"))
 @pytest.mark.parametrize("value", (10**60, 10**400, 2**63 - 1, "x" * 10_000, [[]], {"a": {}}), ids=lambda v: str(v)[:9])
 def test_a_value_that_no_config_has_is_one_short_line_or_changes_nothing(tmp_path, kind, value):
-    folder, told = shutil.copytree(GOLDEN / kind, tmp_path / "model"), 0
+    folder, report = shutil.copytree(GOLDEN / kind, tmp_path / "model"), 0
     keys = json.loads((folder / "config.json").read_text()).keys()
     for key in sorted(keys | {"rope_scaling", "rope_theta", "pad_token_id", "eos_token_id", "head_dim"}):
         shutil.copy(GOLDEN / kind / "config.json", folder)
@@ -435,8 +435,8 @@ def test_a_value_that_no_config_has_is_one_short_line_or_changes_nothing(tmp_pat
             assert loads_as_before(folder, kind)
         except ValueError as error:
             assert "\n" not in str(error) and str(folder) in str(error) and len(str(error)) < 400 + len(str(folder))
-            told += 1
-    assert told > 8
+            report += 1
+    assert report > 8
 
 
 # ---- What is written ----
@@ -490,7 +490,7 @@ def flipped(content, position, bit):
 
 
 def test_a_bit_flipped_anywhere_in_a_saved_file_is_told_or_changes_nothing(tmp_path):
-    folder, rng, told = tmp_path / "saved", random.Random(0), 0
+    folder, rng, report = tmp_path / "saved", random.Random(0), 0
     save_backbone(load_backbone(GOLDEN / "bert"), folder)
     path = folder / "model.safetensors"
     content = path.read_bytes()
@@ -502,10 +502,10 @@ def test_a_bit_flipped_anywhere_in_a_saved_file_is_told_or_changes_nothing(tmp_p
             assert loads_as_before(folder)
         except (ValueError, FileNotFoundError) as error:
             assert "\n" not in str(error) and str(folder) in str(error)
-            told += 1
+            report += 1
         else:
             assert 8 <= place < header
-    assert told > 0.9 * len(places)
+    assert report > 0.9 * len(places)
 
 
 def test_a_flipped_weight_is_told_by_its_checksum(saved):

@@ -79,8 +79,8 @@ class CondBert(nn.Module):
         scores = scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
         attended = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
         hidden = self.norm(at + "attention_norm", hidden + self.linear(at + "attention_output", attended))
-        fed = self.linear(at + "down", F.gelu(self.linear(at + "up", hidden)))
-        return self.norm(at + "output_norm", hidden + fed)
+        given_inputs = self.linear(at + "down", F.gelu(self.linear(at + "up", hidden)))
+        return self.norm(at + "output_norm", hidden + given_inputs)
 
     def read(self, k: int, hidden: Tensor, mask: Tensor) -> Tensor:
         """The head of exit k on the mean over tokens: (B, T, D) -> (B, C)."""

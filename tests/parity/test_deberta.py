@@ -251,17 +251,17 @@ def test_random_configs_are_equal_to_transformers_and_written_as_they_are_read(k
     model = theirs(kind, config, seed)
     model.save_pretrained(tmp_path / "theirs")
     ids, mask, types = batch = drawn_batch(config, seed)
-    said = model(ids, attention_mask=mask, token_type_ids=types, output_hidden_states=True)
+    output = model(ids, attention_mask=mask, token_type_ids=types, output_hidden_states=True)
     ours, real = load_backbone(tmp_path / "theirs"), mask.bool()
     states = ours.hidden_states(*batch)
-    for state, expected in zip(states, said.hidden_states, strict=True):
+    for state, expected in zip(states, output.hidden_states, strict=True):
         assert_close(state[real], expected[real], RANDOM_TOLERANCE)
-    assert_close(ours.lm_logits(states[-1])[real], said.logits[real], RANDOM_TOLERANCE)
+    assert_close(ours.lm_logits(states[-1])[real], output.logits[real], RANDOM_TOLERANCE)
 
     save_backbone(ours, tmp_path / "ours")
-    again, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
-    assert_close(again.eval()(ids, attention_mask=mask, token_type_ids=types).logits[real], said.logits[real])
+    again, report = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert_close(again.eval()(ids, attention_mask=mask, token_type_ids=types).logits[real], output.logits[real])
 
 
 # ---- The equations ----

@@ -177,7 +177,7 @@ def logits_by_definition(model, prompt, tokens, layers, missing_kv):
     those (recompute) or that at its exit (copy_state).
     """
     heads = {layer: head for layer, head in zip(EXITS, [*model.heads, model.backbone.lm_logits])}
-    inputs, said, text = [], [], prompt + tokens[:-1]
+    inputs, output, text = [], [], prompt + tokens[:-1]
     for at, token in enumerate(text):
         states = [model.backbone.embed(Tensors(torch.tensor([[token]])))]
         for depth in range(3):
@@ -187,24 +187,24 @@ def logits_by_definition(model, prompt, tokens, layers, missing_kv):
         step = at - len(prompt) + 1
         if step >= 0:
             layer = layers[step]
-            said.append(heads[layer](states[layer][0, 0]))
+            output.append(heads[layer](states[layer][0, 0]))
             if missing_kv == "copy_state":
                 states[layer:] = [states[layer]] * (4 - layer)
         inputs.append(states)
-    return torch.stack(said).numpy()
+    return torch.stack(output).numpy()
 
 
 def assert_every_exit_says_what_its_definition_says(case, missing_kv):
-    said = [[] for _ in PROMPTS]
+    output = [[] for _ in PROMPTS]
 
     def choose(logits, rows):
         for row, values in zip(rows, logits):
-            said[row].append(values)
-        return [(7 * len(said[row]) + row) % V for row in rows]
+            output[row].append(values)
+        return [(7 * len(output[row]) + row) % V for row in rows]
 
     written = gather(decode(case.segments(missing_kv), PROMPTS, NEW, Drawn(), choose), B)
     with torch.no_grad():
-        for prompt, found, (tokens, layers) in zip(PROMPTS, said, written):
+        for prompt, found, (tokens, layers) in zip(PROMPTS, output, written):
             expected = logits_by_definition(
                 case.opened.model, prompt, tokens, layers, "copy_state" if missing_kv == MODEL else missing_kv
             )
@@ -414,7 +414,7 @@ GRAPH_BUGS = {
         operator.add,
         lambda right, a, b: b if isinstance(a, float) else right(a, b),
     ),
-    "an activation that is another": ("llama", LOWERINGS, F.silu, lambda right, x, **how: LOWERINGS[F.relu](x)),
+    "an activation that is another": ("llama", LOWERINGS, F.silu, lambda right, x, **way: LOWERINGS[F.relu](x)),
     "embeddings not scaled": ("gemma", LOWERINGS, torch.Tensor.new_tensor, lambda right, *about: torch.tensor(1.0)),
     "no Llama 3 scaling": (
         "llama3",
@@ -427,9 +427,9 @@ GRAPH_BUGS = {
         "phi3",
         mini_ee.backbones.cache,
         "graph_cos_sin",
-        lambda right, config, *at, **how: [each / config.rope_scale for each in right(config, *at, **how)],
+        lambda right, config, *at, **way: [each / config.rope_scale for each in right(config, *at, **way)],
     ),
-    "another activation in the policy": ("policies", LOWERINGS, F.gelu, lambda right, x, **how: -right(x, **how)),
+    "another activation in the policy": ("policies", LOWERINGS, F.gelu, lambda right, x, **way: -right(x, **way)),
     "the next head": (
         "llama",
         TokenExits,

@@ -144,8 +144,8 @@ def drawn_batch(seed):
 
 def said_of(model, ids):
     """What transformers says of one row alone: hidden states, the last behind the norm, and logits."""
-    said = model(ids[None], output_hidden_states=True, use_cache=False)
-    return [*said.hidden_states, said.logits]
+    output = model(ids[None], output_hidden_states=True, use_cache=False)
+    return [*output.hidden_states, output.logits]
 
 
 def cached(model, ids, mask, cuts):
@@ -179,8 +179,8 @@ def test_random_configs_are_equal_to_transformers_cached_and_not_and_written_as_
 
     save_backbone(ours, tmp_path / "ours")
     assert load_backbone(tmp_path / "ours").config == ours.config
-    again, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    again, report = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert_close(said_of(again.eval(), ids[0])[-1], said_of(model, ids[0])[-1], 1e-6)
 
 

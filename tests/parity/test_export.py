@@ -121,8 +121,8 @@ def alone(inputs, row):
 def torch_logits(model, inputs):
     """(B, K, C) as the model itself computes them, not through segments."""
     with torch.no_grad():
-        said = model(*map(torch.from_numpy, (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)))
-    return torch.stack(said, 1).numpy()
+        output = model(*map(torch.from_numpy, (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)))
+    return torch.stack(output, 1).numpy()
 
 
 def engines_of(folder, manifest):
@@ -354,8 +354,8 @@ def test_the_test_of_label_words_can_fail_where_masks_do_not_go_with_their_rows(
     keep = OrtState.keep
 
     def wrong(self, rows):
-        kept = keep(self, rows)
-        return kept._replace(ids=kept.ids | {"input_ids": self.ids["input_ids"][: len(rows)]})
+        remaining = keep(self, rows)
+        return remaining._replace(ids=remaining.ids | {"input_ids": self.ids["input_ids"][: len(rows)]})
 
     monkeypatch.setattr(OrtState, "keep", wrong)
     with pytest.raises(AssertionError):
@@ -555,9 +555,9 @@ def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_t
 def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_have_outliers(tmp_path, kind):
     model = RowExits(backbone_of(kind), EXITS, C).eval()
     write_graphs(model, model.segments(), NeverExit(), tmp_path, "int8")
-    kept = {name for name, value in load_file(tmp_path / "model.safetensors").items() if value.dtype == np.float32}
-    assert "heads.0.dense.weight" in kept and "backbone.layers.0.up.weight" not in kept
-    assert ("backbone.layers.0.down.weight" in kept) == (kind == "llama")
+    remaining = {name for name, value in load_file(tmp_path / "model.safetensors").items() if value.dtype == np.float32}
+    assert "heads.0.dense.weight" in remaining and "backbone.layers.0.up.weight" not in remaining
+    assert ("backbone.layers.0.down.weight" in remaining) == (kind == "llama")
 
 
 @pytest.mark.parametrize("policy", [PolicyNetworks, OneForAll])
@@ -612,7 +612,7 @@ GRAPH_BUGS = {
     "padding read": (
         LOWERINGS,
         F.scaled_dot_product_attention,
-        lambda right, *heads, attn_mask, **how: right(*heads, attn_mask=torch.ones_like(attn_mask), **how),
+        lambda right, *heads, attn_mask, **way: right(*heads, attn_mask=torch.ones_like(attn_mask), **way),
     ),
     "plain positions": (LOWERINGS, torch.Tensor.cumsum, lambda right, x, *axis: x),
     "a layer skipped": (
@@ -835,10 +835,10 @@ def test_the_manifest_says_what_was_exported(exported, run):
 def test_a_guarantee_stays_with_the_rule_that_was_guaranteed(run, tmp_path):
     about = {"guarantee": {"epsilon": 0.9}, "exit_counts": [3, 2, 1], "rule": run.rule.to_dict()}
     guaranteed = run._replace(config=run.config | about)
-    for name, rule, kept in (("own", run.rule, True), ("another", Threshold(0.5), False)):
+    for name, rule, remaining in (("own", run.rule, True), ("another", Threshold(0.5), False)):
         assert export(guaranteed._replace(rule=rule), tmp_path / name)
         manifest = read_json(tmp_path / name / "manifest.json", signed="format_version")
-        assert ("guarantee" in manifest) == ("exit_counts" in manifest) == kept
+        assert ("guarantee" in manifest) == ("exit_counts" in manifest) == remaining
 
 
 @pytest.mark.parametrize(
@@ -1028,9 +1028,9 @@ def test_int8_stores_matrices_in_a_byte_a_weight_and_says_how_far_it_agrees(prec
     assert sum(value.size for value in weights.values() if value.dtype == np.int8 and value.ndim == 2) == matrices
     manifest, answers = read_json(precisions / "int8" / "manifest.json"), Runtime(precisions / "int8").run(TEXTS)
     expected = list(torch_answers(wide_run, TEXTS))
-    said = [(answer.label, answer.exit) for answer in answers]
-    labels = np.mean([answer[0] == each[0] for answer, each in zip(said, expected)])
-    exits = np.mean([answer[1] == each[1] for answer, each in zip(said, expected)])
+    output = [(answer.label, answer.exit) for answer in answers]
+    labels = np.mean([answer[0] == each[0] for answer, each in zip(output, expected)])
+    exits = np.mean([answer[1] == each[1] for answer, each in zip(output, expected)])
     assert manifest["precision"] == "int8" and min(labels, exits) > 0.7
     assert manifest["verified"]["prediction_agreement"] == pytest.approx(labels, abs=0.1)
     assert manifest["verified"]["exit_agreement"] == pytest.approx(exits, abs=0.1)
@@ -1201,7 +1201,7 @@ def test_a_byte_flipped_in_any_file_is_told(copy, name):
 
 def test_sixty_bits_flipped_anywhere_are_told_or_change_nothing(copy):
     """A bit that turns 1e-06 into 1E-06 is the same manifest."""
-    drawn, told, manifest = random.Random(0), 0, read_json(copy / "manifest.json")
+    drawn, report, manifest = random.Random(0), 0, read_json(copy / "manifest.json")
     for _ in range(60):
         path = copy / drawn.choice(FILES)
         content = path.read_bytes()
@@ -1210,11 +1210,11 @@ def test_sixty_bits_flipped_anywhere_are_told_or_change_nothing(copy):
             Runtime(copy, threads=1)
         except ValueError as error:
             assert "\n" not in str(error) and path.name in str(error)
-            told += 1
+            report += 1
         else:
             assert path.name == "manifest.json" and read_json(path) == manifest
         path.write_bytes(content)
-    assert told >= 58
+    assert report >= 58
 
 
 def test_those_tests_can_fail_where_checksums_are_not_compared(copy, monkeypatch):
@@ -1580,7 +1580,7 @@ def answers_in_threads(runtime, expected, seconds, count=8):
     return wrong, done
 
 
-def asked(runtime, count=8):
+def requested(runtime, count=8):
     rules = [None, Patience(1), Threshold(0.7), NeverExit()]
     for number in range(count):
         texts, size, rule = sentences(5 + 3 * number, seed=number), number + 1, rules[number % len(rules)]
@@ -1589,7 +1589,7 @@ def asked(runtime, count=8):
 
 def test_eight_threads_get_the_answers_that_one_gets(by_segment):
     opened = Runtime(by_segment, threads=1)
-    wrong, done = answers_in_threads(opened, list(asked(opened)), seconds=1)
+    wrong, done = answers_in_threads(opened, list(requested(opened)), seconds=1)
     assert not wrong and min(done) > 0
 
 
@@ -1601,8 +1601,8 @@ def test_that_test_can_fail_where_the_state_is_shared(by_segment):
             return self.state
 
     opened = Runtime(by_segment, segments=Shared(by_segment, read_json(by_segment / "manifest.json"), threads=1))
-    assert answers_in_threads(opened, list(asked(opened, 1)), 0.1, count=1)[0] == []
-    wrong, _ = answers_in_threads(opened, list(asked(opened)), seconds=0.3)
+    assert answers_in_threads(opened, list(requested(opened, 1)), 0.1, count=1)[0] == []
+    wrong, _ = answers_in_threads(opened, list(requested(opened)), seconds=0.3)
     assert wrong
 
 
@@ -1682,7 +1682,7 @@ def test_the_command_shares_threads_in_a_process_of_its_own_alone(exported, own,
 
 
 def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_them(exported, monkeypatch, capsys):
-    def asked(*words, own=True):
+    def requested(*words, own=True):
         pools, words = [], list(map(str, words))
         monkeypatch.setattr(sessions, "share_threads", pools.append)
         monkeypatch.setattr(sys, "argv", ["mini-ee", *words])
@@ -1693,10 +1693,10 @@ def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_the
     monkeypatch.setattr("mini_ee.experiments.bench.onnx.bench_onnx", lambda model, seed: iter(()))
     monkeypatch.setattr("mini_ee.experiments.bench.encoders.bench_batch", lambda model, seed: iter(()))
     threads = torch.get_num_threads()
-    assert asked("run", exported, "--threads", threads) == asked("bench", "onnx") == [threads]
-    assert asked("classify", exported, "--text", "a dull song") == [0]
-    assert asked("run", exported, "--engine", "torch") == asked("bench", "batch") == []
-    assert asked("run", exported, own=False) == asked("bench", "onnx", own=False) == []
+    assert requested("run", exported, "--threads", threads) == requested("bench", "onnx") == [threads]
+    assert requested("classify", exported, "--text", "a dull song") == [0]
+    assert requested("run", exported, "--engine", "torch") == requested("bench", "batch") == []
+    assert requested("run", exported, own=False) == requested("bench", "onnx", own=False) == []
 
 
 def test_the_command_run_needs_no_torch(exported, run):

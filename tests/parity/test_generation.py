@@ -124,13 +124,13 @@ def shares(logits, temperature=1.0, top_k=None, top_p=None, penalty=1.0, seen=()
     if top_k is not None:
         ranked = [token for token in ranked if scores[token] >= scores[ranked[min(top_k, len(ranked)) - 1]]]
     total = sum(math.exp(scores[token]) for token in ranked)
-    kept, mass = {}, 0.0
+    remaining, mass = {}, 0.0
     for token in ranked:
         if top_p is not None and mass >= top_p:
             break
-        kept[token] = math.exp(scores[token]) / total
-        mass += kept[token]
-    return [kept.get(token, 0.0) / mass for token in range(len(logits))]
+        remaining[token] = math.exp(scores[token]) / total
+        mass += remaining[token]
+    return [remaining.get(token, 0.0) / mass for token in range(len(logits))]
 
 
 LOGITS = [2.0, -1.0, 0.5, 3.0, 0.5, -2.0, 1.0]
@@ -398,7 +398,7 @@ def test_lossless_rows_end_at_their_stop_tokens():
 
 
 @pytest.mark.parametrize("threshold, asked", [(0.7, 3), (0.8, 1)])
-def test_a_round_goes_on_while_the_head_is_sure_of_its_drafts_in_the_mean_of_the_rows(threshold, asked):
+def test_a_round_goes_on_while_the_head_is_sure_of_its_drafts_in_the_mean_of_the_rows(threshold, requested):
     """Of one row it is wholly sure, of the other by a half: .75."""
     model, prompts, _ = golden("llama")
     calls = []
@@ -411,7 +411,7 @@ def test_a_round_goes_on_while_the_head_is_sure_of_its_drafts_in_the_mean_of_the
 
     options = {"exit_layer": 1, "head": head, "draft": 3, "confidence_threshold": threshold}
     next(generate_lossless(model, prompts[:2], max_new_tokens=8, **options))
-    assert len(calls) == asked
+    assert len(calls) == requested
 
 
 # ---- Bad input ----

@@ -254,14 +254,14 @@ def written_bert(tmp_path_factory):
     )
 
 
-def said(case, **feeds):
+def output(case, **feeds):
     names = [each.name for each in case.session.get_outputs()]
     return SimpleNamespace(**dict(zip(names, case.session.run(None, case.feeds | feeds))))
 
 
 def test_it_says_label_confidence_and_layers_and_stops_by_the_runs_own_thresholds(written_bert):
     case = written_bert
-    expected, found = early_exit(case.model.segments(), case.rule, case.inputs), said(case)
+    expected, found = early_exit(case.model.segments(), case.rule, case.inputs), output(case)
     np.testing.assert_array_equal(found.layers, expected.layers_run)
     np.testing.assert_array_equal(found.label, expected.logits.argmax(1))
     powers = np.exp(expected.logits)
@@ -272,7 +272,7 @@ def test_it_says_label_confidence_and_layers_and_stops_by_the_runs_own_threshold
 def test_other_thresholds_may_be_fed(written_bert):
     case = written_bert
     for values in ((0.4, 0.9), (0.9, 0.4), (-np.inf, 0.0), (np.inf, 0.5), (np.inf, np.inf)):
-        found = said(case, threshold=np.array(values, np.float32))
+        found = output(case, threshold=np.array(values, np.float32))
         expected = early_exit(case.model.segments(), Threshold((*values, 0.0)), case.inputs)
         np.testing.assert_array_equal(found.layers, expected.layers_run)
 
@@ -283,7 +283,7 @@ def test_a_plan_may_be_fed_for_some_rows_and_the_rule_decides_of_the_others(writ
     plan[plan < 0] = unplanned
     by_rule = early_exit(case.model.segments(), case.rule, case.inputs).exit_index
     exit_index = np.where(plan < 0, by_rule, plan)
-    found = said(case, exit_at=plan)
+    found = output(case, exit_at=plan)
     np.testing.assert_array_equal(found.layers, np.array(EXITS)[exit_index])
     logits, *_ = read_every_exit(case.model.segments(), case.inputs)
     np.testing.assert_allclose(found.logits, logits[np.arange(B), exit_index], rtol=0, atol=ATOL)
@@ -327,17 +327,17 @@ def test_a_head_that_nobody_asks_is_not_read(written_bert, tmp_path, feeds, head
 )
 def test_bad_input_is_an_error_and_no_answer(written_bert, feeds):
     with pytest.raises(Exception) as error:  # noqa: B017  onnxruntime has types of its own for each
-        said(written_bert, **feeds)
+        output(written_bert, **feeds)
     assert type(error.value).__module__.startswith("onnxruntime")
 
 
 def test_no_rows_and_ten_thousand_rows(written_bert):
     case = written_bert
     many = {name: np.tile(value, (10_000 // B + 1, 1))[:10_000] for name, value in case.feeds.items()}
-    found = said(case, **many)
-    np.testing.assert_array_equal(found.layers, np.tile(said(case).layers, 10_000 // B + 1)[:10_000])
+    found = output(case, **many)
+    np.testing.assert_array_equal(found.layers, np.tile(output(case).layers, 10_000 // B + 1)[:10_000])
     with pytest.raises(Exception, match="empty set"):
-        said(case, **{name: value[:0] for name, value in case.feeds.items()})
+        output(case, **{name: value[:0] for name, value in case.feeds.items()})
 
 
 def test_nothing_of_ours_is_needed(written_bert, tmp_path):
@@ -351,7 +351,7 @@ assert not {"torch", "mini_ee", "onnx", "tokenizers"} & sys.modules.keys()
     case, given, answer = written_bert, tmp_path / "given.npz", tmp_path / "answer.npz"
     np.savez(given, **case.feeds)
     subprocess.run([sys.executable, "-c", code, case.folder, given, answer], check=True, capture_output=True)
-    found, expected = np.load(answer), said(case)
+    found, expected = np.load(answer), output(case)
     np.testing.assert_array_equal(found["arr_0"], expected.logits)
     np.testing.assert_array_equal(found["arr_1"], expected.layers)
 
@@ -397,8 +397,8 @@ def test_threads_with_rules_of_their_own_feed_their_own(written_bert):
                 self.feeds(other, None)
 
     manifest = {"rule": case.rule.to_dict(), "exits": EXITS}
-    fed = Raced(case.folder, manifest).feeds(Threshold(0.4), None)
-    assert fed["threshold"].tolist() == [np.float32(0.4)] * (K - 1)
+    given_inputs = Raced(case.folder, manifest).feeds(Threshold(0.4), None)
+    assert given_inputs["threshold"].tolist() == [np.float32(0.4)] * (K - 1)
 
 
 def test_a_rule_that_no_graph_can_hold_is_refused_with_its_line_unless_there_are_segments(tmp_path):

@@ -78,13 +78,13 @@ def overflow(rows, monkeypatch):
     run = Session.run
 
     def of_rows(self, inputs, read=True):
-        said = run(self, inputs, read)
+        output = run(self, inputs, read)
         if "input_ids" in inputs:
             for row in (inputs["input_ids"] == huge).any(axis=1).nonzero()[0]:
-                for value in said.values():
+                for value in output.values():
                     if len(value) and value.dtype.kind == "f":
                         value[row] = float("nan")
-        return said
+        return output
 
     def of_prompts(of, self, ids, rows, positions):
         of(self, ids, rows, positions)

@@ -234,20 +234,20 @@ def test_random_configs_are_equal_to_transformers_and_written_as_they_are_read(s
     model.save_pretrained(tmp_path / "theirs")
     if own_head or config["tie_word_embeddings"]:
         as_version_4(tmp_path / "theirs")
-    said = model(**inputs._asdict(), output_hidden_states=True)
-    *states, normed = said.decoder_hidden_states
-    expected = {f"encoder.{depth}": state for depth, state in enumerate(said.encoder_hidden_states)}
+    output = model(**inputs._asdict(), output_hidden_states=True)
+    *states, normed = output.decoder_hidden_states
+    expected = {f"encoder.{depth}": state for depth, state in enumerate(output.encoder_hidden_states)}
     expected |= {f"hidden.{depth}": state for depth, state in enumerate(states)}
     ours = load_backbone(tmp_path / "theirs")
-    assert_states(ours, inputs, expected | {"normed": normed, "lm_logits": said.logits}, RANDOM_TOLERANCE)
+    assert_states(ours, inputs, expected | {"normed": normed, "lm_logits": output.logits}, RANDOM_TOLERANCE)
     assert ours.config.decoder_start_token_id == config["decoder_start_token_id"]
     assert (ours.lm_head is not None) == own_head
 
     save_backbone(ours, tmp_path / "ours")
     assert load_backbone(tmp_path / "ours").config == ours.config
-    again, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
-    assert_close(again.eval()(**inputs._asdict()).logits, said.logits)
+    again, report = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert_close(again.eval()(**inputs._asdict()).logits, output.logits)
 
 
 # ---- The equations ----
@@ -420,12 +420,12 @@ def test_a_classifier_that_transformers_saved_is_read_as_it_reads_it(tmp_path):
     model = transformers.T5ForSequenceClassification(transformers.T5Config(**config)).eval()
     model.save_pretrained(tmp_path / "theirs")
     inputs, ours = drawn_pairs(config, 0), load_backbone(tmp_path / "theirs")
-    said = model.transformer(**inputs._asdict(), output_hidden_states=True)
+    output = model.transformer(**inputs._asdict(), output_hidden_states=True)
     context, hidden = ours.context(inputs), ours.embed(inputs)
-    for depth, expected in enumerate(said.decoder_hidden_states[:2]):
+    for depth, expected in enumerate(output.decoder_hidden_states[:2]):
         assert_close(hidden, expected, RANDOM_TOLERANCE)
         hidden = ours.run_layers(hidden, context, depth, depth + 1)
-    assert_close(F.rms_norm(hidden, hidden.shape[-1:], ours.norm.weight, ours.norm.eps), said.last_hidden_state)
+    assert_close(F.rms_norm(hidden, hidden.shape[-1:], ours.norm.weight, ours.norm.eps), output.last_hidden_state)
 
 
 @pytest.mark.parametrize(

@@ -243,8 +243,8 @@ def test_peft_computes_what_we_compute(kind, tmp_path):
         for k, logits in enumerate(model(ids, mask, torch.zeros_like(ids))[:2]):  # they norm the last layer's states
             base = transformers.AutoModel.from_pretrained(tmp_path / "base").eval()
             adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / f"exit_{k + 1}")).eval()
-            said = adapted(input_ids=ids, attention_mask=mask, decoder_input_ids=start, output_hidden_states=True)
-            assert_close(model.heads[k](said.decoder_hidden_states[k + 1], None), logits)
+            output = adapted(input_ids=ids, attention_mask=mask, decoder_input_ids=start, output_hidden_states=True)
+            assert_close(model.heads[k](output.decoder_hidden_states[k + 1], None), logits)
 
 
 # ---- From a checkpoint to an export ----

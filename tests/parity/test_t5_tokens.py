@@ -61,7 +61,7 @@ def written(model, rule, prompts=PROMPTS, **settings):
     return [(each.tokens, each.layers_run) for each in gather(model.generate(prompts, rule, **settings), len(prompts))]
 
 
-def said(model, k, prompt, tokens):
+def output(model, k, prompt, tokens):
     """What exit k says after the tokens, all read anew without a cache: logits (V,)."""
     pairs = Pairs(torch.tensor([prompt]), None, torch.tensor([[0, *tokens]]))
     hidden = model.backbone.run_layers(model.backbone.embed(pairs), model.backbone.context(pairs), 0, model.exits[k])
@@ -109,7 +109,7 @@ def test_with_recompute_tokens_are_those_of_their_exits_without_a_cache(kind):
         depths = set()
         for prompt, (tokens, layers) in zip(PROMPTS, written(model, rule, missing_kv="recompute")):
             for count, (token, layer) in enumerate(zip(tokens, layers)):
-                assert token == int(said(model, layer - 1, prompt, tokens[:count]).argmax())
+                assert token == int(output(model, layer - 1, prompt, tokens[:count]).argmax())
             depths |= set(layers)
         assert depths == {1, 2, 3} or isinstance(rule, FixedExit | NeverExit)
 
@@ -242,14 +242,14 @@ def test_texts_are_read_as_they_were_written():
         prompt, tokens = text.ids[: text.start + 1], text.ids[text.start + 1 :]
         for count in range(len(tokens)):
             for k in range(3):
-                assert_close(model.classify(k, states[k][at]), said(model, k, prompt, tokens[:count]))
+                assert_close(model.classify(k, states[k][at]), output(model, k, prompt, tokens[:count]))
             at += 1
     record = record_texts(model, texts)
     assert record.groups.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2]
     prompt, tokens = texts[0].ids[:5], texts[0].ids[5:]
     for at in range(4):
         for k in range(3):
-            log_p = said(model, k, prompt, tokens[:at]).log_softmax(-1)
+            log_p = output(model, k, prompt, tokens[:at]).log_softmax(-1)
             assert record.predictions[at, k] == int(log_p.argmax())
             if at < 3:
                 np.testing.assert_allclose(record.logits[at, k, 0], float(log_p[tokens[at]]), atol=1e-5)
@@ -275,7 +275,7 @@ def test_sleb_and_free_look_at_the_tokens_of_the_answers(monkeypatch):
     model, data = exits_of("t5"), TextData(TEXTS)
     inputs, labels = data.batch(np.arange(3), torch.device("cpu"))
     answers = [(text.ids[: text.start + 1], text.ids[text.start + 1 :]) for text in TEXTS]
-    logits = [said(model, 2, prompt, tokens[:at]) for prompt, tokens in answers for at in range(len(tokens))]
+    logits = [output(model, 2, prompt, tokens[:at]) for prompt, tokens in answers for at in range(len(tokens))]
     expected = float(torch.nn.functional.cross_entropy(torch.stack(logits), labels))
     assert next_token_losses(model.backbone, data, (0, 1, 2))[-1] == pytest.approx(expected, abs=1e-5)
     matched = []
@@ -302,12 +302,12 @@ def test_a_method_of_tokens_is_trained_calibrated_and_writes(t5_folder, tmp_path
     with torch.enable_grad():
         found = answer(capsys, "train", "self-supervised", *options, "--texts", 48, "--prompt", "the film was")
     assert found["exits"] == [1, 2, 3]
-    said = answer(capsys, "generate", tmp_path / "run", "--prompt", "the film was very", "--max-new-tokens", 6)
+    output = answer(capsys, "generate", tmp_path / "run", "--prompt", "the film was very", "--max-new-tokens", 6)
     run = load_run(tmp_path / "run")
     ids = run.tokenizer.backend.encode("the film was very").ids
-    assert ids[-1] == 1 and len(said["tokens"]) <= 6
+    assert ids[-1] == 1 and len(output["tokens"]) <= 6
     ((tokens, layers),) = written(run.model, run.rule, [ids], max_new_tokens=6, stop=(1,))
-    assert (said["tokens"], said["layers"]) == (tokens, layers)
+    assert (output["tokens"], output["layers"]) == (tokens, layers)
     lossless = answer(capsys, "generate", tmp_path / "run", "--prompt", "the film", "--max-new-tokens", 6, "--lossless")
     plain = answer(
         capsys, "generate", tmp_path / "run", "--prompt", "the film", "--max-new-tokens", 6, "--rule", "never"
@@ -323,8 +323,8 @@ def test_a_prompt_takes_no_room_from_the_answer(t5_folder, capsys, monkeypatch):
     assert backbone.room([tokenizer.ids_of(long), [5]]) == 511 and random_decoder("llama", 2).room([[5], [6, 7]]) == 38
     monkeypatch.setattr("mini_ee.cli.generate.WRITTEN_TOKENS", 500)
     monkeypatch.setattr(type(backbone.config), "stop_tokens", ())
-    said = answer(capsys, "generate", t5_folder, "--prompt", long)
-    assert said["prompt_tokens"] > 100 and len(said["tokens"]) == 500
+    output = answer(capsys, "generate", t5_folder, "--prompt", long)
+    assert output["prompt_tokens"] > 100 and len(output["tokens"]) == 500
 
 
 def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
@@ -343,11 +343,11 @@ def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
 
 def test_texts_that_begin_with_nothing_are_refused_in_one_line(t5_folder, stories, tmp_path, capsys):  # noqa: F811
     model = ("--model", t5_folder, "--out", tmp_path / "run")
-    said = refused(capsys, "train", "self-supervised", *model, "--text", stories)
-    assert "a t5 generates answers to the prompt of its encoder, no text without one" in said
-    assert "give --task continue or copy" in said
-    said = refused(capsys, "train", "calm", *model)
-    assert "give --text FILE" in said
+    output = refused(capsys, "train", "self-supervised", *model, "--text", stories)
+    assert "a t5 generates answers to the prompt of its encoder, no text without one" in output
+    assert "give --task continue or copy" in output
+    output = refused(capsys, "train", "calm", *model)
+    assert "give --text FILE" in output
 
 
 # ---- The export ----
@@ -409,14 +409,14 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
     train = ("--model", t5_folder, "--exits", "1,3", "--out", tmp_path / "run", "--epochs", 1, "--new-tokens", 8)
     with torch.enable_grad():
         answer(capsys, "train", "self-supervised", *train, "--texts", 16, "--prompt", "the film was")
-    said = answer(capsys, "export", tmp_path / "run", "--out", tmp_path / "out", *options)["verified"]
+    output = answer(capsys, "export", tmp_path / "run", "--out", tmp_path / "out", *options)["verified"]
     (tmp_path / "texts").write_text("the film was good\na very very dull song\n")
     files = (tmp_path / "texts", "--out", tmp_path / "answers", "--max-new-tokens", 6)
     engines = ("onnx", "torch") if options == ("--segments",) else ("onnx",)
     for engine in engines:
         assert answer(capsys, "run", tmp_path / "out", *files, "--engine", engine)["rows"] == 2
     if options == ("--segments",):
-        assert said["max_logit_difference"] < 1e-4 and said["exit_agreement"] == 1
+        assert output["max_logit_difference"] < 1e-4 and output["exit_agreement"] == 1
         run, runtime = load_run(tmp_path / "run"), Runtime(tmp_path / "out", threads=1)
         assert runtime.decoder_start_tokens == [0]
         with pytest.raises(ValueError, match="a value of a wrong type for 'begins_with'"):
@@ -441,5 +441,5 @@ def test_it_is_exported_and_writes_without_torch(t5_folder, tmp_path, capsys, op
         assert [(each.tokens, each.layers) for each in served] == [(each.tokens, each.layers) for each in alone]
         with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
             runtime.generate([[5, 1]], max_new_tokens=512)
-        said = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "page", "--web")
-        assert "--web: expected a decoder that reads prompts, here an encoder reads them; leave it out" in said
+        output = refused(capsys, "export", tmp_path / "run", "--out", tmp_path / "page", "--web")
+        assert "--web: expected a decoder that reads prompts, here an encoder reads them; leave it out" in output

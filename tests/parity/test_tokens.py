@@ -390,9 +390,9 @@ def test_berxits_certainty_of_a_token_becomes_that_of_its_head(tmp_path):
     model.fold()
     states = TextData(counting(20)).states(model)
     with torch.no_grad():
-        said = torch.stack([model.classify(k, state) for k, state in enumerate(states.states.unbind(1))], dim=1)
+        output = torch.stack([model.classify(k, state) for k, state in enumerate(states.states.unbind(1))], dim=1)
         certainty = model.exit_logits(list(states.states.unbind(1))).sigmoid()
-    right = (said.argmax(-1) == states.labels[:, None])[:, :-1]
+    right = (output.argmax(-1) == states.labels[:, None])[:, :-1]
     assert certainty[right].mean() > certainty[~right].mean() + 0.05
     assert certainty.mean().item() == pytest.approx(right.float().mean().item(), abs=0.15)
 

@@ -234,20 +234,22 @@ def test_rouge_l_against_the_full_model_is_the_mean_over_texts(runs, capsys, mon
 
 
 def test_calm_tests_its_rules_on_held_out_texts_that_did_not_propose_them(runs, monkeypatch):
-    run, asked = load_run(runs / "calm"), {"proposing": [], "tested": []}
+    run, requested = load_run(runs / "calm"), {"proposing": [], "tested": []}
     held = TextData([Text([0, *range(20 + at, 28 + at)], 3) for at in range(12)])
     source = Source(run.model.backbone, run.tokenizer, TextOptions(), 0)
     right, write = calm.record_texts, TokenExits.write
     monkeypatch.setattr(
-        calm, "record_texts", lambda model, texts: (asked["proposing"].extend(texts), right(model, texts))[1]
+        calm, "record_texts", lambda model, texts: (requested["proposing"].extend(texts), right(model, texts))[1]
     )
     monkeypatch.setattr(
         TokenExits,
         "write",
-        lambda model, texts, *rest, **config: (asked["tested"].extend(texts), write(model, texts, *rest, **config))[1],
+        lambda model, texts, *rest, **config: (requested["tested"].extend(texts), write(model, texts, *rest, **config))[
+            1
+        ],
     )
     chosen = calm.guaranteed_rule(run.model, source, held)
-    proposing, tested = ({text.ids[1] for text in asked[name]} for name in ("proposing", "tested"))
+    proposing, tested = ({text.ids[1] for text in requested[name]} for name in ("proposing", "tested"))
     assert len(proposing) == 3 and len(tested) == 9 and not proposing & tested
     assert chosen.guarantee is None or (chosen.guarantee["rows"], chosen.guarantee["max_loss"]) == (9, 0.9)
     assert (

@@ -115,10 +115,10 @@ def test_the_client_in_python_refuses_a_missing_folder_and_a_threshold_that_is_n
 
 @in_node
 @pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
-def test_node_predicts_what_python_predicts(exported, fed):
+def test_node_predicts_what_python_predicts(exported, given_inputs):
     folder, other = exported
-    answers = expected(folder, other if fed else None)
-    options = ["--threshold", other] if fed else []
+    answers = expected(folder, other if given_inputs else None)
+    options = ["--threshold", other] if given_inputs else []
     found = [json.loads(line) for line in lines_of(["node", CLIENTS / "answer.mjs", folder, *options], sentences())]
     assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
     confidences = [each.confidence for each in answers]
@@ -137,11 +137,11 @@ def test_node_counts_exits_in_a_row_as_the_run_does(exported, tmp_path):
 
 @in_cpp
 @pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
-def test_cpp_predicts_what_python_predicts(exported, built, fed):
+def test_cpp_predicts_what_python_predicts(exported, built, given_inputs):
     folder, other = exported
-    answers, runtime = expected(folder, other if fed else None), Runtime(folder)
+    answers, runtime = expected(folder, other if given_inputs else None), Runtime(folder)
     rows = [" ".join(map(str, ids)) for ids in runtime.encode(sentences()).ids]
-    fields = [line.split() for line in lines_of([built, folder, *([repr(other)] if fed else [])], rows)]
+    fields = [line.split() for line in lines_of([built, folder, *([repr(other)] if given_inputs else [])], rows)]
     found = [(runtime.label_names[int(label)], int(layers)) for label, layers, _ in fields]
     assert found == [(each.label, each.layers) for each in answers]
     confidences = [each.confidence for each in answers]

@@ -126,7 +126,7 @@ def test_a_full_queue_is_503_with_the_reason(runtime):
         assert {status for status, *_ in found} == {200, 503}
         refused = [(answer, headers) for status, answer, headers in found if status == 503]
         assert all("2 requests are open" in answer["error"] and headers["retry-after"] for answer, headers in refused)
-    assert worker.watch.responses[503] == len(refused)
+    assert worker.observed.responses[503] == len(refused)
 
 
 def test_a_request_is_refused_when_its_deadline_has_passed(runtime):
@@ -134,7 +134,7 @@ def test_a_request_is_refused_when_its_deadline_has_passed(runtime):
         begin = time.perf_counter()
         status, answer, _ = ask(port, {"text": "the film", "deadline_ms": 50})
         assert status == 503 and "the deadline passed" in answer["error"] and time.perf_counter() - begin < 0.28
-    assert worker.watch.requests["late"] == 1 and not worker.watch.requests["cancelled"]
+    assert worker.observed.requests["late"] == 1 and not worker.observed.requests["cancelled"]
 
 
 def held_encoding(engine):

@@ -46,7 +46,7 @@ class Cluster:
     """The program with Ray under it, and what it has said."""
 
     def __init__(self, folder, *options):
-        self.port, self.said = free_port(), []
+        self.port, self.output = free_port(), []
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(line_of(folder, self.port, *options), **piped)
         self._began = threading.Event()
@@ -54,13 +54,13 @@ class Cluster:
         self._reader.start()
 
     def wait(self):
-        assert self._began.wait(120) and self.process.poll() is None, "".join(self.said)
+        assert self._began.wait(120) and self.process.poll() is None, "".join(self.output)
         self.whole()
 
     def _read(self):
-        for said in self.process.stderr:
-            self.said.append(said)
-            if f"http://127.0.0.1:{self.port}" in said:
+        for output in self.process.stderr:
+            self.output.append(output)
+            if f"http://127.0.0.1:{self.port}" in output:
                 self._began.set()
         self._began.set()
 
@@ -83,7 +83,7 @@ class Cluster:
                 if len(found := self.names()) == 2 and not set(found) & set(but):
                     return found
             time.sleep(0.2)
-        raise AssertionError("".join(self.said))
+        raise AssertionError("".join(self.output))
 
     def close(self):
         self.process.terminate()  # a kill would leave some of Ray's processes behind
@@ -184,7 +184,7 @@ def test_a_deadline_is_kept_while_there_is_no_replica(cluster):
 # ---- Another model ----
 def handed_over(cluster, folder, *options):
     """The command that replaces what a cluster serves."""
-    (address,) = re.findall(r"RAY_ADDRESS=([\d.:]+)", "".join(cluster.said))
+    (address,) = re.findall(r"RAY_ADDRESS=([\d.:]+)", "".join(cluster.output))
     line, named = line_of(folder, cluster.port, *options), os.environ | {"RAY_ADDRESS": address}
     return subprocess.run(line, env=named, capture_output=True, text=True, timeout=120)
 
@@ -232,7 +232,7 @@ def test_sigterm_drains_and_no_process_remains(cluster):
     summary = json.loads(cluster.process.stdout.read())
     assert summary["requests"]["answered"] >= sum(status == 200 for status, *_ in found)
     assert len(replicas) == 2 and not any(Path(f"/proc/{replica}").exists() for replica in replicas)
-    assert any("drained" in said for said in cluster.said)
+    assert any("drained" in output for output in cluster.output)
 
 
 # ---- In front of the proxy ----

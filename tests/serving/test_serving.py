@@ -117,7 +117,7 @@ def test_that_test_can_fail(runtime, monkeypatch, bug):
         monkeypatch.setattr(segments, "joined", lambda self, inputs, parts: joined(self, inputs, parts[::-1]))
         rule = RULES["threshold"]
     else:
-        monkeypatch.setattr("mini_ee.export.serving.engines._memory", lambda kept: {})
+        monkeypatch.setattr("mini_ee.export.serving.engines._memory", lambda remaining: {})
         rule = RULES["patience"]
     with pytest.raises((AssertionError, ValueError)):  # some break shapes first
         test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(runtime, rule, True)
@@ -131,7 +131,7 @@ def test_what_has_no_answer_of_full_depth_is_not_put_in_the_shadow(runtime):
             RowEngine(runtime, guarantee=Guarantee(0.5))
 
 
-class Halves(Rule):
+class TwoParts(Rule):
     """Plans by the length of a text, as a rule that retrieves plans from texts."""
 
     name, needs, plans_from_texts = "halves", None, True
@@ -143,7 +143,7 @@ class Halves(Rule):
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 @pytest.mark.parametrize("rule", ["threshold", "patience", "fixed", "halves"])
 def test_shadow_requests_measure_the_agreement_with_the_full_model(runtime, rule, rebatch):
-    rule, guarantee = Halves() if rule == "halves" else RULES[rule], Guarantee(1.0)
+    rule, guarantee = TwoParts() if rule == "halves" else RULES[rule], Guarantee(1.0)
     found, metrics = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
     full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
     agree = [each.label == other.label for each, other in zip(found, full)]
@@ -209,10 +209,10 @@ def test_of_a_decoder_too(decoder, monkeypatch):
 
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
-    engine = RowEngine(runtime, Halves(), rebatch)
+    engine = RowEngine(runtime, TwoParts(), rebatch)
     assert engine.queues[0] == "plan"
     found, metrics = all_at_once(engine, SENTENCES, batch=4)
-    plan = Halves().plan(runtime.encode(SENTENCES).batch(slice(None)))
+    plan = TwoParts().plan(runtime.encode(SENTENCES).batch(slice(None)))
     alone = [runtime.run([text], rule=Planned([k]))[0] for text, k in zip(SENTENCES, plan)]
     assert [(each.label, each.exit) for each in found] == [(each.label, each.exit) for each in alone]
     assert metrics.rows["plan"] == len(SENTENCES)
@@ -545,7 +545,7 @@ def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(
         wait([future for _, future in futures], 60)
         assert sum(worker.lengths().values()) == 0
     assert sorted(ended) == sorted(id(future) for _, future in futures), "one was answered twice, or never"
-    counts = worker.watch.requests
+    counts = worker.metrics.requests
     assert sum(counts.values()) == len(moments) == len(futures) + refused
     assert counts["refused"] == refused > len(moments) / 8
     alone = [(each.label, each.layers) for each in runtime.run(SENTENCES, batch_size=1, rule=engine.rule)]

@@ -233,8 +233,8 @@ def test_every_value_of_the_slider_exits_as_pythons_rule_does(browser, serve, ex
     browser.open(serve(exported), LOADED)
     about, means = read_json(exported / "web.json"), []
     for value, *_ in about["curve"]["points"][::4]:
-        fed = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 11}}
-        layers = assert_says_what_python_says(browser, exported, reviews()[:10], fed, Threshold(value))
+        given_inputs = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 11}}
+        layers = assert_says_what_python_says(browser, exported, reviews()[:10], given_inputs, Threshold(value))
         means.append(np.mean(layers))
     assert means == sorted(means) and means[0] < means[2] < means[-1]
 
@@ -513,9 +513,9 @@ def test_every_value_of_a_decoders_slider_exits_as_pythons_rule_does(browser, se
     values = [float(value) for value, *_ in about["curve"]["points"]]
     between = (np.array(values[1:]) + values[:-1]) / 2  # a point itself is what some token's confidence is
     for value in [*between[::6].tolist(), "inf"]:
-        fed = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 3}}
+        given_inputs = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 3}}
         rule = Threshold(float(value))
-        means.append(np.mean(assert_writes_what_python_writes(browser, exported_decoder, PROMPTS, fed, rule)))
+        means.append(np.mean(assert_writes_what_python_writes(browser, exported_decoder, PROMPTS, given_inputs, rule)))
     assert means[0] < means[2] < means[-1] == 12
 
 
