@@ -314,7 +314,7 @@ def test_a_guarantee_is_broken_where_the_texts_left_over_agree_too_rarely_at_any
     assert 0 < broken < 12
 
 
-@pytest.mark.parametrize("said", [broken_guarantees, calibration.agreement_by_sets])
+@pytest.mark.parametrize("output", [broken_guarantees, calibration.agreement_by_sets])
 def test_quarters_are_drawn_of_four_groups_at_least(output):
     three = Observed(np.full((6, 1), 0.5), np.ones((6, 1), bool), np.array([0, 0, 1, 1, 2, 2]))
     with pytest.raises(ValueError, match="a quarter of the rows or texts: expected at least 4, found 3"):

@@ -252,7 +252,7 @@ def test_what_cannot_be_is_one_line(task_folder, checkpoint_folder, tmp_path):
         ({"head": "linear"}, "no option head"),
         ({"apart": 1.0}, "apart must be a number above 0"),
     ):
-        with pytest.raises(WrongArguments, match=message):
+        with pytest.raises(WrongArguments, match=output):
             train("cat", checkpoint_folder, task_folder, tmp_path / "run", **settings)
 
 

@@ -110,7 +110,7 @@ def test_the_search_is_the_greedy_one_over_models_that_are_built_anew(decoder, d
     assert sorted(gone + remaining) == list(range(LAYERS))
 
 
-@pytest.mark.parametrize("idle", [0, 2, 4, 5])
+@pytest.mark.parametrize("unused", [0, 2, 4, 5])
 def test_a_layer_that_adds_nothing_goes_first_unless_it_is_the_first_or_the_last(decoder, unused):
     """Of text that the model wrote itself: no other model is likelier to have written it."""
     layer = decoder.layers[unused]

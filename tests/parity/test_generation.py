@@ -397,7 +397,7 @@ def test_lossless_rows_end_at_their_stop_tokens():
     assert len({len(text.tokens) for text in expected}) > 1
 
 
-@pytest.mark.parametrize("threshold, asked", [(0.7, 3), (0.8, 1)])
+@pytest.mark.parametrize("threshold, requested", [(0.7, 3), (0.8, 1)])
 def test_a_round_goes_on_while_the_head_is_sure_of_its_drafts_in_the_mean_of_the_rows(threshold, requested):
     """Of one row it is wholly sure, of the other by a half: .75."""
     model, prompts, _ = golden("llama")

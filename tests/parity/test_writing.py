@@ -308,7 +308,7 @@ def test_copying_is_a_task(decoder_folder, text_file, capsys, tmp_path):
     status, line = ask(capsys, "train", "calm", *shared, "--out", tmp_path / "other")
     assert (status, line) == (
         2,
-        "mini-ee train: --task copy: its sentences come from a text; give it with --text FILE",
+        "mini-ee train: --task copy needs a file of text: give --text FILE",
     )
 
 
@@ -387,7 +387,7 @@ def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, t
 def test_a_prompt_is_not_for_stories(decoder_folder, capsys, tmp_path):
     for given in (("--prompt", "a"), ("--greedy",)):
         status, line = ask(capsys, "train", "calm", "--model", decoder_folder, *given, "--out", tmp_path / "run")
-        assert status == 2 and f"{given[0]}: calm learns from stories, which begin anywhere; leave it out" in line
+        assert status == 2 and f"{given[0]}: calm learns from stories, which need no prompt; leave it out" in line
 
 
 def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):

@@ -114,7 +114,7 @@ def test_the_client_in_python_refuses_a_missing_folder_and_a_threshold_that_is_n
 
 
 @in_node
-@pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
+@pytest.mark.parametrize("given_inputs", [False, True], ids=["default", "fed"])
 def test_node_predicts_what_python_predicts(exported, given_inputs):
     folder, other = exported
     answers = expected(folder, other if given_inputs else None)
@@ -136,7 +136,7 @@ def test_node_counts_exits_in_a_row_as_the_run_does(exported, tmp_path):
 
 
 @in_cpp
-@pytest.mark.parametrize("fed", [False, True], ids=["default", "fed"])
+@pytest.mark.parametrize("given_inputs", [False, True], ids=["default", "fed"])
 def test_cpp_predicts_what_python_predicts(exported, built, given_inputs):
     folder, other = exported
     answers, runtime = expected(folder, other if given_inputs else None), Runtime(folder)

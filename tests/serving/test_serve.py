@@ -289,7 +289,7 @@ def test_texts_that_are_cut_are_counted(served, tmp_path, capsys):
     source = lines_of(tmp_path, "the film was good", "the film was good " * 20)
     assert main(["run", *map(str, (served[0], source, "--out", tmp_path / "out", "--json"))]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["rows_truncated"] == 1 and "1 of 2 texts cut to 30 tokens" in printed.err
+    assert json.loads(printed.out)["rows_truncated"] == 1 and "1 of 2 texts were cut to 30 tokens" in printed.err
 
 
 def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):

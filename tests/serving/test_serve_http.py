@@ -126,7 +126,7 @@ def test_a_full_queue_is_503_with_the_reason(runtime):
         assert {status for status, *_ in found} == {200, 503}
         refused = [(answer, headers) for status, answer, headers in found if status == 503]
         assert all("2 requests are open" in answer["error"] and headers["retry-after"] for answer, headers in refused)
-    assert worker.observed.responses[503] == len(refused)
+    assert worker.metrics.responses[503] == len(refused)
 
 
 def test_a_request_is_refused_when_its_deadline_has_passed(runtime):
@@ -134,7 +134,7 @@ def test_a_request_is_refused_when_its_deadline_has_passed(runtime):
         begin = time.perf_counter()
         status, answer, _ = ask(port, {"text": "the film", "deadline_ms": 50})
         assert status == 503 and "the deadline passed" in answer["error"] and time.perf_counter() - begin < 0.28
-    assert worker.observed.requests["late"] == 1 and not worker.observed.requests["cancelled"]
+    assert worker.metrics.requests["late"] == 1 and not worker.metrics.requests["cancelled"]
 
 
 def held_encoding(engine):
@@ -181,7 +181,7 @@ def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runti
         assert worker.metrics.requests["refused"] == 16 and worker._open == 4
         next(iter(worker._encoding)).cancel()
         status, answer, _ = ask(port, {"text": "the film"})
-        assert status == 503 and "4 requests are open, and no more may be" in answer["error"]
+        assert status == 503 and "4 requests are open, with room for 0 more" in answer["error"]
         go.set()
         asking.join()
         assert ask(port, {"text": "the film"})[0] == 200
@@ -545,7 +545,7 @@ def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
         while worker._open < 3:
             time.sleep(0.01)
         status, answer, _ = ask(port, {"texts": ["a meal"] * 2})
-        assert status == 503 and "3 requests are open, and only 1 more may be" in answer["error"] and worker._open == 3
+        assert status == 503 and "3 requests are open, with room for 1 more" in answer["error"] and worker._open == 3
         first.join()
         assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
 

@@ -205,7 +205,7 @@ def test_a_replica_refuses_what_is_above_its_queue(cluster, decoder):
     found = together(cluster.port, [{"text": "the film", "max_new_tokens": 12}] * 32, "/generate")
     assert {status for status, *_ in found} == {200, 503}
     refused = [answer["error"] for status, answer, _ in found if status == 503]
-    assert all(answer.startswith("2 requests are open, and no more may be") for answer in refused)
+    assert all(answer.startswith("2 requests are open, with room for 0 more") for answer in refused)
 
 
 def test_a_decoder_streams_through_ray(cluster, decoder):
