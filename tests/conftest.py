@@ -13,9 +13,10 @@ import tokenizers
 import torch
 
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import load_backbone, save_backbone
+from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
+from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import TokenExits
@@ -202,6 +203,30 @@ def checkpoint_folder(tmp_path_factory):
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def classifier_folder(tmp_path_factory, checkpoint_folder):
+    """The same BERT as transformers writes a fine-tuned classifier, with a drawn head for the labels of task_folder."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "classifier"
+    shutil.copytree(checkpoint_folder, folder)
+    weights = {name: part for name, part in read_tensors(folder / "model.safetensors").items() if "cls." not in name}
+    draw = torch.Generator().manual_seed(1)
+    encoder = load_backbone(folder)
+    with torch.no_grad():
+        texts = [f"the {thing} was {word}" for thing in THINGS for word in GOOD + BAD]
+        inputs = Tokenizer.from_folder(folder, 30).encode([(text,) for text in texts]).batch(slice(None))
+        first = encoder.pooled(encoder(*tensors(inputs)))
+    weight = torch.randn(2, 16, generator=draw)
+    weights |= {
+        "classifier.weight": weight,
+        "classifier.bias": -(first @ weight.T).mean(0),
+    }  # both labels are predicted
+    write_tensors(folder / "model.safetensors", weights)
+    config = read_json(folder / "config.json") | {"architectures": ["BertForSequenceClassification"]}
+    config.pop("sha256", None)
+    write_json(folder / "config.json", config | {"id2label": {"0": "bad", "1": "good"}})
     return folder
 
 

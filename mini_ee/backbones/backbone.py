@@ -148,6 +148,7 @@ class Backbone(nn.Module):
     layers: nn.ModuleList
     lm_head: nn.Module | None
     left_out: tuple[str, ...] = ()  # tensors of the checkpoint that were not loaded, such as those of a classifier
+    classification_head: "FineTunedHead | None" = None  # the own head of a `...ForSequenceClassification`
     untied_head: bool = False  # True: they include a masked-LM head that is not tied to the word embeddings
 
     @classmethod
@@ -331,6 +332,28 @@ def layer_flops(weights: int, attention: int, tokens: int) -> float:
 
 
 # ---- The folder ----
+class HeadLayout(NamedTuple):
+    """The head of a `...ForSequenceClassification`: its linear maps under Hugging Face's names, without prefix.
+
+    pool: the token whose state it reads, "first" or "last". activation: of `dense`, if config.json has no
+    `activation_key`.
+    """
+
+    out: str = "classifier"
+    dense: str | None = None
+    norm: str | None = None  # the final norm of a decoder, before everything else
+    activation: str = "tanh"
+    activation_key: str | None = None
+    pool: str = "first"
+
+
+class FineTunedHead(NamedTuple):
+    """The classification head in a folder. weights: `out.weight`, `dense.bias` and so on -> tensor."""
+
+    layout: HeadLayout
+    weights: dict[str, Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The names of a model type's tensors in a Hugging Face folder.
@@ -339,7 +362,8 @@ class Layout:
     their tensors that ours stacks. prefix: of all names but those of the LM head; classifier_prefix: the same in a
     model for classification, if it differs. architecture: `Bert` for BertModel. renamed: old endings of names ->
     current ones. ignored: a regular expression for tensors that are not loaded. fused: a module of theirs that stacks
-    several of ours in equal shares of rows -> the last parts of our names.
+    several of ours in equal shares of rows -> the last parts of our names. head: that of a fine-tuned classifier; None:
+    such a head is not loaded.
     """
 
     names: dict[str, str]
@@ -349,6 +373,7 @@ class Layout:
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: str = "(?!)"
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    head: HeadLayout | None = None
 
 
 # ---- Configs ----

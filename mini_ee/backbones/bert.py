@@ -24,6 +24,7 @@ from mini_ee.backbones.backbone import (
     Adapt,
     AdaptLayer,
     Backbone,
+    HeadLayout,
     Layout,
     Tensors,
     check_fields,
@@ -343,23 +344,26 @@ _ALBERT_NAMES = _NAMES | {
 }
 
 
-def _layout(prefix: str, architecture: str, names: dict[str, str]) -> Layout:
+def _layout(prefix: str, architecture: str, names: dict[str, str], head: HeadLayout | None = None) -> Layout:
     return Layout(
         names=names,
         prefix=prefix,
         architecture=architecture,
         renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
         ignored=r"(.*\.)?position_ids|cls\.seq_relationship\..*|sop_classifier\..*",
+        head=head,
     )
 
 
 _ROBERTA_HEAD = {"lm_head.dense": "lm_head.dense", "lm_head.norm": "lm_head.layer_norm", "lm_head": "lm_head"}
 
+_ROBERTA_CLASSIFIER = HeadLayout(dense="classifier.dense", out="classifier.out_proj")
+
 BACKBONE = Bert
 LAYOUTS = {
-    "bert": _layout("bert.", "Bert", _NAMES),
+    "bert": _layout("bert.", "Bert", _NAMES, HeadLayout(dense="pooler.dense")),
     "elasticbert": _layout("elasticbert.", "ElasticBert", _NAMES | {"poolers.{i}": "encoder.pooler.{i-1}.dense"}),
-    "roberta": _layout("roberta.", "Roberta", _NAMES | _ROBERTA_HEAD),
-    "xlm-roberta": _layout("roberta.", "XLMRoberta", _NAMES | _ROBERTA_HEAD),
-    "albert": _layout("albert.", "Albert", _ALBERT_NAMES),
+    "roberta": _layout("roberta.", "Roberta", _NAMES | _ROBERTA_HEAD, _ROBERTA_CLASSIFIER),
+    "xlm-roberta": _layout("roberta.", "XLMRoberta", _NAMES | _ROBERTA_HEAD, _ROBERTA_CLASSIFIER),
+    "albert": _layout("albert.", "Albert", _ALBERT_NAMES, HeadLayout(dense="pooler")),
 }

@@ -5,7 +5,15 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Layout, check_fields, check_fixed, is_traced, known_fields, token_places
+from mini_ee.backbones.backbone import (
+    HeadLayout,
+    Layout,
+    check_fields,
+    check_fixed,
+    is_traced,
+    known_fields,
+    token_places,
+)
 from mini_ee.backbones.bert import ACTIVATIONS
 from mini_ee.data.values import shortened
 
@@ -239,4 +247,5 @@ def layout(architecture: str, names: dict[str, str]) -> Layout:
             ),
         ),
         ignored=r"(.*\.)?position_ids|pooler\..*|mask_predictions\..*",
+        head=HeadLayout(dense="pooler.dense", activation="gelu", activation_key="pooler_hidden_act"),
     )

@@ -16,6 +16,7 @@ from mini_ee.backbones.activations import ACTIVATIONS
 from mini_ee.backbones.backbone import (
     LARGEST,
     LARGEST_NUMBER,
+    HeadLayout,
     Layout,
     check_fields,
     check_fixed,
@@ -94,7 +95,8 @@ _PHI3_NAMES = _LLAMA_NAMES | {
 
 def _layout(architecture: str, names: dict[str, str] = _LLAMA_NAMES, fused: tuple = ()) -> Layout:
     ignored = r"(.*\.)?rotary_emb\.inv_freq"
-    return Layout(names=names, prefix="model.", architecture=architecture, ignored=ignored, fused=fused)
+    head = HeadLayout(norm=names["norm"], out="score", pool="last")
+    return Layout(names=names, prefix="model.", architecture=architecture, ignored=ignored, fused=fused, head=head)
 
 
 def _defaults(act: str = "silu", eps: float = 1e-6, tied: bool = False, **more) -> dict:

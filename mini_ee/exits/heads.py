@@ -25,6 +25,8 @@ class ExitHead(nn.Module):
     row. norm: applied to the tokens before pooling. A decoder needs one: its layers do not normalise their sums.
     """
 
+    replaceable = True  # by a head of another kind, see registry.HEADS
+
     def __init__(self, width: int, num_labels: int, pool: str, norm: nn.Module | None = None):
         super().__init__()
         self.pool, self.norm = pool, norm
@@ -82,13 +84,22 @@ def load_head(name: str) -> Callable[[ExitHead], ExitHead]:
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
-    """(B, T, D) -> (B, D): the first token, or the mean over the tokens that are not padding."""
+    """(B, T, D) -> (B, D): the first token, the last one, or the mean over tokens. Padding is on the right."""
     if pool == "first":
         return hidden[:, 0]
+    if pool == "last":
+        return hidden[:, -1] if mask is None else _last(hidden, mask[:, 0, 0])
     if mask is None:
         return hidden.mean(dim=1)
     weights = mask[:, 0, 0, :, None].to(hidden.dtype)  # (B, T, 1)
     return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def _last(hidden: Tensor, real: Tensor) -> Tensor:
+    """The token before the padding: of (B, T) true and false, the last that is true. One product, as a graph has it."""
+    weights = real.to(hidden.dtype)
+    followed = torch.cat((weights[:, 1:], torch.zeros_like(weights[:, :1])), dim=1)
+    return (hidden * (weights - followed)[:, :, None]).sum(dim=1)
 
 
 def exit_heads(backbone: Backbone, count: int, num_labels: int, pool: str) -> nn.ModuleList:

@@ -63,7 +63,7 @@ class ExitModel(nn.Module):
         kind = load_head(name)
         for module in list(self.modules()):
             for place, child in list(module.named_children()):
-                if isinstance(child, ExitHead):
+                if isinstance(child, ExitHead) and child.replaceable:
                     setattr(module, place, kind(child))
             if isinstance(module, ExitModel):  # this model, or one in a cascade
                 module.head = name

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, Text
 from mini_ee.data.settings import Settings, option
+from mini_ee.exits.classification_head import FrozenClassifier
 from mini_ee.exits.heads import INITS
+from mini_ee.exits.row_exits import States
 from mini_ee.exits.token_exits import TextData, TokenExits
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
@@ -81,7 +83,9 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def recipe(model: TokenExits, config: Config) -> list[Stage]:
-    """All heads at once, by Eq. 1. The measures of Fig. 1 are recorded during training."""
+    """All heads at once, by Eq. 1. On tokens the measures of Fig. 1 are recorded during training."""
+    if model.unit == "rows":
+        return [row_stage(model, config)]
     return [
         Stage(
             name="heads",
@@ -98,6 +102,36 @@ def heads_loss(model: TokenExits, batch: Batch, config: Config) -> Tensor:
     """The sum over heads of the mean of Eq. 1 over all positions. The decoder is the teacher: no label is needed."""
     *each_logits, full = model(*batch.inputs)
     return sum(head_loss(logits, full, config.penalty, config.target).mean() for logits in each_logits)
+
+
+def row_stage(model: FrozenClassifier, config: Config) -> Stage:
+    """The same for examples of a fine-tuned classifier. Nothing below the states is trained: they are computed once."""
+    last = len(model.exits) - 1
+
+    def full_logits(model: FrozenClassifier, states: States) -> Tensor:
+        with torch.no_grad():
+            return model.classify(last, states.states[:, last])
+
+    def loss(model: FrozenClassifier, batch: Batch) -> Tensor:
+        losses = [row_loss(model.classify(k, batch.states[k]), batch.targets, config) for k in range(last)]
+        return sum(losses)
+
+    return Stage(
+        name="heads",
+        trainable=lambda name: name.startswith("heads."),
+        loss=loss,
+        score=lambda scores: float(np.mean(scores[:-1])),
+        on_states=True,
+        make_targets=full_logits,
+        settings={"weight_decay": 0.0},
+    )
+
+
+def row_loss(logits: Tensor, full_logits: Tensor, config: Config) -> Tensor:
+    """The mean of Eq. 1 over examples, (N, C), (N, C) -> scalar; of a regression the mean squared difference."""
+    if logits.shape[1] == 1:
+        return nn.functional.mse_loss(logits.float(), full_logits.float())
+    return head_loss(logits, full_logits, config.penalty, config.target).mean()
 
 
 @torch.no_grad()
@@ -148,8 +182,10 @@ def calibration_texts(source: Source) -> list[Text]:
 # ---- The method ----
 
 
-def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> TokenExits:
-    """Heads on the frozen decoder, without adapters."""
+def build(backbone: nn.Module, exits: tuple[int, ...], num_labels: int, pool: str | None, config: Config) -> nn.Module:
+    """Heads on the frozen model: on a decoder's tokens without adapters, or on the examples of a classifier."""
+    if pool is not None:
+        return FrozenClassifier(backbone, exits, num_labels, pool)
     return TokenExits(backbone, exits, config.init)
 
 
@@ -166,13 +202,15 @@ def regular_exits(num_layers: int) -> tuple[int, ...]:
 METHOD = Method(
     Config,
     recipe,
-    units=("tokens",),
+    units=("tokens", "rows"),
     model=build,
     exits=regular_exits,
     default_rule=calibrated_rule,
     defaults={
         "tokens": {"head_lr": 1e-2, "epochs": 20, "kind": "pieces", "rank": None},
+        "rows": {"target": "soft", "head_lr": 1e-3, "epochs": 20},
         "built-in": {"exits": (4, 8, 12), "epochs": 8, "texts": 512},
     },
+    keeps_model=True,
     lacks=("lr", "rank", "weight_decay"),
 )

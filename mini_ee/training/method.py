@@ -46,6 +46,9 @@ class Method:
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
     """The exits, if none are named: their number, evenly spread; None: one after every layer; or a function of the
     number of layers. Tokens always have four."""
+    keeps_model: bool = False
+    """On examples: the model's own classification head is the last exit, nothing of the model is trained, and its
+    predictions are the labels."""
     classes_only: bool = False  # it needs confidences or right predictions, which a regression does not have
     defaults: dict[str, dict] = field(default_factory=dict)
     """unit -> the method's own defaults of options; "built-in" -> those for a built-in model, on the first unit."""

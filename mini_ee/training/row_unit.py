@@ -1,16 +1,18 @@
 """Examples exit: a classifier or a regression learns from a task, and the default rule is tested on held-out rows."""
 
 import hashlib
+import re
 from dataclasses import replace
 
 import numpy as np
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
+from mini_ee.backbones.hub import BUILT_IN_MODEL, generates, label_names
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import Task, holdout
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
+from mini_ee.exits.classification_head import FrozenClassifier
 from mini_ee.exits.row_exits import RowData, RowExits
 from mini_ee.recording import Record, exit_scores, predictions, record, summary
 from mini_ee.training import doubts
@@ -38,6 +40,8 @@ class RowUnit(Unit):
 
     def opened(self, request, task, source):
         found = open_task(task, source)
+        if request.method.keeps_model:
+            _check_labels(found, label_names(request.model), request.model)
         if found.regression and request.method.classes_only:
             raise WrongArguments(
                 f"{request.name} needs the confidence or the accuracy of an exit, and {found.name} is a regression; "
@@ -60,18 +64,21 @@ class RowUnit(Unit):
 
     def data(self, request, backbone, tokenizer, about, say):
         task = request.task
+        if request.method.keeps_model:
+            task = _labelled_by_model(request, backbone, tokenizer)
         parts = split_rows(task, request.seed, request.common.max_train)
         train, held, test = (RowData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts)
         if (train.labels == train.labels[0]).all():
+            found = f"{request.model} predicts" if request.method.keeps_model else "found only"
             raise ValueError(
-                f"{task.name}: the {len(train)} examples to train on all have the label {train.labels[0]}, so there is "
+                f"{task.name}: {found} the label {train.labels[0]} for all {len(train)} examples to train on, so there is "
                 f"nothing to learn; give examples with different labels"
             )
         begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
         return TrainingData(train, held, test, begun_with)
 
     def conclude(self, request, model, fitted, data):
-        common, task, labels = request.common, request.task, data.held.labels
+        common, task, labels = request.common, data.held.task, data.held.labels
         recorded = _recorded(model, data.held, request.train.batch_size)
         tested = recorded.take(slice(0))
         if len(data.more):
@@ -113,6 +120,27 @@ class RowUnit(Unit):
                 f"num_labels must be {expected}, the number of label names, found "
                 f"{shortened(config['num_labels'])}; train the run again"
             )
+
+
+def _check_labels(task: Task, names: tuple[str, ...], model) -> None:
+    """Raise WrongArguments for a task whose labels are not those of a fine-tuned model, in the order of its logits."""
+    generic = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
+    same = [name.casefold() for name in names] == [name.casefold() for name in task.label_names]
+    if len(names) != len(task.label_names) or not (generic or same):
+        expected = f"the labels {', '.join(names)}, as {model} gives them" if names else "numbers as labels"
+        raise WrongArguments(f"{task.name}: expected {expected}, found {', '.join(task.label_names) or 'numbers'}")
+
+
+def _labelled_by_model(request, backbone, tokenizer) -> Task:
+    """The task's train split with what the fine-tuned model itself predicts as labels: a score is an agreement."""
+    task, layers = request.task, backbone.config.num_hidden_layers
+    model = FrozenClassifier(backbone, (layers,), task.num_labels, backbone.poolings[0])
+    rows = task.split("train")
+    encoded = encode(tokenizer, rows.texts, backbone)
+    logits = record(model.segments(), encoded, request.train.batch_size, "the model's own predictions").logits[:, 0]
+    labels = logits[:, 0].astype(np.float32) if task.regression else logits.argmax(axis=1)
+    metrics = task.metrics if task.regression else ("accuracy",)
+    return replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
 
 
 def _recorded(model, data: RowData, batch_size: int) -> Record:

@@ -59,7 +59,7 @@ class Request:
 def train(
     method: str,
     model: str | Path | None = None,
-    task: str | Path | None = None,
+    task: str | Path | Task | None = None,
     out: str | Path = "run",
     resume: bool = False,
     say: Callable[[str], None] = lambda line: None,
@@ -67,7 +67,7 @@ def train(
 ) -> Run:
     """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
 
-    model: folder of a checkpoint (default a built-in one). task: folder of a task (default the built-in reviews), or a
+    model: folder of a checkpoint (default a built-in one). task: a Task, or its folder (default the built-in reviews), or a
     file with split_file=SEED; TaskOptions such as text_column define how it is read. For a decoder's tokens "continue"
     or "copy". An interrupted training leaves the folder `out`.training, from which `resume` continues. Raises
     FileExistsError if `out` or its unfinished training exists; WrongArguments for options that do not fit the method,
@@ -160,8 +160,10 @@ def _unit_of(method: Method, model: Path | None, task: str | Path | None) -> tup
     return unit, model or unit.built_in
 
 
-def open_task(name: str | Path | None, options: TaskOptions = TaskOptions()) -> Task:
+def open_task(name: str | Path | Task | None, options: TaskOptions = TaskOptions()) -> Task:
     """The task of a folder or file, or the built-in task if none is named, or if no folder has its name."""
+    if isinstance(name, Task):
+        return name
     if name is not None and (str(name) != TOY or Path(name).is_dir()):
         return load_task(name, options)
     if given := options.given():
@@ -232,7 +234,8 @@ def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]
     """Open, read, train and choose the default rule. Returns the arguments of save_run."""
     unit, backbone = request.unit, load_backbone(request.model)
     backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
-    say_left_out(backbone, request.model, say)
+    if not request.method.keeps_model or not backbone.classification_head:
+        say_left_out(backbone, request.model, say)
     tokenizer = Tokenizer.from_folder(request.model, unit.max_length(request, backbone))
     say_beyond(tokenizer, backbone, request.model, say)
     about = _about(request, exits_of(request, backbone.config.num_hidden_layers))

@@ -55,7 +55,7 @@ THRESHOLDS = (1.0, 0.8, 0.6, 0.52, 0.4, 0.2, 0.0)
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
+def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkpoint, task_folder):
     """Trainings and exports, each made once: `run(method, unit)`, `folder(method, unit)`, `exported(method, unit)`."""
     root = tmp_path_factory.mktemp("conformance")
     decoder = root / "decoder"
@@ -74,6 +74,8 @@ def house(tmp_path_factory, checkpoint_folder, decoder_checkpoint, task_folder):
         options |= {"text": stories, "epochs": 1, "batch_size": 16, "new_tokens": 4} if unit == "tokens" else {}
         lacks = load_method(method).lacks
         model, task = models[unit], task_folder if unit == "rows" else None
+        if unit == "rows" and load_method(method).keeps_model:
+            model = classifier_folder
         if load_method(method).train is not None:  # collected on exits that are trained already
             model, options = folder("joint", unit), {}
         options = {name: value for name, value in options.items() if name not in lacks}

@@ -212,7 +212,7 @@ def test_regression_a_single_exit_and_rows_of_one_class_are_refused(tmp_path, ch
             task_folder,
             {"max_train": 1},
             ValueError,
-            "to train on all have the label .; give examples with different labels",
+            "found only the label . for all .* examples to train on.*; give examples with different labels",
         ),
     ):
         with pytest.raises(error, match=message.replace(";", ".*")):

@@ -1,0 +1,65 @@
+"""A fine-tuned classifier as it is: its own head is the last exit, and heads are added after earlier layers."""
+
+import torch
+from torch import Tensor, nn
+
+from mini_ee.backbones.activations import ACTIVATIONS
+from mini_ee.backbones.backbone import Backbone
+from mini_ee.exits.heads import ExitHead
+from mini_ee.exits.row_exits import RowExits
+
+HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
+
+
+class ClassificationHead(ExitHead):
+    """The own head of a `...ForSequenceClassification`: the state of one token, a dense map with its activation if the
+    head has one, and a linear map.
+
+    Raises ValueError for a backbone without such a head, or with an activation that is not known.
+    """
+
+    replaceable = False
+
+    def __init__(self, backbone: Backbone):
+        if backbone.classification_head is None:
+            raise ValueError(
+                f"expected a fine-tuned classifier, a ...ForSequenceClassification in config.json, found a "
+                f"{backbone.config.model_type} without classification head; `mini-ee train joint` trains one"
+            )
+        layout, weights = backbone.classification_head
+        if layout.activation not in HEAD_ACTIVATIONS:
+            known = ", ".join(HEAD_ACTIVATIONS)
+            raise ValueError(f"{layout.activation_key} must be one of {known}, found {layout.activation!r}")
+        num_labels, width = weights["out.weight"].shape
+        super().__init__(width, num_labels, layout.pool, layout.norm and backbone.exit_norm())
+        self.activation = HEAD_ACTIVATIONS[layout.activation]
+        self.out = nn.Linear(width, num_labels, bias="out.bias" in weights)
+        if layout.dense is None:
+            self.dense = None
+        self.load_state_dict(weights)
+        self.dropout = nn.Identity()  # nothing of it is trained
+        self.requires_grad_(False)
+
+    def inner(self, state: Tensor) -> Tensor:
+        """What the last linear map reads, (B, D)."""
+        return state if self.dense is None else self.activation(self.dense(state))
+
+
+class FrozenClassifier(RowExits):
+    """A fine-tuned classifier, or regression, whose backbone and head stay as they are; the other heads are trained.
+
+    Raises ValueError if the checkpoint has no classification head, or one with another number of labels.
+    """
+
+    holds_backbone = False
+
+    def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str):
+        super().__init__(backbone, exits, num_labels, pool)
+        own = ClassificationHead(backbone)
+        if own.out.out_features != num_labels:
+            raise ValueError(f"expected a head of {num_labels} labels, found one of {own.out.out_features}")
+        self.heads[-1] = own
+
+    def learns(self, name: str) -> bool:
+        """Whether a training may change the parameter of this name."""
+        return super().learns(name) and not name.startswith(f"heads.{len(self.exits) - 1}.")
