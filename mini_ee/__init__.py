@@ -13,6 +13,7 @@ PUBLIC = {
     "save_backbone": "mini_ee.backbones.hub",
     "train": "mini_ee.training.train_run",
     "load_run": "mini_ee.training.run_folder",
+    "add_exits": "mini_ee.export.add_exits",
     "WrongArguments": "mini_ee.errors",
     "NeverExit": "mini_ee.rules",
     "FixedExit": "mini_ee.rules",

@@ -13,6 +13,8 @@ Every parameter is drawn at random, norms and biases too: a norm that forgets it
                                     T5: decoder_input_ids and encoder.{0..L} besides, the last normed too
     provenance.json                 command, seed, versions
 
+In classifiers/ there is a fine-tuned classifier of each family; expected.safetensors holds its logits.
+
 The tests need none of this: they read the files. This script imports nothing of mini_ee.
 """
 
@@ -179,6 +181,20 @@ def make(name: str, model_class: type, config, lengths: tuple[int, ...] = (9, 6,
     write(name, run(model, draw_batch(config, generator, lengths)))
 
 
+def make_classifier(kind: str, num_labels: int, **config) -> None:
+    """A ...ForSequenceClassification of two layers, and its logits for rows that are padded on the right."""
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = SIZES | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    config = transformers.AutoConfig.for_model(kind, **sizes, num_labels=num_labels, pad_token_id=0, **config)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    randomise(model, generator)
+    model.save_pretrained(GOLDEN / "classifiers" / kind)
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [1]])).long()
+    batch = {"input_ids": torch.randint(3, 64, mask.shape, generator=generator) * mask, "attention_mask": mask}
+    with torch.no_grad():
+        write(f"classifiers/{kind}", batch | {"logits": model(**batch).logits})
+
+
 def make_elasticbert() -> None:
     """A BERT under ElasticBERT's names, with a pooler at every layer."""
     generator = torch.Generator().manual_seed(SEED)
@@ -320,6 +336,18 @@ if __name__ == "__main__":
         phi3 |= {"rope_parameters": dict(PHI3_ROPE), "original_max_position_embeddings": original}
         phi3 |= {"pad_token_id": None, "eos_token_id": None}
         make_decoder(name, transformers.Phi3ForCausalLM, transformers.Phi3Config(**phi3))
+    make_classifier("bert", 3)
+    make_classifier("roberta", 2)
+    make_classifier("albert", 1, embedding_size=6)
+    make_classifier("deberta", 2, **DEBERTA, pooler_hidden_act="gelu", pooler_hidden_size=8)
+    make_classifier("deberta-v2", 3, **DEBERTA, **DEBERTA_V2, pooler_hidden_act="tanh", pooler_hidden_size=8)
+    make_classifier("llama", 3, num_key_value_heads=1)
+    make_classifier("gemma", 1, num_key_value_heads=1, head_dim=4)
+    make_classifier("phi", 2)
+    make_classifier("mistral", 2, num_key_value_heads=1)
+    make_classifier("qwen2", 3, num_key_value_heads=1)
+    make_classifier("qwen3", 2, num_key_value_heads=1, head_dim=4)
+    make_classifier("phi3", 2, num_key_value_heads=1, eos_token_id=1, bos_token_id=2)
     if "MINI_EE_SHARED" in os.environ:
         make_minilm(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")
         make_stories(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K")

@@ -16,7 +16,7 @@ from mini_ee.data.files import STDOUT, errors_name
 from mini_ee.errors import WrongArguments
 
 GROUPS = {
-    "train": ("demo", "estimate", "train"),
+    "train": ("demo", "add-exits", "estimate", "train"),
     "measure": ("evaluate", "compare", "classify", "generate", "bench", "reproduce"),
     "deploy": ("calibrate", "export", "run", "serve"),
 }
@@ -31,7 +31,7 @@ def parser(argv: list[str]) -> Parser:
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     lines = {}
     for name in [name for name in COMMANDS if argv[:1] == [name]] or COMMANDS:
-        module = import_module(f"mini_ee.cli.{name}")
+        module = _module(name)
         lines[name] = f"  {name:<10} {module.HELP}"
         if name == "train":
             module.add(commands, argv)
@@ -45,6 +45,10 @@ def parser(argv: list[str]) -> Parser:
     return main
 
 
+def _module(command: str):
+    return import_module(f"mini_ee.cli.{command.replace('-', '_')}")
+
+
 def add_common(sub: Parser) -> None:
     """Add the options that every command has."""
     sub.add_argument("--json", action="store_true", help="print one JSON object")
@@ -56,7 +60,7 @@ def add_common(sub: Parser) -> None:
 
 def answer_of(args: Namespace) -> dict:
     """Run the command `args.command`. Returns its JSON answer, with seed, threads and versions."""
-    command = import_module(f"mini_ee.cli.{args.command}")
+    command = _module(args.command)
     if args.command in ("run", "serve"):
         return command.run(args)
     import torch

@@ -120,3 +120,14 @@ class TextOptions(Settings):
         """The `text` of a run's config.json."""
         text, prompt = self.text and str(self.text.resolve()), self.prompt and list(self.prompt)
         return asdict(self) | {"text": text, "prompt": prompt}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddOptions(Settings):
+    """`mini-ee add-exits`: how many predictions must stay the same, and where heads are added."""
+
+    agreement: float = option(0.99, "share of predictions that must equal the model's", above=0, most=1)
+    confidence: float = option(0.95, "confidence of that agreement", above=0, below=1)
+    exits: tuple[int, ...] | None = option(
+        None, "layers with a head, 2,4,6 (default: at most six, evenly spread)", least=1
+    )

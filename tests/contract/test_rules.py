@@ -199,7 +199,7 @@ def test_a_rule_written_as_json_and_read_back_is_the_same_rule(rule):
 
 
 @pytest.mark.parametrize(
-    "asked, there, fits",
+    "requested, there, fits",
     [
         (Threshold(0.5), Threshold((0.1, 0.2, 0.3)), True),
         (Threshold(0.5), Threshold(0.5, "breaking_ties"), False),

@@ -1,0 +1,37 @@
+"""`mini-ee add-exits`: a fine-tuned classifier with exits, from text without labels."""
+
+from pathlib import Path
+
+from mini_ee.cli.command_options import add_options, given_options
+
+HELP = "exits for a fine-tuned model as it is, from text without labels: trained, tested and exported"
+EXAMPLE = "mini-ee add-exits my-classifier --text inputs.txt --out fast"
+
+
+def add(sub) -> None:
+    from mini_ee.training.train_settings import AddOptions
+
+    sub.add_argument("model", type=Path, metavar="MODEL", help="folder of a fine-tuned ...ForSequenceClassification")
+    sub.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files of texts like the model's real inputs, without labels: a text a line, .jsonl, .csv or .tsv",
+    )
+    sub.add_argument("--out", type=Path, default=Path("fast"), metavar="DIR", help="folder to write")
+    add_options(sub, AddOptions)
+
+
+def run(args, say) -> dict:
+    """Train, test, export; returns the summary."""
+    import mini_ee
+    from mini_ee.export.add_exits import line_of, read_texts
+    from mini_ee.training.train_settings import AddOptions
+
+    given = given_options(args, AddOptions) | {"seed": args.seed}
+    summary = mini_ee.add_exits(args.model, read_texts(args.text), args.out, say=say, **given).summary
+    say(line_of(summary))
+    say(f'ONNX: {args.out / "exported"}. Try: echo "A text." | mini-ee run {args.out / "exported"}')
+    return summary | {"out": str(args.out)}

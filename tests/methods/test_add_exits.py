@@ -1,0 +1,141 @@
+"""`mini-ee add-exits`: the model stays as it is, the agreement is that of the exported graph, refusals are one line."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import BAD, GOOD, THINGS
+
+import mini_ee
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.early_exit import early_exit
+from mini_ee.export.add_exits import card, line_of, read_texts, spread
+from mini_ee.export.runtime import Runtime
+from mini_ee.rules import NeverExit
+
+TEXTS = [
+    f"{'very ' * very}{first} {thing} is {'a ' * a}{second}"
+    for thing in THINGS
+    for first in GOOD + BAD
+    for second in GOOD + BAD
+    for very in range(2)
+    for a in range(2)
+]
+EXACT = 1e-6
+"""Of a logit, against the classifier written out; measured maximum 1.2e-7."""
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory, classifier_folder):
+    return mini_ee.add_exits(classifier_folder, TEXTS, tmp_path_factory.mktemp("added") / "fast", agreement=0.9)
+
+
+def test_what_does_not_exit_early_gets_the_models_own_logits(added, classifier_folder):
+    """The oracle is BERT's classifier written out: the pooler's output times the classifier's weights."""
+    inputs = added.run.encode(TEXTS[:40]).batch(slice(None))
+    ids, mask, types = (torch.from_numpy(x) for x in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
+    backbone = load_backbone(classifier_folder)
+    weights = backbone.classification_head.weights
+    with torch.no_grad():
+        pooled = backbone.pooled(backbone(ids, mask, types))
+        expected = (pooled @ weights["out.weight"].T + weights["out.bias"]).numpy()
+    for segments in (added.run.segments(), Runtime(added.run.folder.parent / "exported").segments()):
+        found = early_exit(segments, NeverExit(), inputs).logits
+        np.testing.assert_allclose(found, expected, atol=EXACT if segments.engine == "torch" else 1e-5)
+
+
+def test_the_model_is_not_written_again_and_its_head_is_not_trained(added, classifier_folder):
+    config = read_json(added.run.folder / "config.json")
+    assert config["backbone"]["folder"] == str(classifier_folder) and not (added.run.folder / "backbone").exists()
+    assert added.run.label_names == ["bad", "good"]
+
+
+def test_the_summary_counts_what_the_exported_graph_answers(added):
+    summary, runtime = added.summary, Runtime(added.run.folder.parent / "exported")
+    trained, held, tested = (summary["texts"][key] for key in ("trained", "held_out", "tested"))
+    assert trained == int(0.6 * len(TEXTS)) and trained + held + tested == len(TEXTS)
+    assert sum(summary["exit_counts"]) == tested and summary["exits"] == [1, 2, 3]
+    assert summary["per_exit_agreement"][-1] == 1.0
+    low, high = summary["agreement_interval"]
+    assert low <= summary["agreement"] <= high and summary["layers_saved"] > 0 and summary["speedup"] > 0
+    answers = runtime.run(TEXTS)
+    full = early_exit(runtime.segments(), NeverExit(), runtime.encode(TEXTS).batch(slice(None))).logits.argmax(1)
+    equal = np.mean([answer.label == runtime.label_names[best] for answer, best in zip(answers, full)])
+    assert equal >= 0.9 - 0.05
+
+
+def test_more_layers_run_if_more_must_agree(added, classifier_folder, tmp_path):
+    strict = mini_ee.add_exits(classifier_folder, TEXTS, tmp_path / "strict", agreement=0.999)
+    assert strict.summary["mean_layers"] >= added.summary["mean_layers"]
+    assert strict.summary["guarantee"] is None and "is not guaranteed" in line_of(strict.summary)
+
+
+def test_the_card_and_the_line_say_what_was_measured(added):
+    text = (added.run.folder.parent / "README.md").read_text()
+    assert text == card(added.summary) and line_of(added.summary) in text
+    assert f"on {added.summary['agreement']:.1%} of {added.summary['texts']['tested']:,} test texts" in text
+
+
+def test_exits_are_spread_over_the_layers():
+    assert spread(1) == (1,) and spread(6) == (1, 2, 3, 4, 5, 6) and spread(22) == (4, 7, 11, 15, 18, 22)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "one\n\n two \n", [("one",), (" two ",)]),
+        ("a.txt", "one\tother\n", [("one", "other")]),
+        ("a.txt", '{"text": "one"}\n{"sentence": "two"}\n', [("one",), ("two",)]),
+        ("a.jsonl", '{"text": "one", "label": 1}\n{"text": "two", "label": 0}\n', [("one",), ("two",)]),
+        ("a.csv", "sentence1,sentence2\none,other\n", [("one", "other")]),
+        ("a.tsv", "sentence\tlabel\none\t1\n", [("one",)]),
+    ],
+)
+def test_texts_are_read_from_lines_and_tables(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content)
+    assert read_texts([tmp_path / name]) == expected
+
+
+def few(folder, count=3, content=None):
+    (folder / "few.txt").write_text(content or "".join(f"the film {i}\n" for i in range(count)))
+    return folder / "few.txt"
+
+
+REFUSED = [
+    (lambda tmp, own, plain: [plain, "--text", few(tmp, 200)], "expected a fine-tuned classifier"),
+    (
+        lambda tmp, own, plain: [own, "--text", few(tmp)],
+        "expected at least 100 different texts .* found 3; about",
+    ),
+    (lambda tmp, own, plain: [own, "--text", few(tmp, content="\n")], "expected texts, found none"),
+    (lambda tmp, own, plain: [own, "--text", few(tmp, content="one\none\ttwo\n")], "expected rows of 1 texts"),
+    (lambda tmp, own, plain: [own, "--text", tmp / "none.txt"], "none.txt"),
+    (
+        lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--agreement", "1.5"],
+        "agreement must be a number above 0 and of at most 1",
+    ),
+    (lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--exits", "2"], "exits must ascend .* end at the last"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED)
+def test_wrong_input_is_one_line(argv, message, tmp_path, classifier_folder, checkpoint_folder, capsys):
+    arguments = argv(tmp_path, classifier_folder, checkpoint_folder)
+    assert main(["add-exits", *map(str, arguments), "--out", str(tmp_path / "fast")]) in (1, 2)
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert re.search(message, error), error
+    assert not (tmp_path / "fast" / "exported").exists()
+
+
+def test_the_command_prints_the_summary_as_json(tmp_path, classifier_folder, capsys):
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS[::2]))
+    argv = ["add-exits", classifier_folder, "--text", tmp_path / "in.txt", "--out", tmp_path / "fast", "--json"]
+    assert main([str(word) for word in argv]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["out"] == str(tmp_path / "fast") and answer["exits"] == [1, 2, 3]
+    assert read_json(tmp_path / "fast" / "summary.json")["agreement"] == answer["agreement"]
