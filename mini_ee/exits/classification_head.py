@@ -60,6 +60,6 @@ class FrozenClassifier(RowExits):
             raise ValueError(f"expected a head of {num_labels} labels, found one of {own.out.out_features}")
         self.heads[-1] = own
 
-    def learns(self, name: str) -> bool:
+    def trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
-        return super().learns(name) and not name.startswith(f"heads.{len(self.exits) - 1}.")
+        return super().trainable(name) and not name.startswith(f"heads.{len(self.exits) - 1}.")

@@ -18,7 +18,7 @@ from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_o
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.exits.heads import ExitHead, exit_heads, load_head
-from mini_ee.recording import exit_scores, record
+from mini_ee.recording import predictions, record
 from mini_ee.segments import Reading, Segments
 
 STATES_BATCH = 64  # rows in a batch without training
@@ -238,11 +238,13 @@ class RowData(NamedTuple):
 
     def scores(self, model: RowExits, batch_size: int) -> tuple[list[float], dict]:
         """The task's score at every exit; for classes also the rows for which the last exit is `wrong`."""
-        recorded = record(model.segments(), self.encoded, batch_size)
-        scores = exit_scores(recorded, self.task, self.labels)
-        if self.task.regression:
-            return scores, {}
-        return scores, {"wrong": np.flatnonzero(recorded.logits[:, -1].argmax(axis=1) != self.labels).tolist()}
+        return self.scores_of(record(model.segments(), self.encoded, batch_size).predictions)
+
+    def scores_of(self, predicted: np.ndarray) -> tuple[list[float], dict]:
+        """The same of predictions (N, K)."""
+        scores = [self.task.score(found, self.labels)["score"] for found in predicted.T]
+        more = {} if self.task.regression else {"wrong": np.flatnonzero(predicted[:, -1] != self.labels).tolist()}
+        return scores, more
 
     @torch.no_grad()
     def states(self, model: RowExits) -> "States":
@@ -255,7 +257,7 @@ class RowData(NamedTuple):
                 if states is None:
                     states = torch.empty(len(self), len(model.exits), state.shape[1])
                 states[rows, k] = state.float().cpu()
-        return States(states, torch.from_numpy(self.labels), self.order, self.steps)
+        return States(states, torch.from_numpy(self.labels), self.order, self.steps, self.scores_of)
 
 
 class States(NamedTuple):
@@ -265,9 +267,16 @@ class States(NamedTuple):
     labels: Tensor  # (N,)
     order: Callable[[int, int], Iterator[np.ndarray]]  # as RowData.order
     steps: Callable[[int], int]
+    scores_of: Callable[[np.ndarray], tuple[list[float], dict]] | None = None  # of examples: as RowData.scores_of
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @torch.no_grad()
+    def scores(self, model: nn.Module) -> tuple[list[float], dict]:
+        """As RowData.scores, without running the backbone again. model: in eval mode."""
+        each = [model.classify(k, state).float().numpy(force=True) for k, state in enumerate(self.states.unbind(dim=1))]
+        return self.scores_of(np.stack([predictions(logits) for logits in each], axis=1))
 
     def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """The states of every exit, (N, D) each, and the labels (N,)."""

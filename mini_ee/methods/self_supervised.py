@@ -112,6 +112,10 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
         with torch.no_grad():
             return model.classify(last, states.states[:, last])
 
+    def agreement(model: FrozenClassifier, states: States) -> dict[str, float]:
+        """Mean over the heads of the score against the model's own predictions."""
+        return {"score": float(np.mean(states.scores(model)[0][:-1]))}
+
     def loss(model: FrozenClassifier, batch: Batch) -> Tensor:
         losses = [row_loss(model.classify(k, batch.states[k]), batch.targets, config) for k in range(last)]
         return sum(losses)
@@ -120,8 +124,8 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
         name="heads",
         trainable=lambda name: name.startswith("heads."),
         loss=loss,
-        score=lambda scores: float(np.mean(scores[:-1])),
         on_states=True,
+        validate=agreement,
         make_targets=full_logits,
         settings={"weight_decay": 0.0},
     )

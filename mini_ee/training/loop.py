@@ -109,7 +109,9 @@ class Loop:
                         state.save(optimizer, best)
                 ranks.as_first(own_state(model).values())
                 if scores is None or changes_logits(model, stage):
-                    scores = self.held.scores(model, config.batch_size)
+                    model.eval()
+                    of_states = stage.on_states and stage.validate and held.scores_of
+                    scores = held.scores(model) if of_states else self.held.scores(model, config.batch_size)
                 if self.validate(stage, epoch, held, scores):
                     best = trained_weights(model, stage)
                 state.save(optimizer, best)

@@ -69,7 +69,7 @@ def test_a_wrong_head_would_be_found(kind, bug, monkeypatch):
 def test_nothing_of_the_model_is_trained(kind):
     backbone = load_backbone(GOLDEN / kind)
     model = FrozenClassifier(backbone.without_heads(), (1, 2), 3, backbone.poolings[0])
-    names = [name for name, _ in model.named_parameters() if model.learns(name)]
+    names = [name for name, _ in model.named_parameters() if model.trainable(name)]
     assert names and all(name.startswith("heads.0.") for name in names)
     assert model.own_state().keys() == set(names)
 
