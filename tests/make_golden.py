@@ -185,12 +185,13 @@ def make_classifier(kind: str, num_labels: int, **config) -> None:
     """A ...ForSequenceClassification of two layers, and its logits for rows that are padded on the right."""
     generator = torch.Generator().manual_seed(SEED)
     sizes = SIZES | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
-    config = transformers.AutoConfig.for_model(kind, **sizes, num_labels=num_labels, pad_token_id=0, **config)
+    config = transformers.AutoConfig.for_model(kind, **sizes, num_labels=num_labels, **{"pad_token_id": 0} | config)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     randomise(model, generator)
     model.save_pretrained(GOLDEN / "classifiers" / kind)
     mask = (torch.arange(9) < torch.tensor([[9], [6], [1]])).long()
-    batch = {"input_ids": torch.randint(3, 64, mask.shape, generator=generator) * mask, "attention_mask": mask}
+    batch = {"input_ids": torch.randint(3, 64, mask.shape, generator=generator), "attention_mask": mask}
+    batch["input_ids"] = batch["input_ids"].where(mask.bool(), config.pad_token_id)
     with torch.no_grad():
         write(f"classifiers/{kind}", batch | {"logits": model(**batch).logits})
 
@@ -341,6 +342,12 @@ if __name__ == "__main__":
     make_classifier("albert", 1, embedding_size=6)
     make_classifier("deberta", 2, **DEBERTA, pooler_hidden_act="gelu", pooler_hidden_size=8)
     make_classifier("deberta-v2", 3, **DEBERTA, **DEBERTA_V2, pooler_hidden_act="tanh", pooler_hidden_size=8)
+    make_classifier("xlm-roberta", 2)
+    make_classifier("electra", 2, embedding_size=6)
+    make_classifier("distilbert", 3, dim=8, n_layers=2, n_heads=2, hidden_dim=12)
+    make_classifier("mpnet", 1, pad_token_id=1)
+    modern = {"global_attn_every_n_layers": 2, "local_attention": 4, "classifier_pooling": "mean"}
+    make_classifier("modernbert", 3, **modern, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
     make_classifier("llama", 3, num_key_value_heads=1)
     make_classifier("gemma", 1, num_key_value_heads=1, head_dim=4)
     make_classifier("phi", 2)

@@ -335,16 +335,18 @@ def layer_flops(weights: int, attention: int, tokens: int) -> float:
 class HeadLayout(NamedTuple):
     """The head of a `...ForSequenceClassification`: its linear maps under Hugging Face's names, without prefix.
 
-    pool: the token whose state it reads, "first" or "last". activation: of `dense`, if config.json has no
-    `activation_key`.
+    In this order: `norm`, pooling, `dense`, its activation, `dense_norm`, `out`. pool: the token whose state it reads,
+    "first" or "last", or the "mean". config.json may name another activation or pooling under a key.
     """
 
     out: str = "classifier"
     dense: str | None = None
-    norm: str | None = None  # the final norm of a decoder, before everything else
+    dense_norm: str | None = None
+    norm: str | None = None  # the final norm, of a backbone whose layers end with a sum
     activation: str = "tanh"
     activation_key: str | None = None
     pool: str = "first"
+    pool_key: str | None = None
 
 
 class FineTunedHead(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Self
 
 from mini_ee.backbones import bert
-from mini_ee.backbones.backbone import check_fixed, in_their_words
+from mini_ee.backbones.backbone import HeadLayout, check_fixed, in_their_words
 from mini_ee.backbones.bert import Bert, BertConfig
 
 THEIR_KEYS = {  # ours -> Hugging Face's
@@ -81,5 +81,11 @@ _NAMES = {
 
 BACKBONE = DistilBert
 LAYOUTS = {
-    "distilbert": replace(_OF_BERT, names=_OF_BERT.names | _NAMES, prefix="distilbert.", architecture="DistilBert")
+    "distilbert": replace(
+        _OF_BERT,
+        names=_OF_BERT.names | _NAMES,
+        prefix="distilbert.",
+        architecture="DistilBert",
+        head=HeadLayout(dense="pre_classifier", activation="relu"),
+    )
 }

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Self
 
 from mini_ee.backbones import bert
+from mini_ee.backbones.backbone import HeadLayout
 from mini_ee.backbones.bert import Bert, BertConfig
 
 
@@ -60,5 +61,6 @@ LAYOUTS = {
         prefix="electra.",
         architecture="Electra",
         ignored=r"(.*\.)?position_ids|discriminator_predictions\..*",
+        head=HeadLayout(dense="classifier.dense", out="classifier.out_proj", activation="gelu"),
     )
 }

@@ -44,6 +44,8 @@ OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|
 CLASSIFIES = "ForSequenceClassification"
 """How Hugging Face ends the name of a fine-tuned classifier, or regression, in config.json."""
 
+POOLS = {"cls": "first"}  # Hugging Face's name of a pooling -> ours
+
 CONVERT = (
     'python -c "from glob import glob; from torch import load; from safetensors.torch import save_file; '
     "save_file({name: tensor.contiguous().clone() for file in glob('DIR/pytorch_model*.bin') "
@@ -359,13 +361,15 @@ def _classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Pat
     plain = {
         name.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix): part for name, part in tensors.items()
     }
-    maps = {"norm": layout.head.norm, "dense": layout.head.dense, "out": layout.head.out}
+    parts = ("norm", "dense", "dense_norm", "out")
+    maps = {part: name for part in parts if (name := getattr(layout.head, part))}
     names = {f"{ours}.{leaf}": f"{theirs}.{leaf}" for ours, theirs in maps.items() for leaf in ("weight", "bias")}
     weights = {ours: plain[theirs].float() for ours, theirs in names.items() if theirs in plain}
-    if any(maps[ours] and f"{ours}.weight" not in weights for ours in maps):
+    if any(f"{ours}.weight" not in weights for ours in maps):
         return None
     activation = config.get(layout.head.activation_key, layout.head.activation)
-    return FineTunedHead(layout.head._replace(activation=activation), weights)
+    pool = config.get(layout.head.pool_key, layout.head.pool)
+    return FineTunedHead(layout.head._replace(activation=activation, pool=POOLS.get(pool, pool)), weights)
 
 
 def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config: Any, folder: Path) -> list[str]:

@@ -35,6 +35,7 @@ from mini_ee.backbones.backbone import (
     Adapt,
     AdaptLayer,
     Backbone,
+    HeadLayout,
     Layout,
     check_fields,
     check_fixed,
@@ -391,5 +392,18 @@ _NAMES = {
 
 BACKBONE = ModernBert
 LAYOUTS = {
-    "modernbert": Layout(names=_NAMES, prefix="model.", architecture="ModernBert", fused=(("mlp.Wi", ("gate", "up")),))
+    "modernbert": Layout(
+        names=_NAMES,
+        prefix="model.",
+        architecture="ModernBert",
+        fused=(("mlp.Wi", ("gate", "up")),),
+        head=HeadLayout(
+            norm="final_norm",
+            dense="head.dense",
+            activation="gelu",
+            activation_key="classifier_activation",
+            dense_norm="head.norm",
+            pool_key="classifier_pooling",
+        ),
+    )
 }

@@ -12,8 +12,7 @@ HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
 
 
 class ClassificationHead(ExitHead):
-    """The own head of a `...ForSequenceClassification`: the state of one token, a dense map with its activation if the
-    head has one, and a linear map.
+    """The own head of a `...ForSequenceClassification`, whose parts HeadLayout lists.
 
     Raises ValueError for a backbone without such a head, or with an activation that is not known.
     """
@@ -30,19 +29,24 @@ class ClassificationHead(ExitHead):
         if layout.activation not in HEAD_ACTIVATIONS:
             known = ", ".join(HEAD_ACTIVATIONS)
             raise ValueError(f"{layout.activation_key} must be one of {known}, found {layout.activation!r}")
+        if layout.pool not in ("first", "last", "mean"):
+            raise ValueError(f"{layout.pool_key} must be cls or mean, found {layout.pool!r}")
         num_labels, width = weights["out.weight"].shape
         super().__init__(width, num_labels, layout.pool, layout.norm and backbone.exit_norm())
         self.activation = HEAD_ACTIVATIONS[layout.activation]
+        self.dense = nn.Linear(width, width, bias="dense.bias" in weights) if layout.dense else None
+        self.dense_norm = backbone.exit_norm() if layout.dense_norm else None
         self.out = nn.Linear(width, num_labels, bias="out.bias" in weights)
-        if layout.dense is None:
-            self.dense = None
         self.load_state_dict(weights)
         self.dropout = nn.Identity()  # nothing of it is trained
         self.requires_grad_(False)
 
     def inner(self, state: Tensor) -> Tensor:
         """What the last linear map reads, (B, D)."""
-        return state if self.dense is None else self.activation(self.dense(state))
+        if self.dense is None:
+            return state
+        inner = self.activation(self.dense(state))
+        return inner if self.dense_norm is None else self.dense_norm(inner)
 
 
 class FrozenClassifier(RowExits):

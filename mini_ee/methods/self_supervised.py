@@ -20,6 +20,7 @@ Deviations from the paper, and what it leaves open:
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, Text
 from mini_ee.data.settings import Settings, option
 from mini_ee.exits.classification_head import FrozenClassifier
 from mini_ee.exits.heads import INITS
-from mini_ee.exits.row_exits import States
 from mini_ee.exits.token_exits import TextData, TokenExits
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.method import Method
@@ -108,15 +108,15 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
     """The same for examples of a fine-tuned classifier. Nothing below the states is trained: they are computed once."""
     last = len(model.exits) - 1
 
-    def full_logits(model: FrozenClassifier, states: States) -> Tensor:
+    def full_logits(model: FrozenClassifier, states: Any) -> Tensor:
         with torch.no_grad():
             return model.classify(last, states.states[:, last])
 
-    def agreement(model: FrozenClassifier, states: States) -> dict[str, float]:
+    def agreement(model: FrozenClassifier, states: Any) -> dict[str, float]:
         """Mean over the heads of the score against the model's own predictions."""
         return {"score": float(np.mean(states.scores(model)[0][:-1]))}
 
-    def loss(model: FrozenClassifier, batch: Batch) -> Tensor:
+    def loss(model: FrozenClassifier, batch: Any) -> Tensor:
         losses = [row_loss(model.classify(k, batch.states[k]), batch.targets, config) for k in range(last)]
         return sum(losses)
 

@@ -71,8 +71,8 @@ class RowUnit(Unit):
         if (train.labels == train.labels[0]).all():
             found = f"{request.model} predicts" if request.method.keeps_model else "found only"
             raise ValueError(
-                f"{task.name}: {found} the label {train.labels[0]} for all {len(train)} examples to train on, so there is "
-                f"nothing to learn; give examples with different labels"
+                f"{task.name}: {found} the label {train.labels[0]} for all {len(train)} examples to train on, so "
+                f"there is nothing to learn; give examples with different labels"
             )
         begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
         return TrainingData(train, held, test, begun_with)

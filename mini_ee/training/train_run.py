@@ -67,11 +67,11 @@ def train(
 ) -> Run:
     """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
 
-    model: folder of a checkpoint (default a built-in one). task: a Task, or its folder (default the built-in reviews), or a
-    file with split_file=SEED; TaskOptions such as text_column define how it is read. For a decoder's tokens "continue"
-    or "copy". An interrupted training leaves the folder `out`.training, from which `resume` continues. Raises
-    FileExistsError if `out` or its unfinished training exists; WrongArguments for options that do not fit the method,
-    the model or the task; ValueError if the training diverges.
+    model: folder of a checkpoint (default a built-in one). task: a Task, or its folder (default the built-in reviews),
+    or a file with split_file=SEED; TaskOptions such as text_column define how it is read. For a decoder's tokens
+    "continue" or "copy". An interrupted training leaves the folder `out`.training, from which `resume` continues.
+    Raises FileExistsError if `out` or its unfinished training exists; WrongArguments for options that do not fit the
+    method, the model or the task; ValueError if the training diverges.
     """
     request = make_request(method, model, task, Path(out), resume, options)
     with ranks.together(request.common.device) as device:

@@ -41,11 +41,11 @@ def test_the_logits_of_every_family_are_those_of_transformers(kind):
 def test_every_kind_of_head_is_among_them():
     """One token or the last, with a dense map or without, one number or classes, with a bias or without."""
     found = [load_backbone(GOLDEN / kind).classification_head for kind in KINDS]
-    assert {head.layout.pool for head in found} == {"first", "last"}
+    assert {head.layout.pool for head in found} == {"first", "last", "mean"}
     assert (
         {head.layout.dense is None for head in found} == {True, False} == {"out.bias" in head.weights for head in found}
     )
-    assert {head.layout.activation for head in found} == {"tanh", "gelu"}
+    assert {head.layout.activation for head in found} == {"tanh", "gelu", "relu"}
     assert {len(head.weights["out.weight"]) for head in found} == {1, 2, 3}
 
 
