@@ -1,8 +1,8 @@
 """`mini-ee add-exits`: a fine-tuned classifier with exits, from text without labels. The model itself stays as it is.
 
-Its own head is the last exit. Heads after earlier layers learn what the model predicts (self-supervised exits,
-methods/self_supervised.py). Held-out texts choose the thresholds, and other held-out texts test the agreement with the
-model. So an example that does not exit early gets the model's own logits.
+Its own head is the last exit, so an example that does not exit early gets the model's own logits. Heads after earlier
+layers learn what the model predicts, by the method of the registry that keeps the model (`keeps_model`). Held-out texts
+choose the thresholds, and other held-out texts test the agreement with the model.
 
     out/run/         the run, as `mini-ee train` writes it
     out/exported/    model.onnx and what belongs to it, verified against torch
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.backbones.hub import label_names, read_config
+from mini_ee.backbones.fine_tuned import label_names
+from mini_ee.backbones.hub import read_config
 from mini_ee.data.columns import TaskOptions, columns_of
 from mini_ee.data.files import read_text, write_bytes, write_json
 from mini_ee.data.lines import row_of_line
@@ -27,8 +28,10 @@ from mini_ee.evaluation.row_evaluation import evaluate
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.recording import Record, predictions, record
+from mini_ee.registry import METHODS
 from mini_ee.statistics import share_interval
 from mini_ee.training.holdout import TEST_ROWS, split_rows
+from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import Run, versions
 from mini_ee.training.train_run import train
 from mini_ee.training.train_settings import AddOptions
@@ -77,7 +80,10 @@ def add_exits(
     settings = {"exits": required.exits or spread(layers), "max_train": count, "seed": seed}
     settings |= {"max_loss": round(1 - required.agreement, 6), "confidence": required.confidence}
     unfinished = out / "run.training"
-    run = train("self-supervised", model, task, out / "run", resume=unfinished.exists(), say=say, **settings)
+    method = next((name for name in METHODS if load_method(name).keeps_model), None)
+    if method is None:
+        raise WrongArguments("no method of the registry trains heads on a model that stays as it is")
+    run = train(method, model, task, out / "run", resume=unfinished.exists(), say=say, **settings)
     test = split_rows(task, seed, count).test
     export(run, out / "exported", texts=test.texts, seed=seed)
     summary = _summary(run, Runtime(out / "exported", threads=1), task, test, required)

@@ -26,7 +26,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mini_ee.backbones.backbone import Backbone, FineTunedHead, Layout, some_of
+from mini_ee.backbones.backbone import Backbone, Layout, some_of
+from mini_ee.backbones.fine_tuned import classification_head
 from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
@@ -40,11 +41,6 @@ BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-12x256")
 
 OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|qa_outputs)\..*")
 """Tensors of a fine-tuned model that are not part of its backbone: the head of another task."""
-
-CLASSIFIES = "ForSequenceClassification"
-"""How Hugging Face ends the name of a fine-tuned classifier, or regression, in config.json."""
-
-POOLS = {"cls": "first"}  # Hugging Face's name of a pooling -> ours
 
 CONVERT = (
     'python -c "from glob import glob; from torch import load; from safetensors.torch import save_file; '
@@ -134,7 +130,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
     shards = _read_shards(folder)
-    own_head = _classification_head(shards, layout, folder)
+    own_head = classification_head(shards, layout, folder)
     tensors = _plain_names(shards, layout, folder)
     tensors = {name: part for name, part in tensors.items() if not re.fullmatch(kind.unused(config), name)}
     check_weights(tensors, folder)
@@ -168,27 +164,6 @@ def empty_backbone(config: dict, lm_head: bool = False) -> Backbone:
     made = kind.Config.from_hugging_face(config)
     backbone = kind(made, **{part: part == "lm_head" and lm_head for part in kind.parts(made)})
     return backbone if lm_head else backbone.without_heads()
-
-
-def label_names(folder: str | Path) -> tuple[str, ...]:
-    """The labels of a fine-tuned classifier, in the order of its logits; empty for a regression.
-
-    Raises WrongArguments for a model that is no classifier, or one that gives an input several labels at once.
-    """
-    config = read_json(Path(folder) / "config.json")
-    named = config.get("architectures")
-    if not isinstance(named, list) or not named or not str(named[0]).endswith(CLASSIFIES):
-        found = shortened(named[0] if isinstance(named, list) and named else named)
-        raise WrongArguments(
-            f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"
-            f"; `mini-ee train joint` trains one"
-        )
-    names = config.get("id2label")
-    names = [names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else ["LABEL_0", "LABEL_1"]
-    problem = config.get("problem_type") or ("regression" if len(names) == 1 else "single_label_classification")
-    if problem == "multi_label_classification":
-        raise WrongArguments(f"{folder}: gives an input several labels at once ({problem}): not supported yet")
-    return () if problem == "regression" else tuple(map(str, names))
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> None:
@@ -350,26 +325,6 @@ def _fused(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         name = name if whole is None else f"{module.rpartition('.')[0]}.{leaf}"
         found.setdefault(name, []).append(tensor)
     return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in found.items()}
-
-
-def _classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> FineTunedHead | None:
-    """The own head of a fine-tuned classifier; None for another model, or if a part of the head is missing."""
-    config = read_json(folder / "config.json")
-    named = config.get("architectures")
-    if layout.head is None or not isinstance(named, list) or not str(*named[:1]).endswith(CLASSIFIES):
-        return None
-    plain = {
-        name.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix): part for name, part in tensors.items()
-    }
-    parts = ("norm", "dense", "dense_norm", "out")
-    maps = {part: name for part in parts if (name := getattr(layout.head, part))}
-    names = {f"{ours}.{leaf}": f"{theirs}.{leaf}" for ours, theirs in maps.items() for leaf in ("weight", "bias")}
-    weights = {ours: plain[theirs].float() for ours, theirs in names.items() if theirs in plain}
-    if any(f"{ours}.weight" not in weights for ours in maps):
-        return None
-    activation = config.get(layout.head.activation_key, layout.head.activation)
-    pool = config.get(layout.head.pool_key, layout.head.pool)
-    return FineTunedHead(layout.head._replace(activation=activation, pool=POOLS.get(pool, pool)), weights)
 
 
 def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config: Any, folder: Path) -> list[str]:

@@ -64,6 +64,6 @@ class FrozenClassifier(RowExits):
             raise ValueError(f"expected a head of {num_labels} labels, found one of {own.out.out_features}")
         self.heads[-1] = own
 
-    def trainable(self, name: str) -> bool:
+    def is_trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
-        return super().trainable(name) and not name.startswith(f"heads.{len(self.exits) - 1}.")
+        return super().is_trainable(name) and not name.startswith(f"heads.{len(self.exits) - 1}.")

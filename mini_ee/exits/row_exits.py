@@ -275,7 +275,8 @@ class States(NamedTuple):
     @torch.no_grad()
     def scores(self, model: nn.Module) -> tuple[list[float], dict]:
         """As RowData.scores, without running the backbone again. model: in eval mode."""
-        each = [model.classify(k, state).float().numpy(force=True) for k, state in enumerate(self.states.unbind(dim=1))]
+        states = self.states.to(next(model.parameters()).device).unbind(dim=1)
+        each = [model.classify(k, state).float().numpy(force=True) for k, state in enumerate(states)]
         return self.scores_of(np.stack([predictions(logits) for logits in each], axis=1))
 
     def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:

@@ -110,7 +110,7 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
 
     def full_logits(model: FrozenClassifier, states: Any) -> Tensor:
         with torch.no_grad():
-            return model.classify(last, states.states[:, last])
+            return model.classify(last, states.states[:, last].to(next(model.parameters()).device)).cpu()
 
     def agreement(model: FrozenClassifier, states: Any) -> dict[str, float]:
         """Mean over the heads of the score against the model's own predictions."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL, generates, label_names
+from mini_ee.backbones.fine_tuned import label_names
+from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import Task, holdout
 from mini_ee.data.tokenizer import Tokenizer

@@ -350,7 +350,7 @@ def test_the_help_lists_every_command_once_in_its_group_and_begins_with_a_first_
         main(["--help"])
     text = capsys.readouterr().out
     assert "First step: mini-ee demo" in text
-    listed = re.findall(r"^(?:(\w+):|  ([a-z]+) .+)$", text.partition("\ntrain:")[2], re.M)
+    listed = re.findall(r"^(?:(\w+):|  ([a-z-]+) .+)$", text.partition("\ntrain:")[2], re.M)
     assert [name for _, name in listed if name] == list(COMMANDS)
     assert [group for group, _ in listed if group] == ["measure", "deploy"]
 

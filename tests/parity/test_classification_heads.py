@@ -9,7 +9,8 @@ import torch
 
 from mini_ee.backbones import hub
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.hub import label_names, load_backbone, read_tensors
+from mini_ee.backbones.fine_tuned import label_names
+from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.errors import WrongArguments
 from mini_ee.exits import heads
 from mini_ee.exits.classification_head import ClassificationHead, FrozenClassifier
@@ -69,7 +70,7 @@ def test_a_wrong_head_would_be_found(kind, bug, monkeypatch):
 def test_nothing_of_the_model_is_trained(kind):
     backbone = load_backbone(GOLDEN / kind)
     model = FrozenClassifier(backbone.without_heads(), (1, 2), 3, backbone.poolings[0])
-    names = [name for name, _ in model.named_parameters() if model.trainable(name)]
+    names = [name for name, _ in model.named_parameters() if model.is_trainable(name)]
     assert names and all(name.startswith("heads.0.") for name in names)
     assert model.own_state().keys() == set(names)
 

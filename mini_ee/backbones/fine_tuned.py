@@ -1,0 +1,56 @@
+"""A fine-tuned classifier in a Hugging Face folder: its head, and the names of its labels."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from mini_ee.backbones.backbone import FineTunedHead, Layout
+from mini_ee.data.files import read_json
+from mini_ee.data.values import shortened
+from mini_ee.errors import WrongArguments
+
+CLASSIFIES = "ForSequenceClassification"
+"""How Hugging Face ends the name of a fine-tuned classifier, or regression, in config.json."""
+
+POOLS = {"cls": "first"}  # Hugging Face's name of a pooling -> ours
+
+
+def classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> FineTunedHead | None:
+    """The own head of a fine-tuned classifier; None for another model, or if a part of the head is missing."""
+    config = read_json(folder / "config.json")
+    named = config.get("architectures")
+    if layout.head is None or not isinstance(named, list) or not str(*named[:1]).endswith(CLASSIFIES):
+        return None
+    plain = {
+        name.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix): part for name, part in tensors.items()
+    }
+    parts = ("norm", "dense", "dense_norm", "out")
+    maps = {part: name for part in parts if (name := getattr(layout.head, part))}
+    names = {f"{ours}.{leaf}": f"{theirs}.{leaf}" for ours, theirs in maps.items() for leaf in ("weight", "bias")}
+    weights = {ours: plain[theirs].float() for ours, theirs in names.items() if theirs in plain}
+    if any(f"{ours}.weight" not in weights for ours in maps):
+        return None
+    activation = config.get(layout.head.activation_key, layout.head.activation)
+    pool = config.get(layout.head.pool_key, layout.head.pool)
+    return FineTunedHead(layout.head._replace(activation=activation, pool=POOLS.get(pool, pool)), weights)
+
+
+def label_names(folder: str | Path) -> tuple[str, ...]:
+    """The labels of a fine-tuned classifier, in the order of its logits; empty for a regression.
+
+    Raises WrongArguments for a model that is no classifier, or one that gives an input several labels at once.
+    """
+    config = read_json(Path(folder) / "config.json")
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named or not str(named[0]).endswith(CLASSIFIES):
+        found = shortened(named[0] if isinstance(named, list) and named else named)
+        raise WrongArguments(
+            f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"
+            f"; `mini-ee train joint` trains one"
+        )
+    names = config.get("id2label")
+    names = [names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else ["LABEL_0", "LABEL_1"]
+    problem = config.get("problem_type") or ("regression" if len(names) == 1 else "single_label_classification")
+    if problem == "multi_label_classification":
+        raise WrongArguments(f"{folder}: gives an input several labels at once ({problem}): not supported yet")
+    return () if problem == "regression" else tuple(map(str, names))
