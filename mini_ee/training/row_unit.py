@@ -135,7 +135,7 @@ def _check_labels(task: Task, names: tuple[str, ...], model) -> None:
 def _labelled_by_model(request, backbone, tokenizer) -> Task:
     """The task's train split with what the fine-tuned model itself predicts as labels: a score is an agreement."""
     task, layers = request.task, backbone.config.num_hidden_layers
-    model = FrozenClassifier(backbone, (layers,), task.num_labels, backbone.poolings[0])
+    model = FrozenClassifier(backbone, (layers,), task.num_labels, backbone.poolings[0]).to(request.common.device)
     rows = task.split("train")
     encoded = encode(tokenizer, rows.texts, backbone)
     logits = record(model.segments(), encoded, request.train.batch_size, "the model's own predictions").logits[:, 0]
