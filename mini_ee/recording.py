@@ -157,9 +157,9 @@ def record(
     progress: str | None = None,
     whole: Segments | None = None,
 ) -> Record:
-    """Record all exits of all rows. progress: label of a progress bar, which appears after two seconds.
+    """Run all rows through all exits and return the logits of each exit. progress: label of a progress bar.
 
-    whole: the model without early exits, if it differs from these segments run to the end.
+    whole: the model without exits, whose FLOPs are the reference; None: the last of these segments has the same.
     """
     whole, order = whole or segments, list(batches(encoded, batch_size))
     parts, full = [], []

@@ -65,7 +65,10 @@ class Guarantee:
         self.rows = self.tightened = self._tests = 0
 
     def observe(self, agrees: bool, rule: Rule) -> Rule:
-        """Count a shadow row that has reached full depth. Returns the rule that is in force from now on."""
+        """Count one row that also ran through all layers. agrees: whether its early prediction equals the final one.
+
+        Returns the rule, or a stricter one if a test rejects the guaranteed agreement.
+        """
         self.agreements.append(agrees)
         self.rows += 1
         if not self.tighten or self.rows % TEST_EVERY:

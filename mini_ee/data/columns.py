@@ -31,7 +31,10 @@ class TaskOptions(Settings):
     """Options for reading the files of a task. Raises ValueError if two options name the same column."""
 
     text_column: str | None = option(
-        None, "column that contains the text", metavar="NAME", default_text="sentence, text, sentence1, ..."
+        None,
+        "column that contains the text",
+        metavar="NAME",
+        default_text="the first of sentence, text, sentence1, ... in the file",
     )
     text_pair_column: str | None = option(None, "column that contains the second text of a pair", metavar="NAME")
     label_column: str | None = option(
@@ -40,7 +43,7 @@ class TaskOptions(Settings):
     regression: bool = option(False, "predict the label as a number, not as a class")
     split_file: int | None = option(
         None,
-        "seed with which a task of one file is divided at random: 80 % train, 20 % dev",
+        "random seed with which a task in a single file is split into 80 % train and 20 % dev",
         least=0,
         metavar="SEED",
     )

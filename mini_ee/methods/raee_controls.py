@@ -49,7 +49,9 @@ def best_single_exit(values: np.ndarray) -> int:
 
 
 def shuffled_plan(plan: np.ndarray, seed: int) -> np.ndarray:
-    """The same exits, assigned to examples at random: the same mean depth without knowledge of the example."""
+    """A control: the exits of the plan, permuted among the examples. The mean depth is the same, but an example's exit
+    does not depend on its content.
+    """
     return np.random.default_rng(seed).permutation(plan)
 
 
