@@ -181,7 +181,8 @@ def test_what_a_training_takes_its_rule_takes_too(capsys, decoder_folder, tmp_pa
     assert answer(capsys, *argv, *options, "--out", tmp_path / "run")["method"] == "self-supervised"
 
 
-FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max-loss", "epsilon", "k")
+UNKNOWN = ("lr", "weight-decay", "rank", "epsilon", "k")
+OF_ROWS = (("pool", "mean"), ("max-train", "1"), ("max-length", "1"), ("max-loss", ".1"))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +203,10 @@ FOREIGN = ("lr", "weight-decay", "rank", "pool", "max-train", "max-length", "max
         (("--head-lr", "-1"), "head_lr must be a number of at least 0, got -1.0"),
         (("--lambda", "2"), "penalty (--lambda) must be a number from 0 to 1, got 2.0"),
         (("--task", "reviews2"), "--task: expected a task's folder, or for a decoder continue or copy, found reviews2"),
-        (("--task", "reviews"), "is for tokens of decoders: give --model a decoder, and no folder with --task"),
+        (("--task", "reviews"), "self-supervised on rows has no option new_tokens"),
         (("--task", "copy"), "--task copy needs a file of text: give --text FILE"),
-        *(((f"--{foreign}", "1"), f"unrecognized arguments: --{foreign} 1") for foreign in FOREIGN),
+        *(((f"--{name}", "1"), f"unrecognized arguments: --{name} 1") for name in UNKNOWN),
+        *(((f"--{name}", value), f"on tokens has no option {name.replace('-', '_')}") for name, value in OF_ROWS),
         (("--resume",), "no unfinished training here; start without --resume"),
         (("--device", "tpu"), "--device tpu: cannot be used here"),
     ],
@@ -225,7 +227,7 @@ def test_train_refuses_a_name_that_is_taken_and_a_model_that_is_no_decoder(capsy
     assert "is there already" in refused(capsys, *train, "--out", run_folder)
     out = run_folder.with_name("new")
     line = refused(capsys, *train, "--model", checkpoint_folder, "--out", out)
-    assert "holds a bert, which writes no text" in line
+    assert "expected a fine-tuned classifier" in line and "found 'BertForMaskedLM'" in line
     line = refused(capsys, *train, "--model", run_folder, "--out", out)
     assert "found a run of self-supervised; give a checkpoint" in line
 

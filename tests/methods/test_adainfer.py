@@ -200,13 +200,14 @@ def test_it_is_trained_evaluated_compared_and_exported(checkpoint_folder, task_f
 
 
 def test_the_rule_takes_in_the_scale_of_the_measures_and_does_not_say_yes_to_all():
-    last = DRAWN.normal(size=(300, 1, 2)) * 2
-    recorded = of_exits(last + DRAWN.normal(size=(300, 2, 2)) * np.array([2.0, 0.0])[:, None])
+    draw = np.random.default_rng(0)
+    last = draw.normal(size=(3000, 1, 2)) * 2
+    recorded = of_exits(last + draw.normal(size=(3000, 2, 2)) * np.array([2.0, 0.0])[:, None])
     right = right_of(recorded)["final"]
     rule = svm(recorded, right)
     p = np.sort(np.exp(recorded.logits[:, 0]) / np.exp(recorded.logits[:, 0]).sum(1, keepdims=True), axis=1)
     raw = np.stack((p[:, 1] - p[:, 0], p[:, 1]), 1)
-    x = np.column_stack(((raw - raw.mean(0)) / raw.std(0), np.ones(300)))
+    x = np.column_stack(((raw - raw.mean(0)) / raw.std(0), np.ones(3000)))
     w, _ = fit_svm(x, np.where(right[:, 0], 1.0, -1.0))
     np.testing.assert_allclose(rule.compared(recorded)[:, 0], x @ w, atol=1e-9)
     output = x @ w > 0
