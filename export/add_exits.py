@@ -12,7 +12,6 @@ choose the thresholds, and other held-out texts test the agreement with the mode
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,30 +24,25 @@ from mini_ee.data.table_files import SUFFIXES, file_error, table_rows
 from mini_ee.data.tasks import Split, Task
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.row_evaluation import evaluate
+from mini_ee.exits.row_exits import even_exits
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
-from mini_ee.recording import Record, predictions, record
+from mini_ee.recording import predictions, record
 from mini_ee.registry import METHODS
 from mini_ee.statistics import share_interval
 from mini_ee.training.holdout import TEST_ROWS, split_rows
 from mini_ee.training.method import load_method
-from mini_ee.training.run_folder import Run, versions
+from mini_ee.training.run_folder import Run, training_folder, versions
+from mini_ee.training.state import STATE
 from mini_ee.training.train_run import train
 from mini_ee.training.train_settings import AddOptions
 
 LEAST_TEXTS = 100
-"""Texts below which nothing is trained. An agreement of .99 needs 299 test texts, which are a third of all."""
+"""Fewer texts are refused. About a third of the texts test the agreement; one of .99 needs at least 299 of them."""
 
 TRAINED = 0.6  # share of the texts that the heads learn from; more if TEST_ROWS are left to test
 
 MOST_EXITS = 6
-
-
-class Added(NamedTuple):
-    """A run with exits, and its summary."""
-
-    run: Run
-    summary: dict
 
 
 def add_exits(
@@ -58,12 +52,13 @@ def add_exits(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
     **options,
-) -> Added:
+) -> Run:
     """Train heads on a fine-tuned classifier, choose thresholds, export, verify, and write everything to `out`.
 
     model: a Hugging Face folder of a ...ForSequenceClassification. texts: like those that the model will read, without
-    labels; pairs if it reads pairs. options: the fields of AddOptions. A call that was interrupted goes on from where
-    it was. Raises WrongArguments for a model without a classification head, or for too few texts.
+    labels; pairs if it reads pairs. options: the fields of AddOptions. Called again, it continues an interrupted
+    training. Returns the run; the summary is out/summary.json. Raises WrongArguments for a model without a
+    classification head, for a regression, or for too few texts; FileExistsError if `out` contains a run.
     """
     required = AddOptions(**options)
     model, out, names = Path(model), Path(out), label_names(model)
@@ -73,42 +68,32 @@ def add_exits(
             f"expected at least {LEAST_TEXTS} different texts like those that the model will read, found {len(rows)}; "
             f"about 1,000 give a useful result, 10,000 a good one"
         )
-    metrics = ("accuracy",) if names else ("pearson", "spearman")
-    task = Task("texts", names, metrics, {"train": Split(tuple(rows), np.zeros(len(rows), np.int64))})
+    if not names:
+        raise WrongArguments(f"{model}: predicts a number; agreement is defined for classes: not supported yet")
+    task = Task("texts", names, ("accuracy",), {"train": Split(tuple(rows), np.zeros(len(rows), np.int64))})
     count = max(int(TRAINED * len(rows)), len(rows) - 2 * TEST_ROWS)
     layers = read_config(model / "config.json").num_hidden_layers
-    settings = {"exits": required.exits or spread(layers), "max_train": count, "seed": seed}
+    settings = {"exits": required.exits or even_exits(layers, MOST_EXITS), "max_train": count, "seed": seed}
     settings |= {"max_loss": round(1 - required.agreement, 6), "confidence": required.confidence}
-    unfinished = out / "run.training"
     method = next((name for name in METHODS if load_method(name).keeps_model), None)
     if method is None:
         raise WrongArguments("no method of the registry trains heads on a model that stays as it is")
-    run = train(method, model, task, out / "run", resume=unfinished.exists(), say=say, **settings)
+    interrupted = (training_folder(out / "run") / STATE).exists()
+    run = train(method, model, task, out / "run", resume=interrupted, say=say, **settings)
     test = split_rows(task, seed, count).test
     export(run, out / "exported", texts=test.texts, seed=seed)
     summary = _summary(run, Runtime(out / "exported", threads=1), task, test, required)
     write_json(out / "summary.json", summary)
     write_bytes(out / "README.md", card(summary).encode())
-    return Added(run, summary)
-
-
-def spread(layers: int) -> tuple[int, ...]:
-    """Exits after every layer, or after MOST_EXITS layers that are evenly spread.
-
-    >>> spread(4), spread(12)
-    ((1, 2, 3, 4), (2, 4, 6, 8, 10, 12))
-    """
-    count = min(layers, MOST_EXITS)
-    return tuple(round(layers * (k + 1) / count) for k in range(count))
+    return run
 
 
 def _summary(run: Run, runtime: Runtime, task: Task, test: Split, required: AddOptions) -> dict:
     """Agreement, layers and time of the exported graph on the texts that have chosen nothing."""
     encoded = runtime.encode(test.texts)
     recorded = record(runtime.segments(), encoded, 1, "test texts", runtime.whole_model())
-    recorded = _labelled(recorded, task)
+    recorded = recorded._replace(labels=predictions(recorded.logits[:, -1]))  # the model's own
     found = evaluate(runtime, run.rule, recorded, task, encoded, 1)
-    equal = int(round(found["accuracy"] * len(test))) if task.label_names else None
     return {
         "model": run.config["backbone"]["folder"],
         "exits": list(run.exits),
@@ -117,18 +102,13 @@ def _summary(run: Run, runtime: Runtime, task: Task, test: Split, required: AddO
         "confidence": required.confidence,
         "guarantee": run.config["guarantee"],
         "rows_needed": run.metrics["rows_needed"],
-        "agreement": found.get("accuracy"),
-        "agreement_interval": equal if equal is None else share_interval(equal, len(test)),
+        "agreement": found["accuracy"],
+        "agreement_interval": share_interval(round(found["accuracy"] * len(test)), len(test)),
         "rule": run.rule.to_dict(),
         **{key: found[key] for key in ("mean_layers", "layers_saved", "exit_counts", "flops_ratio", "speedup")},
         "per_exit_agreement": found["per_exit_accuracy"],
         "versions": versions(),
     }
-
-
-def _labelled(recorded: Record, task: Task) -> Record:
-    """With the last exit's predictions as labels."""
-    return recorded._replace(labels=predictions(recorded.logits[:, -1]))
 
 
 def line_of(summary: dict) -> str:
@@ -191,9 +171,12 @@ def read_texts(paths: Sequence[Path], options: TaskOptions = TaskOptions()) -> l
 
 def _rows_of(path: Path, options: TaskOptions):
     if path.suffix.lower() not in SUFFIXES:
-        for line in read_text(path).splitlines():
-            if line.strip():
-                yield row_of_line(line.encode(), 2 if "\t" in line else 1)
+        for number, line in enumerate(read_text(path).split("\n"), start=1):
+            try:
+                if line.strip():
+                    yield row_of_line(line.encode(), 2 if "\t" in line else 1)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
         return
     (_, header), *rows = table_rows(path)
     columns = columns_of(path, header, options, labelled=False)

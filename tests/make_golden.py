@@ -249,14 +249,14 @@ def make_decoder(name: str, model_class: type, config) -> None:
     (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [5]])).long()
     ids = torch.randint(1, config.vocab_size, mask.shape, generator=generator) * mask
-    printed = {}
+    outputs = {}
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
-        printed[attention] = run_decoder(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS)
-    for key, values in printed["eager"].items():
+        outputs[attention] = run_decoder(model, {"input_ids": ids, "attention_mask": mask}, NEW_TOKENS)
+    for key, values in outputs["eager"].items():
         at = slice(None) if key == "greedy" else mask.bool()
-        torch.testing.assert_close(printed["sdpa"][key][at], values[at], atol=EAGER, rtol=0)
-    write(name, printed["sdpa"])
+        torch.testing.assert_close(outputs["sdpa"][key][at], values[at], atol=EAGER, rtol=0)
+    write(name, outputs["sdpa"])
 
 
 def make_t5(name: str, **config) -> None:

@@ -27,11 +27,14 @@ def add(sub) -> None:
 def run(args, say) -> dict:
     """Train, test, export; returns the summary."""
     import mini_ee
+    from mini_ee.data.files import read_json
     from mini_ee.export.add_exits import line_of, read_texts
     from mini_ee.training.train_settings import AddOptions
 
     given = given_options(args, AddOptions) | {"seed": args.seed}
-    summary = mini_ee.add_exits(args.model, read_texts(args.text), args.out, say=say, **given).summary
+    mini_ee.add_exits(args.model, read_texts(args.text), args.out, say=say, **given)
+    summary = read_json(args.out / "summary.json")
+    summary.pop("sha256", None)
     say(line_of(summary))
     say(f'ONNX: {args.out / "exported"}. Try: echo "A text." | mini-ee run {args.out / "exported"}')
     return summary | {"out": str(args.out)}

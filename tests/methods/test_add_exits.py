@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from mini_ee.backbones.hub import load_backbone
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
 from mini_ee.early_exit import early_exit
-from mini_ee.export.add_exits import card, line_of, read_texts, spread
+from mini_ee.errors import WrongArguments
+from mini_ee.export.add_exits import card, line_of, read_texts
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import NeverExit
 
@@ -29,9 +32,14 @@ EXACT = 1e-6
 """Of a logit, against the classifier written out; measured maximum 1.2e-7."""
 
 
+def call(model, out, agreement):
+    run = mini_ee.add_exits(model, TEXTS, out, agreement=agreement)
+    return SimpleNamespace(run=run, summary=read_json(out / "summary.json"))
+
+
 @pytest.fixture(scope="module")
 def added(tmp_path_factory, classifier_folder):
-    return mini_ee.add_exits(classifier_folder, TEXTS, tmp_path_factory.mktemp("added") / "fast", agreement=0.9)
+    return call(classifier_folder, tmp_path_factory.mktemp("added") / "fast", 0.9)
 
 
 def test_what_does_not_exit_early_gets_the_models_own_logits(added, classifier_folder):
@@ -69,7 +77,7 @@ def test_the_summary_counts_what_the_exported_graph_answers(added):
 
 
 def test_more_layers_run_if_more_must_agree(added, classifier_folder, tmp_path):
-    strict = mini_ee.add_exits(classifier_folder, TEXTS, tmp_path / "strict", agreement=0.999)
+    strict = call(classifier_folder, tmp_path / "strict", 0.999)
     assert strict.summary["mean_layers"] >= added.summary["mean_layers"]
     assert strict.summary["guarantee"] is None and "is not guaranteed" in line_of(strict.summary)
 
@@ -78,10 +86,6 @@ def test_the_card_and_the_line_say_what_was_measured(added):
     text = (added.run.folder.parent / "README.md").read_text()
     assert text == card(added.summary) and line_of(added.summary) in text
     assert f"on {added.summary['agreement']:.1%} of {added.summary['texts']['tested']:,} test texts" in text
-
-
-def test_exits_are_spread_over_the_layers():
-    assert spread(1) == (1,) and spread(6) == (1, 2, 3, 4, 5, 6) and spread(22) == (4, 7, 11, 15, 18, 22)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +119,30 @@ REFUSED = [
     (lambda tmp, own, plain: [own, "--text", few(tmp, content="one\none\ttwo\n")], "expected rows of 1 texts"),
     (lambda tmp, own, plain: [own, "--text", tmp / "none.txt"], "none.txt"),
     (
+        lambda tmp, own, plain: [own, "--text", few(tmp, content='one\n{"a": 1}\n')],
+        "few.txt:2: expected ",
+    ),
+    (
         lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--agreement", "1.5"],
         "agreement must be a number above 0 and of at most 1",
     ),
     (lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--exits", "2"], "exits must ascend .* end at the last"),
 ]
+
+
+def test_a_model_that_predicts_a_number_is_refused_before_anything_is_written(tmp_path, classifier_folder):
+    folder = shutil.copytree(classifier_folder, tmp_path / "regression")
+    config = json.loads((folder / "config.json").read_text()) | {"problem_type": "regression"}
+    config.pop("sha256")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WrongArguments, match="predicts a number; agreement is defined for classes"):
+        mini_ee.add_exits(folder, TEXTS, tmp_path / "fast")
+    assert not (tmp_path / "fast").exists()
+
+
+def test_a_call_that_was_killed_before_its_first_state_can_be_made_again(tmp_path, classifier_folder):
+    (tmp_path / "fast" / "run.training").mkdir(parents=True)
+    assert mini_ee.add_exits(classifier_folder, TEXTS[::2], tmp_path / "fast", agreement=0.9).exits == (1, 2, 3)
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED)
