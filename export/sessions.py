@@ -48,6 +48,7 @@ class Session:
         self.ids = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in self.inputs]
         self._outputs = [output.name for output in self._session.get_outputs()]
         self._unread = [name for name in FOR_THE_NEXT if name in self._outputs] or self._outputs
+        self._is_whole = "exit_at" in {each.name for each in self._session.get_overridable_initializers()}
 
     def of_rows(self, inputs: Inputs) -> dict[str, np.ndarray]:
         """The inputs of the graph for these rows, (B, T) each: a decoder has no token types."""
@@ -59,7 +60,8 @@ class Session:
         Raises ValueError if ONNX Runtime fails on these inputs.
         """
         outputs = self._outputs if read else self._unread
-        if self.provider == CPU:  # arrays are shared, which is faster than a binding
+        # On a CPU arrays are shared, which is faster than a binding; and a binding refuses inputs that have a default.
+        if self.provider == CPU or self._is_whole:
             try:
                 return dict(zip(outputs, self._run(outputs, inputs, None)))
             except Exception as error:  # the types that onnxruntime raises
@@ -92,12 +94,14 @@ class Session:
 def _opened(path: Path, options: ort.SessionOptions, provider: str) -> ort.InferenceSession:
     """The graph on the provider. If that fails: on the CPU, with the reason on standard error."""
     graph, weights = path, path.with_name(WEIGHTS)
+    # Without TF32, products of float32 are as exact as those of torch, and the graph stops where the run stops.
+    providers = [(CUDA, {"use_tf32": "0"}), CPU] if provider == CUDA else [CPU]
     if weights.exists() and (weights.is_symlink() or weights.stat().st_nlink > 1):
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", _plain_folder(weights))
         graph = path.read_bytes()
     try:
         # enable_fallback=0: ONNX Runtime's own fallback would print the reason to standard output, among the answers.
-        return ort.InferenceSession(graph, options, providers=list(dict.fromkeys((provider, CPU))), enable_fallback=0)
+        return ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
     except Exception as error:  # the types that onnxruntime raises
         reason = f"{path}: ONNX Runtime cannot load this graph on {provider} ({' '.join(str(error).split())})"
         if provider == CPU:

@@ -7,7 +7,7 @@ Prompts            memory.onnx, the encoder of an encoder-decoder, which reads t
 
 The caches stay in the same memory of the device while a batch runs. For each graph a cache is input and output in one
 place, and only the slots of the new tokens are written. Hidden states go through the host between graphs, D numbers per
-token: the loop keeps the states of tokens whose upper layers are still missing. CUDA is supported but untested.
+token: the loop keeps the states of tokens whose upper layers are still missing.
 """
 
 from collections.abc import Sequence
@@ -107,6 +107,8 @@ class OrtTokenModel(OrtTokens):
         binding, buffers, *outputs = self._bound[shapes]
         for name, value in inputs.items():
             buffers[name][...] = value
+            if self._session.provider != CPU:  # a binding reads the host's memory here and not when the graph runs
+                binding.bind_cpu_input(name, buffers[name])
         self._session.run_bound(binding)
         return outputs
 

@@ -40,8 +40,9 @@ def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: 
 
     In its turn, a function runs twice, and the second call is timed: then its weights are in the caches again, as if
     one model runs alone. rest: seconds to wait before each turn. If engines differ, the threads of the engine before
-    may still be spinning.
+    may still be spinning. On a GPU, a call lasts until the GPU has finished.
     """
+    finish = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     for _ in range(WARM_ROUNDS):
         for run in runs:
             run()
@@ -52,8 +53,10 @@ def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: 
             for run, times in zip(runs, seconds):
                 time.sleep(rest)
                 run()
+                finish()
                 start = time.perf_counter()
                 run()
+                finish()
                 times.append(time.perf_counter() - start)
             bar.update()
     return [float(np.median(times)) for times in seconds]
@@ -119,6 +122,7 @@ def full_model(backbone: Bert, inputs: Inputs) -> Callable[[], torch.Tensor]:
     return torch.inference_mode()(partial(backbone, ids, None, types))
 
 
-def tensors_of(inputs: Inputs) -> list[torch.Tensor]:
+def tensors_of(inputs: Inputs, device: str | torch.device = "cpu") -> list[torch.Tensor]:
     """The arguments of a model's forward."""
-    return [torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+    arrays = inputs.input_ids, inputs.attention_mask, inputs.token_type_ids
+    return [torch.from_numpy(array).to(device) for array in arrays]

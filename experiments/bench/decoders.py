@@ -78,9 +78,11 @@ def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) 
         yield row_of(f"{name} b{batch} transformers", own / new_tokens, other / new_tokens, bar=1.0)
 
 
-def generate_of_transformers(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> Callable[[], torch.Tensor]:
+def generate_of_transformers(
+    decoder: Decoder, prompts: list[list[int]], new_tokens: int, device: str = "cpu"
+) -> Callable[[], torch.Tensor]:
     """A function with the greedy continuation of prompts of one length by transformers; no text ends early."""
-    theirs, ids = from_transformers("AutoModelForCausalLM", decoder), torch.tensor(prompts)
+    theirs, ids = from_transformers("AutoModelForCausalLM", decoder).to(device), torch.tensor(prompts, device=device)
     end = theirs.generation_config
     end.eos_token_id = end.bos_token_id = end.pad_token_id = None
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}

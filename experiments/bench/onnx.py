@@ -30,7 +30,7 @@ from mini_ee.experiments.bench.common import (
 )
 from mini_ee.experiments.bench.decoders import STORIES, generate_of_transformers, random_decoder
 from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.sessions import CPU, GraphRule, Session
+from mini_ee.export.sessions import CPU, PROVIDERS, GraphRule, Session
 from mini_ee.export.token_graphs import TokenGraphs
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
 from mini_ee.export.writer import write_graphs
@@ -40,10 +40,11 @@ from mini_ee.segments import Segments
 
 REACHED_BY_NONE = 1.0  # no row of a random model reaches it: every head is evaluated, no row exits
 NEW_TOKENS = 64
+LARGE = (1, 32, 256)  # batch sizes on a GPU
 FIRST_EXIT, LATER_EXIT, NEVER, MIXED, CHAIN = 1.03, 1.06, 1.06, 1.06, 1.0  # largest ratios that pass
 
 
-def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
+def bench_onnx(model: Path | None, seed: int, device: str = "cpu") -> Iterator[dict]:
     """Yield these ratios; `never` is the graph if no row exits and only the last head is evaluated:
 
     - exits at layer e, all heads up to there evaluated, compared with e/L of `never`
@@ -53,37 +54,40 @@ def bench_onnx(model: Path | None, seed: int) -> Iterator[dict]:
     - for decoders: the time per token compared with one graph per segment and with transformers without exits
 
     model: weights of the minilm cases or, for a decoder, of the stories260k cases (default: random weights).
+    device: cpu or cuda. A GPU has larger batches and no int8.
     """
+    on_cpu, provider = device == "cpu", PROVIDERS[device][0]
     stories = random_decoder(STORIES, seed)
     if model is not None and generates(read_config(model / "config.json").model_type):
         model, stories = None, load_backbone(model)
     minilm = minilm_of(model, seed)
     cases = (
-        ("minilm", minilm, three_exits(minilm), 32, (1, 8, 32)),
-        ("bert-base", random_encoder(BERT_BASE, seed), (3, 6, 9, 12), 128, (1,)),
+        ("minilm", minilm, three_exits(minilm), 32, (1, 8, 32) if on_cpu else LARGE),
+        ("bert-base", random_encoder(BERT_BASE, seed), (3, 6, 9, 12), 128, (1,) if on_cpu else LARGE),
     )
     for name, backbone, exits, tokens, sizes in cases:
         model = RowExits(backbone, exits, num_labels=2, pool="first").eval()
         plain = RowExits(backbone, exits[-1:], num_labels=2, pool="first").eval()
         with tempfile.TemporaryDirectory() as folder:
-            graph, without = (exported(each, Path(folder) / key) for key, each in (("exits", model), ("none", plain)))
+            both = ("exits", model), ("none", plain)
+            graph, without = (exported(each, Path(folder) / key, provider=provider) for key, each in both)
             for batch in sizes:
                 inputs, case = inputs_of(backbone.config, batch, tokens, seed), f"{name} b{batch} t{tokens}"
                 yield from _at_one(case, graph, without, inputs) if batch == 1 else _mixed(case, graph, without, inputs)
             if name == "bert-base":
-                int8 = exported(model, Path(folder) / "int8", "int8")
-                yield from _engines(
-                    f"{name} b1 t{tokens}", model, graph, int8, inputs_of(backbone.config, 1, tokens, seed)
-                )
-    yield from _decoder("stories260k", stories, even_exits(stories.config.num_hidden_layers, 3), seed)
-    yield from _decoder("llama-12x256", load_backbone(BUILT_IN_DECODER), (4, 8, 12), seed)
+                engines = [model.to(device).segments(), graph]
+                if on_cpu:
+                    engines.append(exported(model, Path(folder) / "int8", "int8"))
+                yield from _engines(f"{name} b1 t{tokens}", engines, inputs_of(backbone.config, 1, tokens, seed))
+    yield from _decoder("stories260k", stories, even_exits(stories.config.num_hidden_layers, 3), seed, device)
+    yield from _decoder("llama-12x256", load_backbone(BUILT_IN_DECODER), (4, 8, 12), seed, device)
 
 
-def exported(model: RowExits, folder: Path, precision: str = "float32") -> OrtModel:
+def exported(model: RowExits, folder: Path, precision: str = "float32", provider: str = CPU) -> OrtModel:
     """The exported graph of a model with a threshold as its rule, on as many threads as torch has."""
     folder.mkdir()
     manifest = write_graphs(model, model.segments(), Threshold(REACHED_BY_NONE), folder, precision, segments=True)
-    return OrtModel(folder, manifest, threads=torch.get_num_threads())
+    return OrtModel(folder, manifest, provider, torch.get_num_threads())
 
 
 def _at_one(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Iterator[dict]:
@@ -114,11 +118,13 @@ def _mixed(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Ite
     yield row_of(f"{case} mixed graph", found, float(np.dot(layers / graph.exits[-1], whole)), MIXED)
 
 
-def _engines(case: str, model: RowExits, graph: OrtModel, int8: OrtModel, inputs: Inputs) -> Iterator[dict]:
-    runs = [_run(each, NeverExit(), inputs) for each in (model.segments(), graph, int8)]
-    torch_seconds, onnx_seconds, int8_seconds = medians(runs, f"onnx {case} engines", REST)
+def _engines(case: str, engines: list[Segments], inputs: Inputs) -> Iterator[dict]:
+    """engines: torch, the graph and, on a CPU, the graph in int8."""
+    runs = [_run(each, NeverExit(), inputs) for each in engines]
+    torch_seconds, onnx_seconds, *int8_seconds = medians(runs, f"onnx {case} engines", REST)
     yield row_of(f"{case} torch", onnx_seconds, torch_seconds, bar=0.80)
-    yield row_of(f"{case} int8", int8_seconds, onnx_seconds, bar=0.50)
+    for seconds in int8_seconds:
+        yield row_of(f"{case} int8", seconds, onnx_seconds, bar=0.50)
 
 
 def exit_at(k: int, num_exits: int) -> Threshold:
@@ -140,23 +146,23 @@ def _run(segments: Segments, rule, inputs: Inputs) -> Callable:
     return partial(early_exit, segments, rule, inputs)
 
 
-def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int) -> Iterator[dict]:
+def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int, device: str) -> Iterator[dict]:
     """Seconds per token, NEW_TOKENS after a prompt of 8, prompt included; half of the tokens reach each threshold."""
     model, random = TokenExits(decoder, exits, "copy").eval(), np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
-        folder, threads = Path(folder), torch.get_num_threads()
+        folder, provider, threads = Path(folder), PROVIDERS[device][0], torch.get_num_threads()
         manifest = write_graphs(model, TokenGraphs(model), Threshold(REACHED_BY_NONE), folder, segments=True)
         graph = partial(
-            OrtTokenModel, Session(folder / "model.onnx", CPU, threads), GraphRule(folder, manifest), manifest
+            OrtTokenModel, Session(folder / "model.onnx", provider, threads), GraphRule(folder, manifest), manifest
         )
-        chain = partial(OrtTokenSegments, open_sessions(folder, manifest, CPU, threads), manifest, "copy_state")
+        chain = partial(OrtTokenSegments, open_sessions(folder, manifest, provider, threads), manifest, "copy_state")
         for batch in (1, 8):
             prompts = random.integers(3, decoder.config.vocab_size, (batch, 8)).tolist()
-            yield from _steps(f"{name} b{batch} step", model, (graph, chain), prompts)
+            yield from _steps(f"{name} b{batch} step", model, (graph, chain), prompts, device)
 
 
 def _steps(
-    case: str, model: TokenExits, engines: tuple[Callable, Callable], prompts: list[list[int]]
+    case: str, model: TokenExits, engines: tuple[Callable, Callable], prompts: list[list[int]], device: str
 ) -> Iterator[dict]:
     rule, stories = _halving_thresholds(model, prompts), case.startswith("stories260k")
 
@@ -168,7 +174,7 @@ def _steps(
         raise ValueError(f"bench onnx: {case}: expected the text of the graphs by segment, found another one")
     runs = [partial(written, each) for each in engines]
     if stories:
-        runs.append(generate_of_transformers(model.backbone, prompts, NEW_TOKENS))
+        runs.append(generate_of_transformers(model.backbone, prompts, NEW_TOKENS, device))
     own, *others = medians(runs, f"onnx {case}")
     yield row_of(f"{case} chain", own / NEW_TOKENS, others[0] / NEW_TOKENS, 0.80 if stories else 1.10)
     if stories:

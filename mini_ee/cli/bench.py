@@ -18,6 +18,7 @@ BENCHES = {  # name -> the module that has bench_NAME
     "retrieval": "mini_ee.experiments.bench.retrieval",
     "serve": "mini_ee.experiments.bench.serving",
 }
+ON_A_GPU = ("onnx", "sgmv")  # the benchmarks that take --device
 
 
 def add(sub: ArgumentParser) -> None:
@@ -31,6 +32,9 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument(
         "--task", metavar="DIR", help="folder of a task with sentences, for serve (default built-in reviews)"
     )
+    sub.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device, for onnx and sgmv: cpu or cuda (default cpu)"
+    )
     sub.add_argument("--picture", type=Path, metavar="PNG", help="PNG file: times against load, for serve")
     sub.add_argument("--large", action="store_true", help="also measure a datastore of a million rows, for retrieval")
 
@@ -42,6 +46,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.errors import WrongArguments
     from mini_ee.experiments.bench.loads import draw_loads
     from mini_ee.export.sessions import share_threads
+    from mini_ee.training.train_run import check_device
 
     names = list(BENCHES) if args.name == "all" else [args.name]
     if args.large and "retrieval" not in names:
@@ -52,10 +57,15 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments("--model: sgmv measures adapters of a random BERT-base; leave it out")
     if args.alone and {"onnx", "serve"} & set(names):
         share_threads(torch.get_num_threads())
+    if args.device != "cpu":
+        check_device(args.device)
+        if unable := [name for name in names if name not in ON_A_GPU]:
+            raise WrongArguments(f"--device {args.device}: for {' and '.join(ON_A_GPU)}; {unable[0]} runs on a CPU")
     rows = []
     for name in names:
         settings = {"large": True} if args.large and name == "retrieval" else {}
         settings |= {"task": args.task} if name == "serve" else {}
+        settings |= {"device": args.device} if name in ON_A_GPU else {}
         bench = getattr(import_module(BENCHES[name]), f"bench_{name.replace('-', '_')}")
         for row in bench(args.model, args.seed, **settings):
             rows.append(row)
@@ -67,7 +77,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
                 say(f"    {line}")
     if args.picture:
         draw_loads(args.picture, rows)
-    return {"bench": args.name, "rows": rows, "device": "cpu"}
+    return {"bench": args.name, "rows": rows, "device": args.device}
 
 
 def _more(row: dict):

@@ -38,7 +38,7 @@ from mini_ee.exits.token_exits import TokenExits
 from mini_ee.export.builder import Builder
 from mini_ee.export.manifest import read_manifest
 from mini_ee.export.runtime import Runtime, TokenRuntime
-from mini_ee.export.sessions import CPU, GraphRule, Session
+from mini_ee.export.sessions import CPU, CUDA, GraphRule, Session
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Sessions, open_sessions
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.tracing import LOWERINGS
@@ -530,6 +530,29 @@ def test_the_runtime_and_the_command_need_no_torch(case):
     expected = Runtime(case.folder, threads=1).run(TEXTS[:1], max_new_tokens=NEW)[0]
     answer = json.loads(found.stdout)
     assert (answer["tokens"], answer["layers"], answer["text"]) == (expected.tokens, expected.layers, expected.text)
+
+
+class CopiesAtOnce:
+    """A binding as on a GPU: it copies an input when it is bound, and not when the graph runs."""
+
+    def __init__(self, binding):
+        self._binding, self._copies = binding, {}
+
+    def __getattr__(self, name):
+        return getattr(self._binding, name)
+
+    def bind_cpu_input(self, name, value):
+        self._copies[name] = value.copy()
+        self._binding.bind_cpu_input(name, self._copies[name])
+
+
+def test_each_token_is_bound_anew_on_a_device_with_memory_of_its_own(case, monkeypatch):
+    create, run_bound, expected = Session.io_binding, Session.run_bound, case.write(PROMPTS, missing_kv=MODEL)
+    monkeypatch.setattr(Session, "io_binding", lambda self: CopiesAtOnce(create(self)))
+    monkeypatch.setattr(Session, "run_bound", lambda self, binding: run_bound(self, binding._binding))
+    segments = case.segments(MODEL, len(PROMPTS))
+    monkeypatch.setattr(case.session, "provider", CUDA)
+    assert gather(decode(segments, PROMPTS, NEW, MIXED), len(PROMPTS)) == expected
 
 
 @pytest.fixture
