@@ -1,6 +1,7 @@
 """Helpers of all tests, and small checkpoints and tasks in the layouts of real ones. Nothing is downloaded."""
 
 import functools
+import gc
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from mini_ee.training.run_folder import Run
 
 collect_ignore = ["make_golden.py"]  # a script, which needs transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other
+gc.set_threshold(50_000, 20, 50)  # a collection of garbage reads all objects: 8,000 tests and their modules
 
 DECODERS = ("llama", "gemma", "phi")
 GOOD, BAD = ("good", "great", "fine", "lovely"), ("bad", "awful", "poor", "dull")
@@ -69,6 +71,11 @@ def rows_needed_are_computed_once():
 def pytest_collection_modifyitems(items):
     """The tutorial first: it takes longest, and with `-n` the others run at the same time."""
     items.sort(key=lambda item: item.path.name != "test_tutorial.py")
+
+
+def pytest_collection_finish():
+    """What was collected stays, so no collection of garbage looks at it again."""
+    gc.freeze()
 
 
 def answer(capsys, *argv):

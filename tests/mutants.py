@@ -641,7 +641,7 @@ def errors_in(file):
 def named(row):
     place, _, test = MUTANTS[row]
     file, name = test.split("::")
-    return pytest.param(row, file, id=f"{row} {place} {name}", marks=pytest.mark.xdist_group(file))
+    return pytest.param(row, file, id=f"{row} {place} {name}")
 
 
 @pytest.mark.parametrize("row, file", [*map(named, range(len(MUTANTS)))])

@@ -37,12 +37,9 @@ from mini_ee.training.train_settings import RowOptions, TextOptions, TrainOption
 EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
 UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for name in METHODS}
 SHARED = (TrainOptions, RowOptions, TextOptions)
-GROUP = {name: pytest.mark.xdist_group(name) for name in METHODS}  # where tests run side by side: trained once
-CASES = [
-    pytest.param(name, unit, id=f"{name}-{unit}", marks=GROUP[name]) for name, units in UNITS.items() for unit in units
-]
-ROWS = [pytest.param(name, marks=GROUP[name]) for name, units in UNITS.items() if "rows" in units]
-TOKENS = [pytest.param(name, marks=GROUP[name]) for name, units in UNITS.items() if "tokens" in units]
+CASES = [pytest.param(name, unit, id=f"{name}-{unit}") for name, units in UNITS.items() for unit in units]
+ROWS = [name for name, units in UNITS.items() if "rows" in units]
+TOKENS = [name for name, units in UNITS.items() if "tokens" in units]
 WRITTEN = [case for case in CASES if load_method(case.values[0]).train is None]  # from the checkpoint on
 TRAINED = [case for case in CASES if load_method(case.values[0]).has_stages]
 EXACT = 2e-6

@@ -27,7 +27,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, at what Ray's own options are written with
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'mini-ee[ray]'")
 GONE = "there is no replica, or the replica of this request has died; send the request again"
-pytestmark = pytest.mark.xdist_group("ray")
 
 DEADLINE = 5.0  # seconds, of each request of the load
 
