@@ -75,7 +75,7 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
             model = classifier_folder
         if load_method(method).train is not None:  # collected on exits that are trained already
             model, options = folder("joint", unit), {}
-        options = {name: value for name, value in options.items() if name not in lacks}
+        options = {name: value for name, value in (options | more).items() if name not in lacks}
         with pytest.MonkeyPatch.context() as patch:
             saved, step = training.save_run, torch.optim.AdamW.step
             steps[out] = 0
@@ -91,7 +91,7 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
             patch.setattr(training, "save_run", save_run)
             patch.setattr(torch.optim.AdamW, "step", counted)
             patch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
-            return mini_ee.train(method, model, task, out, **options, **more)
+            return mini_ee.train(method, model, task, out, **options)
 
     @functools.cache
     def folder(method, unit):

@@ -18,6 +18,7 @@ from mini_ee.data.tasks import toy_task
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.rules import PatienceConfidence, Threshold
+from mini_ee.training import holdout
 
 CLIENTS = Path(__file__).parents[2] / "export" / "clients"
 LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
@@ -46,7 +47,9 @@ in_cpp = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """A folder under a rule that lets rows leave at many exits, and a threshold that lets others leave."""
-    run = train("joint", out=tmp_path_factory.mktemp("clients") / "run", epochs=1, max_train=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holdout, "TEST_ROWS", 100)
+        run = train("joint", out=tmp_path_factory.mktemp("clients") / "run", epochs=1, max_train=300)
     (curve,) = read_json(run.folder / "metrics.json")["curves"]
     values, _, layers = zip(*curve["points"])
     own, other = (float(np.float32(values[np.searchsorted(layers, mean)])) for mean in (6, 9))
