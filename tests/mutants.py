@@ -128,6 +128,18 @@ def next_head(shift):
     return lambda true: lambda self, k, state: true(self, (k + shift) % 4, state)
 
 
+def runs_a_layer_first(true):
+    """The bug that takes exit 0 for an exit after the first layer."""
+
+    def bug(self, k, state):
+        if k == 0 and self.exits[0] == 0:
+            run = self.model.backbone.run_layers
+            state = state._replace(hidden=run(state.hidden, state.context, 0, 1))
+        return true(self, k, state)
+
+    return bug
+
+
 def segments_start_at(starts):
     """Segments that do not meet: a layer runs twice, or not at all."""
 
@@ -460,6 +472,8 @@ LOOP = [
     ],
 ]
 
+ZERO = "exit_0.py::test_exit_0_"
+ZERO_COSTS = "exit_0.py::test_an_example_that_exits_at_0_runs_no_layer_and_costs_none[FixedExit(exit=0)]"
 RULES = [
     ("confidence.MEASURES.entropy", measure(zero_times_log_zero), "confidence.py::test_a_probability_of_zero_gives_full_confidence_and_no_nan[row0-entropy]"),
     ("confidence.MEASURES.entropy", measure(lambda logits: -confidence.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
@@ -483,6 +497,12 @@ RULES = [
     ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, -1]), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.row_exits.RowExits.classify", lambda true: lambda self, k, state: true(self, 3, state), "exits.py::test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone[1]"),
+    ("exits.heads.exit_heads", source('"mean" if layer == 0 else pool', "pool"), ZERO + "of_every_encoder_is_exported[bert]"),
+    ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, 0]), ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
+    ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
+    ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
+    ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
+    ("training.stages.depth_weighted_sum", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1[mean]"),
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
 ]
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"

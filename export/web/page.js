@@ -92,7 +92,7 @@ class Page {
       at("#slider").value = chosen ?? 0;
       at("#slider").ariaValueText = point ? `${curve.setting} ${digits(number(point[0]))}` : "the run’s own setting";
       const [score, layers] = point?.slice(1) ?? curve.own ?? [];
-      at("#rule-score").textContent = layers
+      at("#rule-score").textContent = layers !== undefined
         ? `On ${curve.of}: ${curve.score} ${score.toFixed(3)} after ${layers.toFixed(2)} of ${end} layers on average.`
         : `The run’s own setting is not a point of this curve, which was measured on ${curve.of}.`;
       at("#chart").replaceChildren(drawChart(curve, end, chosen, (index) => this.move(index)));

@@ -160,7 +160,7 @@ class CatExits(RowExits):
         if len(exits) < 2:
             raise ValueError(f"CAT needs at least two exits to choose from, got {len(exits)}")
         for k in range(len(exits) - 1):
-            self.heads[k] = InnerHead(backbone.config.hidden_size, num_labels, pool, backbone.exit_norm())
+            self.heads[k] = InnerHead(backbone.config.hidden_size, num_labels, self.heads[k].pool, backbone.exit_norm())
         self.policy = MetaClassifiers(len(exits) - 1, num_labels, config.shared)
 
     def decide(self, k: int, inner: Tensor, logits: Tensor, before: Tensor | None) -> Tensor:

@@ -254,6 +254,7 @@ METHOD = Method(
     model=DreeExits,
     candidates=sweep(Patience(1)),
     exits=None,
+    no_exit_0="its exits have an adapter in their layer",
     classes_only=True,
     lacks=("head",),
 )

@@ -154,6 +154,7 @@ METHOD = Method(
     recipe,
     units=("tokens", "rows"),
     model=build,
+    no_exit_0="its loss would have the weight 0 there",
     default_rule=drafting_rule,
     defaults={"tokens": {"lr": 1e-3, "rank": None}, "built-in": {"texts": 1000}},
     lacks=("rank",),

@@ -97,4 +97,9 @@ class CascadeSegments(Segments):
         return self._models[-1]
 
 
-METHOD = Method(recipe=recipe, units=("rows",), model=lambda *parts: MultiModel(*parts[:4]))
+METHOD = Method(
+    recipe=recipe,
+    units=("rows",),
+    model=lambda *parts: MultiModel(*parts[:4]),
+    no_exit_0="its models consist of the first layers",
+)

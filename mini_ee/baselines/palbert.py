@@ -14,8 +14,9 @@ Deviations: 1. in the released training p_L is lambda_L prod_{j<L} (1 - lambda_j
 than 1; once their sum exceeds .95 the others are set to .05 / L. Here p_L is the remaining probability, and all is
 computed in logarithms; 2. KL(g || p) is that of the code (`forward`), KL(p || g) the other reading of the paper
 (`reverse`); 3. every exit has its own pooler and classifier, as in all systems here; one MLP serves all exits; 4. if
-there are fewer exits than layers, an exit has the prior of the layers since the exit before; 5. learning rates and
-epochs are those that all systems share here (theirs: 1e-5, up to 25 epochs, no dropout in the layers).
+there are fewer exits than layers, an exit has the prior of the layers since the exit before (exit 0: that of one
+layer); 5. learning rates and epochs are those that all systems share here (theirs: 1e-5, up to 25 epochs, no dropout in
+the layers).
 """
 
 from dataclasses import dataclass
@@ -62,8 +63,12 @@ def log_exit_probabilities(exit_logits: Tensor) -> Tensor:
 
 
 def log_prior(exits: tuple[int, ...], chance: float) -> Tensor:
-    """ln g_k: (K,). A geometric distribution over layers; the last exit has the remaining probability."""
-    survival = (1 - chance) ** torch.tensor([0, *exits[:-1]], dtype=torch.float64)  # P(no exit before exit k)
+    """ln g_k: (K,). A geometric distribution over layers; the last exit has the remaining probability.
+
+    If there is an exit 0, the embeddings count as a layer too.
+    """
+    depths = [layer + (exits[0] == 0) for layer in exits]
+    survival = (1 - chance) ** torch.tensor([0, *depths[:-1]], dtype=torch.float64)  # P(no exit before exit k)
     return (survival - torch.cat((survival[1:], survival.new_zeros(1)))).log().float()
 
 

@@ -91,9 +91,10 @@ def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
                     f"got {given['patience']}"
                 )
         rule.check(len(run.exits))
-        if rule.needs is not None and run.exits[0] == 0:
+        if rule.needs is not None and run.exits[0] == 0 and run.config["unit"] == "prompts":
             raise ValueError(
-                f"only a rule that plans can exit at layer 0: use never, fixed or the run's own rule, not {rule.name}"
+                f"only a rule that plans can exit at layer 0 of a prompt: use never, fixed or the run's own rule, not "
+                f"{rule.name}"
             )
     except ValueError as error:
         raise WrongArguments(str(error)) from None

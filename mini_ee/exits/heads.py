@@ -102,16 +102,23 @@ def _last(hidden: Tensor, real: Tensor) -> Tensor:
     return (hidden * (weights - followed)[:, :, None]).sum(dim=1)
 
 
-def exit_heads(backbone: Backbone, count: int, num_labels: int, pool: str) -> nn.ModuleList:
-    """`count` heads for a backbone, each with the norm that its states need.
+def exit_heads(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str) -> nn.ModuleList:
+    """A head for each exit of a backbone, with the norm that its states need.
 
-    Raises ValueError if the backbone does not support this pool.
+    Exit 0 reads the embeddings, before the first layer: a fastText (Joulin et al. 2016, arXiv:1607.01759) in the model.
+    Its pool is always the mean, because the embedding of the first token is the same for every text. Raises ValueError
+    if the backbone does not support this pool, or for an exit 0 of a decoder.
     """
     if pool not in backbone.poolings:
         allowed = " or ".join(backbone.poolings)
         raise ValueError(f"pool must be {allowed} for a {backbone.config.model_type}, got {pool!r}")
-    shape = backbone.config.hidden_size, num_labels, pool
-    return nn.ModuleList(ExitHead(*shape, backbone.exit_norm()) for _ in range(count))
+    if exits[0] == 0 and backbone.generates:
+        raise ValueError(
+            f"exit 0 is for encoders, found a {backbone.config.model_type}: let --exits begin with 1 or more"
+        )
+    width = backbone.config.hidden_size
+    pools = ("mean" if layer == 0 else pool for layer in exits)
+    return nn.ModuleList(ExitHead(width, num_labels, each, backbone.exit_norm()) for each in pools)
 
 
 INITS = ("scratch", "copy")  # initialisations of a VocabularyHead

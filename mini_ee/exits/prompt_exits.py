@@ -53,7 +53,7 @@ class PromptModel(ExitModel):
         self.mask_token_id = tokenizer.mask_token_id if backbone.reads_prompt_at == "mask" else None
         layers = backbone.config.num_hidden_layers
         self.exits = exits = exits or tuple(range(1, layers + 1))
-        check_exits(exits[1:] if exits[0] == 0 else exits, layers)
+        check_exits(exits, layers, least=0)
         self.num_labels, self.pool = len(tokenizer.label_tokens), backbone.reads_prompt_at
         self.register_buffer("label_tokens", torch.tensor(tokenizer.label_tokens), persistent=False)
 

@@ -40,12 +40,12 @@ def even_exits(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({round(num_layers * (i + 1) / count) for i in range(count)}))
 
 
-def check_exits(exits: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """The same exits, or ValueError: they must ascend within 1..L and end at L."""
-    ascending = all(isinstance(b, int) and a < b for a, b in zip((0, *exits), exits))
+def check_exits(exits: tuple[int, ...], num_layers: int, least: int = 1) -> tuple[int, ...]:
+    """The same exits, or ValueError: they must ascend within least..L and end at L. Exit 0 reads the embeddings."""
+    ascending = all(isinstance(b, int) and a < b for a, b in zip((least - 1, *exits), exits))
     if not exits or not ascending or exits[-1] != num_layers:
         raise ValueError(
-            f"exits must ascend from at least 1 and end at the last layer, {num_layers}, "
+            f"exits must ascend from at least {least} and end at the last layer, {num_layers}, "
             f"got {','.join(map(str, exits)) or 'none'}"
         )
     return exits
@@ -97,7 +97,7 @@ class ExitModel(nn.Module):
 
 
 class RowExits(ExitModel):
-    """A backbone with a head after each layer in `exits`. num_labels is 1 for regression.
+    """A backbone with a head after each layer in `exits`; 0 is before the first layer. num_labels is 1 for regression.
 
     policy: (width, exits) -> a module with exit_logit(k, state (N, D)) -> (N,) for every exit but the last, above 0 if
     the row should exit at k; and with `flops`, the FLOPs of one such decision.
@@ -112,10 +112,10 @@ class RowExits(ExitModel):
         policy: Callable[[int, tuple[int, ...]], nn.Module] | None = None,
     ):
         super().__init__()
-        self.exits = check_exits(exits, backbone.config.num_hidden_layers)
+        self.exits = check_exits(exits, backbone.config.num_hidden_layers, least=0)
         self.num_labels, self.pool = num_labels, pool
         self.backbone = backbone
-        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
+        self.heads = exit_heads(backbone, exits, num_labels, pool)
         self.policy = policy and policy(backbone.config.hidden_size, self.exits)
 
     def each_state(self, *inputs: Tensor, fork: Fork | None = None, run: RunLayers | None = None) -> Iterator[Tensor]:

@@ -165,7 +165,7 @@ class LoRAExits(ExitModel):
         self.rank, self.alpha, self.targets = rank, alpha, tuple(targets)
         self.backbone = backbone.requires_grad_(False)
         self.adapters = nn.ModuleList(self._adapters_of(layer) for layer in self.exits)
-        self.heads = exit_heads(backbone, len(exits), num_labels, pool)
+        self.heads = exit_heads(backbone, exits, num_labels, pool)
         self.starts = (0, *self.exits)
 
     def _adapters_of(self, layer: int) -> nn.ModuleList:
@@ -307,6 +307,7 @@ METHOD = Method(
     recipe,
     units=("rows",),
     model=build,
+    no_exit_0="its exits differ by their adapters, which are in the layers",
     exits=2,  # under restart, each exit that does not stop a row costs all its layers again: more exits save less
     defaults={"rows": {"lr": 1e-3, "head_lr": 1e-3, "epochs": 5}},
 )

@@ -264,6 +264,7 @@ METHOD = Method(
     Config,
     units=("rows", "prompts"),
     exits=None,
+    no_exit_0="which --include-embeddings adds to the exits of a prompt",
     classes_only=True,
     train=train,
     controls=controls,

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +137,15 @@ def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
     }
 
 
-def _write_run(request: Request, run: Run, rule: Rule, metrics: dict) -> None:
-    """The base run with the new datastore, rule and settings, in request.out."""
+def _write_run(request: Request, run: Run, rule: Any, metrics: dict) -> None:
+    """The base run with the new datastore, rule and settings, in request.out. Layer 0 is an exit if the run has it."""
     config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # those of the base's rule
     source, prompts = _query_source(request.config), request.config.prompts
     settings = asdict(request.config) | {"encoder": source["encoder"], "max_train": request.common.max_train}
     settings["prompts"] = None if prompts is None else str(Path(prompts).resolve())
     base = {"method": config["method"], "settings": config["settings"]}
     config |= {"method": "raee", "settings": settings, "base": config.get("base", base)}
+    rule = replace(rule, include_embeddings=run.exits[0] == 0)
     config |= {"rule": rule.to_dict(), "guarantee": None, "retrieval": source, "versions": versions()}
     with atomic_folder(request.out) as partial:
         copy_folder(run.folder, partial, without=("datastore",))

@@ -46,6 +46,7 @@ class Method:
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
     """The exits, if none are named: their number, evenly spread; None: one after every layer; or a function of the
     number of layers. Tokens always have four."""
+    no_exit_0: str = ""  # why it cannot have an exit before the first layer; empty if it can
     keeps_model: bool = False
     """On examples: the model's own classification head is the last exit, nothing of the model is trained, and its
     predictions are the labels."""

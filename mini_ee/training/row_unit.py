@@ -30,6 +30,7 @@ class RowUnit(Unit):
     """An example of a task: a sentence or a pair."""
 
     name = "rows"
+    no_exit_0 = ""
     reads_lm_head = False
     built_in = BUILT_IN_MODEL
     built_in_defaults = {"lr": 4e-4, "epochs": 4}  # that encoder is small and needs larger and more steps

@@ -61,12 +61,13 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def depth_weighted_sum(losses, exits: tuple[int, ...]):
-    """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit.
+    """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit; exit 0 has the weight of depth 1.
 
-    >>> depth_weighted_sum([1.0, 4.0], (1, 3))
-    3.25
+    >>> depth_weighted_sum([1.0, 4.0], (1, 3)), depth_weighted_sum([1.0, 4.0], (0, 3))
+    (3.25, 3.25)
     """
-    return sum(depth * loss for depth, loss in zip(exits, losses, strict=True)) / sum(exits)
+    weights = [max(1, depth) for depth in exits]
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
 
 
 def joint_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -221,8 +221,11 @@ def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
             return own(num_layers)
         count = request.unit.exit_count(request.method)
         return tuple(range(1, num_layers + 1)) if count is None else even_exits(num_layers, count)
+    refusal = request.method.no_exit_0 or request.unit.no_exit_0
+    if exits[0] == 0 and refusal:
+        raise WrongArguments(f"{request.name} cannot have an exit 0, {refusal}: let --exits begin with 1 or more")
     try:
-        return check_exits(request.unit.with_last(exits, num_layers), num_layers)
+        return check_exits(request.unit.with_last(exits, num_layers), num_layers, least=min(1, exits[0]))
     except ValueError as error:
         raise WrongArguments(str(error)) from None
 

@@ -38,7 +38,12 @@ class TrainConfig(TrainOptions):
 class CommonOptions(Settings):
     """Settings of every training."""
 
-    exits: tuple[int, ...] | None = option(None, "exit layers, such as 2,4,6", least=1, default_text="the method's own")
+    exits: tuple[int, ...] | None = option(
+        None,
+        "exit layers, such as 2,4,6; the first may be 0, the embeddings, if examples exit",
+        least=0,
+        default_text="the method's own",
+    )
     device: str = option("cpu", "device: cpu, cuda, cuda:1, ...")
 
 

@@ -35,6 +35,7 @@ class Unit:
     noun = "examples"  # in messages
     generates = False  # True if its models continue texts, and give no labels
     default_measure = "max_probability"  # confidence measure of a rule, if none is named
+    no_exit_0 = "which is for the examples of a classifier"  # as in Method
     reads_lm_head = True  # exits use the LM head, and a fine-tuned backbone is saved with it as a checkpoint
     built_in: Path  # the model, if none is named
     built_in_defaults: dict = {}

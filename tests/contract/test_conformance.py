@@ -35,6 +35,7 @@ from mini_ee.training.method import load_method
 from mini_ee.training.train_settings import RowOptions, TextOptions, TrainOptions
 
 EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
+WITH_EXIT_0 = (0, 1, 3)  # on rows, of methods that can have an exit before the first layer
 UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for name in METHODS}
 SHARED = (TrainOptions, RowOptions, TextOptions)
 CASES = [pytest.param(name, unit, id=f"{name}-{unit}") for name, units in UNITS.items() for unit in units]
@@ -67,7 +68,8 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
 
     def train(method, unit, out, **more):
         """As the command does, but for brevity; the model as it was before it was saved is kept."""
-        options = {"epochs": 2, "batch_size": 32, "exits": EXITS[unit]}
+        zero = unit == "rows" and not load_method(method).no_exit_0
+        options = {"epochs": 2, "batch_size": 32, "exits": WITH_EXIT_0 if zero else EXITS[unit]}
         options |= {"text": stories, "epochs": 1, "batch_size": 16, "new_tokens": 4} if unit == "tokens" else {}
         lacks = load_method(method).lacks
         model, task = models[unit], task_folder if unit == "rows" else None
@@ -331,6 +333,28 @@ def test_an_option_of_another_method_is_refused(method, tmp_path, capsys):
         status, message = one_line(capsys, "train", method, "--out", tmp_path / "x", option, "1")
         assert status == 2 and option in message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("method", "unit"), CASES)
+def test_an_exit_0_is_taken_or_refused_in_one_line(house, method, unit, task_folder, tmp_path, capsys):
+    known, model = load_method(method), house.models[unit]
+    if unit == "rows" and known.has_stages and not known.no_exit_0 and "exits" not in known.lacks:
+        assert house.run(method, unit).exits == WITH_EXIT_0
+        return
+    task = ("--task", task_folder) if unit == "rows" else ()
+    options = (
+        "--out",
+        tmp_path / "run",
+        "--exits",
+        "0,1,3",
+        "--template",
+        "{text} {mask}",
+        "--words",
+        "bad=a,good=the",
+    )
+    status, message = one_line(capsys, "train", method, "--model", model, *task, *options[: None if known.train else 4])
+    reason = "unrecognized arguments: --exits" if "exits" in known.lacks else f"{method} cannot have an exit 0, "
+    assert status == 2 and reason in message and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("method", "unit"), CASES)

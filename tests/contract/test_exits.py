@@ -207,23 +207,25 @@ def test_even_exits_are_as_many_as_asked_valid_and_as_even_as_whole_layers_allow
         ((2, 2, 6), "2,2,6"),
         ((2, 7), "2,7"),
         ((2, 4), "2,4"),
-        ((0, 6), "0,6"),
         ((-1, 6), "-1,6"),
         ((), "none"),
     ],
-    ids=["not ascending", "twice", "beyond the last layer", "not up to the last layer", "layer 0", "negative", "empty"],
+    ids=["not ascending", "twice", "beyond the last layer", "not up to the last layer", "negative", "empty"],
 )
 def test_exits_that_no_model_can_have_are_refused(random_model, wrong, found):
-    output = f"exits must ascend from at least 1 and end at the last layer, 6, got {found}$"
-    with pytest.raises(ValueError, match=output):
+    output = "exits must ascend from at least {} and end at the last layer, 6, got " + f"{found}$"
+    with pytest.raises(ValueError, match=output.format(1)):
         check_exits(wrong, 6)
-    with pytest.raises(ValueError, match=output):
+    with pytest.raises(ValueError, match=output.format(0)):
         RowExits(random_model().backbone, wrong, 2)
 
 
 @pytest.mark.parametrize("right", [(6,), (1, 6), (1, 2, 3, 4, 5, 6)])
 def test_exits_that_a_model_can_have_come_back_as_they_are(right):
     assert check_exits(right, 6) == right
+    assert check_exits((0, *right), 6, least=0) == (0, *right)
+    with pytest.raises(ValueError, match="exits must ascend from at least 1"):
+        check_exits((0, *right), 6)
 
 
 @pytest.mark.parametrize("pool", ["last", "", None])

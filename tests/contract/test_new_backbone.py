@@ -373,9 +373,9 @@ def test_exits_have_heads_with_the_norm_and_the_pools_that_the_backbone_says(bac
             with pytest.raises(
                 ValueError, match=f"pool must be {' or '.join(backbone.poolings)} for a {kind}, got '{pool}'"
             ):
-                exit_heads(backbone, 2, 3, pool)
+                exit_heads(backbone, (1, 2), 3, pool)
         else:
-            heads = exit_heads(backbone, 2, 3, pool)
+            heads = exit_heads(backbone, (1, 2), 3, pool)
             assert heads[0](hidden, backbone.context(padded_rows(backbone)).padding).shape == (4, 3)
             assert (heads[0].norm is None) == (backbone.exit_norm() is None)
 

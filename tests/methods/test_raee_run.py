@@ -86,6 +86,15 @@ def test_the_model_is_the_runs_and_the_rule_is_given(base, own):
     )
 
 
+def test_exit_0_of_a_run_is_an_exit_of_the_plan(tmp_path, checkpoint_folder, task_folder):
+    mini_ee.train("joint", checkpoint_folder, task_folder, tmp_path / "base", exits=(0, 3), epochs=1)
+    run = collect(tmp_path / "raee", tmp_path / "base", task_folder, k=1, tau=1.0, fallback_top=1)
+    store = run.rule.datastore
+    assert run.rule.include_embeddings and store.exits == (0, 3)
+    store.values[:] = [(0.9, 0.8), (0.5, 0.7)] * (len(store) // 2)
+    assert run.rule.plan(run.encode(store.texts).batch(slice(None))).tolist() == [0, 1] * (len(store) // 2)
+
+
 def test_max_train_collects_so_many_rows_drawn_with_the_seed(tmp_path, base, task_folder):
     one, other = (
         collect(tmp_path / str(seed), base, task_folder, max_train=3, seed=seed).rule.datastore for seed in (0, 1)
@@ -580,9 +589,7 @@ def test_layer_0_is_an_exit_where_it_is_asked_for_and_only_a_plan_may_use_it(
     result = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
     assert sum(result["exit_counts"]) == 20 and len(result["exit_counts"]) == 4
     message = refused(capsys, "evaluate", tmp_path / "run", "--task", task_folder, "--threshold", ".9")
-    assert (
-        "only a rule that plans can exit at layer 0: use never, fixed or the run's own rule, not threshold" in message
-    )
+    assert "only a rule that plans can exit at layer 0 of a prompt: use never, fixed or" in message
 
 
 def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder, decoder_checkpoint):

@@ -81,6 +81,8 @@ MODELS = {
     "cascade": lambda: MultiModel(backbone_of("bert").without_heads(), EXITS, C),
     "prompt": lambda: prompt_model("bert"),
     "prompt of a decoder": lambda: prompt_model("llama"),
+    "exit 0": lambda: RowExits(backbone_of("bert").without_heads(), (0, 2, 4), C, "first"),
+    "policy at exit 0": lambda: RowExits(backbone_of("roberta").without_heads(), (0, 1, 4), C, policy=PolicyNetworks),
     "one exit": lambda: RowExits(backbone_of("bert").without_heads(), EXITS[-1:], C),
 }
 OWN_STREAMS = ("lora", "cascade")
@@ -130,7 +132,7 @@ def rules_of(name, model, inputs):
             Policy(0.5),
             Threshold(0.6),
         ]
-    if name in ("policy", "certainty"):
+    if name in ("policy", "policy at exit 0", "certainty"):
         decided = early_exit_logits(model, inputs)
         return [Policy(float(1 / (1 + np.exp(-np.median(decided[:, 0]))))), Policy(0.5), Threshold(0.6)]
     if name == "one exit":

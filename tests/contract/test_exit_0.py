@@ -1,0 +1,200 @@
+"""Exit 0: a head on the mean of the embeddings, before the first layer."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import padded_rows, tensors
+from torch import nn
+
+import mini_ee
+from mini_ee.backbones.hub import backbone_class, load_backbone
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json
+from mini_ee.early_exit import early_exit
+from mini_ee.exits.row_exits import RowExits
+from mini_ee.export.row_segments import OrtModel, OrtSegments
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.serving import Worker, engine_of
+from mini_ee.export.writer import write_graphs
+from mini_ee.recording import read_every_exit, record
+from mini_ee.registry import BACKBONES
+from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Threshold
+from mini_ee.training.stages import depth_weighted_sum
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+EXITS = (0, 2, 3)
+ATOL = 1e-5  # of logits, ONNX Runtime compared with torch
+TEXTS = ["the film was good", "a very very very awful book", "the room is poor and the song is lovely", "dull"]
+POOLS = ("first", "mean")
+ENCODERS = [family for family in BACKBONES if (GOLDEN / family).is_dir() and not backbone_class(family).generates]
+
+
+@pytest.fixture(scope="module", params=POOLS)
+def trained(request, tmp_path_factory, checkpoint_folder, task_folder):
+    """(run, exported folder): the other exits read the mean, or the first token."""
+    folder = tmp_path_factory.mktemp("zero")
+    options = {"exits": EXITS, "pool": request.param, "epochs": 6, "lr": 1e-3, "head_lr": 1e-2}
+    run = mini_ee.train("joint", checkpoint_folder, task_folder, folder / "run", **options)
+    mini_ee.export(run, folder / "exported", segments=True)
+    return run, folder / "exported"
+
+
+def by_hand(model, inputs):
+    """Logits of exit 0 in numpy, row by row: the mean of the embeddings of its own tokens, then the head."""
+    head, embeddings = model.heads[0], model.backbone.embed(inputs)
+    embeddings = (embeddings if head.norm is None else head.norm(embeddings)).detach().numpy()
+    dense, out = ((each.weight.detach().numpy(), each.bias.detach().numpy()) for each in (head.dense, head.out))
+    logits = []
+    for row, mask in zip(embeddings, inputs.attention_mask):
+        mean = np.mean([state for state, real in zip(row, mask) if real], axis=0)
+        logits.append(out[0] @ np.tanh(dense[0] @ mean + dense[1]) + out[1])
+    return np.array(logits)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_exit_0_reads_the_mean_of_the_embeddings_whatever_the_other_exits_read(random_model, padded_inputs, pool):
+    model = random_model((0, 2, 6), 3, pool)
+    assert [head.pool for head in model.heads] == ["mean", pool, pool]
+    expected = by_hand(model, padded_inputs)
+    assert np.ptp(expected, axis=0).min() > 0.01, "texts differ"
+    with torch.no_grad():
+        np.testing.assert_allclose(model(*tensors(padded_inputs))[0].numpy(), expected, atol=ATOL)
+    found = early_exit(model.segments(), FixedExit(0), padded_inputs)
+    np.testing.assert_allclose(found.logits, expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("rule", [FixedExit(0), Threshold(0.0), Planned((0,) * 7)], ids=str)
+def test_an_example_that_exits_at_0_runs_no_layer_and_costs_none(random_model, padded_inputs, rule):
+    model = random_model((0, 2, 6), 3, "first")
+
+    def ran(*arguments):
+        raise AssertionError("a layer ran")
+
+    hooks = [layer.register_forward_pre_hook(ran) for layer in model.backbone.layers]
+    try:
+        found = early_exit(model.segments(), rule, padded_inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not found.layers_run.any() and not found.cost.layer_passes.any() and not found.cost.depth.any()
+    assert found.cost.flops.max() < 0.1 * model.backbone.layer_flops(padded_inputs.input_ids.shape[1])
+
+
+def test_the_layers_above_exit_0_are_those_of_a_model_without_it(random_model, padded_inputs):
+    model = random_model((0, 2, 6), 3, "first")
+    without = RowExits(model.backbone, (2, 6), 3, "first").eval()
+    without.heads = nn.ModuleList(list(model.heads)[1:])
+    mine, theirs = (read_every_exit(each.segments(), padded_inputs) for each in (model, without))
+    np.testing.assert_array_equal(mine[0][:, 1:], theirs[0])
+    np.testing.assert_array_equal(mine[1][:, 1:], theirs[1])
+
+
+def test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1(trained):
+    run, _ = trained
+    assert depth_weighted_sum([8.0, 0.0, 0.0], EXITS) == pytest.approx(8 / 6)
+    assert run.metrics["per_exit_accuracy"][0] > 0.9  # one word decides the label
+
+
+def test_the_graph_that_stops_by_itself_and_the_chain_of_segments_equal_torch(trained):
+    run, folder = trained
+    runtime = Runtime(folder, threads=1)
+    assert runtime.exits == EXITS and read_json(folder / "manifest.json")["layer_passes"] == [0, 2, 1]
+    encoded = run.encode([(text,) for text in TEXTS])
+    expected = record(run.segments(), encoded, 4).logits
+    whole, chain = runtime.segments(), runtime.segments().by_segment(NeverExit())
+    for segments in (whole, chain):
+        np.testing.assert_allclose(record(segments, encoded, 4).logits, expected, atol=ATOL)
+    middle = float(np.median(record(run.segments(), encoded, 4).confidence("max_probability")[:, 0]))
+    layers = early_exit(run.segments(), Threshold(middle), encoded.batch(slice(None))).layers_run
+    assert not layers.all() and layers.any()
+    for rule in (*map(FixedExit, range(3)), NeverExit(), Threshold(middle), Patience(1)):
+        found = [early_exit(each, rule, encoded.batch(slice(None))) for each in (run.segments(), whole, chain)]
+        for each in found[1:]:
+            assert each.layers_run.tolist() == found[0].layers_run.tolist()
+            np.testing.assert_allclose(each.logits, found[0].logits, atol=ATOL)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_exit_0_of_every_encoder_is_exported(family, tmp_path):
+    """One example per length, and a padded batch; the layers above get the embeddings that exit 0 has read."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        backbone = load_backbone(GOLDEN / family).without_heads()
+        model = RowExits(backbone, (0, 1, backbone.config.num_hidden_layers), 3, "first").eval()
+        for head in model.heads:
+            nn.init.normal_(head.out.weight, std=1.0)
+    inputs = padded_rows(backbone)
+    manifest = write_graphs(model, model.segments(), Threshold(0.5), tmp_path, segments=True)
+    whole, chain = OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)
+    expected = read_every_exit(model.segments(), inputs)[0]
+    np.testing.assert_allclose(expected[:, 0], by_hand(model, inputs), atol=ATOL)
+    for segments in (whole, chain):
+        np.testing.assert_allclose(read_every_exit(segments, inputs)[0], expected, atol=ATOL)
+        for row in range(len(inputs)):
+            one = inputs.take([row])
+            np.testing.assert_allclose(read_every_exit(segments, one)[0][0], expected[row], atol=ATOL)
+
+
+def weights_of(graph):
+    """Names of the weights that a graph computes with before any branch, and within branches."""
+    branches = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    here = {name for node in graph.node for name in node.input}
+    return here, set().union(*(set().union(*weights_of(branch)) for branch in branches))
+
+
+def test_no_graph_computes_with_a_layer_before_exit_0_has_decided(trained):
+    _, folder = trained
+    graphs = {
+        name: onnx.load(folder / f"{name}.onnx", load_external_data=False).graph
+        for name in ("model", "segment_0", "segment_2")
+    }
+    first, later = weights_of(graphs["model"])
+    assert not [name for name in first if "layers." in name]
+    assert [name for name in later if "layers.0" in name] and [name for name in first if "embeddings" in name]
+    assert not [name for each in weights_of(graphs["segment_0"]) for name in each if "layers." in name]
+    assert [name for each in weights_of(graphs["segment_2"]) for name in each if "layers.0" in name]
+
+
+def test_a_server_answers_as_the_runtime_and_counts_zero_layers(trained):
+    _, folder = trained
+    runtime = Runtime(folder, threads=1)
+    runtime.rule = Threshold(float(np.median([each.confidence for each in runtime.run(TEXTS, rule=FixedExit(0))])))
+    alone = [runtime.run([text])[0] for text in TEXTS]
+    assert 0 in [each.layers for each in alone] and len({each.layers for each in alone}) > 1
+    with Worker(engine_of(runtime), batch=3) as worker:
+        found = [future.result(60) for future in [worker.submit(text) for text in TEXTS]]
+        counts = worker.metrics.exit_counts
+    assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
+    assert counts[0] == [each.layers for each in alone].count(0)
+
+
+def run_command(capsys, *arguments):
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_evaluate_sweep_calibrate_and_the_picture_begin_at_0(trained, task_folder, tmp_path, capsys):
+    run, folder = trained
+    task = ("--task", task_folder, "--json")
+    fixed = run_command(capsys, "evaluate", run.folder, *task, "--rule", "fixed", "--layer", 0)
+    assert fixed["mean_layers"] == 0 and fixed["layers_saved"] == 1 and fixed["exit_counts"] == [20, 0, 0]
+    for trained_or_exported in (run.folder, folder):
+        answer = run_command(capsys, "evaluate", trained_or_exported, *task, "--sweep")
+        assert answer["exits"] == list(EXITS)
+        assert min(row["mean_layers"] for row in answer["rows"]) == 0
+    picture = tmp_path / "exits.png"
+    answer = run_command(capsys, "compare", run.folder, *task, "--picture", picture)
+    assert [each["layer"] for each in answer["rows"][0]["by_exit"]] == list(EXITS)
+    assert picture.stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_decoder_cannot_have_an_exit_0(kind):
+    backbone = load_backbone(GOLDEN / kind)
+    with pytest.raises(ValueError, match=f"exit 0 is for encoders, found a {kind}: let --exits begin with 1 or more"):
+        RowExits(backbone, (0, backbone.config.num_hidden_layers), 2, backbone.poolings[0])
