@@ -134,5 +134,8 @@ class AddOptions(Settings):
     agreement: float = option(0.99, "share of predictions that must equal the model's", above=0, most=1)
     confidence: float = option(0.95, "confidence of that agreement", above=0, below=1)
     exits: tuple[int, ...] | None = option(
-        None, "layers with a head, such as 2,4,6", least=1, default_text="at most six, evenly spread"
+        None,
+        "layers with a head, such as 0,2,4,6; 0 is the embeddings",
+        least=0,
+        default_text="at most six, evenly spread",
     )

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import padded_rows, tensors
+from conftest import BAD, GOOD, THINGS, padded_rows, tensors
 from torch import nn
 
 import mini_ee
@@ -191,6 +191,14 @@ def test_evaluate_sweep_calibrate_and_the_picture_begin_at_0(trained, task_folde
     answer = run_command(capsys, "compare", run.folder, *task, "--picture", picture)
     assert [each["layer"] for each in answer["rows"][0]["by_exit"]] == list(EXITS)
     assert picture.stat().st_size
+
+
+def test_exit_0_can_be_added_to_a_fine_tuned_classifier(classifier_folder, tmp_path):
+    words = [(thing, first, last) for thing in THINGS for first in GOOD + BAD for last in GOOD + BAD]
+    texts = ["{1} {0} is {2}".format(*each) for each in words]
+    run = mini_ee.add_exits(classifier_folder, texts, tmp_path / "fast", exits=(0, 3), agreement=0.9)
+    assert run.exits == (0, 3) and [head.pool for head in run.model.heads] == ["mean", "first"]
+    assert read_json(tmp_path / "fast" / "summary.json")["per_exit_agreement"][0] > 0.6
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
