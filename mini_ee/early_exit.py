@@ -24,7 +24,7 @@ class ExitResult(NamedTuple):
 
     logits: np.ndarray  # (N, C)
     exit_index: np.ndarray  # (N,) int64, index into segments.exits, from 0
-    layers_run: np.ndarray  # (N,) int64, depth of that exit, in 1..L
+    layers_run: np.ndarray  # (N,) int64, depth of that exit, in 0..L
     cost: Cost
 
 
