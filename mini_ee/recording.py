@@ -46,6 +46,14 @@ def read_and_measure(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.
     return np.stack(logits, axis=1), flops, {name: np.stack(each, axis=1) for name, each in measures.items()}
 
 
+def _flops(segments: Segments, inputs: Sized) -> np.ndarray:
+    """(N, K, 2) FLOPs, as in `read_every_exit`."""
+    each = [
+        np.broadcast_arrays(*segments.flops(k, inputs), np.zeros(len(inputs)))[:2] for k in range(len(segments.exits))
+    ]
+    return np.moveaxis(np.array(each), 2, 0)
+
+
 class Recorded(Segments):
     """Segments that return the recorded outputs of N rows (examples or tokens): a sweep of rules runs the model once.
 
@@ -156,16 +164,20 @@ def record(
     batch_size: int,
     progress: str | None = None,
     whole: Segments | None = None,
+    known: np.ndarray | None = None,
 ) -> Record:
     """Run all rows through all exits and return the logits of each exit. progress: label of a progress bar.
 
     whole: the model without exits, whose FLOPs are the reference; None: the last of these segments has the same.
+    known: the logits (N, K, C), if they are known; then nothing runs.
     """
     whole, order = whole or segments, list(batches(encoded, batch_size))
     parts, full = [], []
     for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
         inputs = encoded.batch(rows)
-        parts.append(read_and_measure(segments, inputs))
+        parts.append(
+            read_and_measure(segments, inputs) if known is None else (known[rows], _flops(segments, inputs), {})
+        )
         costs = [whole.flops(k, inputs) for k in range(len(whole.exits))]
         full.append(len(rows) * (sum(advance for advance, _ in costs) + costs[-1][1]))
     # The batches hold the rows by length. Row i of the data set is row back[i] of the concatenated batches: the argsort

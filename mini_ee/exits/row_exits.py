@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on
+from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.exits.heads import ExitHead, exit_heads, load_head
-from mini_ee.recording import predictions, record
+from mini_ee.recording import Record, predictions, record
 from mini_ee.segments import Reading, Segments
 
 STATES_BATCH = 64  # rows in a batch without training
@@ -217,6 +218,7 @@ class RowData(NamedTuple):
     encoded: Encoded
     labels: np.ndarray
     task: Task
+    known: "Known | None" = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -249,15 +251,35 @@ class RowData(NamedTuple):
     @torch.no_grad()
     def states(self, model: RowExits) -> "States":
         """The states of all exits of every row, in eval mode."""
+        if self.known is not None:
+            columns = [self.known.layers.index(layer) for layer in model.exits]
+            return States(self.known.states[:, columns], torch.from_numpy(self.labels), *self._about())
         device, states = next(model.parameters()).device, None
         model.eval()
-        for rows in batches(self.encoded, STATES_BATCH):
+        batched = list(batches(self.encoded, STATES_BATCH))
+        for rows in tqdm(batched, desc="states", unit="batch", delay=2):
             inputs, _ = self.batch(rows, device)
             for k, state in enumerate(model.states(*inputs)):
                 if states is None:
                     states = torch.empty(len(self), len(model.exits), state.shape[1])
                 states[rows, k] = state.float().cpu()
-        return States(states, torch.from_numpy(self.labels), self.order, self.steps, self.scores_of)
+        return States(states, torch.from_numpy(self.labels), *self._about())
+
+    def _about(self) -> tuple:
+        return self.order, self.steps, self.scores_of
+
+    def recorded(self, model: RowExits, batch_size: int, progress: str) -> Record:
+        """The logits of all exits, and the labels. Nothing runs but the heads, if the states are known."""
+        segments, logits = model.segments(), None if self.known is None else self.states(model).logits(model)
+        found = record(segments, self.encoded, batch_size, progress, segments.whole(), logits)
+        return found._replace(labels=self.labels)
+
+
+class Known(NamedTuple):
+    """The states of these rows after some layers of a model that stays as it is."""
+
+    layers: tuple[int, ...]
+    states: Tensor  # (N, len(layers), D)
 
 
 class States(NamedTuple):
@@ -275,9 +297,14 @@ class States(NamedTuple):
     @torch.no_grad()
     def scores(self, model: nn.Module) -> tuple[list[float], dict]:
         """As RowData.scores, without running the backbone again. model: in eval mode."""
-        states = self.states.to(next(model.parameters()).device).unbind(dim=1)
-        each = [model.classify(k, state).float().numpy(force=True) for k, state in enumerate(states)]
+        each = self.logits(model).swapaxes(0, 1)
         return self.scores_of(np.stack([predictions(logits) for logits in each], axis=1))
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module) -> np.ndarray:
+        """(N, K, C) float32: the logits of every exit. model: in eval mode."""
+        states = self.states.to(next(model.parameters()).device).unbind(dim=1)
+        return np.stack([model.classify(k, state).float().numpy(force=True) for k, state in enumerate(states)], axis=1)
 
     def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """The states of every exit, (N, D) each, and the labels (N,)."""

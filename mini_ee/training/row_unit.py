@@ -14,8 +14,8 @@ from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.classification_head import FrozenClassifier
-from mini_ee.exits.row_exits import RowData, RowExits
-from mini_ee.recording import Record, exit_scores, predictions, record, summary
+from mini_ee.exits.row_exits import Known, RowData, RowExits
+from mini_ee.recording import Record, exit_scores, predictions, summary
 from mini_ee.training import doubts
 from mini_ee.training.default_rule import Chosen, curves, default_rule
 from mini_ee.training.holdout import split_rows
@@ -65,11 +65,12 @@ class RowUnit(Unit):
         return min(request.common.max_length, backbone.config.max_tokens)
 
     def data(self, request, backbone, tokenizer, about, say):
-        task = request.task
         if request.method.keeps_model:
-            task = _labelled_by_model(request, backbone, tokenizer)
-        parts = split_rows(task, request.seed, request.common.max_train)
-        train, held, test = (RowData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts)
+            train, held, test = _labelled_by_model(request, backbone, tokenizer, about["exits"])
+        else:
+            parts = split_rows(request.task, request.seed, request.common.max_train)
+            train, held, test = (RowData(encode(tokenizer, p.texts, backbone), p.labels, request.task) for p in parts)
+        task = train.task
         if (train.labels == train.labels[0]).all():
             found = f"{request.model} predicts" if request.method.keeps_model else "found only"
             raise ValueError(
@@ -133,24 +134,36 @@ def _check_labels(task: Task, names: tuple[str, ...], model) -> None:
         raise WrongArguments(f"{task.name}: expected {expected}, found {', '.join(task.label_names) or 'numbers'}")
 
 
-def _labelled_by_model(request, backbone, tokenizer) -> Task:
-    """The task's train split with what the fine-tuned model itself predicts as labels: a score is an agreement."""
-    task, layers = request.task, backbone.config.num_hidden_layers
-    model = FrozenClassifier(backbone, (layers,), task.num_labels, backbone.poolings[0]).to(request.common.device)
-    rows = task.split("train")
-    encoded = encode(tokenizer, rows.texts, backbone)
-    logits = record(model.segments(), encoded, request.train.batch_size, "the model's own predictions").logits[:, 0]
-    labels = logits[:, 0].astype(np.float32) if task.regression else logits.argmax(axis=1)
+def _labelled_by_model(request, backbone, tokenizer, exits: list[int]) -> list[RowData]:
+    """The three parts of the train split, with what the fine-tuned model itself predicts as labels.
+
+    A score is an agreement. The model reads each text once: labels and states come from the same pass.
+    """
+    task, rows = request.task, request.task.split("train")
+    pool = RowUnit.head_settings(UNIT, request, backbone)["pool"]
+    model = FrozenClassifier(backbone, tuple(exits), task.num_labels, pool).to(request.common.device)
+    encoded, number = encode(tokenizer, rows.texts, backbone), np.arange(len(rows))
+    found = RowData(encoded, number, task).states(model)
+    own, states = predictions(found.logits(model)[:, -1]), found.states
     metrics = task.metrics if task.regression else ("accuracy",)
-    return replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
+    task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=own)})
+    parts = split_rows(
+        replace(task, splits={"train": replace(rows, labels=number)}), request.seed, request.common.max_train
+    )
+    return [
+        RowData(
+            encode(tokenizer, part.texts, backbone), own[part.labels], task, Known(model.exits, states[part.labels])
+        )
+        for part in parts
+    ]
 
 
 def _recorded(model, data: RowData, batch_size: int) -> Record:
     """The logits of the exits for these rows. Raises Diverged if one is not finite."""
-    recorded = record(model.segments(), data.encoded, batch_size, "held-out rows", model.segments().whole())
+    recorded = data.recorded(model, batch_size, "held-out rows")
     if not np.isfinite(recorded.logits).all():
         raise Diverged("the logits are not finite: the training diverged; train again with a smaller --lr")
-    return recorded._replace(labels=data.labels)
+    return recorded
 
 
 def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) -> dict:
