@@ -80,6 +80,19 @@ class Recorded(Segments):
         flops, passes = self._flops[rows], self._layer_passes
         return Recorded(self.exits, self.logits[rows], flops, passes, measures, self._state_flops)
 
+    def at(self, columns: list[int]) -> "Recorded":
+        """Some of the exits, the last among them. Raises ValueError if there are measures besides the logits."""
+        if self.measures:
+            raise ValueError("expected exits whose rules read logits alone")
+        starts = [0, *(column + 1 for column in columns[:-1])]
+        layers = np.add.reduceat(self._flops[:, :, 0], starts, axis=1)
+        flops = np.stack((layers, self._flops[:, columns, 1]), axis=2)
+        passes = np.add.reduceat(self._layer_passes, starts).tolist()
+        state_flops = self._state_flops and [self._state_flops[k] for k in columns]
+        return Recorded(
+            tuple(self.exits[k] for k in columns), self.logits[:, columns], flops, passes, None, state_flops
+        )
+
     @property
     def exit_logits(self) -> np.ndarray | None:
         """(N, K - 1), the outputs of the policy; None if the model has no policy."""
@@ -136,6 +149,11 @@ class Record(NamedTuple):
         some = self.segments.take(rows)
         groups, labels = (each if each is None else each[rows] for each in (self.groups, self.labels))
         return Record(some, some.logits, self.full_flops, groups, labels)
+
+    def at(self, columns: list[int]) -> "Record":
+        """Some of the exits, the last among them, as if the model had no others."""
+        some = self.segments.at(columns)
+        return self._replace(segments=some, logits=some.logits)
 
     @property
     def predictions(self) -> np.ndarray:

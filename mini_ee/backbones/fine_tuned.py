@@ -38,7 +38,7 @@ def classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Path
 def label_names(folder: str | Path) -> tuple[str, ...]:
     """The labels of a fine-tuned classifier, in the order of its logits; empty for a regression.
 
-    Raises WrongArguments for a model that is no classifier, or one that gives an input several labels at once.
+    Raises WrongArguments for a model that is no classifier, or one that gives an input several labels or numbers.
     """
     config = read_json(Path(folder) / "config.json")
     named = config.get("architectures")
@@ -53,4 +53,6 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     problem = config.get("problem_type") or ("regression" if len(names) == 1 else "single_label_classification")
     if problem == "multi_label_classification":
         raise WrongArguments(f"{folder}: gives an input several labels at once ({problem}): not supported yet")
+    if problem == "regression" and len(names) != 1:
+        raise WrongArguments(f"{folder}: predicts {len(names)} numbers for an input ({problem}): not supported yet")
     return () if problem == "regression" else tuple(map(str, names))

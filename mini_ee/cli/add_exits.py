@@ -36,5 +36,6 @@ def run(args, say) -> dict:
     summary = read_json(args.out / "summary.json")
     summary.pop("sha256", None)
     say(line_of(summary))
-    say(f'ONNX: {args.out / "exported"}. Try: echo "A text." | mini-ee run {args.out / "exported"}')
+    if summary["pays"]:
+        say(f'ONNX: {args.out / "exported"}. Try: echo "A text." | mini-ee run {args.out / "exported"}')
     return summary | {"out": str(args.out)}

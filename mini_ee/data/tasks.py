@@ -76,6 +76,7 @@ class Task:
     """A classification task, or a regression if label_names is empty.
 
     folder, options: the absolute path of its folder or file, and how it was read. None: the built-in task.
+    tolerance: of a regression whose score is the share of numbers that differ from the label by no more; None: no such.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Task:
     splits: dict[str, Split]
     folder: str | None = None
     options: TaskOptions = TaskOptions()
+    tolerance: float | None = None
 
     @property
     def regression(self) -> bool:
@@ -127,11 +129,18 @@ class Task:
         others = {name: self.split(name).take(~rows) for name, rows in seen.items() if rows.any()}
         return replace(self, splits=self.splits | others), {name: int(rows.sum()) for name, rows in seen.items()}
 
+    def agrees(self, predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Which predictions are the label, or within the tolerance of it: (..., N) bool."""
+        return predictions == labels if self.tolerance is None else abs(predictions - labels) <= self.tolerance
+
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """The task's metrics, "score", which is their mean, and in a classification "accuracy".
 
         predictions, labels: (N,) class indices, or numbers for regression.
         """
+        if self.tolerance is not None:
+            within = float(self.agrees(predictions, labels).mean())
+            return {"agreement": within, "score": within}
         own = metrics.score(self.metrics, predictions, labels)
         extra = {} if self.regression else {"accuracy": metrics.accuracy(predictions, labels)}
         return {**own, **extra, "score": sum(own.values()) / len(own)}

@@ -74,6 +74,19 @@ def draw_speed_accuracy(path: Path, answer: dict) -> None:
     save_figure(figure, path)
 
 
+def draw_agreement(path: Path, summary: dict) -> None:
+    """Agreement with the original model against layers saved, a point per threshold; the star is the chosen one."""
+    figure, axes = new_figure()
+    points = [(point["layers_saved"], point["agreement"]) for point in summary["curve"]]
+    if points:
+        axes.plot(*zip(*points), "o-", label="thresholds")
+    axes.plot(summary["layers_saved"], summary["agreement"], "*", markersize=14, color="tab:red", label="chosen")
+    axes.axhline(summary["required_agreement"], color="0.8", linewidth=1, zorder=0)
+    axes.set(xlabel="share of the layers saved", ylabel="agreement with the original model")
+    axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
 def draw_curves(path: Path, answer: dict) -> None:
     """Score against FLOPs, one curve per run (LoRAExit, Fig. 3; ConsistentEE, Fig. 3); a star is the run's own rule.
 

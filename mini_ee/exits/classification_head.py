@@ -64,6 +64,11 @@ class FrozenClassifier(RowExits):
             raise ValueError(f"expected a head of {num_labels} labels, found one of {own.out.out_features}")
         self.heads[-1] = own
 
+    def keep_exits(self, columns: list[int]) -> None:
+        """Drop all exits but these, given by their places in `exits`; the last is among them."""
+        self.exits = tuple(self.exits[k] for k in columns)
+        self.heads = nn.ModuleList(self.heads[k] for k in columns)
+
     def is_trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
         return super().is_trainable(name) and not name.startswith(f"heads.{len(self.exits) - 1}.")

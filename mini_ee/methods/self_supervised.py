@@ -116,6 +116,12 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
         """Mean over the heads of the score against the model's own predictions."""
         return {"score": float(np.mean(states.scores(model)[0][:-1]))}
 
+    def begin(model: FrozenClassifier, train: Any) -> None:
+        """The heads of a regression start at the mean of the model's numbers, of whatever scale they are."""
+        if model.num_labels == 1:
+            for head in model.heads[:-1]:
+                nn.init.constant_(head.out.bias, float(train.labels.mean()))
+
     def loss(model: FrozenClassifier, batch: Any) -> Tensor:
         losses = [row_loss(model.classify(k, batch.states[k]), batch.targets, config) for k in range(last)]
         return sum(losses)
@@ -125,6 +131,7 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
         trainable=lambda name: name.startswith("heads."),
         loss=loss,
         on_states=True,
+        begin=begin,
         validate=agreement,
         make_targets=full_logits,
         settings={"weight_decay": 0.0},

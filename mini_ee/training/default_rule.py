@@ -21,6 +21,9 @@ PASSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
 """Shares of all decisions that are exits, for candidate rules on tokens. There are few, because each rule generates all
 texts again. Most are small, because a sequence of tests begins with the strictest rule."""
 
+PATIENCE_TOLERANCES = (0.1, 0.25, 0.5, 1.0, 2.0)
+"""Tolerances of patience, in those of the task: how near the numbers of consecutive exits must be."""
+
 Candidates = Callable[[Record], list[Rule]]
 """Makes candidate rules from the recorded logits of every exit."""
 
@@ -52,6 +55,13 @@ def usual_rule(task: Task) -> Rule:
     return Patience(1) if task.regression else Threshold(math.inf)
 
 
+def usual_rules(task: Task) -> tuple[Rule, ...]:
+    """The rules whose knobs a choice may set: of a regression with a tolerance, patience with several tolerances."""
+    if task.tolerance is None:
+        return (usual_rule(task),)
+    return tuple(Patience(1, share * task.tolerance) for share in PATIENCE_TOLERANCES)
+
+
 def passing(recorded: Record, rule: Rule) -> list[Rule]:
     """The rule with values of its knob at which the shares PASSING of the decisions are exits, the strictest first."""
     levels = np.quantile(rule.compared(recorded), 1 - np.array(PASSING)).tolist()
@@ -66,7 +76,7 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
     """
     families = [chosen] if chosen.knob else []
     if len(recorded.segments.exits) > 1:
-        families += [Patience(1)] if task.regression else [Threshold(0.5)]
+        families += [Threshold(0.5)] if not task.regression else [replace(usual_rules(task)[-1], patience=1)]
     found = {}
     for rule in families:
         about = rule.to_dict()
@@ -140,7 +150,7 @@ def default_rule(
         raise ValueError(
             f"expected a max_loss from 0 to below 1 and a confidence between 0 and 1, got {max_loss} and {confidence}"
         )
-    candidates = candidates or sweep(usual_rule(task))
+    candidates = candidates or sweep(*usual_rules(task))
     replays = [_replayed(rule, selection, test, task, label_range) for rule in candidates(selection)]
     replays.sort(key=lambda replay: replay.layers)
     replays.reverse()  # of equal ones the last comes first: candidates are listed from loose to strict
@@ -213,6 +223,8 @@ def _needed(replays: list[Replay], selecting: int, max_loss: float, confidence: 
 
 def _lost(task: Task, label_range: float) -> dict:
     """The quantity of which a part is lost."""
+    if task.tolerance is not None:
+        return {"of": "agreement within the tolerance", "tolerance": task.tolerance}
     if task.regression:
         return {"of": "the labels' range in mean absolute error", "label_range": label_range}
     return {"of": "accuracy"}
@@ -235,10 +247,11 @@ def paired_losses(
 
     Classes: right(last) - right(rule), whose mean is the loss of accuracy. Regression: the increase of the absolute
     error / label_range, clipped to [-1, 1] and rounded at random, which keeps the mean. label_range must be computed
-    from other labels than these, because a test must not depend on the tested labels.
+    from other labels than these, because a test must not depend on the tested labels. So must a task's tolerance, with
+    which numbers are right or wrong like classes.
     """
-    if not task.regression:
-        return (last == labels).astype(np.int8) - (predicted == labels)
+    if not task.regression or task.tolerance is not None:
+        return task.agrees(last, labels).astype(np.int8) - task.agrees(predicted, labels)
     larger = (abs(predicted - labels) - abs(last - labels)) / (label_range or 1)
     return np.floor(np.clip(larger, -1, 1) + np.random.default_rng(0).random(len(labels))).astype(np.int8)
 

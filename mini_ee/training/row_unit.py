@@ -18,12 +18,16 @@ from mini_ee.exits.row_exits import Known, RowData, RowExits
 from mini_ee.recording import Record, exit_scores, predictions, summary
 from mini_ee.training import doubts
 from mini_ee.training.default_rule import Chosen, curves, default_rule
+from mini_ee.training.few_exits import few_exits, head_layers, savings_curve
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import about_task, encode, read_trained
 from mini_ee.training.train_run import open_task, trained_on
 from mini_ee.training.train_settings import KINDS, RowOptions
 from mini_ee.training.unit import TrainingData, Unit, check_labelled, is_labelled
+
+TOLERANCE = 0.1
+"""Two numbers agree if they differ by at most this share of the standard deviation of the model's numbers."""
 
 
 class RowUnit(Unit):
@@ -44,6 +48,10 @@ class RowUnit(Unit):
         found = open_task(task, source)
         if request.method.keeps_model:
             _check_labels(found, label_names(request.model), request.model)
+        elif request.common.keep_exits is not None or request.common.tolerance is not None:
+            raise WrongArguments(
+                f"keep_exits and tolerance are for a model that stays as it is, not for {request.name}"
+            )
         if found.regression and request.method.classes_only:
             raise WrongArguments(
                 f"{request.name} needs the confidence or the accuracy of an exit, and {found.name} is a regression; "
@@ -78,11 +86,17 @@ class RowUnit(Unit):
                 f"there is nothing to learn; give examples with different labels"
             )
         begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
+        if request.method.keeps_model:
+            begun_with |= {"tolerance": task.tolerance, "keep_exits": request.common.keep_exits}
         return TrainingData(train, held, test, begun_with)
 
     def conclude(self, request, model, fitted, data):
         common, task, labels = request.common, data.held.task, data.held.labels
         recorded = _recorded(model, data.held, request.train.batch_size)
+        if common.keep_exits is not None:
+            columns = few_exits(recorded, task, common.keep_exits, 1 - common.max_loss, head_layers(model))
+            model.keep_exits(columns)
+            recorded = recorded.at(columns)
         tested = recorded.take(slice(0))
         if len(data.more):
             tested = _recorded(model, data.more, request.train.batch_size)
@@ -100,6 +114,9 @@ class RowUnit(Unit):
             "rows_truncated": data.train.encoded.truncated,
             "mean_tokens": float(np.mean([len(ids) for ids in data.held.encoded.ids])),
         }
+        if request.method.keeps_model and len(data.more):
+            metrics |= {"tolerance": task.tolerance}
+            metrics |= {"tested": savings_curve(tested, task, chosen.rule, head_layers(model))}
         return chosen, metrics
 
     def build(self, method, backbone, exits, config):
@@ -150,6 +167,9 @@ def _labelled_by_model(request, backbone, tokenizer, exits: list[int]) -> list[R
     parts = split_rows(
         replace(task, splits={"train": replace(rows, labels=number)}), request.seed, request.common.max_train
     )
+    if task.regression:  # from the training texts alone: what tests the agreement must not define it
+        own_tolerance = TOLERANCE * float(own[parts.train.labels].std())
+        task = replace(task, tolerance=request.common.tolerance or own_tolerance)
     return [
         RowData(
             encode(tokenizer, part.texts, backbone), own[part.labels], task, Known(model.exits, states[part.labels])

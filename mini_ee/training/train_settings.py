@@ -74,6 +74,10 @@ class RowOptions(CommonOptions):
         0.01, "maximum loss of the default rule against the full model; .01 is a point of accuracy", least=0, below=1
     )
     confidence: float = option(0.95, "confidence level of the guarantee for --max-loss", above=0, below=1)
+    keep_exits: int | None = None
+    """Of a model that stays as it is: number of early exits that are kept, those that save most. None: all."""
+    tolerance: float | None = None
+    """Of a regression that stays as it is: difference up to which two numbers agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,5 +141,11 @@ class AddOptions(Settings):
         None,
         "layers with a head, such as 0,2,4,6; 0 is the embeddings",
         least=0,
-        default_text="at most six, evenly spread",
+        default_text="the three of six that save most time",
+    )
+    tolerance: float | None = option(
+        None,
+        "difference up to which two numbers agree, if the model predicts a number",
+        above=0,
+        default_text="a tenth of the standard deviation of the model's numbers",
     )

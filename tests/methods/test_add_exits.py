@@ -11,14 +11,16 @@ import torch
 from conftest import BAD, GOOD, THINGS
 
 import mini_ee
-from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.hub import load_backbone, read_tensors, write_tensors
 from mini_ee.cli.main import main
-from mini_ee.data.files import read_json
+from mini_ee.data.files import read_json, write_json
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
+from mini_ee.export import add_exits as add_exits_module
 from mini_ee.export.add_exits import card, line_of, read_texts
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import NeverExit
+from mini_ee.training.holdout import split_rows
 
 TEXTS = [
     f"{'very ' * very}{first} {thing} is {'a ' * a}{second}"
@@ -32,8 +34,8 @@ EXACT = 1e-6
 """Of a logit, against the classifier written out; measured maximum 1.2e-7."""
 
 
-def call(model, out, agreement):
-    run = mini_ee.add_exits(model, TEXTS, out, agreement=agreement)
+def call(model, out, agreement, **options):
+    run = mini_ee.add_exits(model, TEXTS, out, agreement=agreement, **options)
     return SimpleNamespace(run=run, summary=read_json(out / "summary.json"))
 
 
@@ -66,7 +68,7 @@ def test_the_summary_counts_what_the_exported_graph_answers(added):
     summary, runtime = added.summary, Runtime(added.run.folder.parent / "exported")
     trained, held, tested = (summary["texts"][key] for key in ("trained", "held_out", "tested"))
     assert trained == int(0.6 * len(TEXTS)) and trained + held + tested == len(TEXTS)
-    assert sum(summary["exit_counts"]) == tested and summary["exits"] == [1, 2, 3]
+    assert sum(summary["exit_counts"]) == tested and summary["exits"] == list(added.run.exits)
     assert summary["per_exit_agreement"][-1] == 1.0
     low, high = summary["agreement_interval"]
     assert low <= summary["agreement"] <= high and summary["layers_saved"] > 0 and summary["speedup"] > 0
@@ -130,19 +132,104 @@ REFUSED = [
 ]
 
 
-def test_a_model_that_predicts_a_number_is_refused_before_anything_is_written(tmp_path, classifier_folder):
-    folder = shutil.copytree(classifier_folder, tmp_path / "regression")
-    config = json.loads((folder / "config.json").read_text()) | {"problem_type": "regression"}
-    config.pop("sha256")
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(WrongArguments, match="predicts a number; agreement is defined for classes"):
-        mini_ee.add_exits(folder, TEXTS, tmp_path / "fast")
-    assert not (tmp_path / "fast").exists()
+# ---- A model that predicts a number ----
+
+
+@pytest.fixture(scope="module")
+def regression_folder(tmp_path_factory, classifier_folder):
+    """The difference of the two logits of the classifier, times two hundred: they differ little."""
+    folder = shutil.copytree(classifier_folder, tmp_path_factory.mktemp("regression") / "model")
+    weights = read_tensors(folder / "model.safetensors")
+    for name in ("classifier.weight", "classifier.bias"):
+        weights[name] = 200 * (weights[name][1:] - weights[name][:1])
+    write_tensors(folder / "model.safetensors", weights)
+    config = read_json(folder / "config.json") | {"id2label": {"0": "LABEL_0"}}
+    config.pop("sha256", None)
+    write_json(folder / "config.json", config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory, regression_folder):
+    return call(regression_folder, tmp_path_factory.mktemp("numbers") / "fast", 0.75, tolerance=0.24)
+
+
+def test_numbers_agree_within_the_tolerance(numbers):
+    """The share is counted by hand, from what the exported graph answers and what the whole model answers."""
+    summary, runtime = numbers.summary, Runtime(numbers.run.folder.parent / "exported")
+    assert summary["pays"] and summary["tolerance"] == 0.24 and summary["rule"]["name"] == "patience"
+    assert summary["guarantee"]["tolerance"] == 0.24 and summary["guarantee"]["max_loss"] == 0.25
+    texts = split_rows(
+        add_exits_module._task((), tuple((text,) for text in TEXTS)), 0, int(0.6 * len(TEXTS))
+    ).test.texts
+    full = early_exit(runtime.segments(), NeverExit(), runtime.encode(texts).batch(slice(None))).logits[:, 0]
+    found = np.array([answer.label for answer in runtime.run(texts)])
+    assert summary["agreement"] == pytest.approx(np.mean(abs(found - full) <= 0.24), abs=1 / len(texts))
+    assert (
+        "within 0.24" in line_of(summary) and line_of(summary) in (numbers.run.folder.parent / "README.md").read_text()
+    )
+
+
+def test_by_default_the_tolerance_is_a_tenth_of_the_deviation_of_the_numbers(regression_folder, tmp_path):
+    found = call(regression_folder, tmp_path / "fast", 0.8)
+    task = add_exits_module._task((), tuple((text,) for text in TEXTS))
+    texts = split_rows(task, 0, int(0.6 * len(TEXTS))).train.texts
+    rows = found.run.encode(texts).batch(slice(None))
+    outputs = early_exit(found.run.segments(), NeverExit(), rows).logits[:, 0]
+    assert found.summary["tolerance"] == pytest.approx(0.1 * outputs.std(), rel=1e-4)
+
+
+def test_a_tolerance_for_classes_is_refused(classifier_folder, tmp_path):
+    with pytest.raises(WrongArguments, match="--tolerance is for a model that predicts a number"):
+        mini_ee.add_exits(classifier_folder, TEXTS, tmp_path / "fast", tolerance=0.5)
+
+
+# ---- What was written ----
+
+
+def test_the_curve_has_a_point_per_threshold_and_is_drawn(added):
+    curve, out = added.summary["curve"], added.run.folder.parent
+    saved, agreement = ([point[key] for point in curve] for key in ("layers_saved", "agreement"))
+    assert len(curve) > 5 and saved == sorted(saved) and min(agreement) < max(agreement)
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert any(point["rule"]["threshold"] >= added.summary["rule"]["threshold"] for point in curve)
+
+
+def test_if_it_does_not_pay_nothing_is_exported(classifier_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(add_exits_module, "LEAST_SAVED", 0.95)
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS))
+    argv = ["add-exits", classifier_folder, "--text", tmp_path / "in.txt", "--out", tmp_path / "fast"]
+    assert main([str(word) for word in argv]) == 0
+    assert "Early exit does not pay here" in capsys.readouterr().out
+    summary = read_json(tmp_path / "fast" / "summary.json")
+    assert summary["pays"] is False and summary["curve"] and not (tmp_path / "fast" / "exported").exists()
+    assert card(summary) == (tmp_path / "fast" / "README.md").read_text()
+
+
+def test_a_call_that_was_killed_before_the_export_goes_on_with_it(classifier_folder, tmp_path, monkeypatch):
+    def killed(*given, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(add_exits_module, "export", killed)
+        call(classifier_folder, tmp_path / "fast", 0.9)
+    before = (tmp_path / "fast" / "run" / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(FileExistsError, match="holds a call with another model, other texts or options"):
+        call(classifier_folder, tmp_path / "fast", 0.8)
+    monkeypatch.setattr(add_exits_module, "train", killed)
+    assert call(classifier_folder, tmp_path / "fast", 0.9).summary["pays"]
+    assert (tmp_path / "fast" / "run" / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(FileExistsError, match="is there already"):
+        call(classifier_folder, tmp_path / "fast", 0.9)
+
+
+def test_the_exits_that_are_named_are_kept(classifier_folder, tmp_path):
+    assert call(classifier_folder, tmp_path / "fast", 0.9, exits=(1, 2, 3)).run.exits == (1, 2, 3)
 
 
 def test_a_call_that_was_killed_before_its_first_state_can_be_made_again(tmp_path, classifier_folder):
     (tmp_path / "fast" / "run.training").mkdir(parents=True)
-    assert mini_ee.add_exits(classifier_folder, TEXTS[::2], tmp_path / "fast", agreement=0.9).exits == (1, 2, 3)
+    assert mini_ee.add_exits(classifier_folder, TEXTS[::2], tmp_path / "fast", agreement=0.9).exits[-1] == 3
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED)
@@ -160,5 +247,5 @@ def test_the_command_prints_the_summary_as_json(tmp_path, classifier_folder, cap
     argv = ["add-exits", classifier_folder, "--text", tmp_path / "in.txt", "--out", tmp_path / "fast", "--json"]
     assert main([str(word) for word in argv]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["out"] == str(tmp_path / "fast") and answer["exits"] == [1, 2, 3]
+    assert answer["out"] == str(tmp_path / "fast") and answer["exits"][-1] == 3
     assert read_json(tmp_path / "fast" / "summary.json")["agreement"] == answer["agreement"]

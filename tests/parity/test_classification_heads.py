@@ -89,7 +89,7 @@ def edited(folder, **keys):
         ({"id2label": None}, ("LABEL_0", "LABEL_1")),
         ({"id2label": {"0": "LABEL_0"}}, ()),
         ({"id2label": {"0": "spam"}, "problem_type": "single_label_classification"}, ("spam",)),
-        ({"problem_type": "regression"}, ()),
+        ({"problem_type": "regression", "id2label": {"0": "score"}}, ()),
     ],
 )
 def test_the_labels_are_those_of_config_json(tmp_path, keys, expected):
@@ -101,6 +101,7 @@ REFUSED = [
     ({"architectures": ["BertModel"]}, "expected a fine-tuned classifier, .* found 'BertModel'; `mini-ee train joint`"),
     ({"architectures": None}, "expected a fine-tuned classifier, .* found None"),
     ({"problem_type": "multi_label_classification"}, "several labels at once .*not supported yet"),
+    ({"problem_type": "regression"}, "predicts 3 numbers for an input .*not supported yet"),
 ]
 
 
