@@ -27,6 +27,7 @@ from mini_ee.data.files import read_json, read_text, write_bytes, write_json
 from mini_ee.data.lines import row_of_line
 from mini_ee.data.table_files import SUFFIXES, file_error, table_rows
 from mini_ee.data.tasks import Split, Task
+from mini_ee.data.tokenizer import NO_LIMIT, own_max_length
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.plots import can_draw, draw_agreement
 from mini_ee.evaluation.row_evaluation import evaluate
@@ -128,6 +129,7 @@ def _trained(model: Path, task: Task, out: Path, count: int, required: AddOption
     settings = {"exits": required.exits or even_exits(layers, min(MOST_TRAINED + 1, layers)), "max_train": count}
     settings |= {"keep_exits": None if required.exits else MOST_KEPT, "tolerance": required.tolerance, "seed": seed}
     settings |= {"max_loss": round(1 - required.agreement, 6), "confidence": required.confidence}
+    settings["max_length"] = own_max_length(model) or NO_LIMIT  # the training cuts what the model itself cannot read
     interrupted = (training_folder(out / "run") / STATE).exists()
     return train(method, model, task, out / "run", resume=interrupted, say=say, **settings)
 

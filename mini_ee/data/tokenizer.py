@@ -20,6 +20,8 @@ from mini_ee.data.table_files import text_flaw
 from mini_ee.data.values import is_whole, shortened
 from mini_ee.errors import WrongArguments
 
+NO_LIMIT = 10**9  # transformers writes 1e30 for a tokenizer without a largest length
+
 HEAD = 32  # a long text is first tokenized up to this many characters per token of max_length
 
 OF_CHARACTERS = ("BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents")
@@ -311,6 +313,13 @@ class Tokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, atomically (`write_bytes`)."""
         write_bytes(Path(path), self.backend.to_str().encode())
+
+
+def own_max_length(folder: str | os.PathLike) -> int | None:
+    """model_max_length of tokenizer_config.json, up to which transformers truncates; None if it gives no limit."""
+    path = Path(folder) / "tokenizer_config.json"
+    length = json.loads(path.read_text(encoding="utf-8")).get("model_max_length") if path.is_file() else None
+    return int(length) if isinstance(length, int | float) and 0 < length < NO_LIMIT else None
 
 
 def _parts(component: Any) -> list[dict]:

@@ -84,6 +84,13 @@ def test_more_layers_run_if_more_must_agree(added, classifier_folder, tmp_path):
     assert strict.summary["guarantee"] is None and "is not guaranteed" in line_of(strict.summary)
 
 
+def test_texts_are_cut_where_the_models_own_tokenizer_cuts_them(added, classifier_folder, tmp_path):
+    assert added.run.config["max_length"] == load_backbone(classifier_folder).config.max_tokens
+    folder = shutil.copytree(classifier_folder, tmp_path / "shorter")
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 6}')
+    assert mini_ee.add_exits(folder, TEXTS[::2], tmp_path / "fast", agreement=0.9).config["max_length"] == 6
+
+
 def test_the_card_and_the_line_say_what_was_measured(added):
     text = (added.run.folder.parent / "README.md").read_text()
     assert text == card(added.summary) and line_of(added.summary) in text
