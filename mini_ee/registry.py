@@ -8,6 +8,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "self-supervised": "mini_ee.methods.self_supervised",
     "raee": "mini_ee.methods.raee",
     "consistent": "mini_ee.methods.consistent",
+    "embedding-maps": "mini_ee.methods.embedding_maps",
     "joint": "mini_ee.baselines.joint",
     "two-stage": "mini_ee.baselines.two_stage",
     "sweet": "mini_ee.baselines.sweet",
@@ -44,6 +45,7 @@ UNITS = {  # `unit` in a run's config.json: the kind of thing that exits -> the 
     "rows": "mini_ee.training.row_unit",
     "prompts": "mini_ee.training.prompt_unit",
     "tokens": "mini_ee.training.token_unit",
+    "embeddings": "mini_ee.training.embedding_unit",
 }
 
 HEADS = {  # `head` in a run's config.json: the kind of head of an example's exit -> module:function

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 
+import mini_ee
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone, write_tensors
 from mini_ee.backbones.llama import Decoder, DecoderConfig
@@ -235,6 +236,40 @@ def classifier_folder(tmp_path_factory, checkpoint_folder):
     config.pop("sha256", None)
     write_json(folder / "config.json", config | {"id2label": {"0": "bad", "1": "good"}})
     return folder
+
+
+@pytest.fixture(scope="session")
+def encoder_folder(tmp_path_factory, checkpoint_folder):
+    """A sentence encoder of 3 layers that change a text a lot, which scales its embeddings to length 1."""
+    folder = tmp_path_factory.mktemp("encoder") / "bert"
+    backbone = load_backbone(checkpoint_folder)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(5)
+        for parameter in backbone.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.4)
+    save_backbone(backbone, folder)
+    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    return folder
+
+
+ENCODED = tuple(
+    f"{'very ' * n}{word} {thing} is {other}" for thing in THINGS for word in GOOD for other in BAD for n in (0, 2)
+)
+
+
+@pytest.fixture(scope="session")
+def embedding_run(tmp_path_factory, encoder_folder):
+    """A run of embedding-maps on that encoder, with exits after each layer."""
+    folder = tmp_path_factory.mktemp("embeddings")
+    (folder / "texts.txt").write_text("\n".join(ENCODED) + "\n\n")
+    options = {"epochs": 8, "head_lr": 0.01}
+    return mini_ee.train("embedding-maps", encoder_folder, folder / "texts.txt", folder / "run", **options)
 
 
 @pytest.fixture(scope="session")

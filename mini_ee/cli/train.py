@@ -110,7 +110,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         say(stages_table(metrics["epochs"]))
     answer = {"method": args.method, "unit": trained.unit, "exits": list(trained.exits)}
     answer |= {"rule": trained.rule.to_dict(), "guarantee": trained.config["guarantee"], "run": str(args.out)}
-    measured = (_of_tokens if trained.generates else _of_rows)(trained, metrics, say)
+    summarize = _of_tokens if trained.generates else _of_embeddings if trained.embeds else _of_rows
+    measured = summarize(trained, metrics, say)
     say(f"Run: {args.out}")
     return answer | measured | {"seconds": time.perf_counter() - begin}
 
@@ -138,6 +139,21 @@ def _of_rows(trained, metrics: dict, say: Callable[[str], None]) -> dict:
         say(line)
     names = ("rows_truncated", "rows_held", "rows_tested", "rows_needed", "doubts")
     return answer | held_out | {name: metrics[name] for name in names}
+
+
+def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
+    from mini_ee.evaluation.tables import table
+
+    names = ("per_exit_cosine", "per_exit_low_cosine")
+    rows = [dict(zip(("layer", *names), row)) for row in zip(trained.exits, *(metrics[name] for name in names))]
+    say(
+        f"Trained on {metrics['rows']} texts. Cosine to the full embedding, on {metrics['rows_tested']} held-out texts:"
+    )
+    say(table(rows, {"layer": "layer", names[0]: "mean:.3f", names[1]: "10 % quantile:.3f"}))
+    layers = trained.exits[getattr(trained.rule, "exit", -1)]
+    say(f"The default depth is {layers} of {trained.exits[-1]} layers; --rule fixed --layer chooses another.")
+    measured = ("rows", "rows_held", "rows_tested", "rows_truncated", *names)
+    return {"texts": trained.config["task"]["name"]} | {name: metrics[name] for name in measured}
 
 
 def _of_tokens(trained, metrics: dict, say: Callable[[str], None]) -> dict:

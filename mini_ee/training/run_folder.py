@@ -37,7 +37,7 @@ from mini_ee.backbones.hub import (
 from mini_ee.confidence import max_probability
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
+from mini_ee.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import gather
@@ -87,6 +87,11 @@ class Run(NamedTuple):
         return load_unit(self.unit).generates
 
     @property
+    def embeds(self) -> bool:
+        """Whether the model returns embeddings, and predicts no labels."""
+        return load_unit(self.unit).embeds
+
+    @property
     def default_measure(self) -> str:
         """The confidence measure of a rule, if none is named."""
         return load_unit(self.unit).default_measure
@@ -123,8 +128,9 @@ class Run(NamedTuple):
 
         Raises ValueError like Runtime.run.
         """
-        if self.generates:
-            raise WrongArguments(f"{self.folder}: expected a classifier, found a decoder; use generate")
+        if self.generates or self.embeds:
+            found = "a decoder; use generate" if self.generates else "a sentence encoder; use embed"
+            raise WrongArguments(f"{self.folder}: expected a classifier, found {found}")
         check_rows(texts, self.config["task"]["texts"])
         if not len(texts):
             return []
@@ -137,6 +143,20 @@ class Run(NamedTuple):
             answers += map(Answer, labels, confidences, result.cost.depth.tolist())
         return answers
 
+    def embed(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
+        """The embedding of each text at the exit that the run's rule decides, (N, d) float32.
+
+        Raises ValueError like Runtime.run.
+        """
+        if not self.embeds:
+            raise WrongArguments(f"{self.folder}: expected a sentence encoder, found a run of {self.config['method']}")
+        check_rows(texts, 1)
+        embeddings = np.empty((len(texts), self.model.num_labels), np.float32)
+        encoded, segments = self.encode(texts), self.segments()
+        for rows in batches(encoded, batch_size):
+            embeddings[rows] = early_exit(segments, self.rule, encoded.batch(rows)).logits
+        return embeddings
+
     def generate(
         self,
         prompts: Sequence[str],
@@ -147,7 +167,8 @@ class Run(NamedTuple):
     ) -> list[str]:
         """The text that the decoder generates after each prompt, with early exits by the run's rule."""
         if not self.generates:
-            raise WrongArguments(f"{self.folder}: expected a decoder, found a classifier; use classify")
+            found = "a sentence encoder; use embed" if self.embeds else "a classifier; use classify"
+            raise WrongArguments(f"{self.folder}: expected a decoder, found {found}")
         check_rows(prompts, 1)
         if not len(prompts):
             return []

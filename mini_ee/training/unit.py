@@ -1,4 +1,5 @@
-"""What exits: an example ("rows"), an example read through a prompt ("prompts"), or a token ("tokens").
+"""What exits: an example ("rows"), an example read through a prompt ("prompts"), a token ("tokens"), or a text whose
+embedding is wanted ("embeddings").
 
 Each is an object of a class Unit. Its file ends with UNIT, and registry.py names the file. The config.json of a run
 contains its name as `unit`.
@@ -34,6 +35,7 @@ class Unit:
     name: str
     noun = "examples"  # in messages
     generates = False  # True if its models continue texts, and give no labels
+    embeds = False  # True if its models return embeddings, and give no labels
     default_measure = "max_probability"  # confidence measure of a rule, if none is named
     no_exit_0 = "which is for the examples of a classifier"  # as in Method
     reads_lm_head = True  # exits use the LM head, and a fine-tuned backbone is saved with it as a checkpoint

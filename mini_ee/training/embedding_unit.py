@@ -1,0 +1,171 @@
+"""Texts exit with an embedding: the exits of a sentence encoder learn its own full embedding, from texts alone."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
+from mini_ee.backbones.sentence_encoder import sentence_pooling
+from mini_ee.data.columns import TaskOptions, columns_of
+from mini_ee.data.files import read_text
+from mini_ee.data.settings import option
+from mini_ee.data.table_files import SUFFIXES, table_rows
+from mini_ee.data.tasks import Split, Task
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.errors import WrongArguments
+from mini_ee.exits.embedding_exits import POOLS, EmbeddingData, EmbeddingExits, full_cosines
+from mini_ee.recording import record
+from mini_ee.rules import FixedExit, NeverExit
+from mini_ee.training.default_rule import Chosen
+from mini_ee.training.holdout import split_rows
+from mini_ee.training.loop import Diverged
+from mini_ee.training.run_folder import about_task, encode, read_trained
+from mini_ee.training.train_run import open_task
+from mini_ee.training.train_settings import CommonOptions
+from mini_ee.training.unit import TrainingData, Unit, check_integer
+
+LEAST_TEXTS = 20
+MAX_LENGTH = 128  # tokens, if neither --max-length nor the encoder names a number
+LOWEST = 0.1  # quantile of the cosines that is reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions(CommonOptions):
+    """CommonOptions, and those of a training of embeddings."""
+
+    pool: str | None = option(
+        None, "pooling over the tokens", choices=POOLS, default_text="the encoder's own, else mean"
+    )
+    normalize: bool = option(False, "scale embeddings to length 1, also if the encoder does not")
+    size: int | None = option(
+        None, "keep the first N numbers of an embedding (Matryoshka)", least=1, metavar="N", default_text="all"
+    )
+    max_train: int | None = option(
+        None, "maximum number of training texts, drawn with the seed", least=1, metavar="N", default_text="all"
+    )
+    max_length: int | None = option(
+        None,
+        "maximum number of tokens of a text; a longer one is cut",
+        least=1,
+        metavar="TOKENS",
+        default_text=f"the encoder's own, else {MAX_LENGTH}",
+    )
+    min_cosine: float = option(
+        0.7,
+        "mean cosine to the full embedding that the default depth must have; the shallowest such exit is chosen",
+        least=-1,
+        most=1,
+    )
+
+
+class EmbeddingUnit(Unit):
+    """A text, whose embedding is wanted."""
+
+    name = "embeddings"
+    noun = "texts"
+    embeds = True
+    built_in = BUILT_IN_MODEL
+    options = EmbeddingOptions, TaskOptions
+    task_help = "texts without labels: a file with one text a line, a table, or the folder of a task (default reviews)"
+
+    def wants(self, model_type, task):
+        return not generates(model_type)
+
+    def check_source(self, model, model_type, task):
+        if generates(model_type):
+            raise WrongArguments(f"{model}: expected a sentence encoder, found a {model_type}: not supported yet")
+
+    def opened(self, request, task, source):
+        pooling = sentence_pooling(request.model) if request.common.pool is None else None
+        own = {"pool": request.common.pool or pooling.pool}
+        own["normalize"] = request.common.normalize or pooling is not None and pooling.normalize
+        if request.common.max_length is None:
+            own["max_length"] = pooling and pooling.max_length or MAX_LENGTH
+        return replace(request, task=_texts_of(task, source), common=replace(request.common, **own))
+
+    def about(self, request):
+        return {"task": about_task(request.task), "normalize": request.common.normalize}
+
+    def training_settings(self, request):
+        return {name: getattr(request.common, name) for name in ("max_train", "min_cosine")}
+
+    def head_settings(self, request, backbone):
+        size = request.common.size or backbone.config.hidden_size
+        return {"pool": request.common.pool, "head": None, "num_labels": size}
+
+    def max_length(self, request, backbone):
+        return min(request.common.max_length, backbone.config.max_tokens)
+
+    def data(self, request, backbone, tokenizer, about, say):
+        task = request.task
+        parts = split_rows(task, request.seed, request.common.max_train)
+        train, held, test = (
+            EmbeddingData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts
+        )
+        digest = hashlib.sha256()
+        for ids in (ids for part in (train, held, test) for ids in part.encoded.ids):
+            digest.update(ids.tobytes() + b"|")
+        begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": digest.hexdigest()}
+        return TrainingData(train, held, test, begun_with)
+
+    def conclude(self, request, model, fitted, data):
+        """The default rule is a fixed depth: the shallowest exit whose mean cosine is at least --min-cosine."""
+        tested = data.more if len(data.more) else data.held
+        recorded = record(model.segments(), tested.encoded, request.train.batch_size, "held-out texts")
+        if not np.isfinite(recorded.logits).all():
+            raise Diverged("the embeddings are not finite: the training diverged; train again with a smaller --lr")
+        cosines = full_cosines(recorded.logits)
+        means, last = cosines.mean(axis=0).tolist(), len(model.exits) - 1
+        depth = next(k for k, mean in enumerate(means) if mean >= request.common.min_cosine or k == last)
+        metrics = {
+            "epochs": fitted.epochs,
+            "exits": list(model.exits),
+            "per_exit_cosine": means,
+            "per_exit_low_cosine": np.quantile(cosines, LOWEST, axis=0).tolist(),
+            "rows": len(data.train),
+            "rows_held": len(data.held),
+            "rows_tested": len(tested),
+            "rows_truncated": data.train.encoded.truncated,
+        }
+        return Chosen(NeverExit() if depth == last else FixedExit(depth), None), metrics
+
+    def saved(self, folder, model, tokenizer):
+        more, digests = super().saved(folder, model, tokenizer)
+        return more | {"num_labels": model.num_labels}, digests
+
+    def build(self, method, backbone, exits, config):
+        return EmbeddingExits(backbone, exits, *self.shape(config), config["normalize"])
+
+    def shape(self, config):
+        return config["num_labels"], config["pool"]
+
+    def read(self, folder, config, backbone_folder):
+        model = read_trained(self, folder, config, backbone_folder)
+        return model, Tokenizer.from_folder(folder, config["max_length"])
+
+    def check(self, config):
+        check_integer("max_length", config["max_length"])
+        check_integer("num_labels", config["num_labels"])
+
+
+def _texts_of(task, source: TaskOptions) -> Task:
+    """The different texts of a file, a table or a task, as a Task without labels; pairs become two texts."""
+    path = None if task is None or isinstance(task, Task) else Path(task)
+    if path is None or path.is_dir() or not path.is_file():
+        named = open_task(task, source)
+        name, rows = named.name, named.split("train").texts
+    elif path.suffix.lower() in SUFFIXES:
+        (_, header), *lines = table_rows(path)
+        columns = columns_of(path, header, source, labelled=False)
+        name, rows = path.stem, tuple(tuple(fields[at] for at in columns.texts) for _, fields in lines)
+    else:
+        name, rows = path.stem, tuple((line,) for line in read_text(path).split("\n"))
+    texts = list(dict.fromkeys(text for row in rows for text in row if text.strip()))
+    if len(texts) < LEAST_TEXTS:
+        raise WrongArguments(f"{name}: expected at least {LEAST_TEXTS} different texts, found {len(texts)}; give more")
+    return Task(name, (), ("cosine",), {"train": Split(tuple((text,) for text in texts), np.zeros(len(texts)))})
+
+
+UNIT = EmbeddingUnit()
