@@ -50,7 +50,12 @@ TOKENS = COMMON | {
 DEPTH_KEYS = ("num_decoder_layers", "num_hidden_layers", "n_layers")
 """Keys of a backbone's config that say how many layers have exits: the first that it has counts."""
 
-FORMS = {"rows": ROWS, "prompts": ROWS, "tokens": TOKENS}
+FORMS = {"rows": ROWS, "prompts": ROWS, "embeddings": ROWS | {"normalize": bool}, "tokens": TOKENS}
+
+
+def output_of(unit: str) -> str:
+    """The name that graphs give to the numbers of an exit: embedding (B, d), else logits (B, C)."""
+    return "embedding" if unit == "embeddings" else "logits"
 
 
 def read_manifest(folder: Path) -> dict:
@@ -150,7 +155,7 @@ def _check_values(manifest: dict, folder: Path) -> None:
     if unit == "tokens":
         return
     names, classes = manifest["task"]["label_names"], manifest["num_labels"]
-    if classes != (len(names) or 1):
+    if unit != "embeddings" and classes != (len(names) or 1):
         found = f"{MANIFEST} names {len(names)} labels for {classes} logits"
         raise ValueError(f"{folder}: {found}; export the run again")
     of_engines = [manifest]

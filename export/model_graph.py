@@ -4,7 +4,7 @@
     threshold                       (K - 1,) float32, or `patience` (1,) int64; by default the run's own. For a policy
                                     it applies to the exit_logit. inf: no row exits there, the head is not evaluated
     exit_at                         (B,) or (1,) int64: index of the exit of a row; negative: the rule decides
- -> logits (B, C), label (B,), confidence (B,), layers (B,)
+ -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder embedding (B, d) and layers (B,)
     exit_logit (B,)                 if a policy decides
     spent (B, 2)                    if tokens exit within a row: the token_cost of a Reading
     keys_0_out, values_0_out, ...   for tokens, instead of a label; layers that a token did not run get the keys and
@@ -28,6 +28,7 @@ of the graph (tracing.py).
 import numpy as np
 
 from mini_ee.confidence import max_probability
+from mini_ee.export.manifest import output_of
 from mini_ee.export.token_graphs import output_caches
 from mini_ee.export.tracing import ArrayValue
 from mini_ee.rules import Rule
@@ -65,13 +66,13 @@ class _ModelGraph:
         g, segments = self.g, self.segments
         with g.tracing():
             values = self._from_exit(0, segments.start(g.inputs()), self._plan(), {})
-        names = ["logits", "layers", *["spent"] * segments.tokens_exit, *self.extra]
+        names = [output_of(segments.model.unit), "layers", *["spent"] * segments.tokens_exit, *self.extra]
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
         if self.tokens:
             kinds = (f"{kind}_{layer}" for layer in range(segments.exits[-1]) for kind in ("keys", "values"))
             output_caches(g, values[len(names) :], kinds)
-        else:
+        elif names[0] == "logits":
             self._write_labels(values[0].name)
 
     def _write_labels(self, logits: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.early_exit import run_segments
-from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.manifest import MANIFEST, output_of
 from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session
 from mini_ee.rules import Rule
 from mini_ee.segments import BatchResult, Reading, Segments
@@ -30,11 +30,11 @@ class OrtRows(Segments):
         self.exits = tuple(manifest["exits"])
         self.sessions = [Session(folder / f"{name}.onnx", provider, threads) for name in graphs]
         self.provider = self.sessions[0].provider
-        self._manifest = manifest
+        self._manifest, self._output = manifest, output_of(manifest["unit"])
         for name, session in zip(graphs, self.sessions):
-            wanted, (found,) = manifest["num_labels"], session.widths["logits"]
+            wanted, (found,) = manifest["num_labels"], session.widths[self._output]
             if found != wanted:
-                line = f"{name}.onnx returns {found} logits, expected {wanted} as in {MANIFEST}"
+                line = f"{name}.onnx returns {found} {self._output}, expected {wanted} as in {MANIFEST}"
                 raise ValueError(f"{folder}: {line}; export the run again")
 
     def layer_passes(self, k: int) -> int:
@@ -78,7 +78,7 @@ class OrtModel(OrtRows):
             return batch._replace(segments=segments)
         outputs = self._run(inputs, feeds)
         return BatchResult(
-            check_finite(outputs["logits"]),
+            check_finite(outputs[self._output]),
             *self._graph_rule.exits_of(rule, plan, outputs["layers"]),
             outputs.get("spent"),
         )
@@ -100,7 +100,9 @@ class OrtModel(OrtRows):
     def read(self, k: int, state: AtExit) -> Reading:
         outputs = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
         decides = "exit_logit" in outputs and k < len(self.exits) - 1
-        return Reading(outputs["logits"], outputs["exit_logit"] if decides else None, token_cost=outputs.get("spent"))
+        return Reading(
+            outputs[self._output], outputs["exit_logit"] if decides else None, token_cost=outputs.get("spent")
+        )
 
     def read_state(self, k: int, state: AtExit) -> Reading:
         return self.read(k, state)._replace(logits=None)
@@ -210,7 +212,7 @@ class OrtSegments(OrtRows):
     def read(self, k: int, state: OrtState) -> Reading:
         outputs = state.outputs
         others = outputs.get("exit_logit"), outputs.get("max_probability")
-        reading = Reading(outputs["logits"], *others, token_cost=outputs.get("spent"))
+        reading = Reading(outputs[self._output], *others, token_cost=outputs.get("spent"))
         if len(state.rows) == len(reading.logits):
             return reading
         return Reading(*(each if each is None else each[state.rows] for each in reading))

@@ -3,6 +3,9 @@
     Runtime(folder).run(["A warm and funny film."])
     [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]
 
+    Runtime(encoder_folder).embed(["A warm and funny film."])
+    array([[0.03, -0.11, ...]], dtype=float32)
+
     Runtime(decoder_folder).run(["Once upon a time"], max_new_tokens=50)
     [Continuation(text=" there was a little girl ...", tokens=[...], layers=[...], milliseconds=61.0)]
 
@@ -73,6 +76,20 @@ class Answer(NamedTuple):
         return fields | {"milliseconds": round(self.milliseconds, DECIMALS)}
 
 
+class Embedding(NamedTuple):
+    """The embedding of one text."""
+
+    embedding: np.ndarray  # (d,) float32
+    exit: int  # index into exits, from 0
+    layers: int | float  # depth of that exit
+    milliseconds: float  # of its batch, over the rows of that batch
+
+    def to_dict(self) -> dict:
+        """What `mini-ee run` prints."""
+        milliseconds = round(self.milliseconds, DECIMALS)
+        return self._asdict() | {"embedding": self.embedding.tolist(), "milliseconds": milliseconds}
+
+
 class Continuation(NamedTuple):
     """The text that a decoder generated after a prompt."""
 
@@ -101,14 +118,13 @@ class Runtime:
     """
 
     is_exported = True  # False of a training.run_folder.Run
-    generates = False
+    generates = embeds = False
     default_measure = "max_probability"
 
     def __new__(cls, folder: str | Path, *arguments, **settings) -> "Runtime":
-        """The folder of a decoder gives a TokenRuntime."""
+        """The folder of a decoder gives a TokenRuntime, that of a sentence encoder an EmbeddingRuntime."""
         config = read_manifest(Path(folder))
-        if config["unit"] == "tokens":
-            cls = TokenRuntime
+        cls = {"tokens": TokenRuntime, "embeddings": EmbeddingRuntime}.get(config["unit"], cls)
         runtime = super().__new__(cls)
         runtime.config = config
         return runtime
@@ -218,6 +234,23 @@ class Runtime:
         confidences = max_probability(logits).tolist() if names else [None] * len(logits)
         labels = [names[best] for best in logits.argmax(axis=1)] if names else logits[:, 0].tolist()
         return list(map(Answer, labels, confidences, exit_index, layers, milliseconds, logits))
+
+
+class EmbeddingRuntime(Runtime):
+    """An exported sentence encoder, checked and ready to run; Runtime(folder) makes it."""
+
+    embeds = True
+
+    def embed(self, texts: Sequence[str], batch_size: int = 32, rule: Rule | None = None) -> np.ndarray:
+        """The embedding of each text, (N, d) float32. Raises ValueError as `run` does."""
+        found = [answer.embedding for answer in self.run(texts, batch_size, rule)]
+        return np.array(found, np.float32).reshape(len(texts), self.config["num_labels"])
+
+    def answers(
+        self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
+    ) -> list[Embedding]:
+        """Embeddings (N, d) of rows that exited."""
+        return list(map(Embedding, check_finite(logits, "the embeddings"), exit_index, layers, milliseconds))
 
 
 def _prompt(row: str | Sequence[str]) -> str:

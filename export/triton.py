@@ -18,6 +18,7 @@ import onnx
 from onnx import TensorProto, ValueInfoProto
 
 from mini_ee.data.files import atomic_folder, write_bytes
+from mini_ee.errors import WrongArguments
 from mini_ee.export import writer
 from mini_ee.export.serving.worker import BATCH
 from mini_ee.training.run_folder import Run
@@ -30,6 +31,8 @@ TYPES = {TensorProto.INT64: "TYPE_INT64", TensorProto.FLOAT: "TYPE_FP32"}
 
 def write_repository(run: Run, out: str | Path, segments: bool = False, **options) -> dict:
     """Write the repository; returns the manifest of the exported folder. Options and errors as of writer.export."""
+    if run.embeds:
+        raise WrongArguments(f"--triton: expected a classifier or a decoder, {run.folder} gives embeddings")
     rows = run.unit != "tokens"
     with atomic_folder(out) as repository:
         model = repository / ("classify" if rows else "generate")

@@ -44,6 +44,8 @@ CURVE_TOKENS = 64  # tokens after each prompt, for the curve of a decoder
 
 def check_page(run: Run) -> None:
     """Raises WrongArguments if the page cannot show the run."""
+    if run.embeds:
+        raise WrongArguments(f"--web: expected a classifier or a decoder, {run.folder} gives embeddings; leave it out")
     if run.unit == "prompts":
         what = f"{run.folder} is read through a prompt"
         raise WrongArguments(f"--web: expected a classifier of sentences or a decoder, {what}; leave it out")

@@ -326,14 +326,14 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> di
     return {
         "texts": len(texts),
         "max_logit_difference": float(np.max(differences)),
-        "prediction_agreement": _equal(*(each.logits for each in results)),
+        "prediction_agreement": _equal(*(each.logits for each in results), bool(run.label_names)),
         "exit_agreement": float((results[0].exit_index == results[1].exit_index).mean()),
     }
 
 
-def _equal(expected: np.ndarray, found: np.ndarray) -> float:
-    """Share of rows (N, C) with equal predictions; in a regression, with numbers at most TOLERANCE apart."""
-    if expected.shape[1] > 1:
+def _equal(expected: np.ndarray, found: np.ndarray, labelled: bool) -> float:
+    """Share of rows (N, C) with equal predictions; without labels, of numbers at most TOLERANCE apart."""
+    if labelled:
         return float((predictions(expected) == predictions(found)).mean())
     return float((abs(expected - found) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
 

@@ -35,6 +35,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
 RULES = {  # name in a run's config.json -> the module of the method that defines the rule, and adds it to rules.RULES
     "raee": "mini_ee.methods.raee",
     "adainfer": "mini_ee.baselines.adainfer",
+    "similarity": "mini_ee.methods.embedding_maps_rule",
 }
 
 MEASUREMENTS = {  # NAME of `mini-ee evaluate --NAME`, an extra measurement of any run -> the module that defines it

@@ -53,7 +53,7 @@ def add(sub: ArgumentParser) -> None:
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Calibrate, write the rule into the run, and print its agreement on examples that did not calibrate it."""
-    from mini_ee.cli.open import open_run
+    from mini_ee.cli.open import of_rows, open_run
     from mini_ee.evaluation.tables import table
     from mini_ee.training.run_folder import write_rule
     from mini_ee.training.unit import load_unit
@@ -64,7 +64,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(f"{args.run}: its datastore chooses the exits; calibrate the run that it was collected on")
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: has one exit, so there is nothing to calibrate")
-    tokens = opened.generates
+    tokens = not of_rows([opened])
     recorded, about = (_texts if tokens else _rows)(opened, args)
     rule, answer, guarantee = _calibrated(args, opened, recorded)
     write_rule(args.run, rule, guarantee, answer["exit_counts"])

@@ -75,7 +75,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     import numpy as np
 
     from mini_ee.backbones.hub import BUILT_IN_DECODER
-    from mini_ee.cli.open import open_run
+    from mini_ee.cli.open import of_rows, open_run
     from mini_ee.data.progress import tqdm
 
     if "" in args.stop:
@@ -83,7 +83,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     prompt = _prompt(args)
     folder = args.run or BUILT_IN_DECODER
     opened = open_run(folder, args, plain=True)
-    if not opened.generates:
+    if of_rows([opened]):
         raise WrongArguments(
             f"{folder}: expected a decoder, found a classifier of {opened.config['method']}; use mini-ee classify"
         )

@@ -17,11 +17,17 @@ from mini_ee.errors import WrongArguments
 
 GROUPS = {
     "train": ("demo", "add-exits", "estimate", "train"),
-    "measure": ("evaluate", "compare", "classify", "generate", "bench", "reproduce"),
+    "measure": ("evaluate", "compare", "classify", "embed", "generate", "bench", "reproduce"),
     "deploy": ("calibrate", "export", "run", "serve"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-SERVING = ("run", "serve", "evaluate", "classify")  # graphs share threads: no torch model computes in turns with them
+SERVING = (
+    "run",
+    "serve",
+    "evaluate",
+    "classify",
+    "embed",
+)  # graphs share threads: no torch model computes in turns with them
 
 
 def parser(argv: list[str]) -> Parser:

@@ -135,7 +135,9 @@ def _read_as(about: dict) -> TaskOptions:
 
 
 def of_rows(runs: list[Run | Runtime]) -> bool:
-    """Whether these runs predict labels. Raises WrongArguments if some do and some generate text."""
+    """Whether these runs predict labels. Raises WrongArguments if some do and some generate text, or embed it."""
+    if any(one.embeds for one in runs):
+        raise WrongArguments("expected classifiers or decoders, found a sentence encoder; use mini-ee embed")
     generate = {one.generates for one in runs}
     if len(generate) > 1:
         raise WrongArguments("expected only classifiers or only decoders, found both; compare runs of one kind")

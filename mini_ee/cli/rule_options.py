@@ -28,8 +28,9 @@ def rule_settings() -> dict[str, Field]:
     return found
 
 
-OWN = {each.name: (name, each) for name in OF_METHODS for each in fields(rule_class(name)) if each.metadata}
-"""Setting of a method's rule -> (name of the rule, field). It replaces the setting of the run."""
+_FITTED = [name for name in OF_METHODS if rule_class(name) not in named_rules().values()]
+OWN = {each.name: (name, each) for name in _FITTED for each in fields(rule_class(name)) if each.metadata}
+"""Setting of a rule that only a run can have -> (name of the rule, field). It replaces the setting of the run."""
 
 
 def add_rule(parser: ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Embedding maps (self-distillation, Li et al. 2024, arXiv:2402.14776): exits of a frozen sentence encoder.
+"""Embedding maps (Li et al. 2024, arXiv:2402.14776): exits of a frozen sentence encoder learn its embedding.
 
 After each exit layer e_k but the last, a linear map W_k of the pooled hidden state learns the encoder's full embedding:
 

@@ -37,7 +37,6 @@ import mini_ee.recording as recording
 import mini_ee.training.holdout as holdout_module
 from mini_ee.cli.main import COMMANDS, main, parser
 from mini_ee.cli.rule_options import rule_settings
-from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.metrics import spearman
 from mini_ee.data.settings import flag_of
@@ -54,7 +53,8 @@ from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import about_task, load_run, training_folder, write_rule
 from mini_ee.training.state import STATE
 from mini_ee.training.train_run import make_request, trained_on
-from mini_ee.training.train_settings import CommonOptions, RowOptions, TextOptions, TrainOptions
+from mini_ee.training.train_settings import TrainOptions
+from mini_ee.training.unit import load_unit
 
 LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
 FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
@@ -103,8 +103,7 @@ def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys
         main(["train", method, "--help"])
     usage, _, _ = capsys.readouterr().out.partition("\n\n")
     found = load_method(method)
-    parts = [found.config, TrainOptions, *([RowOptions, TaskOptions] if "rows" in found.units else [CommonOptions])]
-    parts += [TextOptions] if "tokens" in found.units else []
+    parts = [found.config, TrainOptions, *(part for unit in found.units for part in load_unit(unit).options)]
     asked_for = {each.name: each.metadata for part in parts for each in fields(part) if each.metadata}
     flags = {flag_of(name, about) for name, about in asked_for.items() if name not in found.lacks}
     assert stop.value.code == 0 and set(re.findall(r"(?<=\[)--[a-z-]+", usage)) | BESIDE == flags | BESIDE
@@ -505,6 +504,7 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
 
 def test_every_setting_of_a_rule_is_refused_with_the_adaptive_schedule(capsys, lora_folder, task_folder):
     settings = ("rule", "never"), ("layer", 2), ("measure", "entropy"), ("patience", 1), ("tolerance", 1), ("q", 0.5)
+    settings += (("least-cosine", 0.5),)
     for name, value in (*settings, ("cut", 0.5)):
         line = refused(capsys, "classify", lora_folder, "--text", "x", "--schedule", "adaptive", f"--{name}", value)
         assert f"leave out --{name}" in line

@@ -65,6 +65,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.tokenizer",
     "data.values",
     "exits.decoding",
+    "methods.embedding_maps_rule",
     "methods.raee",
     "methods.raee_controls",
     "methods.raee_datastore",

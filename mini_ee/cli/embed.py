@@ -1,0 +1,95 @@
+"""`mini-ee embed`: the embedding of each line of a file, from a run or an export of a sentence encoder."""
+
+import io
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+HELP = "write the embedding of each text of a file"
+EXAMPLE = "mini-ee embed exported texts.txt --out embeddings.npy"
+FORMATS = ".npy", ".jsonl"
+
+
+def add(sub: ArgumentParser) -> None:
+    from mini_ee.cli.classify import add_where
+    from mini_ee.cli.command_options import positive
+    from mini_ee.cli.rule_options import add_own, add_rule
+
+    sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
+    sub.add_argument("file", type=Path, metavar="FILE", help="file with one text a line, or a JSON object with `text`")
+    out = "file to write: .npy for an array (N, d) of float32, .jsonl for one JSON object a text"
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
+    sub.add_argument("--batch-size", type=positive, default=32, help="batch size")
+    add_where(sub, schedules=False)
+    add_rule(sub)
+    add_own(sub)
+
+
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Embed all texts, then write the file, whole or not at all."""
+    from mini_ee.cli.open import open_trained
+    from mini_ee.cli.rule_options import chosen_rule
+    from mini_ee.data.files import sole_writer, write_bytes
+    from mini_ee.data.tokenizer import batches
+    from mini_ee.early_exit import early_exit
+    from mini_ee.errors import WrongArguments
+
+    if args.out.suffix not in FORMATS:
+        raise WrongArguments(f"--out {args.out}: expected a name that ends with {' or '.join(FORMATS)}")
+    trained = open_trained(args.run, args)
+    if not trained.embeds:
+        raise WrongArguments(f"{args.run}: expected a sentence encoder, found a run of {trained.config['method']}")
+    rule, texts = chosen_rule(args, trained), read_lines(args.file)
+    begin, encoded, segments = time.perf_counter(), trained.encode(texts), trained.segments()
+    embeddings = np.empty((len(texts), trained.config["num_labels"]), np.float32)
+    layers = np.empty(len(texts))
+    for rows in batches(encoded, args.batch_size):
+        result = early_exit(segments, rule, encoded.batch(rows))
+        embeddings[rows], layers[rows] = result.logits, result.layers_run
+    seconds = time.perf_counter() - begin
+    buffer = io.BytesIO()
+    if args.out.suffix == ".npy":
+        np.save(buffer, embeddings)
+    else:
+        for embedding, depth in zip(embeddings.tolist(), layers.astype(int).tolist()):
+            buffer.write(json.dumps({"embedding": embedding, "layers": depth}).encode() + b"\n")
+    with sole_writer(args.out):
+        write_bytes(args.out, buffer.getbuffer())
+    count, size = embeddings.shape
+    say(f"{count} embeddings of {size} numbers, after {layers.mean():.2f} of {segments.exits[-1]} layers: {args.out}")
+    return {
+        "run": str(args.run),
+        "out": str(args.out),
+        "rows": count,
+        "size": size,
+        "rows_truncated": encoded.truncated,
+        "mean_layers": float(layers.mean()),
+        "rule": rule.to_dict(),
+        "engine": segments.engine,
+        "seconds": seconds,
+    }
+
+
+def read_lines(path: Path) -> list[tuple[str, ...]]:
+    """The text of each line. Raises ValueError, which names the line, for one that is empty or not valid."""
+    from mini_ee.data.files import check_regular
+    from mini_ee.data.lines import row_of_line
+    from mini_ee.data.tokenizer import text_flaw
+
+    check_regular(path)
+    rows = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                rows.append(row_of_line(line, 1))
+                if flaw := text_flaw(rows[-1][0]):
+                    raise ValueError(f"expected a text, found {flaw}")
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    if not rows:
+        raise ValueError(f"{path}: expected a text a line, found none")
+    return rows
