@@ -3,6 +3,7 @@
     POST /classify   {"text": "A charming film."}, for a pair text and text_b -> the answer, as `mini-ee run` prints it
     POST /generate   for a decoder: {"text": "Once upon a time", "max_new_tokens": 20}. With "stream": true the response
                      is a line of JSON for each piece of text when it is generated, and the answer as the last line
+    POST /predict, /embed, /v1/embeddings   in the formats of other servers, see formats.py
     GET  /health     200 while requests are accepted, else 503
     GET  /metrics    Prometheus' text format
 
@@ -25,9 +26,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import inf
+from typing import Any
 
 from mini_ee.data.lines import decoded, json_object, rows_of_object
+from mini_ee.export.serving.formats import Format, formats_of
 from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.worker import ENDING, LATE, Refused, Worker, WrongRow
 
@@ -69,7 +73,10 @@ class App:
         self.worker, self._config = worker, worker.engine.runtime.config
         self._hosts, self._page = hosts, page
         self._large = 0  # bodies above LARGE that are being read
-        answers = {"/generate": self._generate} if self._config["unit"] == "tokens" else {"/classify": self._classify}
+        runtime = worker.engine.runtime
+        answers = {path: partial(self._formatted, form) for path, form in formats_of(runtime).items()}
+        if not runtime.embeds:
+            answers |= {"/generate": self._generate} if runtime.generates else {"/classify": self._classify}
         self._routes = {path: ("POST", handler) for path, handler in answers.items()}
         self._routes |= {"/health": ("GET", self._health), "/metrics": ("GET", self._metrics)}
 
@@ -121,8 +128,18 @@ class App:
 
     async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
         fields, due = await self._fields(scope, receive)
-        futures = self._submit(fields, self.worker.engine.runtime.num_texts, due)
+        futures = self._submit(_rows(fields, self.worker.engine.runtime.num_texts), due)
         await self._answer(fields, futures, due, receive, send)
+
+    async def _formatted(self, form: Format, scope: dict, receive: Callable, send: Callable) -> None:
+        """Answer in the format of another server."""
+        fields, due = await self._fields(scope, receive)
+        runtime = self.worker.engine.runtime
+        with _errors():
+            rows = form.rows(runtime, fields)
+        futures = self._submit(rows, due)
+        await self._wait(futures, due, receive)
+        await self._send(send, 200, form.reply(runtime, fields, rows, list(map(_result, futures))))
 
     async def _generate(self, scope: dict, receive: Callable, send: Callable) -> None:
         fields, due = await self._fields(scope, receive)
@@ -140,7 +157,7 @@ class App:
             raise HTTPError(400, "expected max_new_tokens as a whole number above 0, and stream as true or false")
         if stream and "texts" in fields:
             raise HTTPError(400, "expected one text to stream, found texts; send a request for each of them")
-        futures = self._submit(fields, 1, due, max_new_tokens=count, on_piece=on_piece if stream else None)
+        futures = self._submit(_rows(fields, 1), due, max_new_tokens=count, on_piece=on_piece if stream else None)
         if not stream:
             return await self._answer(fields, futures, due, receive, send)
         futures[0].add_done_callback(lambda _: put(None))
@@ -188,18 +205,17 @@ class App:
             raise HTTPError(503, str(refused))
         return bytes(body)
 
-    def _submit(self, fields: dict, num_texts: int, due: float, **settings) -> list[Future]:
+    def _submit(self, rows: list[tuple[str, ...]], due: float, **settings) -> list[Future]:
         """The futures of the texts of a request. Either all of them get a place in the queue, or none."""
         with _errors():
-            rows = rows_of_object(fields, num_texts)
             if len(rows) > self.worker.max_open:
                 raise ValueError(f"expected at most {self.worker.max_open} texts at once, found {len(rows)}")
             self.worker.check_room(len(rows))
             deadline = due - time.perf_counter()
             return [self.worker.submit(row, deadline, **settings) for row in rows]
 
-    async def _answer(self, fields: dict, futures: list[Future], due: float, receive: Callable, send: Callable) -> None:
-        """Wait until the answers are there, the deadline passes, or the client disconnects."""
+    async def _wait(self, futures: list[Future], due: float, receive: Callable) -> None:
+        """Wait for the answers. Raises HTTPError at the deadline, Disconnected if the client disconnects."""
         answers = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
         gone = asyncio.ensure_future(receive())
         try:
@@ -210,6 +226,10 @@ class App:
         finally:
             gone.cancel()
             answers.cancel()
+
+    async def _answer(self, fields: dict, futures: list[Future], due: float, receive: Callable, send: Callable) -> None:
+        """Send the answers, in this server's own format."""
+        await self._wait(futures, due, receive)
         if "texts" in fields:
             return await self._send(send, 200, {"answers": list(map(_outcome_or_error, futures))})
         await self._send(send, 200, _outcome(futures[0]))
@@ -248,7 +268,7 @@ class App:
         await send(head(status, kind, *more))
 
     async def _send(
-        self, send: Callable, status: int, body: dict | bytes, kind: bytes = JSON, *headers: tuple[bytes, bytes]
+        self, send: Callable, status: int, body: dict | list | bytes, kind: bytes = JSON, *headers: tuple[bytes, bytes]
     ) -> None:
         message = {"type": "http.response.body", "body": body} if isinstance(body, bytes) else line(body)
         await self._start(send, status, kind, len(message["body"]), *headers)
@@ -265,7 +285,7 @@ def head(status: int, kind: bytes, length: int | None = None, *headers: tuple[by
     return {"type": "http.response.start", "status": status, "headers": [*known, *headers]}
 
 
-def line(fields: dict, more: bool = False) -> dict:
+def line(fields: dict | list, more: bool = False) -> dict:
     """The message with a line of JSON. more: further messages follow."""
     return {"type": "http.response.body", "body": json.dumps(fields).encode() + b"\n", "more_body": more}
 
@@ -289,10 +309,21 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def _rows(fields: dict, num_texts: int) -> list[tuple[str, ...]]:
+    """The rows of a request in this server's own format. Raises HTTPError."""
+    with _errors():
+        return rows_of_object(fields, num_texts)
+
+
 def _outcome(future: Future) -> dict:
+    """The answer of a completed future, as JSON. Raises HTTPError if it failed."""
+    return _result(future).to_dict()
+
+
+def _result(future: Future) -> Any:
     """The answer of a completed future. Raises HTTPError if it failed."""
     try:
-        return future.result().to_dict()
+        return future.result()
     except Refused as error:
         raise HTTPError(503, str(error)) from None
     except WrongRow as error:

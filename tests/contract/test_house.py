@@ -82,6 +82,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.serving.__init__",
     "export.serving.app",
     "export.serving.engines",
+    "export.serving.formats",
     "export.serving.hosts",
     "export.serving.load",
     "export.serving.replicas",
