@@ -4,7 +4,6 @@ The embedding is what a head of exits/heads.py calls logits: segments, rules and
 way. The last exit has no map: it is the encoder's own embedding.
 """
 
-from collections.abc import Iterator
 from copy import deepcopy
 
 import numpy as np
@@ -108,13 +107,13 @@ class EmbeddingStates(States):
     """The pooled vector of every exit for each text, computed once."""
 
     @torch.no_grad()
-    def embeddings(self, model: EmbeddingExits) -> Iterator[Tensor]:
+    def embeddings(self, model: EmbeddingExits) -> list[Tensor]:
         """(N, d) of each exit."""
         device = next(model.parameters()).device
-        return (model.classify(k, state.to(device)).cpu() for k, state in enumerate(self.states.unbind(dim=1)))
+        return [model.classify(k, state.to(device)).cpu() for k, state in enumerate(self.states.unbind(dim=1))]
 
     @torch.no_grad()
     def scores(self, model: EmbeddingExits) -> tuple[list[float], dict]:
         """Mean cosine to the full embedding at every exit. model: in eval mode."""
-        found = torch.stack(list(self.embeddings(model)), dim=1).float().numpy()
+        found = torch.stack(self.embeddings(model), dim=1).float().numpy()
         return full_cosines(found).mean(axis=0).tolist(), {}
