@@ -32,9 +32,7 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument(
         "--task", metavar="DIR", help="folder of a task with sentences, for serve (default built-in reviews)"
     )
-    sub.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device, for onnx and sgmv: cpu or cuda (default cpu)"
-    )
+    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device, for onnx and sgmv: cpu or cuda")
     sub.add_argument("--picture", type=Path, metavar="PNG", help="PNG file: times against load, for serve")
     sub.add_argument("--large", action="store_true", help="also measure a datastore of a million rows, for retrieval")
 

@@ -36,8 +36,7 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
 @pytest.mark.parametrize("method, unit", CASES)
 def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method, unit, task_folder, tmp_path):  # noqa: F811
     with A_GPU():
-        short = {"epochs": 1} | SHORT.get((method, unit), {})
-        house.train(method, unit, tmp_path / "run", device="cuda", **short)
+        house.train(method, unit, tmp_path / "run", device="cuda", **SHORT.get((method, unit), {}))
         here, there = (mini_ee.load_run(tmp_path / "run") for _ in range(2))
         there.model.to("cuda")
         assert {each.device for each in there.model.parameters()} == {DEVICE}

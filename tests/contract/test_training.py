@@ -459,9 +459,9 @@ def test_every_method_builds_a_model_whose_stages_all_learn_something(
 ):
     made = load_method(method)
     for unit in made.units:
-        config = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
+        config = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2, "normalize": False}
         of_rows = classifier_folder if made.keeps_model else checkpoint_folder
-        folder = of_rows if unit == "rows" else decoder_checkpoint
+        folder = decoder_checkpoint if unit == "tokens" else of_rows
         model = build_model(made, unit, load_backbone(folder), config)
         stages = list(made.recipe(model, configured(made, {})))
         assert stages
@@ -522,9 +522,9 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(
     own = [name for name in made.config.__dataclass_fields__ if name.endswith(("_epochs", "_lr"))]
     given = {name: 50 + at if name.endswith("_epochs") else 0.5 + at / 100 for at, name in enumerate(own)}
     for unit in made.units:
-        shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2}
+        shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2, "normalize": False}
         of_rows = classifier_folder if made.keeps_model else checkpoint_folder
-        folder = of_rows if unit == "rows" else decoder_checkpoint
+        folder = decoder_checkpoint if unit == "tokens" else of_rows
         stages = list(made.recipe(build_model(made, unit, load_backbone(folder), shape), configured(made, given)))
         taken = {item for stage in stages for item in stage.settings.items()}
         assert taken >= {("epochs" if name.endswith("_epochs") else "head_lr", given[name]) for name in own}

@@ -1699,7 +1699,7 @@ def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_the
         assert main(None if own else words) == 0
         return pools
 
-    monkeypatch.setattr("mini_ee.experiments.bench.onnx.bench_onnx", lambda model, seed: iter(()))
+    monkeypatch.setattr("mini_ee.experiments.bench.onnx.bench_onnx", lambda *_, **__: iter(()))
     monkeypatch.setattr("mini_ee.experiments.bench.encoders.bench_batch", lambda model, seed: iter(()))
     threads = torch.get_num_threads()
     assert requested("run", exported, "--threads", threads) == requested("bench", "onnx") == [threads]

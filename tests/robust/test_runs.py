@@ -113,7 +113,7 @@ def test_weights_of_another_run_are_refused(copy, tmp_path, checkpoint_folder, t
     [
         ({"format_version": 1}, "format_version 2, found 1; train it again"),
         ({"format_version": 3}, "format_version 2, found 3; give a folder that `mini-ee train` wrote"),
-        ({"unit": "words"}, "unit must be one of rows, prompts, tokens, found 'words'"),
+        ({"unit": "words"}, "unit must be one of rows, prompts, tokens, embeddings, found 'words'"),
         ({"method": "oracle"}, "'oracle'"),
         ({"settings": {"rank": 3}}, "rank"),
         ({"exits": 3}, "wrong type .*; train the run again"),

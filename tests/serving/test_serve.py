@@ -258,7 +258,7 @@ def test_closed_streams_are_one_line_or_silence(served, tmp_path, capsys, monkey
         ("layer_passes", ["1"], "wrong type"),
         ("flops", [[1, 2]], "wrong type"),
         ("whole_flops", None, "no key 'whole_flops'"),
-        ("unit", "pages", "the unit 'pages', not rows, prompts, tokens"),
+        ("unit", "pages", "the unit 'pages', not rows, prompts, embeddings, tokens"),
         ("layer_passes", [1, 1], "4 exits, the layers of 2, the costs of 4 and of 4 policies"),
         ("flops", [[[1.0]]] * 4, "two each"),
         ("encoder", {"name": "one"}, "no key 'encoder.flops'"),
