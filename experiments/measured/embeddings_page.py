@@ -157,6 +157,8 @@ PARTS = {"quality": measure_quality, "times": measure_times}
 
 
 # ---- The page ----
+EQUAL = 0.002  # scores that differ by less count as equal
+
 PAGE_TEXT = """# Embeddings at each depth
 
 `mini-ee train embedding-maps` freezes a sentence encoder. A linear map after each layer learns the encoder's own
@@ -220,11 +222,12 @@ def page(figures: dict) -> str:
     adaptive, better = [], 0
     for point in figures["adaptive"]:
         rival = float(np.interp(point["mean_layers"], exits, fixed))
-        better += point["spearman"] > rival
+        better += point["spearman"] > rival + EQUAL
         scores = f"{point['least_cosine']:.2f}", f"{point['mean_layers']:.2f}", f"{point['spearman']:.3f}"
         adaptive.append([*scores, f"{rival:.3f}"])
     verdict = (
-        f"Adaptive depth scores higher than a fixed depth with as many layers at {better} of {len(adaptive)} points. "
+        f"Adaptive depth scores higher than a fixed depth with as many layers, by more than {EQUAL}, at {better} of "
+        f"{len(adaptive)} points. "
         f"A map after layer {exits[0]} keeps {fixed[0] / fixed[-1]:.1%} of the full model's mean Spearman correlation, "
         f"in {figures['times'][0] / figures['times'][-1]:.0%} of its time."
     )
