@@ -55,10 +55,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments("--model: sgmv measures adapters of a random BERT-base; leave it out")
     if args.alone and {"onnx", "serve"} & set(names):
         share_threads(torch.get_num_threads())
-    if args.device != "cpu":
-        check_device(args.device)
-        if unable := [name for name in names if name not in ON_A_GPU]:
-            raise WrongArguments(f"--device {args.device}: for {' and '.join(ON_A_GPU)}; {unable[0]} runs on a CPU")
+    if args.device != "cpu" and (unable := [name for name in names if name not in ON_A_GPU]):
+        raise WrongArguments(f"--device {args.device} is for {' and '.join(ON_A_GPU)}; {unable[0]} runs on a CPU")
+    check_device(args.device)
     rows = []
     for name in names:
         settings = {"large": True} if args.large and name == "retrieval" else {}

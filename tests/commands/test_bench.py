@@ -100,6 +100,7 @@ def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch):
         *(((name, "--model", "LLAMA"), "holds a llama; this benchmark takes an encoder") for name in OF_ENCODERS),
         (("serve", "--model", "EXPORTED"), "contains a decoder; this benchmark takes a classifier, or no --model"),
         (("exit-tax", "--large"), "--large is for retrieval; exit-tax has no larger case"),
+        (("decode", "--device", "cuda"), "--device cuda is for onnx and sgmv; decode runs on a CPU"),
         (("exit-tax", "--task", "x"), "--task and --picture are for serve"),
         (("exit-tax", "--picture", "x.png"), "--task and --picture are for serve"),
         (("sgmv", "--model", "x"), "--model: sgmv measures adapters of a random BERT-base; leave it out"),
