@@ -107,10 +107,8 @@ def _task(names: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> Task:
 
 def _begin(out: Path, inputs: dict, required: AddOptions) -> None:
     """Write out/request.json. Raises FileExistsError if `out` holds another call, or one that is over."""
-    path, fields = (
-        out / "request.json",
-        inputs | {k: v and list(v) if k == "exits" else v for k, v in asdict(required).items()},
-    )
+    path = out / "request.json"
+    fields = inputs | asdict(required) | {"exits": required.exits and list(required.exits)}
     begun = read_json(path) if path.exists() else None
     if begun is not None and {key: begun.get(key) for key in fields} != fields:
         raise FileExistsError(f"{out}: holds a call with another model, other texts or options; name another folder")
@@ -173,16 +171,9 @@ def line_of(summary: dict) -> str:
     within = f" within {summary['tolerance']:.3g}" if summary["tolerance"] is not None else ""
     if not summary["pays"]:
         enough = [each["net_saved"] for each in summary["curve"] if each["agreement"] >= required]
-        found = (
-            f"keep an agreement of {required:.1%}{within} save at most {max(enough):.1%}"
-            if max(enough, default=0) > 0
-            else ""
-        )
-        found = (
-            f"thresholds that {found} of the time"
-            if found
-            else f"no thresholds that keep {required:.1%}{within} save time"
-        )
+        found = f"no thresholds that keep an agreement of {required:.1%}{within} save time"
+        if (most := max(enough, default=0)) > 0:
+            found = f"thresholds that keep an agreement of {required:.1%}{within} save at most {most:.1%} of the time"
         more = f"; about {summary['rows_needed']:,} test texts may show more" if summary["rows_needed"] else ""
         return f"Early exit does not pay here: {found}, heads included{more}. The model is left as it is."
     guarantee = f"at least {required:.1%} with {summary['confidence']:.0%} confidence"

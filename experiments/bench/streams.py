@@ -26,7 +26,7 @@ REACH = {  # the share of the rows that reach each of 4 exits
 
 BARS = {  # batch, tokens -> the largest ratio to one pass per stream
     "cpu": {(1, 16): 0.75, (1, 128): 0.92},
-    "cuda": {(1, 16): 0.50, (1, 128): 0.50},  # a GPU is bound by launches
+    "cuda": {(1, 16): 0.50, (1, 128): 0.50},  # a GPU waits for launches
 }
 
 
