@@ -215,8 +215,13 @@ def paired_p_values(losses: np.ndarray, max_loss: float) -> np.ndarray:
     return p_values_of_counts((losses == 1).sum(axis=1), (losses == -1).sum(axis=1), losses.shape[1], max_loss)
 
 
-def p_values_of_counts(worse: np.ndarray, better: np.ndarray, rows: int, max_loss: float) -> np.ndarray:
-    """The same from the numbers of worse and better rows, (R,) each. 1 if the mean loss is not below max_loss."""
+def p_values_of_counts(
+    worse: np.ndarray, better: np.ndarray, rows: int, max_loss: float, level: float = 1.0
+) -> np.ndarray:
+    """The same from the numbers of worse and better rows, (R,) each. 1 if the mean loss is not below max_loss.
+
+    level: when all p-values are known to be above it, lower bounds of them are returned, which saves time.
+    """
     if not 0 < max_loss < 1:
         raise ValueError(f"max_loss must be above 0 and below 1 for a guarantee, got {max_loss}")
     p_values = np.ones(len(worse))
@@ -224,7 +229,7 @@ def p_values_of_counts(worse: np.ndarray, better: np.ndarray, rows: int, max_los
     if below.any():
         # Many rules have the same counts; each pair is computed once.
         counts, back = np.unique(np.stack((worse, better))[:, below], axis=1, return_inverse=True)
-        p_values[below] = _worst_case(counts[0], counts[1], rows, max_loss)[back.ravel()]
+        p_values[below] = _worst_case(counts[0], counts[1], rows, max_loss, level)[back.ravel()]
     return p_values
 
 
@@ -242,13 +247,14 @@ def rows_needed(differing: float, max_loss: float, confidence: float) -> int:
     while rows * differing < FEW:
         both, more = rows * differing, z_power * math.sqrt(rows * differing)  # worse + better, and worse - better
         worse, better = math.ceil((both + more) / 2), max(0, math.floor((both - more) / 2))
-        if p_values_of_counts(np.array([worse]), np.array([better]), rows, max_loss)[0] <= 1 - confidence:
+        level = 1 - confidence
+        if p_values_of_counts(np.array([worse]), np.array([better]), rows, max_loss, level)[0] <= level:
             break
         rows = math.ceil(1.03 * rows)
     return rows
 
 
-def _worst_case(worse: np.ndarray, better: np.ndarray, rows: int, max_loss: float) -> np.ndarray:
+def _worst_case(worse: np.ndarray, better: np.ndarray, rows: int, max_loss: float, level: float) -> np.ndarray:
     """p-values of counts (R,): the largest bound over the cells of the nuisance that are plausible for each rule."""
     log_factorial = log_factorials(rows)
     ends = _cells(int(better.max()), rows, max_loss)
@@ -263,7 +269,11 @@ def _worst_case(worse: np.ndarray, better: np.ndarray, rows: int, max_loss: floa
     # rises with worse rows, so their number is enough.
     as_low = np.stack([(score <= score[b, w] + 1e-12).sum(axis=1) for w, b in zip(worse, better)])
     highest = np.zeros(len(worse))
-    for low, high in zip(ends, ends[1:]):  # a cell: p(better) from low to high, and p(worse) = p(better) + max_loss
+    nearest_first = np.argsort(abs(ends[1:] - better.mean() / rows))  # the likely cells have the largest bounds
+    for low, high in zip(ends[nearest_first], ends[1:][nearest_first]):
+        if highest.min() > level:
+            break
+        # A cell: p(better) from low to high, and p(worse) = p(better) + max_loss.
         betters, chance = _window(high, rows), binomial_cdf(better, rows, low, log_factorial)
         of_better = binomial_pmf(betters, rows, high, log_factorial)
         # Cells in the interval of level 1 - GAMMA for the observed better rows (Clopper & Pearson): neither tail is
