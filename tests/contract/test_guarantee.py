@@ -102,6 +102,13 @@ def test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most(rows, 
     assert wrongly_guaranteed(p_values_of_counts, rows, better) <= ALPHA + TWO_STANDARD_ERRORS
 
 
+def test_a_level_saves_time_and_changes_no_decision():
+    for worse, better, rows in ((0, 0, 200), (0, 0, 400), (2, 4, 900), (9, 3, 900), (5, 5, 1500)):
+        counts = np.array([worse]), np.array([better]), rows, MAX_LOSS
+        exact, found = p_values_of_counts(*counts)[0], p_values_of_counts(*counts, level=ALPHA)[0]
+        assert found == exact if exact <= ALPHA else ALPHA < found <= exact
+
+
 def normal_from_the_sample(worse, better, rows, max_loss):
     """Wald's test: the standard error of the sample, which is too small where little was seen."""
     loss = (worse - better) / rows
