@@ -22,11 +22,12 @@ import numpy as np
 
 from mini_ee.backbones.shapes import check_finite
 from mini_ee.confidence import max_probability
+from mini_ee.data.files import file_sha256
 from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
 from mini_ee.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
-from mini_ee.export.manifest import blaming_manifest, read_manifest
+from mini_ee.export.manifest import MANIFEST, blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.export.sessions import CPU, GraphRule, Session, wanted_provider
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
@@ -35,6 +36,7 @@ from mini_ee.segments import Segments
 
 NEW_TOKENS = 100
 DECIMALS = 3  # of the milliseconds that are printed
+ID_DIGITS = 12  # hexadecimal digits of a model id
 RECOMPUTE = "--missing-kv recompute needs graphs by segment; export the run with --segments, or leave out --missing-kv"
 
 
@@ -111,7 +113,7 @@ class Runtime:
     providers: ONNX Runtime's names, the first one is used (default: CUDA if available, else the CPU). `provider` is the
     one in use. A given provider that is not available is an error, unless allow_fallback. threads: CPU threads for a
     batch (default: ONNX Runtime's choice); see also share_threads. segments: another engine for the same folder
-    (torch_engine.torch_segments) instead of ONNX Runtime.
+    (torch_engine.torch_segments) instead of ONNX Runtime. `model_id` differs if any exported file differs.
 
     Raises FileNotFoundError if the folder or one of its files is missing; ValueError if a file is not the exported one,
     or if a provider is not available. Several threads may call `run`.
@@ -139,7 +141,7 @@ class Runtime:
         segments: Segments | None = None,
     ):
         self.folder, self.provider, self._threads = Path(folder), None, threads
-        self.exits = tuple(self.config["exits"])
+        self.exits, self.model_id = tuple(self.config["exits"]), file_sha256(self.folder / MANIFEST)[:ID_DIGITS]
         with blaming_manifest(self.folder):
             self._sizes = vocabulary_sizes(self.config)
             self.tokenizer = open_tokenizer(self.folder, self.config)

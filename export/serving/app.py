@@ -4,8 +4,11 @@
     POST /generate   for a decoder: {"text": "Once upon a time", "max_new_tokens": 20}. With "stream": true the response
                      is a line of JSON for each piece of text when it is generated, and the answer as the last line
     POST /predict, /embed, /v1/embeddings   in the formats of other servers, see formats.py
-    GET  /health     200 while requests are accepted, else 503
+    GET  /health     readiness: 200 while requests are accepted, else 503
+    GET  /live       liveness: 200, also while the server drains, until its worker has failed; then 503: restart it
     GET  /metrics    Prometheus' text format
+
+Every response names the exported model in the header x-model-id.
 
 One request may have several texts: {"texts": ["A charming film.", "A dull one."]}, or pairs as lists of two. The
 response is {"answers": [...]} in the same order; a text that fails has {"error": ...}. Each text needs a place in the
@@ -78,7 +81,8 @@ class App:
         if not runtime.embeds:
             answers |= {"/generate": self._generate} if runtime.generates else {"/classify": self._classify}
         self._routes = {path: ("POST", handler) for path, handler in answers.items()}
-        self._routes |= {"/health": ("GET", self._health), "/metrics": ("GET", self._metrics)}
+        self._routes |= {"/health": ("GET", self._health), "/live": ("GET", self._live)}
+        self._routes["/metrics"] = ("GET", self._metrics)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -119,8 +123,13 @@ class App:
     # ---- Routes ----
     async def _health(self, scope: dict, receive: Callable, send: Callable) -> None:
         state, rule = self.worker.state, self.worker.engine.rule.to_dict()
-        about = {"status": state, "unit": self._config["unit"], "exits": self._config["exits"], "rule": rule}
+        about = {"status": state, "model": self.worker.engine.runtime.model_id}
+        about |= {"unit": self._config["unit"], "exits": self._config["exits"], "rule": rule}
         await self._send(send, 200 if state == "ready" else 503, about)
+
+    async def _live(self, scope: dict, receive: Callable, send: Callable) -> None:
+        state = self.worker.state
+        await self._send(send, 503 if state == "dead" else 200, {"status": state})
 
     async def _metrics(self, scope: dict, receive: Callable, send: Callable) -> None:
         page = await self._page() if self._page else self.worker.metrics.page(self.worker.lengths())
@@ -263,9 +272,12 @@ class App:
         await send(line(last))
 
     # ---- Responses ----
-    async def _start(self, send: Callable, status: int, kind: bytes, *more) -> None:
+    async def _start(
+        self, send: Callable, status: int, kind: bytes, length: int | None = None, *headers: tuple[bytes, bytes]
+    ) -> None:
         self.worker.metrics.responses[status] += 1
-        await send(head(status, kind, *more))
+        model = (b"x-model-id", self.worker.engine.runtime.model_id.encode())
+        await send(head(status, kind, length, model, *headers))
 
     async def _send(
         self, send: Callable, status: int, body: dict | list | bytes, kind: bytes = JSON, *headers: tuple[bytes, bytes]

@@ -66,7 +66,7 @@ class RowEngine:
         self.runtime, self.guarantee = runtime, guarantee
         self.rule, self._random = rule or runtime.rule, random.Random(seed)
         self.rule.check(len(runtime.exits))
-        self.metrics = Metrics(runtime.exits, guarantee, runtime.config.get("exit_counts"))
+        self.metrics = Metrics(runtime.exits, guarantee, runtime.config.get("exit_counts"), runtime.model_id)
         self._segments = self._by_segment() if rebatch else None
         self._last, self._plans = len(runtime.exits) - 1, int(self.rule.plans_from_texts)
         names = map(str, runtime.exits) if self._segments else ("model", "shadow") if guarantee else ("model",)
@@ -202,7 +202,7 @@ class TextEngine:
         self.runtime, self.rule = runtime, rule or runtime.rule
         self.rule.check(len(runtime.exits))
         self.room = room = 1 if runtime.decoder_start_tokens else room
-        self.metrics = Metrics(runtime.exits, None, runtime.config.get("exit_counts"))
+        self.metrics = Metrics(runtime.exits, None, runtime.config.get("exit_counts"), runtime.model_id)
         self.capacity = min(CAPACITY, runtime.config["max_tokens"])
         self._segments = runtime.segments(room, self.capacity, rule=self.rule)
         self._free = list(range(room))

@@ -114,9 +114,11 @@ def _raised(value: float, least: float, most: float, never: float) -> float:
 class Metrics:
     """The counters of one worker."""
 
-    def __init__(self, exits: Sequence[int], guarantee: Guarantee | None, expected: Sequence[int] | None):
+    def __init__(
+        self, exits: Sequence[int], guarantee: Guarantee | None, expected: Sequence[int] | None, model_id: str
+    ):
         """expected: exit counts of the calibration (default: those of the first RECENT answers)."""
-        self.exits, self.guarantee = exits, guarantee
+        self.exits, self.guarantee, self.model_id = exits, guarantee, model_id
         self.requests = Counter(dict.fromkeys(("answered", "refused", "late", "cancelled", "failed"), 0))
         self.responses = Counter()  # of an HTTP server, by status
         self.exit_counts, self.batches, self.rows = Counter(), Counter(), Counter()
@@ -161,6 +163,7 @@ class Metrics:
                 for key, value in dict(values).items()  # a copy, because other threads change it
             )
 
+        add("model_info", "gauge", "1, with the id of the exported model", {self.model_id: 1}, "model")
         add("requests_total", "counter", "requests by outcome", self.requests, "outcome")
         add("http_responses_total", "counter", "responses by status", self.responses, "status")
         made.append(self._histogram())

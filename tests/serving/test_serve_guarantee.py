@@ -166,7 +166,7 @@ def values(page):
 
 
 def test_the_page_counts_requests_exits_and_seconds():
-    metrics = Metrics((2, 4), None, None)
+    metrics = Metrics((2, 4), None, None, "id")
     for layers, seconds in ((2, 0.004), (2, 0.0005), (4.0000005, 99.0), ([2, 4, 4], 0.02)):
         metrics.count_answer(layers, seconds)
     metrics.count_batch("4", 3)
@@ -185,7 +185,7 @@ def test_the_page_counts_requests_exits_and_seconds():
 
 
 def test_every_value_has_a_help_and_a_type_before_it():
-    metrics, guarantee = Metrics((2, 4), Guarantee(0.5, 0.9), (3, 1)), None
+    metrics, guarantee = Metrics((2, 4), Guarantee(0.5, 0.9), (3, 1), "id"), None
     metrics.guarantee.observe(True, guarantee)
     metrics.count_answer(2, 0.1)
     named = Counter()
@@ -198,7 +198,7 @@ def test_every_value_has_a_help_and_a_type_before_it():
 
 
 def test_agreement_is_shown_with_its_interval_and_what_is_guaranteed():
-    metrics = Metrics((2, 4), Guarantee(0.5, 0.9), None)
+    metrics = Metrics((2, 4), Guarantee(0.5, 0.9), None, "id")
     for at in range(100):
         metrics.guarantee.observe(at < 95, None)
     found = values(metrics.page({}))
@@ -210,7 +210,7 @@ def test_agreement_is_shown_with_its_interval_and_what_is_guaranteed():
 
 @pytest.mark.parametrize("expected", [(75, 25), None], ids=["calibrated", "the first answers"])
 def test_drift_is_how_far_exits_are_from_the_expected(expected):
-    metrics = Metrics((2, 4), None, expected)
+    metrics = Metrics((2, 4), None, expected, "id")
     for at in range(RECENT):
         metrics.count_answer(4 if at % 4 == 0 else 2, 0.01)
     assert metrics.drift() == pytest.approx(0, abs=1e-9)

@@ -24,7 +24,9 @@ from http_server import KILLS, PROMPTS, SENTENCES, ask, run_block, serving, toge
 
 from mini_ee.cli import serve
 from mini_ee.cli.main import main, parser
+from mini_ee.data.files import read_json, write_json
 from mini_ee.errors import WrongArguments
+from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, app, engine_of, server
 from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.monitoring import Guarantee
@@ -53,6 +55,7 @@ def test_an_answer_equals_that_of_the_runtime(served, runtime):
 def test_health_and_metrics(served):
     status, found, _ = ask(served[1], None, "/health", "GET")
     assert status == 200 and found["status"] == "ready" and found["exits"] == [1, 2, 4, 6]
+    assert ask(served[1], None, "/live", "GET")[:2] == (200, {"status": "ready"})
     for _ in range(20):  # half of them run to full depth beside
         ask(served[1], {"text": "the film"})
     status, page, headers = ask(served[1], None, "/metrics", "GET")
@@ -116,8 +119,31 @@ def test_a_server_that_accepts_no_more_requests_is_unhealthy_with_the_reason(run
         assert worker.drain(10)
         status, found, headers = ask(port, None, "/health", "GET")
         assert (status, found["status"], headers["retry-after"]) == (503, "drained", "1")
+        assert ask(port, None, "/live", "GET")[:2] == (200, {"status": "drained"})
         status, found, _ = ask(port, {"text": "the film"})
         assert (status, found) == (503, {"error": "the server is shutting down; send the request to another server"})
+
+
+def test_a_server_whose_worker_has_failed_is_not_alive(runtime, monkeypatch):
+    with serving(engine_of(runtime)) as (worker, port):
+        with monkeypatch.context() as failed:
+            failed.setattr(type(worker), "state", "dead")
+            assert ask(port, None, "/live", "GET")[:2] == (503, {"status": "dead"})
+
+
+def test_responses_and_metrics_name_the_exported_model(served, runtime, tmp_path):
+    for body, path, method in (
+        ({"text": "a film"}, "/classify", "POST"),
+        ({}, "/classify", "POST"),
+        (None, "/", "GET"),
+    ):
+        assert ask(served[1], body, path, method)[2]["x-model-id"] == runtime.model_id
+    assert ask(served[1], None, "/health", "GET")[1]["model"] == runtime.model_id
+    assert f'mini_ee_model_info{{model="{runtime.model_id}"}} 1' in ask(served[1], None, "/metrics", "GET")[1]
+    copy = shutil.copytree(runtime.folder, tmp_path / "copy")
+    assert Runtime(copy).model_id == runtime.model_id
+    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | {"max_length": 64})
+    assert Runtime(copy).model_id != runtime.model_id
 
 
 def test_a_full_queue_is_503_with_the_reason(runtime):

@@ -327,7 +327,7 @@ class Slow:
 
     def __init__(self, seconds=0.0):
         self.seconds, self.ran, self.released = seconds, [], []
-        self.metrics, self.held = Metrics((1, 2), None, None), threading.Event()
+        self.metrics, self.held = Metrics((1, 2), None, None, "id"), threading.Event()
         self.held.set()
 
     def row(self, text):
