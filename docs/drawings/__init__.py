@@ -1,0 +1,1 @@
+"""The drawings of the documentation, as code. `python docs/draw.py` writes them to docs/pictures/."""

@@ -1,0 +1,170 @@
+"""Two maps and a tree: the field with its methods, the files of this project, and the ways to deploy."""
+
+from drawings.style import Drawing, length
+
+EXAMPLES, BOTH, TOKENS, WITHIN = "layer", "frozen", "exit", "rule"  # in the map of the field, colour is what exits
+FIELD = (  # who trains the exits -> who decides -> methods
+    (
+        "All exits are trained at once, with the model",
+        (
+            (
+                "a threshold",
+                (("joint", BOTH), ("sweet", BOTH), ("right-tool", EXAMPLES), ("calm", BOTH), ("free", BOTH)),
+            ),
+            ("exits in a row", (("pabee", BOTH), ("pcee-bert", BOTH), ("elasticbert", BOTH))),
+            ("a trained policy", (("consistent", BOTH), ("berxit", BOTH), ("palbert", EXAMPLES))),
+            ("a draft, verified", (("layerskip", BOTH),)),
+        ),
+    ),
+    (
+        "First the model; its exits learn when it is frozen",
+        (
+            ("a threshold", (("two-stage", BOTH), ("deebert", BOTH), ("fastbert", BOTH), ("self-supervised", BOTH))),
+            ("exits in a row", (("dree", EXAMPLES),)),
+            ("a trained module", (("cat", EXAMPLES), ("adainfer", BOTH))),
+            ("nearest neighbours", (("raee", EXAMPLES),)),
+            ("you: a fixed depth", (("embedding-maps", EXAMPLES),)),
+        ),
+    ),
+    (
+        "Each exit has weights of its own",
+        (("a threshold", (("lora-exits", EXAMPLES), ("multi-model", EXAMPLES))),),
+    ),
+    (
+        "No heads are added: tokens or layers are removed",
+        (
+            ("a table of tokens", (("hashee", WITHIN),)),
+            ("a trained policy", (("tr-bert", WITHIN),)),
+            ("a search for layers", (("sleb", TOKENS),)),
+        ),
+    ),
+)
+HOUSE = (  # name, what it does, its file (in mini_ee/ if there is no other folder)
+    ("data", "texts and labels", "data/tasks.py"),
+    ("backbone", "the transformer", "backbones/bert.py"),
+    ("segments", "layers, then a head", "segments.py"),
+    ("rule", "who stops here?", "rules.py"),
+    ("loop", "run, decide, drop rows", "early_exit.py"),
+    ("record and replay", "many rules, one pass", "recording.py"),
+    ("calibrate", "choose thresholds", "calibration.py"),
+    ("export", "one ONNX graph", "export/writer.py"),
+    ("serve", "answers over HTTP", "export/serving/app.py"),
+)
+TREE = (  # question, answer if yes, its command
+    ("Does it run in a web page?", "Browser", "mini-ee export RUN --web --out DIR", "nothing is sent to a server"),
+    ("Do you run NVIDIA Triton?", "Triton", "mini-ee export RUN --triton DIR", "a model repository for your server"),
+    (
+        "One text at a time, in your own program?",
+        "CPU at batch size 1",
+        "mini-ee export RUN --out DIR",
+        "model.onnx stops by itself",
+    ),
+    ("Is one process fast enough?", "Batches in one server", "mini-ee serve DIR", "export with --segments"),
+)
+
+
+def map_of_the_field() -> Drawing:
+    """Every method of the registry, by who trains its exits and who decides."""
+    about = "Every method of mini_ee, by how its exits are trained and by who decides when to stop."
+    d = Drawing("Map of the field", about, 640, 838)
+    d.text(22, 38, d.title, 21, "start", "bold")
+    d.text(22, 64, "How are exits trained, and who decides? Names are those of mini-ee train.", 15, "start", "soft")
+    y = 84
+    for trained, deciders in FIELD:
+        y += 20
+        d.text(22, y, trained, 17, "start", "bold")
+        y += 14
+        for who, methods in deciders:
+            d.text(34, y + 21, who, 15, "start", "soft", room=164)
+            x = 200
+            for name, kind in methods:
+                width = length(name, 15.5) + 22
+                if x + width > 626:
+                    x, y = 200, y + 37
+                d.box(x, y, width, 31, name, kind, 15.5)
+                x += width + 8
+            y += 37
+        y += 8
+    d.text(22, y + 18, "What exits:", 14, "start", "soft")
+    d.legend(106, y + 18, (EXAMPLES, "an example"), (BOTH, "an example, or a token of a text"))
+    d.legend(106, y + 42, (TOKENS, "a token of a text"), (WITHIN, "a token within an example"))
+    assert y + 60 <= d.height, y
+    return d
+
+
+def map_of_the_house() -> Drawing:
+    """The parts of the project in the order in which a text passes them, with their files."""
+    about = "From data to a server: the parts of mini_ee and their files."
+    d = Drawing("Map of the house", about, 640, 526)
+    d.text(22, 38, d.title, 21, "start", "bold")
+    d.text(22, 64, "Files are in mini_ee/, unless another folder is named.", 15, "start", "soft")
+    d.box(226, 84, 392, 46, "", "train")
+    d.text(422, 104, "training: one file for each method", 15, kind="bold")
+    d.text(422, 123, "methods/  baselines/  training/", 14, kind="mono")
+    for x in (324, 528):
+        d.arrow((x, 130), (x, 154), kind="train")
+    for at, (name, does, file) in enumerate(HOUSE):
+        x, y = 22 + 204 * (at % 3), 154 + 122 * (at // 3)
+        kind = {3: "rule", 5: "store", 6: "store", 7: "exit", 8: "exit"}.get(at, "layer")
+        d.box(x, y, 188, 84, "", kind)
+        d.text(x + 94, y + 26, name, 17, kind="bold")
+        d.text(x + 94, y + 48, does, 15, kind="soft")
+        d.text(x + 94, y + 71, file, 14, kind="mono", room=184)
+        if at % 3:
+            d.arrow((x - 16, y + 42), (x, y + 42))
+    d.arrow((568, 238), (568, 257), (320, 257), (320, 276))
+    d.arrow((528, 360), (528, 379), (164, 379), (164, 398))
+    d.arrow((126, 398), (126, 360), kind="store")
+    d.text(118, 384, "thresholds", 14, "end", "store")
+    d.text(
+        22,
+        508,
+        "The loop runs any segments under any rule: examples, tokens, torch or ONNX graphs.",
+        14,
+        "start",
+        "soft",
+    )
+    return d
+
+
+def decision_tree() -> Drawing:
+    """Which way to deploy."""
+    about = "Five ways to deploy a run, and the questions that choose between them."
+    d = Drawing("Where will it run?", about, 640, 558)
+    d.text(22, 38, d.title, 21, "start", "bold")
+    d.text(22, 64, "Ask the questions from top to bottom; take the first yes.", 15, "start", "soft")
+    for at, (question, answer, command, note) in enumerate(TREE):
+        y = 88 + 96 * at
+        words = question if length(question, 15.5) < 190 else _two_lines(question)
+        d.box(22, y, 206, 66, words, "rule", 15.5)
+        d.arrow((228, y + 33), (282, y + 33), kind="exit")
+        d.text(252, y + 26, "yes", 15, kind="exit bold")
+        leaf(d, 282, y, answer, command, note)
+        d.arrow((125, y + 66), (125, y + 96), kind="rule", tip=at + 1 < len(TREE))
+        d.text(140, y + 86, "no", 15, "start", "rule bold")
+    y = 88 + 96 * len(TREE)
+    d.arrow((125, y), (125, y + 33), (282, y + 33), kind="rule")
+    leaf(d, 282, y, "Replicas on Ray", "mini-ee serve DIR --engine ray", "--replicas 2, or 1-4 as the load needs")
+    return d
+
+
+def leaf(d: Drawing, x: int, y: int, answer: str, command: str, note: str) -> None:
+    """One way to deploy."""
+    d.box(x, y, 336, 66, "", "exit")
+    d.text(x + 14, y + 21, answer, 16, "start", "bold")
+    d.text(x + 14, y + 40, command, 14.5, "start", "mono", room=320)
+    d.text(x + 14, y + 58, note, 14, "start", "soft", room=320)
+
+
+def _two_lines(words: str) -> str:
+    """The words on two lines of about the same length."""
+    spaces = [at for at, letter in enumerate(words) if letter == " "]
+    middle = min(spaces, key=lambda at: abs(at - len(words) / 2))
+    return f"{words[:middle]}\n{words[middle + 1 :]}"
+
+
+PICTURES = {
+    "map-of-the-field": map_of_the_field,
+    "map-of-the-house": map_of_the_house,
+    "decision-tree": decision_tree,
+}
