@@ -53,18 +53,14 @@ from mini_ee.training.train_settings import RowOptions, TextOptions, TrainConfig
 RESULTS = Path(__file__).parents[2] / "results"
 README_FIGURES = {  # as printed -> page, case, figure
     "90.2 %": ("loraexit", "TREC mean segd", "score after 2"),
-    "82.7 %": ("loraexit", "TREC mean two-stage", "score after 2"),
-    "90.4 %": ("loraexit", "TREC mean sweet", "score after 2"),
     "91.2 %": ("loraexit", "TREC mean joint", "score after 2"),
     "15.4 %": ("self-supervised", "stories260K scratch .95 soft", "saved at .9"),
     "19.0 %": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
     "86.7 %": ("self-supervised", "built-in copy 0 soft", "decoded agreement at epsilon .8"),
     "65.2 %": ("raee", "TREC encoder fallback 3", "score"),
-    "58.9 %": ("raee", "TREC encoder fallback 3", "random layers"),
     "61.0 %": ("raee", "TREC encoder fallback 3", "full"),
     "76.6 %": ("raee", "TREC encoder fallback 3", "kNN votes"),
     "37.8 %": ("consistentee", "TREC consistent alpha 0.1", "saved at one point"),
-    "18.3 %": ("consistentee", "TREC pabee", "saved at one point"),
     "55.0 %": ("consistentee", "TREC joint", "saved at one point"),
 }
 MADE = {"figures": {}, "lists": {}, "how": trainings.how_made()}  # of one seed
