@@ -245,7 +245,15 @@ def test_readme_is_one_page():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "tutorial.md", "CONTRIBUTING.md", "weights/README.md", "export/serving/README.md"]
+    "page",
+    [
+        "README.md",
+        "tutorial.md",
+        "CONTRIBUTING.md",
+        "weights/README.md",
+        "export/README.md",
+        "export/serving/README.md",
+    ],
 )
 def test_files_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from http_server import KILLS, PROMPTS, SENTENCES, ask, run_block, serving, together
+from http_server import KILLS, PROMPTS, SENTENCES, ask, run_block, run_lines, serving, together
 
 from mini_ee.cli import serve
 from mini_ee.cli.main import main, parser
@@ -722,8 +722,15 @@ def test_a_wrong_number_of_replicas_is_refused(capsys, replicas, message):
 
 # ---- The page ----
 @pytest.mark.skipif(not shutil.which("curl"), reason="the page asks by curl")
-def test_the_page_from_export_to_a_running_server_runs_as_it_stands(tmp_path, monkeypatch):
+def test_the_pages_from_a_run_to_a_running_server_run_as_they_stand(tmp_path, monkeypatch):
+    """export/README.md first; then export/serving/README.md, with the run that is there."""
     monkeypatch.chdir(tmp_path)
+    steps = (Path(server.__file__).parents[1] / "README.md").read_text()
+    lines = "".join(re.findall(r"^```bash\n(.*?)^```$", steps, re.M | re.S)).splitlines()
+    assert lines[0].startswith("pip install")
+    found = run_lines(lines[1:])
+    assert '"layers": ' in found.stdout and '"status": "ready"' in found.stdout
+    assert Path("current").readlink() == Path("served-1") and Path("served-int8/model.onnx").exists()
     install, found = run_block(0)
     assert install.startswith("pip install") and '"layers": ' in found.stdout
     assert 'mini_ee_requests_total{outcome="answered"} 1' in found.stdout

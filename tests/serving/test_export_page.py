@@ -1,0 +1,59 @@
+"""export/README.md names metrics, endpoints, options and versions that exist. test_serve_http.py runs its commands."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from http_server import ask, serving
+
+from mini_ee.cli.main import parser
+from mini_ee.export import builder
+from mini_ee.export.serving import engine_of
+from mini_ee.export.serving.monitoring import Guarantee, Metrics
+from mini_ee.rules import Threshold
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "export" / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+def test_the_alerts_are_on_metrics_that_exist():
+    metrics = Metrics((4, 8, 12), Guarantee(0.5, 0.9), expected=(1, 1, 1))
+    metrics.count_answer(4, 0.01)
+    metrics.guarantee.observe(True, Threshold(0.9))
+    page = metrics.page({})
+    expressions = re.findall(r"expr: (.*)", blocks("yaml")[1])
+    assert len(expressions) == 4
+    for name, labels in re.findall(r"(mini_ee_\w+)(?:{(.*?)})?", " ".join(expressions)):
+        assert f"\n{name}" in page, name
+        for label, values in re.findall(r'(\w+)=~?"(.*?)"', labels):
+            for value in values.split("|"):
+                assert f'{name}{{{label}="{value}"}}' in page, (name, label, value)
+
+
+def test_the_probes_and_the_container_use_endpoints_and_options_that_exist(runtime):
+    deployment = blocks("yaml")[0]
+    with serving(engine_of(runtime)) as (_, port):
+        assert [ask(port, None, path, "GET")[0] for path in re.findall(r"path: (\S+),", deployment)] == [200, 200]
+    (command,) = re.findall(r"^CMD (.*)$", blocks("dockerfile")[0], re.M)
+    (arguments,) = re.findall(r"args: \[(.*)\]", deployment)
+    for words in (json.loads(command), shlex.split(arguments.replace(",", ""))):
+        assert words[0] == "mini-ee" and parser(words[1:]).parse_args(words[1:]).exported == Path("/model")
+
+
+def test_the_container_installs_what_the_server_needs():
+    (packages,) = re.findall(r"pip install --no-cache-dir (numpy.*)", blocks("dockerfile")[0])
+    assert f"pip install {packages} && pip install --no-deps" in (ROOT / "export/serving/README.md").read_text()
+
+
+@pytest.mark.parametrize("package, folder", [("onnxruntime-node", "clients"), ("onnxruntime-web", "web")])
+def test_the_versions_of_onnx_runtime_are_those_that_are_tested(package, folder):
+    version = json.loads((ROOT / "export" / folder / "package.json").read_text())["dependencies"][package]
+    (row,) = [line for line in PAGE.splitlines() if f"| {package} |" in line]
+    assert row.endswith(f" {version} |")
+    assert f"opset {builder.OPSET} and IR version {builder.IR_VERSION}" in PAGE
