@@ -515,6 +515,16 @@ def test_a_flipped_weight_is_told_by_its_checksum(saved):
     assert refused(folder, ValueError, "model.safetensors: damaged", "checksum")
 
 
+def test_the_checksum_of_a_config_that_transformers_changed_is_not_compared(saved):
+    _, folder = saved
+    path = folder / "config.json"
+    changed = json.loads(path.read_text()) | {"problem_type": "regression"}
+    path.write_text(json.dumps(changed))
+    assert refused(folder, ValueError, "config.json: damaged", "checksum")
+    path.write_text(json.dumps(changed | {"transformers_version": "5.23.0"}))
+    load_backbone(folder)
+
+
 def test_an_existing_folder_is_not_written_over(folder):
     before = backbone_sha256(folder)
     with pytest.raises(FileExistsError, match="is there already"):
