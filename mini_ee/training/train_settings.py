@@ -149,3 +149,10 @@ class AddOptions(Settings):
         above=0,
         default_text="a tenth of the standard deviation of the model's numbers",
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.agreement == 1:
+            raise ValueError(
+                "agreement 1 holds for the model without exits only: no test on texts guarantees it; give less, as .999"
+            )

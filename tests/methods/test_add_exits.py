@@ -135,6 +135,7 @@ REFUSED = [
         lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--agreement", "1.5"],
         "agreement must be a number above 0 and of at most 1",
     ),
+    (lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--agreement", "1"], "agreement 1 .* no test on texts"),
     (lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--exits", "2"], "exits must ascend .* end at the last"),
 ]
 
