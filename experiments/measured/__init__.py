@@ -33,7 +33,7 @@ def make_page(
     measure: names of parts; empty: all parts; None: only write the page. Raises WrongArguments, before anything
     is measured, if a part is unknown, the page would overwrite another file, or the JSON does not exist.
     """
-    module, out = import_module(f"{__name__}.{name}_page"), out or Path("results")
+    module, out = import_module(f"{__name__}.{name.replace('-', '_')}_page"), out or Path("results")
     json_path, page_path, parts = out / f"{name}.json", out / f"{name}.md", list(module.PARTS)
     if unknown := [part for part in measure or () if part not in parts]:
         raise WrongArguments(f"--measure: expected some of {', '.join(parts)}; found {', '.join(unknown)}")

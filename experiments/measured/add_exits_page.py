@@ -1,0 +1,412 @@
+"""results/add-exits.md: `mini-ee add-exits` on models that transformers fine-tuned.
+
+The measurements are in add_exits_cases, add_exits_guarantee and one_file. All cases with seed 0 are measured first; the
+page shows how many seeds each figure has.
+"""
+
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.evaluation.plots import can_draw, new_figure, new_panels, save_figure
+from mini_ee.experiments.markdown import made_by_measuring, markdown_table, wrapped
+from mini_ee.experiments.measured.add_exits_cases import (
+    AGREEMENT,
+    COUNTS,
+    KEPT,
+    REQUESTS,
+    SHADOW,
+    exit_0_cases,
+    model_cases,
+    same_labels,
+    shifts,
+)
+from mini_ee.experiments.measured.add_exits_guarantee import OF, guarantee
+from mini_ee.experiments.measured.fine_tuning import MODELS, TASKS
+from mini_ee.experiments.measured.one_file import EXITS, TOKENS, one_file
+from mini_ee.experiments.trainings import how_made
+
+BAR = 0.03  # largest difference between the time at an exit and its share of the layers
+
+PARTS = {
+    "models": lambda sources, work: model_cases(sources, work) | {"how": how_made() | {"processor": processor()}},
+    "exit-0": exit_0_cases,
+    "same-labels": same_labels,
+    "guarantee": guarantee,
+    "shift": shifts,
+    "one-file": one_file,
+}
+
+PAGE_TEXT = """# Exits for fine-tuned models, from texts without labels
+
+{answer}
+
+{made_by} {cores}
+
+{models}
+
+*Agreement* is the share of the examples of dev or test whose prediction equals that of the model as transformers
+computes it; for SICK-R, whose number differs by at most a tenth of the standard deviation of the model's numbers.
+*Score* is the accuracy, for SICK-R the Spearman correlation times 100. *Time* is that of model.onnx at batch size 1 on
+one thread, in percent of the same model without exits. *Minutes* are processor time of the whole command, *memory* is
+its peak. After ± is the standard deviation over seeds; a figure without it has one seed.
+
+![Agreement against layers saved, a panel per task](add-exits.png)
+
+Each line is one seed and shows other thresholds for the same heads, on dev or test. A star is the threshold that the
+command chose on its own texts.
+
+## More texts
+
+![Agreement against layers saved for different numbers of texts](add-exits-texts.png)
+
+{texts}
+
+## The model itself is unchanged
+
+{own}
+
+## Is the guarantee violated?
+
+`add-exits` guarantees an agreement of at least {agreement} with 95 % confidence for texts like those that it was given.
+Here {repetitions} repetitions each draw {drawn:,} of {pool:,} texts of SST-2, train heads on {model} and choose
+thresholds. The agreement is measured on all other texts. The guarantee is violated if it is given and the agreement is
+lower than guaranteed. The interval is the 95 % interval of Clopper and Pearson. *No test* is a planted mistake: the
+thresholds only have to reach the agreement on the test texts themselves. The measurement finds this mistake.
+
+{guarantee}
+
+## Texts of another kind
+
+Heads and thresholds come from {kept_texts:,} texts of SST-2 ({kept_model}, agreement {agreement}). `mini-ee serve
+--shadow {shadow}` then answers {requests} texts, one after the other, of the dev set of SST-2, of MR (also film
+reviews, but whole sentences) and of TREC (questions). With `--tighten`, thresholds are raised while the agreement is
+below `--epsilon {agreement}`.
+
+{shift}
+
+*True agreement* counts all answers; *reported* is what `/metrics` shows for the shadow requests, with its 95 %
+interval. With `--tighten`, it counts from the last change on. *Drift* is the distance between the shares of the exits
+and those of the calibration (0 to 1).
+
+{shift_verdict}
+
+## One file for four
+
+A ModernBERT of the published base shape (22 layers, width 768, vocabulary 50,368) with random weights and exits after
+layers {exits} is one model.onnx. All examples exit at the same exit; all heads up to there are evaluated. Batch size 1,
+{tokens} tokens, one thread; all cases take turns in one process, and medians count. The bar is {bar}.
+
+{one_file}
+
+{one_file_verdict}
+
+## Exit 0
+
+A head on the mean of the embeddings, before the first layer, beside the exits that the command chose (`--exits 0,...`):
+agreement {agreement}, {exit_0_texts} texts, {kept_model}.
+
+{exit_0}
+
+{exit_0_verdict}
+
+## How it was measured
+
+- Models: {fine_tuning}. `BERT-12x128` is the built-in BERT of 12 layers. A plain loop around transformers (AdamW), not
+  this project's training.
+- Texts without labels: other rows of the same train file than those of the fine-tuning, without their labels and
+  without repeats. TREC, MRPC and SICK-R are small, so both parts are. The built-in BERT was pretrained on texts of
+  SST-2, TREC and MRPC, without labels.
+- Of SST-2, train has phrases, dev has whole sentences: dev is not quite like the texts of the calibration.
+- dev of SST-2, MRPC and SICK-R, test of TREC; without examples whose text is in train.
+- {machine}
+"""
+
+
+def processor() -> str:
+    """The name of the processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+# ---- Numbers ----
+def percent(values: Iterable[float], digits: int = 1) -> str:
+    """The mean in percent, and the standard deviation over seeds."""
+    return number([100 * value for value in values], digits)
+
+
+def number(values: Iterable[float], digits: int = 1) -> str:
+    """The mean, and the standard deviation over seeds if there are several."""
+    found = list(values)
+    shown = f"{np.mean(found):.{digits}f}"
+    return f"{shown} ± {np.std(found, ddof=1):.{digits}f}" if len(found) > 1 else shown
+
+
+def column(cases: list[dict], name: str) -> list:
+    """One figure of all cases."""
+    return [each[name] for each in cases]
+
+
+def grouped(cases: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Cases that have these figures in common."""
+    found: dict[tuple, list[dict]] = {}
+    for each in cases:
+        found.setdefault(tuple(each[name] for name in names), []).append(each)
+    return found
+
+
+def largest(cases: list[dict]) -> list[dict]:
+    """Of each task, model and seed the case with most texts."""
+    groups = grouped(cases, "task", "model", "seed").values()
+    return [max(group, key=lambda each: each["texts"]) for group in groups]
+
+
+# ---- Tables ----
+def models_table(cases: list[dict]) -> str:
+    """One row per task, model and number of texts."""
+    titles = ["task", "model", "texts", "seeds", "agreement, %", "score of the model", "score with exits"]
+    titles += ["layers saved, %", "time, %", "guaranteed", "minutes", "memory, MB"]
+    order = {name: at for at, name in enumerate((*TASKS, *MODELS))}
+    rows = []
+    groups = grouped(cases, "task", "model", "wanted")
+    for task, model, wanted in sorted(groups, key=lambda key: (order[key[0]], order[key[1]], key[2])):
+        some = groups[task, model, wanted]
+        row = [task, model, f"{max(column(some, 'texts')):,}", len(some), percent(column(some, "agreement"))]
+        row += [percent(column(some, key)) for key in ("score", "score_with_exits", "layers_saved")]
+        row += [percent(column(some, "time"), 0), f"{sum(column(some, 'guaranteed'))} of {len(some)}"]
+        rows.append([*row, number(column(some, "processor_minutes")), number(column(some, "peak_mb"), 0)])
+    return "\n".join(markdown_table(titles, rows))
+
+
+def guarantee_table(levels: list[dict]) -> str:
+    """One row per level of agreement, then those with the planted mistake."""
+    titles = ["guaranteed agreement", "guarantees", "violated", "95 % interval of the share violated"]
+    titles += ["mean agreement, %", "lowest agreement, %", "layers saved, %"]
+    rows = []
+    for each in sorted(levels, key=lambda one: (one["planted"] is not None, -one["level"])):
+        name = f"{each['level']:.0%}" + (f", {each['planted']}" if each["planted"] else "")
+        low, high = each["interval"]
+        row = [name, f"{each['guaranteed']} of {each['repetitions']}", each["broken"], f"{low:.1%} to {high:.1%}"]
+        shown = (each["agreement"], each["least"], each["saved"])
+        rows.append(row + ["" if value is None else f"{100 * value:.1f}" for value in shown])
+    return "\n".join(markdown_table(titles, rows))
+
+
+def shift_table(found: list[dict]) -> str:
+    """One row per set of texts, without and with --tighten."""
+    titles = ["texts", "`--tighten`", "true agreement, %", "reported, %", "layers saved, %", "drift", "tightened"]
+    titles += ["second half: agreement, %", "second half: layers saved, %"]
+    rows = []
+    for each in found:
+        metrics = each["metrics"]
+        mean, low, high = (metrics.get(f"agreement end {end}") for end in ("mean", "low", "high"))
+        reported = "none yet" if mean is None else f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+        row = [each["task"], "yes" if each["tighten"] else "no", f"{100 * each['served_agreement']:.1f}", reported]
+        row += [f"{100 * each['served_saved']:.1f}", f"{metrics.get('exit_drift', 0):.2f}"]
+        row += [f"{metrics['tightened_total']:.0f}", f"{100 * each['late_agreement']:.1f}"]
+        rows.append([*row, f"{100 * each['late_saved']:.1f}"])
+    return "\n".join(markdown_table(titles, rows))
+
+
+def one_file_table(found: dict) -> str:
+    """One row per exit."""
+    titles = ["exit after layer", "share of the layers, %", "time, % of all layers", "difference, points", "ms"]
+    rows = [
+        [each["layer"], *(f"{100 * value:.1f}" for value in (each["share"], each["time"]))]
+        + [f"{100 * (each['time'] - each['share']):+.1f}", f"{each['ms']:.0f}"]
+        for each in found["exits"]
+    ]
+    return "\n".join(markdown_table(titles, rows))
+
+
+def exit_0_table(found: list[dict]) -> str:
+    """One row per task, without and with exit 0."""
+    titles = ["task", "exit 0", "seeds", "agreement, %", "layers saved, %", "time, %"]
+    rows = []
+    for (task, model, first), some in grouped(with_first(found), "task", "model", "first").items():
+        shown = [percent(column(some, name)) for name in ("agreement", "layers_saved", "time")]
+        rows.append([task, "yes" if first == 0 else "no", len(some), *shown])
+    return "\n".join(markdown_table(titles, sorted(rows)))
+
+
+def with_first(found: list[dict]) -> list[dict]:
+    """The cases, each with `first`: 0 if its first exit is 0, else 1."""
+    return [each | {"first": min(1, each["exits"][0])} for each in found]
+
+
+# ---- Sentences ----
+def answer(figures: dict) -> str:
+    """The page in three sentences."""
+    best = largest(figures["models"])
+    saved, agreement = (
+        [float(np.mean(column(some, key))) for some in grouped(best, "task", "model").values()]
+        for key in ("layers_saved", "agreement")
+    )
+    changes = [each["score_with_exits"] - each["score"] for each in best]
+    given = [each for each in figures["guarantee"]["levels"] if not each["planted"] and each["level"] == AGREEMENT]
+    (level,) = given
+    away = {each["task"]: each for each in figures["shift"] if not each["tighten"]}
+    return (
+        f"On {len({each['task'] for each in best})} tasks and {len({each['model'] for each in best})} models, "
+        f"`mini-ee add-exits` saves {100 * min(saved):.0f} to {100 * max(saved):.0f} % of the layers at its default "
+        f"agreement of {100 * AGREEMENT:.0f} %; on dev or test, {100 * min(agreement):.1f} to "
+        f"{100 * max(agreement):.1f} % of the predictions stay the same, and scores change by "
+        f"{100 * min(changes):+.1f} to {100 * max(changes):+.1f} points. "
+        f"In {level['repetitions']} repetitions with new texts and new heads, the guaranteed agreement was violated "
+        f"{level['broken']} times. "
+        f"It holds for texts like those that were given: with thresholds from SST-2, the agreement is "
+        f"{100 * away['MR']['served_agreement']:.1f} % on MR and {100 * away['TREC']['served_agreement']:.1f} % on "
+        f"TREC, which `mini-ee serve --shadow` reports."
+    )
+
+
+def texts_text(cases: list[dict]) -> str:
+    """What more texts give, for the tasks with several numbers of texts."""
+    lines = []
+    for (task, model), some in grouped(cases, "task", "model").items():
+        counts = grouped(some, "wanted")
+        if len(counts) > 1:
+            shown = [
+                f"{100 * np.mean(column(each, 'layers_saved')):.1f} % with {max(column(each, 'texts')):,}"
+                for _, each in sorted(counts.items())
+            ]
+            lines.append(f"- {task}, {model}: layers saved {', '.join(shown)} texts.")
+    return "\n".join(lines)
+
+
+def own_text(figures: dict) -> str:
+    """Examples that do not exit, and labels against transformers' pipeline."""
+    late = [each for each in figures["models"] if "largest_difference" in each]
+    same = figures["same-labels"]
+    return (
+        f"In all cases of the first table together, {sum(column(late, 'not_exited')):,} examples did not exit early. "
+        f"Their logits differ from those of transformers by at most {max(column(late, 'largest_difference')):.1e} "
+        f"(float32). Without exits (the rule `never`), model.onnx gives transformers' "
+        f'`pipeline("text-classification")` label for {same["never"]:,} of {same["texts"]:,} other texts of '
+        f"{same['task']}; with the exits of the command, for {same['chosen']:,}. `--agreement 1` is refused, because "
+        f"no test on texts can guarantee it."
+    )
+
+
+def shift_text(found: list[dict]) -> str:
+    """Whether the reported interval contains the truth, and what --tighten does."""
+    plain = [each for each in found if not each["tighten"]]
+    inside = sum(
+        each["metrics"]["agreement end low"] <= each["served_agreement"] <= each["metrics"]["agreement end high"]
+        for each in plain
+    )
+    below = [each["task"] for each in plain if each["served_agreement"] < AGREEMENT]
+    return (
+        f"The reported interval contains the true agreement in {inside} of {len(plain)} cases. "
+        f"The agreement is below {AGREEMENT:.0%} on {', '.join(below) or 'none of them'}."
+    )
+
+
+def one_file_text(found: dict) -> str:
+    """Whether the bar is kept."""
+    worst = max(found["exits"], key=lambda each: abs(each["time"] - each["share"]))
+    difference = worst["time"] - worst["share"]
+    kept = "within" if abs(difference) <= BAR else "not within"
+    return (
+        f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {kept} the bar of "
+        f"{100 * BAR:.0f} points. All layers take {found['full_ms']:.0f} ms; the model exported without exits takes "
+        f"{found['plain_ms']:.0f} ms."
+    )
+
+
+def exit_0_text(found: list[dict]) -> str:
+    """The gain of exit 0, paired by seed."""
+    lines = []
+    for (task,), some in grouped(with_first(found), "task").items():
+        pairs = grouped(some, "seed").values()
+        gains = {
+            key: [
+                100 * (next(e[key] for e in pair if not e["first"]) - next(e[key] for e in pair if e["first"]))
+                for pair in pairs
+                if len({each["first"] for each in pair}) == 2
+            ]
+            for key in ("layers_saved", "time")
+        }
+        lines.append(
+            f"On {task}, exit 0 changes the layers saved by {number(gains['layers_saved'])} points and the time by "
+            f"{number(gains['time'])} points."
+        )
+    return " ".join(lines)
+
+
+def page(figures: dict) -> str:
+    """results/add-exits.md."""
+    cases, size, how = figures["models"], figures["guarantee"], figures["how"]
+    minutes = sum(column(cases, "processor_minutes")) + sum(
+        {(each["task"], each["model"], each["seed"]): each["fine_tuning_minutes"] for each in cases}.values()
+    )
+    tuned = ", ".join(f"{rows:,} rows of {task} for {epochs} epochs" for task, (rows, epochs) in TASKS.items())
+    text = PAGE_TEXT.format(
+        answer=answer(figures),
+        made_by=made_by_measuring("add-exits"),
+        cores=f"Machine: {how['processor']}, {how['machine']} that other programs used as well; one thread, no GPU.",
+        models=models_table(cases),
+        texts=texts_text(cases),
+        own=own_text(figures),
+        agreement=AGREEMENT,
+        repetitions=size["repetitions"],
+        drawn=size["drawn"],
+        pool=size["pool"],
+        model=OF["model"],
+        guarantee=guarantee_table(size["levels"]),
+        kept_texts=KEPT[2],
+        kept_model=KEPT[1],
+        shadow=SHADOW,
+        requests=f"up to {REQUESTS}",
+        shift=shift_table(figures["shift"]),
+        shift_verdict=shift_text(figures["shift"]),
+        exits=", ".join(map(str, EXITS)),
+        tokens=TOKENS,
+        bar=f"{100 * BAR:.0f} points",
+        one_file=one_file_table(figures["one-file"]),
+        one_file_verdict=one_file_text(figures["one-file"]),
+        exit_0_texts=f"{max(column(figures['exit-0'], 'texts')):,}",
+        exit_0=exit_0_table(figures["exit-0"]),
+        exit_0_verdict=exit_0_text(figures["exit-0"]),
+        fine_tuning=tuned,
+        machine=f"Fine-tuning and calls of the first table took {minutes:.0f} minutes of processor time in all.",
+    )
+    return wrapped(text)
+
+
+# ---- Pictures ----
+def draw(figures: dict, folder: Path) -> None:
+    """Both pictures, if matplotlib is installed."""
+    if not can_draw():
+        return
+    cases = [each for each in largest(figures["models"]) if each.get("curve")]
+    tasks = [task for task in TASKS if task in column(cases, "task")]
+    figure, panels = new_panels(len(tasks))
+    for axes, task in zip(panels, tasks):
+        _lines(axes, [each for each in cases if each["task"] == task], "model", list(MODELS))
+        axes.set_title(task)
+    panels[0].legend(frameon=False)
+    save_figure(figure, folder / "add-exits.png")
+    figure, axes = new_figure()
+    some = [each for each in figures["models"] if each.get("curve") and each["task"] == KEPT[0]]
+    _lines(axes, [each for each in some if each["model"] == KEPT[1]], "wanted", list(COUNTS[KEPT[0]]))
+    axes.set_title(f"{KEPT[0]}, {KEPT[1]}")
+    axes.legend(frameon=False, title="texts without labels")
+    save_figure(figure, folder / "add-exits-texts.png")
+
+
+def _lines(axes, cases: list[dict], name: str, values: list) -> None:
+    """A line per case, in the colour of its value of `name`; the chosen point is a star."""
+    named = set()
+    for each in cases:
+        colour = f"C{values.index(each[name])}"
+        label = None if each[name] in named else f"{each[name]:,}" if isinstance(each[name], int) else each[name]
+        named.add(each[name])
+        axes.plot(*zip(*[point[:2] for point in each["curve"]]), "-", linewidth=1.2, color=colour, label=label)
+        axes.plot(each["layers_saved"], each["agreement"], "*", markersize=11, color=colour)
+    axes.axhline(AGREEMENT, color="0.8", linewidth=1, zorder=0)
+    axes.set(xlabel="share of the layers saved", ylabel="agreement with the model", ylim=(0.9, 1.002))

@@ -1,0 +1,103 @@
+"""results/add-exits.md is written from its JSON, measured or made up, and its figures are those of the cases."""
+
+from pathlib import Path
+
+import pytest
+
+from mini_ee.data.files import read_json, write_json
+from mini_ee.experiments.measured import make_page
+from mini_ee.experiments.measured.add_exits_cases import stored
+from mini_ee.experiments.measured.add_exits_guarantee import summary
+from mini_ee.experiments.measured.add_exits_page import (
+    exit_0_text,
+    models_table,
+    number,
+    one_file_text,
+    page,
+    shift_text,
+)
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def case(task="SST-2", seed=0, saved=0.4, agreement=0.99, exits=(2, 6), **other) -> dict:
+    """A measured case."""
+    return {
+        **{"task": task, "model": "MiniLM", "seed": seed, "wanted": 1000, "texts": 1000, "exits": list(exits)},
+        **{"pays": True, "guaranteed": seed == 0, "agreement": agreement, "score": 0.9, "score_with_exits": 0.88},
+        **{"layers_saved": saved, "time": 1 - saved, "processor_minutes": 2.0, "fine_tuning_minutes": 3.0},
+        **{"peak_mb": 700, "not_exited": 10, "largest_difference": 2e-6, "curve": [[0.1, 1.0, 0.1], [0.5, 0.95, 0.4]]},
+        **other,
+    }
+
+
+def shifted(task: str, agreement: float, tighten: bool = False) -> dict:
+    """The answers of a server, which reports an agreement from .9 to .98."""
+    ends = {"agreement end low": 0.9, "agreement end mean": 0.95, "agreement end high": 0.98}
+    shares = {f"{name}_{key}": agreement for name in ("served", "late") for key in ("agreement", "saved")}
+    metrics = ends | {"exit_drift": 0.2, "tightened_total": 0.0}
+    return {"task": task, "tighten": tighten, "metrics": metrics} | shares
+
+
+FIGURES = {
+    "models": [case(), case(seed=1, saved=0.5), case(wanted=3000, texts=3000), case("TREC", pays=False, saved=0.0)],
+    "exit-0": [case(), case(saved=0.5, exits=(0, 2, 6))],
+    "same-labels": {"task": "SST-2", "model": "MiniLM", "texts": 1000, "never": 1000, "chosen": 993},
+    "guarantee": {
+        **{"pool": 12_000, "drawn": 1500, "repetitions": 2},
+        "levels": [
+            summary(
+                [{"level": 0.99, "planted": planted, "guaranteed": True, "agreement": at, "saved": 0.3} for at in two]
+            )
+            for planted, two in ((None, (0.992, 0.995)), ("no test", (0.98, 0.995)))
+        ],
+    },
+    "shift": [shifted("SST-2", 0.96), shifted("MR", 0.91), shifted("TREC", 0.85), shifted("TREC", 0.99, True)],
+    "one-file": {
+        **{"exits": [{"layer": 6, "share": 6 / 22, "time": 0.32, "ms": 80.0}], "full_ms": 250.0, "plain_ms": 249.0},
+        "tokens": 128,
+    },
+    "how": {"processor": "A processor", "machine": "x86_64, 2 cores"},
+}
+
+
+@pytest.mark.skipif(not (RESULTS / "add-exits.json").exists(), reason="not measured")
+def test_the_page_is_made_from_its_json():
+    assert page(read_json(RESULTS / "add-exits.json")) == (RESULTS / "add-exits.md").read_text()
+
+
+def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
+    write_json(tmp_path / "add-exits.json", FIGURES)
+    assert make_page("add-exits", out=tmp_path)["page"]
+    text = (tmp_path / "add-exits.md").read_text()
+    assert "SST-2 | MiniLM | 1,000 | 2 | 99.0 ± 0.0 |" in text and "45.0 ± 7.1 |" in text and "1 of 2 |" in text
+    assert "| 99%, no test | 2 of 2 | 1 |" in text
+    assert "label for 1,000 of 1,000 other texts" in text and "at most 2.0e-06" in text
+    assert (tmp_path / "add-exits.png").exists() and (tmp_path / "add-exits-texts.png").exists()
+
+
+def test_a_figure_of_one_seed_has_no_spread():
+    assert number([1.0]) == "1.0" and number([1.0, 3.0]) == "2.0 ± 1.4"
+    assert models_table([case("TREC"), case("SST-2")]).splitlines()[2].startswith("| SST-2")
+
+
+def test_a_guarantee_is_violated_if_it_is_given_and_the_agreement_is_lower():
+    rows = [
+        {"level": 0.99, "planted": None, "guaranteed": given, "agreement": agreement, "saved": 0.5}
+        for given, agreement in ((True, 0.995), (True, 0.985), (False, 0.9))
+    ]
+    found = summary(rows)
+    assert (found["guaranteed"], found["broken"], found["least"], found["agreement"]) == (2, 1, 0.985, 0.99)
+    assert summary(rows[2:])["agreement"] is None
+
+
+def test_the_sentences_compare_what_was_measured():
+    assert "contains the true agreement in 2 of 3 cases" in shift_text(FIGURES["shift"])
+    assert "below 99% on SST-2, MR, TREC" in shift_text(FIGURES["shift"])
+    assert "+4.7 points, after layer 6: not within" in one_file_text(FIGURES["one-file"])
+    assert "changes the layers saved by 10.0 points and the time by -10.0" in exit_0_text(FIGURES["exit-0"])
+
+
+def test_a_stored_case_is_not_measured_again(tmp_path):
+    assert stored(tmp_path, "SST-2 MiniLM 0", lambda: {"x": 1}) == {"x": 1}
+    assert stored(tmp_path, "SST-2 MiniLM 0", lambda: {"x": 2}) == {"x": 1}
