@@ -55,7 +55,7 @@ class Pool:
         if known is None:
             rows = [self.number[texts] for texts in data.encoded.texts]
             known = Known(self.exits, self.states[rows])
-        return STATES(data._replace(known=known), network)
+        return STATES(RowData(data.encoded, data.labels, data.task, known), network)
 
     def agreement(self, run: Run, chosen: Rule, rest: np.ndarray) -> tuple[float, float]:
         """Agreement on the texts of `rest` (N,) bool, and the share of the layers saved there."""
