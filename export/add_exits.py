@@ -39,7 +39,7 @@ from mini_ee.registry import METHODS
 from mini_ee.statistics import share_interval
 from mini_ee.training.holdout import TEST_ROWS, split_rows
 from mini_ee.training.method import load_method
-from mini_ee.training.run_folder import Run, is_run, load_run, training_folder, versions
+from mini_ee.training.run_folder import Run, is_run, load_run, training_folder, versions, write_rule
 from mini_ee.training.state import STATE
 from mini_ee.training.train_run import train
 from mini_ee.training.train_settings import AddOptions
@@ -90,7 +90,9 @@ def add_exits(
     summary = _summary(run, test, required)
     if summary["pays"]:
         if not (out / "exported").exists():  # a killed call may have exported
-            export(run, out / "exported", texts=test.texts, seed=seed)
+            counts = run.metrics["tested"]["exit_counts"]  # with which a server compares its own
+            write_rule(out / "run", run.rule, run.config["guarantee"], counts)
+            export(load_run(out / "run"), out / "exported", texts=test.texts, seed=seed)
         summary |= _measured(run, Runtime(out / "exported", threads=1), task, test)
     if can_draw():
         draw_agreement(out / "curve.png", summary)

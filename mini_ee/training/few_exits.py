@@ -9,6 +9,8 @@ Symbols:   L layers, of which a row runs d; r: heads that it reads; h: weights o
 from collections.abc import Callable
 from itertools import combinations
 
+import numpy as np
+
 from mini_ee.data.tasks import Task
 from mini_ee.early_exit import ExitResult
 from mini_ee.exits.row_exits import RowExits
@@ -83,4 +85,6 @@ def savings_curve(recorded: Record, task: Task, rule: Rule, head: float) -> dict
         }
 
     curve = [point(each) for each in candidates(recorded, task)]
-    return point(rule) | {"curve": sorted(curve, key=lambda each: each["layers_saved"]), "head_layers": head}
+    counts = np.bincount(recorded.replay(rule).exit_index, minlength=len(recorded.segments.exits)).tolist()
+    about = {"exit_counts": counts, "head_layers": head}
+    return point(rule) | about | {"curve": sorted(curve, key=lambda each: each["layers_saved"])}
