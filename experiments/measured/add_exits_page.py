@@ -81,8 +81,8 @@ thresholds only have to reach the agreement on the test texts themselves. The me
 ## Texts of another kind
 
 Heads and thresholds come from {kept_texts:,} texts of SST-2 ({kept_model}, agreement {agreement}). `mini-ee serve
---shadow {shadow}` then answers {requests} texts, one after the other, of the dev set of SST-2, of MR (also film
-reviews, but whole sentences) and of TREC (questions). With `--tighten`, thresholds are raised while the agreement is
+--shadow {shadow}` then answers {requests} texts, one after the other, of the dev set of SST-2, of MR (whole
+sentences of film reviews, among them those of SST-2's phrases) and of TREC (questions). With `--tighten`, thresholds are raised while the agreement is
 below `--epsilon {agreement}`.
 
 {shift}
@@ -206,7 +206,7 @@ def shift_table(found: list[dict]) -> str:
         mean, low, high = (metrics.get(f"agreement end {end}") for end in ("mean", "low", "high"))
         reported = "none yet" if mean is None else f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
         row = [each["task"], "yes" if each["tighten"] else "no", f"{100 * each['served_agreement']:.1f}", reported]
-        row += [f"{100 * each['served_saved']:.1f}", f"{metrics.get('exit_drift', 0):.2f}"]
+        row += [f"{100 * each['served_saved']:.1f}", f"{metrics['exit_drift']:.2f}"]
         row += [f"{metrics['tightened_total']:.0f}", f"{100 * each['late_agreement']:.1f}"]
         rows.append([*row, f"{100 * each['late_saved']:.1f}"])
     return "\n".join(markdown_table(titles, rows))
