@@ -30,6 +30,10 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "layerskip": "mini_ee.baselines.layerskip",
     "hashee": "mini_ee.baselines.hashee",
     "tr-bert": "mini_ee.baselines.tr_bert",
+    "2dmse": "mini_ee.baselines.matryoshka_2d",
+    "starbucks": "mini_ee.baselines.starbucks",
+    "one-depth": "mini_ee.baselines.one_depth",
+    "cosine-predictor": "mini_ee.baselines.cosine_predictor",
 }
 
 RULES = {  # name in a run's config.json -> the module of the method that defines the rule, and adds it to rules.RULES

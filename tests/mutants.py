@@ -506,6 +506,7 @@ RULES = [
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
 ]
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
+ENCODERS = "trained_encoders.py::test_"
 MEAN = "elasticbert.py::test_a_layer_learns_from_the_mean_of_the_exits_above_it_and_a_head_from_its_own[rows]"
 OF_METHODS = [
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
@@ -547,6 +548,13 @@ OF_METHODS = [
     ("baselines.sleb.next_token_losses", losses_in_the_full_model, "sleb.py::test_the_search_is_the_greedy_one_over_models_that_are_built_anew"),
     ("baselines.tr_bert.compact", read_mask, "tr_bert.py::test_a_rows_answer_does_not_depend_on_its_batch[bert-mean]"),
     ("baselines.tr_bert.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "tr_bert.py::test_the_gradient_is_that_of_the_reward"),
+    ("training.embedding_stages.cosent_loss", source("scores[:, None] > scores[None, :]", "scores[:, None] < scores[None, :]"), ENCODERS + "one_depth_trains_the_first_exit_alone[pairs]"),
+    ("training.embedding_stages.alignment", source("last.detach()", "last"), ENCODERS + "the_last_layer_is_a_teacher_without_gradient"),
+    ("baselines.starbucks.starbucks_loss", source(", 1.0)", ", KL_TEMPERATURE)"), ENCODERS + "starbucks_trains_every_layer_with_its_own_size[texts]"),
+    ("baselines.matryoshka_2d.two_dimensional_loss", source("read[1:]", "read[:1]"), ENCODERS + "2dmse_trains_the_last_layer_and_one_that_is_drawn[texts]"),
+    ("baselines.matryoshka_2d.drawn", always(lambda count: 0), ENCODERS + "every_layer_but_the_last_is_drawn"),
+    ("baselines.cosine_predictor.prediction_loss", source("mean(dim=0).sum()", "mean()"), ENCODERS + "the_loss_of_the_predictor_is_a_squared_error"),
+    ("exits.embedding_exits.PairData.batch", lambda true: lambda self, rows, device: true(self, rows[::-1], device), ENCODERS + "pairs_are_scored_by_spearman_and_batched_with_both_texts"),
 ]
 
 COPIES = "generation.py::test_copy_state_and_recompute_are_what_their_definitions_say["

@@ -4,7 +4,9 @@ The embedding is what a head of exits/heads.py calls logits: segments, rules and
 way. The last exit has no map: it is the encoder's own embedding.
 """
 
+from collections.abc import Iterator
 from copy import deepcopy
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.backbone import Backbone
+from mini_ee.data.metrics import spearman
+from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.exits.heads import pooled
 from mini_ee.exits.row_exits import RowData, RowExits, RowSegments, States, check_exits
+from mini_ee.recording import Record, record
+from mini_ee.rules import Rule
 
 POOLS = ("mean", "first", "last")
 
@@ -51,14 +57,16 @@ class EmbeddingHead(nn.Module):
 class EmbeddingExits(RowExits):
     """A frozen sentence encoder with an EmbeddingHead after each layer in `exits`. num_labels is d.
 
-    Raises ValueError for an unknown pool, or for a size above the width of the encoder.
+    policy: as in RowExits. Raises ValueError for an unknown pool, or for a size above the width of the encoder.
     """
 
     unit = "embeddings"
     head = None
-    holds_backbone = False
+    holds_backbone, mapped = False, True
 
-    def __init__(self, backbone: Backbone, exits: tuple[int, ...], size: int, pool: str, normalize: bool):
+    def __init__(
+        self, backbone: Backbone, exits: tuple[int, ...], size: int, pool: str, normalize: bool, policy: Any = None
+    ):
         nn.Module.__init__(self)
         self.exits, width = check_exits(exits, backbone.config.num_hidden_layers), backbone.config.hidden_size
         if pool not in POOLS:
@@ -71,8 +79,10 @@ class EmbeddingExits(RowExits):
             norms[-1] = deepcopy(backbone.norm)  # the encoder's own final norm
         self.backbone = backbone.without_heads()
         last = len(exits) - 1
-        heads = (EmbeddingHead(width, size, pool, normalize, k < last, norm) for k, norm in enumerate(norms))
-        self.heads, self.policy = nn.ModuleList(heads), None
+        mapped = (self.mapped and k < last for k in range(len(exits)))
+        heads = (EmbeddingHead(width, size, pool, normalize, *each) for each in zip(mapped, norms))
+        self.heads = nn.ModuleList(heads)
+        self.policy = policy and policy(width, self.exits)
 
     def use_heads(self, name: str) -> None:
         """There is one kind of head."""
@@ -87,6 +97,19 @@ class EmbeddingExits(RowExits):
         return segments
 
 
+class TrainedEncoder(EmbeddingExits):
+    """A sentence encoder that is trained itself: an exit is its pooled hidden state, without a map."""
+
+    holds_backbone, mapped = True, False
+
+    def is_trainable(self, name: str) -> bool:
+        return True
+
+    def own_state(self) -> dict[str, Tensor]:
+        """All but the encoder, which a run contains as a checkpoint."""
+        return {name: value for name, value in super().own_state().items() if not name.startswith("backbone.")}
+
+
 # ---- Training data ----
 
 
@@ -96,11 +119,59 @@ def full_cosines(embeddings: np.ndarray) -> np.ndarray:
     return (scaled * scaled[:, -1:]).sum(axis=2)
 
 
+def reached_cosines(recorded: Record, rule: Rule) -> np.ndarray:
+    """(N,): the cosine of the embedding with which each recorded text exits and that of its last exit."""
+    reached = recorded.replay(rule).logits
+    return full_cosines(np.stack((reached, recorded.logits[:, -1]), axis=1))[:, 0]
+
+
 class EmbeddingData(RowData):
     """Encoded texts. Their score at an exit is the mean cosine to the full embedding."""
 
     def states(self, model: EmbeddingExits) -> "EmbeddingStates":
         return EmbeddingStates(*super().states(model))
+
+
+class DistillationData(RowData):
+    """Encoded texts whose labels (N, d) are the embeddings that the encoder returned before its training."""
+
+    def scores(self, model: EmbeddingExits, batch_size: int) -> tuple[list[float], dict]:
+        """Mean cosine to the label at every exit."""
+        found = record(model.segments(), self.encoded, batch_size).logits
+        with_labels = np.concatenate((found, self.labels[:, None]), axis=1)
+        return full_cosines(with_labels)[:, :-1].mean(axis=0).tolist(), {}
+
+
+class PairData(NamedTuple):
+    """P pairs of texts, each with a score."""
+
+    encoded: Encoded  # 2 P texts: all first ones, then all second ones
+    first: Encoded  # the P first texts, by whose length batches are made
+    labels: np.ndarray  # (P,)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        """As RowData.order."""
+        return batches(self.first, batch_size, shuffle_seed=seed)
+
+    def steps(self, batch_size: int) -> int:
+        """Number of batches in an epoch."""
+        return -(-len(self) // batch_size)
+
+    def batch(self, rows: np.ndarray, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The inputs of the B first texts and the B second ones, and the scores (B,)."""
+        both = RowData(self.encoded, np.tile(self.labels, 2), None)
+        inputs, labels = both.batch(np.concatenate((rows, rows + len(self))), device)
+        return inputs, labels[: len(rows)]
+
+    def scores(self, model: EmbeddingExits, batch_size: int) -> tuple[list[float], dict]:
+        """Spearman correlation of cosines and scores at every exit."""
+        found = record(model.segments(), self.encoded, batch_size).logits
+        unit = found / np.maximum(np.linalg.norm(found, axis=2, keepdims=True), 1e-12)
+        cosines = (unit[: len(self)] * unit[len(self) :]).sum(axis=2)
+        return [spearman(each, self.labels) for each in cosines.T], {}
 
 
 class EmbeddingStates(States):

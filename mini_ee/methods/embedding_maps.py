@@ -15,68 +15,19 @@ Decisions:
 3. The default rule is a fixed depth. With a frozen encoder adaptive depth saved no layers at the same quality.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from mini_ee.data.settings import Settings
-from mini_ee.exits.embedding_exits import EmbeddingExits, EmbeddingStates
-from mini_ee.training.method import Method
-from mini_ee.training.stages import Batch, Stage
+from mini_ee.exits.embedding_exits import EmbeddingExits
+from mini_ee.training.embedding_stages import maps_stage
+from mini_ee.training.method import Method, NoConfig
+from mini_ee.training.stages import Stage
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(Settings):
-    """The method has no settings of its own."""
-
-
-def map_loss(embeddings: Tensor, full: Tensor) -> Tensor:
-    """1 - cosine, the mean over texts: (N, d), (N, d) -> scalar."""
-    return (1 - F.cosine_similarity(embeddings, full, dim=1)).mean()
-
-
-def maps_loss(model: EmbeddingExits, batch: Batch) -> Tensor:
-    """The sum of map_loss over all exits but the last."""
-    assert batch.states is not None and batch.targets is not None
-    return sum(map_loss(model.classify(k, state), batch.targets) for k, state in enumerate(batch.states[:-1]))
-
-
-@torch.no_grad()
-def full_embeddings(model: EmbeddingExits, states: EmbeddingStates) -> Tensor:
-    """(N, d), what the encoder itself returns."""
-    last = len(model.exits) - 1
-    return model.classify(last, states.states[:, last].to(next(model.parameters()).device)).cpu()
-
-
-def held_out_cosine(model: EmbeddingExits, held: Any) -> dict[str, float]:
-    """Mean cosine to the full embedding over held-out texts and all exits but the last. held: EmbeddingStates."""
-    return {"score": float(np.mean(held.scores(model)[0][:-1]))}
-
-
-def recipe(model: EmbeddingExits, config: Config) -> list[Stage]:
-    """One stage for all maps. The best epoch has the highest mean cosine on held-out texts."""
-    if len(model.exits) == 1:
-        return []
-    return [
-        Stage(
-            name="maps",
-            trainable=lambda name: name.startswith("heads."),
-            loss=maps_loss,
-            on_states=True,
-            validate=held_out_cosine,
-            make_targets=full_embeddings,
-            settings={"weight_decay": 0.0},
-        )
-    ]
+def recipe(model: EmbeddingExits, config: NoConfig) -> list[Stage]:
+    """One stage for all maps."""
+    return [maps_stage()] if len(model.exits) > 1 else []
 
 
 METHOD = Method(
-    Config,
-    recipe,
+    recipe=recipe,
     units=("embeddings",),
     exits=None,
     defaults={"embeddings": {"head_lr": 1e-3, "epochs": 20}},

@@ -1,8 +1,11 @@
 """Texts exit with an embedding: the exits of a sentence encoder learn its own full embedding, from texts alone."""
 
 import hashlib
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +18,15 @@ from mini_ee.data.table_files import SUFFIXES, table_rows
 from mini_ee.data.tasks import Split, Task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
-from mini_ee.exits.embedding_exits import POOLS, EmbeddingData, EmbeddingExits, full_cosines
+from mini_ee.exits.embedding_exits import (
+    POOLS,
+    DistillationData,
+    EmbeddingData,
+    EmbeddingExits,
+    PairData,
+    TrainedEncoder,
+    full_cosines,
+)
 from mini_ee.recording import record
 from mini_ee.rules import FixedExit, NeverExit
 from mini_ee.training.default_rule import Chosen
@@ -24,7 +35,7 @@ from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import about_task, encode, read_trained
 from mini_ee.training.train_run import open_task
 from mini_ee.training.train_settings import CommonOptions
-from mini_ee.training.unit import TrainingData, Unit, check_integer
+from mini_ee.training.unit import TrainingData, Unit, check_integer, is_labelled
 
 LEAST_TEXTS = 20
 MAX_LENGTH = 128  # tokens, if neither --max-length nor the encoder names a number
@@ -83,10 +94,11 @@ class EmbeddingUnit(Unit):
         own["normalize"] = request.common.normalize or pooling is not None and pooling.normalize
         if request.common.max_length is None:
             own["max_length"] = pooling and pooling.max_length or MAX_LENGTH
-        return replace(request, task=_texts_of(task, source), common=replace(request.common, **own))
+        found = _pairs_of(task, source) if request.method.trains_encoder else None
+        return replace(request, task=found or _texts_of(task, source), common=replace(request.common, **own))
 
     def about(self, request):
-        return {"task": about_task(request.task), "normalize": request.common.normalize}
+        return {"task": about_task(request.task) | {"texts": 1}, "normalize": request.common.normalize}
 
     def training_settings(self, request):
         return {name: getattr(request.common, name) for name in ("max_train", "min_cosine")}
@@ -99,19 +111,18 @@ class EmbeddingUnit(Unit):
         return min(request.common.max_length, backbone.config.max_tokens)
 
     def data(self, request, backbone, tokenizer, about, say):
-        task = request.task
-        parts = split_rows(task, request.seed, request.common.max_train)
-        train, held, test = (
-            EmbeddingData(encode(tokenizer, part.texts, backbone), part.labels, task) for part in parts
-        )
-        digest = hashlib.sha256()
+        parts = split_rows(request.task, request.seed, request.common.max_train)
+        train, held = map(_data_of(request, backbone, tokenizer), parts[:2])
+        texts = [(text,) for row in parts.test.texts for text in row]
+        test = EmbeddingData(encode(tokenizer, texts, backbone), np.zeros(len(texts)), request.task)
+        digest = hashlib.sha256(request.task.split("train").labels.tobytes())
         for ids in (ids for part in (train, held, test) for ids in part.encoded.ids):
             digest.update(ids.tobytes() + b"|")
-        begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": digest.hexdigest()}
+        begun_with = {"max_length": tokenizer.max_length, "task": request.task.name, "data": digest.hexdigest()}
         return TrainingData(train, held, test, begun_with)
 
     def conclude(self, request, model, fitted, data):
-        """The default rule is a fixed depth: the shallowest exit whose mean cosine is at least --min-cosine."""
+        """The default rule is the method's, or the shallowest exit whose mean cosine is at least --min-cosine."""
         tested = data.more if len(data.more) else data.held
         recorded = record(model.segments(), tested.encoded, request.train.batch_size, "held-out texts")
         if not np.isfinite(recorded.logits).all():
@@ -129,14 +140,18 @@ class EmbeddingUnit(Unit):
             "rows_tested": len(tested),
             "rows_truncated": data.train.encoded.truncated,
         }
-        return Chosen(NeverExit() if depth == last else FixedExit(depth), None), metrics
+        rule = NeverExit() if depth == last else FixedExit(depth)
+        if request.method.default_rule is not None:
+            rule = request.method.default_rule(recorded, request.common.min_cosine)
+        return Chosen(rule, None), metrics
 
     def saved(self, folder, model, tokenizer):
         more, digests = super().saved(folder, model, tokenizer)
         return more | {"num_labels": model.num_labels}, digests
 
     def build(self, method, backbone, exits, config):
-        return EmbeddingExits(backbone, exits, *self.shape(config), config["normalize"])
+        kind = TrainedEncoder if method.trains_encoder else EmbeddingExits
+        return kind(backbone, exits, *self.shape(config), config["normalize"], method.policy)
 
     def shape(self, config):
         return config["num_labels"], config["pool"]
@@ -148,6 +163,40 @@ class EmbeddingUnit(Unit):
     def check(self, config):
         check_integer("max_length", config["max_length"])
         check_integer("num_labels", config["num_labels"])
+
+
+def _data_of(request, backbone, tokenizer) -> Callable[[Split], Any]:
+    """The function that makes training data from a split: texts, texts with their embedding as label, or pairs."""
+
+    def of_pairs(part: Split) -> PairData:
+        first, second = zip(*part.texts)
+        encoded = (encode(tokenizer, [(text,) for text in texts], backbone) for texts in ((*first, *second), first))
+        return PairData(*encoded, part.labels)
+
+    def of_texts(part: Split) -> EmbeddingData:
+        return EmbeddingData(encode(tokenizer, part.texts, backbone), part.labels, request.task)
+
+    def distilled(part: Split) -> DistillationData:
+        encoded = encode(tokenizer, part.texts, backbone)
+        found = record(teacher.segments(), encoded, request.train.batch_size, "full embeddings")
+        return DistillationData(encoded, found.logits[:, -1], request.task)
+
+    if len(request.task.split("train").texts[0]) == 2:
+        return of_pairs
+    if not request.method.trains_encoder:
+        return of_texts
+    own, size = request.common, request.common.size or backbone.config.hidden_size
+    teacher = EmbeddingExits(deepcopy(backbone), (backbone.config.num_hidden_layers,), size, own.pool, own.normalize)
+    return distilled
+
+
+def _pairs_of(task, source: TaskOptions) -> Task | None:
+    """The task, if its examples are pairs of texts with a number as label; else None."""
+    if not is_labelled(task):
+        return None
+    found = open_task(task, source)
+    train = found.split("train")
+    return replace(found, splits={"train": train}) if found.regression and len(train.texts[0]) == 2 else None
 
 
 def _texts_of(task, source: TaskOptions) -> Task:

@@ -61,7 +61,11 @@ class Method:
     """(rule, recorded, encoded, task, labels, batch_size, seed) -> {name: figures to compare the rule with}."""
     ablation: Callable | None = None  # the same arguments -> points of a sweep over settings of the method
     neighbours: Callable | None = None  # (rule, encoded, batch_size) -> a dict per row: its neighbours and their votes
-    default_rule: Callable | None = None  # tokens: (model, Source, held) -> Chosen, in place of agreement_rule
+    default_rule: Callable | None = None
+    """Tokens: (model, Source, held) -> Chosen, in place of agreement_rule. Embeddings: (Record, least mean cosine) ->
+    Rule, in place of a fixed depth."""
+    trains_encoder: bool = False
+    """Embeddings: the encoder is trained, from pairs with scores or from its own embeddings; exits have no maps."""
 
     @property
     def has_stages(self) -> bool:

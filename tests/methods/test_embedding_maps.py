@@ -16,8 +16,8 @@ from mini_ee.cli.main import main
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.embedding_exits import EmbeddingExits, full_cosines
-from mini_ee.methods.embedding_maps import map_loss
 from mini_ee.rules import FixedExit, NeverExit
+from mini_ee.training.embedding_stages import map_loss
 from mini_ee.training.method import load_method
 
 PAIRS = [*zip(TEXTS[::2], TEXTS[1::2])]
