@@ -487,6 +487,8 @@ RULES = [
     *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
     *[("calibration._tau", bug, "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for bug in (always(last_of_ties), always(above_only), never_infinite)],
     ("statistics.p_values_of_counts", always(no_bound_of_counts), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[600-0.02]"),
+    ("evaluation.cosine_guarantee.share_p_value", source("successes - 1", "successes"), "cosine_guarantee.py::test_the_p_value_is_an_upper_binomial_tail"),
+    ("evaluation.cosine_guarantee.share_p_value", always(lambda successes, count, epsilon: float(successes < epsilon * count)), "cosine_guarantee.py::test_over_repeated_draws_the_guarantee_is_violated_for_a_share_of_delta_at_most"),
     ("training.default_rule.paired_losses", always(gains_of_rows_that_both_get_wrong), "guarantee.py::test_the_guarantee_is_kept_on_fresh_rows_and_layers_are_saved"),
     ("training.default_rule.paired_p_values", always(no_bound), "guarantee.py::test_the_guarantee_is_kept_on_fresh_rows_and_layers_are_saved"),
     ("statistics.p_values_of_counts", always(wald), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[350-0.0]"),

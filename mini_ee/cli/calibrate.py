@@ -32,6 +32,8 @@ def add(sub: ArgumentParser) -> None:
         default="exits",
         help="guarantee: of each exit's agreement, or (conformal, one threshold) of the final predictions' agreement",
     )
+    cosine = "cosine to the full embedding that a share of --epsilon of the texts must have, for a sentence encoder"
+    sub.add_argument("--cosine", type=number, metavar="C", help=cosine)
     measures = (*MEASURES, "exit_logit")
     sub.add_argument("--measure", choices=measures, help=MEASURE)
     sub.add_argument(
@@ -64,6 +66,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(f"{args.run}: its datastore chooses the exits; calibrate the run that it was collected on")
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: has one exit, so there is nothing to calibrate")
+    if opened.embeds:
+        return _embeddings(opened, args, say)
+    refuse(args, ("cosine",), f"is for sentence encoders, found a run of {opened.config['method']}")
     tokens = not of_rows([opened])
     recorded, about = (_texts if tokens else _rows)(opened, args)
     rule, answer, guarantee = _calibrated(args, opened, recorded)
@@ -94,6 +99,36 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         say(conformal_line(answer) if "kept" in answer else broken_line(answer))
     say(f"The rule of {args.run} is now these thresholds.")
     return {"method": opened.config["method"], "exits": list(exits), "run": str(args.run)} | about | answer
+
+
+def _embeddings(opened, args: Namespace, say: Callable[[str], None]) -> dict:
+    """Calibrate a sentence encoder: the rule changes its threshold, or the run its fixed depth."""
+    from mini_ee.cli.command_options import task_options
+    from mini_ee.evaluation.cosine_guarantee import calibrate_cosine
+    from mini_ee.recording import record
+    from mini_ee.training.run_folder import write_rule
+    from mini_ee.training.unit import load_unit
+
+    given = (args.cosine, args.delta, args.task)
+    if None in given or not -1 < args.cosine <= 1 or args.epsilon == 1:
+        raise WrongArguments(
+            f"{args.run}: a sentence encoder needs --cosine, a number up to 1, --epsilon below 1, --delta, and texts "
+            f"with --task FILE"
+        )
+    names = ("split", "measure", "sets", "text", "prompt", "greedy", "texts", "new_tokens")
+    refuse(args, names, f"is not for sentence encoders; {args.run} is one")
+    rows = load_unit(opened.unit).unseen(opened, args.task, task_options(args))
+    recorded = record(opened.segments(), opened.encode(rows.texts), BATCH, progress="reading")
+    rule, answer = calibrate_cosine(recorded, opened.rule, args.cosine, args.epsilon, args.delta, args.seed)
+    guarantee = {name: answer[name] for name in ("guarantee", "cosine", "epsilon", "delta")}
+    write_rule(args.run, rule, guarantee, answer["exit_counts"])
+    say(
+        f"{answer['share']:.1%} of {answer['rows_tested']} texts have a cosine of at least {args.cosine} to the full "
+        f"embedding, after {answer['mean_layers']:.2f} layers of {opened.exits[-1]} on average. With confidence "
+        f"{1 - args.delta:.1%}, at least {args.epsilon:.1%} of texts like these do."
+    )
+    say(f"The rule of {args.run} is now {rule}.")
+    return {"method": opened.config["method"], "exits": list(opened.exits), "run": str(args.run)} | answer
 
 
 def _check(args: Namespace) -> None:

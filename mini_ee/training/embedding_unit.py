@@ -32,8 +32,9 @@ from mini_ee.rules import FixedExit, NeverExit
 from mini_ee.training.default_rule import Chosen
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged
+from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import about_task, encode, read_trained
-from mini_ee.training.train_run import open_task
+from mini_ee.training.train_run import open_task, trained_on
 from mini_ee.training.train_settings import CommonOptions
 from mini_ee.training.unit import TrainingData, Unit, check_integer, is_labelled
 
@@ -159,6 +160,16 @@ class EmbeddingUnit(Unit):
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
         return model, Tokenizer.from_folder(folder, config["max_length"])
+
+    def unseen(self, run, task, source: TaskOptions) -> Split:
+        """The texts of a file, a table or a task. Of those that the run was trained on, only the ones that test."""
+        found = _pairs_of(task, source) if load_method(run.config["method"]).trains_encoder else None
+        found = found or _texts_of(task, source)
+        rows = found.split("train")
+        if trained_on(run, found):
+            rows = split_rows(found, run.config["seed"], run.config["training"].get("max_train")).test
+        texts = tuple((text,) for row in rows.texts for text in row)
+        return Split(texts, np.zeros(len(texts)))
 
     def check(self, config):
         check_integer("max_length", config["max_length"])

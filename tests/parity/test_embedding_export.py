@@ -5,17 +5,21 @@ import json
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 from conftest import ENCODED as TEXTS
 
 import mini_ee
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.baselines.cosine_predictor import Predictors
 from mini_ee.cli.main import main
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
+from mini_ee.exits.embedding_exits import EmbeddingExits
 from mini_ee.export.runtime import EmbeddingRuntime, Runtime
 from mini_ee.export.torch_engine import torch_segments
 from mini_ee.export.triton import write_repository
 from mini_ee.methods.embedding_maps_rule import Similarity
-from mini_ee.rules import FixedExit, NeverExit
+from mini_ee.rules import FixedExit, NeverExit, Policy
 
 ENGINES = 1e-5
 """Numbers of an embedding in ONNX Runtime against torch; measured maximum 3e-7."""
@@ -90,6 +94,21 @@ def test_adaptive_depth_is_in_the_graph_and_in_graphs_by_segment(adaptive, embed
     assert set(stricter.exit_index) == {2}
 
 
+def test_a_learned_predictor_is_in_the_graph(embedding_run, encoder_folder, tmp_path):
+    torch.manual_seed(0)
+    model = EmbeddingExits(load_backbone(encoder_folder), (1, 2, 3), 16, "mean", True, Predictors).eval()
+    for parameter in model.policy.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    run = embedding_run._replace(model=model, rule=Policy(0.5))
+    inputs = run.encode(TEXTS).batch(slice(None))
+    expected = early_exit(run.segments(), run.rule, inputs)
+    assert len(set(expected.exit_index)) > 1
+    mini_ee.export(run, tmp_path / "exported")
+    found = early_exit(Runtime(tmp_path / "exported", threads=1).segments(), run.rule, inputs)
+    np.testing.assert_array_equal(found.exit_index, expected.exit_index)
+    np.testing.assert_allclose(found.logits, expected.logits, atol=ENGINES)
+
+
 def test_embed_writes_an_array_or_lines(exported, embedding_run, tmp_path, capsys):
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS[:5]))
     expected = embedding_run.embed(TEXTS[:5])
@@ -126,7 +145,7 @@ def test_refusals_are_one_line_and_leave_no_file(exported, embedding_run, tmp_pa
         (["embed", run, str(good), "--out", str(tmp_path / "a.csv")], "ends with .npy or .jsonl"),
         (["classify", run, "--text", "a film"], "use mini-ee embed"),
         (["evaluate", run], "use mini-ee embed"),
-        (["calibrate", run, "--epsilon", "0.9"], "use mini-ee embed"),
+        (["calibrate", run, "--epsilon", "0.9"], "needs --cosine"),
         (["generate", run, "--prompt", "a film"], "use mini-ee embed"),
         (["compare", run, run], "use mini-ee embed"),
     ):
