@@ -150,8 +150,9 @@ def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
         f"Trained on {metrics['rows']} texts. Cosine to the full embedding, on {metrics['rows_tested']} held-out texts:"
     )
     say(table(rows, {"layer": "layer", names[0]: "mean:.3f", names[1]: "10 % quantile:.3f"}))
-    layers = trained.exits[getattr(trained.rule, "exit", -1)]
-    say(f"The default depth is {layers} of {trained.exits[-1]} layers; --rule fixed --layer chooses another.")
+    depth = f"depth is {trained.exits[getattr(trained.rule, 'exit', -1)]} of {trained.exits[-1]} layers"
+    default = depth if trained.rule.knob is None else f"rule is {trained.rule}"
+    say(f"The default {default}; --rule fixed --layer chooses a depth.")
     measured = ("rows", "rows_held", "rows_tested", "rows_truncated", *names)
     return {"texts": trained.config["task"]["name"]} | {name: metrics[name] for name in measured}
 

@@ -80,7 +80,10 @@ class EmbeddingUnit(Unit):
     embeds = True
     built_in = BUILT_IN_MODEL
     options = EmbeddingOptions, TaskOptions
-    task_help = "texts without labels: a file with one text a line, a table, or the folder of a task (default reviews)"
+    task_help = (
+        "texts without labels: a file with one text a line, a table, or the folder of a task (default reviews); "
+        "pairs with numbers as labels for methods that train the encoder"
+    )
 
     def wants(self, model_type, task):
         return not generates(model_type)
