@@ -81,8 +81,8 @@ class EmbeddingUnit(Unit):
     built_in = BUILT_IN_MODEL
     options = EmbeddingOptions, TaskOptions
     task_help = (
-        "texts without labels: a file with one text a line, a table, or the folder of a task (default reviews); "
-        "pairs with numbers as labels for methods that train the encoder"
+        "texts without labels: a file with one text a line, a table, or the folder of a task; for methods that train "
+        "the encoder also pairs with numbers as labels (default reviews)"
     )
 
     def wants(self, model_type, task):
