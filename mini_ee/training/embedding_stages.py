@@ -6,6 +6,7 @@ Two kinds of examples have labels of two shapes:
     a pair     (B,), how similar its two texts are. The embeddings are those of all first texts, then of all second ones
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,12 @@ def maps_stage() -> Stage:
 
 
 # ---- The encoder itself ----
-def encoder_stage(loss: Any, score: Any = None) -> Stage:
-    """Train the whole encoder. loss: of a Stage. score: of the exits' scores, by default their mean."""
-    return Stage("encoder", lambda name: True, loss, score or (lambda scores: float(np.mean(scores))))
+def encoder_stage(
+    loss: Callable[[nn.Module, Batch], Tensor],
+    score: Callable[[np.ndarray], float] = lambda scores: float(np.mean(scores)),
+) -> Stage:
+    """Train the whole encoder. The best epoch has the highest score, by default the mean over exits."""
+    return Stage("encoder", lambda name: True, loss, score)
 
 
 def exits_embeddings(model: nn.Module, batch: Batch) -> list[Tensor]:

@@ -1,4 +1,7 @@
-"""Texts exit with an embedding: the exits of a sentence encoder learn its own full embedding, from texts alone."""
+"""Texts exit with an embedding: the exits of a sentence encoder learn its own full embedding, from texts alone.
+
+Methods that train the encoder itself also learn from pairs of texts with a score.
+"""
 
 import hashlib
 from collections.abc import Callable
