@@ -1,0 +1,183 @@
+"""The site: one static folder made of README, tutorial, result pages, guides and the source files themselves.
+
+    pip install -e '.[docs,plots]'
+    python docs/build.py OUT             # with a model that runs in the browser: trains it, and needs npm
+    python docs/build.py OUT --no-live
+
+prose.py      Markdown as HTML, and links between pages     code_page.py  a Python file: text next to its code
+equations.py  formulas as MathML                            live.py       the model in the browser
+overviews.py  the tables of methods and files, and the verdicts on a paper
+"""
+
+import argparse
+import html
+import re
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+from code_page import Code
+from live import FOLDER, missing, write_live
+from overviews import PAPERS, all_files, methods_table, paper_notes
+from prose import ROOT, Links, Text, relative
+
+HERE = Path(__file__).parent
+TUTORIAL = "tutorial.md"
+CORE = ("early_exit", "segments", "rules", "confidence", "calibration", "recording", "backbones/bert")
+CODE = ("mini_ee/**/*.py", "export/*.py", "experiments/*.py")
+
+
+class Page(NamedTuple):
+    """One page: a part of a Markdown file, or a Python file."""
+
+    path: str  # in the site
+    name: str  # in the navigation
+    content: Text | Code
+    notes: str = ""  # HTML at the top of a page of code
+
+
+def markdown_page(source: str, name: str = "", text: str | None = None) -> Page:
+    """A Markdown file as one page; README.md of a folder is its index.html."""
+    content = Text((ROOT / source).read_text() if text is None else text, source)
+    path = source.replace("README.md", "index.html").replace(".md", ".html").lower()
+    return Page(path, name or content.title, content)
+
+
+def tutorial_pages() -> list[Page]:
+    """tutorial.md: the part before the first section, then a page a section."""
+    parts, fenced = [[]], False
+    for line in (ROOT / TUTORIAL).read_text().splitlines():
+        fenced ^= line.startswith("```")
+        if line.startswith("## ") and not fenced:
+            parts.append([])
+        parts[-1].append(line)
+    pages, slugs = [], Counter()
+    for part in parts:
+        content = Text("\n".join(part), TUTORIAL, slugs)
+        path = f"tutorial/{content.headings[0][0]}.html" if pages else "tutorial.html"
+        pages.append(Page(path, content.title if pages else "Tutorial", content))
+    return pages
+
+
+def code_pages() -> dict[str, Page]:
+    """Every Python file of the package."""
+    paths = sorted(path for pattern in CODE for path in ROOT.glob(pattern) if not path.name.startswith("__"))
+    sources = [path.relative_to(ROOT).as_posix() for path in paths]
+    return {each: Page(each.replace(".py", ".html"), Path(each).name, Code(each)) for each in sources}
+
+
+def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
+    """The navigation: title -> pages, in the order in which they are read."""
+    guides = sorted((path.relative_to(ROOT).as_posix() for path in ROOT.glob("export/**/*.md")), key=_readme_first)
+    guides = [path for path in guides if "node_modules" not in path and "vendor" not in path]
+    results = [f"results/{paper}.md" for paper in PAPERS]
+    others = sorted(f"results/{path.name}" for path in ROOT.glob("results/*.md"))
+    results = ["results/README.md", *results, *(path for path in others if path not in ("results/README.md", *results))]
+    papers = {module: paper_notes(paper) for paper, module in PAPERS.items()}
+    return {
+        "": [markdown_page("README.md", "Home"), markdown_page("live.md", "In your browser", live)],
+        "Tutorial": tutorial_pages(),
+        "Papers and their code": [
+            code[module]._replace(name=notes.title, notes=notes.html) for module, notes in papers.items()
+        ],
+        "Code": [
+            markdown_page("methods.md", "All methods", methods_table()),
+            *(code[f"mini_ee/{name}.py"] for name in CORE),
+            markdown_page("files.md", "All files", all_files(page.content for page in code.values())),
+        ],
+        "Results": [markdown_page(path) for path in results],
+        "Deployment": [markdown_page(path) for path in guides],
+        "Project": [markdown_page(path) for path in ("CONTRIBUTING.md", "weights/README.md", "CHANGELOG.md")],
+    }
+
+
+def _readme_first(path: str) -> tuple[int, bool, str]:
+    return path.count("/"), not path.endswith("README.md"), path
+
+
+def links_of(pages: list[Page]) -> Links:
+    """What each file and each anchor of a file has become."""
+    links = Links()
+    for page in pages:
+        links.pages.setdefault(page.content.source, page.path)
+        anchors = page.content.anchors if isinstance(page.content, Text) else page.content.names
+        links.anchors |= {(page.content.source, anchor): page.path for anchor in anchors}
+    return links
+
+
+def navigation(groups: dict[str, list[Page]], current: Page) -> str:
+    """The list of pages; below the current one, its headings."""
+    parts = []
+    for title, pages in groups.items():
+        parts.append(f"<h2>{title}</h2><ul>" if title else "<ul>")
+        for page in pages:
+            mark, below = "", ""
+            if page.path == current.path:
+                mark, inner = ' aria-current="page"', page.content.headings
+                below = "".join(f'<li><a href="#{anchor}">{html.escape(words)}</a></li>' for anchor, words in inner)
+                below = f"<ul>{below}</ul>" if len(inner) > 1 else ""
+            address, name = relative(page.path, current.path), html.escape(page.name)
+            parts.append(f'<li><a href="{address}"{mark}>{name}</a>{below}</li>')
+        parts.append("</ul>")
+    return "\n".join(parts)
+
+
+def steps(order: list[Page], current: Page) -> str:
+    """Links to the previous and the next page."""
+    paths = [page.path for page in order]
+    if current.path not in paths:
+        return ""
+    at, found = paths.index(current.path), []
+    for other, mark in ((at - 1, "← {}"), (at + 1, "{} →")):
+        if 0 <= other < len(order):
+            name = mark.format(html.escape(order[other].name))
+            found.append(f'<a href="{relative(order[other].path, current.path)}">{name}</a>')
+    return " ".join(found)
+
+
+def build(out: Path, live: str) -> list[Page]:
+    """Write all pages and what they need. Raises ValueError for links to files that do not exist."""
+    code = code_pages()
+    groups = groups_of(code, live)
+    order = [page for pages in groups.values() for page in pages]
+    pages = order + [page for page in code.values() if page.path not in {each.path for each in order}]
+    links, template = links_of(pages), Template((HERE / "page.html").read_text())
+    for page in pages:
+        content, is_code = page.content, isinstance(page.content, Code)
+        if is_code:
+            body = content.html(links, page.path, page.notes)
+        else:
+            body = links.render(content.tokens, content.source, page.path)
+        parts = {"title": f"{html.escape(page.name)} · mini_ee", "kind": "code-page" if is_code else "prose"}
+        parts |= {"root": relative(".", page.path), "nav": navigation(groups, page), "steps": steps(order, page)}
+        target = out / page.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(template.substitute(parts, body=body))
+    shutil.copyfile(HERE / "page.css", out / "page.css")
+    for path in filter(lambda path: (ROOT / path).is_file(), links.files):
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, out / path)
+    if broken := [each for each in links.broken if not re.search(rf": {FOLDER}/", each)]:
+        raise ValueError("these links lead nowhere:\n" + "\n".join(sorted(set(broken))))
+    return pages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the site into an empty folder.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--no-live", action="store_true", help="leave out the model that runs in the browser")
+    args, begin = parser.parse_args(), time.perf_counter()
+    if args.out.exists() and any(args.out.iterdir()):
+        parser.error(f"expected an empty folder or a new one, found files in {args.out}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    live = missing("this site was built with --no-live") if args.no_live else write_live(args.out)
+    pages = build(args.out, live)
+    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
+    print(f"{len(pages)} pages, {size / 1e6:.1f} MB, in {time.perf_counter() - begin:.0f} s: {args.out}/index.html")
+
+
+if __name__ == "__main__":
+    main()

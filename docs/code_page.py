@@ -1,0 +1,160 @@
+"""A Python file as a page: what its docstrings and comments say, next to the code."""
+
+import ast
+import html
+import io
+import re
+import textwrap
+import tokenize
+from dataclasses import dataclass, field
+
+from prose import DOCSTRING, ROOT, Links, highlighted, relative
+
+SECTION = re.compile(r"-{2,} *(.*?)[ .]*-{2,}$")  # of a comment: "---- The equations ----"
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+NAME = re.compile(r'(?<!<span class="o">\.</span>)<span class="n[nc]?">([\w.]+)</span>')
+
+
+@dataclass
+class Row:
+    """Lines of the file with the text next to them."""
+
+    text: str = ""
+    anchor: str = ""
+    name: str = ""  # of the function or class that begins here
+    section: str = ""
+    code: list[str] = field(default_factory=list)
+
+
+class Code:
+    """A Python file, taken apart."""
+
+    def __init__(self, source: str):
+        self.source, self.module = source, source.removesuffix(".py").replace("/", ".")
+        text = (ROOT / source).read_text()
+        self.tree = ast.parse(text)
+        self.head = ast.get_docstring(self.tree) or ""
+        self.title = self.head.partition("\n")[0]
+        self.names = [node.name for node in self.tree.body if isinstance(node, DEFINITIONS)]
+        self.rows, hidden = {1: Row()}, _lines(self.tree.body[0]) if self.head else set()  # rows: by their first line
+        self._comments(text, hidden)
+        self._documented(self.tree, "", hidden)
+        row = self.rows[1]
+        for number, line in enumerate(highlighted(text, "python").splitlines(), 1):
+            row = self.rows.get(number, row)
+            row.code += [] if number in hidden else [line]
+
+    def _row(self, line: int) -> Row:
+        return self.rows.setdefault(line, Row())
+
+    def _comments(self, text: str, hidden: set[int]) -> None:
+        """Comments on lines of their own: text of the lines below them."""
+        lines, block, own = text.splitlines(), [], {}
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+                own[token.start[0]] = token.string.lstrip("# ")
+        for number, words in own.items():
+            hidden.add(number)
+            block.append(words)
+            if number + 1 in own:
+                continue
+            below = next((n for n in range(number + 1, len(lines) + 1) if lines[n - 1].strip()), number)
+            if match := SECTION.match(" ".join(block)):
+                self._row(below).section = match[1] or " "
+            else:
+                self._row(below).text = "\n".join(block)
+            block = []
+
+    def _documented(self, parent: ast.AST, prefix: str, hidden: set[int]) -> None:
+        """Functions and classes with their docstrings, and constants with a string below them."""
+        before = None
+        for node in parent.body:
+            if isinstance(node, DEFINITIONS):
+                row = self._row(min(each.lineno for each in (node, *node.decorator_list)))
+                row.anchor = row.name = f"{prefix}{node.name}"
+                if docstring := ast.get_docstring(node):
+                    row.text = "\n\n".join(filter(None, (row.text, docstring)))
+                    hidden |= _lines(node.body[0])
+                self._documented(node, f"{row.name}.", hidden)
+            elif before and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                self._row(before.lineno).text += f"\n\n{node.value.value}"
+                hidden |= _lines(node)
+            before = node if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+
+    @property
+    def headings(self) -> list[tuple[str, str]]:
+        """(anchor, words) of sections, functions and classes."""
+        return [(name, name) for name in self.names]
+
+    def html(self, links: Links, page: str, notes: str = "") -> str:
+        """The body of the page. notes: HTML below its title."""
+        targets = _targets(self.tree, links, page) | {name: f"#{name}" for name in self.names}
+        head = self.head.partition("\n")[2]
+        parts = [f"<h1><code>{self.source}</code></h1>", self._text(f"**{self.title}**", links, page), notes]
+        parts += [f'<div class="head">{self._text(head, links, page)}</div><div class="rows">']
+        for _, row in sorted(self.rows.items()):
+            lines = "\n".join(row.code).strip("\n")
+            section = f"<h2>{html.escape(row.section)}</h2>" if row.section.strip() else ""
+            anchor = f' id="{row.anchor}"' if row.anchor else ""
+            name = f'<h3><a href="#{row.anchor}">{row.name}</a></h3>' if row.name else ""
+            code = f"<pre><code>{_linked(lines, targets)}</code></pre>" if lines.strip() else ""
+            if section or name or code or row.text:
+                text = f'<div class="text">{name}{self._text(row.text, links, page)}</div>'
+                parts.append(f'{section}<section class="row"{anchor}>{text}<div class="code">{code}</div></section>')
+        return "\n".join([*parts, "</div>"])
+
+    def _text(self, docstring: str, links: Links, page: str) -> str:
+        """A docstring as HTML: Markdown, and lists in columns."""
+        found = []
+        for block in re.split(r"\n\s*\n(?=\S)", docstring.strip("\n")):
+            if re.search(r"^\s*>>> ", block):
+                found.append(f"<pre><code>{highlighted(textwrap.dedent(block), 'pycon')}</code></pre>")
+            elif re.match(r"\S.*?\S {2,}\S|\S+:$", block):
+                found.append(self._columns(block, links, page))
+            else:
+                found.append(links.render(DOCSTRING.parse(block), self.source, page, DOCSTRING))
+        return "".join(found)
+
+    def _columns(self, block: str, links: Links, page: str) -> str:
+        """Terms, two or more spaces, what they mean; indented lines continue, and may be columns themselves."""
+        entries = []
+        for line in block.splitlines():
+            if match := re.match(r"(\S.*?)( {2,})(\S.*)$", line):
+                entries.append([match[1], [" " * match.end(2) + match[3]]])
+            elif line[:1].strip() or not entries:
+                entries.append([line, []])
+            else:
+                entries[-1][1].append(line)
+        found = []
+        for term, lines in entries:
+            meaning = textwrap.dedent("\n".join(lines))
+            term = links.render(DOCSTRING.parseInline(term), self.source, page, DOCSTRING)
+            found.append(f"<dt>{term}</dt><dd>{self._text(meaning, links, page)}</dd>")
+        return f"<dl>{''.join(found)}</dl>"
+
+
+def _lines(node: ast.AST) -> set[int]:
+    return set(range(node.lineno, node.end_lineno + 1))
+
+
+def _targets(tree: ast.Module, links: Links, page: str) -> dict[str, str]:
+    """Address of each name that the file imports from a file that has a page."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                for module, anchor in ((f"{node.module}.{alias.name}", ""), (node.module, f"#{alias.name}")):
+                    path = f"{module.replace('.', '/')}.py"
+                    if path in links.pages and (not anchor or (path, alias.name) in links.anchors):
+                        found[alias.asname or alias.name] = relative(links.pages[path], page) + anchor
+                        break
+    return found
+
+
+def _linked(code: str, targets: dict[str, str]) -> str:
+    """Highlighted code in which names with an address are links."""
+
+    def link(match: re.Match) -> str:
+        return f'<a href="{targets[match[1]]}">{match[0]}</a>' if match[1] in targets else match[0]
+
+    return NAME.sub(link, code)

@@ -1,0 +1,31 @@
+"""Formulas as MathML, which browsers draw without any script or font of ours."""
+
+import re
+
+from latex2mathml.converter import convert
+
+SYMBOLS = "alpha beta gamma delta epsilon eta theta lambda mu pi rho sigma tau phi sum prod min max exp log ln in"
+OPERATORS = {">=": r"\ge ", "<=": r"\le ", "!=": r"\ne ", r"\.\.\.": r"\dots ", r"\|": r"\mid ", r"(?<![\w.])1\(": "𝟙("}
+SPELLED = {r"\arg\max": r"\operatorname{arg\,max}", r"\arg\min": r"\operatorname{arg\,min}"}
+
+
+def mathml(latex: str, display: bool) -> str:
+    """A formula in LaTeX as MathML. Raises ValueError for a command that the library does not know."""
+    for command, known in SPELLED.items():
+        latex = latex.replace(command, known)
+    found = convert(latex, display="block" if display else "inline")
+    if unknown := re.findall(r"<m[io]>(\\[^<]*)<", found):
+        raise ValueError(f"latex2mathml does not know {', '.join(unknown)} in {latex}: use another command")
+    return found
+
+
+def latex_of_docstring(text: str) -> str:
+    """LaTeX of a formula in a docstring, which needs no backslashes: `sum_i alpha t_i`, `P(z = l | x) >= tau`."""
+
+    def word(match: re.Match) -> str:
+        return f"\\{match[0]} " if match[0] in SYMBOLS.split() else f"\\mathrm{{{match[0]}}}"
+
+    text = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z])", word, text)
+    for written, latex in OPERATORS.items():
+        text = re.sub(written, lambda _: latex, text)
+    return text

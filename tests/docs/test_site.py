@@ -1,0 +1,67 @@
+"""The site: what docs/build.py writes has no dead link, loads nothing from elsewhere and fits into small screens."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href", "video": "src"}
+
+
+class Page(HTMLParser):
+    """The anchors of a page, its links, and what it loads."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.anchors, self.links, self.loads, self.tags = set(), [], [], set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.add(tag)
+        self.anchors |= {attrs[name] for name in ("id", "name") if attrs.get(name)}
+        if tag == "a" and "href" in attrs:
+            self.links.append(attrs["href"])
+        if tag in LOADS and attrs.get(LOADS[tag]):
+            self.loads.append(attrs[LOADS[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder, without the model that runs in the browser."""
+    out = tmp_path_factory.mktemp("site") / "out"
+    subprocess.run([sys.executable, ROOT / "docs" / "build.py", out, "--no-live"], check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path) for path in site.rglob("*.html")}
+
+
+def test_every_link_leads_to_a_page_and_an_anchor_that_exist(pages):
+    dead, checked = [], 0
+    for path, page in pages.items():
+        for address in [*page.links, *page.loads]:
+            parts = urlsplit(address)
+            if parts.scheme:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchored = not parts.fragment or target not in pages or unquote(parts.fragment) in pages[target].anchors
+            checked += 1
+            if not target.is_file() or not anchored:
+                dead.append(f"{path.name}: {address}")
+    assert not dead, sorted(set(dead))
+    assert checked > 1000
+
+
+def test_a_page_loads_nothing_from_elsewhere(site, pages):
+    for path, page in pages.items():
+        outside = [address for address in page.loads if urlsplit(address).scheme not in ("", "data")]
+        assert not outside and "script" not in page.tags, f"{path}: {outside}"
+    assert not re.search(r"@import|url\(", (site / "page.css").read_text())
