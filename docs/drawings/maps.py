@@ -14,6 +14,7 @@ FIELD = (  # who trains the exits -> who decides -> methods
             ("exits in a row", (("pabee", BOTH), ("pcee-bert", BOTH), ("elasticbert", BOTH))),
             ("a trained policy", (("consistent", BOTH), ("berxit", BOTH), ("palbert", EXAMPLES))),
             ("a draft, verified", (("layerskip", BOTH),)),
+            ("you: a fixed depth", (("2dmse", EXAMPLES), ("starbucks", EXAMPLES), ("one-depth", EXAMPLES))),
         ),
     ),
     (
@@ -21,7 +22,7 @@ FIELD = (  # who trains the exits -> who decides -> methods
         (
             ("a threshold", (("two-stage", BOTH), ("deebert", BOTH), ("fastbert", BOTH), ("self-supervised", BOTH))),
             ("exits in a row", (("dree", EXAMPLES),)),
-            ("a trained module", (("cat", EXAMPLES), ("adainfer", BOTH))),
+            ("a trained module", (("cat", EXAMPLES), ("adainfer", BOTH), ("cosine-predictor", EXAMPLES))),
             ("nearest neighbours", (("raee", EXAMPLES),)),
             ("you: a fixed depth", (("embedding-maps", EXAMPLES),)),
         ),
@@ -66,7 +67,7 @@ TREE = (  # question, answer if yes, its command
 def map_of_the_field() -> Drawing:
     """Every method of the registry, by who trains its exits and who decides."""
     about = "Every method of mini_ee, by how its exits are trained and by who decides when to stop."
-    d = Drawing("Map of the field", about, 640, 838)
+    d = Drawing("Map of the field", about, 640, 876)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, "How are exits trained, and who decides? Names are those of mini-ee train.", 15, "start", "soft")
     y = 84
