@@ -203,22 +203,15 @@ def shift(sources: Sources, work: Path, name: str, split: str, tighten: bool) ->
     rows = load_task(sources.find("data", name)).split(split)
     texts = [text for (text,) in subset(rows, min(REQUESTS, len(rows)), 0).texts]
     runtime = Runtime(folder, threads=1)
-    last = runtime.whole_model()
-    encoded = runtime.encode(texts)
-    own = predictions(record(last, encoded, BATCH).logits[:, -1])
-    answers = runtime.run(texts)
-    agreement = float(np.mean([answer.logits.argmax() == label for answer, label in zip(answers, own)]))
-    saved = 1 - float(np.mean([answer.layers for answer in answers])) / runtime.exits[-1]
+    own = [answer.label for answer in runtime.run(texts, rule=NeverExit())]
     served, metrics = serve(folder, texts, ["--epsilon", str(AGREEMENT), "--tighten"] if tighten else [])
-    found = [each["label"] == runtime.label_names[label] for each, label in zip(served, own)]
+    found = [each["label"] == label for each, label in zip(served, own)]
     layers = [each["layers"] for each in served]
     half = len(served) // 2
     return {
         "task": name,
         "tighten": tighten,
         "texts": len(texts),
-        "agreement": agreement,
-        "layers_saved": saved,
         "served_agreement": float(np.mean(found)),
         "served_saved": 1 - float(np.mean(layers)) / runtime.exits[-1],
         "late_agreement": float(np.mean(found[half:])),
