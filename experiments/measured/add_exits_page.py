@@ -81,9 +81,9 @@ thresholds only have to reach the agreement on the test texts themselves. The me
 ## Texts of another kind
 
 Heads and thresholds come from {kept_texts:,} texts of SST-2 ({kept_model}, agreement {agreement}). `mini-ee serve
---shadow {shadow}` then answers {requests} texts, one after the other, of the dev set of SST-2, of MR (whole
-sentences of film reviews, among them those of SST-2's phrases) and of TREC (questions). With `--tighten`, thresholds are raised while the agreement is
-below `--epsilon {agreement}`.
+--shadow {shadow}` then answers {requests} texts, one after the other, of the dev set of SST-2, of MR (whole sentences
+of film reviews, among them those of SST-2's phrases) and of TREC (questions). With `--tighten`, thresholds are raised
+while the agreement is below `--epsilon {agreement}`.
 
 {shift}
 
