@@ -27,7 +27,8 @@ from prose import ROOT, Links, Text, relative
 HERE = Path(__file__).parent
 TUTORIAL = "tutorial.md"
 CORE = ("early_exit", "segments", "rules", "confidence", "calibration", "recording", "backbones/bert")
-CODE = ("mini_ee/**/*.py", "export/*.py", "experiments/*.py")
+FOLDERS = ("methods", "baselines", "training", "exits", "backbones")
+CODE = ("mini_ee/*.py", *(f"mini_ee/{each}/*.py" for each in FOLDERS), "export/*.py")
 
 
 class Page(NamedTuple):
@@ -63,7 +64,7 @@ def tutorial_pages() -> list[Page]:
 
 
 def code_pages() -> dict[str, Page]:
-    """Every Python file of the package."""
+    """The Python files that have a page."""
     paths = sorted(path for pattern in CODE for path in ROOT.glob(pattern) if not path.name.startswith("__"))
     sources = [path.relative_to(ROOT).as_posix() for path in paths]
     return {each: Page(each.replace(".py", ".html"), Path(each).name, Code(each)) for each in sources}
@@ -84,7 +85,9 @@ def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
             code[module]._replace(name=notes.title, notes=notes.html) for module, notes in papers.items()
         ],
         "Code": [
-            markdown_page("methods.md", "All methods", methods_table()),
+            markdown_page(
+                "methods.md", "All methods", methods_table({each: page.content for each, page in code.items()})
+            ),
             *(code[f"mini_ee/{name}.py"] for name in CORE),
             markdown_page("files.md", "All files", all_files(page.content for page in code.values())),
         ],

@@ -30,31 +30,27 @@ class Code:
     """A Python file, taken apart."""
 
     def __init__(self, source: str):
-        self.source, self.module = source, source.removesuffix(".py").replace("/", ".")
-        text = (ROOT / source).read_text()
-        self.tree = ast.parse(text)
+        self.source, self.text = source, (ROOT / source).read_text()
+        self.tree = ast.parse(self.text)
         self.head = ast.get_docstring(self.tree) or ""
         self.title = self.head.partition("\n")[0]
         self.names = [node.name for node in self.tree.body if isinstance(node, DEFINITIONS)]
-        self.rows, hidden = {1: Row()}, _lines(self.tree.body[0]) if self.head else set()  # rows: by their first line
-        self._comments(text, hidden)
-        self._documented(self.tree, "", hidden)
-        row = self.rows[1]
-        for number, line in enumerate(highlighted(text, "python").splitlines(), 1):
-            row = self.rows.get(number, row)
-            row.code += [] if number in hidden else [line]
+        self.rows = {1: Row()}  # by their first line
+        self.hidden = _lines(self.tree.body[0]) if self.head else set()  # lines of text
+        self._comments()
+        self._documented(self.tree)
 
     def _row(self, line: int) -> Row:
         return self.rows.setdefault(line, Row())
 
-    def _comments(self, text: str, hidden: set[int]) -> None:
+    def _comments(self) -> None:
         """Comments on lines of their own: text of the lines below them."""
-        lines, block, own = text.splitlines(), [], {}
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        lines, block, own = self.text.splitlines(), [], {}
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
                 own[token.start[0]] = token.string.lstrip("# ")
         for number, words in own.items():
-            hidden.add(number)
+            self.hidden.add(number)
             block.append(words)
             if number + 1 in own:
                 continue
@@ -65,7 +61,7 @@ class Code:
                 self._row(below).text = "\n".join(block)
             block = []
 
-    def _documented(self, parent: ast.AST, prefix: str, hidden: set[int]) -> None:
+    def _documented(self, parent: ast.AST, prefix: str = "") -> None:
         """Functions and classes with their docstrings, and constants with a string below them."""
         before = None
         for node in parent.body:
@@ -74,11 +70,11 @@ class Code:
                 row.anchor = row.name = f"{prefix}{node.name}"
                 if docstring := ast.get_docstring(node):
                     row.text = "\n\n".join(filter(None, (row.text, docstring)))
-                    hidden |= _lines(node.body[0])
-                self._documented(node, f"{row.name}.", hidden)
+                    self.hidden |= _lines(node.body[0])
+                self._documented(node, f"{row.name}.")
             elif before and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 self._row(before.lineno).text += f"\n\n{node.value.value}"
-                hidden |= _lines(node)
+                self.hidden |= _lines(node)
             before = node if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
 
     @property
@@ -92,16 +88,27 @@ class Code:
         head = self.head.partition("\n")[2]
         parts = [f"<h1><code>{self.source}</code></h1>", self._text(f"**{self.title}**", links, page), notes]
         parts += [f'<div class="head">{self._text(head, links, page)}</div><div class="rows">']
-        for _, row in sorted(self.rows.items()):
+        for row in self._with_code():
             lines = "\n".join(row.code).strip("\n")
             section = f"<h2>{html.escape(row.section)}</h2>" if row.section.strip() else ""
             anchor = f' id="{row.anchor}"' if row.anchor else ""
             name = f'<h3><a href="#{row.anchor}">{row.name}</a></h3>' if row.name else ""
             code = f"<pre><code>{_linked(lines, targets)}</code></pre>" if lines.strip() else ""
+            if row is self.rows[1] and not (name or row.text) and code:
+                parts.append(f"<details><summary>Imports</summary>{code}</details>")
+                continue
             if section or name or code or row.text:
                 text = f'<div class="text">{name}{self._text(row.text, links, page)}</div>'
                 parts.append(f'{section}<section class="row"{anchor}>{text}<div class="code">{code}</div></section>')
         return "\n".join([*parts, "</div>"])
+
+    def _with_code(self) -> list[Row]:
+        """The rows in their order, with their highlighted lines."""
+        row = self.rows[1]
+        for number, line in enumerate(highlighted(self.text, "python").splitlines(), 1):
+            row = self.rows.get(number, row)
+            row.code += [] if number in self.hidden else [line]
+        return [self.rows[line] for line in sorted(self.rows)]
 
     def _text(self, docstring: str, links: Links, page: str) -> str:
         """A docstring as HTML: Markdown, and lists in columns."""

@@ -34,22 +34,23 @@ def paper_notes(paper: str) -> Notes:
     data = read_data(ROOT / "results" / paper, recipe)
     judged = [judge_claim(claim, data) for claim in recipe["claims"]]
     counts = Counter(each.verdict for each in judged if not each.claim.get("control"))
-    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    up = "../" * PAPERS[paper].count("/")
+    summary = ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
     items = [
         f'<li><span class="verdict {each.verdict.replace(" ", "-")}">{each.verdict}</span> '
         f"{'<em>control:</em> ' if each.claim.get('control') else ''}{html.escape(each.claim['text'])}</li>"
         for each in judged
     ]
+    about = f"Verdicts of its {counts.total()} claims: {summary}"
     short = "".join(f"<p>{html.escape(each).replace('*', '')}</p>" for each in in_short(recipe, data)[:1])
+    address = f"{'../' * PAPERS[paper].count('/')}results/{paper}.html"
     return Notes(
         recipe["title"],
-        f'<div class="notes">{short}<details><summary>Claims of the paper: {summary}</summary><ol>{"".join(items)}</ol>'
-        f'</details><p><a href="{up}results/{paper}.html">All results of {html.escape(recipe["title"])}</a></p></div>',
+        f'<div class="notes">{short}<details><summary>{about}</summary><ol>{"".join(items)}</ol></details>'
+        f'<p><a href="{address}">All results of {html.escape(recipe["title"])}</a></p></div>',
     )
 
 
-def methods_table() -> str:
+def methods_table(files: dict[str, Code]) -> str:
     """Markdown: every method of the registry with its file and the first line of it."""
     about = "`mini-ee train NAME` trains each of them; `mini-ee train NAME --help` lists its options."
     lines = ["# All methods", "", about, ""]
@@ -58,7 +59,7 @@ def methods_table() -> str:
         for name, module in METHODS.items():
             if f".{folder}." in module:
                 path = f"{module.replace('.', '/')}.py"
-                lines.append(f"| `{name}` | {_cell(Code(path).title)} | [{path.rpartition('/')[2]}]({path}) |")
+                lines.append(f"| `{name}` | {_cell(files[path].title)} | [{path.rpartition('/')[2]}]({path}) |")
         lines.append("")
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
 ROOT = Path(__file__).resolve().parents[1]
+LONG_CELL = 60  # characters of a cell that must not become narrow
 FILE_NAME = re.compile(r"[\w./-]*\w\.(?:py|md)\b")
 
 
@@ -118,7 +119,9 @@ class Links:
 
     def render(self, tokens: list[Token], source: str, page: str, parser: MarkdownIt = MARKDOWN) -> str:
         """The tokens as HTML, with addresses for this page."""
-        for token in tokens:
+        for token, inline in zip(tokens, [*tokens[1:], None]):
+            if token.type == "td_open" and len(inline.content) > LONG_CELL:
+                token.attrSet("class", "long")
             if token.type == "html_block":
                 token.content = self._html(token.content, source, page)
             if token.children:

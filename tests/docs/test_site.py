@@ -1,5 +1,6 @@
 """The site: what docs/build.py writes has no dead link, loads nothing from elsewhere and fits into small screens."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,9 +9,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from chromium import CHROMIUM, Chromium
 
 ROOT = Path(__file__).parents[2]
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href", "video": "src"}
+
+SHOWN = ("index.html", "tutorial/1-the-loop.html", "mini_ee/methods/raee.html", "results/raee.html")
+LOGGED = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")  # events of the DevTools protocol
 
 
 class Page(HTMLParser):
@@ -65,3 +70,20 @@ def test_a_page_loads_nothing_from_elsewhere(site, pages):
         outside = [address for address in page.loads if urlsplit(address).scheme not in ("", "data")]
         assert not outside and "script" not in page.tags, f"{path}: {outside}"
     assert not re.search(r"@import|url\(", (site / "page.css").read_text())
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Debian's chromium")
+def test_pages_fit_into_the_screen_and_log_no_error(site, tmp_path):
+    browser, failed = Chromium(tmp_path), []
+    browser.ask("Runtime.enable"), browser.ask("Log.enable")
+    for width in (400, 900, 1600):
+        browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        for name in SHOWN:
+            address = (site / name).as_uri()
+            browser.open(address, f"location.href == {json.dumps(address)} && document.readyState == 'complete'")
+            wide = browser.value("document.documentElement.scrollWidth")
+            logged = [event for event in browser.events if event.get("method") in LOGGED]
+            failed += [(name, width, wide, logged)] if wide > width or logged else []
+            browser.events.clear()
+    browser.close()
+    assert not failed
