@@ -23,9 +23,10 @@ def latex_of_docstring(text: str) -> str:
     """LaTeX of a formula in a docstring, which needs no backslashes: `sum_i alpha t_i`, `P(z = l | x) >= tau`."""
 
     def word(match: re.Match) -> str:
-        return f"\\{match[0]} " if match[0] in SYMBOLS.split() else f"\\mathrm{{{match[0]}}}"
+        known = match[1] in SYMBOLS.split()
+        return f"\\{match[1]} " if known else f"\\mathrm{{{match[1]}}}" + ("\\ " if match[2] else "")
 
-    text = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z])", word, text)
+    text = re.sub(r"(?<![\\A-Za-z])([A-Za-z]{2,})( ?)", word, text)
     for written, latex in OPERATORS.items():
         text = re.sub(written, lambda _: latex, text)
     return text

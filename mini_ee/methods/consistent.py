@@ -5,17 +5,20 @@ Early Exiting Method for Accelerating Language Models Inference, AAAI 2024, arXi
 is training.stages.depth_weighted_sum, which other methods share; Eq. 2 to 7 are here, for examples and for tokens. The
 equations as tests: tests/spec/test_4_consistent.py. Table 1 is consistent_hardness.py.
 
-Symbols:   losses = H(y, P_t(x)) of all exits; depths = the layers t of the exits, L the last; memorized = the
-           memorized layer M; exit_logits = the logits of pi(Exit | s_t; theta); log_exit = ln P(exit at t).
+Symbols:   losses       $l_t = H(y, P_t(x))$ of all exits
+           depths       the layers t of the exits, L the last
+           memorized    the memorized layer M
+           exit_logits  the logits of $pi(Exit | s_t; theta)$
+           log_exit     $ln P(exit at t)$
 
 A trajectory is determined by the exit at which it ends: the action is Continue at all exits before, Exit there. So
-P(exit at t) = pi_t prod_{i<t} (1 - pi_i). The last exit takes all that are left, so there are only K trajectories.
+$P(exit at t) = pi_t prod_{i<t} (1 - pi_i)$. The last exit takes all that are left, so there are only K trajectories.
 
 Deviations from the paper, and what it leaves open:
 1. Eq. 5 multiplies the reward with the probability inside an expectation over that same probability. Maximising this
-   would spread the probability over several exits. Here the objective is E[R]. Its gradient is REINFORCE with the mean
-   reward of the example's other trajectories as baseline (`reinforce`), or the sum over all exits (`exact`), which has
-   no variance.
+   would spread the probability over several exits. Here the objective is $E[R]$. Its gradient is REINFORCE with the
+   mean reward of the example's other trajectories as baseline (`reinforce`), or the sum over all exits (`exact`), which
+   has no variance.
 2. Policies are initialised so that all exits are equally likely. If each exit had probability 1/2, hardly any
    trajectory would reach a deep layer.
 3. t and M count layers, also if there are fewer exits than layers.
@@ -32,6 +35,7 @@ Deviations from the paper, and what it leaves open:
 On tokens ("Experimental Settings", the part on generation): step 1 is LoRA on a decoder. Then the decoder is frozen, so
 steps 2 to 5 run on states that are computed once. Text is generated with the rule Policy (p > .5) and
 missing_kv="copy_state", the paper's state copying.
+
 9. s_t is the state after the norm of the internal classifier, because raw states grow from layer to layer.
 10. The last exit is the LM head. No step trains it, except through the adapters of step 1.
 11. In training, the policy reads states of tokens whose context ran through all layers; state copying is for inference.
@@ -96,7 +100,7 @@ class Config(Settings):
 
 # ---- The model: internal classifiers and policies on one pooled state ----
 class PolicyNetworks(nn.Module):
-    """A policy network at every exit but the last: pi(Exit | s_t; theta). Raises ValueError for a single exit."""
+    """A policy network at every exit but the last: $pi(Exit | s_t; theta)$. Raises ValueError for a single exit."""
 
     def __init__(self, width: int, exits: tuple[int, ...]):
         super().__init__()
@@ -108,32 +112,34 @@ class PolicyNetworks(nn.Module):
         self.flops = 2.0 * POLICY_WIDTH * (width + 1)  # of one exit_logit
 
     def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of pi(Exit | s_t; theta): (..., D) -> (...). No gradient flows into the state."""
+        """The logit of $pi(Exit | s_t; theta)$: (..., D) -> (...). No gradient flows into the state."""
         return self.networks[k](state.detach())[..., 0]
 
 
 # ---- The equations ----
 def exit_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Eq. 2, l_t = H(y, P_t(x)): logits (B, K, C), labels (B,) -> (B, K), in float32 at least."""
+    """Eq. 2, $l_t = H(y, P_t(x))$: logits (B, K, C), labels (B,) -> (B, K), in float32 at least."""
     log_p = F.log_softmax(logits, dim=2, dtype=torch.promote_types(logits.dtype, torch.float32))
     return -log_p.gather(2, labels[:, None, None].expand(-1, logits.shape[1], 1))[:, :, 0]
 
 
 def vanilla_rewards(losses: Tensor, depths: Tensor, alpha: float) -> Tensor:
-    """Eq. 3: what exiting at each exit is worth, -H(y, P_t(x)) - alpha t. losses (B, K), depths (K,) -> (B, K)."""
+    """Eq. 3: what exiting at each exit is worth, $-H(y, P_t(x)) - alpha t$. losses (B, K), depths (K,) -> (B, K)."""
     return -losses - alpha * depths
 
 
 def hardness_guided_rewards(losses: Tensor, depths: Tensor, alpha: float, memorized: Tensor) -> Tensor:
-    """Eq. 4: as Eq. 3, with alpha (1 - M / L) in place of alpha. memorized (B,) in layers; returns (B, K)."""
+    """Eq. 4: as Eq. 3, with $alpha (1 - M / L)$ in place of $alpha$. memorized (B,) in layers; returns (B, K)."""
     return -losses - alpha * (1 - memorized / depths[-1])[:, None] * depths
 
 
 def log_exit_probabilities(exit_logits: Tensor, epsilon: float = 0.0) -> Tensor:
-    """ln P(exit at t) = ln pi(Exit | s_t) + sum_{i<t} ln pi(Continue | s_i): (B, K - 1) -> (B, K).
+    """The logarithm of the probability of each trajectory: (B, K - 1) -> (B, K).
+
+    $$ln P(exit at t) = ln pi(Exit | s_t) + sum_{i<t} ln pi(Continue | s_i)$$
 
     The last exit is forced, so it adds no term. With epsilon-greedy actions pi is the mixture of the policy with a fair
-    coin: (1 - epsilon) pi + epsilon / 2 for either action.
+    coin: $(1 - epsilon) pi + epsilon / 2$ for either action.
     """
     log_exit, log_continue = F.logsigmoid(exit_logits), F.logsigmoid(-exit_logits)
     if epsilon:
@@ -149,9 +155,9 @@ def sample_exits(log_exit: Tensor, trajectories: int, generator: torch.Generator
 
 
 def reinforce_loss(log_exit: Tensor, rewards: Tensor, exits: Tensor, baseline: bool = True) -> Tensor:
-    """Eq. 5 over sampled trajectories: minus the mean of (R - b) ln P(tau).
+    """Eq. 5 over sampled trajectories: minus the mean of $(R - b) ln P(tau)$.
 
-    Its value means nothing, but the expectation of its gradient is the gradient of -E[R] (the log-derivative trick).
+    Its value means nothing, but the expectation of its gradient is the gradient of $-E[R]$ (the log-derivative trick).
     The baseline b does not depend on the trajectory itself, so it lowers the variance and keeps the expectation.
     log_exit, rewards (B, K); exits (B, n) as sample_exits draws them, from these same probabilities.
     """
@@ -161,7 +167,7 @@ def reinforce_loss(log_exit: Tensor, rewards: Tensor, exits: Tensor, baseline: b
 
 
 def exact_loss(log_exit: Tensor, rewards: Tensor) -> Tensor:
-    """Eq. 5 over all trajectories: minus the mean over examples of sum_t P(exit at t) R_t. Both (B, K)."""
+    """Eq. 5 over all trajectories: minus the mean over examples of $sum_t P(exit at t) R_t$. Both (B, K)."""
     return -(log_exit.exp() * rewards).sum(dim=1).mean()
 
 

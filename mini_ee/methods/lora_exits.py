@@ -107,12 +107,16 @@ class Config(Settings):
 
 # ---- Equations ----
 def adapted_weight(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Eq. 2, W + A B as one weight: weight (O, I), A (I, m), B (m, O) -> (O, I)."""
+    """Eq. 2, $W + A B$ as one weight: weight (O, I), A (I, m), B (m, O) -> (O, I)."""
     return weight + scale * (A @ B).T
 
 
 def exit_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, config: Config) -> Tensor:
-    """Eq. 3 without a teacher, else Eq. 4: the loss of one exit, the mean over examples.
+    """The loss of one exit, the mean over examples: Eq. 3 without a teacher, else Eq. 4.
+
+    $$CE(y, z^k)$$
+
+    $$(1 - lambda) CE(y, z^k) + lambda KL(y^t, y^k)$$
 
     logits (B, C), labels (B,), teacher (B, C): the logits of the teacher.
     """
@@ -124,7 +128,7 @@ def exit_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, config: Co
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_squared: bool = False) -> Tensor:
-    """KL(teacher, student) of Eq. 4, the mean over examples; logits (B, C). A squared error if C = 1."""
+    """$KL(y^t, y^k)$ of Eq. 4, the mean over examples; logits (B, C) of both. A squared error if C = 1."""
     if student.shape[1] == 1:
         return F.mse_loss(student.float(), teacher.float())
     teacher, student = log_soft_label(teacher, temperature), log_soft_label(student, temperature)
@@ -133,7 +137,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_sq
 
 
 def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
-    """The logarithm of Eq. 5: (B, C) -> (B, C), in float32."""
+    """The logarithm of Eq. 5, $y^k = softmax(z^k / T)$: (B, C) -> (B, C), in float32."""
     return F.log_softmax(logits.float() / temperature, dim=-1)
 
 

@@ -7,9 +7,10 @@ Streams    the adapters of several exits, stacked for sgmv; `adapt` adds their o
 
 Rows are sorted into segments; segment i uses adapter i:
 
-    y[s_i : s_{i+1}] += scale x[s_i : s_{i+1}] A_i B_i              shrink to rank r, then expand
+$$y[s_i : s_{i+1}] = x[s_i : s_{i+1}] W + scale x[s_i : s_{i+1}] A_i B_i$$
 
     x (N, I)   A (n, I, r)   B (n, r, O)   starts (n + 1), s_0 = 0 .. s_n = N   y (N, O): x W, the first term
+    The second term is computed from left to right: A_i shrinks to rank r, B_i expands.
 
 Segments have equal lengths if all streams compute the same rows (all exits of a batch), and unequal lengths if each row
 has its own exit (LoRAExits.ragged).
@@ -94,7 +95,7 @@ class Stacked(NamedTuple):
 
 
 def add_low_rank(y: Tensor, x: Tensor, adapters: Stacked, starts: Sequence[int], scale: float) -> None:
-    """The second term of Eq. 6 for one projection, added in place to the first: y_i += scale x_i A_i B_i for stream i.
+    """The second term of Eq. 6 for one projection, added in place to the first: $scale x_i A_i B_i$ for stream i.
 
     x (N, T, I), y (N, T, all outputs of the linear map). Rows starts[i] .. starts[i + 1] - 1 belong to stream i.
     """

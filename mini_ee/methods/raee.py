@@ -3,11 +3,13 @@
 Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework for Efficient Inference, 2024,
 arXiv:2405.15198. The equations as tests: tests/spec/test_3_raee.py.
 
-Symbols:    x an example, y its class; l or j one of K exits (the paper's m layers); z the exit of x
-            p_i^j the probability of the right class at exit j for the collected example i, 0 if exit j is wrong:
-            `values` (N, K) of all N collected examples; (B, k, K) of the k neighbours v_1 .. v_k of each row of a batch
-            distances (B, k) from a query to its neighbours, nearest first
-            tau the least p_i^j that votes
+Symbols:    x, y       an example and its class
+            l or j, z  one of K exits (the paper's m layers); the exit of x
+            $p_i^j$    the probability of the right class at exit j for the collected example i, 0 if exit j is wrong:
+                       `values` (N, K) of all N collected examples; (B, k, K) of the k neighbours $v_1 ... v_k$ of each
+                       row of a batch
+            distances  (B, k) from a query to its neighbours, nearest first
+            $tau$      the least $p_i^j$ that votes
 Training:   Algorithm 3.1: run every exit on examples whose class is known; the datastore stores their values and their
             embeddings (raee_datastore.py). raee_collect.py selects the examples and writes the run.
 Inference:  Algorithm 3.2, the rule Retrieval: embed x, retrieve its k nearest neighbours, choose the exit by Eq. 4 to 6
@@ -47,7 +49,7 @@ from mini_ee.training.method import Method
 
 # ---- Algorithm 3.1: collect ----
 def exit_values(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Lines 8 to 11: p_i^j, the probability of the right class if exit j predicts it, else 0.
+    """Lines 8 to 11: $p_i^j$, the probability of the right class if exit j predicts it, else 0.
 
     logits (N, K, C) of every exit, labels (N,) -> values (N, K) float32.
     """
@@ -72,7 +74,9 @@ def collect(
 
 # ---- Algorithm 3.2: choose the exit ----
 def neighbour_weights(distances: np.ndarray) -> np.ndarray:
-    """Eq. 5, P(v_i | x) = min_j distance(v_j, x) / distance(v_i, x): squared distances (B, k) -> (B, k) float64.
+    """Eq. 5: squared distances (B, k) -> (B, k) float64.
+
+    $$P(v_i | x) = min_j distance(v_j, x) / distance(v_i, x)$$
 
     The nearest neighbour weighs 1. In the limit of distance 0, neighbours at distance 0 weigh 1 and all others 0.
     """
@@ -83,7 +87,7 @@ def neighbour_weights(distances: np.ndarray) -> np.ndarray:
 
 
 def passing_values(values: np.ndarray, tau: float, fallback_top: int = 0) -> np.ndarray:
-    """The inner sum of Eq. 4, 1(p_i^l >= tau) p_i^l: values (B, k, K) of the neighbours -> (B, k, K).
+    """The inner sum of Eq. 4, $1(p_i^l >= tau) p_i^l$: values (B, k, K) of the neighbours -> (B, k, K).
 
     fallback_top: if no exit of a neighbour passes, this many of its best correct exits do, the earlier of two equals
     first (3 in the authors' code, 0 in the paper).
@@ -97,7 +101,9 @@ def passing_values(values: np.ndarray, tau: float, fallback_top: int = 0) -> np.
 
 
 def exit_distribution(values: np.ndarray, distances: np.ndarray, tau: float = 0.9, fallback_top: int = 0) -> np.ndarray:
-    """Eq. 4, P(z = l | x) = sum_i P(v_i | x) 1(p_i^l >= tau) p_i^l. Not normalised, as in the paper.
+    """Eq. 4, not normalised, as in the paper.
+
+    $$P(z = l | x) = sum_i P(v_i | x) 1(p_i^l >= tau) p_i^l$$
 
     values (B, k, K) and squared distances (B, k) of the k neighbours -> (B, K) float64.
     """
@@ -106,7 +112,7 @@ def exit_distribution(values: np.ndarray, distances: np.ndarray, tau: float = 0.
 
 
 def chosen_exit(distribution: np.ndarray) -> np.ndarray:
-    """Eq. 6, f(x) = argmax_l P(z = l | x): (B, K) -> exit index (B,).
+    """Eq. 6, $f(x) = argmax_l P(z = l | x)$: (B, K) -> exit index (B,).
 
     The earliest of equal exits. If no neighbour votes, the last exit, m.
     """

@@ -5,8 +5,8 @@ arXiv:2407.21082v1. In the paper's order: section 3.2 (the loss of the heads, Eq
 (the thresholds, Eq. 2 and 3). Section 3.3.2, inference, is the rule Threshold in the loop that every method shares. The
 equations as tests: tests/spec/test_2_self_supervised.py.
 
-Symbols:   p_theta: the full model; p_k: head k (exits.heads.VocabularyHead), after layer e_k; penalty = lambda of
-           Eq. 1; init: "scratch" initialises the norm and the linear map at random, "copy" copies those of the LM
+Symbols:   $p_theta$: the full model; $p_k$: head k (exits.heads.VocabularyHead), after layer e_k; penalty = lambda
+           of Eq. 1; init: "scratch" initialises the norm and the linear map at random, "copy" copies those of the LM
            head. K counts the exits; the last one is the LM head, so there are K - 1 heads.
            D_t, D_c: texts that the model generates from the training and the calibration prompts of Table 1 (the
            paper once swaps the names). tau_k: the threshold of head k; epsilon: the share that must agree.
@@ -60,7 +60,9 @@ class Config(Settings):
 
 
 def head_loss(logits: Tensor, full_logits: Tensor, penalty: float, target: str = "soft") -> Tensor:
-    """(1 - lambda) CE(p_k, p_theta) - lambda Entropy(p_k) at each position: (..., V), (..., V) -> (...).
+    """Eq. 1 at each position: (..., V), (..., V) -> (...).
+
+    $$(1 - lambda) CE(p_k, p_theta) - lambda Entropy(p_k)$$
 
     In nats and in float32. target: "soft", p_theta itself, or "hard", its most likely token.
     """
@@ -75,7 +77,7 @@ def head_loss(logits: Tensor, full_logits: Tensor, penalty: float, target: str =
 
 
 def entropy(log_p: Tensor) -> Tensor:
-    """-sum p ln p, in nats: (..., V) -> (...)."""
+    """$-sum p ln p$, in nats: (..., V) -> (...)."""
     return -(log_p.exp() * log_p).sum(-1)
 
 
@@ -166,11 +168,11 @@ def metrics(model: TokenExits, held_out: TextData, batch_size: int = 16) -> dict
 
 
 def calibrated_rule(model: TokenExits, source: Source, held_out: TextData) -> Chosen:
-    """tau_k of every head: the lowest confidence c_k (Eq. 2) from which on a share epsilon of the tokens of D_c agrees
-    with the full model (t_k, Eq. 3). calibration.tau computes it.
+    """$tau_k$ of every head: the lowest confidence $c_k$ (Eq. 2) from which on a share $epsilon$ of the tokens of $D_c$
+    agrees with the full model ($t_k$, Eq. 3). calibration.tau computes it.
 
-    The confidence is breaking ties, p_(1) - p_(2), and epsilon is .95. Half of the texts determine tau_k; on the other
-    half the agreement is measured. A model that learned from stories is calibrated on held-out stories.
+    The confidence is breaking ties, $p_{(1)} - p_{(2)}$, and epsilon is .95. Half of the texts determine tau_k; on the
+    other half the agreement is measured. A model that learned from stories is calibrated on held-out stories.
     """
     if source.options.kind == "pieces":
         held_out = TextData(calibration_texts(source), every=True)

@@ -61,7 +61,7 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def depth_weighted_sum(losses, exits: tuple[int, ...]):
-    """ConsistentEE, Eq. 1: sum_i i l_i / sum_i i, where i is the depth of an exit; exit 0 has the weight of depth 1.
+    """ConsistentEE, Eq. 1: $sum_i i l_i / sum_i i$, where i is the depth of an exit; exit 0 has the weight of depth 1.
 
     >>> depth_weighted_sum([1.0, 4.0], (1, 3)), depth_weighted_sum([1.0, 4.0], (0, 3))
     (3.25, 3.25)

@@ -289,14 +289,14 @@ def test_the_page_shows_each_exit_and_follows_the_slider(browser, serve, exporte
     assert browser.value("document.querySelector('article').querySelectorAll('.exits li').length") == 12
     exit_line = browser.value("document.querySelector('article .exited .prediction').textContent")
     assert exit_line.startswith(f"Layer {answer.layers}: {answer.label}")
-    before = browser.value("document.querySelector('#kept').textContent")
+    before = browser.value("document.querySelector('#rule-score').textContent")
     browser.value("""(() => {
         const slider = document.querySelector("#slider");
         slider.value = slider.max;
         slider.dispatchEvent(new Event("input"));
     })()""")
     browser.wait("document.querySelector('article .verdict').textContent.includes('after layer 12 of 12')")
-    summary = browser.value("document.querySelector('#kept').textContent")
+    summary = browser.value("document.querySelector('#rule-score').textContent")
     full = read_json(exported / "web.json")["curve"]["points"][-1]
     assert summary != before and f"{full[1]:.3f}" in summary and "12.00 of 12 layers" in summary
     assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
