@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.backbones.fine_tuned import label_names
+from mini_ee.backbones.fine_tuned import is_multi_label, label_names
 from mini_ee.backbones.hub import backbone_sha256, read_config
 from mini_ee.data.columns import TaskOptions, columns_of
 from mini_ee.data.files import read_json, read_text, write_bytes, write_json
@@ -82,7 +82,7 @@ def add_exits(
         )
     if required.tolerance is not None and names:
         raise WrongArguments(f"{model}: --tolerance is for a model that predicts a number; this one predicts classes")
-    task = _task(names, tuple(rows))
+    task = _task(names, tuple(rows), is_multi_label(model))
     count = max(int(TRAINED * len(rows)), len(rows) - 2 * TEST_ROWS)
     _begin(out, {"seed": seed, "texts": task.split("train").sha256(), "model": backbone_sha256(model)}, required)
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, count, required, seed, say)
@@ -101,10 +101,10 @@ def add_exits(
     return run
 
 
-def _task(names: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> Task:
+def _task(names: tuple[str, ...], rows: tuple[tuple[str, ...], ...], multi_label: bool = False) -> Task:
     """The texts as a task, whose labels the training fills in."""
     labels, metrics = np.zeros(len(rows), np.int64 if names else np.float32), ("accuracy",) if names else ("pearson",)
-    return Task("texts", names, metrics, {"train": Split(rows, labels)})
+    return Task("texts", names, metrics, {"train": Split(rows, labels)}, multi_label=multi_label)
 
 
 def _begin(out: Path, inputs: dict, required: AddOptions) -> None:
@@ -138,7 +138,7 @@ def _measured(run: Run, runtime: Runtime, task: Task, test: Split) -> dict:
     """Agreement, layers and time of the exported graph on the texts that have chosen nothing."""
     encoded = runtime.encode(test.texts)
     recorded = record(runtime.segments(), encoded, 1, "test texts", runtime.whole_model())
-    recorded = recorded._replace(labels=predictions(recorded.logits[:, -1]))  # the model's own
+    recorded = recorded._replace(labels=predictions(recorded.logits[:, -1], task))  # the model's own
     task = replace(task, tolerance=run.metrics["tolerance"])
     found = evaluate(runtime, run.rule, recorded, task, encoded, 1)
     return {
@@ -162,6 +162,7 @@ def _summary(run: Run, test: Split, required: AddOptions) -> dict:
         "guarantee": run.config["guarantee"],
         "rows_needed": run.metrics["rows_needed"],
         "tolerance": run.metrics["tolerance"],
+        **({"multi_label": True} if run.multi_label else {}),
         **{key: tested[key] for key in ("rule", "agreement", "layers_saved", "net_saved", "head_layers", "curve")},
         "versions": versions(),
     }
@@ -171,6 +172,7 @@ def line_of(summary: dict) -> str:
     """The summary in one sentence or two."""
     layers, required = summary["exits"][-1], summary["required_agreement"]
     within = f" within {summary['tolerance']:.3g}" if summary["tolerance"] is not None else ""
+    within = " in every label" if summary.get("multi_label") else within
     if not summary["pays"]:
         enough = [each["net_saved"] for each in summary["curve"] if each["agreement"] >= required]
         found = f"no thresholds that keep an agreement of {required:.1%}{within} save time"

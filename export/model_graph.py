@@ -5,6 +5,7 @@
                                     it applies to the exit_logit. inf: no row exits there, the head is not evaluated
     exit_at                         (B,) or (1,) int64: index of the exit of a row; negative: the rule decides
  -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder embedding (B, d) and layers (B,)
+    labels (B, C) bool              instead of label, if a row may have several labels at once
     exit_logit (B,)                 if a policy decides
     spent (B, 2)                    if tokens exit within a row: the token_cost of a Reading
     keys_0_out, values_0_out, ...   for tokens, instead of a label; layers that a token did not run get the keys and
@@ -27,7 +28,7 @@ of the graph (tracing.py).
 
 import numpy as np
 
-from mini_ee.confidence import max_probability
+from mini_ee.confidence import max_probability, weakest_label
 from mini_ee.export.manifest import output_of
 from mini_ee.export.token_graphs import output_caches
 from mini_ee.export.tracing import ArrayValue
@@ -80,9 +81,13 @@ class _ModelGraph:
         if self.classes == 1:
             g.output("label", g.op("Squeeze", logits, g.integers(1)), "batch", dtype=np.float32)
         else:
-            g.output("label", g.op("ArgMax", logits, axis=1, keepdims=0), "batch", dtype=np.int64)
-            confidence = max_probability(g.array(logits, "batch", self.classes)).name
-            g.output("confidence", confidence, "batch", dtype=np.float32)
+            values, several = g.array(logits, "batch", self.classes), self.segments.model.multi_label
+            if several:
+                g.output("labels", (values > 0).name, "batch", self.classes, dtype=bool)
+            else:
+                g.output("label", g.op("ArgMax", logits, axis=1, keepdims=0), "batch", dtype=np.int64)
+            confidence = weakest_label(values) if several else max_probability(values)
+            g.output("confidence", confidence.name, "batch", dtype=np.float32)
 
     def _plan(self) -> str:
         """(B,) int64: the exit of each row, from `exit_at` or the rule's own plan; negative: the rule decides."""

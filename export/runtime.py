@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.backbones.shapes import check_finite
-from mini_ee.confidence import max_probability
+from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import file_sha256
 from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
 from mini_ee.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
@@ -64,12 +64,17 @@ def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 
 class Answer(NamedTuple):
     """The result for one row."""
 
-    label: str | float  # a number in a regression
-    confidence: float | None  # the largest probability; None in a regression
+    label: str | float | dict[str, float]  # a number in a regression; of several labels at once their probabilities
+    confidence: float | None  # the largest probability, or that of the weakest label; None in a regression
     exit: int  # index into exits, from 0
     layers: int | float  # depth of that exit; if tokens exit within the row, their mean depth
     milliseconds: float  # of its batch, over the rows of that batch
     logits: np.ndarray  # (C,)
+
+    def agrees(self, other: "Answer") -> bool:
+        """Whether both have the same label, or the same labels."""
+        labels = [each.label.keys() if isinstance(each.label, dict) else each.label for each in (self, other)]
+        return labels[0] == labels[1]
 
     def to_dict(self) -> dict:
         """What `mini-ee run` prints."""
@@ -121,7 +126,6 @@ class Runtime:
 
     is_exported = True  # False of a training.run_folder.Run
     generates = embeds = False
-    default_measure = "max_probability"
 
     def __new__(cls, folder: str | Path, *arguments, **settings) -> "Runtime":
         """The folder of a decoder gives a TokenRuntime, that of a sentence encoder an EmbeddingRuntime."""
@@ -164,6 +168,16 @@ class Runtime:
     def label_names(self) -> list[str]:
         """Empty in a regression."""
         return self.config["task"]["label_names"]
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether a row may have several labels at once."""
+        return self.config.get("task", {}).get("multi_label", False)
+
+    @property
+    def default_measure(self) -> str:
+        """The confidence measure of a rule, if none is named."""
+        return next(iter(LABEL_MEASURES)) if self.multi_label else "max_probability"
 
     @property
     def num_texts(self) -> int:
@@ -231,11 +245,8 @@ class Runtime:
         self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
     ) -> list[Answer]:
         """Answers of rows that exited with these logits (N, C)."""
-        names = self.label_names
-        check_finite(logits)
-        confidences = max_probability(logits).tolist() if names else [None] * len(logits)
-        labels = [names[best] for best in logits.argmax(axis=1)] if names else logits[:, 0].tolist()
-        return list(map(Answer, labels, confidences, exit_index, layers, milliseconds, logits))
+        labels = named(check_finite(logits), self.label_names, self.multi_label)
+        return list(map(Answer, *labels, exit_index, layers, milliseconds, logits))
 
 
 class EmbeddingRuntime(Runtime):

@@ -91,7 +91,9 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
         found = {output: g.value(read.logits.name, "batch", classes, dtype=np.float32)}
         if segments.tokens_exit:
             found["spent"] = g.value(read.token_cost.name, "batch", 2, dtype=np.float32)
-        if classes > 1 and output == "logits":  # faster here than in numpy, whose code is no longer in the CPU's cache
+        if (
+            classes > 1 and output == "logits" and not segments.model.multi_label
+        ):  # faster here than in numpy, whose code is no longer in the CPU's cache
             found["max_probability"] = g.value(max_probability(read.logits).name, "batch", dtype=np.float32)
         if read.exit_logit is not None:
             found["exit_logit"] = g.value(read.exit_logit.name, "batch", dtype=np.float32)

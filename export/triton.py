@@ -33,6 +33,8 @@ def write_repository(run: Run, out: str | Path, segments: bool = False, **option
     """Write the repository; returns the manifest of the exported folder. Options and errors as of writer.export."""
     if run.embeds:
         raise WrongArguments(f"--triton: expected a classifier or a decoder, {run.folder} gives embeddings")
+    if run.multi_label:
+        raise WrongArguments(f"--triton: expected a model that gives a text one label, {run.folder} gives it several")
     rows = run.unit != "tokens"
     with atomic_folder(out) as repository:
         model = repository / ("classify" if rows else "generate")

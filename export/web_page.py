@@ -46,6 +46,8 @@ def check_page(run: Run) -> None:
     """Raises WrongArguments if the page cannot show the run."""
     if run.embeds:
         raise WrongArguments(f"--web: expected a classifier or a decoder, {run.folder} gives embeddings; leave it out")
+    if run.multi_label:
+        raise WrongArguments(f"--web: expected a model of one label, {run.folder} gives a text several; leave it out")
     if run.unit == "prompts":
         what = f"{run.folder} is read through a prompt"
         raise WrongArguments(f"--web: expected a classifier of sentences or a decoder, {what}; leave it out")

@@ -326,14 +326,16 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> di
     return {
         "texts": len(texts),
         "max_logit_difference": float(np.max(differences)),
-        "prediction_agreement": _equal(*(each.logits for each in results), bool(run.label_names)),
+        "prediction_agreement": _equal(*(each.logits for each in results), run),
         "exit_agreement": float((results[0].exit_index == results[1].exit_index).mean()),
     }
 
 
-def _equal(expected: np.ndarray, found: np.ndarray, labelled: bool) -> float:
+def _equal(expected: np.ndarray, found: np.ndarray, run: Run) -> float:
     """Share of rows (N, C) with equal predictions; without labels, of numbers at most TOLERANCE apart."""
-    if labelled:
+    if run.multi_label:
+        return float(((expected > 0) == (found > 0)).all(axis=1).mean())
+    if run.label_names:
         return float((predictions(expected) == predictions(found)).mean())
     return float((abs(expected - found) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
 

@@ -10,9 +10,14 @@ has no confidence.
     normalised_entropy    FastBERT, negated                [-1, 0]
     breaking_ties         self-supervised exits, Eq. 2     [0, 1]      largest minus second largest probability
     breaking_ties_logits  the same on logits               [0, inf)
+
+If an input may have several labels at once, each logit is that of a sigmoid, and one measure suits:
+
+    weakest_label         this project                     [.5, 1]     probability of the least confident of C decisions
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -70,6 +75,15 @@ def breaking_ties_logits(logits: np.ndarray) -> np.ndarray:
     return _gap(log_softmax(logits))
 
 
+def weakest_label(logits: np.ndarray) -> np.ndarray:
+    """Of several labels at once, the probability of the decision that is nearest to its boundary: sigmoid(min |z|).
+
+    >>> weakest_label(np.log([[4.0, 1 / 9]]))
+    array([0.8])
+    """
+    return np.reciprocal(1 + np.exp(-abs(_checked(logits)).min(axis=1)))
+
+
 def _gap(values: np.ndarray) -> np.ndarray:
     second, first = np.partition(values, -2, axis=1)[:, -2:].T  # (B, 2).T: the two largest, ascending
     return first - second
@@ -83,3 +97,31 @@ MEASURES = {
     "breaking_ties_logits": (breaking_ties_logits, 0.0, np.inf),
 }
 """name -> (function, smallest and largest useful threshold)."""
+
+LABEL_MEASURES = {"weakest_label": (weakest_label, 0.5, 1.0)}
+"""The same for several labels at once."""
+
+OF_LOGITS = MEASURES | LABEL_MEASURES
+
+
+def named(logits: np.ndarray, names: Sequence[str], multi_label: bool = False) -> tuple[list, list]:
+    """What each row of logits (N, C) predicts, and its confidence: a label and its probability.
+
+    Without names, a regression: the number, and None. multi_label: the labels with a probability above .5 as a dict
+    name -> probability, the most likely first; and `weakest_label`.
+    """
+    if not names:
+        return logits[:, 0].tolist(), [None] * len(logits)
+    if not multi_label:
+        return [names[best] for best in logits.argmax(axis=1)], max_probability(logits).tolist()
+    order, probabilities = np.argsort(-logits, axis=1, kind="stable"), sigmoid(logits)
+    labels = [
+        {names[at]: float(each[at]) for at in by_size if row[at] > 0}
+        for row, each, by_size in zip(logits, probabilities, order)
+    ]
+    return labels, weakest_label(logits).tolist()
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)) of each number, without overflow."""
+    return np.exp(-np.logaddexp(0, -logits))

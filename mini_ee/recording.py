@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.confidence import MEASURES
+from mini_ee.confidence import OF_LOGITS
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, batches
@@ -161,7 +161,7 @@ class Record(NamedTuple):
         found = self.segments.measures.get("prediction")
         if found is not None:
             return found
-        return self.logits[:, :, 0] if self.logits.shape[2] == 1 else self.logits.argmax(axis=2)
+        return predictions(self.logits)
 
     def confidence(self, measure: str) -> np.ndarray:
         """(N, K - 1), a confidence measure at every exit but the last."""
@@ -169,7 +169,7 @@ class Record(NamedTuple):
         if found is not None:
             return found
         before_last = range(self.logits.shape[1] - 1)
-        return np.stack([MEASURES[measure][0](self.logits[:, k]) for k in before_last], axis=1)
+        return np.stack([OF_LOGITS[measure][0](self.logits[:, k]) for k in before_last], axis=1)
 
     def replay(self, rule: Rule) -> ExitResult:
         """The result of a rule on the record. Its cost has layers and FLOPs; its seconds are meaningless."""
@@ -223,21 +223,26 @@ def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
     return Planned(tuple(exit_index), flops / len(encoded))
 
 
-def predictions(logits: np.ndarray) -> np.ndarray:
-    """(N, C) logits -> (N,): the class index, or for regression (C = 1) the number."""
-    return logits[:, 0] if logits.shape[1] == 1 else logits.argmax(axis=1)
+def predictions(logits: np.ndarray, task: Task | None = None) -> np.ndarray:
+    """(..., C) logits -> (...): the class index, or for regression (C = 1) the number.
+
+    If the task has several labels at once, the number of the set of those above .5: the sum of 2^i over its labels i.
+    """
+    if task is not None and task.multi_label:
+        return (logits > 0) @ (1 << np.arange(logits.shape[-1]))
+    return logits[..., 0] if logits.shape[-1] == 1 else logits.argmax(axis=-1)
 
 
 def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
     """A metric of the task at every exit, over all rows."""
-    return [task.score(found, labels)[metric] for found in recorded.predictions.T]
+    return [task.score(found, labels)[metric] for found in predictions(recorded.logits, task).T]
 
 
 def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
     """Score, depth and FLOPs of a result, under the keys of the JSON output."""
     num_layers = recorded.segments.exits[-1]
     mean_layers = float(result.cost.depth.mean())
-    return task.score(predictions(result.logits), labels) | {
+    return task.score(predictions(result.logits, task), labels) | {
         "mean_layers": mean_layers,
         "layers_saved": 1 - mean_layers / num_layers,
         "layer_passes": float(result.cost.layer_passes.mean()),

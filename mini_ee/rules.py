@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mini_ee.confidence import MEASURES
+from mini_ee.confidence import OF_LOGITS
 from mini_ee.data.settings import option
 from mini_ee.data.values import is_whole
 from mini_ee.errors import WrongArguments
@@ -37,7 +37,7 @@ from mini_ee.registry import RULES as METHOD_RULES
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
 """Measures that are not computed from logits: name -> (smallest, largest) useful threshold."""
-THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in MEASURES.items()} | STATE_MEASURES
+THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in OF_LOGITS.items()} | STATE_MEASURES
 """Every measure -> (smallest, largest) useful threshold."""
 
 NO_POLICY = (
@@ -221,7 +221,7 @@ def confidence(reading: Any, measure: str) -> np.ndarray:
     computed = getattr(reading, measure, None)
     if computed is None and measure in STATE_MEASURES:
         raise WrongArguments(NO_STATES.format(measure))
-    return MEASURES[measure][0](reading.logits) if computed is None else computed
+    return OF_LOGITS[measure][0](reading.logits) if computed is None else computed
 
 
 @dataclass(frozen=True)

@@ -181,19 +181,19 @@ def make(name: str, model_class: type, config, lengths: tuple[int, ...] = (9, 6,
     write(name, run(model, draw_batch(config, generator, lengths)))
 
 
-def make_classifier(kind: str, num_labels: int, **config) -> None:
+def make_classifier(kind: str, num_labels: int, name: str | None = None, **config) -> None:
     """A ...ForSequenceClassification of two layers, and its logits for rows that are padded on the right."""
     generator = torch.Generator().manual_seed(SEED)
     sizes = SIZES | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
     config = transformers.AutoConfig.for_model(kind, **sizes, num_labels=num_labels, **{"pad_token_id": 0} | config)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     randomise(model, generator)
-    model.save_pretrained(GOLDEN / "classifiers" / kind)
+    model.save_pretrained(GOLDEN / "classifiers" / (name or kind))
     mask = (torch.arange(9) < torch.tensor([[9], [6], [1]])).long()
     batch = {"input_ids": torch.randint(3, 64, mask.shape, generator=generator), "attention_mask": mask}
     batch["input_ids"] = batch["input_ids"].where(mask.bool(), config.pad_token_id)
     with torch.no_grad():
-        write(f"classifiers/{kind}", batch | {"logits": model(**batch).logits})
+        write(f"classifiers/{name or kind}", batch | {"logits": model(**batch).logits})
 
 
 def make_elasticbert() -> None:
@@ -339,6 +339,7 @@ if __name__ == "__main__":
         make_decoder(name, transformers.Phi3ForCausalLM, transformers.Phi3Config(**phi3))
     make_classifier("bert", 3)
     make_classifier("roberta", 2)
+    make_classifier("roberta", 3, name="several-labels", problem_type="multi_label_classification")
     make_classifier("albert", 1, embedding_size=6)
     make_classifier("deberta", 2, **DEBERTA, pooler_hidden_act="gelu", pooler_hidden_size=8)
     make_classifier("deberta-v2", 3, **DEBERTA, **DEBERTA_V2, pooler_hidden_act="tanh", pooler_hidden_size=8)

@@ -44,7 +44,10 @@ def main() -> None:
         row = {name: np.array([values], np.int64) for name, values in inputs.items() if name in required}
         results = session.run(None, row | settings)
         found = {output.name: result[0] for output, result in zip(session.get_outputs(), results)}
-        if names:
+        if "labels" in found:  # several labels at once
+            chosen = [name for name, holds in zip(names, found["labels"]) if holds]
+            answer = {"labels": chosen, "confidence": float(found["confidence"])}
+        elif names:
             answer = {"label": names[found["label"]], "confidence": float(found["confidence"])}
         else:  # a regression
             answer = {"label": float(found["label"])}

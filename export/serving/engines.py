@@ -159,7 +159,7 @@ class RowEngine:
             if answer.exit == self._last:
                 row.queue = None
                 if row.shadowed and row.rule is self.rule:  # it exited by the present rule, not by an earlier one
-                    self.rule = self.guarantee.observe(answer.label == row.answer.label, self.rule)
+                    self.rule = self.guarantee.observe(answer.agrees(row.answer), self.rule)
             elif not row.shadowed:
                 row.queue = None
             elif row.plan is not None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.confidence import log_softmax
+from mini_ee.confidence import log_softmax, sigmoid
 from mini_ee.data.values import shortened
 from mini_ee.export.runtime import Runtime
 
@@ -67,7 +67,9 @@ def _is_batch(inputs: object) -> bool:
 def _scores(runtime: Runtime, logits: np.ndarray, raw: bool) -> list[dict]:
     """Score and label of each class, the most likely first. A regression has one raw score."""
     names = runtime.label_names
-    scores = logits if raw or not names else np.exp(log_softmax(logits[None])[0])
+    scores = logits
+    if names and not raw:
+        scores = sigmoid(logits) if runtime.multi_label else np.exp(log_softmax(logits[None])[0])
     order = np.argsort(-scores, kind="stable")
     return [{"score": float(scores[at]), "label": names[at] if names else "LABEL_0"} for at in order]
 

@@ -354,6 +354,7 @@ class FineTunedHead(NamedTuple):
 
     layout: HeadLayout
     weights: dict[str, Tensor]
+    multi_label: bool = False  # whether an input may have several labels at once
 
 
 @dataclass(frozen=True, kw_only=True)

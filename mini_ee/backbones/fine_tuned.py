@@ -12,6 +12,11 @@ from mini_ee.errors import WrongArguments
 CLASSIFIES = "ForSequenceClassification"
 """How Hugging Face ends the name of a fine-tuned classifier, or regression, in config.json."""
 
+MULTI_LABEL = "multi_label_classification"
+"""The problem_type of a classifier that gives an input several labels at once, by a sigmoid for each."""
+
+MOST_LABELS = 63  # of several at once: their sets are numbered in int64
+
 POOLS = {"cls": "first"}  # Hugging Face's name of a pooling -> ours
 
 
@@ -32,13 +37,19 @@ def classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Path
         return None
     activation = config.get(layout.head.activation_key, layout.head.activation)
     pool = config.get(layout.head.pool_key, layout.head.pool)
-    return FineTunedHead(layout.head._replace(activation=activation, pool=POOLS.get(pool, pool)), weights)
+    own = layout.head._replace(activation=activation, pool=POOLS.get(pool, pool))
+    return FineTunedHead(own, weights, config.get("problem_type") == MULTI_LABEL)
+
+
+def is_multi_label(folder: str | Path) -> bool:
+    """Whether a fine-tuned classifier gives an input several labels at once."""
+    return read_json(Path(folder) / "config.json").get("problem_type") == MULTI_LABEL
 
 
 def label_names(folder: str | Path) -> tuple[str, ...]:
     """The labels of a fine-tuned classifier, in the order of its logits; empty for a regression.
 
-    Raises WrongArguments for a model that is no classifier, or one that gives an input several labels or numbers.
+    Raises WrongArguments for a model that is no classifier, one of several numbers, or of too many labels at once.
     """
     config = read_json(Path(folder) / "config.json")
     named = config.get("architectures")
@@ -51,8 +62,9 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     names = config.get("id2label")
     names = [names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else ["LABEL_0", "LABEL_1"]
     problem = config.get("problem_type") or ("regression" if len(names) == 1 else "single_label_classification")
-    if problem == "multi_label_classification":
-        raise WrongArguments(f"{folder}: gives an input several labels at once ({problem}): not supported yet")
+    if problem == MULTI_LABEL and not 2 <= len(names) <= MOST_LABELS:
+        found = f"several labels at once ({problem}) of {len(names)}"
+        raise WrongArguments(f"{folder}: gives an input {found}; from 2 to {MOST_LABELS} are supported")
     if problem == "regression" and len(names) != 1:
         raise WrongArguments(f"{folder}: predicts {len(names)} numbers for an input ({problem}): not supported yet")
     return () if problem == "regression" else tuple(map(str, names))

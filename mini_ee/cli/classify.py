@@ -56,7 +56,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(
             f"{args.run}: expected {expected} texts per example, as in training, found {len(text)}; {advice}"
         )
-    encoded, names = trained.encode([text]), trained.label_names
+    encoded, names = trained.encode([text]), (trained.label_names, trained.multi_label)
     inputs, segments = encoded.batch(np.arange(1)), trained.segments()
     by_exit, *_ = read_every_exit(segments, inputs)
     result = early_exit(segments, rule, inputs)
@@ -64,12 +64,13 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
 
     rows = []
     for layer, logits in zip(segments.exits, by_exit[0]):
-        row = {"layer": layer, **_prediction(logits, names), "left_here": layer == int(result.layers_run[0])}
+        row = {"layer": layer, **_prediction(logits, *names), "left_here": layer == int(result.layers_run[0])}
         if words:
             row["words"] = dict(zip(words, np.exp(log_softmax(logits[None])[0]).tolist()))
         rows.append(row)
-    shown = [row | row.get("words", {}) | {"left_here": "<- exits here" if row["left_here"] else ""} for row in rows]
-    headings = {"layer": "layer", "label": "label"} | ({"confidence": "confidence:.3f"} if names and not words else {})
+    shown = [_in_table(row) for row in rows]
+    confident = "confidence" in rows[0] and not words
+    headings = {"layer": "layer", "label": "label"} | ({"confidence": "confidence:.3f"} if confident else {})
     say(table(shown, headings | {word: f"{word}:.3f" for word in words} | {"left_here": " "}))
     layers, depth = int(result.layers_run[0]), result.cost.depth[0].item()
     if encoded.truncated:
@@ -77,7 +78,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     answer = {
         "method": trained.config["method"],
         "text": args.text,
-        **_prediction(result.logits[0], names),
+        **_prediction(result.logits[0], *names),
         "exit": int(result.exit_index[0]),
         "layers": layers,
         "exits": list(segments.exits),
@@ -86,14 +87,25 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         "rule": rule.to_dict(),
         "rows_truncated": encoded.truncated,
     }
-    say(f"{answer['label']}, after {depth:.4g} of {segments.exits[-1]} layers")
+    say(f"{_shown(answer['label'])}, after {depth:.4g} of {segments.exits[-1]} layers")
     return answer
 
 
-def _prediction(logits: np.ndarray, names: list[str]) -> dict:
+def _prediction(logits: np.ndarray, names: list[str], multi_label: bool) -> dict:
     """The prediction from one example's logits (C,). names: of the labels; empty for a regression."""
-    from mini_ee.confidence import max_probability
+    from mini_ee.confidence import named
 
-    if not names:
-        return {"label": float(logits[0])}
-    return {"label": names[int(logits.argmax())], "confidence": float(max_probability(logits[None])[0])}
+    (label,), (confidence,) = named(logits[None], names, multi_label)
+    return {"label": label} | ({} if confidence is None else {"confidence": confidence})
+
+
+def _in_table(row: dict) -> dict:
+    left_here = "<- exits here" if row["left_here"] else ""
+    return row | row.get("words", {}) | {"label": _shown(row["label"]), "left_here": left_here}
+
+
+def _shown(label):
+    """A label as text; of several the probabilities too."""
+    if not isinstance(label, dict):
+        return label
+    return ", ".join(f"{name} {probability:.3f}" for name, probability in label.items()) or "no label"

@@ -5,6 +5,7 @@ from dataclasses import MISSING, Field, fields, replace
 from typing import TYPE_CHECKING
 
 from mini_ee.cli.command_options import READERS, help_of
+from mini_ee.confidence import LABEL_MEASURES
 from mini_ee.data.settings import flag_of
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import RULES as OF_METHODS
@@ -114,6 +115,8 @@ def _named_by(given: dict) -> str | None:
 def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     """A rule from its settings, on the default measure of the run if none is given."""
     kind = RULES[name]
+    if name == "patience" and run.multi_label:
+        raise ValueError(f"the rule {name} compares one prediction of a text, which has several labels here")
     known = {each.name: each for each in fields(kind) if each.metadata}
     foreign = sorted(given.keys() - known.keys())
     if foreign:
@@ -125,6 +128,10 @@ def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     if "measure" in known:
         if not run.config.get("task", {}).get("label_names", True):
             raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")
+        if (given.get("measure", run.default_measure) in LABEL_MEASURES) != run.multi_label:
+            word = "needs" if run.multi_label else "has no use for"
+            count = "several labels" if run.multi_label else "one label"
+            raise ValueError(f"a text has {count} here, which {word} --measure {next(iter(LABEL_MEASURES))}")
         given = {"measure": run.default_measure} | given
     if name == "fixed":
         if given["exit"] not in run.exits:

@@ -76,6 +76,7 @@ class Task:
     """A classification task, or a regression if label_names is empty.
 
     folder, options: the absolute path of its folder or file, and how it was read. None: the built-in task.
+    multi_label: whether an example may have several labels at once; then `labels` are numbers of sets of them.
     tolerance: of a regression whose score is the share of numbers that differ from the label by no more; None: no such.
     """
 
@@ -86,6 +87,7 @@ class Task:
     folder: str | None = None
     options: TaskOptions = TaskOptions()
     tolerance: float | None = None
+    multi_label: bool = False
 
     @property
     def regression(self) -> bool:

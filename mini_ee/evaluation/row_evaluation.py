@@ -184,7 +184,7 @@ def evaluate(
         "batch_size": batch_size,
         "rows_truncated": encoded.truncated,
         "rule": rule.to_dict(),
-        "always": _constant_label(predictions(main.logits), task),
+        "always": _constant_label(predictions(main.logits, task), task),
     }
     if segments.tokens_exit and segments.engine == "torch":
         full = segments.full()  # type: ignore[attr-defined]  # of segments in which tokens exit
@@ -204,7 +204,8 @@ def evaluate(
 
 def _constant_label(predicted: np.ndarray, task: Task) -> str | None:
     """The label that is predicted for all rows, if it is the same."""
-    return task.label_names[int(predicted[0])] if not task.regression and (predicted == predicted[0]).all() else None
+    named = not task.regression and not task.multi_label
+    return task.label_names[int(predicted[0])] if named and (predicted == predicted[0]).all() else None
 
 
 def over_seeds(rows: list[dict], configs: list[dict]) -> list[dict]:

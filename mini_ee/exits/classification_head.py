@@ -25,7 +25,7 @@ class ClassificationHead(ExitHead):
                 f"expected a fine-tuned classifier, a ...ForSequenceClassification in config.json, found a "
                 f"{backbone.config.model_type} without classification head; `mini-ee train joint` trains one"
             )
-        layout, weights = backbone.classification_head
+        layout, weights, _ = backbone.classification_head
         if layout.activation not in HEAD_ACTIVATIONS:
             known = ", ".join(HEAD_ACTIVATIONS)
             raise ValueError(f"{layout.activation_key} must be one of {known}, found {layout.activation!r}")
@@ -62,7 +62,7 @@ class FrozenClassifier(RowExits):
         own = ClassificationHead(backbone)
         if own.out.out_features != num_labels:
             raise ValueError(f"expected a head of {num_labels} labels, found one of {own.out.out_features}")
-        self.heads[-1] = own
+        self.heads[-1], self.multi_label = own, backbone.classification_head.multi_label
 
     def keep_exits(self, columns: list[int]) -> None:
         """Drop all exits but these, given by their places in `exits`; the last is among them."""

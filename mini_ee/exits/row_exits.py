@@ -57,6 +57,7 @@ class ExitModel(nn.Module):
 
     unit = "rows"
     head = "dense"  # kind of its heads, see registry.HEADS
+    multi_label = False  # whether an input may have several labels at once: each logit is of a sigmoid
     holds_backbone = True  # a run on disk contains the backbone, because it is fine-tuned; else only its name
 
     def use_heads(self, name: str) -> None:
@@ -240,10 +241,11 @@ class RowData(NamedTuple):
 
     def scores(self, model: RowExits, batch_size: int) -> tuple[list[float], dict]:
         """The task's score at every exit; for classes also the rows for which the last exit is `wrong`."""
-        return self.scores_of(record(model.segments(), self.encoded, batch_size).predictions)
+        return self.scores_of(record(model.segments(), self.encoded, batch_size).logits)
 
-    def scores_of(self, predicted: np.ndarray) -> tuple[list[float], dict]:
-        """The same of predictions (N, K)."""
+    def scores_of(self, logits: np.ndarray) -> tuple[list[float], dict]:
+        """The same of logits (N, K, C)."""
+        predicted = predictions(logits, self.task)
         scores = [self.task.score(found, self.labels)["score"] for found in predicted.T]
         more = {} if self.task.regression else {"wrong": np.flatnonzero(predicted[:, -1] != self.labels).tolist()}
         return scores, more
@@ -297,8 +299,7 @@ class States(NamedTuple):
     @torch.no_grad()
     def scores(self, model: nn.Module) -> tuple[list[float], dict]:
         """As RowData.scores, without running the backbone again. model: in eval mode."""
-        each = self.logits(model).swapaxes(0, 1)
-        return self.scores_of(np.stack([predictions(logits) for logits in each], axis=1))
+        return self.scores_of(self.logits(model))
 
     @torch.no_grad()
     def logits(self, model: nn.Module) -> np.ndarray:

@@ -125,7 +125,9 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
                 nn.init.constant_(head.out.bias, float(train.labels.mean()))
 
     def loss(model: FrozenClassifier, batch: Any) -> Tensor:
-        losses = [row_loss(model.classify(k, batch.states[k]), batch.targets, config) for k in range(last)]
+        losses = [
+            row_loss(model.classify(k, batch.states[k]), batch.targets, config, model.multi_label) for k in range(last)
+        ]
         return sum(losses)
 
     return Stage(
@@ -140,10 +142,15 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
     )
 
 
-def row_loss(logits: Tensor, full_logits: Tensor, config: Config) -> Tensor:
-    """The mean of Eq. 1 over examples, (N, C), (N, C) -> scalar; of a regression the mean squared difference."""
+def row_loss(logits: Tensor, full_logits: Tensor, config: Config, multi_label: bool = False) -> Tensor:
+    """The mean of Eq. 1 over examples, (N, C), (N, C) -> scalar; of a regression the mean squared difference.
+
+    multi_label: the mean over examples and labels, because each label is two classes: sigmoid(z) is softmax(z, 0).
+    """
     if logits.shape[1] == 1:
         return nn.functional.mse_loss(logits.float(), full_logits.float())
+    if multi_label:
+        logits, full_logits = (torch.stack((each, torch.zeros_like(each)), -1) for each in (logits, full_logits))
     return head_loss(logits, full_logits, config.penalty, config.target).mean()
 
 

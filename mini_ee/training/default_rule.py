@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from mini_ee.confidence import LABEL_MEASURES
 from mini_ee.data.tasks import Task
 from mini_ee.early_exit import ExitResult
 from mini_ee.recording import Record, exit_scores, predictions
@@ -51,8 +52,11 @@ def sweep(*rules: Rule) -> Candidates:
 
 
 def usual_rule(task: Task) -> Rule:
-    """The rule of most models: a threshold on the maximum probability, for a regression patience; its knob is open."""
-    return Patience(1) if task.regression else Threshold(math.inf)
+    """The rule of most models: a threshold on the maximum probability; its knob is open.
+
+    For a regression patience; for several labels at once a threshold on the least confident of them.
+    """
+    return Patience(1) if task.regression else Threshold(math.inf, *LABEL_MEASURES if task.multi_label else ())
 
 
 def usual_rules(task: Task) -> tuple[Rule, ...]:
@@ -76,12 +80,16 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
     """
     families = [chosen] if chosen.knob else []
     if len(recorded.segments.exits) > 1:
-        families += [Threshold(0.5)] if not task.regression else [replace(usual_rules(task)[-1], patience=1)]
+        families += (
+            [replace(usual_rule(task), threshold=0.5)]
+            if not task.regression
+            else [replace(usual_rules(task)[-1], patience=1)]
+        )
     found = {}
     for rule in families:
         about = rule.to_dict()
         kind = str({name: value for name, value in about.items() if name != rule.knob})
-        points = curve(recorded, rule, lambda result: task.score(predictions(result.logits), labels)["score"])
+        points = curve(recorded, rule, lambda result: task.score(predictions(result.logits, task), labels)["score"])
         found.setdefault(kind, {"rule": about, "points": points})
     return list(found.values())
 
@@ -260,7 +268,7 @@ def _replayed(rule: Rule, selection: Record, test: Record, task: Task, label_ran
     passes, losses, score = [], [], -math.inf
     for part in (selection, test) if len(test.labels) else (selection,):
         result = part.replay(rule)
-        predicted, last = predictions(result.logits), predictions(part.logits[:, -1])
+        predicted, last = (predictions(logits, task) for logits in (result.logits, part.logits[:, -1]))
         passes.append(result.cost.layer_passes)
         losses.append(paired_losses(task, part.labels, predicted, last, label_range))
         score = task.score(predicted, part.labels)["score"]

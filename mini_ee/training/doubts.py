@@ -47,7 +47,7 @@ def of_result(task: Task, train_labels: np.ndarray, held_labels: np.ndarray, pre
             f"(a few hundred are usual), and {len(held_labels)} held out, on which accuracy is known to about "
             f"{100 / np.sqrt(len(held_labels)):.0f} points."
         )
-    if task.regression:
+    if task.regression or task.multi_label:
         return lines
     counts = np.bincount(train_labels, minlength=task.num_labels)
     most, share = int(counts.argmax()), counts.max() / len(train_labels)

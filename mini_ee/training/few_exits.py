@@ -64,7 +64,7 @@ def _best(recorded: Record, task: Task, agreement: float, saved: Callable[[ExitR
     best = 0.0
     for rule in candidates(recorded, task):
         result = recorded.replay(rule)
-        if task.score(predictions(result.logits), recorded.labels)["score"] >= agreement:
+        if task.score(predictions(result.logits, task), recorded.labels)["score"] >= agreement:
             best = max(best, saved(result))
     return best
 
@@ -79,7 +79,7 @@ def savings_curve(recorded: Record, task: Task, rule: Rule, head: float) -> dict
         net = net_savings(result, layers, head) if each.needs is not None else 0.0  # the full model reads one head
         return {
             "rule": each.to_dict(),
-            "agreement": task.score(predictions(result.logits), recorded.labels)["score"],
+            "agreement": task.score(predictions(result.logits, task), recorded.labels)["score"],
             "layers_saved": float(1 - result.cost.depth.mean() / layers),
             "net_saved": net,
         }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mini_ee.backbones.fine_tuned import label_names
+from mini_ee.backbones.fine_tuned import is_multi_label, label_names
 from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import Task, holdout
@@ -48,6 +48,7 @@ class RowUnit(Unit):
         found = open_task(task, source)
         if request.method.keeps_model:
             _check_labels(found, label_names(request.model), request.model)
+            found = replace(found, multi_label=is_multi_label(request.model))
         elif request.common.keep_exits is not None or request.common.tolerance is not None:
             raise WrongArguments(
                 f"keep_exits and tolerance are for a model that stays as it is, not for {request.name}"
@@ -81,8 +82,9 @@ class RowUnit(Unit):
         task = train.task
         if (train.labels == train.labels[0]).all():
             found = f"{request.model} predicts" if request.method.keeps_model else "found only"
+            label = "same labels" if task.multi_label else f"label {train.labels[0]}"
             raise ValueError(
-                f"{task.name}: {found} the label {train.labels[0]} for all {len(train)} examples to train on, so "
+                f"{task.name}: {found} the {label} for all {len(train)} examples to train on, so "
                 f"there is nothing to learn; give examples with different labels"
             )
         begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
@@ -104,7 +106,7 @@ class RowUnit(Unit):
         if task.regression:
             wanted["label_range"] = float(np.ptp(data.train.labels))
         chosen = default_rule(recorded, tested, task, **wanted, candidates=request.method.candidates)
-        predicted = predictions(recorded.replay(chosen.rule).logits)
+        predicted = predictions(recorded.replay(chosen.rule).logits, task)
         metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, labels)
         metrics |= {
             "doubts": doubts.of_result(task, data.train.labels, labels, predicted),
@@ -161,7 +163,7 @@ def _labelled_by_model(request, backbone, tokenizer, exits: list[int]) -> list[R
     model = FrozenClassifier(backbone, tuple(exits), task.num_labels, pool).to(request.common.device)
     encoded, number = encode(tokenizer, rows.texts, backbone), np.arange(len(rows))
     found = RowData(encoded, number, task).states(model)
-    own, states = predictions(found.logits(model)[:, -1]), found.states
+    own, states = predictions(found.logits(model)[:, -1], task), found.states
     metrics = task.metrics if task.regression else ("accuracy",)
     task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=own)})
     parts = split_rows(

@@ -34,7 +34,7 @@ from mini_ee.backbones.hub import (
     save_backbone,
     without_memory,
 )
-from mini_ee.confidence import max_probability
+from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
@@ -58,8 +58,8 @@ WRITTEN_TOKENS = 100
 class Answer(NamedTuple):
     """The result for one example."""
 
-    label: str | float  # a number for regression
-    confidence: float | None  # the largest probability; None for regression
+    label: str | float | dict[str, float]  # a number for regression; of several labels at once their probabilities
+    confidence: float | None  # the largest probability, or that of the weakest label; None for regression
     layers: int | float  # at its exit; if tokens exit, their mean
 
 
@@ -94,7 +94,7 @@ class Run(NamedTuple):
     @property
     def default_measure(self) -> str:
         """The confidence measure of a rule, if none is named."""
-        return load_unit(self.unit).default_measure
+        return next(iter(LABEL_MEASURES)) if self.multi_label else load_unit(self.unit).default_measure
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -112,6 +112,11 @@ class Run(NamedTuple):
     def label_names(self) -> list[str]:
         """Empty for regression."""
         return self.config["task"]["label_names"]
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an example may have several labels at once."""
+        return self.config.get("task", {}).get("multi_label", False)
 
     @property
     def weight_bytes(self) -> int:
@@ -138,9 +143,7 @@ class Run(NamedTuple):
         answers = []
         for rows in in_order(len(encoded), batch_size):
             result = early_exit(segments, self.rule, encoded.batch(rows))
-            labels = [names[best] for best in result.logits.argmax(axis=1)] if names else result.logits[:, 0].tolist()
-            confidences = max_probability(result.logits).tolist() if names else [None] * len(labels)
-            answers += map(Answer, labels, confidences, result.cost.depth.tolist())
+            answers += map(Answer, *named(result.logits, names, self.multi_label), result.cost.depth.tolist())
         return answers
 
     def embed(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
@@ -373,4 +376,5 @@ def about_task(task: Task) -> dict:
         "metrics": list(task.metrics),
         "texts": len(task.split("train").texts[0]),
         "train_sha256": task.split("train").sha256(),
+        **({"multi_label": True} if task.multi_label else {}),
     } | ({} if task.folder is None else {"folder": task.folder, "options": task.options.given()})

@@ -187,6 +187,8 @@ def check_task(run: Run, task: Task, folder: Path) -> None:
     texts, found = run.config["task"]["texts"], len(next(iter(task.splits.values())).texts[0])
     if texts != found:
         raise WrongArguments(f"{folder}: was trained on examples of {texts} texts; {task.name} has {found}")
+    if run.multi_label:
+        raise WrongArguments(f"{folder}: gives a text several labels at once, and an example of {task.name} has one")
     if run.label_names != list(task.label_names):
         raise WrongArguments(
             f"{folder}: was trained on {run.config['task']['name']} with the labels "

@@ -9,7 +9,7 @@ import torch
 
 from mini_ee.backbones import hub
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.fine_tuned import label_names
+from mini_ee.backbones.fine_tuned import is_multi_label, label_names
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.errors import WrongArguments
 from mini_ee.exits import heads
@@ -48,6 +48,13 @@ def test_every_kind_of_head_is_among_them():
     )
     assert {head.layout.activation for head in found} == {"tanh", "gelu", "relu"}
     assert {len(head.weights["out.weight"]) for head in found} == {1, 2, 3}
+
+
+def test_which_classifiers_give_several_labels_at_once_is_read_from_config_json():
+    assert [kind for kind in KINDS if is_multi_label(GOLDEN / kind)] == ["several-labels"]
+    assert [kind for kind in KINDS if load_backbone(GOLDEN / kind).classification_head.multi_label] == [
+        "several-labels"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +97,7 @@ def edited(folder, **keys):
         ({"id2label": {"0": "LABEL_0"}}, ()),
         ({"id2label": {"0": "spam"}, "problem_type": "single_label_classification"}, ("spam",)),
         ({"problem_type": "regression", "id2label": {"0": "score"}}, ()),
+        ({"problem_type": "multi_label_classification", "id2label": {"0": "rude", "1": "spam"}}, ("rude", "spam")),
     ],
 )
 def test_the_labels_are_those_of_config_json(tmp_path, keys, expected):
@@ -100,7 +108,11 @@ def test_the_labels_are_those_of_config_json(tmp_path, keys, expected):
 REFUSED = [
     ({"architectures": ["BertModel"]}, "expected a fine-tuned classifier, .* found 'BertModel'; `mini-ee train joint`"),
     ({"architectures": None}, "expected a fine-tuned classifier, .* found None"),
-    ({"problem_type": "multi_label_classification"}, "several labels at once .*not supported yet"),
+    (
+        {"problem_type": "multi_label_classification", "id2label": {str(i): str(i) for i in range(64)}},
+        "several labels at once .* of 64; from 2 to 63",
+    ),
+    ({"problem_type": "multi_label_classification", "id2label": {"0": "spam"}}, "of 1; from 2 to 63"),
     ({"problem_type": "regression"}, "predicts 3 numbers for an input .*not supported yet"),
 ]
 
