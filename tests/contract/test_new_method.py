@@ -1,6 +1,6 @@
 """What a method costs: one file and one line. This one has an option, a module of its own, and a policy.
 
-The same block stands in README.md. It is written into a temporary package, registered by one line, and then trained,
+The same block stands in tutorial.md. It is written into a temporary package, registered by one line, and then trained,
 evaluated, calibrated, compared, exported and run like any other, on rows and on tokens.
 """
 
@@ -166,7 +166,7 @@ def test_it_teaches_tokens_too(package, decoder_checkpoint, tmp_path, capsys):
     assert run.unit == "tokens" and len(run.generate(["the film"], max_new_tokens=4)) == 1
 
 
-def test_readme_shows_this_very_method():
-    text = (ROOT / "README.md").read_text()
+def test_the_tutorial_shows_this_very_method():
+    text = (ROOT / "tutorial.md").read_text()
     shown = textwrap.dedent(text[text.index("# my_methods/doubt.py") :]).split("```")[0]
     assert METHOD.split('"""', 2)[2].strip() in shown
