@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -28,7 +29,7 @@ HERE = Path(__file__).parent
 TUTORIAL = "tutorial.md"
 CORE = ("early_exit", "segments", "rules", "confidence", "calibration", "recording", "backbones/bert")
 FOLDERS = ("methods", "baselines", "training", "exits", "backbones")
-CODE = ("mini_ee/*.py", *(f"mini_ee/{each}/*.py" for each in FOLDERS), "export/*.py")
+CODE = ("mini_ee/*.py", *(f"mini_ee/{each}/*.py" for each in FOLDERS), "export/*.py", "tests/spec/*.py")
 
 
 class Page(NamedTuple):
@@ -37,7 +38,7 @@ class Page(NamedTuple):
     path: str  # in the site
     name: str  # in the navigation
     content: Text | Code
-    notes: str = ""  # HTML at the top of a page of code
+    notes: str = ""  # Markdown below the title of a page of code
 
 
 def markdown_page(source: str, name: str = "", text: str | None = None) -> Page:
@@ -48,11 +49,11 @@ def markdown_page(source: str, name: str = "", text: str | None = None) -> Page:
 
 
 def tutorial_pages() -> list[Page]:
-    """tutorial.md: the part before the first section, then a page a section."""
+    """tutorial.md, a page a section; text before the first section is a page too."""
     parts, fenced = [[]], False
     for line in (ROOT / TUTORIAL).read_text().splitlines():
         fenced ^= line.startswith("```")
-        if line.startswith("## ") and not fenced:
+        if line.startswith("## ") and not fenced and sum(map(bool, parts[-1])) > 1:  # more than its heading
             parts.append([])
         parts[-1].append(line)
     pages, slugs = [], Counter()
@@ -72,33 +73,33 @@ def code_pages() -> dict[str, Page]:
 
 def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
     """The navigation: title -> pages, in the order in which they are read."""
-    guides = sorted((path.relative_to(ROOT).as_posix() for path in ROOT.glob("export/**/*.md")), key=_readme_first)
-    guides = [path for path in guides if "node_modules" not in path and "vendor" not in path]
-    results = [f"results/{paper}.md" for paper in PAPERS]
-    others = sorted(f"results/{path.name}" for path in ROOT.glob("results/*.md"))
-    results = ["results/README.md", *results, *(path for path in others if path not in ("results/README.md", *results))]
+    files = {source: page.content for source, page in code.items()}
     papers = {module: paper_notes(paper) for paper, module in PAPERS.items()}
     return {
         "": [markdown_page("README.md", "Home"), markdown_page("live.md", "In your browser", live)],
         "Tutorial": tutorial_pages(),
         "Papers and their code": [
-            code[module]._replace(name=notes.title, notes=notes.html) for module, notes in papers.items()
+            code[module]._replace(name=title, notes=notes) for module, (title, notes) in papers.items()
         ],
         "Code": [
-            markdown_page(
-                "methods.md", "All methods", methods_table({each: page.content for each, page in code.items()})
-            ),
+            markdown_page("methods.md", "All methods", methods_table(files)),
             *(code[f"mini_ee/{name}.py"] for name in CORE),
-            markdown_page("files.md", "All files", all_files(page.content for page in code.values())),
+            markdown_page("files.md", "All files", all_files(files)),
         ],
-        "Results": [markdown_page(path) for path in results],
-        "Deployment": [markdown_page(path) for path in guides],
+        "Results": markdown_pages("results/*.md", ["README", *PAPERS]),
+        "Deployment": markdown_pages("export/*.md", ["README"]) + markdown_pages("export/[!w]*/*.md"),
         "Project": [markdown_page(path) for path in ("CONTRIBUTING.md", "weights/README.md", "CHANGELOG.md")],
     }
 
 
-def _readme_first(path: str) -> tuple[int, bool, str]:
-    return path.count("/"), not path.endswith("README.md"), path
+def markdown_pages(pattern: str, first: Sequence[str] = ()) -> list[Page]:
+    """The files that match. first: names of those that come before the others."""
+    paths = sorted(ROOT.glob(pattern), key=lambda path: ([*first, path.stem].index(path.stem), path))
+    return [markdown_page(path.relative_to(ROOT).as_posix()) for path in paths]
+
+
+def _in_order(groups: dict[str, list[Page]]) -> list[Page]:
+    return [page for pages in groups.values() for page in pages]
 
 
 def links_of(pages: list[Page]) -> Links:
@@ -131,8 +132,6 @@ def navigation(groups: dict[str, list[Page]], current: Page) -> str:
 def steps(order: list[Page], current: Page) -> str:
     """Links to the previous and the next page."""
     paths = [page.path for page in order]
-    if current.path not in paths:
-        return ""
     at, found = paths.index(current.path), []
     for other, mark in ((at - 1, "← {}"), (at + 1, "{} →")):
         if 0 <= other < len(order):
@@ -145,8 +144,8 @@ def build(out: Path, live: str) -> list[Page]:
     """Write all pages and what they need. Raises ValueError for links to files that do not exist."""
     code = code_pages()
     groups = groups_of(code, live)
-    order = [page for pages in groups.values() for page in pages]
-    pages = order + [page for page in code.values() if page.path not in {each.path for each in order}]
+    listed = _in_order(groups)
+    pages = listed + [page for page in code.values() if page.path not in {each.path for each in listed}]
     links, template = links_of(pages), Template((HERE / "page.html").read_text())
     for page in pages:
         content, is_code = page.content, isinstance(page.content, Code)
@@ -155,7 +154,12 @@ def build(out: Path, live: str) -> list[Page]:
         else:
             body = links.render(content.tokens, content.source, page.path)
         parts = {"title": f"{html.escape(page.name)} · mini_ee", "kind": "code-page" if is_code else "prose"}
-        parts |= {"root": relative(".", page.path), "nav": navigation(groups, page), "steps": steps(order, page)}
+        shown = groups if page in listed else groups | {"Code": [*groups["Code"], page]}
+        parts |= {
+            "root": relative(".", page.path),
+            "nav": navigation(shown, page),
+            "steps": steps(_in_order(shown), page),
+        }
         target = out / page.path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(template.substitute(parts, body=body))

@@ -8,9 +8,10 @@ import textwrap
 import tokenize
 from dataclasses import dataclass, field
 
-from prose import DOCSTRING, ROOT, Links, highlighted, relative
+from prose import DOCSTRING, MARKDOWN, ROOT, Links, highlighted, relative
 
 SECTION = re.compile(r"-{2,} *(.*?)[ .]*-{2,}$")  # of a comment: "---- The equations ----"
+IMPORTS = (ast.Import, ast.ImportFrom)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NAME = re.compile(r'(?<!<span class="o">\.</span>)<span class="n[nc]?">([\w.]+)</span>')
 
@@ -20,8 +21,7 @@ class Row:
     """Lines of the file with the text next to them."""
 
     text: str = ""
-    anchor: str = ""
-    name: str = ""  # of the function or class that begins here
+    name: str = ""  # of the function or class that begins here, and the anchor
     section: str = ""
     code: list[str] = field(default_factory=list)
 
@@ -37,6 +37,8 @@ class Code:
         self.names = [node.name for node in self.tree.body if isinstance(node, DEFINITIONS)]
         self.rows = {1: Row()}  # by their first line
         self.hidden = _lines(self.tree.body[0]) if self.head else set()  # lines of text
+        statements = [node for node in self.tree.body if _lines(node).isdisjoint(self.hidden)]
+        self._row(next((each.lineno for each in statements if not isinstance(each, IMPORTS)), 1))  # ends the imports
         self._comments()
         self._documented(self.tree)
 
@@ -67,7 +69,7 @@ class Code:
         for node in parent.body:
             if isinstance(node, DEFINITIONS):
                 row = self._row(min(each.lineno for each in (node, *node.decorator_list)))
-                row.anchor = row.name = f"{prefix}{node.name}"
+                row.name = f"{prefix}{node.name}"
                 if docstring := ast.get_docstring(node):
                     row.text = "\n\n".join(filter(None, (row.text, docstring)))
                     self.hidden |= _lines(node.body[0])
@@ -83,16 +85,19 @@ class Code:
         return [(name, name) for name in self.names]
 
     def html(self, links: Links, page: str, notes: str = "") -> str:
-        """The body of the page. notes: HTML below its title."""
+        """The body of the page. notes: Markdown below its title."""
         targets = _targets(self.tree, links, page) | {name: f"#{name}" for name in self.names}
-        head = self.head.partition("\n")[2]
-        parts = [f"<h1><code>{self.source}</code></h1>", self._text(f"**{self.title}**", links, page), notes]
+        first, _, head = self.head.partition("\n\n")
+        first = first if "\n" in first else f"**{first}**"
+        parts = [f"<h1><code>{self.source}</code></h1>", self._text(first, links, page)]
+        if notes:
+            parts.append(f'<div class="notes">{links.render(MARKDOWN.parse(notes), "README.md", page)}</div>')
         parts += [f'<div class="head">{self._text(head, links, page)}</div><div class="rows">']
         for row in self._with_code():
             lines = "\n".join(row.code).strip("\n")
             section = f"<h2>{html.escape(row.section)}</h2>" if row.section.strip() else ""
-            anchor = f' id="{row.anchor}"' if row.anchor else ""
-            name = f'<h3><a href="#{row.anchor}">{row.name}</a></h3>' if row.name else ""
+            anchor = f' id="{row.name}"' if row.name else ""
+            name = f'<h3><a href="#{row.name}">{row.name}</a></h3>' if row.name else ""
             code = f"<pre><code>{_linked(lines, targets)}</code></pre>" if lines.strip() else ""
             if row is self.rows[1] and not (name or row.text) and code:
                 parts.append(f"<details><summary>Imports</summary>{code}</details>")
@@ -151,7 +156,7 @@ def _targets(tree: ast.Module, links: Links, page: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 for module, anchor in ((f"{node.module}.{alias.name}", ""), (node.module, f"#{alias.name}")):
-                    path = f"{module.replace('.', '/')}.py"
+                    path = f"{module.replace('.', '/').replace('mini_ee/export', 'export')}.py"
                     if path in links.pages and (not anchor or (path, alias.name) in links.anchors):
                         found[alias.asname or alias.name] = relative(links.pages[path], page) + anchor
                         break

@@ -18,6 +18,7 @@ from pygments.util import ClassNotFound
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_CELL = 60  # characters of a cell that must not become narrow
+ALERT = re.compile(r"\[!(\w+)\](\n?)")  # of GitHub: the first line of a block quote
 FILE_NAME = re.compile(r"[\w./-]*\w\.(?:py|md)\b")
 
 
@@ -64,7 +65,7 @@ class Text:
         slugs = Counter() if slugs is None else slugs
         for token, inline in zip(self.tokens, self.tokens[1:]):
             if token.type == "heading_open":
-                words = "".join(each.content for each in inline.children)
+                words = _words(inline)
                 anchor = slug(words)
                 slugs[anchor] += 1
                 anchor += f"-{slugs[anchor] - 1}" if slugs[anchor] > 1 else ""
@@ -75,6 +76,10 @@ class Text:
         for token in _flat(self.tokens):
             if token.type in ("html_block", "html_inline"):
                 self.anchors.update(re.findall(r'\b(?:id|name)="([^"]+)"', token.content))
+
+
+def _words(inline: Token) -> str:
+    return "".join(each.content for each in inline.children)
 
 
 def _flat(tokens: list[Token]) -> Iterator[Token]:
@@ -119,9 +124,12 @@ class Links:
 
     def render(self, tokens: list[Token], source: str, page: str, parser: MarkdownIt = MARKDOWN) -> str:
         """The tokens as HTML, with addresses for this page."""
-        for token, inline in zip(tokens, [*tokens[1:], None]):
-            if token.type == "td_open" and len(inline.content) > LONG_CELL:
+        for at, token in enumerate(tokens):
+            if token.type == "td_open" and len(_words(tokens[at + 1])) > LONG_CELL:
                 token.attrSet("class", "long")
+            if token.type == "blockquote_open" and (match := ALERT.match(tokens[at + 2].content)):
+                token.attrSet("class", match[1].lower())
+                del tokens[at + 2].children[: 2 if match[2] else 1]
             if token.type == "html_block":
                 token.content = self._html(token.content, source, page)
             if token.children:

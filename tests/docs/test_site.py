@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -12,28 +11,26 @@ import pytest
 from chromium import CHROMIUM, Chromium
 
 ROOT = Path(__file__).parents[2]
-LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href", "video": "src"}
 
+EQUATIONS = {  # page of a paper -> a part of one of its formulas
+    "lora_exits.html": "<mi>&#x003BB;</mi>",
+    "self_supervised.html": "<mi>&#x003B8;</mi>",
+    "raee.html": "<mo>&#x02211;</mo>",
+    "consistent.html": "<mo>&#x0220F;</mo>",
+}
 SHOWN = ("index.html", "tutorial/1-the-loop.html", "mini_ee/methods/raee.html", "results/raee.html")
 LOGGED = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")  # events of the DevTools protocol
 
 
-class Page(HTMLParser):
+class Page:
     """The anchors of a page, its links, and what it loads."""
 
     def __init__(self, path):
-        super().__init__()
-        self.anchors, self.links, self.loads, self.tags = set(), [], [], set()
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.tags.add(tag)
-        self.anchors |= {attrs[name] for name in ("id", "name") if attrs.get(name)}
-        if tag == "a" and "href" in attrs:
-            self.links.append(attrs["href"])
-        if tag in LOADS and attrs.get(LOADS[tag]):
-            self.loads.append(attrs[LOADS[tag]])
+        text = path.read_text()
+        self.anchors = set(re.findall(r'\b(?:id|name)="([^"]+)"', text))
+        self.links = re.findall(r'<a [^>]*?href="([^"]*)"', text)
+        loaded = r'<(?:script|img|iframe|source|link|video)\b[^>]*?(?:src|srcset|href)="([^"]*)"'
+        self.loads, self.scripts = re.findall(loaded, text), "<script" in text
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +65,24 @@ def test_every_link_leads_to_a_page_and_an_anchor_that_exist(pages):
 def test_a_page_loads_nothing_from_elsewhere(site, pages):
     for path, page in pages.items():
         outside = [address for address in page.loads if urlsplit(address).scheme not in ("", "data")]
-        assert not outside and "script" not in page.tags, f"{path}: {outside}"
+        assert not outside and not page.scripts, f"{path}: {outside}"
     assert not re.search(r"@import|url\(", (site / "page.css").read_text())
+
+
+def test_equations_of_the_papers_are_formulas(site):
+    for name, equation in EQUATIONS.items():
+        text = re.sub(r"<pre>.*?</pre>", "", (site / "mini_ee" / "methods" / name).read_text(), flags=re.S)
+        assert "$" not in text and equation in text, name
+
+
+def test_a_docstring_needs_no_backslashes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from equations import latex_of_docstring
+
+    assert latex_of_docstring("sum_{i<t} pi_t 1(p >= tau)") == r"\sum _{i<t} \pi _t 𝟙(p \ge  \tau )"
+    assert (
+        latex_of_docstring("P(exit at t) = KL(y | x)") == r"P(\mathrm{exit}\ \mathrm{at}\ t) = \mathrm{KL}(y \mid  x)"
+    )
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Debian's chromium")
