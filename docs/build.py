@@ -6,7 +6,7 @@
 
 prose.py      Markdown as HTML, and links between pages     code_page.py  a Python file: text next to its code
 equations.py  formulas as MathML                            live.py       the model in the browser
-overviews.py  the tables of methods and files, and the verdicts on a paper
+overviews.py  the tables of methods and files, and what stands above the code of a paper
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Page(NamedTuple):
     path: str  # in the site
     name: str  # in the navigation
     content: Text | Code
-    notes: str = ""  # Markdown below the title of a page of code
+    notes: Text | None = None  # below the title of a page of code
 
 
 def markdown_page(source: str, name: str = "", text: str | None = None) -> Page:
@@ -74,7 +74,7 @@ def code_pages() -> dict[str, Page]:
 def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
     """The navigation: title -> pages, in the order in which they are read."""
     files = {source: page.content for source, page in code.items()}
-    papers = {module: paper_notes(paper) for paper, module in PAPERS.items()}
+    papers = {module: paper_notes(paper) for paper, module in PAPERS.items() if module in code}
     return {
         "": [markdown_page("README.md", "Home"), markdown_page("live.md", "In your browser", live)],
         "Tutorial": tutorial_pages(),

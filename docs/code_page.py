@@ -8,7 +8,7 @@ import textwrap
 import tokenize
 from dataclasses import dataclass, field
 
-from prose import DOCSTRING, MARKDOWN, ROOT, Links, highlighted, relative
+from prose import DOCSTRING, ROOT, Links, Text, highlighted, relative
 
 SECTION = re.compile(r"-{2,} *(.*?)[ .]*-{2,}$")  # of a comment: "---- The equations ----"
 IMPORTS = (ast.Import, ast.ImportFrom)
@@ -84,14 +84,14 @@ class Code:
         """(anchor, words) of sections, functions and classes."""
         return [(name, name) for name in self.names]
 
-    def html(self, links: Links, page: str, notes: str = "") -> str:
-        """The body of the page. notes: Markdown below its title."""
+    def html(self, links: Links, page: str, notes: Text | None = None) -> str:
+        """The body of the page. notes: below its title."""
         targets = _targets(self.tree, links, page) | {name: f"#{name}" for name in self.names}
         first, _, head = self.head.partition("\n\n")
         first = first if "\n" in first else f"**{first}**"
         parts = [f"<h1><code>{self.source}</code></h1>", self._text(first, links, page)]
         if notes:
-            parts.append(f'<div class="notes">{links.render(MARKDOWN.parse(notes), "README.md", page)}</div>')
+            parts.append(f'<div class="notes">{links.render(notes.tokens, notes.source, page)}</div>')
         parts += [f'<div class="head">{self._text(head, links, page)}</div><div class="rows">']
         for row in self._with_code():
             lines = "\n".join(row.code).strip("\n")

@@ -1,13 +1,10 @@
-"""Pages and notes that are made of the registry, of the heads of files, and of the records of results/."""
+"""Pages made of the registry and of the heads of files, and what a result page says at the top of a paper's code."""
 
-from collections import Counter
 from itertools import groupby
 
 from code_page import Code
-from prose import ROOT
+from prose import ROOT, Text
 
-from mini_ee.experiments.recipe import load_recipe
-from mini_ee.experiments.result_page import in_short, judge_claim, read_data
 from mini_ee.registry import METHODS
 
 PAPERS = {  # result page -> the file that implements the paper
@@ -18,22 +15,20 @@ PAPERS = {  # result page -> the file that implements the paper
 }
 
 
-def paper_notes(paper: str) -> tuple[str, str]:
-    """The name of a paper, and Markdown: the verdicts on its claims, from the records in results/."""
-    recipe = load_recipe(paper)
-    data = read_data(ROOT / "results" / paper, recipe)
-    judged = [judge_claim(claim, data) for claim in recipe["claims"]]
-    counts = Counter(each.verdict for each in judged if not each.claim.get("control"))
-    summary = ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
-    lines = [
-        *in_short(recipe, data)[:1],
-        f"<details><summary>Verdicts of its {counts.total()} claims: {summary}</summary>",
-    ]
-    for number, (claim, _, verdict) in enumerate(judged, 1):
-        control = "*control:* " if claim.get("control") else ""
-        lines.append(f'{number}. <span class="{verdict.replace(" ", "-")}">{verdict}</span> {control}{claim["text"]}')
-    lines += ["</details>", f"[All results of {recipe['title']}](results/{paper}.md)"]
-    return recipe["title"], "\n\n".join(lines)
+def paper_notes(paper: str) -> tuple[str, Text]:
+    """The name of a paper, and from its result page the answer and the claims with their verdicts."""
+    source = f"results/{paper}.md"
+    head, *sections = (ROOT / source).read_text().split("\n## ")
+    title, *paragraphs = head.removeprefix("# ").split("\n\n")
+    lines = [each for each in paragraphs if not each.startswith(("!", "|", "<", "Made by"))]
+    for claims in (each for each in sections if each.startswith("Claims\n")):
+        lines += [
+            "<details><summary>Its claims, and what we found</summary>",
+            claims.removeprefix("Claims\n"),
+            "</details>",
+        ]
+    lines += [f"[All results of {title}]({paper}.md)"]
+    return title, Text("\n\n".join(lines), source)
 
 
 def methods_table(files: dict[str, Code]) -> str:

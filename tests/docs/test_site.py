@@ -37,7 +37,7 @@ class Page:
 def site(tmp_path_factory):
     """The folder, without the model that runs in the browser."""
     out = tmp_path_factory.mktemp("site") / "out"
-    subprocess.run([sys.executable, ROOT / "docs" / "build.py", out, "--no-live"], check=True, capture_output=True)
+    subprocess.run([sys.executable, ROOT / "docs" / "build.py", out, "--no-live"], check=True)
     return out
 
 
