@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = "live"
-SETTINGS = {"epochs": 2, "max_train": 1500}
+SETTINGS = {"epochs": 2, "max_train": 1000}
 FRAME = f"""# A model that runs in your browser
 
 This is the page that `mini-ee export RUN --web` writes: the built-in BERT with an exit after every layer, trained on

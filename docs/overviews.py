@@ -1,6 +1,7 @@
 """Pages made of the registry and of the heads of files, and what a result page says at the top of a paper's code."""
 
 from itertools import groupby
+from pathlib import Path
 
 from code_page import Code
 from prose import ROOT, Text
@@ -23,7 +24,7 @@ def paper_notes(paper: str) -> tuple[str, Text]:
     lines = [each for each in paragraphs if not each.startswith(("!", "|", "<", "Made by"))]
     for claims in (each for each in sections if each.startswith("Claims\n")):
         lines += [
-            "<details><summary>Its claims, and what we found</summary>",
+            "<details><summary>Its claims, and our verdicts</summary>",
             claims.removeprefix("Claims\n"),
             "</details>",
         ]
@@ -32,13 +33,13 @@ def paper_notes(paper: str) -> tuple[str, Text]:
 
 
 def methods_table(files: dict[str, Code]) -> str:
-    """Markdown: every method of the registry with its file and the first line of it."""
+    """Markdown: every method of the registry with the first line of its file."""
     about = "`mini-ee train NAME` trains each of them; `mini-ee train NAME --help` lists its options."
     lines = ["# All methods", "", about, ""]
-    for folder, title in (("methods", "Papers, and a method of ours"), ("baselines", "Baselines")):
-        lines += [f"## {title}", "", "| name | idea | file |", "|---|---|---|"]
+    for folder, title in (("methods", "Papers"), ("baselines", "Baselines")):
+        lines += [f"## {title}", "", "| method | idea |", "|---|---|"]
         paths = {name: f"{module.replace('.', '/')}.py" for name, module in METHODS.items() if folder in module}
-        lines += [f"| `{name}` | {_cell(files[path].title)} | {_link(path)} |" for name, path in paths.items()]
+        lines += [f"| [`{name}`]({path}) | {_cell(files[path].title)} |" for name, path in paths.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -48,13 +49,9 @@ def all_files(files: dict[str, Code]) -> str:
     lines = ["# All files", ""]
     for folder, each in groupby(files.values(), key=lambda code: code.source.rpartition("/")[0]):
         lines += [f"## {folder}/", "", "| file | what it contains |", "|---|---|"]
-        lines += [f"| {_link(code.source)} | {_cell(code.title)} |" for code in each]
+        lines += [f"| [{Path(code.source).name}]({code.source}) | {_cell(code.title)} |" for code in each]
         lines.append("")
     return "\n".join(lines)
-
-
-def _link(path: str) -> str:
-    return f"[{path.rpartition('/')[2]}]({path})"
 
 
 def _cell(text: str) -> str:
