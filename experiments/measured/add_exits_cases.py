@@ -207,15 +207,12 @@ def shift(sources: Sources, work: Path, name: str, split: str, tighten: bool) ->
     served, metrics = serve(folder, texts, ["--epsilon", str(AGREEMENT), "--tighten"] if tighten else [])
     found = [each["label"] == label for each, label in zip(served, own)]
     layers = [each["layers"] for each in served]
-    half = len(served) // 2
     return {
         "task": name,
         "tighten": tighten,
         "texts": len(texts),
         "served_agreement": float(np.mean(found)),
         "served_saved": 1 - float(np.mean(layers)) / runtime.exits[-1],
-        "late_agreement": float(np.mean(found[half:])),
-        "late_saved": 1 - float(np.mean(layers[half:])) / runtime.exits[-1],
         "metrics": metrics,
     }
 

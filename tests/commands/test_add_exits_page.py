@@ -34,7 +34,7 @@ def case(task="SST-2", seed=0, saved=0.4, agreement=0.99, exits=(2, 6), **other)
 def shifted(task: str, agreement: float, tighten: bool = False) -> dict:
     """The answers of a server, which reports an agreement from .9 to .98."""
     ends = {"agreement end low": 0.9, "agreement end mean": 0.95, "agreement end high": 0.98}
-    shares = {f"{name}_{key}": agreement for name in ("served", "late") for key in ("agreement", "saved")}
+    shares = {"served_agreement": agreement, "served_saved": agreement}
     metrics = ends | {"exit_drift": 0.2, "tightened_total": 0.0}
     return {"task": task, "tighten": tighten, "metrics": metrics} | shares
 
