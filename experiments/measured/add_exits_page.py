@@ -308,8 +308,8 @@ def shift_text(found: list[dict]) -> str:
     return (
         f"The reported interval contains the true agreement in {inside} of {len(plain)} cases. "
         f"The agreement is below {AGREEMENT:.0%} on {', '.join(below) or 'none of them'}. "
-        f"The layers saved are {100 * home['served_saved']:.1f} % on {home['task']}, {less}: other texts exit "
-        f"elsewhere, and the drift shows it without labels and without shadow requests. `--tighten` has raised thresholds on "
+        f"The layers saved are {100 * home['served_saved']:.1f} % on {home['task']}, {less}. Other texts exit "
+        f"elsewhere, and the drift shows it without labels and shadow requests. `--tighten` has raised thresholds on "
         f"{', '.join(tightened) or 'none of them'}; it waits until a test shows that the agreement is too low."
     )
 
