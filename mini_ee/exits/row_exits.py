@@ -6,7 +6,7 @@ RowData         encoded rows with their labels, as training data
 States          the states of every exit, computed once, for a stage that trains with a frozen backbone
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +19,13 @@ from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.exits.heads import ExitHead, exit_heads, load_head
+from mini_ee.exits.state_store import Allocate, in_memory
 from mini_ee.recording import Record, predictions, record
 from mini_ee.segments import Reading, Segments
 
 STATES_BATCH = 64  # rows in a batch without training
+
+PART = 8192  # rows whose heads are read together
 
 Fork = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """(k, hidden) -> the input of exit k, and that of the layers above: equal values, whose gradients may differ."""
@@ -251,21 +254,23 @@ class RowData(NamedTuple):
         return scores, more
 
     @torch.no_grad()
-    def states(self, model: RowExits) -> "States":
+    def states(self, model: RowExits, allocate: Allocate = in_memory) -> "States":
         """The states of all exits of every row, in eval mode."""
         if self.known is not None:
-            columns = [self.known.layers.index(layer) for layer in model.exits]
-            return States(self.known.states[:, columns], torch.from_numpy(self.labels), *self._about())
-        device, states = next(model.parameters()).device, None
+            columns, states = [self.known.layers.index(layer) for layer in model.exits], self.known.states
+            states = states if len(columns) == states.shape[1] else states[:, columns]
+            return States(states, torch.from_numpy(self.labels), *self._about())
+        device, stored = next(model.parameters()).device, None
         model.eval()
         batched = list(batches(self.encoded, STATES_BATCH))
-        for rows in tqdm(batched, desc="states", unit="batch", delay=2):
-            inputs, _ = self.batch(rows, device)
-            for k, state in enumerate(model.states(*inputs)):
-                if states is None:
-                    states = torch.empty(len(self), len(model.exits), state.shape[1])
-                states[rows, k] = state.float().cpu()
-        return States(states, torch.from_numpy(self.labels), *self._about())
+        for number, rows in enumerate(tqdm(batched, desc="states", unit="batch", delay=2)):
+            if stored is not None and number < stored.done:
+                continue
+            found = torch.stack([state.float().cpu() for state in model.states(*self.batch(rows, device)[0])], dim=1)
+            stored = stored or allocate((len(self), *found.shape[1:]))
+            stored.states[rows] = found
+            stored.wrote(number + 1, last=number + 1 == len(batched))
+        return States(stored.states, torch.from_numpy(self.labels), *self._about())
 
     def _about(self) -> tuple:
         return self.order, self.steps, self.scores_of
@@ -302,10 +307,13 @@ class States(NamedTuple):
         return self.scores_of(self.logits(model))
 
     @torch.no_grad()
-    def logits(self, model: nn.Module) -> np.ndarray:
-        """(N, K, C) float32: the logits of every exit. model: in eval mode."""
-        states = self.states.to(next(model.parameters()).device).unbind(dim=1)
-        return np.stack([model.classify(k, state).float().numpy(force=True) for k, state in enumerate(states)], axis=1)
+    def logits(self, model: nn.Module, exits: Sequence[int] | None = None) -> np.ndarray:
+        """(N, K, C) float32: the logits of every exit, or of those at some places. model: in eval mode."""
+        device, parts = next(model.parameters()).device, []
+        for states in self.states.split(PART):
+            each = zip(exits or range(states.shape[1]), states.to(device)[:, exits or slice(None)].unbind(dim=1))
+            parts.append(np.stack([model.classify(k, state).float().numpy(force=True) for k, state in each], axis=1))
+        return np.concatenate(parts)
 
     def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """The states of every exit, (N, D) each, and the labels (N,)."""

@@ -110,9 +110,8 @@ def row_stage(model: FrozenClassifier, config: Config) -> Stage:
     """The same for examples of a fine-tuned classifier. Nothing below the states is trained: they are computed once."""
     last = len(model.exits) - 1
 
-    def full_logits(model: FrozenClassifier, states: Any) -> Tensor:
-        with torch.no_grad():
-            return model.classify(last, states.states[:, last].to(next(model.parameters()).device)).cpu()
+    def full_logits(model: FrozenClassifier, states: Any) -> np.ndarray:
+        return states.logits(model, [last])[:, 0]
 
     def agreement(model: FrozenClassifier, states: Any) -> dict[str, float]:
         """Mean over the heads of the score against the model's own predictions."""

@@ -3,25 +3,28 @@
 import hashlib
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from mini_ee.backbones.fine_tuned import is_multi_label, label_names
-from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
+from mini_ee.backbones.hub import BUILT_IN_MODEL, backbone_sha256, generates
 from mini_ee.data.columns import TaskOptions
+from mini_ee.data.files import json_sha256
 from mini_ee.data.tasks import Task, holdout
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.classification_head import FrozenClassifier
 from mini_ee.exits.row_exits import Known, RowData, RowExits
+from mini_ee.exits.state_store import Stored
 from mini_ee.recording import Record, exit_scores, predictions, summary
-from mini_ee.training import doubts
+from mini_ee.training import doubts, ranks
 from mini_ee.training.default_rule import Chosen, curves, default_rule
 from mini_ee.training.few_exits import few_exits, head_layers, savings_curve
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.loop import Diverged
-from mini_ee.training.run_folder import about_task, encode, read_trained
+from mini_ee.training.run_folder import about_task, encode, read_trained, training_folder
 from mini_ee.training.train_run import open_task, trained_on
 from mini_ee.training.train_settings import KINDS, RowOptions
 from mini_ee.training.unit import TrainingData, Unit, check_labelled, is_labelled
@@ -156,27 +159,30 @@ def _check_labels(task: Task, names: tuple[str, ...], model) -> None:
 def _labelled_by_model(request, backbone, tokenizer, exits: list[int]) -> list[RowData]:
     """The three parts of the train split, with what the fine-tuned model itself predicts as labels.
 
-    A score is an agreement. The model reads each text once: labels and states come from the same pass.
+    A score is an agreement. The model reads each text once: labels and states come from the same pass. States that do
+    not fit in memory are in the folder of the training's state.
     """
     task, rows = request.task, request.task.split("train")
     pool = RowUnit.head_settings(UNIT, request, backbone)["pool"]
     model = FrozenClassifier(backbone, tuple(exits), task.num_labels, pool).to(request.common.device)
-    encoded, number = encode(tokenizer, rows.texts, backbone), np.arange(len(rows))
-    found = RowData(encoded, number, task).states(model)
-    own, states = predictions(found.logits(model)[:, -1], task), found.states
+    numbered = replace(task, splits={"train": replace(rows, labels=np.arange(len(rows)))})
+    parts = split_rows(numbered, request.seed, request.common.max_train)
+    ends = np.cumsum([0, *map(len, parts)])
+    rows = rows.take(np.concatenate([part.labels for part in parts]))
+    encoded = encode(tokenizer, rows.texts, backbone)
+    about = {"model": backbone_sha256(request.model), "texts": rows.texts, "max_length": tokenizer.max_length}
+    folder = training_folder(request.out) / f"states_{ranks.rank()}"
+    store = partial(Stored, folder=folder, key=json_sha256(about | {"exits": exits, "pool": pool}))
+    found = RowData(encoded, np.arange(len(rows)), task).states(model, store)
+    own = predictions(found.logits(model, [len(exits) - 1])[:, 0], task)
     metrics = task.metrics if task.regression else ("accuracy",)
     task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=own)})
-    parts = split_rows(
-        replace(task, splits={"train": replace(rows, labels=number)}), request.seed, request.common.max_train
-    )
     if task.regression:  # from the training texts alone: what tests the agreement must not define it
-        own_tolerance = TOLERANCE * float(own[parts.train.labels].std())
+        own_tolerance = TOLERANCE * float(own[: ends[1]].std())
         task = replace(task, tolerance=request.common.tolerance or own_tolerance)
     return [
-        RowData(
-            encode(tokenizer, part.texts, backbone), own[part.labels], task, Known(model.exits, states[part.labels])
-        )
-        for part in parts
+        RowData(encode(tokenizer, rows.texts[a:b], backbone), own[a:b], task, Known(model.exits, found.states[a:b]))
+        for a, b in zip(ends, ends[1:])
     ]
 
 
