@@ -22,10 +22,7 @@ import numpy as np
 
 from mini_ee.backbones.fine_tuned import is_multi_label, label_names
 from mini_ee.backbones.hub import backbone_sha256, read_config
-from mini_ee.data.columns import TaskOptions, columns_of
-from mini_ee.data.files import read_json, read_text, write_bytes, write_json
-from mini_ee.data.lines import row_of_line
-from mini_ee.data.table_files import SUFFIXES, file_error, table_rows
+from mini_ee.data.files import read_json, write_bytes, write_json
 from mini_ee.data.tasks import Split, Task
 from mini_ee.data.tokenizer import NO_LIMIT, own_max_length
 from mini_ee.errors import WrongArguments
@@ -214,37 +211,3 @@ texts without labels, {texts["held_out"]:,} others chose the thresholds, and {te
 
 The agreement holds for texts like these. `mini-ee serve exported --shadow .05` watches it in service.
 """
-
-
-# ---- Texts from files ----
-
-
-def read_texts(paths: Sequence[Path], options: TaskOptions = TaskOptions()) -> list[tuple[str, ...]]:
-    """The texts of files without labels: one a line, or .tsv, .csv and .jsonl with their columns. Pairs stay pairs.
-
-    Raises ValueError, of one line, for a file that holds none, or rows with another number of texts than the first.
-    """
-    found: list[tuple[str, ...]] = []
-    for path in paths:
-        rows = list(_rows_of(path, options))
-        if not rows:
-            raise file_error(path, 1, "texts", "none", "give a file with one text a line")
-        found += rows
-        if len({len(row) for row in found}) > 1:
-            raise file_error(path, 1, f"rows of {len(found[0])} texts, as before", f"{len(rows[0])}", "give one kind")
-    return found
-
-
-def _rows_of(path: Path, options: TaskOptions):
-    if path.suffix.lower() not in SUFFIXES:
-        for number, line in enumerate(read_text(path).split("\n"), start=1):
-            try:
-                if line.strip():
-                    yield row_of_line(line.encode(), 2 if "\t" in line else 1)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-        return
-    (_, header), *rows = table_rows(path)
-    columns = columns_of(path, header, options, labelled=False)
-    for _, fields in rows:
-        yield tuple(fields[at] for at in columns.texts)

@@ -28,7 +28,8 @@ def run(args, say) -> dict:
     """Train, test, export; returns the summary."""
     import mini_ee
     from mini_ee.data.files import read_json
-    from mini_ee.export.add_exits import line_of, read_texts
+    from mini_ee.data.text_files import read_texts
+    from mini_ee.export.add_exits import line_of
     from mini_ee.training.train_settings import AddOptions
 
     given = given_options(args, AddOptions) | {"seed": args.seed}

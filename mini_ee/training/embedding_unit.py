@@ -14,11 +14,10 @@ import numpy as np
 
 from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.backbones.sentence_encoder import sentence_pooling
-from mini_ee.data.columns import TaskOptions, columns_of
-from mini_ee.data.files import read_text
+from mini_ee.data.columns import TaskOptions
 from mini_ee.data.settings import option
-from mini_ee.data.table_files import SUFFIXES, table_rows
 from mini_ee.data.tasks import Split, Task
+from mini_ee.data.text_files import rows_of_file
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.embedding_exits import (
@@ -222,12 +221,8 @@ def _texts_of(task, source: TaskOptions) -> Task:
     if path is None or path.is_dir() or not path.is_file():
         named = open_task(task, source)
         name, rows = named.name, named.split("train").texts
-    elif path.suffix.lower() in SUFFIXES:
-        (_, header), *lines = table_rows(path)
-        columns = columns_of(path, header, source, labelled=False)
-        name, rows = path.stem, tuple(tuple(fields[at] for at in columns.texts) for _, fields in lines)
     else:
-        name, rows = path.stem, tuple((line,) for line in read_text(path).split("\n"))
+        name, rows = path.stem, tuple(rows_of_file(path, source))
     texts = list(dict.fromkeys(text for row in rows for text in row if text.strip()))
     if len(texts) < LEAST_TEXTS:
         raise WrongArguments(f"{name}: expected at least {LEAST_TEXTS} different texts, found {len(texts)}; give more")

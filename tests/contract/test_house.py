@@ -61,6 +61,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.reviews",
     "data.table_files",
     "data.tasks",
+    "data.text_files",
     "data.decoder_texts",
     "data.tokenizer",
     "data.values",

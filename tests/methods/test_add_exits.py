@@ -14,10 +14,11 @@ import mini_ee
 from mini_ee.backbones.hub import load_backbone, read_tensors, write_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
+from mini_ee.data.text_files import read_texts
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.export import add_exits as add_exits_module
-from mini_ee.export.add_exits import card, line_of, read_texts
+from mini_ee.export.add_exits import card, line_of
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import NeverExit
 from mini_ee.training.holdout import split_rows
