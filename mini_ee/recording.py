@@ -3,6 +3,7 @@
 read_every_exit, read_and_measure   run one batch through all exits
 Recorded                            segments that return the recorded outputs
 record -> Record                    all exits of a data set, batch by batch, and the cost of the full model
+exited_rows                         what a rule returns, without a record
 exit_scores, summary                the score of every exit; score, layers and FLOPs under a rule
 """
 
@@ -209,6 +210,17 @@ def record(
     state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if omits_logits else None
     recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
     return Record(recorded, logits, sum(full) / len(encoded))
+
+
+def exited_rows(
+    segments: Segments, rule: Rule, encoded: Encoded, batch_size: int, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What N rows get at their exits, numbers (N, size) float32, and the layers that each has run, (N,)."""
+    logits, layers = np.empty((len(encoded), size), np.float32), np.empty(len(encoded), np.int64)
+    for rows in batches(encoded, batch_size):
+        result = early_exit(segments, rule, encoded.batch(rows))
+        logits[rows], layers[rows] = result.logits, result.layers_run
+    return logits, layers
 
 
 def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:

@@ -34,9 +34,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.cli.open import open_trained
     from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.data.files import sole_writer, write_bytes
-    from mini_ee.data.tokenizer import batches
-    from mini_ee.early_exit import early_exit
     from mini_ee.errors import WrongArguments
+    from mini_ee.recording import exited_rows
 
     if args.out.suffix not in FORMATS:
         raise WrongArguments(f"--out {args.out}: expected a name that ends with {' or '.join(FORMATS)}")
@@ -45,17 +44,13 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(f"{args.run}: expected a sentence encoder, found a run of {trained.config['method']}")
     rule, texts = chosen_rule(args, trained), read_lines(args.file)
     begin, encoded, segments = time.perf_counter(), trained.encode(texts), trained.segments()
-    embeddings = np.empty((len(texts), trained.config["num_labels"]), np.float32)
-    layers = np.empty(len(texts))
-    for rows in batches(encoded, args.batch_size):
-        result = early_exit(segments, rule, encoded.batch(rows))
-        embeddings[rows], layers[rows] = result.logits, result.layers_run
+    embeddings, layers = exited_rows(segments, rule, encoded, args.batch_size, trained.config["num_labels"])
     seconds = time.perf_counter() - begin
     buffer = io.BytesIO()
     if args.out.suffix == ".npy":
         np.save(buffer, embeddings)
     else:
-        for embedding, depth in zip(embeddings.tolist(), layers.astype(int).tolist()):
+        for embedding, depth in zip(embeddings.tolist(), layers.tolist()):
             buffer.write(json.dumps({"embedding": embedding, "layers": depth}).encode() + b"\n")
     with sole_writer(args.out):
         write_bytes(args.out, buffer.getbuffer())

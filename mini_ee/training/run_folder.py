@@ -37,12 +37,13 @@ from mini_ee.backbones.hub import (
 from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.tasks import Task
-from mini_ee.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
+from mini_ee.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.generation import Sampling
 from mini_ee.exits.token_exits import TokenExits
+from mini_ee.recording import exited_rows
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.segments import Segments
 from mini_ee.training.default_rule import Chosen
@@ -154,11 +155,7 @@ class Run(NamedTuple):
         if not self.embeds:
             raise WrongArguments(f"{self.folder}: expected a sentence encoder, found a run of {self.config['method']}")
         check_rows(texts, 1)
-        embeddings = np.empty((len(texts), self.model.num_labels), np.float32)
-        encoded, segments = self.encode(texts), self.segments()
-        for rows in batches(encoded, batch_size):
-            embeddings[rows] = early_exit(segments, self.rule, encoded.batch(rows)).logits
-        return embeddings
+        return exited_rows(self.segments(), self.rule, self.encode(texts), batch_size, self.model.num_labels)[0]
 
     def generate(
         self,
