@@ -53,7 +53,7 @@ class Rule:
 
     name = ""
     needs: str | None = "logits"
-    needs_policy = False  # True if `stop` reads the exit_logit
+    needs_policy, needs_embeddings = False, False  # whether `stop` reads the exit_logit, or compares embeddings
     plans_from_texts = False  # True if `plan` reads the inputs, not only their number
     embed: Callable | None = None  # the embedding that such a rule plans with: Inputs -> (N, D); it has a name
 

@@ -115,6 +115,8 @@ def _named_by(given: dict) -> str | None:
 def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     """A rule from its settings, on the default measure of the run if none is given."""
     kind = RULES[name]
+    if kind.needs_embeddings and not run.embeds:
+        raise ValueError(f"the rule {name} compares embeddings: it is for a sentence encoder")
     if name == "patience" and run.multi_label:
         raise ValueError(f"the rule {name} compares one prediction of a text, which has several labels here")
     known = {each.name: each for each in fields(kind) if each.metadata}

@@ -26,6 +26,7 @@ class Similarity(Rule):
         help="least cosine of the embeddings of two exits, for the rule similarity"
     )
     name = "similarity"
+    needs_embeddings = True
     runtime_settings, runtime_inputs = ("least_cosine",), {"threshold": "least_cosine"}
     knob = "least_cosine"
 

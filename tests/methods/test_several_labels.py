@@ -166,6 +166,7 @@ REFUSED = [
         ["classify", "{one}", "--text", "x", "--threshold", ".9", "--measure", "weakest_label"],
         "one label here, which has no use for --measure weak",
     ),
+    (["classify", "{one}", "--text", "x", "--rule", "similarity", "--least-cosine", ".5"], "is for a sentence encoder"),
     (["calibrate", "{out}/run", "--epsilon", ".9", "--task", "{task}"], "gives a text several labels at once"),
     (["evaluate", "{out}/exported", "--task", "{task}"], "gives a text several labels at once"),
     (["export", "{out}/run", "--triton", "{tmp}/t"], "--triton: expected a model that gives a text one label"),
@@ -180,7 +181,9 @@ def one_label(checkpoint_folder, task_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED)
-def test_what_needs_one_label_is_refused_in_one_line(argv, message, added, one_label, task_folder, tmp_path, capsys):
+def test_rules_and_commands_for_other_models_are_refused_in_one_line(
+    argv, message, added, one_label, task_folder, tmp_path, capsys
+):
     places = {"out": added.out, "one": one_label, "task": task_folder, "tmp": tmp_path}
     assert main([word.format(**places) for word in argv]) in (1, 2)
     error = capsys.readouterr().err
