@@ -1141,6 +1141,15 @@ def test_a_weight_that_is_no_number_is_told_and_leaves_no_folder(tokenizer, tmp_
     assert nothing_left(tmp_path)
 
 
+def test_graphs_of_large_numbers_may_differ_by_as_much_more(tokenizer, tmp_path):
+    model = make_model()
+    with torch.no_grad():
+        for head in model.heads:
+            head.out.weight.mul_(1e4)
+    verified = export(make_run(tokenizer, model), tmp_path / "out", TEXTS)["verified"]
+    assert 1e-4 < verified["max_logit_difference"] < 1
+
+
 @pytest.mark.parametrize("bug", ["tanh gelu for gelu", "the next head", "a layer skipped", "norms without epsilon"])
 def test_graphs_that_say_something_else_are_told_and_leave_no_folder(run, tmp_path, monkeypatch, bug):
     instead(monkeypatch, *GRAPH_BUGS[bug])
