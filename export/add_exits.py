@@ -23,7 +23,7 @@ import numpy as np
 from mini_ee.backbones.fine_tuned import is_multi_label, label_names
 from mini_ee.backbones.hub import backbone_sha256, read_config
 from mini_ee.data.files import read_json, write_bytes, write_json
-from mini_ee.data.tasks import Split, Task
+from mini_ee.data.tasks import LISTED_LABELS, Split, Task
 from mini_ee.data.tokenizer import NO_LIMIT, own_max_length
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.plots import can_draw, draw_agreement
@@ -59,19 +59,26 @@ def add_exits(
     out: str | Path = "fast",
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
+    labels: Sequence[str | int] | None = None,
     **options,
 ) -> Run:
     """Train heads on a fine-tuned classifier or regression, choose thresholds, export, verify; all goes to `out`.
 
-    model: a Hugging Face folder of a ...ForSequenceClassification. texts: like those that the model will read, without
-    labels; pairs if it reads pairs. options: the fields of AddOptions. Called again, it continues an interrupted
-    call. Returns the run; the summary is out/summary.json, and out/exported is not there if `pays` is false in it.
-    Raises WrongArguments for a model without a classification head, or for too few texts; FileExistsError if `out`
-    contains another call, or one that is over.
+    model: a Hugging Face folder of a ...ForSequenceClassification. texts: like those that the model will read; pairs if
+    it reads pairs. labels: of the texts, their names or numbers, only for max_loss. options: the fields of AddOptions.
+    Called again, it continues an interrupted call. Returns the run; the summary is out/summary.json, and out/exported
+    is not there if `pays` is false in it. Raises WrongArguments for a model without a classification head, for too few
+    texts, or for labels that are not the model's; FileExistsError if `out` contains another call, or one that is over.
     """
+    if options.get("max_loss") is not None and options.get("agreement") is not None:
+        raise WrongArguments("--agreement counts the model's own predictions, --max-loss the labels: give one of them")
     required = AddOptions(**options)
     model, out, names = Path(model), Path(out), label_names(model)
-    rows = list(dict.fromkeys((text,) if isinstance(text, str) else tuple(text) for text in texts))
+    several = is_multi_label(model)
+    numbers = _numbers(labels, names, several, required, len(texts))
+    rows: dict[tuple[str, ...], int] = {}  # different texts, each with its first label
+    for text, number in zip(texts, numbers):
+        rows.setdefault((text,) if isinstance(text, str) else tuple(text), number)
     if len(rows) < LEAST_TEXTS:
         raise WrongArguments(
             f"expected at least {LEAST_TEXTS} different texts like those that the model will read, found {len(rows)}; "
@@ -79,7 +86,7 @@ def add_exits(
         )
     if required.tolerance is not None and names:
         raise WrongArguments(f"{model}: --tolerance is for a model that predicts a number; this one predicts classes")
-    task = _task(names, tuple(rows), is_multi_label(model))
+    task = _task(names, tuple(rows), several, tuple(rows.values()))
     count = max(int(TRAINED * len(rows)), len(rows) - 2 * TEST_ROWS)
     _begin(out, {"seed": seed, "texts": task.split("train").sha256(), "model": backbone_sha256(model)}, required)
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, count, required, seed, say)
@@ -90,7 +97,7 @@ def add_exits(
             counts = run.metrics["tested"]["exit_counts"]  # with which a server compares its own
             write_rule(out / "run", run.rule, run.config["guarantee"], counts)
             export(load_run(out / "run"), out / "exported", texts=test.texts, seed=seed)
-        summary |= _measured(run, Runtime(out / "exported", threads=1), task, test)
+        summary |= _measured(run, Runtime(out / "exported", threads=1), task, test, required.max_loss is not None)
     if can_draw():
         draw_agreement(out / "curve.png", summary)
     write_bytes(out / "README.md", card(summary).encode())
@@ -98,9 +105,30 @@ def add_exits(
     return run
 
 
-def _task(names: tuple[str, ...], rows: tuple[tuple[str, ...], ...], multi_label: bool = False) -> Task:
-    """The texts as a task, whose labels the training fills in."""
-    labels, metrics = np.zeros(len(rows), np.int64 if names else np.float32), ("accuracy",) if names else ("pearson",)
+def _numbers(labels, names: tuple[str, ...], several: bool, required: AddOptions, count: int) -> Sequence[int]:
+    """The class of each text; without labels 0. Raises WrongArguments for labels that the model does not have."""
+    if (labels is None) != (required.max_loss is None):
+        found = "found none" if labels is None else "found labels alone"
+        raise WrongArguments(f"expected both --max-loss and texts with labels (.tsv, .csv or .jsonl), {found}")
+    if labels is None:
+        return (0,) * count
+    if not names or several:
+        raise WrongArguments("--max-loss is for a model that gives a text one class: give --agreement")
+    index = {str(number): number for number in range(len(names))}
+    index |= {name.casefold(): number for number, name in enumerate(names)}
+    numbers = [index.get(str(label).strip().casefold(), -1) for label in labels]
+    if len(numbers) != count or -1 in numbers:
+        found = f"{len(numbers)} labels for {count} texts"
+        found = found if len(numbers) != count else repr(labels[numbers.index(-1)])
+        some = ", ".join(names[:LISTED_LABELS]) + ", ..." * (len(names) > LISTED_LABELS)
+        raise WrongArguments(f"expected one of the model's labels {some}, or its number, found {found}")
+    return numbers
+
+
+def _task(names, rows: tuple[tuple[str, ...], ...], multi_label: bool = False, numbers: Sequence[int] = ()) -> Task:
+    """The texts as a task, whose labels the training fills in if there are none."""
+    labels = np.array(numbers or (0,) * len(rows), np.int64 if names else np.float32)
+    metrics = ("accuracy",) if names else ("pearson",)
     return Task("texts", names, metrics, {"train": Split(rows, labels)}, multi_label=multi_label)
 
 
@@ -125,20 +153,25 @@ def _trained(model: Path, task: Task, out: Path, count: int, required: AddOption
     layers = read_config(model / "config.json").num_hidden_layers
     settings = {"exits": required.exits or even_exits(layers, min(MOST_TRAINED + 1, layers)), "max_train": count}
     settings |= {"keep_exits": None if required.exits else MOST_KEPT, "tolerance": required.tolerance, "seed": seed}
-    settings |= {"max_loss": round(1 - required.agreement, 6), "confidence": required.confidence}
+    labelled = required.max_loss is not None
+    max_loss = required.max_loss if labelled else round(1 - required.agreement, 6)
+    settings |= {"max_loss": max_loss, "labelled": labelled, "confidence": required.confidence}
     settings["max_length"] = own_max_length(model) or NO_LIMIT  # the training cuts what the model itself cannot read
     interrupted = (training_folder(out / "run") / STATE).exists()
     return train(method, model, task, out / "run", resume=interrupted, say=say, **settings)
 
 
-def _measured(run: Run, runtime: Runtime, task: Task, test: Split) -> dict:
-    """Agreement, layers and time of the exported graph on the texts that have chosen nothing."""
+def _measured(run: Run, runtime: Runtime, task: Task, test: Split, labelled: bool) -> dict:
+    """Agreement, layers and time of the exported graph on the texts that have chosen nothing; with labels accuracy."""
     encoded = runtime.encode(test.texts)
     recorded = record(runtime.segments(), encoded, 1, "test texts", runtime.whole_model())
     recorded = recorded._replace(labels=predictions(recorded.logits[:, -1], task))  # the model's own
     task = replace(task, tolerance=run.metrics["tolerance"])
     found = evaluate(runtime, run.rule, recorded, task, encoded, 1)
+    predicted = predictions(recorded.replay(run.rule).logits, task)
+    accuracies = {"accuracy": predicted, "full_accuracy": recorded.labels} if labelled else {}
     return {
+        **{name: float((each == test.labels).mean()) for name, each in accuracies.items()},
         "agreement": found["score"],
         "agreement_interval": share_interval(round(found["score"] * len(test)), len(test)),
         **{key: found[key] for key in ("mean_layers", "layers_saved", "exit_counts", "flops_ratio", "speedup")},
@@ -149,12 +182,15 @@ def _measured(run: Run, runtime: Runtime, task: Task, test: Split) -> dict:
 def _summary(run: Run, test: Split, required: AddOptions) -> dict:
     """The options, and what the test texts show, before anything is exported."""
     tested = run.metrics["tested"]
+    labelled = required.max_loss is not None
     return {
         "pays": tested["net_saved"] >= LEAST_SAVED,
         "model": run.config["backbone"]["folder"],
         "exits": list(run.exits),
         "texts": {"trained": run.metrics["rows"], "held_out": run.metrics["rows_held"], "tested": len(test)},
-        "required_agreement": required.agreement,
+        "required_agreement": None if labelled else required.agreement,
+        **({"max_loss": required.max_loss} if labelled else {}),
+        **{key: tested[key] for key in ("accuracy", "full_accuracy") if labelled},
         "confidence": required.confidence,
         "guarantee": run.config["guarantee"],
         "rows_needed": run.metrics["rows_needed"],
@@ -166,26 +202,35 @@ def _summary(run: Run, test: Split, required: AddOptions) -> dict:
 
 
 def line_of(summary: dict) -> str:
-    """The summary in one sentence or two."""
-    layers, required = summary["exits"][-1], summary["required_agreement"]
+    """The summary in two sentences or three."""
+    layers, labelled = summary["exits"][-1], "max_loss" in summary
     within = f" within {summary['tolerance']:.3g}" if summary["tolerance"] is not None else ""
     within = " in every label" if summary.get("multi_label") else within
     if not summary["pays"]:
-        enough = [each["net_saved"] for each in summary["curve"] if each["agreement"] >= required]
-        found = f"no thresholds that keep an agreement of {required:.1%}{within} save time"
+        if labelled:
+            metric, least = "accuracy", summary["full_accuracy"] - summary["max_loss"]
+            budget = f"lose at most {summary['max_loss']:.1%} of accuracy"
+        else:
+            metric, least = "agreement", summary["required_agreement"]
+            budget = f"keep an agreement of {least:.1%}{within}"
+        enough = [each["net_saved"] for each in summary["curve"] if each[metric] >= least]
+        found = f"no thresholds that {budget} save time"
         if (most := max(enough, default=0)) > 0:
-            found = f"thresholds that keep an agreement of {required:.1%}{within} save at most {most:.1%} of the time"
+            found = f"thresholds that {budget} save at most {most:.1%} of the time"
         more = f"; about {summary['rows_needed']:,} test texts may show more" if summary["rows_needed"] else ""
         return f"Early exit does not pay here: {found}, heads included{more}. The model is left as it is."
-    guarantee = f"at least {required:.1%} with {summary['confidence']:.0%} confidence"
+    wanted = f"a loss of {summary['max_loss']:.1%}" if labelled else f"{summary['required_agreement']:.1%}"
+    guarantee = f"{'at most' if labelled else 'at least'} {wanted} with {summary['confidence']:.0%} confidence"
     if summary["guarantee"] is None:
         needed = summary["rows_needed"]
         more = f"; about {needed:,} test texts would do" if needed else ""
-        guarantee = f"{required:.1%} is not guaranteed{more}"
+        guarantee = f"{wanted} is not guaranteed{more}"
+    agrees = f"Agrees with the original{within} on {summary['agreement']:.1%} of "
+    if labelled:
+        agrees = f"Its accuracy is {summary['accuracy']:.1%}, that of the original {summary['full_accuracy']:.1%}, on "
     return (
-        f"Agrees with the original{within} on {summary['agreement']:.1%} of {summary['texts']['tested']:,} test texts "
-        f"({guarantee}). It saves {summary['layers_saved']:.1%} of the {layers} layers and is "
-        f"{summary['speedup']:.2f} times as fast at batch size 1."
+        f"{agrees}{summary['texts']['tested']:,} test texts ({guarantee}). It saves {summary['layers_saved']:.1%} of "
+        f"the {layers} layers and is {summary['speedup']:.2f} times as fast at batch size 1."
     )
 
 

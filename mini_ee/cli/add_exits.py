@@ -18,7 +18,8 @@ def add(sub) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="files of texts like the model's real inputs, without labels: a text a line, .jsonl, .csv or .tsv",
+        help="files of texts like the model's real inputs: a text a line, .jsonl, .csv or .tsv; labels only count with "
+        "--max-loss",
     )
     sub.add_argument("--out", type=Path, default=Path("fast"), metavar="DIR", help="folder to write")
     add_options(sub, AddOptions)
@@ -28,12 +29,13 @@ def run(args, say) -> dict:
     """Train, test, export; returns the summary."""
     import mini_ee
     from mini_ee.data.files import read_json
-    from mini_ee.data.text_files import read_texts
+    from mini_ee.data.text_files import read_labelled, read_texts
     from mini_ee.export.add_exits import line_of
     from mini_ee.training.train_settings import AddOptions
 
     given = given_options(args, AddOptions) | {"seed": args.seed}
-    mini_ee.add_exits(args.model, read_texts(args.text), args.out, say=say, **given)
+    texts, labels = (read_texts(args.text), None) if "max_loss" not in given else read_labelled(args.text)
+    mini_ee.add_exits(args.model, texts, args.out, say=say, labels=labels, **given)
     summary = read_json(args.out / "summary.json")
     summary.pop("sha256", None)
     say(line_of(summary))

@@ -331,7 +331,7 @@ def _read(path: Path, split: str, named: GlueTask | None, options: TaskOptions) 
         file.lines.append(line)
         file.texts.append(texts)
         if columns.label is not None:
-            label = _label(fields[columns.label])
+            label = label_text(fields[columns.label])
             if label is None:
                 found = shortened(fields[columns.label])
                 raise file_error(path, line, f"a label in {columns.label_name}", found, "fill it in")
@@ -349,7 +349,7 @@ def _glue_of(header: list[str], columns: Columns) -> GlueTask | None:
     return None
 
 
-def _label(value: object) -> str | None:
+def label_text(value: object) -> str | None:
     """A label as text: stripped, JSON's 1.0 as "1", true as "true". None if the value is not a label."""
     if isinstance(value, bool):
         return json.dumps(value)

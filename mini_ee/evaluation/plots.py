@@ -81,7 +81,8 @@ def draw_agreement(path: Path, summary: dict) -> None:
     if points:
         axes.plot(*zip(*points), "o-", label="thresholds")
     axes.plot(summary["layers_saved"], summary["agreement"], "*", markersize=14, color="tab:red", label="chosen")
-    axes.axhline(summary["required_agreement"], color="0.8", linewidth=1, zorder=0)
+    if summary["required_agreement"] is not None:
+        axes.axhline(summary["required_agreement"], color="0.8", linewidth=1, zorder=0)
     axes.set(xlabel="share of the layers saved", ylabel="agreement with the original model")
     axes.legend(frameon=False)
     save_figure(figure, path)

@@ -41,8 +41,8 @@ def candidates(recorded: Record, task: Task) -> list[Rule]:
     return [each for rule in rules for each in rule.from_loose_to_strict(recorded, CURVE_POINTS)[:-1]]
 
 
-def few_exits(recorded: Record, task: Task, most: int, agreement: float, head: float) -> list[int]:
-    """The columns of at most `most` early exits, then the last, whose best rule saves most at this agreement.
+def few_exits(recorded: Record, task: Task, most: int, least: float, head: float) -> list[int]:
+    """The columns of at most `most` early exits, then the last, whose best rule saves most at this score.
 
     recorded: rows that test nothing later. One more exit must save MIN_GAIN more. Only the last if no rule saves time.
     """
@@ -52,39 +52,44 @@ def few_exits(recorded: Record, task: Task, most: int, agreement: float, head: f
         found = {}
         for some in combinations(range(last), count):
             fewer = recorded.at([*some, last])
-            found[some] = _best(fewer, task, agreement, lambda result: net_savings(result, layers, head))
+            found[some] = _best(fewer, task, least, lambda result: net_savings(result, layers, head))
         some = max(found, key=found.__getitem__)
         if found[some] >= best + MIN_GAIN:  # patience needs at least two, so one that saves nothing is not the end
             chosen, best = [*some, last], found[some]
     return chosen
 
 
-def _best(recorded: Record, task: Task, agreement: float, saved: Callable[[ExitResult], float]) -> float:
-    """The most that a candidate saves whose predictions agree often enough; 0 if none does."""
+def _best(recorded: Record, task: Task, least: float, saved: Callable[[ExitResult], float]) -> float:
+    """The most that a candidate saves with at least this score; 0 if none has it."""
     best = 0.0
     for rule in candidates(recorded, task):
         result = recorded.replay(rule)
-        if task.score(predictions(result.logits, task), recorded.labels)["score"] >= agreement:
+        if task.score(predictions(result.logits, task), recorded.labels)["score"] >= least:
             best = max(best, saved(result))
     return best
 
 
-def savings_curve(recorded: Record, task: Task, rule: Rule, head: float) -> dict:
-    """Agreement and savings of a rule and of others of its kind, on rows that have chosen nothing, as JSON."""
+def savings_curve(recorded: Record, task: Task, rule: Rule, head: float, labels: np.ndarray | None = None) -> dict:
+    """Agreement and savings of a rule and of others of its kind, on rows that have chosen nothing, as JSON.
 
+    labels: of a labelled task; then also the accuracy.
+    """
     layers = recorded.segments.exits[-1]
 
     def point(each: Rule) -> dict:
         result = recorded.replay(each)
         net = net_savings(result, layers, head) if each.needs is not None else 0.0  # the full model reads one head
+        predicted = predictions(result.logits, task)
         return {
             "rule": each.to_dict(),
-            "agreement": task.score(predictions(result.logits, task), recorded.labels)["score"],
+            "agreement": task.score(predicted, recorded.labels)["score"],
+            **({} if labels is None else {"accuracy": task.score(predicted, labels)["score"]}),
             "layers_saved": float(1 - result.cost.depth.mean() / layers),
             "net_saved": net,
         }
 
+    last = {} if labels is None else {"full_accuracy": task.score(recorded.labels, labels)["score"]}
     curve = [point(each) for each in candidates(recorded, task)]
     counts = np.bincount(recorded.replay(rule).exit_index, minlength=len(recorded.segments.exits)).tolist()
     about = {"exit_counts": counts, "head_layers": head}
-    return point(rule) | about | {"curve": sorted(curve, key=lambda each: each["layers_saved"])}
+    return point(rule) | last | about | {"curve": sorted(curve, key=lambda each: each["layers_saved"])}

@@ -99,7 +99,8 @@ class RowUnit(Unit):
         common, task, labels = request.common, data.held.task, data.held.labels
         recorded = _recorded(model, data.held, request.train.batch_size)
         if common.keep_exits is not None:
-            columns = few_exits(recorded, task, common.keep_exits, 1 - common.max_loss, head_layers(model))
+            full = exit_scores(recorded, task, labels)[-1]
+            columns = few_exits(recorded, task, common.keep_exits, full - common.max_loss, head_layers(model))
             model.keep_exits(columns)
             recorded = recorded.at(columns)
         tested = recorded.take(slice(0))
@@ -121,7 +122,9 @@ class RowUnit(Unit):
         }
         if request.method.keeps_model and len(data.more):
             metrics |= {"tolerance": task.tolerance}
-            metrics |= {"tested": savings_curve(tested, task, chosen.rule, head_layers(model))}
+            own = tested._replace(labels=predictions(tested.logits[:, -1], task)) if common.labelled else tested
+            gold = tested.labels if common.labelled else None
+            metrics |= {"tested": savings_curve(own, task, chosen.rule, head_layers(model), gold)}
         return chosen, metrics
 
     def build(self, method, backbone, exits, config):
@@ -159,8 +162,9 @@ def _check_labels(task: Task, names: tuple[str, ...], model) -> None:
 def _labelled_by_model(request, backbone, tokenizer, exits: list[int]) -> list[RowData]:
     """The three parts of the train split, with what the fine-tuned model itself predicts as labels.
 
-    A score is an agreement. The model reads each text once: labels and states come from the same pass. States that do
-    not fit in memory are in the folder of the training's state.
+    A score is an agreement; if the task counts as labelled, its own labels stay, and heads still learn from the model.
+    The model reads each text once: labels and states come from the same pass. States that do not fit in memory are in
+    the folder of the training's state.
     """
     task, rows = request.task, request.task.split("train")
     pool = RowUnit.head_settings(UNIT, request, backbone)["pool"]
@@ -176,12 +180,13 @@ def _labelled_by_model(request, backbone, tokenizer, exits: list[int]) -> list[R
     found = RowData(encoded, np.arange(len(rows)), task).states(model, store)
     own = predictions(found.logits(model, [len(exits) - 1])[:, 0], task)
     metrics = task.metrics if task.regression else ("accuracy",)
-    task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=own)})
+    labels = rows.labels if request.common.labelled else own
+    task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
     if task.regression:  # from the training texts alone: what tests the agreement must not define it
         own_tolerance = TOLERANCE * float(own[: ends[1]].std())
         task = replace(task, tolerance=request.common.tolerance or own_tolerance)
     return [
-        RowData(encode(tokenizer, rows.texts[a:b], backbone), own[a:b], task, Known(model.exits, found.states[a:b]))
+        RowData(encode(tokenizer, rows.texts[a:b], backbone), labels[a:b], task, Known(model.exits, found.states[a:b]))
         for a, b in zip(ends, ends[1:])
     ]
 

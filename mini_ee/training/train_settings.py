@@ -78,6 +78,8 @@ class RowOptions(CommonOptions):
     """Of a model that stays as it is: number of early exits that are kept, those that save most. None: all."""
     tolerance: float | None = None
     """Of a regression that stays as it is: difference up to which two numbers agree."""
+    labelled: bool = False
+    """Of a model that stays as it is: the task's labels choose and test the default rule, not the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,14 @@ class AddOptions(Settings):
     """`mini-ee add-exits`: how many predictions must stay the same, and where heads are added."""
 
     agreement: float = option(0.99, "share of predictions that must equal the model's", above=0, most=1)
-    confidence: float = option(0.95, "confidence of that agreement", above=0, below=1)
+    max_loss: float | None = option(
+        None,
+        "in place of --agreement, if the texts have labels: largest loss of accuracy against the model",
+        least=0,
+        below=1,
+        default_text="none",
+    )
+    confidence: float = option(0.95, "confidence of that agreement, or of that loss", above=0, below=1)
     exits: tuple[int, ...] | None = option(
         None,
         "layers with a head, such as 0,2,4,6; 0 is the embeddings",
