@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -392,20 +391,42 @@ def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) ->
     return tensors
 
 
+DTYPES = {  # as safetensors orders them in a file
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write a safetensors file with its checksum in the metadata, atomically. Returns the checksum."""
+    """Write a safetensors file with its checksum in the metadata, atomically. Returns the checksum.
+
+    Equal tensors give equal bytes; safetensors' own writer shuffles the metadata. Raises KeyError for other dtypes.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {"format": "pt", "sha256": tensors_sha256(tensors)}
-    write_bytes(path, *_ordered(save(tensors, metadata=metadata), metadata))
-    return metadata["sha256"]
-
-
-def _ordered(content: bytes, metadata: dict[str, str]) -> tuple[bytes, bytes, memoryview]:
-    """A safetensors file with its metadata in this order. safetensors shuffles it; here equal runs give equal bytes."""
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = json.dumps(json.loads(content[8:end]) | {"__metadata__": metadata}, separators=(",", ":")).encode()
+    sha256, order, end = tensors_sha256(tensors), list(DTYPES), 0
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "sha256": sha256}}
+    values = []
+    for name, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
+        values.append(_bytes(tensor))
+        begin, end = end, end + len(values[-1])
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the values stay aligned
-    return len(header).to_bytes(8, "little"), header, memoryview(content)[end:]
+    write_bytes(path, len(header).to_bytes(8, "little"), header, *values)
+    return sha256
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def tensors_sha256(tensors: dict[str, Tensor]) -> str:
@@ -414,5 +435,5 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
