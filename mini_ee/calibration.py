@@ -35,6 +35,7 @@ from mini_ee.statistics import agreement_p_values, fixed_sequence, groups_needed
 
 START = 0.05  # least share of the rows in the strictest cut that is tested
 TAU_RESAMPLES = 1000
+CHUNK = 1 << 20  # rows of resamples that are counted at a time
 ROUNDING = 1e-9  # tolerance of counts that are whole numbers up to rounding
 MIN_RISK = 1e-9  # least delta, and least 1 - epsilon: smaller ones are lost in rounding
 A_SET = "a calibration set is a quarter of the rows or texts"
@@ -92,36 +93,36 @@ def tau(confidence: np.ndarray, agrees: np.ndarray, epsilon: float) -> float:
     >>> tau(np.array([0.2, 0.5, 0.7, 0.9]), np.array([True, False, True, True]), 0.7)
     0.2
     """
+    return float(_tau(confidence, agrees, np.ones((1, len(confidence)), int), epsilon)[0])
+
+
+def _tau(confidence: np.ndarray, agrees: np.ndarray, times: np.ndarray, epsilon: float) -> np.ndarray:
+    """tau (R,) of R resamples of the rows. times (R, N): how often each row occurs."""
     order = np.argsort(confidence, kind="stable")
-    return _tau(confidence[order], agrees[order], np.ones(len(order)), epsilon)
-
-
-def _tau(confidence: np.ndarray, agrees: np.ndarray, counts: np.ndarray, epsilon: float) -> float:
-    """tau of ascending confidences, if each row occurs `counts` times."""
-    share = _from_here_on(counts * agrees) / _from_here_on(counts)
     # A threshold cannot separate rows of equal confidence: only the share at the first of them counts.
-    first_of_ties = np.diff(confidence, prepend=-np.inf) > 0
-    qualifies = np.flatnonzero(first_of_ties & (share >= epsilon))
-    return float(confidence[qualifies[0]]) if len(qualifies) else math.inf
+    values, first = np.unique(confidence[order], return_index=True)
+    count, agreeing = (_from_here_on(each[:, order])[:, first] for each in (times, times * agrees))
+    occurs = np.diff(count, append=0) < 0
+    qualifies = occurs & (agreeing / np.maximum(count, 1) >= epsilon)
+    return np.where(qualifies.any(axis=1), values[qualifies.argmax(axis=1)], math.inf)
 
 
 def _from_here_on(values: np.ndarray) -> np.ndarray:
-    return values[::-1].cumsum()[::-1]
+    return values[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
 def intervals(observed: Observed, epsilon: float, resamples: int = TAU_RESAMPLES, seed: int = 0) -> np.ndarray:
     """95 % intervals of the paper's tau, (K - 1, 2): percentile bootstrap over groups."""
-    random = np.random.default_rng(seed)
+    random, taus = np.random.default_rng(seed), []
     names, group = np.unique(observed.groups, return_inverse=True)
-    order = np.argsort(observed.confidence, axis=0, kind="stable")
-    taus = np.empty((resamples, observed.confidence.shape[1]))
-    for drawn in taus:
-        # How often each row is drawn: as often as its group. Counts need no new sort of each resample.
-        times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))[group]
-        for k, column in enumerate(order.T):
-            rows = column[times[column] > 0]
-            drawn[k] = _tau(observed.confidence[rows, k], observed.agrees[rows, k], times[rows], epsilon)
-    return np.quantile(taus, [0.025, 0.975], axis=0, method="inverted_cdf").T  # inf cannot be interpolated
+    chunk = max(1, CHUNK // len(group))
+    for begun in range(0, resamples, chunk):
+        drawn = random.integers(len(names), size=(min(chunk, resamples - begun), len(names)))
+        # A row is drawn as often as its group. Counts need no new sort of each resample.
+        times = np.stack([np.bincount(each, minlength=len(names)) for each in drawn])[:, group]
+        taus.append([_tau(*column, times, epsilon) for column in zip(observed.confidence.T, observed.agrees.T)])
+    found = np.concatenate(taus, axis=1)
+    return np.quantile(found, [0.025, 0.975], axis=1, method="inverted_cdf").T  # inf cannot be interpolated
 
 
 # ---- The rule with confidence delta ----

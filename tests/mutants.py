@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import calibration, confidence
+from mini_ee import confidence
 from mini_ee.backbones.bert import LayerContext
 from mini_ee.baselines import elasticbert
 from mini_ee.data.decoder_texts import Text
@@ -173,29 +173,9 @@ def gains_of_rows_that_both_get_wrong(task, labels, found, last, label_range):
     return -((found == labels) != (last == labels)).astype(np.int8)
 
 
-def no_bound(losses, max_loss):
+def no_bound(losses, max_loss, level=1.0):
     """A guarantee wherever the hold-out itself loses no more."""
     return np.where(losses.sum(axis=1) <= losses.shape[1] * max_loss, 0.0, 1.0)
-
-
-def last_of_ties(confidence, agrees, counts, epsilon):
-    share = calibration._from_here_on(counts * agrees) / calibration._from_here_on(counts)
-    found = np.flatnonzero(share >= epsilon)
-    return float(confidence[found[0]]) if len(found) else math.inf
-
-
-def above_only(confidence, agrees, counts, epsilon):
-    share = np.append((calibration._from_here_on(agrees) / calibration._from_here_on(counts))[1:], 1.0)
-    found = np.flatnonzero(share >= epsilon)
-    return float(confidence[found[0]]) if len(found) else math.inf
-
-
-def never_infinite(true):
-    def tau(confidence, agrees, counts, epsilon):
-        found = true(confidence, agrees, counts, epsilon)
-        return found if found < math.inf else float(confidence[-1])
-
-    return tau
 
 
 def no_bound_of_counts(worse, better, rows, max_loss):
@@ -485,7 +465,7 @@ RULES = [
     ("rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
     ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
     *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
-    *[("calibration._tau", bug, "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for bug in (always(last_of_ties), always(above_only), never_infinite)],
+    *[("calibration._tau", bug, "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for bug in (source("np.unique(confidence[order], return_index=True)", "confidence[order], np.arange(len(order))"), source("[:, first]", "[:, np.append(first[1:], first[-1])]"), source("math.inf)", "values[-1])"))],
     ("statistics.p_values_of_counts", always(no_bound_of_counts), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[600-0.02]"),
     ("evaluation.cosine_guarantee.share_p_value", source("successes - 1", "successes"), "cosine_guarantee.py::test_the_p_value_is_an_upper_binomial_tail"),
     ("evaluation.cosine_guarantee.share_p_value", always(lambda successes, count, epsilon: float(successes < epsilon * count)), "cosine_guarantee.py::test_over_repeated_draws_the_guarantee_is_violated_for_a_share_of_delta_at_most"),
