@@ -204,15 +204,15 @@ def groups_needed(sizes: np.ndarray, epsilon: float, delta: float) -> int:
 
 
 # ---- Paired losses ----
-def paired_p_values(losses: np.ndarray, max_loss: float) -> np.ndarray:
+def paired_p_values(losses: np.ndarray, max_loss: float, level: float = 1.0) -> np.ndarray:
     """p-values (R,) of the hypotheses that the expected loss is max_loss or more, from losses (R, N) in {-1, 0, 1}.
 
-    Raises ValueError for other losses, and for a max_loss outside (0, 1).
+    level: as in `p_values_of_counts`. Raises ValueError for other losses, and for a max_loss outside (0, 1).
     """
     losses = np.asarray(losses)
     if losses.ndim != 2 or not np.isin(losses, (-1, 0, 1)).all():
         raise ValueError(f"expected losses (R, N) of -1, 0 and 1, found shape {losses.shape}; round them first")
-    return p_values_of_counts((losses == 1).sum(axis=1), (losses == -1).sum(axis=1), losses.shape[1], max_loss)
+    return p_values_of_counts((losses == 1).sum(axis=1), (losses == -1).sum(axis=1), losses.shape[1], max_loss, level)
 
 
 def p_values_of_counts(

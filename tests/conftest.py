@@ -27,7 +27,6 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import Session
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import Threshold
-from mini_ee.statistics import rows_needed
 from mini_ee.training.run_folder import Run
 
 collect_ignore = ["make_golden.py", "make_golden_tokenizers.py", "golden/random_heads.py"]  # these need transformers
@@ -58,14 +57,6 @@ def no_wait_for_the_disk():
     """Tests kill processes but not the machine, so files are complete without fsync."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def rows_needed_are_computed_once():
-    """Small trainings differ in few rows: the same numbers would be computed again by nearly every one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mini_ee.training.default_rule.rows_needed", functools.cache(rows_needed))
         yield
 
 

@@ -207,7 +207,7 @@ def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confide
     losses = np.array([replay.losses for replay in replays])
     if not losses.size or not max_loss:
         return None
-    p_values = paired_p_values(losses, max_loss)
+    p_values = paired_p_values(losses, max_loss, level=1 - confidence)
     passed = range(fixed_sequence(p_values, 1 - confidence))
     best = choose(passed, score=lambda at: -replays[at].tested_layers, budget=lambda at: useful[at])
     if best is None:

@@ -346,7 +346,7 @@ def test_the_default_rule_never_exits_where_every_early_exit_is_wrong():
 
 def test_a_guarantee_that_fails_by_bad_luck_names_more_rows_than_there_are(monkeypatch):
     record, labels = population(600, seed=6)
-    monkeypatch.setattr(default_rules, "paired_p_values", lambda losses, max_loss: np.ones(len(losses)))
+    monkeypatch.setattr(default_rules, "paired_p_values", lambda losses, *_, **level: np.ones(len(losses)))
     assert chosen_from(record, labels, CLASSES, MAX_LOSS).rows_needed > 600
 
 
