@@ -144,7 +144,7 @@ class Task:
             within = float(self.agrees(predictions, labels).mean())
             return {"agreement": within, "score": within}
         own = metrics.score(self.metrics, predictions, labels)
-        extra = {} if self.regression else {"accuracy": metrics.accuracy(predictions, labels)}
+        extra = {} if self.regression or "accuracy" in own else {"accuracy": metrics.accuracy(predictions, labels)}
         return {**own, **extra, "score": sum(own.values()) / len(own)}
 
 

@@ -265,13 +265,13 @@ def paired_losses(
 
 
 def _replayed(rule: Rule, selection: Record, test: Record, task: Task, label_range: float) -> Replay:
-    passes, losses, score = [], [], -math.inf
+    passes, losses = [], []
     for part in (selection, test) if len(test.labels) else (selection,):
         result = part.replay(rule)
         predicted, last = (predictions(logits, task) for logits in (result.logits, part.logits[:, -1]))
         passes.append(result.cost.layer_passes)
         losses.append(paired_losses(task, part.labels, predicted, last, label_range))
-        score = task.score(predicted, part.labels)["score"]
+    score = task.score(predicted, part.labels)["score"]
     saves = bool(np.concatenate(passes).mean() < selection.segments.exits[-1])
     differing = int(sum(map(np.count_nonzero, losses)))
     tested = losses[1] if len(losses) > 1 else np.zeros(0, np.int8)
