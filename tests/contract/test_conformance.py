@@ -25,6 +25,7 @@ from mini_ee.data.files import read_json
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.token_exits import record_texts
+from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
 from mini_ee.registry import METHODS
@@ -38,6 +39,7 @@ EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
 WITH_EXIT_0 = (0, 1, 3)  # on rows, of methods that can have an exit before the first layer
 UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for name in METHODS}
 SHARED = (TrainOptions, RowOptions, TextOptions)
+SHORT = {"consistent": {"policy_epochs": 2, "rounds": 2}, "cat": {"meta_epochs": 2}}
 CASES = [pytest.param(name, unit, id=f"{name}-{unit}") for name, units in UNITS.items() for unit in units]
 ROWS = [name for name, units in UNITS.items() if "rows" in units]
 TOKENS = [name for name, units in UNITS.items() if "tokens" in units]
@@ -71,6 +73,7 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
         zero = unit == "rows" and not load_method(method).no_exit_0
         options = {"epochs": 2, "batch_size": 32, "exits": WITH_EXIT_0 if zero else EXITS[unit]}
         options |= {"text": stories, "epochs": 1, "batch_size": 16, "new_tokens": 4} if unit == "tokens" else {}
+        options |= SHORT.get(method, {})
         lacks = load_method(method).lacks
         model, task = models[unit], task_folder if unit == "rows" else None
         if unit == "rows" and load_method(method).keeps_model:
@@ -103,7 +106,9 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
     @functools.cache
     def exported(method, unit):
         out = root / f"{method}-{unit}.onnx"
-        mini_ee.export(mini_ee.load_run(folder(method, unit)), out, segments=unit == "rows")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "VERIFIED_TOKENS", 4)
+            mini_ee.export(mini_ee.load_run(folder(method, unit)), out, segments=unit == "rows")
         return Runtime(out, threads=1)
 
     run = functools.cache(lambda method, unit: mini_ee.load_run(folder(method, unit)))
@@ -246,10 +251,11 @@ def report(folder):
 
 
 @pytest.mark.parametrize(("method", "unit"), TRAINED)
-def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house, method, unit, tmp_path, monkeypatch):
-    """Each process ends before a step whose predecessor was not saved: that one is made again."""
-    whole = house.folder(method, unit)
-    made, kills, life, step = 0, 0, max(house.steps[whole] // 3 + 1, 2), torch.optim.AdamW.step
+def test_a_training_that_is_killed_and_resumed_is_the_one_that_was_not(house, method, unit, tmp_path, monkeypatch):
+    """Each process ends before a step whose predecessor was not saved: that one is made again. LoRA exits are killed
+    twice, the others once."""
+    whole, lives = house.folder(method, unit), 3 if method == "lora-exits" else 2
+    made, kills, life, step = 0, 0, max(house.steps[whole] // lives + 1, 2), torch.optim.AdamW.step
 
     def counted(self, *args, **settings):
         nonlocal made
@@ -267,7 +273,7 @@ def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_not(house
             house.train(method, unit, tmp_path / "run", resume=kills > 0)
         except KeyboardInterrupt:
             kills += 1
-    assert kills
+    assert kills >= lives - 1
     assert report(tmp_path / "run") == report(whole)
 
 
