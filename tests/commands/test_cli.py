@@ -389,6 +389,7 @@ def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
     rate = 3e-2 if method == "lora-exits" else 1e-2
     options = ("--exits", "1,2,3", "--epochs", 8, "--batch-size", 16, "--lr", rate, "--head-lr", rate, "--out", out)
     options += ("--max-train", 45)  # so that more than one example chooses the epoch
+    options += ("--policy-epochs", 2, "--rounds", 1) if method == "consistent" else ()
     answer(capsys, "train", method, "--model", decoder_checkpoint, *task, *options)
     layer = ["--rule", "fixed", "--layer", "3"]
     result = answer(capsys, "evaluate", str(out), *task, *layer)
@@ -1224,7 +1225,7 @@ def test_a_full_disk_is_one_line_and_writes_no_run(capsys, tmp_path, small, monk
 
 def test_a_killed_training_is_resumed_to_the_weights_of_one_that_was_not(tmp_path, small):
     """kill -9 while it trains or writes, once it has a state. One without a state may leave an empty folder."""
-    command, whole = [*map(str, ("train", "joint", *small, "--threads", 1, "--epochs", 10))], tmp_path / "whole"
+    command, whole = [*map(str, ("train", "joint", *small, "--threads", 1, "--epochs", 6))], tmp_path / "whole"
     training_folder(whole).mkdir()
     begin = time.monotonic()
     assert main([*command, "--out", str(whole)]) == 0

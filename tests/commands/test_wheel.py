@@ -65,11 +65,12 @@ def test_the_wheel_contains_every_module_and_every_other_file(installed):
     assert sorted(expected - found) == []
 
 
-def test_readmes_python_and_the_demo_run(installed, task_folder):
-    """In one process, with fewer examples to train on and to test the default rule."""
+def test_readmes_python_and_the_demo_run(installed, checkpoint_folder, task_folder):
+    """In one process, with fewer examples to train on and to test the default rule; the demo on a small model."""
     train, session = re.findall(r"```python\n(import .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     fewer = "import mini_ee.training.holdout as holdout\nholdout.TEST_ROWS = 50\n"
-    demo = f"from mini_ee.cli.main import main\nmain(['demo', '--task', {str(task_folder)!r}, '--epochs', '1'])\n"
+    argv = ["demo", "--model", str(checkpoint_folder), "--task", str(task_folder), "--epochs", "1"]
+    demo = f"from mini_ee.cli.main import main\nmain({argv!r})\n"
     printed = run(installed, fewer + train.replace("max_train=600", "max_train=50") + session + demo)
     assert "layers: A charming film." in printed and re.search(r"^\[array\(\[.*?\]", printed, re.M)
     assert "Report: mini-ee-demo/report.md\n" in printed and (installed[0] / "mini-ee-demo" / "report.md").is_file()

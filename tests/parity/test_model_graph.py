@@ -139,6 +139,8 @@ def rules_of(name, model, inputs):
         return [NeverExit(), Threshold(0.5), Patience(1)]
     measures = ("max_probability", "entropy", "normalised_entropy", "breaking_ties", "breaking_ties_logits")
     some = [Threshold(sure(model, inputs, measure), measure) for measure in measures[: None if name == "bert" else 1]]
+    if name != "bert":
+        return [*some, Patience(1)]
     return [
         *some,
         Patience(1),
