@@ -525,7 +525,7 @@ def checkpoint(new_house, checkpoint_folder, tmp_path_factory):
 def trained(checkpoint, task_folder, tmp_path_factory):
     """method -> its run on the new backbone."""
     root = tmp_path_factory.mktemp("runs")
-    options = ["--model", checkpoint, "--task", task_folder, "--epochs", 15, "--batch-size", 8, "--lr", 3e-3]
+    options = ["--model", checkpoint, "--task", task_folder, "--epochs", 10, "--batch-size", 8, "--lr", 3e-3]
     for method in ("joint", "lora-exits"):
         more = ["--exits", "1,2,3", "--head-lr", 1e-2, "--out", root / method]
         assert main([str(word) for word in ("train", method, *options, *more)]) == 0

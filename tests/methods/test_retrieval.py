@@ -981,9 +981,9 @@ def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
     folder = Path(SHARED) / "weights" / "all-MiniLM-L6-v2"
     backbone = load_backbone(folder)
     encoded = Tokenizer.from_folder(folder).encode(
-        load_task(Path(SHARED) / "data" / "SST-2").split("train").texts[:1000]
+        load_task(Path(SHARED) / "data" / "SST-2").split("train").texts[:500]
     )
-    embeddings = np.empty((1000, 384), np.float32)
+    embeddings = np.empty((500, 384), np.float32)
     for rows in batches(encoded, 64):
         inputs = encoded.batch(rows)
         with torch.inference_mode():
@@ -991,8 +991,8 @@ def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
             hidden = backbone.run_layers(backbone.embed(inputs), context, 0, 6)
             embeddings[rows] = pooled(hidden, context.padding, "mean").numpy()
     store = Datastore(ENCODER, 384, (1,))
-    store.add(embeddings[:900], np.zeros((900, 1)), np.zeros(900), encoded.texts[:900])
-    queries = embeddings[900:] / np.linalg.norm(embeddings[900:], axis=1, keepdims=True)
+    store.add(embeddings[:400], np.zeros((400, 1)), np.zeros(400), encoded.texts[:400])
+    queries = embeddings[400:] / np.linalg.norm(embeddings[400:], axis=1, keepdims=True)
     found, exact = store.search(queries, 12), exact_search(store.embeddings, queries, 12)
     recall = np.mean([len(set(a) & set(b)) / 12 for a, b in zip(found.rows, exact.rows)])
     assert recall >= 0.99

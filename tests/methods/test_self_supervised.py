@@ -281,7 +281,7 @@ def test_heads_on_stories260k_agree_more_often_the_deeper_they_sit(tmp_path):
     texts = generated_texts(decoder, prompts, 64, 64)
     fresh = generated_texts(decoder, prompts, 16, 64, seed=1000)
     model = TokenExits(decoder, (1, 2, 3, 4, 5), "copy")
-    config = TrainConfig(epochs=6, head_lr=2e-3, batch_size=16)
+    config = TrainConfig(epochs=4, head_lr=2e-3, batch_size=16)
     history = train_heads(model, texts, fresh, tmp_path, config, penalty=0.0).metrics
     found = history[-1]["agreement"]
     assert found == sorted(found) and found[-1] > 0.6 > 0.4 > history[0]["agreement"][0]

@@ -1740,12 +1740,12 @@ def test_real_weights_exported_say_what_torch_says_on_real_sentences(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = RowExits(load_backbone(weights), (2, 4, 6), 2).eval()
-    texts = load_task(shared / "data" / "SST-2").split("dev").texts[:40]
+    texts = load_task(shared / "data" / "SST-2").split("dev").texts[:16]
     task = {"name": "SST-2", "label_names": ["negative", "positive"], "metrics": ["accuracy"], "texts": 1}
     run = make_run(Tokenizer.from_folder(weights), model)
     run = run._replace(config=run.config | {"task": task})
     encoded = run.encode(texts)
-    logits = np.concatenate([torch_logits(model, encoded.batch([row])) for row in range(40)])
+    logits = np.concatenate([torch_logits(model, encoded.batch([row])) for row in range(16)])
     middle = float(np.median(np.abs(np.diff(logits[:, 0], axis=1))))
     rule = Threshold(middle, "breaking_ties_logits")  # heads are untrained: half of the sentences leave at layer 2
     manifest = export(run._replace(rule=rule), tmp_path / "out", texts)
@@ -1753,7 +1753,7 @@ def test_real_weights_exported_say_what_torch_says_on_real_sentences(tmp_path):
     opened = Runtime(tmp_path / "out", threads=1)
     margins = np.abs(np.diff(logits, axis=2))[:, :-1, 0]
     clear = np.flatnonzero((np.abs(margins - middle) > REAL_ATOL).all(axis=1))  # none that sits on the threshold
-    assert len(clear) > 36
+    assert len(clear) > 14
     for batch_size in (1, 32):
         answers = opened.run(texts, batch_size)
         assert len({answer.exit for answer in answers}) >= 2

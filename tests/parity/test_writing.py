@@ -404,11 +404,11 @@ def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
 @pytest.mark.skipif(not SHARED, reason="needs the real stories260K and TinyStories (2026-11)")
 def test_on_real_stories_the_gap_writes_better_the_stricter_it_is(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(training_texts, "FOLLOW", 16)
-    shared = ("--model", Path(SHARED) / "weights" / "stories260K", "--epochs", 1, "--texts", 60, "--batch-size", 16)
+    shared = ("--model", Path(SHARED) / "weights" / "stories260K", "--epochs", 1, "--texts", 40, "--batch-size", 16)
     text = Path(SHARED) / "data" / "TinyStories" / "tinystories_sample.txt"
     status, _ = ask(capsys, "train", "calm", *shared, "--text", text, "--out", tmp_path / "calm")
     assert status == 0
-    status, answer = ask(capsys, "compare", tmp_path / "calm", "--sweep", "--max-rows", 12)
+    status, answer = ask(capsys, "compare", tmp_path / "calm", "--sweep", "--max-rows", 6)
     (gap,) = (row for row in answer["rows"] if row["measure"] == "gap")
     scores = [point["rouge_l"] for point in gap["curve"]]
     assert status == 0 and scores[0] > scores[4] > scores[-1] and scores[0] > 0.5
