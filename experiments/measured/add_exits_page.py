@@ -318,9 +318,9 @@ def one_file_text(found: dict) -> str:
     """Whether the bar is kept."""
     worst = max(found["exits"], key=lambda each: abs(each["time"] - each["share"]))
     difference = worst["time"] - worst["share"]
-    kept = "within" if abs(difference) <= BAR else "not within"
+    found = "within" if abs(difference) <= BAR else "not within"
     return (
-        f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {kept} the bar of "
+        f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {found} the bar of "
         f"{100 * BAR:.0f} points. All layers take {found['full_ms']:.0f} ms; the model exported without exits takes "
         f"{found['plain_ms']:.0f} ms."
     )
@@ -348,7 +348,7 @@ def exit_0_text(found: list[dict]) -> str:
 
 def page(figures: dict) -> str:
     """results/add-exits.md."""
-    cases, size, how = figures["models"], figures["guarantee"], figures["how"]
+    cases, size, made = figures["models"], figures["guarantee"], figures["how"]
     minutes = sum(column(cases, "processor_minutes")) + sum(
         {(each["task"], each["model"], each["seed"]): each["fine_tuning_minutes"] for each in cases}.values()
     )
@@ -356,7 +356,7 @@ def page(figures: dict) -> str:
     text = PAGE_TEXT.format(
         answer=answer(figures),
         made_by=made_by_measuring("add-exits"),
-        cores=f"Machine: {how['processor']}, {how['machine']} that other programs used as well; one thread, no GPU.",
+        cores=f"Machine: {made['processor']}, {made['machine']} that other programs used as well; one thread, no GPU.",
         models=models_table(cases),
         texts=texts_text(cases),
         own=own_text(figures),
