@@ -94,8 +94,11 @@ def add_exits(
     summary = _summary(run, test, required)
     if summary["pays"]:
         if not (out / "exported").exists():  # a killed call may have exported
-            counts = run.metrics["tested"]["exit_counts"]  # with which a server compares its own
-            write_rule(out / "run", run.rule, run.config["guarantee"], counts)
+            # A server compares its exits with these counts, and its agreement with this epsilon.
+            counts, guarantee = run.metrics["tested"]["exit_counts"], run.config["guarantee"]
+            if guarantee and labels is None:
+                guarantee = guarantee | {"epsilon": round(1 - guarantee["max_loss"], 6)}
+            write_rule(out / "run", run.rule, guarantee, counts)
             export(load_run(out / "run"), out / "exported", texts=test.texts, seed=seed)
         summary |= _measured(run, Runtime(out / "exported", threads=1), task, test, required.max_loss is not None)
     if can_draw():

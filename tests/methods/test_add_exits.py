@@ -71,6 +71,7 @@ def test_the_summary_counts_what_the_exported_graph_answers(added):
     assert trained == int(0.6 * len(TEXTS)) and trained + held + tested == len(TEXTS)
     assert sum(summary["exit_counts"]) == tested and summary["exits"] == list(added.run.exits)
     assert summary["exit_counts"] == runtime.config["exit_counts"]  # so a server knows which exits to expect
+    assert runtime.config["guarantee"]["epsilon"] == 1 - summary["guarantee"]["max_loss"]  # and which agreement
     assert summary["per_exit_agreement"][-1] == 1.0
     low, high = summary["agreement_interval"]
     assert low <= summary["agreement"] <= high and summary["layers_saved"] > 0 and summary["speedup"] > 0
