@@ -23,7 +23,7 @@ def blocks(language):
 
 
 def test_the_alerts_are_on_metrics_that_exist():
-    metrics = Metrics((4, 8, 12), Guarantee(0.5, 0.9), expected=(1, 1, 1))
+    metrics = Metrics((4, 8, 12), Guarantee(0.5, 0.9), (1, 1, 1), "id")
     metrics.count_answer(4, 0.01)
     metrics.guarantee.observe(True, Threshold(0.9))
     page = metrics.page({})
