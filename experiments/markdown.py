@@ -22,6 +22,11 @@ def markdown_table(names: Sequence[str], rows: Iterable[Iterable] = ()) -> list[
     return [markdown_row(names), "|" + "---|" * len(names), *map(markdown_row, rows)]
 
 
+def folded(summary: str, lines: Iterable[str]) -> list[str]:
+    """Lines that a reader unfolds by a click on the summary, which is HTML."""
+    return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>", ""]
+
+
 def made_by(command: str, source: str) -> str:
     """The sentence that names the command of a page and the files that it reads."""
     return f"Made by `{command}` from {source}."
@@ -33,10 +38,10 @@ def made_by_measuring(name: str) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Wrap paragraphs, which empty lines separate. Tables, headings, pictures and lists stay unchanged."""
+    """Wrap paragraphs, which empty lines separate. Tables, headings, pictures, lists and HTML stay unchanged."""
     parts = text.strip().split("\n\n")
     wrap = textwrap.TextWrapper(118, break_on_hyphens=False)
-    return "\n\n".join(part if part[0] in "#|!-" else wrap.fill(part) for part in parts) + "\n"
+    return "\n\n".join(part if part[0] in "#|!-<" else wrap.fill(part) for part in parts) + "\n"
 
 
 def check_is_page(path: Path, heading: str) -> None:

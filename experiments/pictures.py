@@ -1,75 +1,239 @@
-"""The pictures of result pages. A method has the same colour in all of them; a band shows the range over seeds."""
+"""The pictures of result pages: curves, stacked bars or dots, in one panel or several with the same axes.
 
+A series that has a colour of its own (COLOURS, or `colour` in the recipe) shows the range over seeds as a band; the
+others are thin and without a band, so that bands do not hide each other.
+"""
+
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from mini_ee.evaluation.plots import new_figure, save_figure
-from mini_ee.experiments.recipe import filled
-from mini_ee.experiments.result_page import PageData
-from mini_ee.registry import METHODS
+from mini_ee.evaluation.plots import new_figure, new_panels, save_figure
+from mini_ee.experiments.page_data import PageData, is_share
+from mini_ee.experiments.recipe import filled, panels_of
+from mini_ee.experiments.verdicts import FAILS, HOLDS, UNDECIDED
 
 SEED_GRID = 40  # points at which the curves of several seeds are averaged
+GREY = "#9a9a9a"
+CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#555555", "#D55E00", "#b5a900")  # Okabe and Ito
+COLOURS = {  # of methods, the same in all pictures
+    "ConsistentEE": "#D55E00",
+    "LoRAExit": "#0072B2",
+    "RAEE": "#009E73",
+    "joint training": "#7b3fa0",
+    "full model": "#444444",
+}
+VERDICT_COLOURS = {HOLDS: "#2a8c55", FAILS: "#c8502d", **dict(zip(UNDECIDED, ("#8c97a3", "#b3bcc6", "#d5dbe1")))}
 
 
 def draw(path: Path, picture: dict, data: PageData) -> None:
     """Draw one picture of a recipe, unless none of its series was measured."""
-    figure, axes = new_figure()
+    panels = panels_of(picture)
+    columns = picture.get("columns", min(len(panels), 3))
+    size = (
+        {"width": 7, "height": 4.2}
+        if len(panels) == 1
+        else {"width": 9.6 / columns, "height": picture.get("height", 3)}
+    )
+    figure, grid = new_panels(len(panels), columns, **size)
+    kinds = {"dots": _draw_dots, "stacked": _draw_stacked}
+    drawn = [kinds.get(panel.get("kind"), _draw_curves)(axes, panel, data) for axes, panel in zip(grid, panels)]
+    if not any(drawn):
+        return
+    for axes, panel in zip(grid, panels):
+        _finish(axes, panel, data)
+    if not picture.get("no_legend"):
+        _legend(figure, [axes for axes, panel in zip(grid, panels) if not panel.get("labels")])
+    save_figure(figure, path)
+
+
+def _finish(axes, panel: dict, data: PageData) -> None:
+    """Axis labels, limits, the line of equal values, and the line of a level."""
+    axes.set(xlabel=panel["x"], ylabel=panel["y"], title=panel.get("panel", ""))
+    if panel.get("scale") == "log":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    if "xlim" in panel:
+        axes.set_xlim(*panel["xlim"])
+    if "ylim" in panel:
+        axes.set_ylim(*panel["ylim"])
+    if panel.get("diagonal"):
+        low, high = (pick(*axes.get_xlim(), *axes.get_ylim()) for pick in (min, max))
+        axes.axline((low, low), (high, high), linestyle=":", color=GREY, zorder=0)
+        if panel.get("points"):
+            axes.set(xlim=(low, high), ylim=(low, high))
+    if level := panel.get("level"):
+        _draw_level(axes, level, panel, data)
+    if panel.get("labels"):
+        _label_lines(axes, panel["labels"])
+
+
+def _draw_level(axes, level: dict, panel: dict, data: PageData) -> None:
+    """A dotted line at a number, or at the mean of a figure, with its name."""
+    at = (
+        level["at"]
+        if "at" in level
+        else data.mean(*(level[key].format(**panel.get("with", {})) for key in ("case", "figure")))
+    )
+    if at is None:
+        return
+    look = {"fontsize": 8, "color": COLOURS["full model"], "textcoords": "offset points"}
+    line = {"color": COLOURS["full model"], "linestyle": ":", "linewidth": 1.2, "zorder": 0}
+    if panel.get("kind") == "dots":
+        axes.axvline(at, **line)
+        axes.annotate(level["name"], (at, 1), (0, 2), xycoords=axes.get_xaxis_transform(), ha="center", **look)
+    else:
+        axes.axhline(at, **line)
+        axes.annotate(level["name"], (1, at), (0, 3), xycoords=axes.get_yaxis_transform(), ha="right", **look)
+
+
+def _draw_curves(axes, panel: dict, data: PageData) -> int:
     drawn = 0
-    for number, (name, series) in enumerate(picture["series"].items()):
+    for number, (name, series) in enumerate(panel["series"].items()):
         points = (_over if "over" in series else _lists)(series, data)
         if points is None:
             continue
         x, mean, low, high = points
-        colour = colour_of(name, number)
-        style = "o" if picture.get("points") else "o-" if len(x) <= 12 else "-"
-        of_a_paper = METHODS.get(name, "").startswith("mini_ee.methods.")
-        look = {"linewidth": 2.6, "zorder": 3} if of_a_paper else {"linewidth": 1.6}
-        axes.plot(x, mean, style, markersize=4, color=colour, label=name, **look)
-        if style != "o":
+        own = series.get("colour", COLOURS.get(name))
+        colour = own or CYCLE[number % len(CYCLE)]
+        style = "o" if panel.get("points") else "o-" if len(x) <= 12 else "-"
+        look = {"linewidth": 2.4, "zorder": 3} if own not in (None, GREY) else {"linewidth": 1.3}
+        axes.plot(
+            x,
+            mean,
+            series.get("style", style),
+            markersize=4,
+            color=colour,
+            label=f"_{name}" if series.get("silent") else name,
+            **look,
+        )
+        if style != "o" and own != GREY and (own or len(panel["series"]) < 3):
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         drawn += 1
-    if not drawn:
+    if all("over" in series and "x" not in series for series in panel["series"].values()):
+        ticks = sorted({float(value) for series in panel["series"].values() for value in series["over"]})
+        close = {b for a, b in zip(ticks, ticks[1:]) if b - a < 0.07 * (ticks[-1] - ticks[0])}
+        axes.set_xticks(ticks, ["" if tick in close else f"{tick:g}" for tick in ticks], fontsize=9)
+    return drawn
+
+
+def _draw_stacked(axes, panel: dict, data: PageData) -> int:
+    """A bar for each value of a setting; its parts are the series, from dark (early) to light (late)."""
+    from matplotlib import colormaps
+
+    shades, ends, drawn = colormaps["viridis"].resampled(len(panel["series"])), {}, 0
+    for number, (name, series) in enumerate(panel["series"].items()):
+        if (points := _over(series, data)) is None:
+            continue
+        bars = [f"{x:g}" for x in points[0]]
+        axes.bar(bars, points[1], bottom=[ends.get(bar, 0) for bar in bars], color=shades(number), label=name)
+        ends |= {bar: ends.get(bar, 0) + part for bar, part in zip(bars, points[1])}
+        drawn += 1
+    axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.0, 1), loc="upper left")
+    return drawn
+
+
+def _draw_dots(axes, panel: dict, data: PageData) -> int:
+    """A line for each row of the panel; a dot and its standard deviation over seeds for each series."""
+    names, drawn = list(panel["rows"]), 0
+    for number, (name, series) in enumerate(panel["series"].items()):
+        places, means, spreads = [], [], []
+        for place, row in enumerate(panel["rows"].values()):
+            case, figure = (series[key].format(**series | row) for key in ("case", "figure"))
+            if values := [*data.values(case, figure).values()]:
+                scale = 100 if is_share(figure) else 1
+                places.append(place)
+                means.append(scale * float(np.mean(values)))
+                spreads.append(scale * float(np.std(values, ddof=1)) if len(values) > 1 else 0.0)
+        if not means:
+            continue
+        colour = series.get("colour", COLOURS.get(name, CYCLE[number % len(CYCLE)]))
+        look = {
+            "color": colour,
+            "markersize": 7,
+            "capsize": 2,
+            "elinewidth": 1.2,
+            "markerfacecolor": series.get("fill", colour),
+        }
+        axes.errorbar(means, places, xerr=spreads, fmt=series.get("marker", "o"), label=name, **look)
+        drawn += 1
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", color="0.92")
+    for name, text in zip(names, axes.get_yticklabels()):
+        if name in COLOURS:
+            text.set(color=COLOURS[name], fontweight="bold")
+    return drawn
+
+
+def _label_lines(axes, side: str) -> None:
+    """Write the name of each curve next to its first or last point, without overlap. side: start or end."""
+    ends = []
+    for line in axes.get_lines():
+        if not line.get_label().startswith("_"):
+            x, y = (float(values[-1 if side == "end" else 0]) for values in line.get_data())
+            place = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
+            ends.append((min(max(place[1], 0), 1), place[0], line))
+    lowest = -1.0
+    for height, along, line in sorted(ends, key=lambda end: end[:2]):
+        lowest = max(height, lowest + 0.062)
+        place, align = (along + 0.015, "left") if side == "end" else (along - 0.015, "right")
+        look = {"color": line.get_color(), "fontsize": 9, "va": "center", "ha": align}
+        look["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+        axes.text(place, lowest, line.get_label(), transform=axes.transAxes, **look)
+
+
+def _legend(figure, grid) -> None:
+    """One legend below the panels, in as many columns as fit; none for one series, or if each panel has one."""
+    entries = {}
+    for axes in grid:
+        if axes.get_legend() is None:
+            handles, names = axes.get_legend_handles_labels()
+            entries = dict(zip(names, handles)) | entries
+    if len(entries) < 2:
         return
-    axes.set(xlabel=picture["x"], ylabel=picture["y"])
-    if picture.get("scale") == "log":
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-    if all("over" in series and "x" not in series for series in picture["series"].values()):
-        ticks = sorted({float(value) for series in picture["series"].values() for value in series["over"]})
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=9)
-    _legend(figure)
-    save_figure(figure, path)
-
-
-def _legend(figure) -> None:
-    """Put the legend below the axes, in as many columns as fit."""
-    for columns in (3, 2, 1):
-        legend = figure.legend(frameon=False, fontsize=10, ncols=columns, loc="outside lower center")
+    for columns in (5, 4, 3, 2, 1):
+        place = {"ncols": columns, "loc": "outside lower center"}
+        legend = figure.legend(entries.values(), entries.keys(), frameon=False, fontsize=9, **place)
         figure.draw_without_rendering()
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
 
 
-def colour_of(name: str, number: int):
-    """The colour of a method, the same on all pages; the colour of any other series depends on its number."""
-    from matplotlib import colormaps
-
-    names = list(METHODS)
-    if name in names:
-        tens, place = divmod(names.index(name), 10)  # tab20 alternates strong and pale: strong ones first
-        return colormaps["tab20"].colors[2 * place + tens % 2]
-    return colormaps["Dark2"].colors[number % 8]
+def draw_verdicts(path: Path, verdicts: dict[str, list[str]]) -> None:
+    """A bar for each paper: the number of its claims by verdict, in words and colours."""
+    figure, axes = new_figure()
+    figure.set_size_inches(9, 0.75 * len(verdicts) + 1.1)
+    ends = dict.fromkeys(verdicts, 0)
+    for verdict, colour in VERDICT_COLOURS.items():
+        counts = {paper: Counter(found)[verdict] for paper, found in verdicts.items()}
+        if not any(counts.values()):
+            continue
+        bars = axes.barh(
+            [*counts], [*counts.values()], left=[*ends.values()], color=colour, edgecolor="white", label=verdict
+        )
+        light = verdict in UNDECIDED[1:]
+        axes.bar_label(
+            bars, [str(count or "") for count in counts.values()], label_type="center", color="#222" if light else "w"
+        )
+        ends = {paper: end + counts[paper] for paper, end in ends.items()}
+    axes.invert_yaxis()
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_xticks([])
+    axes.tick_params(axis="y", length=0)
+    _legend(figure, [axes])
+    save_figure(figure, path)
 
 
 def _over(series: dict, data: PageData):
     """x and mean, smallest and largest y over seeds, for each value of a setting; None if nothing was measured."""
     points = []
     for value in series["over"]:
-        case = filled(series["case"], value)
-        y = list(data.values(case, filled(series["y"], value)).values())
-        x = list(data.values(case, filled(series["x"], value)).values()) if "x" in series else [float(value)]
+        case = filled(series["case"], value, series)
+        y = list(data.values(case, filled(series["y"], value, series)).values())
+        x = list(data.values(case, filled(series["x"], value, series)).values()) if "x" in series else [float(value)]
         if y:
             points.append((float(np.mean(x)), float(np.mean(y)), min(y), max(y)))
     return list(zip(*sorted(points))) if points else None
@@ -77,8 +241,8 @@ def _over(series: dict, data: PageData):
 
 def _lists(series: dict, data: PageData):
     """The mean and range over seeds of a curve, on a grid that the curves of all seeds span; None if there is none."""
-    curves = []
-    for made in data.found[series["case"]]["seeds"].values():
+    curves, case = [], filled(series["case"], None, series)
+    for made in data.found[case]["seeds"].values():
         if series["x"] in made["lists"]:
             x, y = (np.array(made["lists"][series[key]]) for key in "xy")
             order = np.argsort(x, kind="stable")

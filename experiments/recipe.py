@@ -6,7 +6,6 @@ training, repeated with several seeds, and its measurement.
 
 from itertools import product
 from pathlib import Path
-from string import Formatter
 from typing import NamedTuple
 
 from mini_ee.data.files import read_json
@@ -34,7 +33,7 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
     small = recipe.pop("quick", None)
     if quick and small is None:
         raise WrongArguments(f"--quick is for {', '.join(PAPERS)}; leave it out for {paper}")
-    return recipe | small | {"changed": [], "short": []} if quick else recipe
+    return recipe | small | {"answer": []} if quick else recipe
 
 
 def cases_of(recipe: dict) -> dict[str, Case]:
@@ -75,7 +74,7 @@ def select(recipe: dict, only: str) -> dict:
         known += [picture["title"].partition(":")[0] for picture in recipe["pictures"]] + [*claims]
         raise WrongArguments(f"--only: expected one of {'; '.join(dict.fromkeys(known))}; found {only}")
     compared = [claims[only] | {"tried": {}}] if only in claims else []
-    return recipe | {"claims": compared, "tables": tables, "pictures": pictures, "changed": []}
+    return recipe | {"claims": compared, "tables": tables, "pictures": pictures}
 
 
 def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
@@ -92,10 +91,13 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
     for table in recipe["tables"]:
         for row in table["rows"].values():
             named |= {table["case"].format(**column | row) for column in table["columns"].values()}
-    named |= {each["case"] for each in recipe.get("changed", [])}
     for picture in recipe["pictures"]:
-        for series in picture["series"].values():
-            named |= {filled(series["case"], value) for value in series.get("over", [None])}
+        for panel in panels_of(picture):
+            for series in panel["series"].values():
+                if "rows" in panel:
+                    named |= {series["case"].format(**series | row) for row in panel["rows"].values()}
+                else:
+                    named |= {filled(series["case"], value, series) for value in series.get("over", [None])}
     if unknown := sorted(named - cases.keys()):
         raise ValueError(f"no experiment makes {', '.join(unknown)}")
     named |= {cases[name].reference for name in named if cases[name].reference}
@@ -112,7 +114,21 @@ def sides(compare: dict, side: str) -> list[tuple[str, str]]:
     return [(name, figure) for name in ([found] if isinstance(found, str) else found)]
 
 
-def filled(pattern: str, value) -> str:
-    """The pattern with {} replaced by the value."""
-    takes_one = any(field is not None for _, field, _, _ in Formatter().parse(pattern))
-    return pattern.format(value) if takes_one else pattern
+def panels_of(picture: dict) -> list[dict]:
+    """The panels of a picture, each with its own series: those of its `panels`, whose `with` is added to every series;
+    or one for each series, next to the series that the picture names as `against`; or the picture itself.
+    """
+    if one := picture.get("against"):
+        series = picture["series"]
+        pairs = {name: {one: series[one], name: each} for name, each in series.items() if name != one}
+        return [picture | {"panel": name, "series": pair} for name, pair in pairs.items()]
+    panels = [picture | panel for panel in picture.get("panels", [{}])]
+    return [
+        panel | {"series": {name: each | panel.get("with", {}) for name, each in panel["series"].items()}}
+        for panel in panels
+    ]
+
+
+def filled(pattern: str, value, fields: dict) -> str:
+    """The pattern with {} replaced by the value, and {name} by the field."""
+    return pattern.format(value, **fields)

@@ -9,18 +9,20 @@ from filelock import FileLock
 
 from mini_ee.data.files import write_bytes
 from mini_ee.evaluation.plots import can_draw
+from mini_ee.experiments.claims import judge_claim
 from mini_ee.experiments.markdown import check_is_page
-from mini_ee.experiments.pictures import draw
-from mini_ee.experiments.recipe import PAPERS, cases_named, cases_of, load_recipe, select
-from mini_ee.experiments.result_page import (
-    CLAIMS_HEADING,
-    OTHER_PAGES,
-    claims_page,
-    in_short,
-    judge_claim,
-    page,
-    read_data,
+from mini_ee.experiments.overview import (
+    CHART,
+    JUDGING_HEADING,
+    OVERVIEW_HEADING,
+    Card,
+    judging_page,
+    overview_page,
 )
+from mini_ee.experiments.page_data import read_data
+from mini_ee.experiments.pictures import draw, draw_verdicts
+from mini_ee.experiments.recipe import PAPERS, cases_named, cases_of, load_recipe, select
+from mini_ee.experiments.result_page import JUDGING, answer, page
 from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
 
@@ -35,7 +37,7 @@ def reproduce(
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> dict:
-    """Train and measure what is missing, then write OUT/PAPER.md, its pictures, and OUT/README.md.
+    """Train and measure what is missing, then write OUT/PAPER.md with its pictures, OUT/README.md and OUT/judging.md.
 
     seeds: the first seed, and the number of seeds of each case; None: as many as the page of the case shows. All cases
     run with the first seed before any runs with the second. Results of an earlier call are used again, also if that
@@ -48,8 +50,9 @@ def reproduce(
     folder = out / paper
     found = Sources(sources, folder / "runs")
     cases = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
-    for path, heading in ((out / "README.md", CLAIMS_HEADING), (out / f"{paper}.md", f"# {recipe['title']}")):
-        check_is_page(path, heading)
+    check_is_page(out / f"{paper}.md", f"# {recipe['title']}")
+    for name, heading in (("README.md", OVERVIEW_HEADING), (JUDGING, JUDGING_HEADING)):
+        check_is_page(out / name, heading)
     (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
     runs = [(case, first + k) for case in cases.values() for k in range(count or case.seeds or usual)]
     runs.sort(key=itemgetter(1))
@@ -80,7 +83,7 @@ def reproduce(
         say(f"{len(waiting)} runs are left to other processes, which are running them or their reference.")
     with FileLock(pages):
         path = write_page(paper, recipe, out, quick)
-        write_claims(out, quick)
+        write_overview(out, quick)
     say(f"Page: {path}")
     return {"paper": paper, "page": str(path), "ran": ran, "wall_seconds": time.perf_counter() - begin}
 
@@ -96,12 +99,18 @@ def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
     return path
 
 
-def write_claims(out: Path, quick: bool) -> None:
-    """Write OUT/README.md: the summaries and the claims of all papers that have a page in OUT."""
-    judged, titles, shorts = {}, {}, {}
+def write_overview(out: Path, quick: bool) -> None:
+    """Write OUT/README.md, the overview of all papers that have a page in OUT, its chart, and OUT/judging.md."""
+    cards = {}
     for paper in (paper for paper in PAPERS if (out / f"{paper}.md").exists()):
         recipe = load_recipe(paper, quick)
         data = read_data(out / paper, recipe)
-        judged[paper], titles[paper] = [judge_claim(claim, data) for claim in recipe["claims"]], recipe["title"]
-        shorts[paper] = in_short(recipe, data)
-    write_bytes(out / "README.md", claims_page(judged, titles, shorts, "" if quick else OTHER_PAGES).encode())
+        judged = [judge_claim(claim, data) for claim in recipe["claims"]]
+        cards[paper] = Card(recipe["title"], answer(recipe, data), judged)
+    if can_draw():
+        verdicts = {
+            card.title: [one.verdict for one in card.judged if not one.claim.get("control")] for card in cards.values()
+        }
+        draw_verdicts(out / CHART, verdicts)
+    write_bytes(out / "README.md", overview_page(cards, (out / CHART).exists(), quick).encode())
+    write_bytes(out / JUDGING, judging_page().encode())

@@ -2,35 +2,24 @@
 
 A comparison is paired: for each seed, the difference of its two figures; over the seeds, the mean difference and
 Student's t interval at CONFIDENCE_LEVEL. It holds if the whole interval lies above the required difference, and does
-not hold if the whole interval lies below.
+not hold if the whole interval lies below. Otherwise it cannot be decided, for one of three reasons (UNDECIDED).
 """
 
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "cannot be decided here"
+HOLDS, FAILS = "holds", "does not hold"
+WIDE, ELSEWHERE, CONSTANT = "interval too wide", "other hardware or data needed", "data do not vary"
+UNDECIDED = (WIDE, ELSEWHERE, CONSTANT)  # why a comparison or a claim cannot be decided
 FEW, MISSING = "too few seeds", "runs are missing"
 UNTRIED = "does not hold so far; other settings have to be run"
 CONFIDENCE_LEVEL = 0.95
-LEAST_SEEDS = 3
+LEAST_SEEDS, MOST_SEEDS = 3, 100  # of a comparison; of an estimate of how many would decide
+CHANCE = 0.8  # that the estimated number of seeds decides
 T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Degrees of freedom -> the two-sided quantile of Student's t at CONFIDENCE_LEVEL."""
-
-RULES = f"""## How a verdict is computed
-
-- A comparison is paired over at least {LEAST_SEEDS} seeds. For each seed we take the difference of the two figures,
-  then the mean difference over the seeds and Student's t interval at {CONFIDENCE_LEVEL:.0%}.
-- A comparison *{HOLDS}* if the whole interval lies above the required difference, which is 0 unless the page gives
-  another. It *{FAILS}* if the whole interval lies below. Otherwise it *{UNDECIDED}*.
-- A claim needs all of its comparisons, unless it gives a number, so it fails as soon as one of them fails. If the two
-  sides of a comparison are in truth equal, it fails by chance in 2.5 % of the cases.
-- If runs are missing, the verdict is given only if they cannot change it; otherwise it is *{MISSING}*. Some claims name
-  other settings to be tried. Such a claim fails only after these have been run.
-- A claim that needs other hardware *{UNDECIDED}*.
-- The intervals cover the choice of the seed, not that of the test examples. If every seed gives the same two figures,
-  nothing is known about their spread, and the comparison *{UNDECIDED}*. Exact counts, such as bytes, are an exception.
-- A control is a claim of ours that the paper does not make."""
 
 
 class Compared(NamedTuple):
@@ -43,6 +32,7 @@ class Compared(NamedTuple):
     high: float
     seeds: int
     verdict: str
+    required: float = 0.0  # what the difference must exceed
 
 
 def compared(more: list[float], than: list[float], by: float = 0.0, exact: bool = False) -> Compared:
@@ -53,19 +43,24 @@ def compared(more: list[float], than: list[float], by: float = 0.0, exact: bool 
     differences = np.subtract(more, than)
     mean, seeds = float(differences.mean()), len(differences)
     if seeds < LEAST_SEEDS:
-        return Compared(float(np.mean(more)), float(np.mean(than)), mean, mean, mean, seeds, FEW)
-    half = T[min(seeds - 1, max(T))] * float(differences.std(ddof=1)) / seeds**0.5
+        return Compared(float(np.mean(more)), float(np.mean(than)), mean, mean, mean, seeds, FEW, by)
+    half = _quantile(seeds - 1) * float(differences.std(ddof=1)) / seeds**0.5
     low, high = mean - half, mean + half
-    verdict = HOLDS if low > by else FAILS if high < by else UNDECIDED
+    verdict = HOLDS if low > by else FAILS if high < by else WIDE
     if len(set(zip(more, than))) == 1 and not exact:
-        verdict = UNDECIDED
-    return Compared(float(np.mean(more)), float(np.mean(than)), mean, low, high, seeds, verdict)
+        verdict = CONSTANT
+    return Compared(float(np.mean(more)), float(np.mean(than)), mean, low, high, seeds, verdict, by)
+
+
+def _quantile(freedom: int) -> float:
+    return T[min(freedom, max(T))]
 
 
 def verdict_of(comparisons: list[Compared | None], need: int | str = "all") -> str:
     """The verdict of a claim: all of its comparisons must hold, or `need` of them.
 
-    None is a comparison that has not been run; it delays the verdict if it could change it.
+    None is a comparison that has not been run; it delays the verdict if it could change it. If several reasons leave a
+    claim undecided, a too wide interval comes first, because more seeds can change it.
     """
     verdicts = [each.verdict if each else MISSING for each in comparisons]
     least = len(verdicts) if need == "all" else need
@@ -73,4 +68,33 @@ def verdict_of(comparisons: list[Compared | None], need: int | str = "all") -> s
         return HOLDS
     if len(verdicts) - verdicts.count(FAILS) < least:
         return FAILS
-    return next((verdict for verdict in (MISSING, FEW) if verdict in verdicts), UNDECIDED)
+    return next(verdict for verdict in (MISSING, FEW, *UNDECIDED) if verdict in verdicts)
+
+
+def seeds_to_decide(comparison: Compared) -> int | None:
+    """Number of seeds at which the interval excludes the required difference with probability CHANCE, if the measured
+    mean difference and spread are the true ones; None if it is above MOST_SEEDS.
+    """
+    spread = (comparison.high - comparison.low) / 2 / _quantile(comparison.seeds - 1) * comparison.seeds**0.5
+    distance = abs(comparison.difference - comparison.required)
+    for seeds in range(comparison.seeds + 1, MOST_SEEDS + 1):
+        if distance * seeds**0.5 >= (_quantile(seeds - 1) + NormalDist().inv_cdf(CHANCE)) * spread:
+            return seeds
+    return None
+
+
+def seeds_to_decide_claim(comparisons: list[Compared | None], need: int | str = "all") -> int | None:
+    """The smallest number of seeds at which the claim is decided, if every interval shrinks about its mean difference;
+    None if it is above MOST_SEEDS, or if an undecided comparison needs something else.
+    """
+    needed = {each: seeds_to_decide(each) for each in comparisons if each and each.verdict == WIDE}
+    for seeds in sorted(filter(None, needed.values())):
+        then = [
+            each._replace(verdict=HOLDS if each.difference > each.required else FAILS)
+            if each and (needed.get(each) or MOST_SEEDS + 1) <= seeds
+            else each
+            for each in comparisons
+        ]
+        if verdict_of(then, need) in (HOLDS, FAILS):
+            return seeds
+    return None

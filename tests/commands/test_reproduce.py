@@ -25,24 +25,25 @@ from mini_ee.evaluation import row_evaluation, savings_estimate
 from mini_ee.evaluation.probes import Costs
 from mini_ee.evaluation.token_evaluation import EPSILONS
 from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, trainings
+from mini_ee.experiments.claims import claim_lines, counted, judge_claim
 from mini_ee.experiments.measured import MEASURED
-from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe
-from mini_ee.experiments.result_page import (
-    OTHER_PAGES,
-    PageData,
-    _cell,
-    _claim_lines,
-    _training_lines,
-    claims_page,
-    in_short,
-    judge_claim,
-    page,
-    read_data,
-)
+from mini_ee.experiments.overview import Card, judging_page, overview_page
+from mini_ee.experiments.page_data import PageData, cell, is_share, read_data
+from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
+from mini_ee.experiments.result_page import _table_lines, _training_lines, answer, page
 from mini_ee.experiments.trainings import read_case
-from mini_ee.experiments.verdicts import LEAST_SEEDS, UNTRIED, compared, verdict_of
+from mini_ee.experiments.verdicts import (
+    CONSTANT,
+    ELSEWHERE,
+    LEAST_SEEDS,
+    UNTRIED,
+    WIDE,
+    compared,
+    seeds_to_decide,
+    seeds_to_decide_claim,
+    verdict_of,
+)
 from mini_ee.recording import exit_scores, record, summary
-from mini_ee.registry import METHODS
 from mini_ee.rules import NeverExit, Threshold, rule_from_dict
 from mini_ee.training.default_rule import sweep
 from mini_ee.training.holdout import split_rows
@@ -69,7 +70,7 @@ TINY = {
     "title": "Tiny",
     "source": "nobody",
     "about": "A recipe of this test.",
-    "short": ["The accuracies are {reviews joint | full} and {reviews two-stage | full | %}."],
+    "answer": ["The accuracies are {reviews joint | full} and {reviews two-stage | full}."],
     "differs": ["Everything."],
     "next": ["More rows."],
     "experiments": [
@@ -126,18 +127,18 @@ def test_a_comparison_is_students_t_on_the_paired_differences():
     assert found.low == pytest.approx(statistics.mean(differences) - half)
     assert found.high == pytest.approx(statistics.mean(differences) + half)
     assert found.verdict == "holds" and compared(than, more).verdict == "does not hold"
-    assert compared(more, than, by=0.02).verdict == "cannot be decided here"
+    assert compared(more, than, by=0.02).verdict == WIDE
     assert compared(more, than, by=0.08).verdict == "does not hold"
 
 
 def test_pairing_sees_what_the_spread_between_seeds_hides():
     more, than = [0.71, 0.81, 0.91], [0.70, 0.799, 0.90]
     assert compared(more, than).verdict == "holds"
-    assert compared(more, than[::-1]).verdict == "cannot be decided here"
+    assert compared(more, than[::-1]).verdict == WIDE
 
 
 def test_seeds_with_equal_figures_show_nothing_unless_the_figure_is_exact():
-    assert compared([0.532] * 3, [0.552] * 3).verdict == "cannot be decided here"
+    assert compared([0.532] * 3, [0.552] * 3).verdict == CONSTANT
     assert compared([230.0] * 3, [92.1] * 3, exact=True).verdict == "holds"
     assert compared([0.532] * 3, [0.55, 0.552, 0.551]).verdict == "does not hold"
 
@@ -150,10 +151,12 @@ def test_two_seeds_are_too_few():
     "letters, need, verdict",
     [
         ("hhh", "all", "holds"),
-        ("hhu", "all", "cannot be decided here"),
+        ("hhu", "all", WIDE),
+        ("hcu", "all", WIDE),
+        ("hhc", "all", CONSTANT),
         ("hhf", "all", "does not hold"),
         ("hhf", 2, "holds"),
-        ("huf", 2, "cannot be decided here"),
+        ("huf", 2, WIDE),
         ("hff", 2, "does not hold"),
         ("hhw", 2, "holds"),
         ("huw", 2, "too few seeds"),
@@ -168,6 +171,7 @@ def test_a_claim_needs_so_many_of_its_comparisons(letters, need, verdict):
         "f": ([1, 1, 1], [3, 3.1, 2.9]),
         "u": ([1, 2, 3], [3, 2, 1]),
         "w": ([3], [1]),
+        "c": ([1] * 3, [3] * 3),
     }
     found = [compared(*map(list, sides[each])) if each in sides else None for each in letters]
     assert verdict_of(found, need) == verdict
@@ -187,17 +191,17 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     judged = judge_claim(claim, data)
     assert judged.verdict == verdict
     if verdict == "does not hold":
-        assert "best of 2 settings tried: *first*" in _claim_lines(1, judged, data)[-1]
+        assert "Best of 2 settings tried: *first*" in "".join(claim_lines(1, judged, data))
         tried["least"] = True
-        assert "best of 2 settings tried: *second*" in _claim_lines(1, judged, data)[-1]
+        assert "Best of 2 settings tried: *second*" in "".join(claim_lines(1, judged, data))
 
 
 @pytest.mark.parametrize(
     ("having", "run", "verdict"),
     [
         ("012", "012", "holds"),
-        ("01", "012", "cannot be decided here"),
-        ("", "012", "cannot be decided here"),
+        ("01", "012", ELSEWHERE),
+        ("", "012", ELSEWHERE),
         ("01", "01", "too few seeds"),
         ("", "01", "runs are missing"),
     ],
@@ -209,7 +213,7 @@ def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(hav
     claim = {"text": "", "paper": "", "compare": [{"more": "first", "than": 0.5, "figure": "x"}]}
     judged = judge_claim(claim, data)
     assert judged.verdict == verdict
-    assert len(_claim_lines(1, judged, data)) == 1 + bool(having)
+    assert ("| x: first, against a number |" in "".join(claim_lines(1, judged, data))) == bool(having)
 
 
 def test_a_side_of_several_cases_is_their_mean_on_the_seeds_that_all_have():
@@ -320,16 +324,21 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert figures["steps"] == 2 and figures["trained parameters"] > 1e3
     assert {each["lr"] for each in made["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
     assert made["chosen"]["lr"] == max(made["tried"], key=lambda each: each["hold-out"])["lr"]
-    assert f"| joint | {figures['full']:.3f}".replace(" 0.", " .") in text
+    assert f"| joint | {100 * figures['full']:.1f} | {100 * figures['saved at one point']:.1f} |" in text
     assert "| the paper's results | full |" in text and "| joint | 50.0 |" in text
-    assert "3. Large: **cannot be decided here**. The paper: .7. It needs another machine." in text
-    assert "**too few seeds**" in text
+    assert (
+        "<b>3. other hardware or data needed</b> · Large</summary>\n\nIt needs another machine.\n\nThe paper: .7."
+        in text
+    )
+    assert "<b>1. too few seeds</b> · One is above" in text
     assert (tiny / "raee" / "fig.png").stat().st_size > 5000 and "![Fig. 3: a curve](raee/fig.png)" in text
-    claims = (tiny / "README.md").read_text()
-    assert "| [Tiny](raee.md) | 1 | One is above | too few seeds |" in claims
-    assert "Verdicts of the 2 claims of the papers: " in claims and "1 *cannot be decided here*" in claims
-    assert "Verdicts of the 1 controls of ours: 1 *too few seeds*." in claims and "| *control:* Two |" in claims
-    assert "2. Two: **too few seeds**. A control of ours; the paper: .6." in text
+    overview = (tiny / "README.md").read_text()
+    assert "| 1 | One is above | too few seeds |" in overview and "| 2 | *control:* Two | too few seeds |" in overview
+    assert "1 cannot be decided (1 other hardware or data needed)" in overview and "![Verdicts" in overview
+    assert "Verdicts of our 1 controls: 1 *too few seeds*." in overview
+    assert "<b>2. too few seeds</b> · control: Two</summary>" in text
+    assert (tiny / "judging.md").read_text() == judging_page() and (tiny / "verdicts.png").stat().st_size > 2000
+    drawn = (tiny / "raee" / "fig.png").read_bytes()
     assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
 
     def refuse(*args, **settings):
@@ -337,7 +346,8 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
 
     monkeypatch.setattr(trainings, "train", refuse)
     assert main(command) == 0  # everything is there: nothing is trained
-    assert (tiny / "raee.md").read_text() == text
+    assert (tiny / "raee.md").read_text() == text and (tiny / "README.md").read_text() == overview
+    assert (tiny / "raee" / "fig.png").read_bytes() == drawn
     assert main([*command, "--only", ""]) == 2
     assert main([*command, "--only", "Table 9"]) == 2
     assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
@@ -382,9 +392,13 @@ def test_a_case_is_run_with_the_seeds_of_its_page_unless_others_are_given(tiny, 
     assert ran == [(name, seed) for seed in joint for name in both if seed in both[name]]
 
 
-def test_a_cell_shows_how_many_seeds_have_its_figure():
-    assert _cell([0.2, 0.3], 3, 3) == ".250 (.200 to .300; 2 of 3 seeds)"
-    assert _cell([0.2], 3, 3) == ".200 (1 of 3 seeds)" and _cell([0.2] * 3, 3, 3) == ".200"
+def test_a_cell_shows_mean_and_standard_deviation_and_how_many_seeds_have_its_figure():
+    assert (
+        cell([0.2, 0.3, 0.4], "full", 3) == "30.0 ±10.0"
+        and cell([0.2, 0.4], "layers", 3) == "0.30 ±0.14 (2 of 3 seeds)"
+    )
+    assert cell([0.2], "full", 3) == "20.0 (1 of 3 seeds)" and cell([0.2] * 3, "full", 3) == "20.0"
+    assert cell([1234.0, 1236.0, 1238.0], "steps", 3, 0) == "1,236 ±2" and cell([12.34], "train seconds", 1) == "12.3"
 
 
 def test_of_one_claim_only_what_it_compares_is_run():
@@ -690,7 +704,9 @@ def test_a_page_without_runs_shows_that_none_was_run(paper, tmp_path):
     """It is written after the first case of a fresh folder, when all others are missing."""
     found = load_recipe(paper)
     made = page(paper, found, read_data(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
-    assert f"0 of {len(cases_of(found))} cases have been run; `·` stands for the others." in made
+    assert (
+        f"0 of {len(cases_of(found))} cases have been run; `·` stands for the others." in made and "| nan" not in made
+    )
 
 
 def test_a_model_for_each_exit_is_measured_as_exits_are(tmp_path, checkpoint_folder, task_folder):
@@ -783,23 +799,73 @@ def test_a_pictures_legend_is_inside_it(tmp_path, monkeypatch, name):
     assert 0 <= inside.x0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
 
 
-def test_twenty_methods_have_colours_of_their_own_the_first_ten_the_strong_ones():
-    pytest.importorskip("matplotlib")
-    colours = [pictures.colour_of(name, 0) for name in METHODS]
-    assert len(set(colours[:20])) == 20
-    strength = [max(colour) - min(colour) for colour in colours[:4]]
-    assert min(strength) > 0.4  # the four papers' methods: no pale ones
+def test_a_picture_has_a_panel_for_each_series_next_to_another_or_for_each_of_its_panels():
+    series = {name: {"case": f"{{task}} {name}"} for name in "abc"}
+    pairs = panels_of({"series": series, "against": "b"})
+    assert [(panel["panel"], [*panel["series"]]) for panel in pairs] == [("a", ["b", "a"]), ("c", ["b", "c"])]
+    first, second = panels_of({"series": series, "y": "up", "panels": [{"with": {"task": "T"}}, {"y": "down"}]})
+    assert first["series"]["a"] == {"case": "{task} a", "task": "T"} and (first["y"], second["y"]) == ("up", "down")
+    assert second["series"] == series
 
 
-def test_the_table_of_claims_shows_what_the_json_contains():
-    judged, titles, shorts = {}, {}, {}
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_page_begins_with_its_answer_two_pictures_and_its_main_table(paper):
+    before, claims, _ = re.split(r"## (?:Claims|Appendix)\n", (RESULTS / f"{paper}.md").read_text())
+    assert before.count("\n![") == 2 and len(before.partition("\n|")[0].split()) < 300
+    assert not re.search(r"·|\{|\}", before), "a figure of the answer is missing"
+    assert claims.count("<details>") == claims.count("</details>") >= len(load_recipe(paper)["claims"])
+
+
+def test_the_overview_shows_what_the_records_contain():
+    cards = {}
     for paper in PAPERS:
         found = load_recipe(paper)
         data = read_data(RESULTS / paper, found)
-        judged[paper], titles[paper] = [judge_claim(claim, data) for claim in found["claims"]], found["title"]
-        shorts[paper] = in_short(found, data)
-        assert shorts[paper] and not any(re.search(r"·|\{|\}", each) for each in shorts[paper]), paper
-    assert claims_page(judged, titles, shorts, OTHER_PAGES) == (RESULTS / "README.md").read_text()
+        judged = [judge_claim(claim, data) for claim in found["claims"]]
+        cards[paper] = Card(found["title"], answer(found, data), judged)
+    assert overview_page(cards, True, False) == (RESULTS / "README.md").read_text()
+    assert judging_page() == (RESULTS / "judging.md").read_text()
+    every = [one for card in cards.values() for one in card.judged if not one.claim.get("control")]
+    assert f"**{len(every)} claims of 4 papers" in (RESULTS / "README.md").read_text()
+
+
+def test_the_seeds_that_would_decide_shrink_the_interval_below_the_distance():
+    """Mean difference and spread are .2; Student's t of 8 and 9 degrees of freedom is from a printed table, and .842
+    is the 80 % quantile of the normal distribution."""
+    assert 9**0.5 < 2.306 + 0.842 and 10**0.5 >= 2.262 + 0.842
+    found = compared([0.2, 0.4, 0.0], [0.0, 0.0, 0.0])
+    assert found.verdict == WIDE and seeds_to_decide(found) == 10
+    assert seeds_to_decide(compared([0.101, 0.4, -0.5], [0.1, 0.0, 0.1])) is not None
+    assert seeds_to_decide(compared([0.101, 0.4, -0.295], [0.1, 0.0, 0.1])) is None  # above 100
+    same = compared([1.0] * 3, [2.0] * 3)
+    assert seeds_to_decide_claim([found, same]) is None and seeds_to_decide_claim([found, same], 1) == 10
+
+
+def test_counts_of_verdicts_name_why_claims_cannot_be_decided():
+    kinds = ["holds", "does not hold", "does not hold", WIDE, CONSTANT, ELSEWHERE, "too few seeds"]
+    judged = [SimpleNamespace(verdict=kind, claim={}) for kind in kinds]
+    text = "1 holds, 2 do not hold, 1 *too few seeds*, 3 cannot be decided "
+    assert counted(judged) == f"{text}(1 {WIDE}, 1 {ELSEWHERE}, 1 {CONSTANT})"
+    assert counted(judged, True) == ""
+
+
+@pytest.mark.parametrize(
+    ("share", "other"),
+    [("score after 2", "loss after 2"), ("full", "full perplexity"), ("saved at .9", "speed-up at epsilon .8")]
+    + [("kNN votes weighted", "layers k 2"), ("oracle", "oracle layers"), ("end to end at epsilon .5", "SGMV, 2 rows")],
+)
+def test_only_shares_are_in_percent(share, other):
+    assert is_share(share) and not is_share(other)
+
+
+def test_the_papers_columns_stand_next_to_ours_if_they_are_joined():
+    data = PageData(
+        cases_of(TINY), {name: {"seeds": {"0": MADE | {"figures": {"full": 0.5}}}} for name in cases_of(TINY)}
+    )
+    (table,) = TINY["tables"]
+    lines = _table_lines(table | {"join": True}, data)
+    assert "|  | full | saved | the paper: full |" in lines
+    assert "| joint | 50.0 | none | 50.0 |" in lines and "| two-stage | 50.0 | none |  |" in lines
 
 
 def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
@@ -814,8 +880,8 @@ def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
     ]
     claims = [{"text": "Both", "paper": "-", "compare": compare}]
     text = page("raee", TINY | {"claims": claims}, read_data(tmp_path, TINY), tmp_path, "command")
-    assert "1. Both: **runs are missing**. The paper: -.\n" in text
-    assert "\n   - *reviews joint*: full .750, required: .500; difference +0.250; 3 seeds: holds\n" in text
+    assert "<b>1. runs are missing</b> · Both</summary>" in text and "\nThe paper: -.\n" in text
+    assert "\n| full: reviews joint, against a number | 75.0 % | 50.0 % | +25.0 | 3 | holds |\n" in text
 
 
 def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
@@ -839,13 +905,13 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
         return page("raee", found, read_data(folder, found), folder, "command")
 
     first = made()
-    assert "| joint | .500 | .250 |" in first and "| two-stage | .600 | .250 |" in first
-    assert "\nThe accuracies are 0.50 and 60.0 %.\n" in first
+    assert "| joint | 50.0 | 25.0 |" in first and "| two-stage | 60.0 | 25.0 |" in first
+    assert "\nThe accuracies are 50.0 % and 60.0 %.\n" in first
     path = trainings.file_of(folder, "reviews two-stage")
     made_before = read_json(path)
     made_before["seeds"]["0"]["figures"]["full"] = 0.7
     write_json(path, made_before)
-    assert made() != first and "| two-stage | .700 | .250 |" in made()
+    assert made() != first and "| two-stage | 70.0 | 25.0 |" in made()
 
 
 def test_readme_prints_no_figure_that_is_not_in_the_json():

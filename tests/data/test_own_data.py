@@ -21,8 +21,9 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.experiments import trainings
+from mini_ee.experiments.page_data import PageData
 from mini_ee.experiments.recipe import Case
-from mini_ee.experiments.result_page import PageData, page
+from mini_ee.experiments.result_page import page
 from mini_ee.training import doubts
 from mini_ee.training.run_folder import load_run
 
