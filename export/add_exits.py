@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.backbones.fine_tuned import is_multi_label, label_names
+from mini_ee.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names
 from mini_ee.backbones.hub import backbone_sha256, read_config
 from mini_ee.data.files import read_json, write_bytes, write_json
 from mini_ee.data.tasks import LISTED_LABELS, Split, Task
@@ -29,6 +29,7 @@ from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.plots import can_draw, draw_agreement
 from mini_ee.evaluation.row_evaluation import evaluate
 from mini_ee.exits.row_exits import even_exits
+from mini_ee.export.encoder_exits import card_of_encoder, check_options, encoder_task, exits_of_encoder, line_of_encoder
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.recording import predictions, record
@@ -64,17 +65,19 @@ def add_exits(
 ) -> Run:
     """Train heads on a fine-tuned classifier or regression, choose thresholds, export, verify; all goes to `out`.
 
-    model: a Hugging Face folder of a ...ForSequenceClassification. texts: like those that the model will read; pairs if
-    it reads pairs. labels: of the texts, their names or numbers, only for max_loss. options: the fields of AddOptions.
+    model: a Hugging Face folder of a ...ForSequenceClassification, or of a sentence encoder (encoder_exits.py). texts:
+    like those that the model will read; pairs if it reads pairs. labels: of the texts, their names or numbers, only for
+    max_loss. options: the fields of AddOptions.
     Called again, it continues an interrupted call. Returns the run; the summary is out/summary.json, and out/exported
     is not there if `pays` is false in it. Raises WrongArguments for a model without a classification head, for too few
     texts, or for labels that are not the model's; FileExistsError if `out` contains another call, or one that is over.
     """
     if options.get("max_loss") is not None and options.get("agreement") is not None:
         raise WrongArguments("--agreement counts the model's own predictions, --max-loss the labels: give one of them")
-    required = AddOptions(**options)
-    model, out, names = Path(model), Path(out), label_names(model)
-    several = is_multi_label(model)
+    required, model, out = AddOptions(**options), Path(model), Path(out)
+    encodes = is_sentence_encoder(model)
+    check_options(options, labels, encodes)
+    names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
     numbers = _numbers(labels, names, several, required, len(texts))
     rows: dict[tuple[str, ...], int] = {}  # different texts, each with its first label
     for text, number in zip(texts, numbers):
@@ -86,9 +89,20 @@ def add_exits(
         )
     if required.tolerance is not None and names:
         raise WrongArguments(f"{model}: --tolerance is for a model that predicts a number; this one predicts classes")
-    task = _task(names, tuple(rows), several, tuple(rows.values()))
-    count = max(int(TRAINED * len(rows)), len(rows) - 2 * TEST_ROWS)
+    task = encoder_task(list(rows)) if encodes else _task(names, tuple(rows), several, tuple(rows.values()))
     _begin(out, {"seed": seed, "texts": task.split("train").sha256(), "model": backbone_sha256(model)}, required)
+    add = exits_of_encoder if encodes else _exits_of_classifier
+    run, summary = add(model, task, out, required, seed, say)
+    write_bytes(out / "README.md", card(summary).encode())
+    write_json(out / "summary.json", summary)
+    return run
+
+
+def _exits_of_classifier(
+    model: Path, task: Task, out: Path, required: AddOptions, seed: int, say: Callable[[str], None]
+) -> tuple[Run, dict]:
+    """Train the heads, choose thresholds, export, verify, measure. Returns the run and the summary."""
+    count = max(int(TRAINED * len(task.split("train"))), len(task.split("train")) - 2 * TEST_ROWS)
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, count, required, seed, say)
     test = split_rows(task, seed, count).test
     summary = _summary(run, test, required)
@@ -96,16 +110,14 @@ def add_exits(
         if not (out / "exported").exists():  # a killed call may have exported
             # A server compares its exits with these counts, and its agreement with this epsilon.
             counts, guarantee = run.metrics["tested"]["exit_counts"], run.config["guarantee"]
-            if guarantee and labels is None:
+            if guarantee and required.max_loss is None:
                 guarantee = guarantee | {"epsilon": round(1 - guarantee["max_loss"], 6)}
             write_rule(out / "run", run.rule, guarantee, counts)
             export(load_run(out / "run"), out / "exported", texts=test.texts, seed=seed)
         summary |= _measured(run, Runtime(out / "exported", threads=1), task, test, required.max_loss is not None)
     if can_draw():
         draw_agreement(out / "curve.png", summary)
-    write_bytes(out / "README.md", card(summary).encode())
-    write_json(out / "summary.json", summary)
-    return run
+    return run, summary
 
 
 def _numbers(labels, names: tuple[str, ...], several: bool, required: AddOptions, count: int) -> Sequence[int]:
@@ -150,7 +162,7 @@ def _begin(out: Path, inputs: dict, required: AddOptions) -> None:
 
 def _trained(model: Path, task: Task, out: Path, count: int, required: AddOptions, seed: int, say) -> Run:
     """The heads: those that were named, or few of those that were trained."""
-    method = next((name for name in METHODS if load_method(name).keeps_model), None)
+    method = next((name for name in METHODS if _keeps_classifier(load_method(name))), None)
     if method is None:
         raise WrongArguments("no method of the registry trains heads on a model that stays as it is")
     layers = read_config(model / "config.json").num_hidden_layers
@@ -162,6 +174,10 @@ def _trained(model: Path, task: Task, out: Path, count: int, required: AddOption
     settings["max_length"] = own_max_length(model) or NO_LIMIT  # the training cuts what the model itself cannot read
     interrupted = (training_folder(out / "run") / STATE).exists()
     return train(method, model, task, out / "run", resume=interrupted, say=say, **settings)
+
+
+def _keeps_classifier(method) -> bool:
+    return method.keeps_model and "rows" in method.units
 
 
 def _measured(run: Run, runtime: Runtime, task: Task, test: Split, labelled: bool) -> dict:
@@ -206,6 +222,8 @@ def _summary(run: Run, test: Split, required: AddOptions) -> dict:
 
 def line_of(summary: dict) -> str:
     """The summary in two sentences or three."""
+    if "required_cosine" in summary:
+        return line_of_encoder(summary)
     layers, labelled = summary["exits"][-1], "max_loss" in summary
     within = f" within {summary['tolerance']:.3g}" if summary["tolerance"] is not None else ""
     within = " in every label" if summary.get("multi_label") else within
@@ -239,6 +257,8 @@ def line_of(summary: dict) -> str:
 
 def card(summary: dict) -> str:
     """The model card, as Markdown."""
+    if "required_cosine" in summary:
+        return card_of_encoder(summary)
     if not summary["pays"]:
         return f"# {Path(summary['model']).name} without exits\n\n{line_of(summary)}\n"
     rows = "\n".join(

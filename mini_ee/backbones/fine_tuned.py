@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mini_ee.backbones.backbone import FineTunedHead, Layout
+from mini_ee.backbones.sentence_encoder import MODULES, POOLING
 from mini_ee.data.files import read_json
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
@@ -23,8 +24,7 @@ POOLS = {"cls": "first"}  # Hugging Face's name of a pooling -> ours
 def classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> FineTunedHead | None:
     """The own head of a fine-tuned classifier; None for another model, or if a part of the head is missing."""
     config = read_json(folder / "config.json")
-    named = config.get("architectures")
-    if layout.head is None or not isinstance(named, list) or not str(*named[:1]).endswith(CLASSIFIES):
+    if layout.head is None or not _classifies(config):
         return None
     plain = {
         name.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix): part for name, part in tensors.items()
@@ -41,6 +41,17 @@ def classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Path
     return FineTunedHead(own, weights, config.get("problem_type") == MULTI_LABEL)
 
 
+def is_sentence_encoder(folder: Path) -> bool:
+    """Whether a folder names a pooling of embeddings, and its model is no classifier, such as a reranker."""
+    names_pooling = (folder / MODULES).is_file() or (folder / POOLING / "config.json").is_file()
+    return names_pooling and not _classifies(read_json(folder / "config.json"))
+
+
+def _classifies(config: dict) -> bool:
+    named = config.get("architectures")
+    return isinstance(named, list) and str(*named[:1]).endswith(CLASSIFIES)
+
+
 def is_multi_label(folder: str | Path) -> bool:
     """Whether a fine-tuned classifier gives an input several labels at once."""
     return read_json(Path(folder) / "config.json").get("problem_type") == MULTI_LABEL
@@ -52,8 +63,8 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     Raises WrongArguments for a model that is no classifier, one of several numbers, or of too many labels at once.
     """
     config = read_json(Path(folder) / "config.json")
-    named = config.get("architectures")
-    if not isinstance(named, list) or not named or not str(named[0]).endswith(CLASSIFIES):
+    if not _classifies(config):
+        named = config.get("architectures")
         found = shortened(named[0] if isinstance(named, list) and named else named)
         raise WrongArguments(
             f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"

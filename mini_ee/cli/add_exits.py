@@ -1,4 +1,4 @@
-"""`mini-ee add-exits`: a fine-tuned classifier with exits, from text without labels."""
+"""`mini-ee add-exits`: a fine-tuned classifier or a sentence encoder with exits, from text without labels."""
 
 from pathlib import Path
 
@@ -11,7 +11,12 @@ EXAMPLE = "mini-ee add-exits my-classifier --text inputs.txt --out fast"
 def add(sub) -> None:
     from mini_ee.training.train_settings import AddOptions
 
-    sub.add_argument("model", type=Path, metavar="MODEL", help="folder of a fine-tuned ...ForSequenceClassification")
+    sub.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="folder of a fine-tuned ...ForSequenceClassification or of a sentence encoder",
+    )
     sub.add_argument(
         "--text",
         type=Path,
@@ -30,6 +35,7 @@ def run(args, say) -> dict:
     import mini_ee
     from mini_ee.data.files import read_json
     from mini_ee.data.text_files import read_labelled, read_texts
+    from mini_ee.evaluation.tables import table
     from mini_ee.export.add_exits import line_of
     from mini_ee.training.train_settings import AddOptions
 
@@ -39,6 +45,11 @@ def run(args, say) -> dict:
     summary = read_json(args.out / "summary.json")
     summary.pop("sha256", None)
     say(line_of(summary))
-    if summary["pays"]:
-        say(f'ONNX: {args.out / "exported"}. Try: echo "A text." | mini-ee run {args.out / "exported"}')
+    exported = args.out / "exported"
+    if "depths" in summary:
+        headings = {"layers": "layers", "cosine": "mean cosine:.3f", "low_cosine": "10 % below:.3f"}
+        say(table(summary["depths"], headings | {"speedup": "times as fast:.2f"}))
+        say(f"ONNX: {exported}. Try: mini-ee embed {exported} texts.txt --out embeddings.npy")
+    elif summary["pays"]:
+        say(f'ONNX: {exported}. Try: echo "A text." | mini-ee run {exported}')
     return summary | {"out": str(args.out)}

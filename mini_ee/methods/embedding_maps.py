@@ -31,5 +31,6 @@ METHOD = Method(
     units=("embeddings",),
     exits=None,
     defaults={"embeddings": {"head_lr": 1e-3, "epochs": 20}},
+    keeps_model=True,
     lacks=("lr", "weight_decay"),
 )

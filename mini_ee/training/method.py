@@ -48,8 +48,8 @@ class Method:
     number of layers. Tokens always have four."""
     no_exit_0: str = ""  # why it cannot have an exit before the first layer; empty if it can
     keeps_model: bool = False
-    """On examples: the model's own classification head is the last exit, nothing of the model is trained, and its
-    predictions are the labels."""
+    """Nothing of the model is trained. On examples: its own classification head is the last exit, and its predictions
+    are the labels. On embeddings: its own embedding is the last exit."""
     classes_only: bool = False  # it needs confidences or right predictions, which a regression does not have
     defaults: dict[str, dict] = field(default_factory=dict)
     """unit -> the method's own defaults of options; "built-in" -> those for a built-in model, on the first unit."""

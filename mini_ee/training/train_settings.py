@@ -135,7 +135,7 @@ class TextOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class AddOptions(Settings):
-    """`mini-ee add-exits`: how many predictions must stay the same, and where heads are added."""
+    """`mini-ee add-exits`: how much must stay the same, and where heads are added."""
 
     agreement: float = option(0.99, "share of predictions that must equal the model's", above=0, most=1)
     max_loss: float | None = option(
@@ -157,6 +157,13 @@ class AddOptions(Settings):
         "difference up to which two numbers agree, if the model predicts a number",
         above=0,
         default_text="a tenth of the standard deviation of the model's numbers",
+    )
+    cosine: float | None = option(
+        None,
+        "least mean cosine to the full embedding, if the model is a sentence encoder: the shallowest such depth counts",
+        least=-1,
+        most=1,
+        default_text=".7",
     )
 
     def __post_init__(self):
