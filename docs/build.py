@@ -1,6 +1,6 @@
 """The site: one static folder made of README, tutorial, result pages, guides and the source files themselves.
 
-    pip install -e '.[docs,plots]'
+    pip install -e '.[docs]'
     python docs/build.py OUT             # with a model that runs in the browser: trains it, and needs npm
     python docs/build.py OUT --no-live
 

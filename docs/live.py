@@ -1,6 +1,7 @@
 """The page on which a model runs in the browser: a run is trained on the built-in reviews and exported with `--web`."""
 
 import html
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def write_live(out: Path) -> str:
         run = mini_ee.train("joint", out=Path(folder) / "run", **SETTINGS)
         mini_ee.export(run, out / FOLDER, web=True)
     failed = fetch_libraries(out / FOLDER, print) if vendor_command(out / FOLDER) else None
+    if failed:
+        shutil.rmtree(out / FOLDER)
     return missing(failed) if failed else FRAME
 
 
