@@ -381,7 +381,7 @@ def test_retrieval_over_a_cascade_is_exported_with_the_deepest_models_states(
     assert found["exit_counts"] == expected["exit_counts"] and found["score"] == expected["score"]
 
 
-@pytest.mark.parametrize("method", ["joint", "multi-model", "berxit", "consistent", "lora-exits"])
+@pytest.mark.parametrize("method", ["joint", "multi-model", "lora-exits"])
 def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
     capsys, tmp_path, decoder_checkpoint, task_folder, method
 ):
@@ -389,7 +389,6 @@ def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
     rate = 3e-2 if method == "lora-exits" else 1e-2
     options = ("--exits", "1,2,3", "--epochs", 8, "--batch-size", 16, "--lr", rate, "--head-lr", rate, "--out", out)
     options += ("--max-train", 45)  # so that more than one example chooses the epoch
-    options += ("--policy-epochs", 2, "--rounds", 1) if method == "consistent" else ()
     answer(capsys, "train", method, "--model", decoder_checkpoint, *task, *options)
     layer = ["--rule", "fixed", "--layer", "3"]
     result = answer(capsys, "evaluate", str(out), *task, *layer)
