@@ -97,7 +97,7 @@ and those of the calibration (0 to 1).
 
 A ModernBERT of the published base shape (22 layers, width 768, vocabulary 50,368) with random weights and exits after
 layers {exits} is one model.onnx. All examples exit at the same exit; all heads up to there are evaluated. Batch size 1,
-{tokens} tokens, one thread; all cases take turns in one process, and medians count. The bar is {bar}.
+{tokens} tokens, one thread; all cases take turns in one process, and medians of processor time count. The bar is {bar}.
 
 {one_file}
 
@@ -274,7 +274,7 @@ def texts_text(cases: list[dict]) -> str:
                 for _, each in sorted(counts.items())
             ]
             lines.append(f"- {task}, {model}: layers saved {', '.join(shown)} texts.")
-    return "\n".join(lines)
+    return "\n".join(lines) or "Each task was measured with one number of texts."
 
 
 def own_text(figures: dict) -> str:
