@@ -8,7 +8,7 @@ __all__ = ["PAGE_TEXT", "PARTS", "page"]
 PAGE_TEXT = """# One ONNX graph that stops by itself
 
 `mini-ee export RUN --out DIR` writes the model, its heads and its exit rule as one graph, `model.onnx`. The graph
-stops at the exit that the rule chooses; no code around it is needed. [tutorial.md](../tutorial.md), section 4, shows
+stops at the exit that the rule chooses; no code around it is needed. [tutorial.md](../tutorial.md), section 13, shows
 how to use it. This page measures its speed, compares its predictions with torch, and gives its size and memory.
 
 {made_by} Machine: {cores} cores that other programs used as well, ONNX Runtime {onnxruntime} on the CPU, no GPU.
