@@ -1,6 +1,8 @@
 """Exit 0: a head on the mean of the embeddings, before the first layer."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import onnx
 import pytest
 import torch
 from conftest import BAD, GOOD, THINGS, padded_rows, tensors
+from http_server import ask, serving
 from torch import nn
 
 import mini_ee
@@ -23,6 +26,7 @@ from mini_ee.export.writer import write_graphs
 from mini_ee.recording import read_every_exit, record
 from mini_ee.registry import BACKBONES
 from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Threshold
+from mini_ee.training.run_folder import load_run
 from mini_ee.training.stages import depth_weighted_sum
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -172,13 +176,36 @@ def test_a_server_answers_as_the_runtime_and_counts_zero_layers(trained):
     assert counts[0] == [each.layers for each in alone].count(0)
 
 
+def test_over_http_texts_exit_at_0_with_the_runtimes_answers(trained):
+    pytest.importorskip("uvicorn", reason="the extra serve")
+    runtime = Runtime(trained[1], threads=1)
+    for rule, layers in ((FixedExit(0), 0), (FixedExit(1), 2)):
+        runtime.rule = rule
+        with serving(engine_of(runtime)) as (_, port):
+            status, found, _ = ask(port, {"texts": TEXTS})
+        expected = runtime.run(TEXTS)
+        assert status == 200 and [each["layers"] for each in found["answers"]] == [layers] * len(TEXTS)
+        assert [each["label"] for each in found["answers"]] == [each.label for each in expected]
+
+
 def run_command(capsys, *arguments):
     capsys.readouterr()
     assert main([*map(str, arguments)]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_evaluate_sweep_calibrate_and_the_picture_begin_at_0(trained, task_folder, tmp_path, capsys):
+def test_calibrate_gives_exit_0_a_threshold_of_its_own(trained, task_folder, tmp_path, capsys):
+    run = shutil.copytree(trained[0].folder, tmp_path / "run")
+    wanted = ("--task", task_folder, "--split", "train", "--epsilon", 0.6, "--json")
+    answer = run_command(capsys, "calibrate", run, *wanted)
+    assert answer["exits"] == list(EXITS) and len(answer["thresholds"]) == 2
+    chosen = load_run(run).rule
+    assert isinstance(chosen, Threshold) and math.isfinite(chosen.threshold[0])
+    found = run_command(capsys, "evaluate", run, "--task", task_folder, "--json")
+    assert found["exit_counts"][0] > 0 and found["mean_layers"] < 3
+
+
+def test_evaluate_sweep_and_the_picture_begin_at_0(trained, task_folder, tmp_path, capsys):
     run, folder = trained
     task = ("--task", task_folder, "--json")
     fixed = run_command(capsys, "evaluate", run.folder, *task, "--rule", "fixed", "--layer", 0)
@@ -193,12 +220,14 @@ def test_evaluate_sweep_calibrate_and_the_picture_begin_at_0(trained, task_folde
     assert picture.stat().st_size
 
 
-def test_exit_0_can_be_added_to_a_fine_tuned_classifier(classifier_folder, tmp_path):
+def test_exit_0_can_be_added_to_a_fine_tuned_classifier(classifier_folder, task_folder, tmp_path, capsys):
     words = [(thing, first, last) for thing in THINGS for first in GOOD + BAD for last in GOOD + BAD]
     texts = ["{1} {0} is {2}".format(*each) for each in words]
     run = mini_ee.add_exits(classifier_folder, texts, tmp_path / "fast", exits=(0, 3), agreement=0.9)
     assert run.exits == (0, 3) and [head.pool for head in run.model.heads] == ["mean", "first"]
     assert read_json(tmp_path / "fast" / "summary.json")["per_exit_agreement"][0] > 0.6
+    options = ("--task", task_folder, "--split", "train", "--epsilon", 0.9, "--json")
+    assert run_command(capsys, "calibrate", run.folder, *options)["exits"] == [0, 3]
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
