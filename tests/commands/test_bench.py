@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import refused
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL, save_backbone
+from mini_ee.backbones.hub import save_backbone
 from mini_ee.backbones.llama import DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
@@ -88,10 +88,11 @@ def test_earlier_datastores_are_freed_when_others_are_built(monkeypatch):
     assert len(stores) == 2 and remaining == 0
 
 
-def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch):
+def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch, tmp_path):
     quickly(monkeypatch)
+    save_backbone(common.random_encoder(replace(common.MINILM, vocab_size=90), 0), tmp_path / "m")
     put(monkeypatch, SST2_ROWS=300, _building=lambda *_: iter(()))
-    assert "67k t32 encoder" in rows_of(capsys, "retrieval", "--model", str(BUILT_IN_MODEL))
+    assert "67k t32 encoder" in rows_of(capsys, "retrieval", "--model", str(tmp_path / "m"))
 
 
 @pytest.mark.parametrize(

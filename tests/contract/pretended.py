@@ -50,6 +50,17 @@ def placed(x: Tensor, there: bool = True) -> Tensor:
         return x.as_subclass(Elsewhere if there else Tensor) if isinstance(x, Elsewhere) != there else x
 
 
+def gathered(values, found: list) -> None:
+    """Append the tensors in `values`."""
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            gathered(each, found)
+        elif isinstance(each, dict):
+            gathered(each.values(), found)
+
+
 def mapped(change, value):
     """`value` with every tensor in it changed."""
     if isinstance(value, Tensor):
@@ -81,7 +92,7 @@ def called(function, args: tuple, kwargs: dict):
             return function(*args, **kwargs)
     name, found = getattr(function, "__name__", ""), []
     with torch._C.DisableTorchFunction():
-        mapped(found.append, (args, kwargs))
+        gathered((args, kwargs), found)
         there = [isinstance(each, Elsewhere) for each in found]
         if function in SAYS and there[0]:
             return SAYS[function]

@@ -36,10 +36,9 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
 @pytest.mark.parametrize("method, unit", CASES)
 def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method, unit, task_folder, tmp_path):  # noqa: F811
     with A_GPU():
-        house.train(
-            method, unit, tmp_path / "run", device="cuda", **(SHORT if unit == "rows" and method != "raee" else {})
-        )
-        here, there = (mini_ee.load_run(tmp_path / "run") for _ in range(2))
+        short = SHORT if unit == "rows" and method != "raee" else {}
+        here = house.train(method, unit, tmp_path / "run", device="cuda", **short)
+        there = mini_ee.load_run(tmp_path / "run")
         there.model.to("cuda")
         assert {each.device for each in there.model.parameters()} == {DEVICE}
         if unit == "rows":
