@@ -2,8 +2,9 @@
 
 Input: one example per line, as plain text (two texts separated by a tab) or as JSON: {"text": ..., "text_b": ...}, or
 with the keys sentence, or sentence1 and sentence2. For a decoder each line is a prompt.
-Output: JSON lines in the same order: line, label, confidence, exit, layers, milliseconds; for a decoder line, text,
-tokens, layers, mean_layers, milliseconds; for an invalid line line and error.
+Output: JSON lines in the same order: line, label, confidence, exit, layers, milliseconds; of several labels at once
+`label` is an object, name -> probability; for a decoder line, text, tokens, layers, mean_layers, milliseconds; for an
+invalid line line and error.
 """
 
 import json

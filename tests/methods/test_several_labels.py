@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +23,7 @@ from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import Split, Task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
+from mini_ee.export import writer
 from mini_ee.export.add_exits import line_of
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import engine_of
@@ -104,6 +108,14 @@ def test_the_graph_returns_the_labels_as_booleans(added):
     np.testing.assert_array_equal(labels, logits > 0)
     np.testing.assert_allclose(confidence, weakest_label(logits), atol=1e-6)
     assert labels.shape == (30, 3) and "label" not in {each.name for each in session.get_outputs()}
+
+
+def test_the_client_in_python_prints_the_labels(added):
+    client = Path(writer.__file__).parent / "clients" / "classify.py"
+    command = [sys.executable, client, added.out / "exported"]
+    found = subprocess.run(command, input="\n".join(TEXTS[:3]), capture_output=True, text=True, timeout=60, check=True)
+    labels = [set(json.loads(line)["labels"]) for line in found.stdout.splitlines()]
+    assert labels == [set(answer.label) for answer in added.exported.run(TEXTS[:3], batch_size=1)]
 
 
 def test_the_measure_is_the_probability_of_the_decision_nearest_to_its_boundary():
