@@ -140,7 +140,7 @@ class AddOptions(Settings):
     agreement: float = option(0.99, "share of predictions that must equal the model's", above=0, most=1)
     max_loss: float | None = option(
         None,
-        "in place of --agreement, if the texts have labels: largest loss of accuracy against the model",
+        "largest loss of accuracy against the model, in place of --agreement, if the texts have labels",
         least=0,
         below=1,
         default_text="none",
