@@ -1,5 +1,6 @@
 """Markdown of all result pages: tables, wrapped paragraphs, and the sentence that names the command."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +26,14 @@ def markdown_table(names: Sequence[str], rows: Iterable[Iterable] = ()) -> list[
 def folded(summary: str, lines: Iterable[str]) -> list[str]:
     """Lines that a reader unfolds by a click on the summary, which is HTML."""
     return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>", ""]
+
+
+def fold_sections(text: str, keep: int) -> str:
+    """The page with every section after the first `keep` folded; its heading is what a reader clicks."""
+    head, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    rest = [section.partition("\n") for section in sections[keep:]]
+    parts = [folded(f"<b>{title}</b>", body.strip().split("\n")) for title, _, body in rest]
+    return "## ".join([head, *sections[:keep]]) + "\n".join(line for part in parts for line in part)
 
 
 def made_by(command: str, source: str) -> str:

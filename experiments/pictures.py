@@ -70,7 +70,7 @@ def _finish(axes, panel: dict, data: PageData) -> None:
 
 
 def _draw_level(axes, level: dict, panel: dict, data: PageData) -> None:
-    """A dotted line at a number, or at the mean of a figure, with its name."""
+    """A dotted line at a number, or at the mean of a figure; a horizontal one with its name."""
     at = (
         level["at"]
         if "at" in level
@@ -82,7 +82,6 @@ def _draw_level(axes, level: dict, panel: dict, data: PageData) -> None:
     line = {"color": COLOURS["full model"], "linestyle": ":", "linewidth": 1.2, "zorder": 0}
     if panel.get("kind") == "dots":
         axes.axvline(at, **line)
-        axes.annotate(level["name"], (at, 1), (0, 2), xycoords=axes.get_xaxis_transform(), ha="center", **look)
     else:
         axes.axhline(at, **line)
         axes.annotate(level["name"], (1, at), (0, 3), xycoords=axes.get_yaxis_transform(), ha="right", **look)

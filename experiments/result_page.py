@@ -17,10 +17,8 @@ from mini_ee.experiments.verdicts import MISSING
 DIFFERS = "What differs from the paper"
 JUDGING = "judging.md"
 TOP_PICTURES = 2
-TABLES_NOTE = (
-    "Mean over seeds ± standard deviation. Accuracies and shares are in percent. "
-    f"*{NO_FIGURE}*: no rule of the method qualifies, or no example exits there."
-)
+TABLES_NOTE = "Mean over seeds ± standard deviation. Accuracies and shares are in percent."
+NONE_NOTE = f"*{NO_FIGURE}*: no rule of the method qualifies, no example exits there, or the method has no such figure."
 
 
 def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -> str:
@@ -40,7 +38,7 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
         controls = f"Our own controls: {counted(judged, True)}. " if counted(judged, True) else ""
         lines += [f"{whose}{controls}[How a claim is judged]({JUDGING})", ""]
     lines += sum(pictures[:TOP_PICTURES], [])
-    lines += [*sum(tables[:1], []), TABLES_NOTE, ""]
+    lines += [*sum(tables[:1], []), TABLES_NOTE + (f" {NONE_NOTE}" if f"| {NO_FIGURE} " in str(tables[:1]) else ""), ""]
     lines += _paragraphs([recipe["not_final"]] if "not_final" in recipe else [])
     if ranks := recipe.get("ranks"):
         lines += [*_rank_lines(ranks, data), ""]
@@ -56,15 +54,18 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
     for key, title in (("differs", recipe.get("differs_title", DIFFERS)), ("next", "What to try next")):
         lines += folded(title, [f"- {each}" for each in recipe[key]])
     if tables[1:] or _dropped(data):
-        lines += folded(f"More tables ({len(tables[1:])})", [*_paragraphs(_dropped(data)), *sum(tables[1:], [])])
+        lines += folded(
+            f"More tables ({len(tables[1:])})", [NONE_NOTE, "", *_paragraphs(_dropped(data)), *sum(tables[1:], [])]
+        )
     if more := pictures[TOP_PICTURES:]:
         lines += folded(f"More pictures ({len(more)})", sum(more, []))
     return "\n".join([*lines, made_by(command, f"the records in {paper}/")]).rstrip() + "\n"
 
 
 def answer(recipe: dict, data: PageData) -> list[str]:
-    """The recipe's answer, a paragraph each, with its figures filled in."""
-    return [filled_in(each, data) for each in recipe.get("answer", [])]
+    """The idea of the method, and the recipe's answer with its figures filled in: a paragraph each."""
+    idea = [f"*{recipe['idea']}*"] if "idea" in recipe else []
+    return [*idea, *(filled_in(each, data) for each in recipe.get("answer", []))]
 
 
 def _paragraphs(texts: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from mini_ee.evaluation.probes import Costs
 from mini_ee.evaluation.token_evaluation import EPSILONS
 from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, trainings
 from mini_ee.experiments.claims import claim_lines, counted, judge_claim
+from mini_ee.experiments.markdown import fold_sections
 from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.overview import Card, judging_page, overview_page
 from mini_ee.experiments.page_data import PageData, cell, is_share, read_data
@@ -835,8 +836,7 @@ def test_the_seeds_that_would_decide_shrink_the_interval_below_the_distance():
     assert 9**0.5 < 2.306 + 0.842 and 10**0.5 >= 2.262 + 0.842
     found = compared([0.2, 0.4, 0.0], [0.0, 0.0, 0.0])
     assert found.verdict == WIDE and seeds_to_decide(found) == 10
-    assert seeds_to_decide(compared([0.101, 0.4, -0.5], [0.1, 0.0, 0.1])) is not None
-    assert seeds_to_decide(compared([0.101, 0.4, -0.295], [0.1, 0.0, 0.1])) is None  # above 100
+    assert seeds_to_decide(compared([0.201, 0.4, -0.4], [0.0, 0.0, 0.1])) is None  # above 100
     same = compared([1.0] * 3, [2.0] * 3)
     assert seeds_to_decide_claim([found, same]) is None and seeds_to_decide_claim([found, same], 1) == 10
 
@@ -924,6 +924,18 @@ def test_readme_prints_no_figure_that_is_not_in_the_json():
 
 
 # ---- Measured pages ----
+
+
+def test_sections_after_the_first_ones_are_folded():
+    text = "# Page\n\nAnswer.\n\n## First\n\none\n\n## Second\n\n### Part\n\ntwo\n"
+    made = fold_sections(text, 1)
+    assert made.startswith(
+        "# Page\n\nAnswer.\n\n## First\n\none\n\n<details>\n<summary><b>Second</b></summary>\n\n### Part"
+    )
+    assert (
+        made.count("<details>") == made.count("</details>") == 1
+        and fold_sections("# Page\n\nAnswer.\n", 0) == "# Page\n\nAnswer.\n"
+    )
 
 
 @pytest.fixture
