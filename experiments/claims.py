@@ -40,10 +40,12 @@ class Judged(NamedTuple):
     verdict: str
 
     def in_words(self) -> str:
-        """The verdict and, if the interval is too wide, how many seeds would decide."""
-        if self.verdict != WIDE:
+        """The verdict, why it cannot be decided, and how many seeds would decide if the interval is too wide."""
+        if self.verdict not in UNDECIDED:
             return self.verdict
-        return _wide(seeds_to_decide_claim(self.comparisons, self.claim.get("need", "all")))
+        need = self.claim.get("need", "all")
+        why = _wide(seeds_to_decide_claim(self.comparisons, need)) if self.verdict == WIDE else self.verdict
+        return f"cannot be decided: {why}"
 
 
 def judge_claim(claim: dict, data: PageData) -> Judged:
@@ -143,7 +145,7 @@ def _signed(value: float, figure: str) -> str:
 
 
 def _wide(seeds: int | None) -> str:
-    return f"{WIDE} ({f'about {seeds} seeds' if seeds else f'more than {MOST_SEEDS} seeds'} would decide)"
+    return f"{WIDE} ({f'about {seeds} seeds would' if seeds else f'{MOST_SEEDS} seeds would not'} decide)"
 
 
 def _compared_names(compare: dict, data: PageData) -> str:

@@ -59,10 +59,10 @@ def _finish(axes, panel: dict, data: PageData) -> None:
     if "ylim" in panel:
         axes.set_ylim(*panel["ylim"])
     if panel.get("diagonal"):
-        low, high = (pick(*axes.get_xlim(), *axes.get_ylim()) for pick in (min, max))
-        axes.axline((low, low), (high, high), linestyle=":", color=GREY, zorder=0)
-        if panel.get("points"):
-            axes.set(xlim=(low, high), ylim=(low, high))
+        x, y = axes.get_xlim(), axes.get_ylim()
+        both = min(*x, *y), max(*x, *y)
+        axes.plot(both, both, ":", color=GREY, zorder=0)
+        axes.set(xlim=both if panel.get("points") else x, ylim=both if panel.get("points") else y)
     if level := panel.get("level"):
         _draw_level(axes, level, panel, data)
     if panel.get("labels"):
@@ -210,8 +210,9 @@ def draw_verdicts(path: Path, verdicts: dict[str, list[str]]) -> None:
         counts = {paper: Counter(found)[verdict] for paper, found in verdicts.items()}
         if not any(counts.values()):
             continue
+        label = f"cannot be decided: {verdict}" if verdict in UNDECIDED else verdict
         bars = axes.barh(
-            [*counts], [*counts.values()], left=[*ends.values()], color=colour, edgecolor="white", label=verdict
+            [*counts], [*counts.values()], left=[*ends.values()], color=colour, edgecolor="white", label=label
         )
         light = verdict in UNDECIDED[1:]
         axes.bar_label(

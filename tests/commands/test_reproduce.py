@@ -328,7 +328,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert f"| joint | {100 * figures['full']:.1f} | {100 * figures['saved at one point']:.1f} |" in text
     assert "| the paper's results | full |" in text and "| joint | 50.0 |" in text
     assert (
-        "<b>3. other hardware or data needed</b> · Large</summary>\n\nIt needs another machine.\n\nThe paper: .7."
+        "<b>3. cannot be decided: other hardware or data needed</b> · Large</summary>\n\nIt needs another machine.\n\nThe paper: .7."
         in text
     )
     assert "<b>1. too few seeds</b> · One is above" in text
@@ -866,6 +866,26 @@ def test_the_papers_columns_stand_next_to_ours_if_they_are_joined():
     lines = _table_lines(table | {"join": True}, data)
     assert "|  | full | saved | the paper: full |" in lines
     assert "| joint | 50.0 | none | 50.0 |" in lines and "| two-stage | 50.0 | none |  |" in lines
+
+
+def test_dots_are_means_in_percent_and_stacked_bars_add_up(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    seeds = {"0": {"figures": {"full": 0.4, "leave 1": 0.3, "leave 2": 0.7}}, "1": {"figures": {"full": 0.6}}}
+    data = PageData({}, {"T one": {"seeds": seeds}, "T two": {"seeds": {}}})
+    about = {"x": "x", "y": "y", "level": {"case": "T one", "figure": "full", "name": "full model"}}
+    rows, dot = {"one": {"of": "one"}, "two": {"of": "two"}}, {"case": "T {of}", "figure": "full"}
+    pictures.draw(tmp_path / "dots.png", about | {"kind": "dots", "rows": rows, "series": {"RAEE": dot}}, data)
+    parts = {f"layer {k}": {"case": "T one", "over": [".5"], "y": f"leave {k}"} for k in (1, 2)}
+    pictures.draw(tmp_path / "bars.png", about | {"kind": "stacked", "series": parts}, data)
+    (dots,), (bars,) = (figure.axes for figure in drawn)
+    ((x,), (y,)) = dots.containers[0].lines[0].get_data()
+    assert (x, y) == (pytest.approx(50), 0) and [text.get_text() for text in dots.get_yticklabels()] == ["one", "two"]
+    assert [(bar.get_y(), bar.get_height()) for bar in bars.patches] == [(0, 0.3), (0.3, 0.7)]
+    assert [text.get_text() for text in bars.texts] == ["full model"] and bars.lines[0].get_ydata()[0] == pytest.approx(
+        0.5
+    )
 
 
 def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
