@@ -138,11 +138,12 @@ def _draw_dots(axes, panel: dict, data: PageData) -> int:
     names, drawn = list(panel["rows"]), 0
     for number, (name, series) in enumerate(panel["series"].items()):
         places, means, spreads = [], [], []
+        aside = 0.16 * (number - (len(panel["series"]) - 1) / 2)  # so that the series do not cover each other
         for place, row in enumerate(panel["rows"].values()):
             case, figure = (series[key].format(**series | row) for key in ("case", "figure"))
             if values := [*data.values(case, figure).values()]:
                 scale = 100 if is_share(figure) else 1
-                places.append(place)
+                places.append(place + aside)
                 means.append(scale * float(np.mean(values)))
                 spreads.append(scale * float(np.std(values, ddof=1)) if len(values) > 1 else 0.0)
         if not means:
