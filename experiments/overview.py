@@ -61,12 +61,14 @@ examples ([ConsistentEE](consistentee.md), main result).
 
 INDEPENDENT = """## What independent work found
 
-- Learned gates lose to plain confidence ([arXiv:2607.20519](https://arxiv.org/abs/2607.20519)). The same came out for
-  [ConsistentEE](consistentee.md): a confidence threshold saves more layers than the learned policy.
-- Calibration error is the wrong yardstick for early exits ([arXiv:2508.21495](https://arxiv.org/abs/2508.21495)). We
-  measure instead how often a guarantee is violated ([guarantees](guarantees.md)).
-- Exits that share weights are 2.3 points less accurate than separate models (SWEET,
-  [arXiv:2306.02307](https://arxiv.org/abs/2306.02307)). Claim 4 of [LoRAExit](loraexit.md) asks the same.
+- Learned halting gates lose to plain confidence, on synthetic tasks and on Ouro
+  ([arXiv:2607.20519](https://arxiv.org/abs/2607.20519)). The same came out for [ConsistentEE](consistentee.md): a
+  confidence threshold saves more layers than the learned policy.
+- How well confidence predicts the errors of an exit predicts what early exit saves; calibration error does not
+  ([arXiv:2508.21495](https://arxiv.org/abs/2508.21495)). So we report layers saved and broken guarantees
+  ([guarantees](guarantees.md)).
+- If training data are limited, exits that share weights are on average 2.3 points less accurate than separate models
+  (SWEET, [arXiv:2306.02307](https://arxiv.org/abs/2306.02307)). Claim 4 of [LoRAExit](loraexit.md) asks the same.
 - 2D Matryoshka embeddings are not better than models that are trained for one depth
   ([arXiv:2411.17299](https://arxiv.org/abs/2411.17299)). Our [embeddings](embeddings.md) are measured at each depth.
 - Newer language models have fewer layers to skip ([arXiv:2603.23701](https://arxiv.org/abs/2603.23701)).
