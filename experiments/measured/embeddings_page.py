@@ -1,250 +1,332 @@
-"""results/embeddings.md: embeddings of MiniLM at each depth, with and without a map, and with adaptive depth.
+"""results/embeddings.md: embeddings of MiniLM at fixed and adaptive depth, with and without training of the encoder.
 
-One run of embedding-maps is trained on texts of SICK-R's and SST-2's train files. STS 2012 to 2016 and SICK-R's test
-file are only evaluated. The hidden states of all texts are computed once; all figures but the times follow from them.
+embeddings_runs.py trains and evaluates, embeddings_figures.py summarises. This module measures times and writes the
+page.
 """
 
-import csv
+import textwrap
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from mini_ee.data.files import read_text
-from mini_ee.data.metrics import spearman
-from mini_ee.data.tasks import load_task, subset
 from mini_ee.early_exit import early_exit
-from mini_ee.exits.embedding_exits import EmbeddingData, full_cosines
-from mini_ee.experiments.markdown import made_by_measuring, markdown_rows, wrapped
+from mini_ee.evaluation.plots import can_draw, new_figure, save_figure
+from mini_ee.experiments.markdown import made_by_measuring, markdown_table, wrapped
+from mini_ee.experiments.measured.embeddings_figures import ADAPTIVE, LEVEL, RESAMPLES, quality_of
+from mini_ee.experiments.measured.embeddings_runs import (
+    CUTS,
+    ENCODERS,
+    LEAST_COSINES,
+    ONE_DEPTHS,
+    SEEDS,
+    Evaluated,
+    every_run,
+    trained,
+)
 from mini_ee.experiments.trainings import Sources
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.methods.embedding_maps_rule import Similarity
-from mini_ee.recording import Record, Recorded
-from mini_ee.rules import FixedExit, NeverExit
-from mini_ee.training.run_folder import Run, load_run
-from mini_ee.training.train_run import train
+from mini_ee.rules import FixedExit, NeverExit, Policy, Rule
 
-MODEL, TEXTS, WORDS = "all-MiniLM-L6-v2", 5000, 5  # training texts, with at least so many words
-YEARS, NEIGHBOURS, QUERIES, DOCUMENTS, MOST_PAIRS = range(2012, 2017), 10, 300, 1000, 1500
-LEAST_COSINES, TIMED = (0.7, 0.8, 0.85, 0.9, 0.95), 200
-
-
-class Pairs(NamedTuple):
-    """Pairs of texts with their gold similarity."""
-
-    first: list[str]
-    second: list[str]
-    gold: np.ndarray
-
-
-def read_pairs(path: Path) -> Pairs:
-    """The first MOST_PAIRS of a file with the columns sentence1, sentence2 and score."""
-    rows = list(csv.DictReader(read_text(path).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
-    rows = rows[:MOST_PAIRS]
-    gold = np.array([float(row["score"]) for row in rows])
-    return Pairs([row["sentence1"] for row in rows], [row["sentence2"] for row in rows], gold)
-
-
-def trained(sources: Sources, work: Path) -> Run:
-    """The run, trained if the work folder has none."""
-    if not (work / "maps").is_dir():
-        pairs = read_pairs(sources.find("data", "SICK-R") / "train.tsv")
-        reviews = (text for (text,) in load_task(sources.find("data", "SST-2")).split("train").texts)
-        texts = [text for text in (*pairs.first, *pairs.second, *reviews) if len(text.split()) >= WORDS]
-        (work / "texts.txt").write_text("\n".join(list(dict.fromkeys(texts))[:TEXTS]), encoding="utf-8")
-        train("embedding-maps", sources.find("weights", MODEL), work / "texts.txt", work / "maps")
-    return load_run(work / "maps")
+TIMED, ROUNDS = 60, 3  # texts, and times that each is run
 
 
 # ---- Measuring ----
-class Embedded:
-    """Embeddings of texts at every exit, with maps and without: each text is computed once."""
-
-    def __init__(self, run: Run, texts: list[str]):
-        self.number = {text: at for at, text in enumerate(dict.fromkeys(texts))}
-        encoded = run.encode([(text,) for text in self.number])
-        states = EmbeddingData(encoded, np.zeros(len(encoded)), None).states(run.model)
-        self.maps = torch.stack(states.embeddings(run.model), dim=1).numpy()  # (N, K, d)
-        self.plain = states.states.numpy()
-
-    def rows(self, texts: list[str]) -> np.ndarray:
-        return np.array([self.number[text] for text in texts])
-
-
-def scaled(embeddings: np.ndarray) -> np.ndarray:
-    """To length 1 along the last axis."""
-    return embeddings / np.linalg.norm(embeddings, axis=-1, keepdims=True)
-
-
-def similarity_score(embeddings: np.ndarray, first: np.ndarray, second: np.ndarray, gold: np.ndarray) -> float:
-    """Spearman correlation of cosines and gold scores. embeddings (N, d); first, second: rows of each pair."""
-    unit = scaled(embeddings)
-    return float(spearman((unit[first] * unit[second]).sum(axis=1), gold))
-
-
-def nearest(embeddings: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """The NEIGHBOURS nearest documents of each query, by cosine: (Q, NEIGHBOURS)."""
-    unit = scaled(embeddings)
-    return np.argsort(-unit[queries] @ unit[documents].T, axis=1, kind="stable")[:, :NEIGHBOURS]
-
-
-def recalls(embeddings: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> list[float]:
-    """For each exit, the share of the full model's nearest documents that are found at this exit. (N, K, d) -> (K,)."""
-    each = [nearest(embeddings[:, k], queries, documents).tolist() for k in range(embeddings.shape[1])]
-    return [float(np.mean([len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(found, each[-1])])) for found in each]
-
-
 def measure_quality(sources: Sources, work: Path) -> dict:
-    """Spearman, recall and cosines at each depth, and Spearman with adaptive depth."""
-    run = trained(sources, work)
-    sets = {f"STS {year}": read_pairs(sources.find("data", "STS") / f"{year}.tsv") for year in YEARS}
-    sets["SICK-R"] = read_pairs(sources.find("data", "SICK-R") / "test.tsv")
-    retrieval = {}
-    for name in ("TREC", "MR", "SST-2"):
-        task = load_task(sources.find("data", name))
-        parts = (subset(task.split(task.default_split), QUERIES, 0), subset(task.split("train"), DOCUMENTS, 0))
-        retrieval[name] = [[text for (text,) in part.texts] for part in parts]
-    texts = [text for pairs in sets.values() for part in pairs[:2] for text in part]
-    found = Embedded(run, texts + [text for parts in retrieval.values() for part in parts for text in part])
-    rows = {name: (found.rows(pairs.first), found.rows(pairs.second), pairs.gold) for name, pairs in sets.items()}
-    kinds, exits = {"plain": found.plain, "maps": found.maps}, range(len(run.exits))
-    quality = {
-        name: {"pairs": len(each[2])}
-        | {kind: [similarity_score(part[:, k], *each) for k in exits] for kind, part in kinds.items()}
-        for name, each in rows.items()
-    }
-    recall = {}
-    for name, parts in retrieval.items():
-        queries, documents = map(found.rows, parts)
-        recall[name] = {"queries": len(queries), "documents": len(documents)}
-        recall[name] |= {kind: recalls(part, queries, documents) for kind, part in kinds.items()}
-    passes = np.diff((0, *run.exits)).tolist()
-    segments = Recorded(run.exits, found.maps, np.zeros((*found.maps.shape[:2], 2)), passes)
-    recorded, adaptive = Record(segments, found.maps, 1.0), []
-    for least in LEAST_COSINES:
-        result = recorded.replay(Similarity(least))
-        scores = [similarity_score(result.logits, *each) for each in rows.values()]
-        used = np.unique(np.concatenate([part for each in rows.values() for part in each[:2]]))
-        layers = float(result.layers_run[used].mean())
-        adaptive.append({"least_cosine": least, "mean_layers": layers, "spearman": float(np.mean(scores))})
-    cosines = full_cosines(found.maps).mean(axis=0).tolist()
-    about = {"exits": list(run.exits), "trained_on": run.metrics["rows"], "cosines": cosines}
-    return about | {"quality": quality, "recall": recall, "adaptive": adaptive}
+    """Train and evaluate what is missing; Spearman, recall, cosines and the differences with their intervals."""
+    paths = every_run(sources, work)
+    return quality_of(Evaluated(sources), paths, trained(sources, work, "maps", SEEDS[0]).metrics["rows"])
 
 
 def measure_times(sources: Sources, work: Path) -> dict:
-    """Median milliseconds of one text at each depth, in ONNX Runtime with one thread."""
-    run, folder = trained(sources, work), work / "exported"
+    """Processor milliseconds of one text under each rule, in ONNX Runtime with one thread: the mean over texts."""
+    every = Evaluated(sources)
+    drawn = np.random.default_rng(0).permutation(every.paired)[:TIMED]
+    texts = [text for text, at in every.number.items() if at in set(drawn.tolist())]
+    times: dict[str, dict[str, float]] = {}
+    for name in ADAPTIVE:
+        rules: dict[str, Rule] = {f"similarity {least}": Similarity(least) for least in LEAST_COSINES}
+        times[name] = timed(sources, work, name, rules, texts)
+    times["maps"] |= timed(sources, work, "maps", {f"predictor {cut}": Policy(cut) for cut in CUTS}, texts)
+    return {"times": times}
+
+
+def timed(sources: Sources, work: Path, name: str, rules: dict[str, Rule], texts: list[str]) -> dict[str, float]:
+    """Label of each fixed depth and of each rule -> milliseconds. Of several rounds the fastest counts for a text."""
+    run, some = trained(sources, work, name, SEEDS[0]), next(iter(rules.values()))
+    folder = work / f"{name}-{some.name}"
     if not folder.is_dir():
-        export(run, folder)
+        export(run._replace(rule=some), folder)
     served = Runtime(folder, threads=1)
-    texts = read_pairs(sources.find("data", "SICK-R") / "test.tsv").first[:TIMED]
     inputs = [served.encode([text]).batch(slice(None)) for text in texts]
-    rules = [*map(FixedExit, range(len(run.exits) - 1)), NeverExit()]
-    seconds = np.empty((len(inputs), len(rules)))
-    for at, each in enumerate(inputs):
-        for k, rule in enumerate(rules):  # the depths take turns
-            begin = time.perf_counter()
-            early_exit(served.segments(), rule, each)
-            seconds[at, k] = time.perf_counter() - begin
-    return {"times": (np.median(seconds, axis=0) * 1e3).tolist()}
+    fixed = {f"fixed {layer}": FixedExit(k) for k, layer in enumerate(run.exits[:-1])}
+    every = fixed | {f"fixed {run.exits[-1]}": NeverExit()} | rules
+    seconds = np.full((len(every), len(inputs)), np.inf)
+    for _ in range(ROUNDS):
+        for at, each in enumerate(inputs):
+            for number, rule in enumerate(every.values()):  # the rules take turns
+                begin = time.thread_time()  # not the clock, which counts other programs too
+                early_exit(served.segments(), rule, each)
+                seconds[number, at] = min(seconds[number, at], time.thread_time() - begin)
+    return dict(zip(every, (seconds.mean(axis=1) * 1e3).tolist()))
 
 
 PARTS = {"quality": measure_quality, "times": measure_times}
 
 
 # ---- The page ----
-EQUAL = 0.002  # scores that differ by less count as equal
+NAMES = {
+    "plain": "pooled hidden state, nothing trained",
+    "maps": "map on a frozen encoder",
+    "starbucks": "Starbucks",
+    "2dmse": "2DMSE",
+    **{f"one-depth-{depth}": "trained for this depth alone" for depth in ONE_DEPTHS},
+}
+PICTURE = "embeddings.png"
 
 PAGE_TEXT = """# Embeddings at each depth
 
-`mini-ee train embedding-maps` freezes a sentence encoder. A linear map after each layer learns the encoder's own
-embedding from texts without labels, by 1 - cosine.
+{answer}
 
-{made_by} Model: all-MiniLM-L6-v2, {layers} layers, one seed. The maps learned from {trained_on:,} texts of the train
-files of SICK-R and SST-2; texts of SST-2 may be among the documents below. No set below has chosen anything.
+Made by {made_by} Model: all-MiniLM-L6-v2, {layers} layers. Numbers are percentages; ± is the standard deviation over
+seeds, of which there are {seeds}.
 
-## Similarity
+| embedding | layers | time | Spearman | recall of neighbours | cosine |
+|---|---|---|---|---|---|
+{main}
 
-Spearman correlation of cosines and gold scores, with both texts at the same depth. *Without map* is the pooled hidden
-state of that layer. Of each set the first {most_pairs:,} pairs count.
+*Layers*: mean number of layers of a text. *Time*: of one text in ONNX Runtime, relative to the full model. *Spearman*:
+correlation of cosines and gold scores, the mean over six sets. *Recall of neighbours*: share of the full model's ten
+nearest documents that are found, the mean over three sets. *Cosine*: to the full model's embedding, on average. Both
+texts of a pair, and queries and documents, have the same depth or rule. Of each adaptive rule the table has the setting
+whose mean number of layers is nearest to {half}.
 
-| set | pairs | | {depths} |
-|---|---|---|{rule}
-{quality}
+![Mean Spearman correlation against the mean number of layers]({picture})
 
-## Neighbours
+## Verdicts
 
-Recall of the full model's ten nearest documents, with queries and documents at the same depth. Queries are {queries}
-examples of dev or test, documents {documents:,} of train.
+{verdicts}
 
-| set | | {depths} |
-|---|---|{rule}
-{recall}
+## Differences
 
-## Cosine and time
+Differences of the mean Spearman correlation in points, with a {level:.0%} interval over seeds and pairs.
 
-Mean cosine to the full embedding over all texts of this page, and the median time of one text of SICK-R in ONNX Runtime
-(batch size 1, one thread, a machine that other programs used as well).
+**Trained for every depth, minus trained for one depth**
 
-| | {depths} |
-|---|{rule}
-{times}
-
-## Adaptive depth
-
-The rule `similarity` stops if the cosine of the embeddings of two exits is large enough. The score is the mean Spearman
-correlation over the six sets. *Fixed* is the mean score of the two nearest fixed depths, interpolated at the same mean
-number of layers.
-
-| least cosine | mean layers | Spearman | fixed |
+| embedding | layer | difference | interval |
 |---|---|---|---|
+{one_depth}
+
+**Adaptive depth, minus a fixed depth of the same encoder.** Fixed depths are interpolated at the same mean number of
+layers.
+
+| embedding | rule | layers | time | Spearman | difference | interval |
+|---|---|---|---|---|---|---|
 {adaptive}
 
-{verdict}
+## Each set
+
+Spearman correlation, the mean over seeds.
+
+{sets}
+
+Recall of the full model's ten nearest documents, the mean over seeds.
+
+{recalls}
+
+## How it was measured
+
+- Training: {trained_on:,} texts of the train files of SICK-R and SST-2, without labels; the held-out texts and the
+  order differ between seeds. Every training learns from the embedding of the original encoder: 1 - cosine. Maps: 20
+  epochs on a frozen encoder. Encoders: {encoders}.
+- 2DMSE and Starbucks are trained as their papers say, but at the full size of the embedding, and from the original
+  encoder's embedding instead of labelled pairs (`mini_ee/baselines/matryoshka_2d.py`, `starbucks.py`). A model for one
+  depth (`one_depth.py`) has the same settings and texts. The training is short, and the verdicts hold for it.
+- The rule `similarity` stops if the cosine of the embeddings of two exits is large enough. The rule `predictor` stops
+  if a learned network predicts a large enough cosine to the full embedding (`cosine_predictor.py`).
+- Sets: all pairs of STS 2012 to 2016 and of SICK-R's test file. Queries are drawn from dev or test, documents from
+  train. Nothing was chosen on these sets. Texts of SST-2 may be among its documents and among the training texts.
+- Intervals: percentile bootstrap with {resamples} resamples of seeds and pairs, the same pairs on both sides.
+- Time: processor time with batch size 1 and one thread, of {timed} texts drawn from all pairs, seed 0, the fastest of
+  {rounds} rounds. Models for one depth take the time of Starbucks at that depth. The full model takes {full_ms:.1f} ms.
 """
+
+
+def percent(values: list[float]) -> str:
+    """The mean, and the standard deviation over seeds if there are several."""
+    mean = f"{100 * np.mean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ± {100 * np.std(values, ddof=1):.1f}"
+
+
+def time_of(figures: dict, name: str, label: str) -> float:
+    """Relative to the full model in the same graph. Encoders without maps take the time of Starbucks."""
+    times = figures["times"][name if name in figures["times"] else "starbucks"]
+    return times[label] / times[f"fixed {figures['exits'][-1]}"]
+
+
+def layers_of(figures: dict, name: str, label: str) -> float:
+    """Mean layers of the texts of all pairs, over seeds."""
+    return float(np.mean(figures["quality"][name][label]["layers"]))
+
+
+def score_of(figures: dict, name: str, label: str) -> float:
+    """Mean Spearman correlation over sets and seeds."""
+    return float(np.mean(figures["quality"][name][label]["spearman"]))
+
+
+def rules_of(figures: dict, name: str) -> list[str]:
+    """Labels of the adaptive rules of a run."""
+    return [label for label in figures["quality"][name] if not label.startswith("fixed")]
+
+
+def seeds_line(figures: dict) -> str:
+    """The number of seeds, and that of each training that has fewer."""
+    counts = {NAMES[name]: count for name, count in figures["seeds"].items() if name != "plain"}
+    most = max(counts.values())
+    fewer = [f"{name} {count}" for name, count in counts.items() if count < most]
+    return f"{most} ({', '.join(fewer)})" if fewer else f"{most}"
+
+
+def main_rows(figures: dict) -> list[list[str]]:
+    """The main table: the full model, fixed depths, then adaptive rules."""
+    last, half = figures["exits"][-1], figures["exits"][-1] / 2
+    rows = [("full model", "plain", f"fixed {last}")]
+    for name in ("plain", "maps"):
+        rows += [(NAMES[name], name, f"fixed {depth}") for depth in ONE_DEPTHS]
+    rows += [(NAMES[f"one-depth-{depth}"], f"one-depth-{depth}", f"fixed {depth}") for depth in ONE_DEPTHS]
+    for name in ("2dmse", "starbucks"):
+        rows += [(NAMES[name], name, f"fixed {depth}") for depth in (*ONE_DEPTHS, last)]
+    for name in ADAPTIVE:
+        for kind in dict.fromkeys(label.split()[0] for label in rules_of(figures, name)):
+            labels = [label for label in rules_of(figures, name) if label.startswith(kind)]
+            label = min(labels, key=lambda label: abs(layers_of(figures, name, label) - half))
+            rows.append((f"{NAMES[name]}, {label}", name, label))
+    table = []
+    for title, name, label in rows:
+        each = figures["quality"][name][label]
+        recall = np.mean(list(each["recall"].values()), axis=0).tolist()
+        table.append([title, f"{np.mean(each['layers']):.2f}", f"{100 * time_of(figures, name, label):.0f}"])
+        table[-1] += [percent(each["spearman"]), percent(recall), percent(each["cosine"])]
+    return table
+
+
+def points(values: list[float]) -> list[str]:
+    """A difference and its interval, in points."""
+    value, low, high = (100 * each for each in values)
+    return [f"{value:+.1f}", f"{low:+.1f} to {high:+.1f}"]
+
+
+def counted(differences: list[list[float]]) -> tuple[int, int]:
+    """How many intervals are above 0, and how many below."""
+    return sum(low > 0 for _, low, _ in differences), sum(high < 0 for _, _, high in differences)
+
+
+def verdicts(figures: dict) -> list[str]:
+    """The verdicts, as list items."""
+    found, differences = [], figures["differences"]
+    for name in ("2dmse", "starbucks"):
+        some = [differences[f"{name}/{depth}"] for depth in ONE_DEPTHS]
+        better, worse = counted(some)
+        holds = "holds" if not better else "does not hold" if better == len(some) else "holds at some depths"
+        values = " and ".join(f"{points(each)[0]} points ({points(each)[1]})" for each in some)
+        depths = " and ".join(map(str, ONE_DEPTHS))
+        found.append(
+            f'- **"{NAMES[name]} is no better than models trained for one depth" {holds}** (arXiv:2411.17299 says so '
+            f"of 2D-Matryoshka). After layers {depths} the difference of the mean Spearman correlation is {values}. "
+            f"It is better at {better} and worse at {worse} of {len(some)} depths."
+        )
+    groups = [(name, kind) for name in ADAPTIVE for kind in ("similarity", "predictor")]
+    lines, total, better_in_all = [], 0, 0
+    for name, kind in groups:
+        some = [value for key, value in differences.items() if key.startswith(f"{name}/{kind}")]
+        if some:
+            better, worse = counted(some)
+            total, better_in_all = total + len(some), better_in_all + better
+            lines.append(f"{NAMES[name]}, rule {kind}: better at {better}, worse at {worse} of {len(some)} settings")
+    word = "holds" if 2 * better_in_all > total else "does not hold"
+    found.append(
+        f'- **"Adaptive depth beats fixed depth" {word}.** It is better at {better_in_all} of {total} settings, which '
+        f"are compared with a fixed depth of the same encoder and the same mean number of layers. "
+        f"By encoder and rule: {'; '.join(lines)}."
+    )
+    return [textwrap.fill(each, 118, subsequent_indent="  ", break_on_hyphens=False) for each in found]
+
+
+def answer(figures: dict) -> str:
+    """The answer in three sentences."""
+    first, full = ONE_DEPTHS[0], score_of(figures, "plain", f"fixed {figures['exits'][-1]}")
+    label = f"fixed {first}"
+    names = ("plain", "maps", f"one-depth-{first}", "2dmse", "starbucks")
+    plain, maps, alone, twodmse, starbucks = (f"{score_of(figures, name, label) / full:.1%}" for name in names)
+    settings = [value for key, value in figures["differences"].items() if " " in key]  # of adaptive rules
+    better, worse = counted(settings)
+    return (
+        f"With a map after layer {first} of {figures['exits'][-1]}, a frozen encoder keeps {maps} of the full model's "
+        f"Spearman correlation in {time_of(figures, 'maps', label):.0%} of its time; without a map it keeps {plain}. "
+        f"If the encoder itself is trained, the same depth keeps {alone} trained for this depth alone, {starbucks} "
+        f"with Starbucks and {twodmse} with 2DMSE. A depth that is chosen text by text scores higher than a fixed "
+        f"depth with as many layers at {better} of {len(settings)} settings, and lower at {worse}."
+    )
+
+
+def set_table(figures: dict, key: str, sizes: dict[str, str]) -> str:
+    """A table with a column per set, a row per embedding and depth. sizes: the first row."""
+    quality, names = figures["quality"], list(sizes)
+    rows = [["*size*", "", *sizes.values()]]
+    for name in NAMES:
+        depths = [int(label.split()[1]) for label in quality[name] if label.startswith("fixed")]
+        for depth in depths:
+            each = quality[name][f"fixed {depth}"][key]
+            rows.append([NAMES[name], depth, *(f"{100 * np.mean(each[set_name]):.1f}" for set_name in names)])
+    return "\n".join(markdown_table(["embedding", "layer", *names], rows))
 
 
 def page(figures: dict) -> str:
     """results/embeddings.md."""
-    exits = figures["exits"]
-    names = {"plain": "without map", "maps": "with map"}
-    quality, recall = [], []
-    for name, each in figures["quality"].items():
-        quality += [[name, f"{each['pairs']:,}", names[kind], *(f"{v:.3f}" for v in each[kind])] for kind in names]
-    for name, each in figures["recall"].items():
-        recall += [[name, names[kind], *(f"{v:.3f}" for v in each[kind])] for kind in names]
-    times = [["cosine", *(f"{v:.3f}" for v in figures["cosines"])], ["ms", *(f"{v:.2f}" for v in figures["times"])]]
-    fixed = np.mean([each["maps"] for each in figures["quality"].values()], axis=0)
-    adaptive, better = [], 0
-    for point in figures["adaptive"]:
-        rival = float(np.interp(point["mean_layers"], exits, fixed))
-        better += point["spearman"] > rival + EQUAL
-        scores = f"{point['least_cosine']:.2f}", f"{point['mean_layers']:.2f}", f"{point['spearman']:.3f}"
-        adaptive.append([*scores, f"{rival:.3f}"])
-    verdict = (
-        f"Adaptive depth scores higher than a fixed depth with as many layers, by more than {EQUAL}, at {better} of "
-        f"{len(adaptive)} points. "
-        f"A map after layer {exits[0]} keeps {fixed[0] / fixed[-1]:.1%} of the full model's mean Spearman correlation, "
-        f"in {figures['times'][0] / figures['times'][-1]:.0%} of its time."
-    )
-    first = next(iter(figures["recall"].values()))
-    text = PAGE_TEXT.format(
-        made_by=made_by_measuring("embeddings"),
-        layers=exits[-1],
-        most_pairs=MOST_PAIRS,
-        trained_on=figures["trained_on"],
-        queries=first["queries"],
-        documents=first["documents"],
-        depths=" | ".join(f"layer {layer}" for layer in exits),
-        rule="---|" * len(exits),
-        quality=markdown_rows(quality),
-        recall=markdown_rows(recall),
-        times=markdown_rows(times),
-        adaptive=markdown_rows(adaptive),
-        verdict=verdict,
-    )
-    return wrapped(text)
+    differences = figures["differences"]
+    one_depth = [
+        [NAMES[name], depth, *points(differences[f"{name}/{depth}"])]
+        for name in ("2dmse", "starbucks")
+        for depth in ONE_DEPTHS
+    ]
+    adaptive = []
+    for name in ADAPTIVE:
+        for label in rules_of(figures, name):
+            score = percent(figures["quality"][name][label]["spearman"])
+            numbers = [f"{layers_of(figures, name, label):.2f}", f"{100 * time_of(figures, name, label):.0f}", score]
+            adaptive.append([NAMES[name], label, *numbers, *points(differences[f"{name}/{label}"])])
+    pairs = {name: f"{count:,} pairs" for name, count in figures["pairs"].items()}
+    retrieval = {name: f"{q:,} queries in {d:,}" for name, (q, d) in figures["retrieval"].items()}
+    rows = {"main": main_rows(figures), "one_depth": one_depth, "adaptive": adaptive}
+    fields = {key: "\n".join(markdown_table([""], each)[2:]) for key, each in rows.items()}
+    fields |= {"sets": set_table(figures, "sets", pairs), "recalls": set_table(figures, "recall", retrieval)}
+    fields |= {"answer": answer(figures), "verdicts": "\n".join(verdicts(figures)), "picture": PICTURE}
+    fields |= {"made_by": made_by_measuring("embeddings").removeprefix("Made by "), "layers": figures["exits"][-1]}
+    encoders = ", ".join(f"{name} {value:g}" for name, value in ENCODERS.items())
+    fields |= {"seeds": seeds_line(figures), "half": f"{figures['exits'][-1] / 2:g}", "level": LEVEL}
+    fields["full_ms"] = figures["times"]["starbucks"][f"fixed {figures['exits'][-1]}"]
+    fields |= {"trained_on": figures["trained_on"], "encoders": encoders}
+    return wrapped(PAGE_TEXT.format(**fields, resamples=RESAMPLES, timed=TIMED, rounds=ROUNDS))
+
+
+def draw(figures: dict, folder: Path) -> None:
+    """The picture, if matplotlib is installed. Fixed depths are lines, adaptive rules crosses of the same colour."""
+    if not can_draw():
+        return
+    figure, axes = new_figure()
+    colours = {"plain": "0.6", "maps": "tab:green", "starbucks": "tab:orange", "2dmse": "tab:blue"}
+    for name, colour in colours.items():
+        fixed = [(depth, 100 * score_of(figures, name, f"fixed {depth}")) for depth in figures["exits"]]
+        axes.plot(*zip(*fixed), "o-", markersize=4, color=colour, label=NAMES[name])
+        for label in rules_of(figures, name) if name in ADAPTIVE else ():
+            mark = "x" if label.startswith("similarity") else "+"
+            axes.plot(layers_of(figures, name, label), 100 * score_of(figures, name, label), mark, color=colour, ms=8)
+    alone = [(depth, 100 * score_of(figures, f"one-depth-{depth}", f"fixed {depth}")) for depth in ONE_DEPTHS]
+    axes.plot(*zip(*alone), "D", markersize=7, color="tab:red", label="trained for this depth alone")
+    for mark, kind in (("x", "similarity"), ("+", "predictor")):
+        axes.plot([], [], mark, color="0.2", ms=8, label=f"adaptive depth, rule {kind}")
+    axes.set(xlabel="mean number of layers", ylabel="mean Spearman correlation, %")
+    figure.legend(frameon=False, fontsize=9, ncols=2, loc="outside lower center")
+    save_figure(figure, folder / PICTURE)
