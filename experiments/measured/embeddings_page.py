@@ -314,7 +314,7 @@ def page(figures: dict) -> str:
         "margin": 100 * MARGIN,
     }
     fields["full_ms"] = figures["times"]["starbucks"][f"fixed {figures['exits'][-1]}"]
-    fields |= {"trained_on": figures["trained_on"], "encoders": encoders}
+    fields |= {"trained_on": figures["trained_on"], "encoders": encoders, "margin": 100 * MARGIN}
     return wrapped(PAGE_TEXT.format(**fields, resamples=RESAMPLES, timed=TIMED, rounds=ROUNDS))
 
 
