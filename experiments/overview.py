@@ -88,6 +88,7 @@ OTHER_PAGES = """## Other pages
 | [shards.md](shards.md) | RAEE's datastore in shards, and a projection to a billion examples |
 | [serving.md](serving.md) | latency and goodput of the server under load |
 | [embeddings.md](embeddings.md) | embeddings of a sentence encoder at each depth |
+| [add-exits.md](add-exits.md) | exits for fine-tuned models, from texts without labels |
 
 `mini-ee bench all` runs the benchmarks on your machine and prints ratios of times, each with its target. For the
 comparisons with transformers, install `pip install -e '.[bench]'`.

@@ -18,7 +18,7 @@ from mini_ee import WrongArguments
 from mini_ee.data.files import read_json, write_bytes, write_json
 from mini_ee.experiments.markdown import check_is_page
 
-MEASURED = ("onnx", "guarantees", "shards", "serving", "embeddings")
+MEASURED = ("onnx", "guarantees", "shards", "serving", "embeddings", "add-exits")
 
 
 def make_page(
