@@ -85,10 +85,10 @@ def near(printed: str, expected: str) -> bool:
 
 
 def contains(printed: str, expected: str) -> bool:
-    """Whether the expected lines are among the printed ones, in this order, whatever their numbers."""
+    """Whether the expected lines are among the printed ones, in this order, whatever their numbers (or inf, or -)."""
 
     def words(line: str) -> list[str]:
-        return ["#" if word == "inf" else word for word in NUMBER.sub("#", line).split()]
+        return ["#" if word in ("inf", "-") else word for word in NUMBER.sub("#", line).split()]
 
     lines = iter([words(line) for line in printed.splitlines()])
     return all(words(line) in lines for line in expected.splitlines() if line.strip() not in ("", "..."))

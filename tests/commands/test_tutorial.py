@@ -23,15 +23,16 @@ TEXT, NOTEBOOK = (ROOT / "tutorial.md").read_text(), json.loads((ROOT / "tutoria
 BLOCKS = run_tutorial.blocks_of(TEXT)
 NUMBERED = [section for section in dict.fromkeys(block.section for block in BLOCKS) if section[0].isdigit()]
 SMALL = {  # beginning of a command -> options that make it small; the last of equal options counts
-    "mini-ee train two-stage": "--max-train 60 --epochs 1",
-    "mini-ee train lora-exits": "--max-train 40 --epochs 1",
-    "mini-ee train self-supervised": "--texts 24 --new-tokens 24 --epochs 1",
-    "mini-ee train consistent": "--max-train 40 --epochs 1 --policy-epochs 2",
+    "mini-ee train two-stage --exits 12": "--max-train 60 --epochs 4",  # its predictions must differ
+    "mini-ee train two-stage": "--max-train 40 --epochs 1",
+    "mini-ee train lora-exits": "--max-train 32 --epochs 1",
+    "mini-ee train self-supervised": "--texts 12 --new-tokens 24 --epochs 1",
+    "mini-ee train consistent": "--max-train 32 --epochs 1 --policy-epochs 2",
     "mini-ee train embedding-maps": "--max-train 100 --epochs 2",
-    "mini-ee calibrate": "--texts 24",
+    "mini-ee calibrate": "--texts 16 --new-tokens 16",
 }
 SMALL_METHODS = {"doubt": {"max_train": 40, "epochs": 1}}  # trained in Python: settings that are replaced
-TEST_ROWS, ADDED_TEXTS = 200, 250
+TEST_ROWS, ADDED_TEXTS = 60, 250
 DRAWN = {"add-exits.png"}  # not drawn if exits do not pay
 
 
