@@ -1,11 +1,14 @@
 """results/embeddings.md is what its JSON gives, and its figures are those of plain loops."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 from mini_ee.data.files import read_json
-from mini_ee.experiments.measured.embeddings_page import NEIGHBOURS, page, read_pairs, recalls, similarity_score
+from mini_ee.experiments.measured.embeddings_figures import Figures
+from mini_ee.experiments.measured.embeddings_page import page
+from mini_ee.experiments.measured.embeddings_runs import NEIGHBOURS, figures_of, read_pairs, scaled
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -16,31 +19,34 @@ def test_the_page_is_made_from_its_json():
 
 def test_recall_counts_the_full_models_nearest_documents():
     random = np.random.default_rng(0)
-    embeddings, queries, documents = random.normal(size=(60, 3, 8)), np.arange(10), np.arange(10, 60)
+    embeddings, queries, documents = random.normal(size=(60, 2, 8)), np.arange(10), np.arange(10, 60)
 
     def cosine(a, b):
         return a @ b / np.sqrt((a @ a) * (b @ b))
 
-    expected = []
-    for k in range(3):
-        found = 0
-        for query in queries:
-            sets = [
-                set(sorted(documents, key=lambda at: -cosine(embeddings[query, k], embeddings[at, k]))[:NEIGHBOURS])
-                for k in (k, 2)
-            ]
-            found += len(sets[0] & sets[1])
-        expected.append(found / len(queries) / NEIGHBOURS)
-    np.testing.assert_allclose(recalls(embeddings, queries, documents), expected)
-    assert expected[2] == 1 and expected[0] < 1
+    def neighbours(query, k):
+        return set(sorted(documents, key=lambda at: -cosine(embeddings[query, k], embeddings[at, k]))[:NEIGHBOURS])
+
+    expected = [len(neighbours(query, 0) & neighbours(query, 1)) / NEIGHBOURS for query in queries]
+    pair = [0], [1], [1.0]
+    texts = SimpleNamespace(sets={"a": pair}, retrieval={"b": (queries, documents)})
+    found = figures_of(texts, scaled(embeddings[:, 0]), np.ones(60), scaled(embeddings[:, 1]))
+    np.testing.assert_allclose(found["recall"], expected)
+    np.testing.assert_allclose(found["pairs"], [cosine(embeddings[0, 0], embeddings[1, 0])])
+    assert 0 < np.mean(expected) < 1
 
 
-def test_similarity_is_a_correlation_of_ranks(tmp_path):
-    angles = np.array([0.0, 0.1, 0.5, 1.0])
-    embeddings = np.stack((np.cos(angles), np.sin(angles)), axis=1) * np.array([[1.0], [5.0], [2.0], [0.1]])
-    first, second = np.zeros(3, int), np.arange(1, 4)
-    assert similarity_score(embeddings, first, second, np.array([5.0, 4.0, 1.0])) == 1
-    assert similarity_score(embeddings, first, second, np.array([1.0, 4.0, 5.0])) == -1
+def test_similarity_is_a_correlation_of_ranks_and_a_rule_is_compared_at_its_own_depth(tmp_path):
+    cosines = {"fixed 1": [0.9, 0.8, 0.1], "fixed 3": [0.1, 0.8, 0.9], "rule": [0.9, 0.8, 0.1]}
+    layers = {"fixed 1": 1.0, "fixed 3": 3.0, "rule": 2.0}
+    arrays = {f"{label}/pairs": np.array(values) for label, values in cosines.items()}
+    arrays |= {f"{label}/layers": np.full(6, value) for label, value in layers.items()}
+    np.savez(tmp_path / "plain-0.npz", **arrays)
+    texts = SimpleNamespace(sets={"a": ([0, 1, 2], [3, 4, 5], np.array([5.0, 4.0, 1.0]))}, paired=np.arange(6))
+    figures = Figures(texts, {("plain", 0): tmp_path / "plain-0.npz"})
+    curve = figures.curve("plain", 0, None)
+    assert (curve["fixed 1"], curve["fixed 3"]) == (1, -1)
+    assert figures.over_fixed("plain", "rule", lambda name, seed: curve, 0) == 1  # 1, less 0 at two layers
     path = tmp_path / "pairs.tsv"
     path.write_text('source\tsentence1\tsentence2\tscore\nx\ta "b\tc\t2.5\n')
     pairs = read_pairs(path)
