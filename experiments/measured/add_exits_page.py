@@ -328,9 +328,9 @@ def one_file_text(found: dict) -> str:
     """Whether the bar is kept."""
     worst = max(found["exits"], key=lambda each: abs(each["time"] - each["share"]))
     difference = worst["time"] - worst["share"]
-    found = "within" if abs(difference) <= BAR else "not within"
+    verdict = "within" if abs(difference) <= BAR else "not within"
     return (
-        f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {found} the bar of "
+        f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {verdict} the bar of "
         f"{100 * BAR:.0f} points. All layers take {found['full_ms']:.0f} ms; the model exported without exits takes "
         f"{found['plain_ms']:.0f} ms."
     )
