@@ -140,9 +140,11 @@ def _worker(args: Namespace) -> Worker:
 
 def _engine(args: Namespace, runtime: Runtime):
     """The engine, which watches a guarantee if --shadow is given."""
+    watches = args.shadow is not None or args.tighten or args.epsilon is not None
+    if watches and (runtime.generates or runtime.embeds):
+        kind = "a decoder" if runtime.generates else "a sentence encoder"
+        raise WrongArguments(f"--shadow, --tighten and --epsilon are for classifiers; {args.exported} is {kind}")
     if runtime.generates:
-        if args.shadow is not None or args.tighten or args.epsilon is not None:
-            raise WrongArguments(f"--shadow, --tighten and --epsilon are for classifiers; {args.exported} is a decoder")
         return engine_of(runtime, room=args.batch_size)
     guarantee = runtime.config.get("guarantee") or {}
     epsilon = args.epsilon if args.epsilon is not None else guarantee.get("epsilon")

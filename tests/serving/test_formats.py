@@ -12,6 +12,7 @@ from conftest import ENCODED as TEXTS
 from http_server import ask, serving
 
 import mini_ee
+from mini_ee.cli.main import main
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import engine_of
 
@@ -141,3 +142,8 @@ def test_clients_get_the_embeddings_of_the_run(port, embedding_run, package, scr
     assert len(lines) == 2
     for line in lines:
         np.testing.assert_allclose(json.loads(line), embedding_run.embed(TEXTS[:4]), atol=SAME)
+
+
+def test_a_sentence_encoder_has_no_labels_that_shadow_rows_could_agree_on(runtime, capsys):
+    assert main(["serve", str(runtime.folder), "--shadow", "0.1", "--port", "0"]) == 2
+    assert f"are for classifiers; {runtime.folder} is a sentence encoder" in capsys.readouterr().err
