@@ -1,6 +1,6 @@
 """Pages made of the registry and of the heads of files, and what a result page says at the top of a paper's code."""
 
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 from code_page import Code
@@ -21,7 +21,7 @@ def paper_notes(paper: str) -> tuple[str, Text]:
     source = f"results/{paper}.md"
     head, *sections = (ROOT / source).read_text().split("\n## ")
     title, *paragraphs = head.removeprefix("# ").split("\n\n")
-    lines = [each for each in paragraphs if not each.startswith(("!", "|", "<", "Made by"))]
+    lines = list(takewhile(lambda paragraph: not paragraph.startswith("!"), paragraphs))  # up to the first picture
     for claims in (each for each in sections if each.startswith("Claims\n")):
         lines += [
             "<details><summary>Its claims, and our verdicts</summary>",
