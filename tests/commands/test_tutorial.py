@@ -30,6 +30,8 @@ SMALL = {  # beginning of a command -> options that make it small; the last of e
     "mini-ee train consistent": "--max-train 32 --epochs 1 --policy-epochs 2",
     "mini-ee train embedding-maps": "--max-train 100 --epochs 2",
     "mini-ee calibrate": "--texts 16 --new-tokens 16",
+    "mini-ee evaluate": "--max-rows 16",
+    "mini-ee compare": "--max-rows 8",
 }
 SMALL_METHODS = {"doubt": {"max_train": 40, "epochs": 1}}  # trained in Python: settings that are replaced
 TEST_ROWS, ADDED_TEXTS = 60, 250
