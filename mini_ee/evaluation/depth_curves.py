@@ -30,7 +30,7 @@ def add_curve(picture: Path, name: str, results: Iterable[ExitResult], labels: n
     figure, axes = new_figure()
     for (label, curve), marker in zip(curves.items(), "osD^vPX*" * len(curves)):
         axes.plot(*zip(*curve), marker + "-", markersize=4, linewidth=1, label=label)
-    axes.set(xlabel="layers, mean over the sentences", ylabel="accuracy on the built-in reviews, dev split")
+    axes.set(xlabel="layer passes, mean over the sentences", ylabel="accuracy on the built-in reviews, dev split")
     axes.grid(color="0.9", linewidth=0.5)
     axes.legend(frameon=False, loc="lower right", fontsize=8)
     save_figure(figure, picture)

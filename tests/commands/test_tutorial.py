@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mini_ee.registry import METHODS
 from mini_ee.training import embedding_unit, holdout, row_unit, train_run
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,13 @@ def test_a_section_starts_by_itself(section):
             bound, read = names_of(block.source)
             known |= bound
             assert read <= known, f"line {block.line}: {sorted(read - known)}"
+
+
+def test_the_table_of_section_10_has_every_method():
+    section = TEXT.split("\n## 10. ")[1].split("\n## 11. ")[0]
+    files = set(re.findall(r"^\| \[[^]]*\]\(([^)]*)\)", section, re.M))
+    modules = [module for module in METHODS.values() if module.startswith("mini_ee.")]  # section 14 adds one
+    assert {f"{module.replace('.', '/')}.py" for module in modules} <= files
 
 
 @pytest.mark.parametrize(
