@@ -23,13 +23,22 @@ from mini_ee.experiments.verdicts import (
     WIDE,
     Compared,
     compared,
+    forecast,
+    probable_verdict,
     seeds_to_decide,
-    seeds_to_decide_claim,
     verdict_of,
 )
 
 NO_SEED_HAS_IT = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, ELSEWHERE)  # all cases were run, and no seed has the figure
-COLUMNS = ("comparison", "first", "second", f"difference ({CONFIDENCE_LEVEL:.0%} interval)", "seeds", "verdict")
+NEVER = f"{MOST_SEEDS} seeds would not decide"
+COLUMNS = (
+    "comparison",
+    "should be larger",
+    "than",
+    f"difference ({CONFIDENCE_LEVEL:.0%} interval)",
+    "seeds",
+    "verdict",
+)
 
 
 class Judged(NamedTuple):
@@ -40,12 +49,27 @@ class Judged(NamedTuple):
     verdict: str
 
     def in_words(self) -> str:
-        """The verdict, why it cannot be decided, and how many seeds would decide if the interval is too wide."""
+        """The verdict with the claim's caveat, if it has one; why it cannot be decided, and how more seeds probably
+        decide it if the interval is too wide."""
+        caveat = f" ({self.claim['caveat']})" if "caveat" in self.claim else ""
         if self.verdict not in UNDECIDED:
-            return self.verdict
+            return self.verdict + caveat
+        if self.verdict != WIDE:
+            return f"cannot be decided: {self.verdict}{caveat}"
+        if (expected := forecast(self.comparisons, self.claim.get("need", "all"))) is None:
+            return f"cannot be decided: {_wide(None)}{caveat}"
+        because = f", because of {expected.failing} of {len(self.comparisons)} comparisons"
+        because = because if expected.verdict == FAILS and len(self.comparisons) > 1 else ""
+        return f"cannot be decided: {_wide(expected.seeds, expected.verdict + because)}{caveat}"
+
+    def counts(self) -> str:
+        """The number of comparisons by verdict, and how many the claim needs if not all: "6 hold, 1 undecided"."""
+        verdicts = [each.verdict if each else MISSING for each in self.comparisons]
+        held, failed = verdicts.count(HOLDS), verdicts.count(FAILS)
+        words = (held, "holds" if held == 1 else "hold"), (failed, FAILS if failed == 1 else "do not hold")
+        parts = [f"{count} {word}" for count, word in (*words, (len(verdicts) - held - failed, "undecided")) if count]
         need = self.claim.get("need", "all")
-        why = _wide(seeds_to_decide_claim(self.comparisons, need)) if self.verdict == WIDE else self.verdict
-        return f"cannot be decided: {why}"
+        return ", ".join(parts) + (f"; {need} needed" if parts and need != "all" else "")
 
 
 def judge_claim(claim: dict, data: PageData) -> Judged:
@@ -114,15 +138,46 @@ def claim_lines(number: int, judged: Judged, data: PageData) -> list[str]:
     ]
     lines = [*markdown_table(COLUMNS, rows), ""] if rows else []
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
-        means = {name: mean for name in tried["cases"] if (mean := data.mean(name, tried["figure"])) is not None}
-        if len(means) > 1:
-            best = (min if tried.get("least") else max)(means, key=means.get)
-            about = f"{data.name_of(tried['figure'])} {with_unit(means[best], tried['figure'])}"
-            lines += [f"Best of {len(means)} settings tried: *{data.name_of_case(best)}*, {about}.", ""]
+        lines += _tried_lines(claim, tried, data)
     lines += [claim["unseen"], ""] if "unseen" in claim else []
     lines += [f"The paper: {claim['paper']}."]
     control = "control: " if claim.get("control") else ""
-    return folded(f"<b>{number}. {judged.in_words()}</b> · {control}{escape(claim['text'], quote=False)}", lines)
+    counts = f" (comparisons: {counts})" if (counts := judged.counts()) else ""
+    text = escape(claim["text"], quote=False)
+    return folded(f"<b>{number}. {judged.in_words()}</b>{counts} · {control}{text}", lines)
+
+
+def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
+    """For each kind of data, the best of the other settings and the claim's own setting, on the seeds that all have.
+
+    Cases have the same kind of data if they share the task, the model and the case that their loss is measured against.
+    """
+    figure, groups, lines = tried["figure"], {}, []
+    side = "than" if tried.get("least") else "more"
+    methods = {data.cases[name].options.get("method") for name in tried["cases"]}
+    pairs = [pair for compare in claim["compare"] for pair in sides(compare, side)]
+    own = {name for name, key in pairs if key == figure and data.cases[name].options.get("method") in methods}
+    for name in dict.fromkeys([*tried["cases"], *sorted(own)]):
+        case = data.cases[name]
+        if data.values(name, figure):
+            kind = case.reference, case.options.get("task"), case.options.get("model")
+            groups.setdefault(kind, {})[name] = data.values(name, figure)
+    for values in groups.values():
+        if len(values) < 2 or not set(values) & set(tried["cases"]):
+            continue
+        shared = sorted(set.intersection(*map(set, values.values())))
+        if not shared:
+            continue
+        means = {name: float(np.mean([each[seed] for seed in shared])) for name, each in values.items()}
+        best = (min if tried.get("least") else max)(means, key=means.get)
+        seeds = "one seed" if len(shared) == 1 else f"{len(shared)} seeds"
+        line = f"Best of {len(means)} settings on {seeds}: *{data.name_of_case(best)}*, {data.name_of(figure)} "
+        line += with_unit(means[best], figure)
+        mine = [name for name in own if name in means]
+        if len(mine) == 1 and mine[0] != best:
+            line += f"; the claim's own, *{data.name_of_case(mine[0])}*: {with_unit(means[mine[0]], figure)}"
+        lines += [f"{line}.", ""]
+    return lines
 
 
 def _comparison_row(compare: dict, comparison: Compared, data: PageData) -> list:
@@ -134,7 +189,9 @@ def _comparison_row(compare: dict, comparison: Compared, data: PageData) -> list
     )
     if compare.get("by"):
         difference += f", required: above {_signed(compare['by'], figure)}"
-    verdict = _wide(seeds_to_decide(comparison)) if comparison.verdict == WIDE else comparison.verdict
+    verdict = comparison.verdict
+    if verdict == WIDE:
+        verdict = _wide(seeds_to_decide(comparison), probable_verdict(comparison))
     first, second = (with_unit(value, figure) for value in (comparison.more, comparison.than))
     return [_compared_names(compare, data), first, second, difference, comparison.seeds, verdict]
 
@@ -144,8 +201,8 @@ def _signed(value: float, figure: str) -> str:
     return f"{'-' if value < 0 else '+'}{text}"
 
 
-def _wide(seeds: int | None) -> str:
-    return f"{WIDE} ({f'about {seeds} seeds would' if seeds else f'{MOST_SEEDS} seeds would not'} decide)"
+def _wide(seeds: int | None, verdict: str = "") -> str:
+    return f"{WIDE} ({f'with about {seeds} seeds in total it probably {verdict}' if seeds else NEVER})"
 
 
 def _compared_names(compare: dict, data: PageData) -> str:

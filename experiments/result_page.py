@@ -25,7 +25,7 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
     """The page as Markdown. folder: of its pictures; one that was not drawn is left out."""
     judged = [judge_claim(claim, data) for claim in recipe["claims"]]
     pictures = [_picture_lines(each, paper) for each in recipe["pictures"] if (folder / each["file"]).exists()]
-    tables = [_table_lines(table, data) for table in recipe["tables"]]
+    tables = [_table_lines(table, data, main=not number) for number, table in enumerate(recipe["tables"])]
     run, total = sum(bool(each["seeds"]) for each in data.found.values()), len(data.cases)
     lines = [f"# {recipe['title']}", "", *_paragraphs(answer(recipe, data))]
     if run < total:
@@ -59,7 +59,8 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
         )
     if more := pictures[TOP_PICTURES:]:
         lines += folded(f"More pictures ({len(more)})", sum(more, []))
-    return "\n".join([*lines, made_by(command, f"the records in {paper}/")]).rstrip() + "\n"
+    made = made_by(command, f"the records in {paper}/")
+    return "\n".join([*lines, f"{made} Cases without a record are trained first, which can take hours."]) + "\n"
 
 
 def answer(recipe: dict, data: PageData) -> list[str]:
@@ -76,28 +77,32 @@ def _picture_lines(picture: dict, paper: str) -> list[str]:
     return [f"![{picture['title']}]({paper}/{picture['file']})", "", f"*{picture['title']}.*", ""]
 
 
-def _table_lines(table: dict, data: PageData) -> list[str]:
+def _table_lines(table: dict, data: PageData, main: bool = False) -> list[str]:
+    """main: with a column of the number of seeds, because the pages have different ones for the same quantity."""
     columns, theirs = table["columns"], table.get("theirs")
     joined = theirs if theirs and table.get("join") else None  # the paper's columns stand to the right of ours
     rows = []
     for name, row in table["rows"].items():
-        cells = []
+        cells, counts = [], set()
         for column in columns.values():
             case, figure = (table[key].format(**column | row) for key in ("case", "figure"))
             values, seeds = list(data.values(case, figure).values()), len(data.found[case]["seeds"])
-            digits = column.get("digits", table.get("digits"))
+            counts.add(seeds)
+            digits = column.get("digits", row.get("digits", table.get("digits")))
             cells.append(cell(values, figure, seeds, digits) if values else NO_FIGURE if seeds else NOT_RUN)
+        cells += [" to ".join(map(str, sorted({min(counts), max(counts)})))] if main else []
         rows.append([name, *cells, *(joined["rows"].get(name, [""] * len(joined["columns"])) if joined else [])])
     lines = [f"**{table['id']}: {table['title']}**", ""]
     if all(each == NOT_RUN for _, *cells in rows for each in cells[: len(columns)]):
         lines += ["Not run yet."]
     else:
         names = [f"the paper: {name}" for name in joined["columns"]] if joined else []
-        lines += markdown_table(["" if joined else "our results", *columns, *names], rows)
+        seeds = ["seeds"] if main else []
+        lines += markdown_table(["" if joined else "our results", *columns, *seeds, *names], rows)
     if theirs and not joined:
         paper_rows = ([name, *cells] for name, cells in theirs["rows"].items())
         lines += ["", *markdown_table(["the paper's results", *theirs["columns"]], paper_rows)]
-    return [*lines, "", *_paragraphs([table["note"]] if table.get("note") else [])]
+    return [*lines, "", *_paragraphs([filled_in(table["note"], data)] if table.get("note") else [])]
 
 
 def _machine_lines(data: PageData) -> list[str]:

@@ -83,18 +83,31 @@ def seeds_to_decide(comparison: Compared) -> int | None:
     return None
 
 
-def seeds_to_decide_claim(comparisons: list[Compared | None], need: int | str = "all") -> int | None:
-    """The smallest number of seeds at which the claim is decided, if every interval shrinks about its mean difference;
-    None if it is above MOST_SEEDS, or if an undecided comparison needs something else.
+def probable_verdict(comparison: Compared) -> str:
+    """What a comparison shows if its measured mean difference is the true one."""
+    return HOLDS if comparison.difference > comparison.required else FAILS
+
+
+class Forecast(NamedTuple):
+    """The smallest number of seeds that decides a claim, its probable verdict, and how many comparisons then fail."""
+
+    seeds: int
+    verdict: str
+    failing: int
+
+
+def forecast(comparisons: list[Compared | None], need: int | str = "all") -> Forecast | None:
+    """How a claim is probably decided, if every interval shrinks about its mean difference; None if that takes more
+    than MOST_SEEDS, or if an undecided comparison needs something else.
     """
     needed = {each: seeds_to_decide(each) for each in comparisons if each and each.verdict == WIDE}
     for seeds in sorted(filter(None, needed.values())):
         then = [
-            each._replace(verdict=HOLDS if each.difference > each.required else FAILS)
+            each._replace(verdict=probable_verdict(each))
             if each and (needed.get(each) or MOST_SEEDS + 1) <= seeds
             else each
             for each in comparisons
         ]
-        if verdict_of(then, need) in (HOLDS, FAILS):
-            return seeds
+        if (verdict := verdict_of(then, need)) in (HOLDS, FAILS):
+            return Forecast(seeds, verdict, sum(bool(each) and each.verdict == FAILS for each in then))
     return None

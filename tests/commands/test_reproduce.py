@@ -25,11 +25,11 @@ from mini_ee.evaluation import row_evaluation, savings_estimate
 from mini_ee.evaluation.probes import Costs
 from mini_ee.evaluation.token_evaluation import EPSILONS
 from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, trainings
-from mini_ee.experiments.claims import claim_lines, counted, judge_claim
+from mini_ee.experiments.claims import Judged, claim_lines, counted, judge_claim
 from mini_ee.experiments.markdown import fold_sections
 from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.overview import Card, judging_page, overview_page
-from mini_ee.experiments.page_data import PageData, cell, is_share, read_data
+from mini_ee.experiments.page_data import PageData, cell, is_share, read_data, with_unit
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
 from mini_ee.experiments.result_page import _table_lines, _training_lines, answer, page
 from mini_ee.experiments.trainings import read_case
@@ -40,8 +40,8 @@ from mini_ee.experiments.verdicts import (
     UNTRIED,
     WIDE,
     compared,
+    forecast,
     seeds_to_decide,
-    seeds_to_decide_claim,
     verdict_of,
 )
 from mini_ee.recording import exit_scores, record, summary
@@ -64,6 +64,7 @@ README_FIGURES = {  # as printed -> page, case, figure
     "76.6 %": ("raee", "TREC encoder fallback 3", "kNN votes"),
     "37.8 %": ("consistentee", "TREC consistent alpha 0.1", "saved at one point"),
     "55.0 %": ("consistentee", "TREC joint", "saved at one point"),
+    "54.6 %": ("consistentee", "TREC two-stage", "saved at one point"),
 }
 MADE = {"figures": {}, "lists": {}, "how": trainings.how_made()}  # of one seed
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
@@ -186,15 +187,20 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     seeds = [
         {} if value is None else {s: {"figures": {"x": value + 0.001 * int(s)}} for s in "012"} for value in figures
     ]
-    data = PageData(cases, {name: {"seeds": each} for name, each in zip(cases, seeds)})
+    found = {name: {"seeds": each} for name, each in zip(cases, seeds)}
+    data = PageData(cases, found)
     compare, tried = [{"more": "first", "than": 0.5, "figure": "x"}], {"cases": list(cases), "figure": "x"}
     claim = {"text": "", "paper": "", "compare": compare, "tried": tried}
     judged = judge_claim(claim, data)
     assert judged.verdict == verdict
     if verdict == "does not hold":
-        assert "Best of 2 settings tried: *first*" in "".join(claim_lines(1, judged, data))
+        assert "Best of 2 settings on 3 seeds: *first*, x 0.20.\n" in "\n".join(claim_lines(1, judged, data))
         tried["least"] = True
-        assert "Best of 2 settings tried: *second*" in "".join(claim_lines(1, judged, data))
+        found["first"]["seeds"].pop("2")
+        text = "\n".join(claim_lines(1, judged, data))
+        assert "Best of 2 settings on 2 seeds: *second*" in text
+        cases["second"] = cases["second"]._replace(options={"task": "another"})
+        assert "Best of" not in "\n".join(claim_lines(1, judged, data))
 
 
 @pytest.mark.parametrize(
@@ -329,13 +335,13 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert "| the paper's results | full |" in text and "| joint | 50.0 |" in text
     assert "<b>3. cannot be decided: other hardware or data needed</b> · Large</summary>" in text
     assert "\n\nIt needs another machine.\n\nThe paper: .7." in text
-    assert "<b>1. too few seeds</b> · One is above" in text
+    assert "<b>1. too few seeds</b> (comparisons: 1 undecided) · One is above" in text
     assert (tiny / "raee" / "fig.png").stat().st_size > 5000 and "![Fig. 3: a curve](raee/fig.png)" in text
     overview = (tiny / "README.md").read_text()
-    assert "| 1 | One is above | too few seeds |" in overview and "| 2 | *control:* Two | too few seeds |" in overview
+    assert "| 1 | One is above | too few seeds | 1 undecided |\n| 2 | *control:* Two | too few seeds |" in overview
     assert "1 cannot be decided (1 other hardware or data needed)" in overview and "![Verdicts" in overview
     assert "Verdicts of our 1 controls: 1 *too few seeds*." in overview
-    assert "<b>2. too few seeds</b> · control: Two</summary>" in text
+    assert "<b>2. too few seeds</b> (comparisons: 1 undecided) · control: Two</summary>" in text
     assert (tiny / "judging.md").read_text() == judging_page() and (tiny / "verdicts.png").stat().st_size > 2000
     drawn = (tiny / "raee" / "fig.png").read_bytes()
     assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
@@ -836,7 +842,20 @@ def test_the_seeds_that_would_decide_shrink_the_interval_below_the_distance():
     assert found.verdict == WIDE and seeds_to_decide(found) == 10
     assert seeds_to_decide(compared([0.201, 0.4, -0.4], [0.0, 0.0, 0.1])) is None  # above 100
     same = compared([1.0] * 3, [2.0] * 3)
-    assert seeds_to_decide_claim([found, same]) is None and seeds_to_decide_claim([found, same], 1) == 10
+    assert forecast([found, same]) is None and forecast([found, same], 1) == (10, "holds", 0)
+    assert forecast([found._replace(required=0.4)]) == (10, "does not hold", 1)
+
+
+def test_a_claim_that_more_seeds_decide_has_its_probable_verdict_and_the_counts_of_its_comparisons():
+    wide = compared([0.2, 0.4, 0.0], [0.0, 0.0, 0.0])
+    fails = wide._replace(required=0.4)
+    holds = compared([0.9, 0.91, 0.92], [0.1, 0.1, 0.1])
+    judged = Judged({"caveat": "so far"}, [holds, wide, fails], WIDE)
+    text = "with about 10 seeds in total it probably does not hold, because of 1 of 3 comparisons"
+    assert judged.in_words() == f"cannot be decided: {WIDE} ({text}) (so far)"
+    assert judged.counts() == "1 holds, 2 undecided"
+    assert Judged({"need": 2}, [holds, holds, fails], "holds").counts() == "2 hold, 1 undecided; 2 needed"
+    assert "it probably holds)" in Judged({"need": 2}, [holds, wide, fails], WIDE).in_words()
 
 
 def test_counts_of_verdicts_name_why_claims_cannot_be_decided():
@@ -862,6 +881,7 @@ def test_the_papers_columns_stand_next_to_ours_if_they_are_joined():
     )
     (table,) = TINY["tables"]
     lines = _table_lines(table | {"join": True}, data)
+    assert "| joint | 50.0 | none | 1 | 50.0 |" in _table_lines(table | {"join": True}, data, main=True)
     assert "|  | full | saved | the paper: full |" in lines
     assert "| joint | 50.0 | none | 50.0 |" in lines and "| two-stage | 50.0 | none |  |" in lines
 
@@ -898,7 +918,10 @@ def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
     ]
     claims = [{"text": "Both", "paper": "-", "compare": compare}]
     text = page("raee", TINY | {"claims": claims}, read_data(tmp_path, TINY), tmp_path, "command")
-    assert "<b>1. runs are missing</b> · Both</summary>" in text and "\nThe paper: -.\n" in text
+    assert (
+        "<b>1. runs are missing</b> (comparisons: 1 holds, 1 undecided) · Both</summary>" in text
+        and "\nThe paper: -.\n" in text
+    )
     assert "\n| full: reviews joint, against a number | 75.0 % | 50.0 % | +25.0 | 3 | holds |\n" in text
 
 
@@ -937,8 +960,18 @@ def test_readme_prints_no_figure_that_is_not_in_the_json():
     printed = set(re.findall(r"(?<![\w.])\d+\.\d %", text))
     assert printed == README_FIGURES.keys()
     for shown, (paper, case, figure) in README_FIGURES.items():
-        values = read_data(RESULTS / paper, load_recipe(paper)).values(case, figure)
-        assert shown == f"{100 * np.mean(list(values.values())):.1f} %", (paper, case, figure)
+        assert shown == printed_mean(paper, case, figure), (paper, case, figure)
+    examples = read_data(RESULTS / "raee", load_recipe("raee")).mean("TREC encoder fallback 3", "rows")
+    assert f"{examples:,.0f} more labelled ones" in text
+
+
+def test_a_page_repeats_the_figure_of_another_page():
+    shown = printed_mean("shortest", "lora-exits on TREC", "saved at one point")
+    assert f"it saves {shown} of the layers at one point" in (RESULTS / "loraexit.md").read_text()
+
+
+def printed_mean(paper: str, case: str, figure: str) -> str:
+    return with_unit(read_data(RESULTS / paper, load_recipe(paper)).mean(case, figure), figure)
 
 
 # ---- Measured pages ----
