@@ -148,7 +148,7 @@ def claim_lines(number: int, judged: Judged, data: PageData) -> list[str]:
 
 
 def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
-    """For each kind of data, the best of the other settings and the claim's own setting, on the seeds that all have.
+    """For each kind of data of the claim, the best of the other settings and its own, on the seeds that all have.
 
     Cases have the same kind of data if they share the task, the model and the case that their loss is measured against.
     """
@@ -163,7 +163,7 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
             kind = case.reference, case.options.get("task"), case.options.get("model")
             groups.setdefault(kind, {})[name] = data.values(name, figure)
     for values in groups.values():
-        if len(values) < 2 or not set(values) & set(tried["cases"]):
+        if len(values) < 2 or not set(values) & set(tried["cases"]) or (own and not own & set(values)):
             continue
         shared = sorted(set.intersection(*map(set, values.values())))
         if not shared:
