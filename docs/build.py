@@ -177,8 +177,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--no-live", action="store_true", help="leave out the model that runs in the browser")
     args, begin = parser.parse_args(), time.perf_counter()
-    if args.out.exists() and any(args.out.iterdir()):
-        parser.error(f"expected an empty folder or a new one, found files in {args.out}")
+    if args.out.is_file() or args.out.is_dir() and any(args.out.iterdir()):
+        found = "a file" if args.out.is_file() else "files in it"
+        parser.error(f"{args.out}: expected an empty folder or a new one, found {found}")
     args.out.mkdir(parents=True, exist_ok=True)
     live = missing("this site was built with --no-live") if args.no_live else write_live(args.out)
     pages = build(args.out, live)
