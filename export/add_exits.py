@@ -102,7 +102,8 @@ def _exits_of_classifier(
     model: Path, task: Task, out: Path, required: AddOptions, seed: int, say: Callable[[str], None]
 ) -> tuple[Run, dict]:
     """Train the heads, choose thresholds, export, verify, measure. Returns the run and the summary."""
-    count = max(int(TRAINED * len(task.split("train"))), len(task.split("train")) - 2 * TEST_ROWS)
+    rows = len(task.split("train"))
+    count = max(int(TRAINED * rows), rows - 2 * TEST_ROWS)
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, count, required, seed, say)
     test = split_rows(task, seed, count).test
     summary = _summary(run, test, required)

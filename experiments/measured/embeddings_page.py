@@ -238,6 +238,7 @@ def verdicts(figures: dict) -> list[str]:
             f'- **"{NAMES[name]} is no better than models trained for one depth" {holds}** (arXiv:2411.17299 says so '
             f"of 2D-Matryoshka). After layers {depths} the difference of the mean Spearman correlation is {values}. "
             f"It is better at {better} and worse at {worse} of {len(some)} depths."
+            + (" It has one seed, so the interval is over pairs of texts alone." if figures["seeds"][name] == 1 else "")
         )
     groups = [(name, kind) for name in ADAPTIVE for kind in ("similarity", "predictor")]
     lines, total, better_in_all = [], 0, 0

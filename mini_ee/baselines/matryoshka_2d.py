@@ -7,8 +7,9 @@ For a batch, with a layer n < N and a size d drawn uniformly:
 Symbols:   E_n^d: the first d numbers of the embedding after layer n; N, D: the last layer and the full size; l: the
            loss of an exit; T, alpha: temperature and weight of the alignment.
 
-Paper: Xianming Li et al., 2D Matryoshka Sentence Embeddings. Layers are weighted alike, as in the paper; the teacher of
-the alignment has no gradient, as in sentence-transformers since 2026 (pull requests 3880 and 3901).
+Paper: Xianming Li et al., 2D Matryoshka Sentence Embeddings. The formula follows the loss Matryoshka2dLoss of
+sentence-transformers, not the paper's text, which we have not compared. Layers are weighted alike; the teacher of the
+alignment has no gradient, as there since 2026 (pull requests 3880 and 3901).
 
 Deviations:
 1. l is CoSENT for pairs with scores, in place of AnglE. For texts alone it is 1 - cosine to the embedding that the
@@ -46,17 +47,14 @@ def drawn(count: int) -> int:
 def two_dimensional_loss(model: EmbeddingExits, batch: Batch, config: Config) -> torch.Tensor:
     """The equation above, for a layer and a size that are drawn here."""
     embeddings, labels = exits_embeddings(model, batch), batch.labels
-    last = embeddings[-1]
-    if len(embeddings) == 1:
-        read = [last]
-    else:
-        shallow = embeddings[drawn(len(embeddings) - 1)]
-        read = [last, shallow]
+    *early, last = embeddings
+    shallow = [early[drawn(len(early))]] if early else []
+    read = [last, *shallow]
     loss = sum(exit_loss(each, labels) for each in read)
     if config.sizes:
         size = config.sizes[drawn(len(config.sizes))]
         loss = loss + sum(exit_loss(each, labels, size) for each in read)
-    aligned = sum(alignment(each, last, KL_TEMPERATURE) for each in read[1:])
+    aligned = sum(alignment(each, last, KL_TEMPERATURE) for each in shallow)
     return loss + config.align * KL_TEMPERATURE * aligned
 
 

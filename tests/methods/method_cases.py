@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import random_decoder, tensors
+from conftest import BAD, GOOD, THINGS, random_decoder, tensors
 
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.decoder_texts import Text
@@ -16,6 +16,15 @@ from mini_ee.training.stages import Batch
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+TEXTS = [
+    f"{'very ' * very}{first} {thing} is {'a ' * a}{second}"
+    for thing in THINGS
+    for first in GOOD + BAD
+    for second in GOOD + BAD
+    for very in range(2)
+    for a in range(2)
+]
+"""Texts without labels, for `add_exits`."""
 SEGMENTS = {
     "equal": [5, 5, 5],
     "ragged": [1, 7, 3],

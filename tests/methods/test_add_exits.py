@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import BAD, GOOD, THINGS
+from method_cases import TEXTS
 
 import mini_ee
 from mini_ee.backbones.hub import load_backbone, read_tensors, write_tensors
@@ -23,14 +23,6 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.rules import NeverExit
 from mini_ee.training.holdout import split_rows
 
-TEXTS = [
-    f"{'very ' * very}{first} {thing} is {'a ' * a}{second}"
-    for thing in THINGS
-    for first in GOOD + BAD
-    for second in GOOD + BAD
-    for very in range(2)
-    for a in range(2)
-]
 EXACT = 1e-6
 """Of a logit, against the classifier written out; measured maximum 1.2e-7."""
 
