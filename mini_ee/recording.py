@@ -95,6 +95,11 @@ class Recorded(Segments):
         )
 
     @property
+    def costs(self) -> tuple[np.ndarray, list[int], list[float] | None]:
+        """flops (N, K, 2), layer_passes (K,) and state_flops (K,), as they were given."""
+        return self._flops, self._layer_passes, self._state_flops
+
+    @property
     def exit_logits(self) -> np.ndarray | None:
         """(N, K - 1), the outputs of the policy; None if the model has no policy."""
         return self.measures.get("exit_logit")
