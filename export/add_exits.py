@@ -24,7 +24,7 @@ from mini_ee.backbones.fine_tuned import is_multi_label, is_sentence_encoder, la
 from mini_ee.backbones.hub import backbone_sha256, read_config
 from mini_ee.data.files import read_json, write_bytes, write_json
 from mini_ee.data.tasks import LISTED_LABELS, Split, Task
-from mini_ee.data.tokenizer import NO_LIMIT, own_max_length
+from mini_ee.data.tokenizer_config import NO_LIMIT, own_max_length
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.plots import can_draw, draw_agreement
 from mini_ee.evaluation.row_evaluation import evaluate

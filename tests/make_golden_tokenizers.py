@@ -87,8 +87,16 @@ def modernbert() -> transformers.PreTrainedTokenizerBase:
     )
 
 
+def generic() -> transformers.PreTrainedTokenizerBase:
+    """BERT's tokenizer in the class without a family, which gives no types unless model_input_names has them."""
+    backend = transformers.BertTokenizer(vocab=word_pieces()).backend_tokenizer
+    special = {f"{part}_token": f"[{part.upper()}]" for part in ("unk", "sep", "pad", "cls", "mask")}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=MAX_LENGTH, **special)
+
+
 def main() -> None:
     kinds = {
+        "generic": generic(),
         "bert": transformers.BertTokenizer(vocab=word_pieces(), model_max_length=MAX_LENGTH),
         "distilbert": transformers.DistilBertTokenizer(vocab=word_pieces(), model_max_length=MAX_LENGTH),
         "roberta": roberta(),

@@ -17,10 +17,9 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee.data.files import write_bytes
 from mini_ee.data.table_files import text_flaw
+from mini_ee.data.tokenizer_config import reads_types, without_types
 from mini_ee.data.values import is_whole, shortened
 from mini_ee.errors import WrongArguments
-
-NO_LIMIT = 10**9  # transformers writes 1e30 for a tokenizer without a largest length
 
 HEAD = 32  # a long text is first tokenized up to this many characters per token of max_length
 
@@ -121,6 +120,7 @@ class Tokenizer:
     def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128) -> "Tokenizer":
         """From tokenizer.json, else from BERT's vocab.txt. Truncation and padding in the file are ignored.
 
+        If transformers gives a model no token types with this tokenizer_config.json, all types are 0.
         Raises ValueError if neither file exists, or the file is damaged.
         """
         folder = Path(folder)
@@ -135,6 +135,8 @@ class Tokenizer:
                     raise ValueError(
                         f"{path}: expected a tokenizer, found {shortened(str(error))}; copy the file again"
                     ) from None
+                if not reads_types(folder):
+                    backend = without_types(backend)
                 return cls(backend, max_length)
         raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one to this folder")
 
@@ -313,13 +315,6 @@ class Tokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, atomically (`write_bytes`)."""
         write_bytes(Path(path), self.backend.to_str().encode())
-
-
-def own_max_length(folder: str | os.PathLike) -> int | None:
-    """model_max_length of tokenizer_config.json, up to which transformers truncates; None if it gives no limit."""
-    path = Path(folder) / "tokenizer_config.json"
-    length = json.loads(path.read_text(encoding="utf-8")).get("model_max_length") if path.is_file() else None
-    return int(length) if isinstance(length, int | float) and 0 < length < NO_LIMIT else None
 
 
 def _parts(component: Any) -> list[dict]:
