@@ -454,7 +454,12 @@ LOOP = [
 
 ZERO = "exit_0.py::test_exit_0_"
 ZERO_COSTS = "exit_0.py::test_an_example_that_exits_at_0_runs_no_layer_and_costs_none[FixedExit(exit=0)]"
+PAIRS = "failure_prediction.py::test_auroc_is_the_share_of_pairs_in_order_and_a_tie_counts_half"
 RULES = [
+    ("data.metrics.ranks", always(lambda values: np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1), PAIRS),
+    ("evaluation.failure_prediction.failures", always(lambda right: ~right), "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right"),
+    ("evaluation.failure_prediction.failures", source("[:, ::-1]  #", "  #"), "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right"),
+    ("evaluation.failure_prediction.calibration_error", source("np.abs(gaps).sum()", "np.abs(gaps.sum())"), "failure_prediction.py::test_the_calibration_error_is_that_of_a_loop_over_bins[7]"),
     ("confidence.MEASURES.entropy", measure(zero_times_log_zero), "confidence.py::test_a_probability_of_zero_gives_full_confidence_and_no_nan[row0-entropy]"),
     ("confidence.MEASURES.entropy", measure(lambda logits: -confidence.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
     ("confidence.MEASURES.entropy", measure(lambda logits: confidence.entropy(logits) / math.log(2)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),

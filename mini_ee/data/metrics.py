@@ -81,7 +81,7 @@ def spearman(predictions: np.ndarray, labels: np.ndarray) -> float:
     1.0
     """
     predictions, labels = _pair(predictions, labels)
-    return pearson(_ranks(predictions), _ranks(labels))
+    return pearson(ranks(predictions), ranks(labels))
 
 
 def rouge_l(text: str, reference: str) -> float:
@@ -139,7 +139,7 @@ def _ratio(above: float, below: float) -> float:
     return float(above / below) if below else 0.0
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
+def ranks(values: np.ndarray) -> np.ndarray:
     """Ranks (N,) from 1; equal values share the mean of their ranks."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]  # cumsum: the last rank of each distinct value

@@ -65,6 +65,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.decoder_texts",
     "data.tokenizer",
     "data.values",
+    "evaluation.failure_prediction",
     "exits.decoding",
     "methods.embedding_maps_rule",
     "methods.raee",
