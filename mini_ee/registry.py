@@ -11,6 +11,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "embedding-maps": "mini_ee.methods.embedding_maps",
     "joint": "mini_ee.baselines.joint",
     "two-stage": "mini_ee.baselines.two_stage",
+    "mixed": "mini_ee.baselines.mixed",
     "sweet": "mini_ee.baselines.sweet",
     "deebert": "mini_ee.baselines.deebert",
     "fastbert": "mini_ee.baselines.fastbert",

@@ -24,6 +24,7 @@ from mini_ee.backbones.bert import LayerContext
 from mini_ee.baselines import elasticbert
 from mini_ee.data.decoder_texts import Text
 from mini_ee.exits.row_exits import RowState
+from mini_ee.training.stages import fine_tune_then_heads, joint_loss
 
 TESTS = Path(__file__).parent
 CAUGHT = (AssertionError, ValueError, RuntimeWarning, pytest.fail.Exception)  # some bugs break shapes: a catch too
@@ -495,6 +496,7 @@ RULES = [
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
 ENCODERS = "trained_encoders.py::test_"
 MEAN = "elasticbert.py::test_a_layer_learns_from_the_mean_of_the_exits_above_it_and_a_head_from_its_own[rows]"
+MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]"),
@@ -511,6 +513,8 @@ OF_METHODS = [
     ("methods.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
     ("exits.token_exits.TokenExits.policies", always(property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)), "consistent.py::test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut"),
     ("baselines.adainfer.MAX_STEPS", always(20), "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]"),
+    ("baselines.mixed.mean_loss", always(joint_loss), MIXED),
+    ("baselines.mixed.recipe", always(fine_tune_then_heads), MIXED),
     ("baselines.right_tool.fit_temperature", always(lambda logits, labels: 1.0), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
     ("baselines.right_tool.fit_temperature", lambda true: lambda logits, labels: 1 / true(logits, labels), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
     ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),

@@ -9,7 +9,14 @@ FIELD = (  # who trains the exits -> who decides -> methods
         (
             (
                 "a threshold",
-                (("joint", BOTH), ("sweet", BOTH), ("right-tool", EXAMPLES), ("calm", BOTH), ("free", BOTH)),
+                (
+                    ("joint", BOTH),
+                    ("mixed", BOTH),
+                    ("sweet", BOTH),
+                    ("right-tool", EXAMPLES),
+                    ("calm", BOTH),
+                    ("free", BOTH),
+                ),
             ),
             ("exits in a row", (("pabee", BOTH), ("pcee-bert", BOTH), ("elasticbert", BOTH))),
             ("a trained policy", (("consistent", BOTH), ("berxit", BOTH), ("palbert", EXAMPLES))),
@@ -67,7 +74,7 @@ TREE = (  # question, answer if yes, its command
 def map_of_the_field() -> Drawing:
     """Every method of the registry, by who trains its exits and who decides."""
     about = "Every method of mini_ee, by how its exits are trained and by who decides when to stop."
-    d = Drawing("Map of the field", about, 640, 876)
+    d = Drawing("Map of the field", about, 640, 913)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, "How are exits trained, and who decides? Names are those of mini-ee train.", 15, "start", "soft")
     y = 84

@@ -11,6 +11,7 @@ from method_cases import LABELS, gradients, learner, of_exits  # noqa: F401  (le
 
 import mini_ee.baselines.right_tool as right_tool_module
 from mini_ee.backbones.hub import load_backbone
+from mini_ee.baselines import mixed
 from mini_ee.baselines.berxit import alternating_loss, true_certainty
 from mini_ee.baselines.fastbert import self_distillation_loss
 from mini_ee.baselines.right_tool import calibrate_heads, fit_temperature
@@ -248,6 +249,26 @@ def test_sweet_pays_for_all_exits_the_same(random_model, padded_inputs):
     logits = logits_of(model, padded_inputs)
     found = separate_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
     assert found.item() == pytest.approx(sum(cross_entropy(logits[:, k], LABELS) for k in range(4)), rel=1e-4)
+
+
+# Mixed training
+
+
+def test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean(
+    random_model, padded_inputs
+):
+    model = random_model()
+    logits, batch = logits_of(model, padded_inputs), Batch(tensors(padded_inputs), LABELS, None, None)
+    each, names = [cross_entropy(logits[:, k], LABELS) for k in range(4)], dict(model.named_parameters())
+    first, second = mixed.recipe(model)
+    assert first.loss(model, batch).item() == pytest.approx(each[3], rel=1e-4)
+    assert second.loss(model, batch).item() == pytest.approx(np.mean(each), rel=1e-4)
+    assert {name for name in names if not first.trainable(name)} == {
+        name for name in names if name.startswith(("heads.0.", "heads.1.", "heads.2."))
+    }
+    assert all(map(second.trainable, names))
+    scores = np.array([0.1, 0.2, 0.3, 0.8])
+    assert (first.score(scores), second.score(scores)) == pytest.approx((0.8, 0.35))
 
 
 # All of them
