@@ -2,11 +2,13 @@
 
 A file holds all seeds of a method on a task. Numbers are stored as float16, so figures are always computed from what
 was read back. Labels are not stored, because the data sets are not ours: `right` says where an exit is right. The label
-of an example is then the prediction of an exit that is right, or UNKNOWN if every exit is wrong. Accuracies are equal.
+of an example is then the prediction of an exit that is right. If every exit is wrong, it is the other one of two
+classes, else UNKNOWN. Scores are equal.
 """
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from filelock import FileLock
 from mini_ee.data.files import check_regular, write_bytes
 from mini_ee.recording import Record, Recorded
 
-UNKNOWN = -1  # the label of an example for which every exit is wrong
+UNKNOWN = -1  # the label of an example for which every exit is wrong, if there are more than two classes
 PARTS = ("reported", "held_out")
 
 
@@ -58,13 +60,19 @@ def read_records(path: Path) -> dict[int, SeedRecord]:
         raise ValueError(f"{path}: expected records of runs; remove the file, so that they are made again") from error
 
 
-def _load(path: Path) -> dict[str, np.ndarray]:
+def read_about(path: Path) -> dict[int, dict]:
+    """Seed -> `about` of its record, without its arrays. Raises ValueError like `read_records`."""
+    found = _load(path, lambda name: name.endswith("/about"))
+    return {int(name.partition("/")[0]): json.loads(value.tobytes())["about"] for name, value in found.items()}
+
+
+def _load(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
     if not path.exists():
         return {}
     check_regular(path)
     try:
-        with path.open("rb") as file:
-            return dict(np.load(file, allow_pickle=False))
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files if wanted(name)}
     except Exception as error:  # zip, zlib and numpy raise many kinds
         message = f"{path}: expected records of runs, found a damaged file; remove it, so that they are made again"
         raise ValueError(message) from error
@@ -78,7 +86,8 @@ def _to_arrays(recorded: Record) -> tuple[dict[str, np.ndarray], dict]:
     flops, layer_passes, state_flops = segments.costs
     arrays = {"logits": logits.astype(np.float16), "flops": flops.astype(np.float32)}
     for name, values in segments.measures.items():
-        arrays[f"measures/{name}"] = values.astype(np.float16 if values.dtype.kind == "f" else np.int32)
+        kind = np.float32 if name == "token_cost" else np.float16  # FLOPs are beyond float16
+        arrays[f"measures/{name}"] = values.astype(kind if values.dtype.kind == "f" else np.int32)
     if recorded.groups is not None:
         arrays["groups"] = recorded.groups.astype(np.int32)
     else:
@@ -101,7 +110,9 @@ def _from_arrays(arrays: dict[str, np.ndarray], seed: int) -> SeedRecord:
             logits = _predicting(logits, own["predictions"])
             right = own["right"]
             labels = own["predictions"][np.arange(len(right)), right.argmax(axis=1)].astype(np.int64)
-            labels[~right.any(axis=1)] = UNKNOWN
+            two_classes = logits.shape[2] == 2  # then all exits agree, and the label is the other class
+            others = 1 - own["predictions"][:, 0] if two_classes else np.full(len(right), UNKNOWN)
+            labels = np.where(right.any(axis=1), labels, others)
         measures = {
             name.removeprefix("measures/"): values.astype(np.float32) if values.dtype.kind == "f" else values
             for name, values in own.items()

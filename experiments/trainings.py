@@ -170,7 +170,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         if any(is_choice(value) for value in case.options.values()):
             if "chosen" not in record:
                 record["chosen"] = _chosen(path, case, record, seed, sources, say)
-        run = _trained(at / "run", case.options | record.get("chosen", {}), seed, sources)
+        run = trained(at / "run", case.options | record.get("chosen", {}), seed, sources)
         figures, lists = MEASUREMENTS[case.measure](run, measured_on, reference)
         record["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
@@ -223,7 +223,7 @@ def _chosen(path: Path, case: Case, record: dict, seed: int, sources: Sources, s
     tried = record["tried"]
     while value := next_to_try(choice["choose"], {each[name]: each["hold-out"] for each in tried}):
         try:
-            run = _trained(at / f"try-{len(tried)}", case.options | {name: value}, seed, sources)
+            run = trained(at / f"try-{len(tried)}", case.options | {name: value}, seed, sources)
             metrics = read_json(run.folder / "metrics.json")
             scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
         except Diverged:
@@ -249,14 +249,14 @@ def next_to_try(values: list[float], scores: dict[float, float]) -> float | None
     return None
 
 
-def _trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:
+def trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:
     """The run of these options: loaded if it is finished, otherwise trained or continued."""
     if folder.exists():
         return load_run(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     given = dict(options)
     if base := given.pop("base", None):
-        given["model"] = str(_trained(folder.parent / "base", base, seed, sources).folder.absolute())
+        given["model"] = str(trained(folder.parent / "base", base, seed, sources).folder.absolute())
     method = given.pop("method")
     unfinished = (training_folder(folder) / STATE).exists()
     if not unfinished:

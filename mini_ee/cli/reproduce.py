@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mini_ee.cli.command_options import positive
 
+LEADERBOARD = "leaderboard"
 HELP = "run a paper's experiments and write the page of its results"
 EXAMPLE = "mini-ee reproduce loraexit --quick"
 
@@ -16,8 +17,9 @@ def add(sub: ArgumentParser) -> None:
 
     sub.add_argument(
         "paper",
-        choices=(*PAGES, *MEASURED),
-        help=f"paper or other page of experiments, or page of measurements, made from its JSON: {', '.join(MEASURED)}",
+        choices=(*PAGES, LEADERBOARD, *MEASURED),
+        help=f"paper or other page of experiments, the {LEADERBOARD} of all methods, or page of measurements "
+        f"(from a JSON: {', '.join(MEASURED)})",
     )
     sub.add_argument(
         "--measure",
@@ -25,7 +27,11 @@ def add(sub: ArgumentParser) -> None:
         metavar="PART",
         help="parts of a page of measurements that are measured again; all if none is named",
     )
-    sub.add_argument("--only", metavar="TABLE", help='table, figure or claim, such as "Table 1" (default all)')
+    sub.add_argument(
+        "--only",
+        metavar="TABLE",
+        help=f'table, figure or claim, such as "Table 1"; of the {LEADERBOARD} a method (default all)',
+    )
     sub.add_argument("--quick", action="store_true", help="run a small part, on the built-in models and data")
     sub.add_argument(
         "--seeds",
@@ -47,6 +53,7 @@ def add(sub: ArgumentParser) -> None:
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Run the missing experiments, or measure the named parts, then write the page."""
     from mini_ee import WrongArguments
+    from mini_ee.experiments.leaderboard import make_leaderboard
     from mini_ee.experiments.measured import MEASURED, make_page
     from mini_ee.experiments.reproduce import reproduce
 
@@ -58,4 +65,6 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     if args.measure is not None:
         raise WrongArguments(f"--measure is for {', '.join(MEASURED)}; {args.paper} runs what is missing; leave it out")
     seeds = (args.seed, args.seeds)
+    if args.paper == LEADERBOARD:
+        return make_leaderboard(only=args.only, quick=args.quick, seeds=seeds, **places)
     return reproduce(args.paper, only=args.only, quick=args.quick, seeds=seeds, **places)

@@ -122,12 +122,17 @@ def rules_of(trained: Trained, recorded: Record, task: Task) -> list[Rule]:
     """The rules of a method's curve; none if the run's own rule plans."""
     if trained.rule.plans_from_texts:
         return []
-    method, usual = trained.config["method"], sweep(usual_rule(task))
-    candidates = (load_method(method).candidates if method in METHODS else None) or usual
-    rules = candidates(recorded) or usual(recorded)  # an exported graph with another rule contains no policy
+    rules = method_rules(trained.config["method"], recorded, task)
     if type(trained.rule) not in map(type, rules):  # calibrated, or chosen by hand
         rules += trained.rule.from_loose_to_strict(recorded, CANDIDATES)
-    return [NeverExit(), *rules]
+    return rules
+
+
+def method_rules(method: str, recorded: Record, task: Task) -> list[Rule]:
+    """The full model and the candidates of a method; the usual rules, if it has none or is not registered."""
+    usual = sweep(usual_rule(task))
+    candidates = (load_method(method).candidates if method in METHODS else None) or usual
+    return [NeverExit(), *(candidates(recorded) or usual(recorded))]  # a graph with another rule contains no policy
 
 
 def _swept(runs: Sequence[RowsOfRun], task: Task, labels: np.ndarray, batch_size: int) -> list[tuple]:

@@ -6,7 +6,7 @@ always measured on the model itself: all that is compared runs in one process an
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,13 +107,18 @@ def timed_batches(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
     return [order[i] for i in sorted(chosen)]
 
 
-def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = TIMED_REPEATS) -> np.ndarray:
+def measure_seconds(
+    runs: list,
+    order: list[np.ndarray],
+    repeats: int = TIMED_REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> np.ndarray:
     """Seconds of each run for all batches: (len(runs),), the sum over batches of the median over repeats.
 
     runs: (segments, rule, encoded) each. The runs take turns, so a drift of the machine's speed affects all alike. A
     turn is one batch, or as many small batches as have TURN rows together: then weights are in the processor's cache,
     as if the model were served alone. If there are several engines, each turn begins with a rest of REST seconds,
-    because the threads of the engine before may still be spinning.
+    because the threads of the engine before may still be spinning. clock: time.process_time leaves other processes out.
     """
     rest = REST if len({segments.engine for segments, _, _ in runs}) > 1 else 0.0
     for segments, rule, encoded in runs:
@@ -127,9 +132,9 @@ def measure_seconds(runs: list, order: list[np.ndarray], repeats: int = TIMED_RE
                 inputs = [encoded.batch(order[each]) for each in turn]
                 time.sleep(rest)
                 for each, rows in zip(turn, inputs):
-                    begin = time.perf_counter()
+                    begin = clock()
                     early_exit(segments, rule, rows)
-                    seconds[repeat, number, each] = time.perf_counter() - begin
+                    seconds[repeat, number, each] = clock() - begin
     return np.median(seconds, axis=0).sum(axis=1)
 
 

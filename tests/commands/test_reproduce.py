@@ -538,7 +538,7 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
         folder.mkdir(parents=True)
         return SimpleNamespace(config={})
 
-    monkeypatch.setattr(trainings, "_trained", train)
+    monkeypatch.setattr(trainings, "trained", train)
     monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
     monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
@@ -624,7 +624,7 @@ def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_s
         return about | ({"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}), {}
 
     monkeypatch.setattr(
-        trainings, "_trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
+        trainings, "trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
     )
     monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
     monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
@@ -651,7 +651,7 @@ def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_p
         (folder / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [1 / options["lr"]]}))
         return SimpleNamespace(config={}, folder=folder)
 
-    monkeypatch.setattr(trainings, "_trained", train)
+    monkeypatch.setattr(trainings, "trained", train)
     monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({}, {}))
     case = Case("a", "rows", {"task": "reviews", "lr": {"choose": [2.0, 4.0, 1.0]}})
     sources = trainings.Sources(tmp_path, tmp_path)

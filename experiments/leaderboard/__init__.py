@@ -1,0 +1,79 @@
+"""`mini-ee reproduce leaderboard`: one table for all methods, computed from records of runs (OUT/records).
+
+protocol.py   exams, methods that fit, exits, epochs, rates, seeds
+runs.py       trains what is missing and writes the records
+page.py       OUT/leaderboard.md, from the records alone
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from mini_ee.experiments.leaderboard.page import write_page
+from mini_ee.experiments.leaderboard.protocol import exams, methods, seed_count, trainings_of
+from mini_ee.experiments.leaderboard.runs import Job, Places, jobs, missing, run_job
+from mini_ee.experiments.trainings import CaseLocked, Sources
+
+
+def make_leaderboard(
+    *,
+    only: str | None = None,
+    quick: bool = False,
+    seeds: tuple[int, int | None] = (0, None),
+    sources: Path | None = None,
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> dict:
+    """Train and record what is missing, with one thread, then write OUT/leaderboard.md from all records.
+
+    only: a method; seeds: the first seed, and their number. A training that another process runs is left to it, so
+    several calls share the work. A training that fails is named in a line, and the others go on. Raises WrongArguments,
+    before anything runs, if a model or a task is missing, or a method is unknown; ValueError at the end, if one failed.
+    """
+    begin, out = time.perf_counter(), out or Path("results-quick" if quick else "results")
+    names = methods(quick, only)
+    all_seeds = tuple(range(seeds[0], seeds[0] + (seeds[1] or seed_count(quick))))
+    found = Sources(sources, out / "leaderboard")
+    chosen = exams(quick)
+    work = [job for exam in chosen for job in jobs(trainings_of(exam, found), names, all_seeds)]
+    work.sort(key=lambda job: all_seeds.index(job.seeds[0]))  # a table with few seeds before one with many
+    places = Places(out, found, {exam.name: exam.read(found) for exam in chosen}, say)
+    number = sum(len(missing(out, job, all_seeds)) for job in work)
+    say(f"{len(names)} methods, {len(chosen)} exams, {len(all_seeds)} seeds: {number} records to make.")
+    threads, failed = torch.get_num_threads(), []
+    torch.set_num_threads(1)  # times are of one thread; a second process may use another core
+    try:
+        waiting = run_all(work, all_seeds, places, failed)
+    finally:
+        torch.set_num_threads(threads)
+    if waiting:
+        say(f"{len(waiting)} trainings are left to other processes, which are running them.")
+    with FileLock(out / ".pages.lock"):
+        path = write_page(out, quick)
+    say(f"Page: {path}")
+    if failed:
+        raise ValueError(f"{len(failed)} trainings failed: {'; '.join(failed)}")
+    return {"paper": "leaderboard", "page": str(path), "ran": number, "wall_seconds": time.perf_counter() - begin}
+
+
+def run_all(work: list[Job], seeds: tuple[int, ...], places: Places, failed: list[str]) -> list[Job]:
+    """Run the jobs in turn; returns those that other processes run. failed: gets a line for each that raises."""
+    waiting, before = work, None
+    while waiting != before:
+        before, waiting = waiting, []
+        for number, job in enumerate(before):
+            if not missing(places.out, job, seeds):
+                continue
+            try:
+                run_job(job, seeds, places)
+            except CaseLocked:
+                waiting.append(job)
+            except (ValueError, RuntimeError, OSError) as error:
+                line = f"{job.training.exam.name}, {job.training.name}: {error}"
+                failed.append(line)
+                places.say(f"FAILED {line}")
+            places.say(f"{len(before) - number - 1} of {len(before)} steps follow.")
+    return waiting

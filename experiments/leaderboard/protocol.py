@@ -1,0 +1,239 @@
+"""The protocol of the leaderboard: exams, methods, exits, epochs, rates and seeds.
+
+Nothing here is a list of methods. What a method needs follows from its object Method, and from its stages and its model
+on a tiny backbone.
+"""
+
+import functools
+from collections.abc import Generator
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mini_ee import registry
+from mini_ee.backbones.backbone import Backbone
+from mini_ee.backbones.hub import BUILT_IN_MODEL, load_backbone, read_config
+from mini_ee.data.tasks import TOY, Task, load_task, toy_task
+from mini_ee.errors import WrongArguments
+from mini_ee.experiments.trainings import Sources
+from mini_ee.training.method import Method, load_method
+from mini_ee.training.run_folder import build_model
+from mini_ee.training.stages import Stage
+from mini_ee.training.train_run import exits_of, make_request
+
+SEEDS, FEWER_SEEDS, LONG_SECONDS = 5, 3, 900  # fewer if the training of a seed takes longer than LONG_SECONDS
+SEARCH_SEEDS = 2  # number of seeds with which a rate is chosen
+TINY_LAYERS = 4  # of the backbone on which stages are looked at
+MOST_STAGES = 100  # of a recipe that makes stages without end
+
+
+class Exam(NamedTuple):
+    """A task, a model, and how methods are trained on them."""
+
+    name: str  # also the folder of its records
+    task: str  # folder in data/, or the built-in task
+    model: str | None  # folder in weights/; None: the built-in model
+    max_train: int
+    epochs: int  # budget of every exit
+    factors: tuple[float, ...]  # of the method's default learning rates, lr and head_lr; one is chosen
+
+    def read(self, sources: Sources) -> Task:
+        """The task without rows of other splits that train has."""
+        folder = sources.options({"task": self.task})["task"]
+        return (load_task(folder) if isinstance(folder, Path) else toy_task()).without_seen_rows()[0]
+
+    def model_folder(self, sources: Sources) -> Path:
+        """The folder of the checkpoint."""
+        return BUILT_IN_MODEL if self.model is None else sources.find("weights", self.model)
+
+
+EXAMS = (
+    Exam("TREC", "TREC", "all-MiniLM-L6-v2", 3000, 6, (1.0, 2.0, 4.0)),
+    Exam("reviews", TOY, None, 3000, 6, (0.5, 1.0, 2.0)),  # the defaults for this model are 8 times larger
+    Exam("SST-2", "SST-2", "all-MiniLM-L6-v2", 3000, 6, (1.0, 2.0, 4.0)),
+    Exam("MRPC", "MRPC", "all-MiniLM-L6-v2", 3000, 6, (1.0, 2.0, 4.0)),
+)
+QUICK_EXAMS = (Exam("reviews", TOY, None, 600, 4, (1.0,)),)
+QUICK_METHODS = ("joint", "two-stage", "mixed", "sweet", "lora-exits", "consistent")
+
+
+def exams(quick: bool) -> tuple[Exam, ...]:
+    """The exams of the leaderboard, in the order in which they are run."""
+    return QUICK_EXAMS if quick else EXAMS
+
+
+def seed_count(quick: bool) -> int:
+    """The number of seeds of each method, if their training is not long."""
+    return SEARCH_SEEDS if quick else SEEDS
+
+
+def why_not(name: str) -> str:
+    """Why a method has no row in the tables of classifiers; empty if it has one."""
+    method = load_method(name)
+    if "rows" not in method.units:
+        return f"its {' and '.join(method.units)} exit, which have no label"
+    if method.keeps_model:
+        return "it adds exits to a fine-tuned model, which stays as it is, and learns from its predictions"
+    if not method.has_stages:
+        return "it has no stages of training: it plans the exits of a trained model from the texts, which no record has"
+    return ""
+
+
+def methods(quick: bool, only: str | None = None) -> list[str]:
+    """The methods of the tables, in the order of the registry. only: this one. Raises WrongArguments if it has none."""
+    if only is not None:
+        if only not in registry.METHODS:
+            raise WrongArguments(f"--only: expected one of {', '.join(methods(False))}; found {only}")
+        if reason := why_not(only):
+            raise WrongArguments(f"--only: {only} is not in the tables of the leaderboard: {reason}")
+        return [only]
+    return [name for name in registry.METHODS if not why_not(name) and (not quick or name in QUICK_METHODS)]
+
+
+# ---- What is trained ----
+
+
+class Training(NamedTuple):
+    """One training, and all methods that it serves: they differ by their rules alone."""
+
+    exam: Exam
+    methods: tuple[str, ...]  # the first one gives its name
+    options: dict  # of `mini_ee.train`, without rates and seed
+    rates: dict[str, float]  # lr and head_lr, the method's defaults; each is multiplied by the chosen factor
+
+    @property
+    def name(self) -> str:
+        return self.methods[0]
+
+    @property
+    def settings(self) -> dict:
+        """What a record of it must have been made with."""
+        return {name: value for name, value in self.options.items() if name != "method"} | {"rates": self.rates}
+
+    def at(self, factor: float) -> dict:
+        """The options with rates."""
+        return self.options | {name: float(f"{rate * factor:.6g}") for name, rate in self.rates.items()}
+
+
+def trainings_of(exam: Exam, sources: Sources) -> list[Training]:
+    """The trainings of all methods that fit, in the order of the registry."""
+    folder, found = exam.model_folder(sources), {}
+    for name in methods(quick=False):
+        key, training = _planned(name, exam, folder)
+        first = found.setdefault(key, training)
+        if first is not training:
+            found[key] = first._replace(methods=(*first.methods, name))
+    return [*found.values()]
+
+
+def _planned(name: str, exam: Exam, folder: Path) -> tuple[tuple, Training]:
+    """The training of a method, and a key that is equal if another method is trained in the same way."""
+    method = load_method(name)
+    request = make_request(name, folder, toy_task(), Path("unused"), False, {})
+    layers, own_exits = read_config(folder / "config.json").num_hidden_layers, "exits" in method.lacks
+    tiny = exits_of(request, TINY_LAYERS) if own_exits else tuple(range(1, TINY_LAYERS + 1))
+    model = _tiny(method, tiny, request.config)
+    stages = stages_of(method, model, request.config)
+    # If exits start again from the embeddings, each costs all its layers again, and more of them save less.
+    few = own_exits or len(set(model.segments().from_embeddings)) > 1
+    exits = exits_of(request, layers) if few else tuple(range(1, layers + 1))
+    options = {"model": exam.model, "task": exam.task, "max_train": exam.max_train}
+    options |= {} if own_exits else {"exits": list(exits)}
+    options |= {} if "epochs" in method.lacks else {"epochs": epochs_of(model, stages, exam.epochs)}
+    rates = {rate: getattr(request.train, rate) for rate in ("lr", "head_lr") if rate not in method.lacks}
+    shapes = tuple((name, tuple(value.shape)) for name, value in model.named_parameters())
+    same = (method.model, method.policy, request.config, request.train, rates, options, exits)
+    key = type(model), shapes, *map(_identity, (*same, *stages))
+    return key, Training(exam, (name,), {"method": name} | options, rates)
+
+
+@functools.cache
+def _tiny_backbone() -> Backbone:
+    """The first layers of the built-in model."""
+    return load_backbone(BUILT_IN_MODEL).without_heads().first_layers(TINY_LAYERS)
+
+
+def _tiny(method: Method, exits: tuple[int, ...], config: Any) -> nn.Module:
+    """The model of a method on a tiny backbone."""
+    about = {"exits": exits, "settings": asdict(config), "num_labels": 2, "pool": "mean", "head": "dense"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build_model(method, "rows", deepcopy(_tiny_backbone()), about).eval()
+
+
+def stages_of(method: Method, model: nn.Module, config: Any) -> list[Stage]:
+    """The stages of a recipe; of a generator those that follow if every stage improves the score."""
+    recipe = method.recipe(model, config)
+    if not isinstance(recipe, Generator):
+        return list(recipe)
+    found: list[Stage] = []
+    stage = next(recipe, None)
+    while stage is not None and len(found) < MOST_STAGES:
+        found.append(stage)
+        try:
+            stage = recipe.send(float(len(found)))
+        except StopIteration:
+            break
+    return found
+
+
+def epochs_of(model: nn.Module, stages: list[Stage], budget: int) -> int:
+    """Epochs of each stage that has no number of its own, so that no exit learns in more than `budget` epochs.
+
+    An exit learns in a stage if its logits depend on what the stage trains. Stages on stored states do not count: they
+    train small parts, without the backbone.
+    """
+    numbers = []
+    for k in range(len(model.exits)):
+        learning = [stage for stage in stages if not stage.on_states and k in _learning(model, stage)]
+        own = [stage.settings["epochs"] for stage in learning if "epochs" in stage.settings]
+        if len(own) < len(learning):
+            numbers.append((budget - sum(own)) // (len(learning) - len(own)))
+    return max(1, min(numbers, default=budget))
+
+
+def _learning(model: nn.Module, stage: Stage) -> set[int]:
+    """The exits whose logits depend on what a stage trains."""
+    model = deepcopy(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(stage.trainable(name) and model.is_trainable(name))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ids = torch.tensor([[1, 5, 9, 2], [1, 7, 3, 2]])
+    each_logits: list[Tensor] = model(ids, torch.ones_like(ids), torch.zeros_like(ids))
+    found = set()
+    for k, logits in enumerate(each_logits):
+        if logits.requires_grad:
+            weights = torch.arange(1.0, logits.numel() + 1).view_as(logits)
+            gradients = torch.autograd.grad((weights * logits).sum(), trained, retain_graph=True, allow_unused=True)
+            if any(each is not None and bool(each.any()) for each in gradients):
+                found.add(k)
+    return found
+
+
+def _identity(value: Any) -> Any:
+    """Equal for two functions with the same code and equal values inside; other values as they are, but hashable."""
+    if isinstance(value, FunctionType):
+        cells = tuple(_identity(cell.cell_contents) for cell in value.__closure__ or ())
+        names = tuple(_identity_of_global(value, name) for name in value.__code__.co_names)
+        return value.__code__.co_code, value.__code__.co_consts, names, cells, _identity(value.__defaults__)
+    if isinstance(value, partial):
+        return _identity(value.func), _identity(value.args), _identity(value.keywords)
+    if isinstance(value, nn.Module):
+        return type(value)
+    if isinstance(value, dict):
+        return tuple((key, _identity(each)) for key, each in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_identity, value))
+    return value
+
+
+def _identity_of_global(function: FunctionType, name: str) -> Any:
+    """What a name in a function stands for: an object of its module, or only the name, of an attribute."""
+    found = function.__globals__.get(name, name)
+    return found if isinstance(found, (FunctionType, type, str)) else name

@@ -1,0 +1,288 @@
+"""Train what the leaderboard lacks, and write a record for each method and seed. A killed process can be continued.
+
+OUT/records/EXAM/METHOD.npz        the records of all seeds; from them all figures are computed
+OUT/leaderboard/EXAM/METHOD.json   the rates that were tried, the chosen factor, and seeds whose training diverged
+OUT/leaderboard/runs/EXAM/METHOD/  unfinished trainings; removed once they are recorded
+
+Several processes share the work: one process at a time runs a training, which gives the records of all methods that
+differ by their rules alone. The held-out examples of a record are those that chose epochs and temperatures, `selection`
+of them, which come first, and others that the training never read. The default rule has been chosen as by
+`mini-ee train`: tested on all held-out examples that the training never read.
+"""
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mini_ee.data.files import read_json, sole_writer, write_json
+from mini_ee.data.tasks import Task
+from mini_ee.evaluation.comparison import method_rules
+from mini_ee.evaluation.row_evaluation import (
+    LOSSES,
+    curve,
+    fewest_flops,
+    is_full,
+    measure_seconds,
+    read_rows,
+    replayed,
+    rows_of,
+)
+from mini_ee.exits.row_exits import RowExits
+from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training
+from mini_ee.experiments.records import SeedRecord, read_about, write_record
+from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, trained
+from mini_ee.recording import Record
+from mini_ee.rules import NeverExit, rule_from_dict
+from mini_ee.training.default_rule import choose, default_rule
+from mini_ee.training.holdout import split_rows
+from mini_ee.training.loop import Diverged
+from mini_ee.training.method import load_method
+from mini_ee.training.run_folder import Run
+
+BATCH_SIZE = 32
+HELD_OUT_ROWS = 1000  # in a record, at most
+TIMED_ROWS = 128  # drawn with a fixed seed
+ROUNDING = 1e-9
+
+Say = Callable[[str], None]
+
+
+class Job(NamedTuple):
+    """Some seeds of a training, which one process runs."""
+
+    training: Training
+    methods: tuple[str, ...]  # those that are recorded
+    seeds: tuple[int, ...]
+
+
+class Places(NamedTuple):
+    """Where things are, for a whole call."""
+
+    out: Path
+    sources: Sources
+    tasks: dict[str, Task]  # by the name of the exam
+    say: Say
+
+
+def record_path(out: Path, exam: str, method: str) -> Path:
+    """The file of all seeds of a method."""
+    return out / "records" / exam / f"{method}.npz"
+
+
+def jobs(trainings: list[Training], methods: list[str], seeds: tuple[int, ...]) -> Iterator[Job]:
+    """All jobs: the first seeds, which choose the rate, of each training, then the other seeds one by one."""
+    parts = [seeds[:SEARCH_SEEDS], *((seed,) for seed in seeds[SEARCH_SEEDS:])]
+    for part in parts:
+        for training in trainings:
+            if wanted := tuple(name for name in training.methods if name in methods):
+                yield Job(training, wanted, part)
+
+
+def missing(out: Path, job: Job, seeds: tuple[int, ...]) -> list[tuple[str, int]]:
+    """(method, seed) of each record that the job should make. seeds: all those of the call."""
+    training, found = job.training, []
+    state = _read_state(out, training)
+    for method in job.methods:
+        made = read_about(record_path(out, training.exam.name, method))
+        made = {seed: about for seed, about in made.items() if about["settings"] == training.settings}
+        long = any(about["training"]["seconds"] > LONG_SECONDS for about in made.values())
+        wanted = set(job.seeds) & set(seeds[:FEWER_SEEDS] if long else seeds)
+        found += [(method, seed) for seed in wanted - made.keys() if str(seed) not in state["diverged"]]
+    return sorted(found)
+
+
+# ---- A job ----
+
+
+def run_job(job: Job, seeds: tuple[int, ...], places: Places) -> None:
+    """Choose the rate unless that is done, train the missing seeds, and write their records.
+
+    Raises CaseLocked if another process runs this training.
+    """
+    training, out = job.training, places.out
+    with ExitStack() as alone:
+        try:
+            alone.enter_context(sole_writer(_state_path(out, training)))
+        except FileExistsError:
+            raise CaseLocked(training.name) from None
+        if missing(out, job, seeds):
+            factor = _chosen(training, seeds[:SEARCH_SEEDS], places)
+            for seed in job.seeds:
+                if wanted := [method for method, each in missing(out, job, seeds) if each == seed]:
+                    _record(training, factor, seed, wanted, places)
+        shutil.rmtree(_runs(out, training), ignore_errors=True)
+        with suppress(OSError):  # other trainings are there
+            os.removedirs(_runs(out, training).parent)
+
+
+def _chosen(training: Training, seeds: tuple[int, ...], places: Places) -> float:
+    """The factor with the best held-out score: the mean over exits and seeds. The JSON lists all that were tried."""
+    state, factors, say = _read_state(places.out, training), training.exam.factors, places.say
+    if "factor" in state:
+        return state["factor"]
+    if len(factors) > 1:
+        done = {(each["factor"], each["seed"]) for each in state["tried"]}
+        for factor, seed in ((factor, seed) for seed in seeds for factor in factors):
+            if (factor, seed) not in done:
+                say(f"{_title(training)}, default rates x {factor:g}, seed {seed}")
+                try:
+                    run, _ = _trained(training, factor, seed, places)
+                    score = float(np.mean(run.metrics["per_exit_accuracy"]))
+                except Diverged:
+                    score = 0.0
+                state["tried"].append({"factor": factor, "seed": seed, "score": round(score, 5)})
+                say(f"  held-out accuracy, mean over all exits: {score:.3f}")
+                write_json(_state_path(places.out, training), state)
+    scores = {factor: [each["score"] for each in state["tried"] if each["factor"] == factor] for factor in factors}
+    state["factor"] = max(factors, key=lambda factor: np.mean(scores[factor] or [0.0]))
+    write_json(_state_path(places.out, training), state)
+    for other in set(factors) - {state["factor"]}:
+        for folder in _runs(places.out, training).glob(f"{other:g}-*"):
+            shutil.rmtree(folder)
+    return state["factor"]
+
+
+def _record(training: Training, factor: float, seed: int, methods: list[str], places: Places) -> None:
+    """Train one seed and write the record of each of the methods."""
+    name, say = training.exam.name, places.say
+    say(f"{_title(training)}, seed {seed}: {', '.join(methods)}")
+    try:
+        run, about = _trained(training, factor, seed, places)
+    except Diverged as error:
+        state = _read_state(places.out, training)
+        state["diverged"][str(seed)] = str(error)
+        write_json(_state_path(places.out, training), state)
+        say(f"  no record: {error}")
+        return
+    task, state = places.tasks[name], _read_state(places.out, training)
+    read = _read(run, task, training.exam)
+    about |= {
+        "settings": training.settings,
+        "rates": {rate: training.at(factor)[rate] for rate in training.rates} | {"factor": factor},
+        "tried": state["tried"],
+        "trained_as": run.config["method"],
+        "held_out": {"selection": len(read.selection.labels), "default_rule_tested_on": len(read.tested.labels)},
+        "data": {"train": task.split("train").sha256(), task.default_split: rows_of(task, None, None, 0)[1].sha256()},
+        "made": how_made() | {"numpy": np.__version__, "python": platform.python_version(), "processor": processor()},
+    }
+    for method in methods:
+        own = about | {"method": method} | _own(method, run, read, task)
+        write_record(record_path(places.out, name, method), seed, SeedRecord(read.reported, read.held_out, own))
+        saved = own["one_point"]["layers_saved"]
+        say(f"  {method}: {saved:.1%} of the layers saved at one point, measured {own['one_point']['speedup']:.2f}x")
+    shutil.rmtree(_runs(places.out, training) / f"{factor:g}-{seed}")
+
+
+def _trained(training: Training, factor: float, seed: int, places: Places) -> tuple[Run, dict]:
+    """The run, and what its training took. A run that is finished is loaded, one that was interrupted goes on."""
+    folder = _runs(places.out, training) / f"{factor:g}-{seed}"
+    cost_path, began = folder / "cost.json", (time.process_time(), time.perf_counter())
+    run = trained(folder / "run", training.at(factor), seed, places.sources)
+    if not cost_path.exists():
+        seconds, wall = time.process_time() - began[0], time.perf_counter() - began[1]
+        # If an earlier process was killed, its processor time is unknown: it is in proportion to the epochs' wall time.
+        in_epochs = sum(epoch["seconds"] for epoch in run.metrics["epochs"])
+        cost = {"seconds": seconds * max(1.0, in_epochs / wall), "continued": in_epochs > wall}
+        write_json(cost_path, cost | {"epochs": len(run.metrics["epochs"]), "rows": run.metrics["rows"]})
+    cost = read_json(cost_path)
+    parameters = run.model.named_parameters()
+    cost |= {"parameters": sum(value.numel() for name, value in parameters if run.model.is_trainable(name))}
+    return run, {"training": cost, "megabytes_added": (run.weight_bytes - _plain_bytes(run)) / 1e6}
+
+
+def _plain_bytes(run: Run) -> int:
+    """Bytes of the fine-tuned model without exits: backbone and one head."""
+    backbone, names = run.model.backbone, run.label_names
+    with torch.random.fork_rng():
+        plain = RowExits(backbone, (backbone.config.num_hidden_layers,), max(1, len(names)), run.model.pool)
+    return sum(parameter.nbytes for parameter in plain.parameters())
+
+
+# ---- What is measured ----
+
+
+class Read(NamedTuple):
+    """All exits of a run, recorded with labels."""
+
+    reported: Record
+    selection: Record  # held-out examples that chose epochs and temperatures
+    tested: Record  # held-out examples that the training never read
+    held_out: Record  # HELD_OUT_ROWS of both, for the file
+
+
+def _read(run: Run, task: Task, exam: Exam) -> Read:
+    seed = run.config["seed"]
+    parts, (_, rows) = split_rows(task, seed, exam.max_train), rows_of(task, None, None, seed)
+    reported = read_rows(run, run.encode(rows.texts), rows.labels, BATCH_SIZE)
+    both, first = parts.selection + parts.test, len(parts.selection)
+    held_out = read_rows(run, run.encode(both.texts), both.labels, BATCH_SIZE)
+    drawn = np.random.default_rng(seed).permutation(len(parts.test))[: max(0, HELD_OUT_ROWS - first)]
+    kept = np.concatenate((np.arange(first)[:HELD_OUT_ROWS], first + np.sort(drawn)))
+    split = (held_out.take(np.arange(first)), held_out.take(np.arange(first, len(both))), held_out.take(kept))
+    return Read(reported, *split)
+
+
+def _own(method: str, run: Run, read: Read, task: Task) -> dict:
+    """The parts of a method's record that depend on its rules."""
+    default = default_rule(read.selection, read.tested, task, candidates=load_method(method).candidates)
+    points = curve(read.held_out, method_rules(method, read.held_out, task), task, read.held_out.labels)
+    never = next(point for point in points if point["rule"]["name"] == "never")
+    least = never["score"] - LOSSES["one_point"] - ROUNDING
+    found = choose(points, fewest_flops, lambda point: point["score"] >= least)
+    one_point = replayed(found, read.reported, task, read.reported.labels)
+    return {
+        "default_rule": default.rule.to_dict(),
+        "guarantee": default.guarantee,
+        "guaranteed": default.about["guaranteed"],
+        "one_point": one_point | _timed(one_point, run, task),
+    }
+
+
+def _timed(point: dict, run: Run, task: Task) -> dict:
+    """Processor time of the rule and of the model without exits, with batch size 1, in turns."""
+    if is_full(point):
+        return {"speedup": 1.0, "timed_rows": 0}
+    _, rows = rows_of(task, None, TIMED_ROWS, 0)
+    encoded, order = run.encode(rows.texts), [np.array([row]) for row in range(len(rows))]
+    timed = [(run.whole_model(), NeverExit(), encoded), (run.segments(), rule_from_dict(point["rule"]), encoded)]
+    full, seconds = measure_seconds(timed, order, clock=time.process_time).tolist()
+    return {"speedup": full / seconds, "seconds": seconds, "full_seconds": full, "timed_rows": len(rows)}
+
+
+def processor() -> str:
+    """The name of the processor, as Linux gives it, or its kind."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+# ---- The state of a training ----
+
+
+def _state_path(out: Path, training: Training) -> Path:
+    return out / "leaderboard" / training.exam.name / f"{training.name}.json"
+
+
+def _runs(out: Path, training: Training) -> Path:
+    return out / "leaderboard" / "runs" / training.exam.name / training.name
+
+
+def _read_state(out: Path, training: Training) -> dict:
+    """What was tried and chosen; nothing, if it was with other settings."""
+    empty = {"settings": training.settings | {"factors": list(training.exam.factors)}, "tried": [], "diverged": {}}
+    path = _state_path(out, training)
+    found = read_json(path, signed="tried") if path.exists() else empty
+    return found if found["settings"] == empty["settings"] else empty
+
+
+def _title(training: Training) -> str:
+    return f"{training.exam.name}, {training.name}"

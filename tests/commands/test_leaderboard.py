@@ -1,0 +1,176 @@
+"""`mini-ee reproduce leaderboard`: what is trained, resumption, shared trainings, and rules replayed from records."""
+
+import shutil
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import refused, write_task
+
+from mini_ee import registry
+from mini_ee.cli.main import main
+from mini_ee.data.files import read_json, sole_writer
+from mini_ee.experiments.leaderboard import protocol, runs
+from mini_ee.experiments.records import read_records
+from mini_ee.experiments.trainings import Sources
+from mini_ee.rules import Threshold
+from mini_ee.training.default_rule import sweep
+from mini_ee.training.loop import Diverged
+from mini_ee.training.method import load_method
+from mini_ee.training.stages import joint_stage
+
+EXAM = protocol.Exam("words", "words", "tiny", 60, 2, (1.0, 2.0))
+
+
+@pytest.fixture
+def board(tmp_path, checkpoint_folder, monkeypatch):
+    """A command on one tiny exam, the folder of its results, and the trainings that it has begun."""
+    (tmp_path / "data").mkdir()
+    shutil.copytree(checkpoint_folder, tmp_path / "weights" / "tiny")
+    write_task(tmp_path / "data" / "words", 90)
+    monkeypatch.setattr(protocol, "EXAMS", (EXAM,))
+    begun, real = [], runs.trained
+
+    def spied(folder, options, seed, sources):
+        if not folder.exists():
+            begun.append((options["method"], options["lr"], seed))
+        return real(folder, options, seed, sources)
+
+    monkeypatch.setattr(runs, "trained", spied)
+    places = ["--sources", str(tmp_path), "--out", str(tmp_path / "out")]
+
+    def run(*argv):
+        begun.clear()
+        return main(["reproduce", "leaderboard", *argv, *places])
+
+    return SimpleNamespace(
+        run=run, out=tmp_path / "out", begun=begun, places=places, sources=Sources(tmp_path, tmp_path)
+    )
+
+
+def test_rates_are_chosen_with_two_seeds_and_the_third_seed_has_the_chosen_one(board):
+    assert board.run("--only", "joint", "--seeds", "3") == 0
+    assert board.begun[:4] == [("joint", lr, seed) for seed in (0, 1) for lr in (5e-5, 1e-4)]
+    state = read_json(board.out / "leaderboard/words/joint.json")
+    means = {factor: np.mean([e["score"] for e in state["tried"] if e["factor"] == factor]) for factor in (1.0, 2.0)}
+    assert state["factor"] == max(means, key=means.get) and len(state["tried"]) == 4
+    assert board.begun[4:] == [("joint", 5e-5 * state["factor"], 2)]
+    found = read_records(board.out / "records/words/joint.npz")
+    assert [*found] == [0, 1, 2] and not (board.out / "leaderboard/runs").exists()
+    about = found[2].about
+    assert about["rates"]["lr"] == 5e-5 * state["factor"] and about["tried"] == state["tried"]
+    assert about["settings"]["epochs"] == 2 and about["settings"]["exits"] == [1, 2, 3]
+    assert about["training"]["seconds"] > 0 and about["megabytes_added"] > 0 and about["one_point"]["speedup"] > 0
+    assert len(found[0].reported.logits) == 90 and about["held_out"]["selection"] == 6
+
+
+def test_a_finished_record_is_not_made_again_and_a_deleted_one_alone_is(board):
+    board.run("--only", "sweet", "--seeds", "2")
+    path = board.out / "records/words/sweet.npz"
+    before = read_records(path)
+    board.run("--only", "sweet", "--seeds", "2")
+    assert board.begun == []
+    path.unlink()
+    board.run("--only", "sweet", "--seeds", "2")
+    factor = read_json(board.out / "leaderboard/words/sweet.json")["factor"]
+    assert board.begun == [("sweet", 5e-5 * factor, seed) for seed in (0, 1)]
+    assert all((before[seed].reported.logits == one.reported.logits).all() for seed, one in read_records(path).items())
+
+
+def test_a_killed_search_goes_on(board, monkeypatch):
+    calls, real = [], runs.trained
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(runs, "trained", killed)
+    board.run("--only", "joint", "--seeds", "2")
+    monkeypatch.setattr(runs, "trained", real)
+    assert len(read_json(board.out / "leaderboard/words/joint.json")["tried"]) == 2
+    board.run("--only", "joint", "--seeds", "2")
+    assert [*map(tuple, board.begun)] == [("joint", 5e-5, 1), ("joint", 1e-4, 1)]
+
+
+def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
+    groups = {training.name: training.methods for training in protocol.trainings_of(EXAM, board.sources)}
+    assert groups["joint"] == ("joint", "pabee", "pcee-bert")
+    assert groups["two-stage"] == ("two-stage", "deebert", "adainfer")
+    assert groups["right-tool"] == ("right-tool",) and groups["layerskip"] == ("layerskip",)
+    board.run("--only", "pabee", "--seeds", "1")
+    board.run("--only", "pcee-bert", "--seeds", "1")
+    assert board.begun == [("joint", lr, 0) for lr in [read_lr(board)]]  # the rate was chosen before
+    pabee, pcee = (read_records(board.out / f"records/words/{name}.npz")[0] for name in ("pabee", "pcee-bert"))
+    assert (pabee.reported.logits == pcee.reported.logits).all()
+    assert pabee.about["one_point"]["rule"]["name"] in ("patience", "never")
+    assert pcee.about["one_point"]["rule"]["name"] in ("patience-confidence", "never")
+
+
+def read_lr(board):
+    return 5e-5 * read_json(board.out / "leaderboard/words/joint.json")["factor"]
+
+
+def test_the_default_rule_is_that_of_the_run(board, monkeypatch):
+    found, real = [], runs.trained
+    monkeypatch.setattr(runs, "trained", lambda *args: found.append(real(*args)) or found[-1])
+    board.run("--only", "joint", "--seeds", "1")
+    about = read_records(board.out / "records/words/joint.npz")[0].about
+    (run,) = {run.folder: run for run in found if run.config["training"]["lr"] == about["rates"]["lr"]}.values()
+    assert about["default_rule"] == run.config["rule"] and about["guarantee"] == run.config["guarantee"]
+    assert about["guaranteed"] == run.metrics["guaranteed"]
+
+
+def test_a_training_of_another_process_is_left_to_it(board, capsys):
+    with sole_writer(board.out / "leaderboard/words/joint.json"):
+        assert board.run("--only", "joint", "--seeds", "1") == 0
+    assert board.begun == [] and "1 trainings are left to other processes" in capsys.readouterr().err
+
+
+def test_a_diverged_training_is_said_once_and_not_repeated(board, monkeypatch):
+    def diverges(*args):
+        board.begun.append(args)
+        raise Diverged("the loss became nan")
+
+    monkeypatch.setattr(runs, "trained", diverges)
+    assert board.run("--only", "joint", "--seeds", "1") == 0 and len(board.begun) == 3
+    assert board.run("--only", "joint", "--seeds", "1") == 0 and board.begun == []
+    assert read_json(board.out / "leaderboard/words/joint.json")["diverged"] == {"0": "the loss became nan"}
+
+
+def test_a_failure_does_not_stop_the_others(board, monkeypatch, capsys):
+    real = runs.trained
+
+    def fails(folder, options, *others):
+        if options["method"] == "joint":
+            raise ValueError("no such thing")
+        return real(folder, options, *others)
+
+    monkeypatch.setattr(runs, "trained", fails)
+    monkeypatch.setattr(registry, "METHODS", {name: registry.METHODS[name] for name in ("joint", "sweet")})
+    assert board.run("--seeds", "1") == 1
+    assert "1 trainings failed: words, joint: no such thing" in capsys.readouterr().err.splitlines()[-1]
+    assert [*read_records(board.out / "records/words/sweet.npz")] == [0]
+
+
+def test_what_does_not_fit_is_one_line(board, capsys):
+    assert "raee is not in the tables" in refused(capsys, "reproduce", "leaderboard", "--only", "raee", *board.places)
+    assert "expected one of" in refused(capsys, "reproduce", "leaderboard", "--only", "no-such", *board.places)
+    assert protocol.why_not("one-depth") and protocol.why_not("sleb") and protocol.why_not("self-supervised")
+
+
+def test_a_method_of_ones_own_needs_no_more_than_its_line(board, monkeypatch):
+    module = ModuleType("own_method")
+    module.METHOD = replace(
+        load_method("joint"),
+        recipe=lambda model, config: [joint_stage(model, name="own")],
+        candidates=sweep(Threshold(-0.3, "entropy")),
+        classes_only=True,
+    )
+    monkeypatch.setitem(sys.modules, "own_method", module)
+    monkeypatch.setitem(registry.METHODS, "own", "own_method")
+    assert board.run("--only", "own", "--seeds", "1") == 0
+    assert read_records(board.out / "records/words/own.npz")[0].about["method"] == "own"
