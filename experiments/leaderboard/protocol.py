@@ -189,9 +189,9 @@ def epochs_of(model: nn.Module, stages: list[Stage], budget: int) -> int:
     An exit learns in a stage if its logits depend on what the stage trains. Stages on stored states do not count: they
     train small parts, without the backbone.
     """
-    numbers = []
+    numbers, exits = [], {stage.name: _learning(model, stage) for stage in stages if not stage.on_states}
     for k in range(len(model.exits)):
-        learning = [stage for stage in stages if not stage.on_states and k in _learning(model, stage)]
+        learning = [stage for stage in stages if k in exits.get(stage.name, ())]
         own = [stage.settings["epochs"] for stage in learning if "epochs" in stage.settings]
         if len(own) < len(learning):
             numbers.append((budget - sum(own)) // (len(learning) - len(own)))
@@ -199,8 +199,7 @@ def epochs_of(model: nn.Module, stages: list[Stage], budget: int) -> int:
 
 
 def _learning(model: nn.Module, stage: Stage) -> set[int]:
-    """The exits whose logits depend on what a stage trains."""
-    model = deepcopy(model)
+    """The exits whose logits depend on what a stage trains. Changes which parameters of the model have gradients."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stage.trainable(name) and model.is_trainable(name))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -127,7 +127,7 @@ def test_the_default_rule_is_that_of_the_run(board, monkeypatch):
 def test_a_training_of_another_process_is_left_to_it(board, capsys):
     with sole_writer(board.out / "leaderboard/words/joint.json"):
         assert board.run("--only", "joint", "--seeds", "1") == 0
-    assert board.begun == [] and "1 trainings are left to other processes" in capsys.readouterr().err
+    assert board.begun == [] and "1 trainings are left to other processes" in capsys.readouterr().out
 
 
 def test_a_diverged_training_is_said_once_and_not_repeated(board, monkeypatch):
