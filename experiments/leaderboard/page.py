@@ -1,21 +1,294 @@
-"""OUT/leaderboard.md, from the records alone."""
+"""results/leaderboard.md: which method for a classifier at half the FLOPs, and how sure is that? Made from records."""
 
+import math
+import textwrap
 from pathlib import Path
 
 from mini_ee.data.files import write_bytes
+from mini_ee.data.reviews import HARDNESS
+from mini_ee.evaluation.plots import can_draw
+from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam
+from mini_ee.experiments.leaderboard.figures import ABOUT, CONTROL, REFERENCE, about_figure, about_value
+from mini_ee.experiments.leaderboard.methods_page import write_methods
+from mini_ee.experiments.leaderboard.pictures import draw_all
+from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, planned
+from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, difference, interval
+from mini_ee.experiments.leaderboard.tables import (
+    Leaderboard,
+    main_table,
+    number,
+    percent,
+    read_leaderboard,
+    signed,
+    task_table,
+)
+from mini_ee.experiments.markdown import check_is_page, made_by, markdown_table, wrapped
+
+HEADING = "# Leaderboard: early-exit methods for classifiers"
+PICTURES = {
+    "leaderboard-front.png": "Accuracy against the share of the FLOPs, the mean over seeds. Coloured: the methods that "
+    "are best at some share",
+    "leaderboard-methods.png": "Each method alone, and all others in grey: mean accuracy over the tasks against the "
+    "share of the FLOPs",
+    "leaderboard-hardness.png": "Mean exit layer of each kind of sentence at 2x fewer FLOPs, from plain to doubly "
+    "negated",
+}
+NAMED = 6  # methods that a sentence lists at most
 
 
 def write_page(out: Path, quick: bool) -> Path:
-    """Write the page; returns its path."""
-    from mini_ee.experiments.leaderboard.protocol import exams, methods, seed_count
-    from mini_ee.experiments.leaderboard.runs import record_path
-    from mini_ee.experiments.records import read_about
+    """Write OUT/leaderboard.md with its pictures, and OUT/METHODS.md. Takes seconds; nothing is trained."""
+    return write_pages(planned(out, quick), out)
 
-    lines = ["# The leaderboard", ""]
-    for exam in exams(quick):
-        for method in methods(quick):
-            there = read_about(record_path(out, exam.name, method))
-            lines.append(f"- {exam.name}, {method}: {len(there)} of {seed_count(quick)} seeds")
+
+def write_pages(plan: Plan, out: Path) -> Path:
+    """The same for a plan."""
     path = out / "leaderboard.md"
-    write_bytes(path, "\n".join([*lines, ""]).encode())
+    check_is_page(path, HEADING)
+    board = read_leaderboard(plan)
+    passed = exam(board.tasks[EXAM]) if EXAM in board.tasks and board.tasks[EXAM].runs else {}
+    if can_draw():
+        draw_all(board, passed, out, list(PICTURES))
+    write_bytes(path, page(board, passed, out).encode())
+    write_methods(board, out)
     return path
+
+
+def page(board: Leaderboard, passed: dict[str, Exam], out: Path) -> str:
+    """The page as Markdown. out: the folder of its pictures; one that was not drawn is left out."""
+    pictures = {name: [f"![{text}]({name})", "", f"*{text}.*", ""] for name, text in PICTURES.items()}
+    front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
+    lines = [HEADING, "", *_wrapped(answer(board)), *main_table(board), *_wrapped([LEGEND]), *front, *panels]
+    for name in board.plan.ranked_tasks:
+        lines += [f"## {name}", "", *_task_lines(board, name)]
+    if EXAM in board.plan.tasks:
+        lines += ["## The exam of known hardness", "", *_exam_lines(board, passed), *hardness]
+    lines += ["## Decoders", "", *_decoder_lines(board)]
+    lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan)]
+    lines += ["## How it was measured", "", *_measured_lines(board)]
+    lines += ["## How to add a method", "", *_wrapped(ADDING)]
+    made = made_by(f"`{board.plan.command}`".strip("`"), "the records in records/")
+    return "\n".join([*lines, *_wrapped([f"{made} It trains what has no record, and then computes this page."])])
+
+
+def _wrapped(paragraphs: list[str]) -> list[str]:
+    return [line for text in paragraphs for line in (*wrapped(text).splitlines(), "")]
+
+
+# ---- The answer ----
+def answer(board: Leaderboard) -> list[str]:
+    """The first lines of the page: which method, how sure, and whether it pays."""
+    ranked = [name for name in board.order if name in board.ranks]
+    tasks = [name for name in board.plan.ranked_tasks if board.tasks[name].runs]
+    if not ranked:
+        return ["No method has been run on all tasks of the leaderboard yet."]
+    best, where = ranked[0], listed(tasks)
+    found = interval(board.headline[best])
+    beaten = {worse for better, worse in board.better if better == best}
+    open_ = [name for name in ranked[1:] if name not in beaten]
+    average = ", on average" if len(tasks) > 1 else ""
+    lines = [
+        f"**Which method for a classifier with half of the FLOPs?** {best} has the highest accuracy: "
+        f"{percent(found.mean)} % on {where}{average} (95 % interval {percent(found.low)} to {percent(found.high)})."
+    ]
+    lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)))
+    if pays := _pays(board, best):
+        lines.append(pays)
+    if state := _state(board):
+        lines.append(state)
+    return lines
+
+
+def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> str:
+    """Which methods the best one is better than, and which not."""
+    seeds = min(len(each) for each in board.headline[best].seeds)
+    if seeds < LEAST_SEEDS:
+        return (
+            f"Not at all: {best} has {seeds} seed{'s' * (seeds > 1)}, and no method is called better than another with "
+            f"fewer than {LEAST_SEEDS}."
+        )
+    _, low, high = board.ranks[best]
+    text = f"Its rank is {low} to {high} of {count} (95 % interval). "
+    if not open_:
+        return text + "It is significantly better than every other method."
+    if len(open_) == count - 1:
+        text += "It is not significantly better than any other method"
+    else:
+        text += (
+            f"It is significantly better than {count - 1 - len(open_)} of the other {count - 1} methods, but not than"
+        )
+        text += f" {listed(open_) if len(open_) <= NAMED else f'{listed(open_[:NAMED])} and {len(open_) - NAMED} more'}"
+    tasks = board.plan.ranked_tasks
+    times = {
+        name: [v for task in tasks for v in about_figure(board.tasks[task], name, "seconds")] for name in (best, *open_)
+    }
+    timed = {name: math.fsum(each) / len(each) for name, each in times.items() if each}
+    if len(timed) > 1:
+        quickest = min(timed, key=lambda name: (timed[name], name))
+        text += f". Of these, {quickest} trains fastest, in {number([timed[quickest]])} seconds on one processor core"
+    return text + "."
+
+
+def _pays(board: Leaderboard, best: str) -> str:
+    """The best method against its full model and against a fixed depth."""
+    tasks = [name for name in board.plan.ranked_tasks if board.tasks[name].runs]
+    lines = []
+    if REFERENCE in board.headline and all((REFERENCE, "full") in board.drawn[name] for name in tasks):
+        full = math.fsum(board.drawn[name][REFERENCE, "full"].mean for name in tasks) / len(tasks)
+        lost = full - board.headline[best].mean
+        lines.append(
+            f"The full model of joint training, without early exits, has {percent(full)} %, "
+            f"so the best method at 2x {'loses' if lost >= 0 else 'gains'} {percent(abs(lost))} points."
+        )
+    if CONTROL in board.headline:
+        gap = interval(difference(board.headline[best], board.headline[CONTROL]))
+        lines.append(
+            f"If all examples exit at the same layer of joint training (*{CONTROL}*), the accuracy is "
+            f"{percent(board.headline[CONTROL].mean)} %; the difference is {signed(gap)} points."
+        )
+    return f"**Does it pay?** {' '.join(lines)}" if lines else ""
+
+
+def _state(board: Leaderboard) -> str:
+    """How many runs are missing; empty if none."""
+    plan = board.plan
+    done = sum(len(board.tasks[task].runs.get(name, {})) for task in plan.tasks for name in plan.methods)
+    pairs = sum(bool(board.tasks[task].runs.get(name)) for task in plan.tasks for name in plan.methods)
+    wanted = len(plan.tasks) * len(plan.methods)
+    if pairs == wanted:
+        return ""
+    return (
+        f"This is preliminary: {pairs} of {wanted} pairs of method and task have been run ({done} runs); `{NOT_RUN}` "
+        f"stands for the others. Ranks are among the methods that have all tasks on which any method has been run."
+    )
+
+
+def listed(names: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+LEGEND = f"""*Accuracy at 2x*: of the method's own exit rules, the one with the best accuracy on held-out examples among
+those with at most half of the FLOPs of its full model; its accuracy on the reported examples, in percent, the mean over
+the tasks. ± is half of the 95 % interval over seeds and examples. *Minus joint*: the paired difference from joint
+training, in points. *Better than*, *worse than*: number of methods from which the difference is significant (Holm's
+correction over all pairs). *Rank*: with its 95 % interval. *Layers saved*: in percent, if at most one point is lost
+against the full model of joint training with the same seed. *Speed-up*: measured with batch size
+1, with the rule that loses at most one point against the method's own full model. *Training s*: processor seconds. *MB
+added*: compared with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the
+same layer of joint training."""
+
+TASK_NOTE = """Accuracy in percent ± half of the 95 % interval. ▲ and ▼: better or worse than joint training (Holm's
+correction over all cells of the table). *Area*: mean difference from joint training in points, over the shares of the
+FLOPs from 20 to 100 % that both reach."""
+
+
+# ---- Sections ----
+def _task_lines(board: Leaderboard, name: str) -> list[str]:
+    if not board.tasks[name].runs:
+        return ["Not run yet.", ""]
+    return [*_wrapped([TASK_NOTE]), *task_table(board, name)]
+
+
+EXAM_NOTE = """The built-in sentences are of seven kinds with a known hardness, and hard sentences are also longer.
+Each correlation is Spearman's, with the exit layer at half of the FLOPs: with *hardness* (the kind, 1 to 7) and with
+*length* (words), and the two partial correlations. A verdict needs a significant difference of the two partial
+correlations (Holm's correction over the methods), and the larger one must be above 0."""
+
+
+def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
+    """The verdicts in words, the correlations, depth and accuracy by kind, and the usual table."""
+    if not passed:
+        return ["Not run yet.", ""]
+    order = [name for name in [*board.order, CONTROL] if name in passed]
+    verdicts = {name: each.verdict for name, each in passed.items() if not isinstance(each.correlations, str)}
+    easy, short = ([name for name, verdict in verdicts.items() if verdict == which] for which in (EASY, SHORT))
+    summary = (
+        f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods with several "
+        f"exit layers, {_counted(easy)} exit early on what is easy, {_counted(short)} on what is short; for "
+        f"{len(verdicts) - len(easy) - len(short)} it is not decided."
+    )
+    rows = []
+    for name in order:
+        found = passed[name].correlations
+        cells = [found] + [""] * 3 if isinstance(found, str) else [_correlation(found[each]) for each in CORRELATIONS]
+        rows.append([name, *cells, passed[name].verdict])
+    lines = [*_wrapped([summary, EXAM_NOTE]), *markdown_table(["method", *CORRELATIONS, "exits early on"], rows), ""]
+    depth = [[name, *(f"{each:.1f}" for each in passed[name].depth)] for name in order]
+    right = [[name, *(percent(each) for each in passed[name].accuracy)] for name in order]
+    lines += [
+        "**Mean exit layer of each kind, at 2x fewer FLOPs**",
+        "",
+        *markdown_table(["method", *HARDNESS], depth),
+        "",
+    ]
+    lines += [
+        "**Accuracy of each kind at these exits, in percent**",
+        "",
+        *markdown_table(["method", *HARDNESS], right),
+        "",
+    ]
+    return [*lines, "**All figures on the built-in sentences**", "", *_task_lines(board, EXAM)]
+
+
+def _counted(names: list[str]) -> str:
+    """How many, and which if they are few."""
+    return f"{len(names)} ({listed(names)})" if 0 < len(names) <= NAMED else str(len(names))
+
+
+def _correlation(found) -> str:
+    return f"{found.mean:.2f} ±{found.high - found.mean:.2f}".replace("-0.00", "0.00")
+
+
+def _decoder_lines(board: Leaderboard) -> list[str]:
+    return ["Not run yet.", ""]
+
+
+def _other_lines(plan: Plan) -> list[str]:
+    return [*(f"- {name}: {reason}." for name, reason in plan.not_rows.items()), ""]
+
+
+def _measured_lines(board: Leaderboard) -> list[str]:
+    """Seeds, hours, machines, commits and checksums, from the records."""
+    trained, shared, made = {}, {}, []
+    for task in board.tasks.values():
+        for method, seed, run in ((m, s, run) for m, runs in task.runs.items() for s, run in runs.items() if run.about):
+            name = run.about.get("trained_as", method)
+            trained[task.task, name, seed] = about_value(run.about, ABOUT["seconds"]) or 0.0
+            shared.setdefault(name, {})[method] = None
+            made.append(run.about)
+    groups = [f"{listed(list(names))} ({name})" for name, names in shared.items() if len(names) > 1]
+    lines = [
+        f"- Intervals: {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S seeds S - 1 are "
+        f"drawn, so that the variance is unbiased. An interval is the mean ± t times the standard deviation of the "
+        f"draws, with Student's t and Satterthwaite's degrees of freedom. Nothing is called better with fewer than "
+        f"{LEAST_SEEDS} seeds.",
+        "- Rules are chosen on held-out training examples, never on the reported ones. Of rules with equal scores the "
+        "deepest is chosen.",
+        f"- {len(trained)} trainings, {math.fsum(trained.values()) / 3600:.1f} processor hours in all, without those "
+        f"that chose learning rates.",
+    ]
+    if groups:
+        lines.append(f"- Methods that differ by their rules alone share their trainings: {'; '.join(groups)}.")
+    for name, path in ABOUT_NAMES.items():
+        if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
+            lines.append(f"- {name}: {', '.join(values)}.")
+    return [line for each in lines for line in textwrap.wrap(each, 118, subsequent_indent="  ")] + [""]
+
+
+ABOUT_NAMES = {
+    "Processor": ("made", "processor"),
+    "torch": ("made", "torch"),
+    "numpy": ("made", "numpy"),
+    "Python": ("made", "python"),
+    "Commits": ("made", "commit"),
+}
+
+ADDING = [
+    "Write one file as [CONTRIBUTING.md](../CONTRIBUTING.md#how-to-add-something) says, add its line to the registry, "
+    "and run `mini-ee reproduce leaderboard --only my-method`. It trains the method on every task with every seed, "
+    "writes records/TASK/my-method.npz, and draws this page with it.",
+    "A contribution contains the file with its paper, symbols and numbered deviations, a test of its equations, the "
+    "records of all tasks and seeds, and this page as the command writes it. Nobody needs to train the other methods "
+    "again: they are computed from their records.",
+]

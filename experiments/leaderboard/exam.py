@@ -1,0 +1,131 @@
+"""The exam of known hardness: does a method exit early on what is easy, or on what is short?
+
+The built-in reviews are of seven kinds, from plain to doubly negated (mini_ee/data/reviews.py). Hard sentences are
+also longer, so two partial correlations are compared: of depth and hardness at equal length, and of depth and length at
+equal hardness. Correlations are Spearman's; length is the number of words. All of it is at the rule of EXAM_SHARE.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee.data.reviews import HARDNESS
+from mini_ee.data.tasks import Split, toy_task
+from mini_ee.experiments.leaderboard.figures import BUDGETS, CONTROL, HEADLINE, TaskFigures
+from mini_ee.experiments.leaderboard.ranking import (
+    DIGITS,
+    Drawn,
+    Interval,
+    drawn_mean,
+    example_counts,
+    holm,
+    interval,
+    uniforms_of,
+)
+
+EXAM_SHARE = BUDGETS[HEADLINE]
+CORRELATIONS = ("hardness", "length", "hardness at equal length", "length at equal hardness")
+ONE_LAYER = "all examples exit at the same layer"
+EASY, SHORT, OPEN = "what is easy", "what is short", "not decided"
+
+
+class Exam(NamedTuple):
+    """The result of one method."""
+
+    depth: list[float]  # by kind, mean over seeds
+    accuracy: list[float]  # by kind
+    correlations: dict[str, Interval] | str  # by name of CORRELATIONS, or why there are none
+    verdict: str  # EASY, SHORT or OPEN; empty without correlations
+
+
+def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
+    """Method -> its result, of all methods with a rule at EXAM_SHARE. rows: the reported examples; None: built-in."""
+    rows = rows or _built_in()
+    assert rows.hardness is not None
+    kind = np.array([HARDNESS.index(name) for name in rows.hardness])
+    words = np.array([sum(len(text.split()) for text in texts) for texts in rows.texts])
+    seeds = {method: [run for _, run in sorted(runs.items())] for method, runs in task.runs.items()}
+    whole = {method: runs for method, runs in seeds.items() if all(EXAM_SHARE in run.at for run in runs)}
+    for method, runs in whole.items():
+        if len(runs[0].full) != len(rows):
+            raise ValueError(f"{method}: expected the {len(rows)} test reviews, found {len(runs[0].full)} examples")
+    depths = {method: np.array([run.depth[EXAM_SHARE] for run in runs]) for method, runs in whole.items()}
+    several = {method: each for method, each in depths.items() if (each != each[:, :1]).any(axis=1).all()}
+    drawn = drawn_correlations(task, several, kind, words)
+    found = {}
+    for method, runs in whole.items():
+        right = np.array([run.at[EXAM_SHARE] for run in runs])
+        by_kind = [[float(each[:, kind == k].mean()) for k in range(len(HARDNESS))] for each in (depths[method], right)]
+        correlations = {name: interval(each) for name, each in drawn[method].items()} if method in drawn else ONE_LAYER
+        found[method] = Exam(*by_kind, correlations, OPEN if method in drawn else "")
+    names = [method for method in several if method != CONTROL]
+    gaps = {method: found[method].correlations for method in names}
+    passed = holm([gap["gap"].p_value for gap in gaps.values()])  # type: ignore[index]  # these have correlations
+    for method, decided in zip(names, passed):
+        easy, short, gap = (gaps[method][name] for name in (*CORRELATIONS[2:], "gap"))  # type: ignore[index]
+        if decided and (easy if gap.mean > 0 else short).low > 0:
+            found[method] = found[method]._replace(verdict=EASY if gap.mean > 0 else SHORT)
+    return found
+
+
+def _built_in() -> Split:
+    task, _ = toy_task().without_seen_rows()
+    return task.split(task.default_split)
+
+
+def double_ranks(values: np.ndarray) -> np.ndarray:
+    """(N,) -> twice the rank of each value, a whole number; ties share their average rank.
+
+    >>> double_ranks(np.array([5, 1, 5]))
+    array([5, 2, 5])
+    """
+    _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(sizes)
+    return (2 * last - sizes + 1)[place]
+
+
+def drawn_correlations(
+    task: TaskFigures, depths: dict[str, np.ndarray], kind: np.ndarray, words: np.ndarray
+) -> dict[str, dict[str, Drawn]]:
+    """Method -> each correlation, and the gap of the two partial ones, in every draw. depths: (S, N) by method.
+
+    Ranks are those of all examples, also in the draws. So a draw is known from sums over its examples.
+    """
+    if not depths:
+        return {}
+    h, w = (double_ranks(each).astype(np.float64) for each in (kind, words))
+    d = np.array([double_ranks(each) for seeds in depths.values() for each in seeds], np.float64)
+    columns = np.concatenate((np.stack((h, w, h * h, w * w, h * w)), d, d * d, d * h, d * w)).T
+    seed_draws, example_draws = uniforms_of(task.task, len(h))
+    weights = np.concatenate((np.ones((1, len(h))), example_counts(example_draws)))  # first all examples, then draws
+    sums = weights @ columns  # of whole numbers
+    every = dict(zip((*CORRELATIONS, "gap"), _correlations(sums, len(h), len(d))))
+    found, at = {}, 0
+    for method, seeds in depths.items():
+        some = {name: values[:, at : at + len(seeds)] for name, values in every.items()}
+        at += len(seeds)
+        numbers = tuple(sorted(task.runs[method]))
+        found[method] = {name: drawn_mean(each[1:], each[0], seed_draws, numbers) for name, each in some.items()}
+    return found
+
+
+def _correlations(sums: np.ndarray, rows: int, count: int) -> list[np.ndarray]:
+    """The correlations and their gap, (draws, count) each, from the sums of h, w, hh, ww, hw, d, dd, dh and dw."""
+    h, w, hh, ww, hw = sums[:, :5, None].swapaxes(0, 1)
+    d, dd, dh, dw = np.split(sums[:, 5:], 4, axis=1)
+    assert d.shape[1] == count
+
+    def r(xy: np.ndarray, x: np.ndarray, y: np.ndarray, xx: np.ndarray, yy: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = (rows * xy - x * y) / np.sqrt((rows * xx - x * x) * (rows * yy - y * y))
+        return np.nan_to_num(found)  # 0 if one of the two is constant
+
+    hardness, length, both = r(dh, d, h, dd, hh), r(dw, d, w, dd, ww), r(hw, h, w, hh, ww)
+    easy, short = _partial(hardness, length, both), _partial(length, hardness, both)
+    return [np.round(each, DIGITS) for each in (hardness, length, easy, short, easy - short)]
+
+
+def _partial(xy: np.ndarray, xz: np.ndarray, yz: np.ndarray) -> np.ndarray:
+    """The partial correlation of x and y at equal z, from the three correlations."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.nan_to_num((xy - xz * yz) / np.sqrt((1 - xz**2) * (1 - yz**2)))

@@ -1,0 +1,242 @@
+"""Figures of the methods on a task, computed from their records without a model.
+
+Every rule is chosen on the held-out examples of its seed, and what it gives on the reported examples counts. A figure
+is a number for each seed and each reported example, so that ranking.py can draw seeds and examples anew. Scores are
+accuracies.
+
+    full          the model without early exits
+    at 1.5x ...   the best held-out score among the method's rules within this share of the FLOPs of its full model
+    saved         layers saved by the rule with the fewest FLOPs that loses at most ONE_POINT on the held-out examples,
+                  against the full model of joint training with the same seed; 0 if every rule loses more
+    area          mean difference from joint training over the shares of AREA that both reach (ELUE, Liu et al. 2022)
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mini_ee.evaluation.comparison import rules_of
+from mini_ee.experiments.leaderboard.replays import Replays, replay_all, with_measures
+from mini_ee.experiments.records import SeedRecord, read_records
+from mini_ee.recording import Record
+from mini_ee.rules import FixedExit, NeverExit, Rule
+from mini_ee.training.default_rule import choose
+
+REFERENCE = "joint"  # the method whose full model a loss is counted from, and whose curve others are compared with
+CONTROL = "fixed depth"  # the exits of joint training, all examples at the same one
+BUDGETS = {"at 1.5x": 2 / 3, "at 2x": 1 / 2, "at 3x": 1 / 3}  # figure -> share of the full model's FLOPs
+HEADLINE = "at 2x"
+AREA = tuple(k / 20 for k in range(4, 21))  # shares of the full model's FLOPs from .2 to 1
+ONE_POINT = 0.01
+SLACK = 1e-9  # of a share or a score: more than the rounding error, less than one example
+SCORES = ("full", *BUDGETS)
+FIGURES = (*SCORES, "saved", "area")
+ABOUT = {  # figures that a record's `about` contains -> where
+    "speedup": ("one_point", "speedup"),
+    "seconds": ("training", "seconds"),
+    "megabytes": ("megabytes_added",),
+    "parameters": ("training", "parameters"),
+}
+
+
+class Values(NamedTuple):
+    """A figure of a method on a task: the mean of `values` (S, N), over seeds and examples, divided by `scale`."""
+
+    seeds: tuple[int, ...]
+    values: np.ndarray
+    scale: float = 1.0
+
+    @property
+    def by_seed(self) -> np.ndarray:
+        """(S,): the figure of each seed."""
+        return self.values.sum(axis=1) / self.values.shape[1] / self.scale
+
+
+class SeedFigures(NamedTuple):
+    """One trained run: N reported examples under the rules that were chosen on the held-out ones."""
+
+    about: dict
+    full: np.ndarray  # (N,) bool, whether the full model is right
+    held_out_full: float  # held-out score of the full model
+    at: dict[float, np.ndarray]  # share of the FLOPs -> (N,) bool, whether the exit of the example is right
+    depth: dict[float, np.ndarray]  # share -> (N,), layers run
+    flops: dict[float, float]  # share -> mean share on the reported examples
+    one_point: tuple[np.ndarray, np.ndarray, float] | None  # right (N,), layers run (N,), share of the FLOPs
+    exits: tuple[int, ...]
+    exit_right: np.ndarray  # (N, K) bool
+
+
+class TaskFigures(NamedTuple):
+    """All methods on one task. A figure is Values, or the reason why there is none."""
+
+    task: str
+    runs: dict[str, dict[int, SeedFigures]]  # method -> seed -> its run
+    found: dict[tuple[str, str], Values | str]  # (method, figure)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the full model."""
+        return max(run.exits[-1] for runs in self.runs.values() for run in runs.values())
+
+
+def read_task(folder: Path, missing: dict[str, str]) -> TaskFigures:
+    """The figures of the records in a folder, METHOD.npz. missing: method -> why it has no record."""
+    records = {path.stem: read_records(path) for path in sorted(folder.glob("*.npz"))}
+    return task_figures(folder.name, records, missing)
+
+
+def task_figures(task: str, records: dict[str, dict[int, SeedRecord]], missing: dict[str, str]) -> TaskFigures:
+    """The figures from records by method and seed. Raises ValueError if methods have other examples than others."""
+    _check_examples(task, records)
+    reference = {seed: _held_out_full(made) for seed, made in records.get(REFERENCE, {}).items()}
+    runs = {
+        method: {seed: seed_figures(made, method, reference.get(seed)) for seed, made in seeds.items()}
+        for method, seeds in records.items()
+        if seeds
+    }
+    if REFERENCE in runs:
+        runs[CONTROL] = {
+            seed: seed_figures(made._replace(about={}), CONTROL, reference[seed])
+            for seed, made in records[REFERENCE].items()
+        }
+    found: dict[tuple[str, str], Values | str] = {}
+    for method in (*runs, *missing):
+        for figure in FIGURES:
+            found[method, figure] = _figure(runs, method, figure) if method in runs else missing[method]
+    return TaskFigures(task, runs, found)
+
+
+def _check_examples(task: str, records: dict[str, dict[int, SeedRecord]]) -> None:
+    """The labels of the reported examples are the same in all records, as far as they are known."""
+    known: np.ndarray | None = None
+    for method, seeds in records.items():
+        for seed, made in seeds.items():
+            labels = made.reported.labels
+            assert labels is not None
+            if known is None:
+                known = labels.copy()
+            both = known[: len(labels)], labels[: len(known)]
+            if len(known) != len(labels) or (both[0] != both[1])[(both[0] >= 0) & (both[1] >= 0)].any():
+                raise ValueError(
+                    f"{task}: the record of {method}, seed {seed}, has other reported examples than the records before "
+                    f"it; remove it, so that it is made again"
+                )
+            known = np.where(known < 0, labels, known)
+
+
+def _held_out_full(made: SeedRecord) -> float:
+    return float(replay_all(made.held_out, [NeverExit()]).right.mean())
+
+
+# ---- One run ----
+def rules_for(method: str, made: SeedRecord) -> list[Rule]:
+    """The full model and the candidates of a method; of the control all examples at one exit."""
+    recorded = made.held_out
+    if method == CONTROL:
+        return [NeverExit(), *map(FixedExit, reversed(range(len(recorded.segments.exits) - 1)))]
+    trained = SimpleNamespace(rule=NeverExit(), config={"method": method})
+    classes = SimpleNamespace(regression=False, multi_label=False)
+    return rules_of(trained, recorded, classes)  # type: ignore[arg-type]  # it reads no more than these
+
+
+def seed_figures(made: SeedRecord, method: str, reference: float | None) -> SeedFigures:
+    """The figures of one run. reference: the held-out score of the reference's full model, from which a loss counts."""
+    made = made._replace(reported=with_measures(made.reported), held_out=with_measures(made.held_out))
+    rules = rules_for(method, made)
+    chosen_on = replay_all(made.held_out, rules)
+    scores, order = chosen_on.right.mean(axis=1), _deepest_first(chosen_on)
+    within = {
+        share: choose(order, lambda r: scores[r], partial(_within, chosen_on.flops, share)) for share in _shares()
+    }
+    cheapest = None
+    if reference is not None:
+        cheapest = choose(order, lambda r: -chosen_on.flops[r], lambda r: scores[r] >= reference - ONE_POINT - SLACK)
+    picked = sorted({r for r in (*within.values(), cheapest, 0) if r is not None})
+    reported, place = replay_all(made.reported, [rules[r] for r in picked]), {r: at for at, r in enumerate(picked)}
+    chosen = {share: place[r] for share, r in within.items() if r is not None}
+    return SeedFigures(
+        about=made.about,
+        full=reported.right[place[0]],
+        held_out_full=float(scores[0]),
+        at={share: reported.right[at] for share, at in chosen.items()},
+        depth={share: reported.depth[at] for share, at in chosen.items()},
+        flops={share: float(reported.flops[at]) for share, at in chosen.items()},
+        one_point=None if cheapest is None else tuple(each[place[cheapest]] for each in reported),  # type: ignore[arg-type]
+        exits=made.reported.segments.exits,
+        exit_right=_right(made.reported),
+    )
+
+
+def _shares() -> tuple[float, ...]:
+    return (*BUDGETS.values(), *AREA)
+
+
+def _within(flops: np.ndarray, share: float, rule: int) -> bool:
+    return bool(flops[rule] <= share + SLACK)
+
+
+def _deepest_first(replays: Replays) -> list[int]:
+    """Numbers of the rules by decreasing mean depth. Of rules with equal scores the deepest is chosen."""
+    return np.argsort(-replays.depth.mean(axis=1), kind="stable").tolist()
+
+
+def _right(recorded: Record) -> np.ndarray:
+    assert recorded.labels is not None
+    return recorded.predictions == recorded.labels[:, None]
+
+
+# ---- All seeds ----
+def _figure(runs: dict[str, dict[int, SeedFigures]], method: str, figure: str) -> Values | str:
+    """A figure of a method that has records."""
+    own = runs[method]
+    if figure == "full":
+        return _values(own, {seed: run.full for seed, run in own.items()})
+    if figure in BUDGETS:
+        share = BUDGETS[figure]
+        reached = {seed: run.at[share] for seed, run in own.items() if share in run.at}
+        if len(reached) == len(own):
+            return _values(own, reached)
+        return f"{len(own) - len(reached)} of {len(own)} seeds have no rule with so few FLOPs"
+    reference = runs.get(REFERENCE, {})
+    if lacking := sorted(own.keys() - reference.keys()):
+        return f"joint training has no record with seed {', '.join(map(str, lacking))}"
+    if figure == "saved":
+        layers = max(run.exits[-1] for run in own.values())
+        rows = len(next(iter(own.values())).full)
+        saved = {s: layers - run.one_point[1] if run.one_point else np.zeros(rows) for s, run in own.items()}
+        return _values(own, saved, layers)
+    shares = shares_of([*own.values(), *(reference[seed] for seed in own)])
+    if not shares:
+        return "it has no rule with fewer FLOPs"
+    more = {
+        seed: sum((run.at[share].astype(float) - reference[seed].at[share] for share in shares), np.zeros(1))
+        for seed, run in own.items()
+    }
+    return _values(own, more, len(shares))
+
+
+def shares_of(runs: Sequence[SeedFigures]) -> list[float]:
+    """The shares of AREA that all these runs reach on the held-out examples."""
+    return [share for share in AREA if all(share in run.at for run in runs)]
+
+
+def _values(seeds: dict[int, SeedFigures], values: dict[int, np.ndarray], scale: float = 1.0) -> Values:
+    order = sorted(seeds)
+    return Values(tuple(order), np.array([values[seed] for seed in order], np.float64), scale)
+
+
+def about_figure(task: TaskFigures, method: str, name: str) -> list[float]:
+    """A figure that the records of a method contain, of each seed that has it."""
+    found = [about_value(run.about, ABOUT[name]) for _, run in sorted(task.runs.get(method, {}).items())]
+    return [float(value) for value in found if value is not None]
+
+
+def about_value(about: dict, path: Sequence[str]) -> Any:
+    """What a record contains under keys within keys, or None."""
+    for key in path:
+        about = about.get(key) or {}
+    return about if about != {} else None

@@ -1,0 +1,161 @@
+"""results/METHODS.md: a line for each method of the registry, from its file and the leaderboard, so it cannot age."""
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee.data.files import write_bytes
+from mini_ee.experiments.leaderboard.figures import rules_for
+from mini_ee.experiments.leaderboard.ranking import interval
+from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
+from mini_ee.experiments.markdown import check_is_page, markdown_table, wrapped
+from mini_ee.experiments.records import SeedRecord
+from mini_ee.recording import Record, Recorded
+from mini_ee.registry import METHODS
+from mini_ee.registry import RULES as METHOD_RULES
+from mini_ee.training.method import Method, load_method
+
+HEADING = "# Methods"
+FIRST_LINE = re.compile(
+    r"(?P<name>[^(]+) \((?P<authors>[^()]*?) (?P<year>\d{4})(?:, (?P<where>[^()]*))?\): (?P<what>.+)", re.S
+)
+ARXIV, ANTHOLOGY = (
+    re.compile(r"arXiv:(\d{4}\.\d{4,5})"),
+    re.compile(r"\b(\d{4}\.[a-z-]+-[a-z]+\.\d+|[A-Z]\d\d-\d{4})\b"),
+)
+UNITS = {"rows": "example", "prompts": "example", "tokens": "token", "embeddings": "embedding"}
+PLANNED = "known before the model runs"
+
+
+class About(NamedTuple):
+    """What the head of a method's file says."""
+
+    name: str
+    paper: str  # authors and year
+    link: str  # Markdown; empty if the head names no address
+    what: str  # the rest of the first sentence
+    deviations: int
+
+
+def about(text: str) -> About:
+    """The head of a method's file. Raises ValueError if its first sentence is not NAME (AUTHORS YEAR, ...): WHAT."""
+    match = FIRST_LINE.fullmatch(" ".join(text.partition("\n\n")[0].split()))
+    if match is None:
+        raise ValueError(
+            f"expected a docstring that begins with NAME (AUTHORS YEAR, arXiv:...): WHAT, found {text[:60]!r}"
+        )
+    link = ""
+    if found := ARXIV.search(text):
+        link = f"[arXiv:{found[1]}](https://arxiv.org/abs/{found[1]})"
+    if match["where"] and "arXiv" not in match["where"]:
+        found = ANTHOLOGY.search(text)
+        link = f"[{match['where']}](https://aclanthology.org/{found[1]})" if found else match["where"]
+    return About(
+        match["name"], f"{match['authors']} {match['year']}", link, match["what"].rstrip("."), deviations(text)
+    )
+
+
+def deviations(text: str) -> int:
+    """The numbered points after the word Deviations or Decisions: 1., 2., 3. in this order."""
+    begin = re.search(r"^(Deviations|Decisions)", text, flags=re.MULTILINE)
+    count = 0
+    if begin:
+        for found in re.finditer(r"(?<![\w.])(\d+)\.\s", text[begin.start() :]):
+            count += int(found[1]) == count + 1
+    return count
+
+
+def source_of(name: str) -> Path:
+    """The file of a method, which is not imported."""
+    spec = find_spec(METHODS[name])
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a method's files, NAME.py and NAME_*.py, without empty lines, comments and docstrings."""
+    return sum(_code_lines(each) for each in [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))])
+
+
+def _code_lines(path: Path) -> int:
+    source = path.read_text(encoding="utf-8")
+    texts: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and at not in texts for at, line in lines)
+
+
+def decides(name: str, method: Method) -> str:
+    """Who decides where to exit: the kinds of the rules that the method proposes for a record
+    that has the outputs of a policy."""
+    for rule, module in METHOD_RULES.items():
+        if module == METHODS[name]:
+            return rule if method.candidates else f"{rule}, {PLANNED}"
+    if "embeddings" in method.units and method.candidates is None:
+        return "policy" if method.policy else "fixed depth"
+    if method.search:
+        return f"a search, {PLANNED}"
+    if isinstance(exits := method.exits(6) if callable(method.exits) else (), tuple) and exits == (6,):
+        return "tokens exit inside the model"
+    rules = rules_for(name, SeedRecord(_example(), _example(), {}))
+    return ", ".join(dict.fromkeys(_kind(rule.to_dict()) for rule in rules if rule.name != "never"))
+
+
+def _kind(rule: dict) -> str:
+    return f"{rule['name']} on {rule['measure']}" if rule["name"] == "threshold" else rule["name"]
+
+
+def _example() -> Record:
+    """A record of a few rows, on which a method proposes rules."""
+    random, exits = np.random.default_rng(0), (2, 4, 6)
+    logits = random.normal(size=(40, len(exits), 2)).astype(np.float32)
+    measures = {"exit_logit": random.normal(size=(40, len(exits) - 1)).astype(np.float32)}
+    segments = Recorded(exits, logits, np.ones((40, len(exits), 2)), [2, 2, 2], measures)
+    return Record(segments, logits, 6.0, labels=random.integers(0, 2, 40))
+
+
+def write_methods(board: Leaderboard, out: Path) -> None:
+    """Write OUT/METHODS.md."""
+    path = out / "METHODS.md"
+    check_is_page(path, HEADING)
+    write_bytes(path, methods_page(board).encode())
+
+
+def methods_page(board: Leaderboard) -> str:
+    """The page as Markdown, a line for each method of the registry."""
+    columns = [
+        "method",
+        "paper",
+        "what it does",
+        "who decides",
+        "exits",
+        "file",
+        "lines",
+        "deviations",
+        "at 2x",
+        "rank",
+    ]
+    rows = []
+    for name in METHODS:
+        path, method = source_of(name), load_method(name)
+        head = about(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+        file = "/".join(METHODS[name].split(".")) + ".py"
+        units = ", ".join(dict.fromkeys(UNITS[unit] for unit in method.units))
+        figure = plus_minus(interval(board.headline[name])) if name in board.headline else ""
+        rank = "{} ({} to {})".format(*board.ranks[name]) if name in board.ranks else ""
+        paper = f"{head.paper}{', ' if head.link else ''}{head.link}"
+        rows.append(
+            [f"`{name}`", paper, f"{head.name}: {head.what}", decides(name, method), units]
+            + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations, figure, rank]
+        )
+    note = f"""{len(METHODS)} methods. *Who decides*: the exit rules that the method proposes (`mini_ee/rules.py`).
+*Lines*: of code, in the file and those whose names begin with its name. *Deviations*: numbered points in the head of
+the file, which say what differs from the paper or what the paper leaves open. *At 2x* and *rank*: from
+[leaderboard.md](leaderboard.md). Made by `{board.plan.command}`."""
+    return "\n".join([HEADING, "", wrapped(note), *markdown_table(columns, rows), ""])
