@@ -1,8 +1,11 @@
 """The loop of early_exit.py as one ONNX graph that stops by itself: model.onnx.
 
     input_ids, attention_mask, ...  (B, T) int64; for tokens also positions, rows and caches, see token_graphs.py
-    threshold                       (K - 1,) float32, or `patience` (1,) int64; by default the run's own. For a policy
-                                    it applies to the exit_logit. inf: no row exits there, the head is not evaluated
+    threshold                       float32: (B, K - 1), by row and exit but the last; (K - 1,), by exit; or () for all;
+                                    sizes of 1 broadcast. By default, and for entries that are NaN, the run's own. For a
+                                    policy it applies to the exit_logit. inf: no row exits there; if all rows have it,
+                                    the head is not evaluated. For a decoder (K - 1,) only, and required
+    patience                        (1,) int64, if the rule counts exits
     exit_at                         (B,) or (1,) int64: index of the exit of a row; negative: the rule decides
  -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder embedding (B, d) and layers (B,)
     labels (B, C) bool              instead of label, if a row may have several labels at once
@@ -32,6 +35,7 @@ from mini_ee.confidence import max_probability, weakest_label
 from mini_ee.export.manifest import output_of
 from mini_ee.export.token_graphs import output_caches
 from mini_ee.export.tracing import ArrayValue
+from mini_ee.row_thresholds import THRESHOLD
 from mini_ee.rules import Rule
 from mini_ee.segments import Reading
 
@@ -66,7 +70,7 @@ class _ModelGraph:
     def write(self) -> None:
         g, segments = self.g, self.segments
         with g.tracing():
-            values = self._from_exit(0, segments.start(g.inputs()), self._plan(), {})
+            values = self._from_exit(0, segments.start(g.inputs()), self._plan(), self._memory())
         names = [output_of(segments.model.unit), "layers", *["spent"] * segments.tokens_exit, *self.extra]
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
@@ -100,19 +104,37 @@ class _ModelGraph:
         exit_at = g.op("Where", g.op("Less", exit_at, g.integers(0)), g.integers(*own), known)
         return g.op("Expand", exit_at, g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
 
-    def _rule_at(self, k: int) -> tuple[Rule, dict[str, ArrayValue], ArrayValue | None]:
-        """The rule with the graph's inputs as its settings at exit k, these inputs, and a threshold ().
+    def _memory(self) -> dict[str, ArrayValue]:
+        """The rule's memory at the first exit: the thresholds of the rows (B, K - 1), see row_thresholds.py.
+
+        ONNX has no input of any rank, but ONNX Runtime checks no sizes of an input that is declared a scalar. It trusts
+        the declared sizes when it plans memory, so the first node gives the value sizes that are known only when the
+        graph runs. The Reshape fails for sizes that do not fit.
+        """
+        g, own = self.g, self.rule.runtime_values(self.last).get(THRESHOLD) if self.decides else None
+        if own is None or self.tokens:  # a token of a decoder takes little time: its rows share a threshold
+            return {}
+        given = g.default(THRESHOLD, np.array(np.nan, np.float32))
+        rows = g.shape(g.input("input_ids", "batch", "tokens"), 0, 1)
+        sizes = g.op("Concat", rows, g.integers(self.last), axis=0)
+        given = g.op("Reshape", g.op("Expand", given, sizes), sizes)
+        of_rows = g.op("Where", g.op("IsNaN", given), g.constant("own_threshold", own), given)
+        return {THRESHOLD: g.array(of_rows, "batch", self.last)}
+
+    def _rule_at(self, k: int, memory: dict) -> tuple[Rule, dict[str, ArrayValue], ArrayValue | None]:
+        """The rule with the graph's inputs as its settings at exit k, these inputs, and a threshold (B,) or ().
 
         If that threshold is inf, the head is not evaluated. A rule that remembers logits of earlier exits needs them at
         later exits too: then it is the smallest threshold from exit k on.
         """
         g, values, least = self.g, {}, None
         for name, own in self.rule.runtime_values(self.last).items():
-            values[name] = g.array(g.default(name, own, len(own)), len(own), dtype=own.dtype)
-            if own.dtype == np.float32:  # one value per exit
-                rest, values[name] = values[name][k:], values[name][k]
-                if name == "threshold":
-                    least = rest.min(axis=0) if self.remembers else values[name]
+            if name not in memory:
+                values[name] = g.array(g.default(name, own, len(own)), len(own), dtype=own.dtype)
+            if name == THRESHOLD:  # one value per exit
+                given = memory.get(name, values.get(name))
+                values[name] = given[..., k]
+                least = given[..., k:].min(axis=-1) if self.remembers else values[name]
             values[name].compared = []
         return self.rule.with_runtime(values), values, least
 
@@ -160,7 +182,7 @@ class _ModelGraph:
         if not self.decides:
             logits = self._logits_if(g.any(exits.name), k, state, rows)
             return self._exit_values(k, logits, rows, []), exits
-        planned, (rule, inputs, least) = exit_at >= 0, self._rule_at(k)  # no plan is negative, and below k
+        planned, (rule, inputs, least) = exit_at >= 0, self._rule_at(k, memory)  # no plan is negative, and below k
         if rule.needs == "logits":
             evaluates = exits if least is None else exits & (planned | (least < np.inf))
             logits = self._logits_if(g.any(evaluates.name), k, state, rows)

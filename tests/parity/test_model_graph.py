@@ -31,6 +31,7 @@ from mini_ee.export.writer import write_graphs
 from mini_ee.methods.consistent import PolicyNetworks
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.recording import Record, Recorded, read_and_measure, read_every_exit
+from mini_ee.row_thresholds import RowThresholds
 from mini_ee.rules import (
     RULES,
     FixedExit,
@@ -185,6 +186,8 @@ def assert_stops_as_the_loop(name, folder):
         assert_same(
             early_exit(graph, Planned(np.full(B, last)), inputs), early_exit(model.segments(), NeverExit(), inputs)
         )
+        if last and "threshold" in rule.runtime_inputs:
+            assert_rows_stop_by_their_own_thresholds(model, graph, rule, inputs)
         for other in (NeverExit(), FixedExit(0), Planned(np.arange(B) % (last + 1))):
             assert_same(early_exit(graph, other, inputs), early_exit(model.segments(), other, inputs))
         np.testing.assert_allclose(
@@ -195,6 +198,27 @@ def assert_stops_as_the_loop(name, folder):
         )
         exit_index |= set(expected.exit_index.tolist())
     assert len(exit_index) >= min(2, last + 1), "the rules have to send rows to several exits"
+
+
+def assert_rows_stop_by_their_own_thresholds(model, graph, rule, inputs):
+    """A batch of rows with different thresholds equals batches of one, in torch and in the graph."""
+    drawn, count = np.random.default_rng(1), len(model.exits) - 1
+    own = rule.runtime_values(count)["threshold"]
+    found = np.where(np.isfinite(own), own, 0.5) + drawn.normal(0, 0.3, (B, count if type(rule) is Threshold else 1))
+    found[:4] = np.array([-np.inf, np.inf, np.nan, np.nan])[:, None]
+    thresholds = found.astype(np.float32) * np.ones(count, np.float32)
+    alone = []
+    for row, values in enumerate(np.where(np.isnan(thresholds), own, thresholds).tolist()):
+        value = (*values, 0.0) if type(rule) is Threshold else values[0]
+        each = rule.with_runtime({"threshold": value})
+        alone.append(early_exit(model.segments(), each, inputs.take([row])))
+    exit_index = np.concatenate([each.exit_index for each in alone])
+    assert len(set(exit_index.tolist())) > 1
+    several = RowThresholds(rule, thresholds)
+    for engine in (model.segments(), graph):
+        batch = early_exit(engine, several, inputs)
+        np.testing.assert_array_equal(batch.exit_index, exit_index)
+        np.testing.assert_allclose(batch.logits, np.concatenate([each.logits for each in alone]), rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -210,6 +234,8 @@ BUGS = {
         lambda *wires: wires if wires[1] != "constant_scalar_1_int64" else (wires[0], "constant_scalar_0_int64"),
     ),
     "all stay": lambda patch: op_instead(patch, "Not", lambda x: (), becomes=lambda g, x: g.op("Equal", x, x)),
+    "the thresholds of the first rows": lambda patch: patch.setattr(RowThresholds, "stop", first_thresholds),
+    "the thresholds of the next row": lambda patch: patch.setattr(GraphRule, "feeds", rolled(GraphRule.feeds)),
     "a streak that is not kept": lambda patch: patch.setattr(Patience, "stop", without_memory(Patience.stop)),
 }
 
@@ -217,6 +243,21 @@ BUGS = {
 def without_memory(stop):
     def wrong(self, k, reading, memory):
         return stop(self, k, reading, {} if isinstance(reading.logits, ArrayValue) else memory)
+
+    return wrong
+
+
+def first_thresholds(self, k, reading, memory):
+    rows = len(reading.exit_logit if reading.logits is None else reading.logits)
+    return self.rule.with_runtime({"threshold": self.thresholds[:rows, k]}).stop(k, reading, memory)
+
+
+def rolled(feeds):
+    def wrong(self, rule, plan):
+        found = feeds(self, rule, plan)
+        if "threshold" not in found or found["threshold"].ndim < 2:
+            return found
+        return found | {"threshold": np.roll(found["threshold"], 1, axis=0)}
 
     return wrong
 
@@ -321,7 +362,9 @@ def test_a_head_that_nobody_asks_is_not_read(written_bert, tmp_path, feeds, head
     "feeds",
     [
         {"threshold": np.zeros(K, np.float32)},
-        {"threshold": np.zeros(K - 2, np.float32)},
+        {"threshold": np.zeros((B, K), np.float32)},
+        {"threshold": np.zeros((B - 1, K - 1), np.float32)},
+        {"threshold": np.zeros((2, B, K - 1), np.float32)},
         {"exit_at": np.array([K])},
         {"exit_at": np.zeros(B - 1, np.int64)},
         {"input_ids": np.full((B, 3), 60)},

@@ -149,7 +149,7 @@ def test_the_graph_s_configuration_has_the_inputs_and_outputs_of_the_graph(repos
     assert (config.backend, config.max_batch_size) == ("onnxruntime", 16) and config.HasField("dynamic_batching")
     assert [each.name for each in config.input] == ["input_ids", "token_type_ids", "attention_mask"]
     own = {each.name: each.shape for each in session.get_overridable_initializers()}
-    assert own == {"threshold": [3], "exit_at": ["rows_planned"]}, "which Triton can batch none of"
+    assert own == {"threshold": [], "exit_at": ["rows_planned"]}, "which Triton can batch none of"
 
 
 @pytest.mark.parametrize(
