@@ -113,7 +113,7 @@ def _exits_of_classifier(
             counts, guarantee = run.metrics["tested"]["exit_counts"], run.config["guarantee"]
             if guarantee and required.max_loss is None:
                 guarantee = guarantee | {"epsilon": round(1 - guarantee["max_loss"], 6)}
-            write_rule(out / "run", run.rule, guarantee, counts)
+            write_rule(out / "run", run.rule, guarantee, counts, run.config.get("curve"))
             export(load_run(out / "run"), out / "exported", texts=test.texts, seed=seed)
         summary |= _measured(run, Runtime(out / "exported", threads=1), task, test, required.max_loss is not None)
     if can_draw():

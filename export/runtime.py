@@ -31,6 +31,7 @@ from mini_ee.export.manifest import MANIFEST, blaming_manifest, read_manifest
 from mini_ee.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.export.sessions import CPU, GraphRule, Session, wanted_provider
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
+from mini_ee.row_thresholds import RowThresholds
 from mini_ee.rules import Planned, Rule, rule_from_dict
 from mini_ee.segments import Segments
 
@@ -219,9 +220,12 @@ class Runtime:
         for k in range(len(self.exits)):
             early_exit(self._segments, Planned([k]), inputs)
 
-    def run(self, texts: Sequence, batch_size: int = 32, rule: Rule | None = None) -> list[Answer]:
+    def run(
+        self, texts: Sequence, batch_size: int = 32, rule: Rule | None = None, thresholds: np.ndarray | None = None
+    ) -> list[Answer]:
         """Answers in the order of the texts; rows of two texts are tuples. The batch bounds the memory.
 
+        thresholds: (N, K - 1), those of each text in place of the rule's, see row_thresholds.py.
         Raises ValueError for a text that is empty or not a string, and for a row with another number of texts.
         """
         rule = rule or self.rule
@@ -231,7 +235,8 @@ class Runtime:
         order = list(batches(encoded, batch_size))
         begin = time.perf_counter()  # the time of a batch includes its plan
         for rows, (inputs, planned) in zip(order, rule.of_batches(map(encoded.batch, order))):
-            result = early_exit(self._segments, planned, inputs)
+            own = planned if thresholds is None else RowThresholds(planned, thresholds[rows])
+            result = early_exit(self._segments, own, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
             found = self.answers(
                 result.logits, result.exit_index.tolist(), result.cost.depth.tolist(), [milliseconds] * len(rows)

@@ -60,7 +60,7 @@ OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")
 OF_ROWS = ("unit", "pool", "head", "num_labels")
 """Attributes of a model of rows that the manifest has."""
 
-OF_ITS_RULE = ("guarantee", "exit_counts")
+OF_ITS_RULE = ("guarantee", "exit_counts", "curve")
 """Keys that it also copies if the rule is the run's own."""
 
 WEB = "model_web"  # the graph of the page, see web_page.py

@@ -14,7 +14,8 @@ One request may have several texts: {"texts": ["A charming film.", "A dull one."
 response is {"answers": [...]} in the same order; a text that fails has {"error": ...}. Each text needs a place in the
 queue.
 
-A request may have a "deadline_ms". An error is one line of JSON, {"error": ...}, with a status:
+A request to a classifier or an encoder may have a "threshold", an "agreement" or a "max_loss" of its own, see
+request_thresholds.py. A request may have a "deadline_ms". An error is one line of JSON, {"error": ...}, with a status:
 
     400   no server could answer the request            421   the Host header names another host, see hosts.py
     408   the body is not complete within 10 s          500   the model failed on the request
@@ -36,6 +37,7 @@ from typing import Any
 from mini_ee.data.lines import decoded, json_object, rows_of_object
 from mini_ee.export.serving.formats import Format, formats_of
 from mini_ee.export.serving.hosts import Hosts
+from mini_ee.export.serving.request_thresholds import FIELDS, fields_of_rows
 from mini_ee.export.serving.worker import ENDING, LATE, Refused, Worker, WrongRow
 
 MAX_BODY = 1 << 20  # bytes
@@ -137,7 +139,8 @@ class App:
 
     async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
         fields, due = await self._fields(scope, receive)
-        futures = self._submit(_rows(fields, self.worker.engine.runtime.num_texts), due)
+        rows = _rows(fields, self.worker.engine.runtime.num_texts)
+        futures = self._submit(rows, due, _row_fields(fields, len(rows)))
         await self._answer(fields, futures, due, receive, send)
 
     async def _formatted(self, form: Format, scope: dict, receive: Callable, send: Callable) -> None:
@@ -146,7 +149,7 @@ class App:
         runtime = self.worker.engine.runtime
         with _errors():
             rows = form.rows(runtime, fields)
-        futures = self._submit(rows, due)
+        futures = self._submit(rows, due, _row_fields(fields, len(rows)))
         await self._wait(futures, due, receive)
         await self._send(send, 200, form.reply(runtime, fields, rows, list(map(_result, futures))))
 
@@ -166,7 +169,10 @@ class App:
             raise HTTPError(400, "expected max_new_tokens as a whole number above 0, and stream as true or false")
         if stream and "texts" in fields:
             raise HTTPError(400, "expected one text to stream, found texts; send a request for each of them")
-        futures = self._submit(_rows(fields, 1), due, max_new_tokens=count, on_piece=on_piece if stream else None)
+        if given := [name for name in FIELDS if fields.get(name) is not None]:
+            raise HTTPError(400, f"{given[0]} is for classifiers, found a decoder; leave it out")
+        rows, settings = _rows(fields, 1), {"max_new_tokens": count, "on_piece": on_piece if stream else None}
+        futures = self._submit(rows, due, [settings] * len(rows))
         if not stream:
             return await self._answer(fields, futures, due, receive, send)
         futures[0].add_done_callback(lambda _: put(None))
@@ -214,14 +220,17 @@ class App:
             raise HTTPError(503, str(refused))
         return bytes(body)
 
-    def _submit(self, rows: list[tuple[str, ...]], due: float, **settings) -> list[Future]:
-        """The futures of the texts of a request. Either all of them get a place in the queue, or none."""
+    def _submit(self, rows: list[tuple[str, ...]], due: float, settings: list[dict]) -> list[Future]:
+        """The futures of the texts of a request. Either all of them get a place in the queue, or none.
+
+        settings: of each row, for `engine.row`.
+        """
         with _errors():
             if len(rows) > self.worker.max_open:
                 raise ValueError(f"expected at most {self.worker.max_open} texts at once, found {len(rows)}")
             self.worker.check_room(len(rows))
             deadline = due - time.perf_counter()
-            return [self.worker.submit(row, deadline, **settings) for row in rows]
+            return [self.worker.submit(row, deadline, **each) for row, each in zip(rows, settings)]
 
     async def _wait(self, futures: list[Future], due: float, receive: Callable) -> None:
         """Wait for the answers. Raises HTTPError at the deadline, Disconnected if the client disconnects."""
@@ -325,6 +334,12 @@ def _rows(fields: dict, num_texts: int) -> list[tuple[str, ...]]:
     """The rows of a request in this server's own format. Raises HTTPError."""
     with _errors():
         return rows_of_object(fields, num_texts)
+
+
+def _row_fields(fields: dict, count: int) -> list[dict]:
+    """The thresholds that a request asks for, by row. Raises HTTPError."""
+    with _errors():
+        return fields_of_rows(fields, count)
 
 
 def _outcome(future: Future) -> dict:

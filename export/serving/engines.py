@@ -14,6 +14,7 @@ joins the states of all rows of the next batch (OrtSegments.joined).
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,9 @@ from mini_ee.early_exit import at_exit, early_exit, select_heads
 from mini_ee.exits.decoding import Tokens, greedy
 from mini_ee.export.runtime import Answer, Continuation, Runtime, TokenRuntime
 from mini_ee.export.serving.monitoring import Guarantee, Metrics
+from mini_ee.export.serving.request_thresholds import RequestThresholds
 from mini_ee.export.serving.worker import BATCH, Row
+from mini_ee.row_thresholds import THRESHOLD, RowThresholds
 from mini_ee.rules import NeverExit, Planned, Rule
 
 CAPACITY = 1024  # tokens of prompt and continuation in a decoder's caches, or fewer if the model's limit is lower
@@ -38,9 +41,10 @@ def engine_of(runtime: Runtime, **settings) -> "RowEngine | TextEngine":
 class TextRow(Row):
     """A request to classify, which stops at several exits of the model on its way."""
 
-    def __init__(self, encoded: Encoded, shadowed: bool):
+    def __init__(self, encoded: Encoded, shadowed: bool, thresholds: np.ndarray | None = None):
         super().__init__(len(encoded.ids[0]))
         self.encoded, self.shadowed = encoded, shadowed
+        self.thresholds = thresholds  # (K - 1,), its own; None: those of the rule
         self.plan: int | None = None  # its exit, if a rule has planned it
         self.part = self.memory = None  # (state of its last batch, its index there), (the rule's memory, its index)
         self.rule: Rule | None = None  # the rule by which it exited
@@ -66,6 +70,7 @@ class RowEngine:
         self.runtime, self.guarantee = runtime, guarantee
         self.rule, self._random = rule or runtime.rule, random.Random(seed)
         self.rule.check(len(runtime.exits))
+        self._requested = RequestThresholds(runtime, self.rule)
         self.metrics = Metrics(runtime.exits, guarantee, runtime.config.get("exit_counts"), runtime.model_id)
         self._segments = self._by_segment() if rebatch else None
         self._last, self._plans = len(runtime.exits) - 1, int(self.rule.plans_from_texts)
@@ -87,14 +92,17 @@ class RowEngine:
         segments = self.runtime.segments().by_segment(self.rule)
         return segments if segments.can_join() else None
 
-    def row(self, texts: str | Sequence[str]) -> TextRow:
-        """The row of a request. Raises ValueError for texts that cannot be classified."""
+    def row(self, texts: str | Sequence[str], **thresholds: Any) -> TextRow:
+        """The row of a request. thresholds: of FIELDS. Raises ValueError for texts that cannot be classified, or as
+        RequestThresholds does. A row with thresholds of its own is no shadow row: the guarantee is not about it.
+        """
+        own = self._requested.of(**thresholds)
         expected, found = self.runtime.num_texts, 1 if isinstance(texts, str) else len(texts)
         if found != expected:
             raise ValueError(f"expected {expected} texts, found {found}")
-        shadowed = self.guarantee is not None and self._random.random() < self.guarantee.share
+        shadowed = self.guarantee is not None and own is None and self._random.random() < self.guarantee.share
         try:
-            return TextRow(self.runtime.encode([texts]), shadowed)
+            return TextRow(self.runtime.encode([texts]), shadowed, own)
         except ValueError as error:
             raise ValueError(str(error).removeprefix("row 0: ")) from None
 
@@ -114,7 +122,7 @@ class RowEngine:
             self._run_model(at - self._plans, rows, inputs)
 
     def _run_segment(self, k: int, rows: list[TextRow], inputs: Inputs) -> None:
-        segments, rule = self._segments, self.rule
+        segments, rule = self._segments, self._rule_of(rows)
         if not k and not self._plans and (plan := rule.plan(inputs)) is not None:
             for row, chosen in zip(rows, plan.tolist()):
                 row.plan = chosen
@@ -124,6 +132,7 @@ class RowEngine:
             state = select_heads(segments, rule, plan, state)
             memory = _memory([row.memory for row in rows]) if k else {}
             state, exited, _ = at_exit(segments, rule, k, state, memory, plan)
+        memory.pop(THRESHOLD, None)  # its rows keep them; the next batch has other rows
         exiting, answers = (), []
         if exited is not None:  # before any row changes: if this fails, each row runs again alone from its old state
             reading, exiting = exited.reading, exited.exiting
@@ -132,10 +141,17 @@ class RowEngine:
             answers = self.runtime.answers(reading.logits, [k] * count, depth, [0.0] * count)
         for at, row in enumerate(rows):
             row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
-        self._answer([rows[at] for at in exiting], answers, rule)
+        self._answer([rows[at] for at in exiting], answers, self.rule)
+
+    def _rule_of(self, rows: list[TextRow]) -> Rule:
+        """The rule of a batch, in which some rows may have thresholds of their own."""
+        if all(row.thresholds is None for row in rows):
+            return self.rule
+        own = np.full(self._last, np.nan, np.float32)  # NaN: those of the rule
+        return RowThresholds(self.rule, np.stack([own if row.thresholds is None else row.thresholds for row in rows]))
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
-        rule = self.rule
+        rule = self._rule_of(rows)
         if at:  # the second queue has shadow rows
             rule = NeverExit()
         elif self._plans:

@@ -57,6 +57,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Calibrate, write the rule into the run, and print its agreement on examples that did not calibrate it."""
     from mini_ee.cli.open import of_rows, open_run
     from mini_ee.evaluation.tables import table
+    from mini_ee.threshold_curve import threshold_curve
     from mini_ee.training.run_folder import write_rule
     from mini_ee.training.unit import load_unit
 
@@ -70,9 +71,10 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         return _embeddings(opened, args, say)
     refuse(args, ("cosine",), f"is for sentence encoders, found a run of {opened.config['method']}")
     tokens = not of_rows([opened])
-    recorded, about = (_texts if tokens else _rows)(opened, args)
+    recorded, about, task = (_texts if tokens else _rows)(opened, args)
     rule, answer, guarantee = _calibrated(args, opened, recorded)
-    write_rule(args.run, rule, guarantee, answer["exit_counts"])
+    curve = None if tokens else threshold_curve(recorded, rule, task, recorded.labels)
+    write_rule(args.run, rule, guarantee, answer["exit_counts"], curve)
     exits = opened.exits
     columns = zip(exits, answer["thresholds"], answer["agreement"], answer["exit_counts"])
     rows = [
@@ -191,7 +193,7 @@ def _rows(opened, args: Namespace):
         if not len(rows):
             raise WrongArguments(f"{args.run}: its training held out no test examples; give examples with --task DIR")
     recorded = record(opened.segments(), opened.encode(rows.texts), BATCH, progress="reading")
-    return recorded, {"task": task.name, "split": split}
+    return recorded._replace(labels=rows.labels), {"task": task.name, "split": split}, task
 
 
 def _texts(opened, args: Namespace):
@@ -215,7 +217,7 @@ def _texts(opened, args: Namespace):
     except ValueError as error:
         raise WrongArguments(str(error)) from None
     source = Source(opened.model.backbone, opened.tokenizer, options, args.seed)
-    return record_texts(opened.model, texts_to_calibrate(source), progress="observing"), {}
+    return record_texts(opened.model, texts_to_calibrate(source), progress="observing"), {}, None
 
 
 def below_line(answer: dict, exits: tuple[int, ...]) -> str:

@@ -139,7 +139,8 @@ def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
 
 def _write_run(request: Request, run: Run, rule: Any, metrics: dict) -> None:
     """The base run with the new datastore, rule and settings, in request.out. Layer 0 is an exit if the run has it."""
-    config = {key: value for key, value in run.config.items() if key != "exit_counts"}  # those of the base's rule
+    of_its_rule = ("exit_counts", "curve")  # of the base
+    config = {key: value for key, value in run.config.items() if key not in of_its_rule}
     source, prompts = _query_source(request.config), request.config.prompts
     settings = asdict(request.config) | {"encoder": source["encoder"], "max_train": request.common.max_train}
     settings["prompts"] = None if prompts is None else str(Path(prompts).resolve())

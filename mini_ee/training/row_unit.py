@@ -19,6 +19,7 @@ from mini_ee.exits.classification_head import FrozenClassifier
 from mini_ee.exits.row_exits import Known, RowData, RowExits
 from mini_ee.exits.state_store import Stored
 from mini_ee.recording import Record, exit_scores, predictions, summary
+from mini_ee.threshold_curve import threshold_curve
 from mini_ee.training import doubts, ranks
 from mini_ee.training.default_rule import Chosen, curves, default_rule
 from mini_ee.training.few_exits import few_exits, head_layers, savings_curve
@@ -110,6 +111,9 @@ class RowUnit(Unit):
         if task.regression:
             wanted["label_range"] = float(np.ptp(data.train.labels))
         chosen = default_rule(recorded, tested, task, **wanted, candidates=request.method.candidates)
+        observed, labelled = tested if len(data.more) else recorded, common.labelled or not request.method.keeps_model
+        curve = threshold_curve(observed, chosen.rule, task, observed.labels if labelled else None)
+        chosen = chosen._replace(curve=curve)
         predicted = predictions(recorded.replay(chosen.rule).logits, task)
         metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, labels)
         metrics |= {

@@ -220,6 +220,7 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
     unit, config = load_unit(model.unit), {"format_version": FORMAT_VERSION} | about
     config |= {"exits": list(model.exits), "pool": model.pool, "head": model.head}
     config |= {"rule": chosen.rule.to_dict(), "guarantee": chosen.guarantee}
+    config |= {"curve": chosen.curve} if chosen.curve else {}
     config |= {"max_length": tokenizer.max_length, "versions": versions()}
     with atomic_folder(folder) as partial:
         digests, changed = model.save_parts(partial, about["backbone"]["folder"]), unit.backbone_changed(model, about)
@@ -237,16 +238,21 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
         write_json(partial / "config.json", config)
 
 
-def write_rule(folder: str | Path, rule: Rule, guarantee: dict | None, exit_counts: list[int]) -> None:
-    """Write another rule and its held-out exit counts into a run. The other files do not change.
+def write_rule(
+    folder: str | Path, rule: Rule, guarantee: dict | None, exit_counts: list[int], curve: dict | None = None
+) -> None:
+    """Write another rule, its held-out exit counts and its curve into a run. The other files do not change.
 
+    curve: see threshold_curve.py; None: requests cannot ask for an agreement or a loss.
     Raises FileExistsError if another process is writing the run.
     """
     path = Path(folder) / "config.json"
     about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts}
+    about |= {"curve": curve} if curve else {}
     with sole_writer(path):
         config = read_json(path, signed="format_version")
-        config.pop("promise", None)  # the name of guarantee in runs of 0.1.0
+        for name in ("promise", "curve"):  # promise: the name of guarantee in runs of 0.1.0
+            config.pop(name, None)
         write_json(path, config | about)
 
 

@@ -839,6 +839,7 @@ def test_calibrate_answers_and_gives_the_run_its_thresholds(capsys, run_folder, 
     assert (rule.name, rule.measure) == ("threshold", "entropy")
     assert list(rule.threshold[:-1]) == [float(threshold) for threshold in result["thresholds"]]
     assert load_run(run_folder).rule != rule
+    assert load_run(copy).config["curve"]["points"][-1][:3] == ["inf", 1.0, 0.0]
     everyone = answer(capsys, "evaluate", copy, "--task", task_folder)
     assert everyone["rule"]["threshold"][:-1] == result["thresholds"]
     result = answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", ".8", "--sets", 5)

@@ -64,6 +64,8 @@ def test_the_summary_counts_what_the_exported_graph_answers(added):
     assert sum(summary["exit_counts"]) == tested and summary["exits"] == list(added.run.exits)
     assert summary["exit_counts"] == runtime.config["exit_counts"]  # so a server knows which exits to expect
     assert runtime.config["guarantee"]["epsilon"] == 1 - summary["guarantee"]["max_loss"]  # and which agreement
+    curve = runtime.config["curve"]  # by which a request's agreement becomes a threshold; no text has a label
+    assert curve["rows"] == tested and curve["points"][-1] == ["inf", 1.0, None, float(summary["exits"][-1])]
     assert summary["per_exit_agreement"][-1] == 1.0
     low, high = summary["agreement_interval"]
     assert low <= summary["agreement"] <= high and summary["layers_saved"] > 0 and summary["speedup"] > 0

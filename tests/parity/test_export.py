@@ -834,12 +834,12 @@ def test_the_manifest_says_what_was_exported(exported, run):
 
 
 def test_a_guarantee_stays_with_the_rule_that_was_guaranteed(run, tmp_path):
-    about = {"guarantee": {"epsilon": 0.9}, "exit_counts": [3, 2, 1], "rule": run.rule.to_dict()}
+    about = {"guarantee": {"epsilon": 0.9}, "exit_counts": [3, 2, 1], "curve": {"rows": 6}, "rule": run.rule.to_dict()}
     guaranteed = run._replace(config=run.config | about)
     for name, rule, remaining in (("own", run.rule, True), ("another", Threshold(0.5), False)):
         assert export(guaranteed._replace(rule=rule), tmp_path / name)
         manifest = read_json(tmp_path / name / "manifest.json", signed="format_version")
-        assert ("guarantee" in manifest) == ("exit_counts" in manifest) == remaining
+        assert [key in manifest for key in ("guarantee", "exit_counts", "curve")] == [remaining] * 3
 
 
 @pytest.mark.parametrize(
