@@ -1,0 +1,321 @@
+"""The leaderboard's decoders: trains every method whose tokens can exit, records its exits, and measures its decoding.
+
+All methods learn the same texts with one seed, in as many epochs, with rates from one grid. A pair of rates is chosen
+with the first seed, by the mean of ln p of the next token over all exits on calibration text. Rules are chosen on the
+calibration text of their seed, from what was read back from the record; figures are of other texts. Methods that differ
+by their rules alone share a training and its record.
+
+OUT/records/decoders-MODEL/METHOD.npz    every seed's outputs of all exits; what needs the model is in `about`
+OUT/leaderboard/runs/                    unfinished trainings; removed once they are recorded
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone
+from mini_ee.data.decoder_texts import Text
+from mini_ee.data.files import sole_writer
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.errors import WrongArguments
+from mini_ee.exits.token_exits import TokenExits, record_texts
+from mini_ee.experiments.leaderboard.decoding_figures import decoding_figures, lossless_figures
+from mini_ee.experiments.leaderboard.token_rules import LEVELS, needed_measures, own_rules, rule_at
+from mini_ee.experiments.records import SeedRecord, read_records, write_record
+from mini_ee.experiments.trainings import Sources, how_made
+from mini_ee.recording import Record, Recorded
+from mini_ee.registry import METHODS
+from mini_ee.training.loop import Diverged
+from mini_ee.training.method import Method, load_method
+from mini_ee.training.run_folder import Run, load_run, training_folder
+from mini_ee.training.state import STATE
+from mini_ee.training.train_run import train
+from mini_ee.training.train_settings import TextOptions
+from mini_ee.training.training_text import Source, texts_to_test
+
+SEEDS = 5
+QUICK_METHODS = ("self-supervised", "layerskip", "sleb")
+RECORDED_TEXTS = 37  # texts to choose rules on, and as many to report; of 40 tokens each
+MOST_TEXTS = 10**6  # more than any file has
+DRAFTED_TEXTS, LOSSLESS_TEXTS = 4, 12  # that choose the drafting exit, and that are then generated with it
+LEVEL = 0.9  # agreement of the rule whose decoding is measured
+
+Say = Callable[[str], None]
+
+
+class DecoderExam(NamedTuple):
+    """A decoder, and how all methods are trained on it."""
+
+    name: str
+    weights: str | None  # folder in weights/; None: the built-in decoder
+    text: str | None  # file in data/; None: text that the decoder generates
+    texts: int
+    epochs: int
+    rates: tuple[dict[str, float], ...]
+    new_tokens: int = 40  # after the beginning of a text, which has 40
+
+    @property
+    def folder(self) -> str:
+        """The folder of its records."""
+        return f"decoders-{self.name}"
+
+    def model_folder(self, sources: Sources) -> Path:
+        return BUILT_IN_DECODER if self.weights is None else sources.find("weights", self.weights)
+
+
+RATES = tuple({"lr": lr, "head_lr": 4 * lr} for lr in (5e-4, 2e-3, 8e-3))
+TINY_STORIES = "TinyStories/tinystories_sample.txt"
+EXAMS = (
+    DecoderExam("stories260K", "stories260K", TINY_STORIES, 1000, 4, RATES),
+    DecoderExam("built-in", None, TINY_STORIES, 500, 4, RATES[:2]),  # a step takes ten times as long
+)
+QUICK_EXAMS = (DecoderExam("built-in", None, None, 150, 1, RATES[1:2], new_tokens=16),)
+
+
+class Training(NamedTuple):
+    """One training, and the methods that it serves."""
+
+    exam: DecoderExam
+    methods: tuple[str, ...]  # the first one is trained, and gives the record its name
+
+    @property
+    def name(self) -> str:
+        return f"{self.exam.name} {self.methods[0]}"
+
+    @property
+    def method(self) -> Method:
+        return load_method(self.methods[0])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `train`, without rates and seed; models and texts by name."""
+        exam, lacks = self.exam, self.method.lacks
+        options = {"task": "continue", "model": exam.weights, "text": exam.text}
+        options |= {"texts": exam.texts, "new_tokens": exam.new_tokens}
+        return options | {"epochs": exam.epochs for _ in [0] if "epochs" not in lacks}
+
+    @property
+    def rates(self) -> list[dict[str, float]]:
+        """The rates to choose from; a single empty one if the method learns nothing by gradients."""
+        lacks = self.method.lacks
+        some = [{name: rate for name, rate in each.items() if name not in lacks} for each in self.exam.rates]
+        return [each for at, each in enumerate(some) if each not in some[:at]]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a record must have been made with."""
+        return self.options | {"rates": self.rates, "recorded_texts": RECORDED_TEXTS}
+
+    def record(self, out: Path) -> Path:
+        return out / "records" / self.exam.folder / f"{self.methods[0]}.npz"
+
+
+# ---- What is trained ----
+
+
+def token_methods() -> list[str]:
+    """The methods whose tokens can exit, in the order of the registry."""
+    return [name for name in METHODS if "tokens" in load_method(name).units]
+
+
+def trainings(quick: bool, only: str | None = None) -> list[Training]:
+    """All trainings. only: those that serve this method. Raises WrongArguments if its tokens cannot exit."""
+    if only is not None and only not in token_methods():
+        raise WrongArguments(f"--only: expected one of {', '.join(token_methods())} for decoders; found {only}")
+    found = []
+    for exam in QUICK_EXAMS if quick else EXAMS:
+        groups: dict[tuple, list[str]] = {}
+        for name in token_methods():
+            groups.setdefault(_trained_like(load_method(name)), []).append(name)
+        found += [Training(exam, tuple(names)) for names in groups.values()]
+    if only is not None:
+        return [training for training in found if only in training.methods]
+    return [training for training in found if not quick or training.methods[0] in QUICK_METHODS]
+
+
+def _trained_like(method: Method) -> tuple:
+    """Equal for methods that are trained in the same way on tokens."""
+    recipe: Any = method.recipe
+    code = getattr(recipe, "__code__", None)
+    if code is not None and not recipe.__closure__:  # two functions with the same code and the same global names
+        recipe = code.co_code, code.co_consts, *(id(recipe.__globals__.get(name, name)) for name in code.co_names)
+    defaults = sorted(method.defaults.get("tokens", {}).items())
+    return recipe, method.model, method.policy, method.search, method.config, str(defaults), method.lacks
+
+
+def run_decoders(
+    out: Path, sources: Sources, seeds: Sequence[int] | None, only: str | None, quick: bool, say: Say
+) -> int:
+    """Train and record what is missing; returns the number of trained seeds.
+
+    seeds: None for those of the page. All trainings run with one seed before any runs with the next. A training that
+    another process is running is left to that process. Raises WrongArguments if a model or a text is missing.
+    """
+    seeds = range(1 if quick else SEEDS) if seeds is None else seeds
+    every = [(training, seed) for seed in seeds for training in trainings(quick, only)]
+    missing = [(training, seed) for training, seed in every if not is_recorded(out, training, seed)]
+    for training, _ in missing:
+        sources.options(training.options)
+    say(f"Decoders: {len(every)} trainings with all seeds; {len(missing)} to run.")
+    ran, waiting, before = 0, missing, None
+    while waiting != before:
+        before, waiting = waiting, []
+        for training, seed in before:
+            try:
+                with sole_writer(training.record(out)):
+                    if not is_recorded(out, training, seed):
+                        say(f"{training.name}, seed {seed}")
+                        _run(out, training, seed, sources, say)
+                        ran += 1
+            except FileExistsError:
+                waiting.append((training, seed))
+    if waiting:
+        say(f"{len(waiting)} trainings are left to other processes.")
+    return ran
+
+
+def is_recorded(out: Path, training: Training, seed: int) -> bool:
+    """Whether a seed is in the record, made with the present settings and for all methods that it serves."""
+    made = read_records(training.record(out)).get(seed)
+    return made is not None and _is_current(made.about, training)
+
+
+def _is_current(about: dict, training: Training) -> bool:
+    return about.get("settings") == training.settings and set(training.methods) <= about["methods"].keys()
+
+
+# ---- One training ----
+
+
+def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -> None:
+    """Train, record and measure one seed."""
+    at = out / "leaderboard" / "runs" / training.exam.folder / training.methods[0] / str(seed)
+    decoder = TokenExits(
+        backbone := load_backbone(training.exam.model_folder(sources)), (backbone.config.num_hidden_layers,)
+    )
+    calibration, reported = texts_of(training, decoder, sources, seed)
+    about: dict[str, Any] = {"settings": training.settings, "how": how_made(), "cpu_seconds": {}}
+    with cpu_seconds(about, "search"):
+        about |= _chosen_rates(out, training, seed, sources, calibration, at, say)
+    with cpu_seconds(about, "training"):
+        run = _trained(at / "run", training, about["rates"], seed, sources)
+    with cpu_seconds(about, "recording"):
+        full = record_texts(decoder, reported, last=False)
+        parts = [token_record(run.model, texts) for texts in (reported, calibration)]
+        methods = {name: load_method(name) for name in training.methods}
+        rules = {name: own_rules(method, parts[1]) for name, method in methods.items()}
+        measures = needed_measures([rule for each in rules.values() for rule in each])
+        made = SeedRecord(*(_with_measures(part, measures) for part in parts), {})
+        made = write_record(at / "record.npz", seed, made)  # rules are chosen on what is read back
+    about["original"] = original_figures(full, parts[0])
+    with cpu_seconds(about, "decoding"):
+        about["methods"] = {}
+        for name, method in methods.items():
+            candidates = own_rules(method, made.held_out)
+            chosen = {level: rule_at(candidates, made.held_out, level) for level in LEVELS}
+            figures = decoding_figures(run.model, chosen[LEVEL], reported, run.tokenizer)
+            about["methods"][name] = {
+                "rules": {f"{level:g}": rule.to_dict() for level, rule in chosen.items()},
+                "decoding": figures,
+            }
+        about["lossless"] = lossless_figures(run.model, calibration[:DRAFTED_TEXTS], reported[:LOSSLESS_TEXTS])
+    write_record(training.record(out), seed, made._replace(about=about))
+    shutil.rmtree(at)
+    spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in about["cpu_seconds"].items())
+    say(f"  processor seconds: {spent}")
+
+
+class cpu_seconds:
+    """Adds the processor seconds of a block to about["cpu_seconds"]."""
+
+    def __init__(self, about: dict, name: str):
+        self.found, self.name = about["cpu_seconds"], name
+
+    def __enter__(self) -> None:
+        self.begin = time.process_time()
+
+    def __exit__(self, *error) -> None:
+        self.found[self.name] = round(time.process_time() - self.begin, 1)
+
+
+def texts_of(training: Training, decoder: TokenExits, sources: Sources, seed: int) -> tuple[list[Text], list[Text]]:
+    """(calibration, reported): texts that no method learns, the same for all methods."""
+    folder = training.exam.model_folder(sources)
+    given = sources.options({"text": training.exam.text}) | {"new_tokens": training.exam.new_tokens}
+    source = Source(decoder.backbone, Tokenizer.from_folder(folder, None), TextOptions(**given), seed)
+    found = texts_to_test(source, 2 * RECORDED_TEXTS if training.exam.text is None else MOST_TEXTS)
+    order = np.random.default_rng(seed).permutation(len(found))[: 2 * RECORDED_TEXTS]
+    return [found[at] for at in order[::2]], [found[at] for at in order[1::2]]
+
+
+def _chosen_rates(
+    out: Path, training: Training, seed: int, sources: Sources, calibration: list[Text], at: Path, say: Say
+) -> dict:
+    """`rates` and `tried` of the record: those of a seed before, else those with the best score of this seed."""
+    known = [made.about for made in read_records(training.record(out)).values()]
+    for about in known:
+        if about.get("settings") == training.settings:
+            return {name: about[name] for name in ("rates", "tried")}
+    if len(training.rates) == 1:
+        return {"rates": training.rates[0], "tried": []}
+    tried = []
+    for number, rates in enumerate(training.rates):
+        try:
+            run = _trained(at / f"try-{number}", training, rates, seed, sources)
+            score = float(record_texts(run.model, calibration, last=False).logits[:, :, 0].mean())
+        except Diverged:
+            score = -np.inf
+        tried.append({"rates": rates, "score": round(max(score, -1e3), 4), "seed": seed})
+        say(f"  {rates}: mean ln p over all exits {score:.3f}")
+    best = int(np.argmax([each["score"] for each in tried]))
+    if not (at / "run").exists():
+        (at / f"try-{best}").rename(at / "run")
+    return {"rates": tried[best]["rates"], "tried": tried}
+
+
+def _trained(folder: Path, training: Training, rates: dict, seed: int, sources: Sources) -> Run:
+    """The run with these rates: loaded if it is finished, otherwise trained or continued."""
+    if folder.exists():
+        return load_run(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = (training_folder(folder) / STATE).exists()
+    if not unfinished:
+        shutil.rmtree(training_folder(folder), ignore_errors=True)
+    options = sources.options(training.options) | rates
+    return train(training.methods[0], out=folder, resume=unfinished, seed=seed, **options)
+
+
+# ---- Records ----
+
+
+def token_record(model: TokenExits, texts: Sequence[Text]) -> Record:
+    """All exits at the tokens of each text. A model of some of the layers is the exit before its full model."""
+    found = record_texts(model, texts, last=False)
+    if model.whole is model:
+        return found
+    full = record_texts(model.whole, texts, last=False)
+    layers, last = model.exits[-1], model.whole.exits[-1]
+    flops = np.concatenate((found.segments.costs[0], full.segments.costs[0]), axis=1)
+    flops[:, 1, 0] -= flops[:, 0, 0]  # a token that is read by the full model pays its layers, and no others
+    logits = np.concatenate((found.logits, full.logits), axis=1)
+    prediction = np.concatenate((found.predictions, full.predictions), axis=1)
+    segments = Recorded((layers, last), logits, flops, [layers, last - layers], {"prediction": prediction})
+    return Record(segments, logits, full.full_flops, found.groups)
+
+
+def _with_measures(recorded: Record, names: set[str]) -> Record:
+    """The record with these measures alone."""
+    old = recorded.segments
+    measures = {name: values for name, values in old.measures.items() if name in names}
+    flops, passes, _ = old.costs
+    return recorded._replace(segments=Recorded(old.exits, old.logits, flops, passes, measures))
+
+
+def original_figures(full: Record, recorded: Record) -> dict[str, float]:
+    """The decoder before the training: its perplexity, and how often the trained full model predicts the same."""
+    agrees = full.predictions[:, -1] == recorded.predictions[:, -1]
+    return {"perplexity": float(np.exp(-full.logits[:, -1, 0].mean())), "agreement": float(agrees.mean())}

@@ -1,0 +1,110 @@
+"""Decoding with a rule against decoding in full: text, agreement and speed, with both fills of missing keys and values.
+
+Speed is processor time on one thread at batch size 1. All ways decode the same prompts in turns; the median over
+ROUNDS counts. So another process on the machine changes a ratio little.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+
+from mini_ee.data.decoder_texts import Text
+from mini_ee.data.metrics import rouge_l
+from mini_ee.data.tokenizer import Tokenizer
+from mini_ee.exits.decoding import MISSING_KV, Generated, gather
+from mini_ee.exits.generation import generate_lossless
+from mini_ee.exits.token_exits import TokenExits, record_texts
+from mini_ee.rules import FixedExit, NeverExit, Rule
+
+TIMED_TEXTS, ROUNDS = 4, 3
+
+
+def decoding_figures(model: TokenExits, rule: Rule, texts: Sequence[Text], tokenizer: Tokenizer) -> dict:
+    """For each fill of missing keys and values, of text after the beginnings of `texts`: layers saved, Rouge-L against
+    the full model's text and against the text itself, agreement of a token with the full model's prediction after the
+    same tokens, speed-up. Empty if no token exits early.
+    """
+    if isinstance(rule, NeverExit):
+        return {}
+    rule = NeverExit() if isinstance(rule, FixedExit) else rule  # the model itself has fewer layers
+    ways = {name: partial(_written, model, rule, name) for name in MISSING_KV}
+    full = partial(_written, model.whole, NeverExit(), MISSING_KV[0])
+    decode = tokenizer.backend.decode
+    references = [decode(text.ids[text.start + 1 :]) for text in texts]
+    full_texts = [decode(each.tokens) for each in full(texts)]
+    speedups = speed_ups(full, [*ways.values()], texts)
+    found = {}
+    for (name, write), speedup in zip(ways.items(), speedups):
+        written = write(texts)
+        own = [decode(each.tokens) for each in written]
+        layers = np.concatenate([each.layers_run for each in written]).mean()
+        found[name] = {
+            "layers_saved": float(1 - layers / model.whole.exits[-1]),
+            "rouge_l": float(np.mean([rouge_l(*pair) for pair in zip(own, full_texts)])),
+            "rouge_l_reference": float(np.mean([rouge_l(*pair) for pair in zip(own, references)])),
+            "agreement": _agreement(model, texts, written),
+            "speedup": speedup,
+        }
+    return found
+
+
+def lossless_figures(model: TokenExits, calibration: Sequence[Text], texts: Sequence[Text]) -> dict:
+    """Drafts of the exit that saves most layers on calibration text: its layer, the share of tokens that it drafts, the
+    share of texts equal to the full model's, and the speed-up. Empty without an exit before the last, and if exits have
+    layers of their own.
+    """
+    if len(model.exits) < 2 or getattr(model, "own_layers", False):
+        return {}
+    drafters = {layer: partial(_drafted, model, k) for k, layer in enumerate(model.exits[:-1])}
+    saved = {layer: _saved(model, write(calibration)) for layer, write in drafters.items()}
+    layer = max(saved, key=saved.__getitem__)
+    write, full = drafters[layer], partial(_written, model, NeverExit(), MISSING_KV[0])
+    own, expected = write(texts), full(texts)
+    (speedup,) = speed_ups(full, [write], texts)
+    drafted = np.concatenate([np.array(each.layers_run) == layer for each in own]).mean()
+    equal = np.mean([one.tokens == other.tokens for one, other in zip(own, expected)])
+    return {"layer": layer, "drafted": float(drafted), "equal_texts": float(equal), "speedup": speedup}
+
+
+def speed_ups(full: Callable, ways: Sequence[Callable], texts: Sequence[Text]) -> list[float]:
+    """Processor time of `full` over that of each way, each over the first TIMED_TEXTS texts, one at a time."""
+    timed, few = [full, *ways], texts[:TIMED_TEXTS]
+    seconds, threads = np.zeros((1 + ROUNDS, len(few), len(timed))), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for each, number, at in product(*map(range, seconds.shape)):
+            begin = time.process_time()
+            timed[at]([few[number]])
+            seconds[each, number, at] = time.process_time() - begin
+    finally:
+        torch.set_num_threads(threads)
+    total = np.median(seconds[1:], axis=0).sum(axis=0)  # the first round warms up
+    return (total[0] / total[1:]).tolist()
+
+
+def _written(model: TokenExits, rule: Rule, missing_kv: str, texts: Sequence[Text]) -> list[Generated]:
+    return model.write(texts, rule, max_new_tokens=_follow(texts), missing_kv=missing_kv, stop=())
+
+
+def _drafted(model: TokenExits, k: int, texts: Sequence[Text]) -> list[Generated]:
+    settings = {"max_new_tokens": _follow(texts), "exit_layer": model.exits[k], "head": model.heads[k]}
+    prompts = [text.ids[: text.start + 1] for text in texts]
+    return [gather(generate_lossless(model.backbone, [prompt], **settings), 1)[0] for prompt in prompts]
+
+
+def _follow(texts: Sequence[Text]) -> int:
+    return max(len(text.ids) - text.start - 1 for text in texts)
+
+
+def _saved(model: TokenExits, written: Sequence[Generated]) -> float:
+    return 1 - float(np.concatenate([each.layers_run for each in written]).mean()) / model.exits[-1]
+
+
+def _agreement(model: TokenExits, texts: Sequence[Text], written: Sequence[Generated]) -> float:
+    """The share of generated tokens that the full model predicts after the same text."""
+    whole = [Text([*text.ids[: text.start + 1], *each.tokens], text.start) for text, each in zip(texts, written)]
+    return float(record_texts(model.whole, whole, last=False).logits[:, -1, 1].mean())

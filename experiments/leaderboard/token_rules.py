@@ -1,0 +1,71 @@
+"""Rules for tokens on a record: a method's own, and the one that saves most layers at a level of agreement.
+
+Agreement is the share of tokens whose prediction is the full model's: the method's own last exit.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee.calibration import calibrate, observe
+from mini_ee.evaluation.token_evaluation import EPSILON_GRID
+from mini_ee.recording import Record
+from mini_ee.rules import FixedExit, NeverExit, Rule
+from mini_ee.training.method import Method
+
+LEVELS = (0.8, 0.9, 0.95)
+GAP = "breaking_ties"
+KEPT_MEASURES = {"prediction", "exit_logit", "saturation", GAP, "max_probability", "entropy"}
+
+
+class Outcome(NamedTuple):
+    """N tokens under a rule."""
+
+    agrees: np.ndarray  # (N,) bool
+    depth: np.ndarray  # (N,), layers run
+    log_p: np.ndarray  # (N,), ln p of the next token at the exit
+
+    @property
+    def agreement(self) -> float:
+        return float(self.agrees.mean())
+
+
+def outcome(recorded: Record, rule: Rule) -> Outcome:
+    """Each token's agreement, depth and ln p at the exit where the rule stops it."""
+    at, predictions = np.arange(len(recorded.logits)), recorded.predictions
+    exit_index = recorded.replay(rule).exit_index
+    agrees = predictions[at, exit_index] == predictions[:, -1]
+    return Outcome(agrees, np.array(recorded.segments.exits)[exit_index], recorded.logits[at, exit_index, 0])
+
+
+def own_rules(method: Method, calibration: Record) -> list[Rule]:
+    """A method's candidates; if it has none, a threshold on the gap for each exit, for many shares that must agree.
+
+    If the record has no confidences, the exits are models of fixed depth.
+    """
+    if GAP not in calibration.segments.measures:
+        return [FixedExit(k) for k in range(len(calibration.segments.exits) - 1)]
+    found = method.candidates(calibration) if method.candidates else []
+    return list(found) or gap_rules(calibration)
+
+
+def gap_rules(calibration: Record) -> list[Rule]:
+    """Self-supervised exits' thresholds on the gap between the two most probable tokens."""
+    observed = observe(calibration, GAP)
+    return [calibrate(observed, epsilon, measure=GAP) for epsilon in EPSILON_GRID]
+
+
+def rule_at(rules: Sequence[Rule], calibration: Record, level: float) -> Rule:
+    """The rule that saves most layers among those with at least this agreement; the full model if none saves any."""
+    best, least = NeverExit(), float(calibration.segments.exits[-1])
+    for rule in rules:
+        found = outcome(calibration, rule)
+        if found.agreement >= level and found.depth.mean() < least:
+            best, least = rule, float(found.depth.mean())
+    return best
+
+
+def needed_measures(rules: Sequence[Rule]) -> set[str]:
+    """The measures that a record must contain for these rules, and those by which methods are compared."""
+    return KEPT_MEASURES | {rule.measure for rule in rules if hasattr(rule, "measure")}
