@@ -24,16 +24,13 @@ from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.experiments.leaderboard.decoding_figures import decoding_figures, lossless_figures
-from mini_ee.experiments.leaderboard.token_rules import LEVELS, needed_measures, own_rules, rule_at
-from mini_ee.experiments.records import SeedRecord, read_records, write_record
-from mini_ee.experiments.trainings import Sources, how_made
+from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, needed_measures, own_rules, rule_at, rule_within
+from mini_ee.experiments.records import SeedRecord, read_about, write_record
+from mini_ee.experiments.trainings import Sources, how_made, trained
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.training.loop import Diverged
 from mini_ee.training.method import Method, load_method
-from mini_ee.training.run_folder import Run, load_run, training_folder
-from mini_ee.training.state import STATE
-from mini_ee.training.train_run import train
 from mini_ee.training.train_settings import TextOptions
 from mini_ee.training.training_text import Source, texts_to_test
 
@@ -42,7 +39,6 @@ QUICK_METHODS = ("self-supervised", "layerskip", "sleb")
 RECORDED_TEXTS = 37  # texts to choose rules on, and as many to report; of 40 tokens each
 MOST_TEXTS = 10**6  # more than any file has
 DRAFTED_TEXTS, LOSSLESS_TEXTS = 4, 12  # that choose the drafting exit, and that are then generated with it
-LEVEL = 0.9  # agreement of the rule whose decoding is measured
 
 Say = Callable[[str], None]
 
@@ -94,7 +90,7 @@ class Training(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The options of `train`, without rates and seed; models and texts by name."""
         exam, lacks = self.exam, self.method.lacks
-        options = {"task": "continue", "model": exam.weights, "text": exam.text}
+        options = {"method": self.methods[0], "task": "continue", "model": exam.weights, "text": exam.text}
         options |= {"texts": exam.texts, "new_tokens": exam.new_tokens}
         return options | {"epochs": exam.epochs for _ in [0] if "epochs" not in lacks}
 
@@ -108,7 +104,7 @@ class Training(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """What a record must have been made with."""
-        return self.options | {"rates": self.rates, "recorded_texts": RECORDED_TEXTS}
+        return self.options | {"grid": self.rates, "recorded_texts": RECORDED_TEXTS}
 
     def record(self, out: Path) -> Path:
         return out / "records" / self.exam.folder / f"{self.methods[0]}.npz"
@@ -180,11 +176,7 @@ def run_decoders(
 
 def is_recorded(out: Path, training: Training, seed: int) -> bool:
     """Whether a seed is in the record, made with the present settings and for all methods that it serves."""
-    made = read_records(training.record(out)).get(seed)
-    return made is not None and _is_current(made.about, training)
-
-
-def _is_current(about: dict, training: Training) -> bool:
+    about = read_about(training.record(out)).get(seed, {})
     return about.get("settings") == training.settings and set(training.methods) <= about["methods"].keys()
 
 
@@ -201,8 +193,12 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
     about: dict[str, Any] = {"settings": training.settings, "how": how_made(), "cpu_seconds": {}}
     with cpu_seconds(about, "search"):
         about |= _chosen_rates(out, training, seed, sources, calibration, at, say)
+    searched = len(about["tried"]) if about["tried"] and about["tried"][0]["seed"] == seed else 0
     with cpu_seconds(about, "training"):
-        run = _trained(at / "run", training, about["rates"], seed, sources)
+        run = trained(at / "run", training.options | about["rates"], seed, sources)
+    if searched:  # the run is one of those that the search has trained
+        about["cpu_seconds"]["training"] = round(about["cpu_seconds"]["search"] / searched, 1)
+        about["cpu_seconds"]["search"] -= about["cpu_seconds"]["training"]
     with cpu_seconds(about, "recording"):
         full = record_texts(decoder, reported, last=False)
         parts = [token_record(run.model, texts) for texts in (reported, calibration)]
@@ -217,9 +213,10 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
         for name, method in methods.items():
             candidates = own_rules(method, made.held_out)
             chosen = {level: rule_at(candidates, made.held_out, level) for level in LEVELS}
+            half = (found := rule_within(candidates, made.held_out, 1 / 2)) and found.to_dict()
             figures = decoding_figures(run.model, chosen[LEVEL], reported, run.tokenizer)
             about["methods"][name] = {
-                "rules": {f"{level:g}": rule.to_dict() for level, rule in chosen.items()},
+                "rules": {f"{level:g}": rule.to_dict() for level, rule in chosen.items()} | {"half": half},
                 "decoding": figures,
             }
         about["lossless"] = lossless_figures(run.model, calibration[:DRAFTED_TEXTS], reported[:LOSSLESS_TEXTS])
@@ -256,8 +253,7 @@ def _chosen_rates(
     out: Path, training: Training, seed: int, sources: Sources, calibration: list[Text], at: Path, say: Say
 ) -> dict:
     """`rates` and `tried` of the record: those of a seed before, else those with the best score of this seed."""
-    known = [made.about for made in read_records(training.record(out)).values()]
-    for about in known:
+    for about in read_about(training.record(out)).values():
         if about.get("settings") == training.settings:
             return {name: about[name] for name in ("rates", "tried")}
     if len(training.rates) == 1:
@@ -265,7 +261,7 @@ def _chosen_rates(
     tried = []
     for number, rates in enumerate(training.rates):
         try:
-            run = _trained(at / f"try-{number}", training, rates, seed, sources)
+            run = trained(at / f"try-{number}", training.options | rates, seed, sources)
             score = float(record_texts(run.model, calibration, last=False).logits[:, :, 0].mean())
         except Diverged:
             score = -np.inf
@@ -275,18 +271,6 @@ def _chosen_rates(
     if not (at / "run").exists():
         (at / f"try-{best}").rename(at / "run")
     return {"rates": tried[best]["rates"], "tried": tried}
-
-
-def _trained(folder: Path, training: Training, rates: dict, seed: int, sources: Sources) -> Run:
-    """The run with these rates: loaded if it is finished, otherwise trained or continued."""
-    if folder.exists():
-        return load_run(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = (training_folder(folder) / STATE).exists()
-    if not unfinished:
-        shutil.rmtree(training_folder(folder), ignore_errors=True)
-    options = sources.options(training.options) | rates
-    return train(training.methods[0], out=folder, resume=unfinished, seed=seed, **options)
 
 
 # ---- Records ----

@@ -15,6 +15,7 @@ from mini_ee.rules import FixedExit, NeverExit, Rule
 from mini_ee.training.method import Method
 
 LEVELS = (0.8, 0.9, 0.95)
+LEVEL = 0.9  # of the rule whose decoding is measured
 GAP = "breaking_ties"
 KEPT_MEASURES = {"prediction", "exit_logit", "saturation", GAP, "max_probability", "entropy"}
 
@@ -63,6 +64,16 @@ def rule_at(rules: Sequence[Rule], calibration: Record, level: float) -> Rule:
         found = outcome(calibration, rule)
         if found.agreement >= level and found.depth.mean() < least:
             best, least = rule, float(found.depth.mean())
+    return best
+
+
+def rule_within(rules: Sequence[Rule], calibration: Record, share: float) -> Rule | None:
+    """The rule with the highest mean ln p among those with at most this share of the layers, or None."""
+    best, most = None, -np.inf
+    for rule in rules:
+        found = outcome(calibration, rule)
+        if found.depth.mean() <= share * calibration.segments.exits[-1] and found.log_p.mean() > most:
+            best, most = rule, float(found.log_p.mean())
     return best
 
 

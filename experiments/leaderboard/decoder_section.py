@@ -1,0 +1,304 @@
+"""The decoders' section of the leaderboard, from their records: tables, intervals and a picture, in seconds."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee.evaluation.plots import can_draw, new_panels, save_figure
+from mini_ee.exits.decoding import MISSING_KV
+from mini_ee.experiments.leaderboard.decoders import EXAMS, QUICK_EXAMS, DecoderExam, trainings
+from mini_ee.experiments.leaderboard.ranking import (
+    Drawn,
+    Interval,
+    better_pairs,
+    drawn_mean,
+    example_counts,
+    interval,
+    uniforms_of,
+)
+from mini_ee.experiments.leaderboard.tables import percent, plus_minus
+from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, outcome
+from mini_ee.experiments.markdown import folded, markdown_table, wrapped
+from mini_ee.experiments.pictures import CYCLE, GREY
+from mini_ee.experiments.records import read_records
+from mini_ee.recording import Record
+from mini_ee.rules import NeverExit, Rule, rule_from_dict
+
+PICTURE = "leaderboard-decoders.png"
+HALF = "half"  # name of the rule with at most half of the layers
+NOT_RUN, NO_RULE = "·", "–"
+COPIED, RECOMPUTED = MISSING_KV
+
+
+class Figures(NamedTuple):
+    """A method on a decoder, over S seeds and T texts each."""
+
+    seeds: tuple[int, ...]
+    values: dict[str, np.ndarray]  # name -> (S, T), means over the tokens of a text
+    abouts: list[dict]  # of each seed
+    method: str
+    exits: tuple[int, ...]
+    agreement: np.ndarray  # (S, K), of each exit
+
+    def mean(self, read: Callable[[dict], float | None]) -> float | None:
+        """The mean over seeds of a figure in `about`; None if a seed has none."""
+        found = [read(about) for about in self.abouts]
+        return None if None in found else float(np.mean(found))
+
+    def decoding(self, fill: str, name: str) -> float | None:
+        """The mean of a figure of decoding; None if some seed has no rule that saves layers."""
+        return self.mean(lambda about: about["methods"][self.method]["decoding"].get(fill, {}).get(name))
+
+    def lossless(self, name: str) -> float | None:
+        return self.mean(lambda about: about["lossless"].get(name))
+
+
+# ---- From records to figures ----
+
+
+def read_exam(out: Path, exam: DecoderExam, quick: bool) -> dict[str, Figures]:
+    """Method -> its figures, of all methods that have a record with the present settings."""
+    found = {}
+    for training in trainings(quick):
+        if training.exam != exam:
+            continue
+        made = read_records(training.record(out))
+        made = {seed: each for seed, each in made.items() if each.about["settings"] == training.settings}
+        for method in training.methods:
+            if own := {seed: each for seed, each in made.items() if method in each.about["methods"]}:
+                parts = [_of_seed(each.reported, each.about["methods"][method]["rules"]) for each in own.values()]
+                shared = set.intersection(*(set(part) for part in parts))
+                values = {name: np.stack([part[name] for part in parts]) for name in sorted(shared)}
+                first, *_ = own.values()
+                agreement = np.array([_agreement(each.reported) for each in own.values()])
+                abouts = [each.about for each in own.values()]
+                found[method] = Figures((*own,), values, abouts, method, first.reported.segments.exits, agreement)
+    return found
+
+
+def _of_seed(reported: Record, rules: dict[str, dict | None]) -> dict[str, np.ndarray]:
+    """Name -> the mean of each text: what every rule saves, its agreement and ln p."""
+    _, text, sizes = np.unique(reported.groups, return_inverse=True, return_counts=True)
+    layers, found = reported.segments.exits[-1], {}
+    every: dict[str, Rule] = {name: rule_from_dict(rule) for name, rule in rules.items() if rule is not None}
+    for name, rule in (every | {"full": NeverExit()}).items():
+        got = outcome(reported, rule)
+        for kind, values in (("saved", 1 - got.depth / layers), ("agreement", got.agrees), ("ln p", got.log_p)):
+            found[f"{kind} {name}"] = np.bincount(text, values.astype(np.float64)) / sizes
+    return found
+
+
+def _agreement(reported: Record) -> list[float]:
+    predictions = reported.predictions
+    return (predictions == predictions[:, -1:]).mean(axis=0).tolist()
+
+
+def drawn(found: Figures, name: str, folder: str) -> Drawn | None:
+    """A figure with its draws of seeds and texts; None if some seed has no such rule."""
+    if name not in found.values:
+        return None
+    values = found.values[name]
+    seed_draws, text_draws = uniforms_of(folder, values.shape[1])
+    by_seed = example_counts(text_draws) @ values.T / values.shape[1]
+    return drawn_mean(by_seed, values.mean(axis=1), seed_draws, found.seeds)
+
+
+# ---- The section ----
+
+
+def decoder_section(out: Path, quick: bool) -> list[str]:
+    """Markdown lines of the section, without its heading; writes its picture into `out`."""
+    exams = {exam: read_exam(out, exam, quick) for exam in (QUICK_EXAMS if quick else EXAMS)}
+    run = {exam: found for exam, found in exams.items() if found}
+    if not run:
+        return ["Not run yet.", ""]
+    lines = _paragraphs(INTRODUCTION)
+    if can_draw():
+        out.mkdir(parents=True, exist_ok=True)
+        draw_saved(out / PICTURE, run)
+        lines += [f"![{CAPTION}]({PICTURE})", "", f"*{CAPTION}.*", ""]
+    for exam, found in run.items():
+        lines += [f"### {exam.name}", "", *_paragraphs(_answer(exam, found)), *_main_table(exam, found, quick)]
+        lines += folded("Agreement by exit, and other levels", _levels_table(exam, found))
+        lines += folded("Missing keys and values: both fills", _fills_table(found))
+        lines += folded("Lossless decoding", _lossless_table(found))
+        lines += folded("Rates and cost", _cost_table(found))
+    return lines
+
+
+CAPTION = (
+    "Layers saved on new text at 90 % agreement with the full model (dots, 95 % interval), and decoding time saved"
+)
+INTRODUCTION = f"""Here tokens exit. All methods learn the same texts in as many epochs. The rates lr and head_lr are
+chosen from one grid with the first seed, by the mean of ln p of the next token over all exits on calibration text.
+*Agreement* is the share of tokens whose prediction is that of the method's own full model. The rule of a row is the one
+of the method's own rules that saves most layers on calibration text among those with {LEVEL:.0%} agreement; its figures
+are of new text. A method without rules of its own has thresholds on the gap between the two most probable tokens.
+
+A method that trains the decoder changes the full model: so the table has the perplexity of each full model, and the
+last column but three does not depend on the full model: the perplexity with at most half of the layers. *Speed-up* is
+processor time at batch size 1 without exits over that with exits, with both ways to fill in missing keys and values. An
+interval is over seeds and texts. {NO_RULE}: no rule of the method reaches the level, or saves as much."""
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [*wrapped(text).splitlines(), ""]
+
+
+def _answer(exam: DecoderExam, found: dict[str, Figures]) -> str:
+    """Which method saves most, and which others are not shown to save less."""
+    saved = {name: each for name, each in _drawn(exam, found, f"saved {LEVEL:g}").items() if each.mean > 0}
+    if not saved:
+        return f"No method saves layers at {LEVEL:.0%} agreement."
+    order = sorted(saved, key=lambda name: -saved[name].mean)
+    worse = {worse for better, worse in better_pairs(saved) if better == order[0]}
+    similar = [name for name in order[1:] if name not in worse]
+    text = f"**{order[0]}** saves most layers at {LEVEL:.0%} agreement: {plus_minus(interval(saved[order[0]]))} %."
+    if not similar:
+        return text + " All others save significantly less (Holm's correction over all pairs)."
+    return text + f" Not shown to save less: {', '.join(similar)} (Holm's correction over all pairs)."
+
+
+def _drawn(exam: DecoderExam, found: dict[str, Figures], name: str) -> dict[str, Drawn]:
+    pairs = {method: drawn(each, name, exam.folder) for method, each in found.items()}
+    return {method: each for method, each in pairs.items() if each is not None}
+
+
+def _order(found: dict[str, Figures]) -> list[str]:
+    """The methods, those first that save most layers."""
+    return sorted(found, key=lambda name: -found[name].values[f"saved {LEVEL:g}"].mean())
+
+
+def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> list[str]:
+    names = ["method", "layers saved, %", "agreement, %", "perplexity", "perplexity of the full model"]
+    names += ["perplexity with half of the layers", *(f"speed-up, {fill}" for fill in MISSING_KV), "Rouge-L", "seeds"]
+    rows = []
+    for name in _order(found):
+        each, own = found[name], {}
+        for figure in (f"saved {LEVEL:g}", f"agreement {LEVEL:g}", f"ln p {LEVEL:g}", "ln p full", f"ln p {HALF}"):
+            one = drawn(each, figure, exam.folder)
+            own[figure] = None if one is None else interval(one)
+        never = not each.values[f"saved {LEVEL:g}"].any()
+        cells = [NO_RULE if never else plus_minus(own[figure]) for figure in [*own][:2]]
+        cells += [NO_RULE if never else _perplexity(own[f"ln p {LEVEL:g}"]), _perplexity(own["ln p full"])]
+        cells += [_perplexity(own[f"ln p {HALF}"]), *(_times(each.decoding(fill, "speedup")) for fill in MISSING_KV)]
+        rows.append([name, *cells, _share(each.decoding(COPIED, "rouge_l")), len(each.seeds)])
+    missing = [name for training in trainings(quick) if training.exam == exam for name in training.methods]
+    rows += [[name, *[NOT_RUN] * (len(names) - 2), 0] for name in missing if name not in found]
+    original = np.mean([about["original"]["perplexity"] for each in found.values() for about in each.abouts])
+    note = f"The decoder before any training has a perplexity of {original:.2f} on these texts. Rouge-L (0 to 100) "
+    note += f"compares generated text with that of the full model, with {COPIED}."
+    return [*markdown_table(names, rows), "", *_paragraphs(note)]
+
+
+def _levels_table(exam: DecoderExam, found: dict[str, Figures]) -> list[str]:
+    names = ["method", "agreement after each exit, %", *(f"layers saved at {level:.0%}, %" for level in LEVELS)]
+    rows = []
+    for name in _order(found):
+        each = found[name]
+        exits = zip(each.exits[:-1], each.agreement.mean(axis=0))
+        by_exit = ", ".join(f"layer {layer}: {percent(share)}" for layer, share in exits)
+        saved = [drawn(each, f"saved {level:g}", exam.folder) for level in LEVELS]
+        rows.append([name, by_exit, *(NO_RULE if one is None else plus_minus(interval(one)) for one in saved)])
+    return [*markdown_table(names, rows), ""]
+
+
+def _fills_table(found: dict[str, Figures]) -> list[str]:
+    """Agreement of generated tokens, Rouge-L and speed with both fills, and their gaps."""
+    names = ["method", *(f"agreement, {fill}, %" for fill in MISSING_KV), "gap, points"]
+    names += [*(f"Rouge-L, {fill}" for fill in MISSING_KV), f"time of {RECOMPUTED} / time of {COPIED}"]
+    rows = []
+    for name in _order(found):
+        agreement, rouge, speed = (
+            [found[name].decoding(fill, figure) for fill in MISSING_KV]
+            for figure in ("agreement", "rouge_l", "speedup")
+        )
+        gap = NO_RULE if None in agreement else f"{100 * (agreement[1] - agreement[0]):.1f}"
+        time = NO_RULE if None in speed else f"{speed[0] / speed[1]:.2f}"
+        rows.append([name, *map(_share, agreement), gap, *map(_share, rouge), time])
+    note = "Agreement: the share of generated tokens that the full model predicts after the same text."
+    return [*_paragraphs(note), *markdown_table(names, rows), ""]
+
+
+def _lossless_table(found: dict[str, Figures]) -> list[str]:
+    """A line per training, because the rule has no part in it."""
+    rows, seen = [], []
+    for name, each in found.items():
+        if each.abouts in seen or each.lossless("speedup") is None:
+            continue
+        seen.append(each.abouts)
+        layers = sorted({about["lossless"]["layer"] for about in each.abouts})
+        equal, drafted = each.lossless("equal_texts"), each.lossless("drafted")
+        cells = [", ".join(map(str, layers)), _share(drafted), _share(equal), _times(each.lossless("speedup"))]
+        rows.append([f"{name}, lossless", *cells])
+    rows.sort(key=lambda row: row[-1], reverse=True)
+    note = """The text is that of the full model: an exit drafts tokens, and the layers above verify them in one block
+    (`mini-ee generate --lossless`). The exit is the one that saves most layers on calibration text."""
+    names = ["method", "drafts after layer", "drafted tokens, %", "texts equal to the full model's, %", "speed-up"]
+    return [*_paragraphs(" ".join(note.split())), *markdown_table(names, rows), ""]
+
+
+def _cost_table(found: dict[str, Figures]) -> list[str]:
+    """The rates and the processor seconds of each training, and the hours of all."""
+    rows, seen, total = [], [], 0.0
+    for name, each in found.items():
+        if each.abouts in seen:
+            continue
+        seen.append(each.abouts)
+        sharing = ", ".join(other for other, figures in found.items() if figures.abouts == each.abouts)
+        rates = ", ".join(f"{key} {rate:g}" for key, rate in each.abouts[0]["rates"].items())
+        seconds = [each.mean(lambda about, part=part: about["cpu_seconds"][part]) for part in ("training", "decoding")]
+        total += math.fsum(value for about in each.abouts for value in about["cpu_seconds"].values())
+        agreement = each.mean(lambda about: about["original"]["agreement"])
+        rows.append([sharing, rates or NO_RULE, _share(agreement), *(f"{value:.0f}" for value in seconds)])
+    names = ["trained once", "rates", "full model agrees with the original, %", "training, s", "measuring decoding, s"]
+    note = f"Processor seconds of one seed; {total / 3600:.1f} core hours for all seeds, with the search for rates."
+    return [*_paragraphs(note), *markdown_table(names, rows), ""]
+
+
+def _perplexity(found: Interval | None) -> str:
+    """exp of minus the mean ln p, with its interval."""
+    if found is None:
+        return NO_RULE
+    low, high = math.exp(-found.high), math.exp(-found.low)
+    return f"{math.exp(-found.mean):.2f} ({low:.2f} to {high:.2f})"
+
+
+def _share(value: float | None) -> str:
+    return NO_RULE if value is None else percent(value)
+
+
+def _times(value: float | None) -> str:
+    return NO_RULE if value is None else f"{value:.2f}x"
+
+
+# ---- The picture ----
+
+
+def draw_saved(path: Path, exams: dict[DecoderExam, dict[str, Figures]]) -> None:
+    """A panel per decoder, a line per method: layers saved with their interval, and time saved with each fill."""
+    most = max(map(len, exams.values()))
+    figure, grid = new_panels(len(exams), len(exams), width=4.8, height=1.4 + 0.27 * most)
+    for axes, (exam, found) in zip(grid, exams.items()):
+        order = _order(found)[::-1]
+        for line, name in enumerate(order):
+            each = found[name]
+            one = drawn(each, f"saved {LEVEL:g}", exam.folder)
+            assert one is not None  # every method has a rule at every level, if only the full model
+            at = interval(one)
+            label = {"label": "layers"} if not line else {}
+            axes.plot([100 * at.low, 100 * at.high], [line, line], "-", color=CYCLE[0], linewidth=1.6)
+            axes.plot(100 * at.mean, line, "o", color=CYCLE[0], markersize=6, **label)
+            for fill, marker, colour in zip(MISSING_KV, "<x", (CYCLE[1], CYCLE[6])):
+                if speed := each.decoding(fill, "speedup"):
+                    axes.plot(100 * (1 - 1 / speed), line, marker, color=colour, markersize=6)
+        for fill, marker, colour in zip(MISSING_KV, "<x", (CYCLE[1], CYCLE[6])):
+            axes.plot([], [], marker, color=colour, label=f"time, {fill}")
+        axes.axvline(0, color=GREY, linewidth=0.8, zorder=0)
+        axes.set_yticks(range(len(order)), order)
+        axes.set(xlabel="saved, % of the full model", title=exam.name)
+    grid[0].legend(frameon=False, fontsize=8, loc="lower right")
+    save_figure(figure, path)
