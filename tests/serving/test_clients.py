@@ -122,7 +122,7 @@ def test_node_predicts_what_python_predicts(exported, given_inputs):
     folder, other = exported
     answers = expected(folder, other if given_inputs else None)
     options = ["--threshold", other] if given_inputs else []
-    found = [json.loads(line) for line in lines_of(["node", CLIENTS / "answer.mjs", folder, *options], sentences())]
+    found = [json.loads(line) for line in lines_of(["node", CLIENTS / "classify.mjs", folder, *options], sentences())]
     assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
     confidences = [each.confidence for each in answers]
     np.testing.assert_allclose([each["confidence"] for each in found], confidences, rtol=0, atol=ATOL)
@@ -133,7 +133,7 @@ def test_node_counts_exits_in_a_row_as_the_run_does(exported, tmp_path):
     run = load_run(exported[0].parent / "run")
     export(run._replace(rule=PatienceConfidence(2, 0.6)), tmp_path / "exported", web=True)
     answers = Runtime(tmp_path / "exported").run(sentences(), batch_size=1, rule=PatienceConfidence(2, 0.55))
-    command = ["node", CLIENTS / "answer.mjs", tmp_path / "exported", "--threshold", 0.55]
+    command = ["node", CLIENTS / "classify.mjs", tmp_path / "exported", "--threshold", 0.55]
     found = [json.loads(line) for line in lines_of(command, sentences())]
     assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
 
@@ -185,7 +185,7 @@ def test_cpp_refuses_a_threshold_that_is_no_number(exported, built, threshold):
 @in_node
 @pytest.mark.parametrize("threshold", ["abc", "", "NaN"])
 def test_a_threshold_that_is_no_number_is_one_line(exported, threshold):
-    command = ["node", "answer.mjs", str(exported[0]), f"--threshold={threshold}"]
+    command = ["node", "classify.mjs", str(exported[0]), f"--threshold={threshold}"]
     found = subprocess.run(command, cwd=CLIENTS, input="fine", capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (2, "--threshold: expected a number\n")
 
