@@ -41,6 +41,7 @@ from mini_ee.export.builder import OPSET, int8_maps, parameters_of
 from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
 from mini_ee.export.model_graph import write_model_graph
+from mini_ee.export.older_opsets import in_opset
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.segment_graphs import segment_graphs
 from mini_ee.export.sessions import CPU
@@ -86,6 +87,7 @@ def export(
     seed: int = 0,
     segments: bool = False,
     web: bool = False,
+    opset: int = OPSET,
 ) -> dict:
     """Write the exported folder and return its manifest.
 
@@ -94,24 +96,17 @@ def export(
     precision: float32, float16, or int8 for the linear maps within the layers (default float32). segments: also write
     one graph per segment. They are for rules that model.onnx does not contain, for servers that form new batches after
     each exit, and for recomputing caches; a decoder that was trained with "recompute" always gets them. web: also write
-    a page that runs the model in a browser, see web_page.py. Warns if the tokenizer has tokens that the model lacks.
+    a page that runs the model in a browser, see web_page.py. opset: see older_opsets.py. Warns if the tokenizer has
+    tokens that the model lacks.
     Raises FileExistsError if `out` exists; WrongArguments if the rule reads hidden states and `segments` is given;
     ValueError if a weight is NaN, infinite or too large for the precision, if the rule cannot be exported, or if
     float32 graphs differ from torch by more than TOLERANCE, or RELATIVE of large logits. Then no folder is written.
     """
-    for name, parameter in run.model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise ValueError(f"the run's {name} must be finite, found NaN or infinity; no folder was written")
     tokens = run.unit == "tokens"
+    segments = segments or tokens and run.model.missing_kv == "recompute"
+    _check_run(run, segments)
     texts = texts or (CALIBRATION_PROMPTS if tokens else _built_in_texts(run))
     source = TokenGraphs(run.model) if tokens else run.segments()
-    run.rule.check(len(run.exits))
-    segments = segments or tokens and run.model.missing_kv == "recompute"
-    if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
-        raise WrongArguments(
-            f"the rule reads the {run.rule.measure} of hidden states, which graphs by segment do not return: export "
-            f"without --segments, or with another measure"
-        )
     if web:
         check_page(run)
     own = run.rule.to_dict() == run.config.get("rule")
@@ -124,7 +119,7 @@ def export(
             "method": run.config["method"],
             **{key: run.config[key] for key in keys if key in run.config},
             "max_length": run.tokenizer.max_length,
-            **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web),
+            **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web, opset),
             "versions": versions() | {"onnx": onnx.__version__},
         }
         run.tokenizer.save(partial_folder / "tokenizer.json")
@@ -140,6 +135,19 @@ def export(
     return manifest
 
 
+def _check_run(run: Run, segments: bool) -> None:
+    """Raises ValueError or WrongArguments as `export` does, before anything is written."""
+    for name, parameter in run.model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"the run's {name} must be finite, found NaN or infinity; no folder was written")
+    run.rule.check(len(run.exits))
+    if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
+        raise WrongArguments(
+            f"the rule reads the {run.rule.measure} of hidden states, which graphs by segment do not return: export "
+            f"without --segments, or with another measure"
+        )
+
+
 def write_graphs(
     model: nn.Module,
     source,
@@ -148,11 +156,12 @@ def write_graphs(
     precision: str = "float32",
     segments: bool = False,
     web: bool = False,
+    opset: int = OPSET,
 ) -> dict:
     """Write graphs and weights into an existing folder; returns their entries of the manifest.
 
     source: the segments of a model of rows, or the TokenGraphs of a model of tokens. web: also write model_web.onnx.
-    Raises ValueError for an unknown precision, and for a rule that cannot be exported if `segments` is false.
+    Raises ValueError for an unknown precision or opset, and for a rule that cannot be exported if `segments` is false.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
@@ -182,12 +191,12 @@ def write_graphs(
     write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
     tensors, graphs = layout(folder / WEIGHTS), {}
     for name, builder in made.items():
-        graph, path = builder.model(name, WEIGHTS, tensors), folder / f"{name}.onnx"
+        graph, path = in_opset(builder.model(name, WEIGHTS, tensors), opset), folder / f"{name}.onnx"
         onnx.save(graph, path)
         onnx.checker.check_model(path, full_check=True)
         graphs[name] = _interface(graph)
     return {
-        "opset": OPSET,
+        "opset": opset,
         "precision": precision,
         "backbone": model.backbone.config.to_dict(),
         "exits": list(model.exits),

@@ -12,7 +12,7 @@ import numpy as np
 
 from mini_ee.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
 from mini_ee.data.progress import tqdm
-from mini_ee.data.tasks import Task, load_task
+from mini_ee.data.tasks import Split, Task, load_task
 from mini_ee.experiments.markdown import fold_sections, made_by_measuring, markdown_table, wrapped
 from mini_ee.experiments.measured import repeated_trainings
 from mini_ee.experiments.trainings import Sources
@@ -20,7 +20,7 @@ from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.statistics import POWER, paired_p_values, share_interval
 from mini_ee.training.default_rule import default_rule, sweep
-from mini_ee.training.run_folder import load_run
+from mini_ee.training.run_folder import Run, load_run
 from mini_ee.training.train_run import train
 
 SEED = 0
@@ -34,11 +34,8 @@ PROPOSING = 200  # at most, and at most a tenth of a held-out set: rows that pro
 DRAWS, SETS, EPSILONS, CONFIDENCE_MEASURE = 200, 1000, (0.9, 0.95), "max_probability"
 
 
-def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int | None) -> Path:
-    """Train on `rows` rows of train, and write the logits (N, K, C) of every exit and the labels (N,) of the others."""
-    path = work / f"{name}.npz"
-    if path.exists():
-        return path
+def trained_on_part(work: Path, sources: Sources, name: str, rows: int, most: int | None) -> tuple[Run, Split]:
+    """`joint` on `rows` rows of train, and the other rows, at most `most`. The run stays in `work`."""
     header, *lines = (sources.find("data", name) / "train.tsv").read_text().splitlines()
     lines = [lines[row] for row in np.random.default_rng(SEED).permutation(len(lines))]
     first = round(rows / 0.9)  # training holds a tenth of its rows out
@@ -48,7 +45,15 @@ def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int 
         (folder / f"{split}.tsv").write_text("\n".join([header, *some]) + "\n")
     if not (work / f"{name}-run").exists():
         train("joint", sources.find("weights", "all-MiniLM-L6-v2"), folder, work / f"{name}-run", exits=EXITS)
-    run, unseen = load_run(work / f"{name}-run"), load_task(folder).split("dev")
+    return load_run(work / f"{name}-run"), load_task(folder).split("dev")
+
+
+def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int | None) -> Path:
+    """Write the logits (N, K, C) of every exit and the labels (N,) of rows that the training did not use."""
+    path = work / f"{name}.npz"
+    if path.exists():
+        return path
+    run, unseen = trained_on_part(work, sources, name, rows, most)
     recorded = record(run.segments(), run.encode(unseen.texts), 64, progress=f"recording {name}")
     partial = path.with_suffix(".part.npz")
     np.savez(partial, logits=recorded.logits, labels=unseen.labels)

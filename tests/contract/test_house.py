@@ -106,6 +106,8 @@ OUTSIDE = ("export", "experiments")  # of mini_ee/, and installed into it
 MODULES = [path for room in ("mini_ee", *OUTSIDE) for path in sorted((ROOT / room).rglob("*.py"))]
 MOST_LINES, LONGEST_FUNCTION, MOST_PARAMETERS = 450, 60, 7
 WIDE = {  # functions with more parameters than that
+    "export": "the parts of an exported folder are named one by one, as the options of the command",
+    "write_graphs": "as export, which calls it",
     "kernel": "a Triton kernel takes pointers and sizes one by one",
     "generate": "the ways to decode are named one by one, as in transformers' generate",
     "generate_lossless": "as generate",
