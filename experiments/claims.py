@@ -7,15 +7,18 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.experiments.markdown import folded, markdown_table
-from mini_ee.experiments.page_data import PageData, is_share, printed, with_unit
-from mini_ee.experiments.recipe import sides
+from mini_ee.experiments.page_data import PageData, filled_in, is_share, printed, with_unit
+from mini_ee.experiments.recipe import comparisons_of, parts_of, sides
 from mini_ee.experiments.verdicts import (
-    CONFIDENCE_LEVEL,
+    ABOVE,
+    ALL_SEEDS,
+    BELOW,
     ELSEWHERE,
     FAILS,
     FEW,
     HOLDS,
     LEAST_SEEDS,
+    LEVEL,
     MISSING,
     MOST_SEEDS,
     UNDECIDED,
@@ -24,21 +27,14 @@ from mini_ee.experiments.verdicts import (
     Compared,
     compared,
     forecast,
-    probable_verdict,
-    seeds_to_decide,
+    judged,
     verdict_of,
 )
 
-NO_SEED_HAS_IT = Compared(0.0, 0.0, 0.0, 0.0, 0.0, 0, ELSEWHERE)  # all cases were run, and no seed has the figure
+NO_SEED_HAS_IT = Compared(0.0, 0.0, 0.0, verdict=ELSEWHERE)  # all cases were run, and no seed has the figure
 NEVER = f"{MOST_SEEDS} seeds would not decide"
-COLUMNS = (
-    "comparison",
-    "should be larger",
-    "than",
-    f"difference ({CONFIDENCE_LEVEL:.0%} interval)",
-    "seeds",
-    "verdict",
-)
+MORE_ROWS = "no number of seeds would decide: more test examples, or a record of each prediction, are needed"
+COLUMNS = ("comparison", "should be larger", "than", f"difference ({1 - LEVEL:.0%} interval)", "seeds", "result")
 
 
 class Judged(NamedTuple):
@@ -49,55 +45,76 @@ class Judged(NamedTuple):
     verdict: str
 
     def in_words(self) -> str:
-        """The verdict with the claim's caveat, if it has one; why it cannot be decided, and how more seeds probably
-        decide it if the interval is too wide."""
+        """The verdict with the claim's caveat, if it has one; why it cannot be decided, and what would decide it if the
+        interval is too wide."""
         caveat = f" ({self.claim['caveat']})" if "caveat" in self.claim else ""
         if self.verdict not in UNDECIDED:
             return self.verdict + caveat
-        if self.verdict != WIDE:
-            return f"cannot be decided: {self.verdict}{caveat}"
-        if (expected := forecast(self.comparisons, self.claim.get("need", "all"))) is None:
-            return f"cannot be decided: {_wide(None)}{caveat}"
-        because = f", because of {expected.failing} of {len(self.comparisons)} comparisons"
+        more = f" ({self._what_decides()})" if self.verdict == WIDE else ""
+        return f"cannot be decided: {self.verdict}{more}{caveat}"
+
+    def _what_decides(self) -> str:
+        if (expected := forecast(self.comparisons)) is None or expected.seeds == ALL_SEEDS:
+            exact = forecast([each and each._replace(row_error=0.0) for each in self.comparisons])
+            return MORE_ROWS if exact and exact.seeds != ALL_SEEDS else NEVER
+        because = f", because of {expected.below} of {len(self.comparisons)} comparisons"
         because = because if expected.verdict == FAILS and len(self.comparisons) > 1 else ""
-        return f"cannot be decided: {_wide(expected.seeds, expected.verdict + because)}{caveat}"
+        return f"with about {expected.seeds} seeds in total it probably {expected.verdict}{because}"
 
     def counts(self) -> str:
-        """The number of comparisons by verdict, and how many the claim needs if not all: "6 hold, 1 undecided"."""
-        verdicts = [each.verdict if each else MISSING for each in self.comparisons]
-        held, failed = verdicts.count(HOLDS), verdicts.count(FAILS)
-        words = (held, "holds" if held == 1 else "hold"), (failed, FAILS if failed == 1 else "do not hold")
-        parts = [f"{count} {word}" for count, word in (*words, (len(verdicts) - held - failed, "undecided")) if count]
-        need = self.claim.get("need", "all")
-        return ", ".join(parts) + (f"; {need} needed" if parts and need != "all" else "")
+        """The number of comparisons by result: "6 above, 1 undecided"."""
+        results = [each.verdict if each else MISSING for each in self.comparisons]
+        above, below = results.count(ABOVE), results.count(BELOW)
+        counts = (above, ABOVE), (below, BELOW), (len(results) - above - below, "undecided")
+        return ", ".join(f"{count} {word}" for count, word in counts if count)
 
 
 def judge_claim(claim: dict, data: PageData) -> Judged:
-    """Compare on the seeds that all cases of a comparison have, and decide the claim.
+    """Compare on the seeds that all cases of a comparison have, and decide the claim."""
+    if "unseen" in claim:
+        return Judged(claim, [], ELSEWHERE)
+    comparisons = judged([compare_cases(each, data) for each in comparisons_of(claim)])
+    verdict, tried = verdict_of(comparisons), claim.get("tried", {"cases": []})
+    if verdict == FAILS and not all(data.found[name]["seeds"] for name in tried["cases"]):
+        verdict = UNTRIED
+    return Judged(claim, comparisons, verdict)
+
+
+def compare_cases(compare: dict, data: PageData) -> Compared | None:
+    """One comparison, a mean over its settings; None if its cases have not been run.
 
     If the cases were run with enough seeds and too few of these have the figure, other data are needed. For example,
     there is no loss of the rows that exit at a layer if no row exits there.
     """
-    comparisons = []
-    for each in claim.get("compare", []):
-        both = [_side(data, each, side) for side in ("more", "than")]
-        seeds = sorted(set.intersection(*(set(values) for values in both if values is not None)))
-        names = {name for side in ("more", "than") for name, _ in sides(each, side)}
-        run = len(set.intersection(*(set(data.found[name]["seeds"]) for name in names)))
-        if not seeds:
-            comparisons.append(NO_SEED_HAS_IT if run >= LEAST_SEEDS else None)
-            continue
-        more, than = ([values[seed] if values is not None else each["than"] for seed in seeds] for values in both)
-        comparison = compared(more, than, each.get("by", 0.0), each.get("exact", False))
-        if comparison.seeds < LEAST_SEEDS <= run:
-            comparison = comparison._replace(verdict=ELSEWHERE)
-        comparisons.append(comparison)
-    if "unseen" in claim:
-        return Judged(claim, [], ELSEWHERE)
-    verdict, tried = verdict_of(comparisons, claim.get("need", "all")), claim.get("tried", {"cases": []})
-    if verdict == FAILS and not all(data.found[name]["seeds"] for name in tried["cases"]):
-        verdict = UNTRIED
-    return Judged(claim, comparisons, verdict)
+    both = [_side(data, compare, side) for side in ("more", "than")]
+    seeds = sorted(set.intersection(*(set(values) for values in both if values is not None)))
+    names = {name for side in ("more", "than") for name, _ in sides(compare, side)}
+    run = len(set.intersection(*(set(data.found[name]["seeds"]) for name in names)))
+    if not seeds:
+        return NO_SEED_HAS_IT if run >= LEAST_SEEDS else None
+    more, than = ([values[seed] if values is not None else compare["than"] for seed in seeds] for values in both)
+    found = compared(more, than, compare.get("by", 0.0), compare.get("exact", False), _row_error(compare, data, seeds))
+    return found._replace(verdict=ELSEWHERE) if found.seeds < LEAST_SEEDS <= run else found
+
+
+def _row_error(compare: dict, data: PageData, seeds: list[str]) -> float:
+    """A bound on the standard error of the difference that comes from the test examples; 0 for figures without one.
+
+    A share p of N examples has a variance of at most p (1 - p) / N. On the same examples, the variances of both sides
+    add up if the sides are independent; models of the same data are right on the same examples more often than
+    independent ones, so that the sum is a bound. Shares of the same task are averaged first: they have the same
+    examples. Tasks are independent.
+    """
+    variance = 0.0
+    for side in ("more", "than"):
+        pairs, tasks = sides(compare, side), dict[tuple[str, int], list[float]]()
+        for case, figure in pairs:
+            values = data.values(case, figure)
+            tasks.setdefault(data.rows(case, figure), []).append(float(np.mean([values[seed] for seed in seeds])))
+        for (_, rows), shares in tasks.items():
+            share, weight = float(np.mean(shares)), len(shares) / len(pairs)
+            variance += weight**2 * share * (1 - share) / rows if rows else 0.0
+    return variance**0.5
 
 
 def _side(data: PageData, compare: dict, side: str) -> dict[str, float] | None:
@@ -115,7 +132,7 @@ def counted(judged: list[Judged], control: bool = False) -> str:
     verdicts = Counter(one.verdict for one in judged if bool(one.claim.get("control")) == control)
     undecided = {each: verdicts.pop(each) for each in UNDECIDED if each in verdicts}
     parts = []
-    for verdict, one, many in ((HOLDS, "holds", "hold"), (FAILS, "does not hold", "do not hold")):
+    for verdict, one, many in ((HOLDS, "holds", "hold"), (FAILS, FAILS, "do not hold here")):
         if count := verdicts.pop(verdict, 0):
             parts.append(f"{count} {one if count == 1 else many}")
     parts += [f"{count} *{verdict}*" for verdict, count in verdicts.items()]
@@ -131,15 +148,16 @@ def counted(judged: list[Judged], control: bool = False) -> str:
 def claim_lines(number: int, judged: Judged, data: PageData) -> list[str]:
     """A claim, folded: its verdict and text, then its comparisons, and what the paper reports."""
     claim, comparisons, verdict = judged
-    rows = [
-        _comparison_row(each, comparison, data)
-        for each, comparison in zip(claim.get("compare", []), comparisons)
-        if comparison not in (None, NO_SEED_HAS_IT)
-    ]
+    rows = []
+    for each, comparison in zip(comparisons_of(claim), comparisons):
+        if comparison not in (None, NO_SEED_HAS_IT):
+            rows.append(_comparison_row(each, comparison, data))
+            parts = parts_of(each) if len(parts_of(each)) > 1 else []
+            rows += [_part_row(part, found, data) for part in parts if (found := compare_cases(part, data)) is not None]
     lines = [*markdown_table(COLUMNS, rows), ""] if rows else []
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
         lines += _tried_lines(claim, tried, data)
-    lines += [claim["unseen"], ""] if "unseen" in claim else []
+    lines += [filled_in(claim["unseen"], data), ""] if "unseen" in claim else []
     lines += [f"The paper: {claim['paper']}."]
     control = "control: " if claim.get("control") else ""
     counts = f" (comparisons: {counts})" if (counts := judged.counts()) else ""
@@ -155,7 +173,7 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
     figure, groups, lines = tried["figure"], {}, []
     side = "than" if tried.get("least") else "more"
     methods = {data.cases[name].options.get("method") for name in tried["cases"]}
-    pairs = [pair for compare in claim["compare"] for pair in sides(compare, side)]
+    pairs = [pair for compare in comparisons_of(claim) for pair in sides(compare, side)]
     own = {name for name, key in pairs if key == figure and data.cases[name].options.get("method") in methods}
     for name in dict.fromkeys([*tried["cases"], *sorted(own)]):
         case = data.cases[name]
@@ -171,8 +189,8 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
         means = {name: float(np.mean([each[seed] for seed in shared])) for name, each in values.items()}
         best = (min if tried.get("least") else max)(means, key=means.get)
         seeds = "one seed" if len(shared) == 1 else f"{len(shared)} seeds"
-        line = f"Best of {len(means)} settings on {seeds}: *{data.name_of_case(best)}*, {data.name_of(figure)} "
-        line += with_unit(means[best], figure)
+        line = f"Best of {len(means)} settings on {seeds}, by this figure of the test set: "
+        line += f"*{data.name_of_case(best)}*, {data.name_of(figure)} {with_unit(means[best], figure)}"
         mine = [name for name in own if name in means]
         if len(mine) == 1 and mine[0] != best:
             line += f"; the claim's own, *{data.name_of_case(mine[0])}*: {with_unit(means[mine[0]], figure)}"
@@ -181,7 +199,7 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
 
 
 def _comparison_row(compare: dict, comparison: Compared, data: PageData) -> list:
-    """What is compared, both means, their difference with its interval and the required one, seeds and verdict."""
+    """What is compared, both means, their difference with its interval and the required one, seeds and result."""
     ((_, figure), *_) = sides(compare, "more")
     low, high = (_signed(value, figure) for value in (comparison.low, comparison.high))
     difference = _signed(comparison.difference, figure) + (
@@ -189,20 +207,24 @@ def _comparison_row(compare: dict, comparison: Compared, data: PageData) -> list
     )
     if compare.get("by"):
         difference += f", required: above {_signed(compare['by'], figure)}"
-    verdict = comparison.verdict
-    if verdict == WIDE:
-        verdict = _wide(seeds_to_decide(comparison), probable_verdict(comparison))
+    result = comparison.verdict
+    if result == WIDE and comparison.high < comparison.required:
+        result = f"{WIDE} after Holm's correction"
     first, second = (with_unit(value, figure) for value in (comparison.more, comparison.than))
-    return [_compared_names(compare, data), first, second, difference, comparison.seeds, verdict]
+    return [_compared_names(compare, data), first, second, difference, int(comparison.seeds), result]
+
+
+def _part_row(compare: dict, comparison: Compared, data: PageData) -> list:
+    """One of the settings whose mean decides: without an interval and without a result."""
+    ((_, figure), *_) = sides(compare, "more")
+    means = with_unit(comparison.more, figure), with_unit(comparison.than, figure)
+    names = f"*part:* {_compared_names(compare, data).partition(': ')[2]}"
+    return [names, *means, _signed(comparison.difference, figure), int(comparison.seeds), ""]
 
 
 def _signed(value: float, figure: str) -> str:
     text = printed(abs(value), figure, None if is_share(figure) or abs(value) >= 10 else 3)
     return f"{'-' if value < 0 else '+'}{text}"
-
-
-def _wide(seeds: int | None, verdict: str = "") -> str:
-    return f"{WIDE} ({f'with about {seeds} seeds in total it probably {verdict}' if seeds else NEVER})"
 
 
 def _compared_names(compare: dict, data: PageData) -> str:

@@ -7,14 +7,16 @@ from mini_ee.experiments.claims import Judged, counted
 from mini_ee.experiments.markdown import folded, markdown_table, wrapped
 from mini_ee.experiments.result_page import JUDGING
 from mini_ee.experiments.verdicts import (
+    ABOVE,
+    BELOW,
     CHANCE,
-    CONFIDENCE_LEVEL,
     CONSTANT,
     ELSEWHERE,
     FAILS,
     FEW,
     HOLDS,
     LEAST_SEEDS,
+    LEVEL,
     MISSING,
     MOST_SEEDS,
     WIDE,
@@ -22,47 +24,66 @@ from mini_ee.experiments.verdicts import (
 
 OVERVIEW_HEADING, JUDGING_HEADING = "# Results", "# How a claim is judged"
 CHART = "verdicts.png"
+SIZE = "models of 5 to 12 small layers"
 
 JUDGING_PAGE = f"""{JUDGING_HEADING}
 
-A verdict is about our models and data. The verdict *{FAILS}* is no
-evidence that a paper's own numbers are wrong.
-`mini-ee reproduce` computes every verdict from the records of the runs. A comparison *{HOLDS}* if the whole
-{CONFIDENCE_LEVEL:.0%} interval of the difference lies above the required difference. It *{FAILS}* if the whole interval
-lies below. Otherwise it cannot be decided, for one of four reasons:
+A verdict is about our models and data: {SIZE}, two to five tasks. It says whether an effect shows at this size, not
+whether a paper is wrong. `mini-ee reproduce` computes every verdict from the records of the runs.
 
-- *{WIDE}*: the required difference lies inside the interval. More seeds may decide.
+**One comparison** is the difference of two figures. A claim needs the first figure to be the larger one, so if a loss
+should be lower, the other side is named first. Both sides are run with the same seeds, at least {LEAST_SEEDS}. If a
+claim makes the same comparison in several settings, such as tasks, kinds of head or heads, we take the mean over the
+settings for each seed; the page lists these parts below the mean. Then we report the mean difference over the seeds
+and an interval that contains the true difference with a probability of at least {1 - LEVEL:.0%}. A difference is
+*{ABOVE}* if the whole interval lies above the required difference, and *{BELOW}* if it lies below. The required
+difference is 0 unless the claim gives another. Exact counts, such as bytes, may be equal on all seeds and still decide.
+
+**What an interval covers.** It covers two errors:
+
+- The seeds: their choice changes the training, the held-out set and generated texts. From S differences with the
+  standard deviation s we get the error s / sqrt(S), and Student's t with S - 1 degrees of freedom.
+- The test examples: all seeds share them, so this error does not shrink with more seeds. Old records contain figures
+  and no predictions, so we use a bound. A share p of N test examples has a variance of at most p (1 - p) / N. For a
+  difference on the same examples, we add the variances of both sides. That is exact if the errors of the two models are
+  independent. It is too large if they tend to be wrong on the same examples, as models of the same data are. We assume
+  that they do not tend to be wrong on different examples.
+
+If S differences give t s / sqrt(S) for the seeds, and 1.96 times the other error is e, the interval reaches
+sqrt((t s)^2 / S + e^2) to both sides. A proof is in the file verdicts.py. The second error counts for accuracies and
+shares of layers on a task's test examples. Decoders generate new texts for each seed, so the first error covers
+the texts; speed-ups, bytes, entropies, perplexities and correlations have the first error alone.
+
+**One claim** has one decision. It *{HOLDS}* if every comparison is {ABOVE}. This needs no correction for their number:
+if one of them is in truth not above, the claim holds by chance in at most {LEVEL / 2:.1%} of the cases. It is the
+opposite with *{FAILS}*: one comparison that is {BELOW} is enough, and the more comparisons there are, the more likely
+one of them is below by chance. So we use Holm's correction. With n comparisons, the first one has to be below with an
+interval at the level {LEVEL:.0%} / n instead of {LEVEL:.0%}, the next one with {LEVEL:.0%} / (n - 1), and so on. A true
+claim then fails by chance in at most {LEVEL / 2:.1%} of the cases. Some claims name other settings to be tried. Such a
+claim fails only after these have been run.
+
+**Otherwise a claim cannot be decided**, for one of three reasons:
+
+- *{WIDE}*: the required difference lies inside an interval. The page says how many seeds would probably decide, or that
+  no number of seeds would: then the error from the test examples is too large. More test examples make it smaller. A
+  record of each prediction makes the bound smaller.
 - *{ELSEWHERE}*: the claim is about a GPU or a larger model, or too few seeds have the figure,
   for example because no example exits at that layer.
 - *{CONSTANT}*: every seed gives the same two figures, so nothing is known about their spread.
-- *{MISSING}*, or *{FEW}*: the command was stopped, or ran with fewer seeds.
 
-**One comparison.** We run both sides with the same seeds, at least {LEAST_SEEDS}. For each seed we take the difference
-of the two figures. The claim needs the first figure to be
-the larger. So if a loss should be lower, the other side is named first. We report the mean
-difference over the seeds and Student's t interval at {CONFIDENCE_LEVEL:.0%}.
-The required difference is 0 unless the claim gives another. Exact counts, such as bytes, may be equal on all seeds and
-still decide.
-
-**One claim.** A claim needs all of its comparisons, unless it says how many, such as "on at least three of five
-tasks". So one comparison that fails is enough, and the number after each verdict tells how many hold, do not hold and
-are undecided. If the two sides of a comparison are in truth equal, this comparison fails by chance in 2.5 % of the
-cases. A claim with many comparisons fails by chance more often; we do not correct for this. Some claims name other
-settings to be tried. Such a claim fails only after these have been run. If runs are missing, the verdict is given
-only if they cannot change it. A claim can fail although the data of another of its comparisons do not vary.
+*{MISSING}* and *{FEW}* mean that the command was stopped, or ran with fewer seeds. Then the verdict is given
+only if the missing runs cannot change it.
 
 **How many seeds would decide.** This is an estimate for the total number of seeds. It takes the measured mean
-difference and spread of a comparison as the true ones. With that number of seeds, the interval of this comparison
-then excludes the required difference with a probability of {CHANCE:.0%}, and the page gives the verdict that follows.
-For a claim, the number is the smallest one at which the comparisons that are decided by then decide the claim; the
-{CHANCE:.0%} is for each comparison, not for the claim. With three to ten seeds both are known roughly, and if the true
-difference is the required one, no number of seeds decides. We do not count above {MOST_SEEDS} seeds.
+difference and spread of each comparison as the true ones. With that number of seeds, an interval then excludes the
+required difference with a probability of {CHANCE:.0%}, for each comparison and not for the claim. With three to ten
+seeds both are known roughly. We do not count above {MOST_SEEDS} seeds.
 
 **Best of several settings.** Settings that were tried are compared on the same kind of data and on the seeds that all
-of them have, which is often one seed. Then the best one may be best by chance.
+of them have, which is often one seed. They are ranked by the figure of the test set itself, so the best one may be best
+by chance.
 
-**What an interval covers.** It covers the choice of the seed, not that of the test examples. In tables, ± is the
-standard deviation over seeds.
+**Tables.** In tables, ± is the standard deviation over seeds.
 
 **Controls.** A control is a claim of ours that the paper does not make, for example that a method beats random exits.
 """
@@ -139,6 +160,11 @@ def overview_page(cards: dict[str, Card], chart: bool, quick: bool) -> str:
     claims, controls = (sum(bool(one.claim.get("control")) == kind for one in every) for kind in (False, True))
     lines = [OVERVIEW_HEADING, "", f"**{claims} claims of {len(cards)} papers, on small models: {counted(every)}.** "]
     lines[-1] += f"[How a claim is judged]({JUDGING})"
+    lines += [
+        "",
+        f"The runs use {SIZE} and two to five tasks. So a verdict says whether an effect shows at this size, not",
+    ]
+    lines += ["whether a paper is wrong."]
     lines += ["", f"![Verdicts on the claims of each paper]({CHART})", ""] if chart else [""]
     lines += [] if quick else [ONE_ANSWER]
     for paper, card in cards.items():

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.experiments.recipe import Case, cases_of
+from mini_ee.experiments.measures import READ_A_TASK
+from mini_ee.experiments.recipe import Case, cases_of, load_recipe
 from mini_ee.experiments.trainings import read_case
 
 NOT_RUN, NO_FIGURE = "·", "none"  # cells of a case that was not run; of one that was run and lacks the figure
@@ -14,6 +15,11 @@ SHARE = re.compile(  # figures that are shares of 1, printed in percent
     r"((policy|default|decoded) )?(score|saved|agreement)( .+)?|full|hold-out|majority|reference|overthought"
     r"|default lost|(leave|left|accuracy) after .+|head .+|end to end .+|best single layer|kNN votes.*|random layers"
     r"|oracle|estimate.*|measured|AdaInfer|SLEB|CALM"
+)
+
+TEST_SHARE = re.compile(  # shares of the reported split of a task, which is the same for all seeds
+    r"((policy|default) )?(score|saved)( .+)?|full|majority|best single layer|kNN votes.*|random layers|oracle"
+    r"|AdaInfer|SLEB|CALM"
 )
 
 
@@ -24,6 +30,8 @@ class PageData(NamedTuple):
     found: dict[str, dict]  # case -> its record
     figure_names: dict[str, str] = {}  # pattern of a figure's key in a record -> what the page calls it
     case_names: dict[str, str] = {}  # pattern in a case's name -> what the page prints for it, applied in this order
+    test_rows: dict[str, int] = {}  # task -> test examples, for records that do not contain their number
+    others: dict[str, "PageData"] = {}  # page -> its records, if this page prints some of their figures
 
     def values(self, case: str, figure: str) -> dict[str, float]:
         """Seed -> figure, of the seeds that have it."""
@@ -34,6 +42,14 @@ class PageData(NamedTuple):
         """Mean over the seeds that have the figure; None if none has it."""
         values = [*self.values(case, figure).values()]
         return float(np.mean(values)) if values else None
+
+    def rows(self, case: str, figure: str) -> tuple[str, int]:
+        """The task on whose test examples a share was measured, and their number; 0 for other figures."""
+        task = str(self.cases[case].options.get("task"))
+        if self.cases[case].measure not in READ_A_TASK or not TEST_SHARE.fullmatch(figure):
+            return task, 0
+        made = self.found[case]["seeds"].values()
+        return task, min((each.get("test_rows", self.test_rows.get(task, 0)) for each in made), default=0)
 
     def name_of(self, figure: str) -> str:
         """The name of a figure on the page, if the recipe gives one; otherwise its key."""
@@ -49,10 +65,13 @@ class PageData(NamedTuple):
 
 
 def read_data(folder: Path, recipe: dict) -> PageData:
-    """The records of a recipe's cases under a folder."""
+    """The records of a recipe's cases under a folder, and those of the pages that its `bridges` name."""
     cases = cases_of(recipe)
     found = {name: read_case(folder, case) for name, case in cases.items()}
-    return PageData(cases, found, recipe.get("figure_names", {}), recipe.get("case_names", {}))
+    pages = dict.fromkeys(re.findall(r"\{([\w-]+): ", " ".join(recipe.get("bridges", []))))
+    others = {page: read_data(folder.parent / page, load_recipe(page) | {"bridges": []}) for page in pages}
+    names = recipe.get("figure_names", {}), recipe.get("case_names", {})
+    return PageData(cases, found, *names, recipe.get("test_rows", {}), others)
 
 
 def is_share(figure: str) -> bool:
@@ -84,11 +103,11 @@ def cell(values: list[float], figure: str, seeds: int, digits: int | None = None
 
 
 def filled_in(text: str, data: PageData) -> str:
-    """The text with {case | figure} replaced by the mean over seeds."""
+    """The text with {case | figure} replaced by the mean over seeds; {page: case | figure} is of another page."""
 
     def mean(match: re.Match) -> str:
-        case, figure = match.groups()
-        value = data.mean(case, figure)
+        page, case, figure = match.groups()
+        value = (data.others[page] if page else data).mean(case, figure)
         return NOT_RUN if value is None else with_unit(value, figure)
 
-    return re.sub(r"\{([^|}]+) \| ([^|}]+?)\}", mean, text)
+    return re.sub(r"\{(?:([\w-]+): )?([^|}]+) \| ([^|}]+?)\}", mean, text)

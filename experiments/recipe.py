@@ -26,6 +26,11 @@ class Case(NamedTuple):
     reads: str | None = None  # a text whose perplexity is measured
     seeds: int | None = None  # number of seeds on the page; None: 3, or 1 with --quick
 
+    def sources(self) -> list[str]:
+        """The names of the task and the texts that the case reads."""
+        named = (self.options.get("task"), self.options.get("text"), self.reads)
+        return [name for name in dict.fromkeys(named) if isinstance(name, str)]
+
 
 def load_recipe(paper: str, quick: bool = False) -> dict:
     """The recipe of a page. quick: its small version, which needs only built-in models and texts."""
@@ -33,7 +38,7 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
     small = recipe.pop("quick", None)
     if quick and small is None:
         raise WrongArguments(f"--quick is for {', '.join(PAPERS)}; leave it out for {paper}")
-    return recipe | small | {"answer": [], "not_final": ""} if quick else recipe
+    return recipe | small | {"answer": [], "not_final": "", "bridges": []} if quick else recipe
 
 
 def cases_of(recipe: dict) -> dict[str, Case]:
@@ -84,7 +89,7 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
     """
     named = set()
     for claim in recipe["claims"]:
-        for each in claim.get("compare", []):
+        for each in comparisons_of(claim):
             for side in ("more", "than"):
                 named |= {case for case, _ in sides(each, side)}
         named |= set(claim.get("tried", {}).get("cases", []))
@@ -104,14 +109,32 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
     return {name: case for name, case in cases.items() if name in named}
 
 
+def comparisons_of(claim: dict) -> list[dict]:
+    """The comparisons of a claim, each with the settings over which it is a mean: those of the claim and its own.
+
+    `over` has axes, such as {"task": ["TREC", "SST-2"]}; the names of cases and figures contain {task}.
+    """
+    shared = claim.get("over", {})
+    return [compare | {"over": shared | compare.get("over", {})} for compare in claim.get("compare", [])]
+
+
+def parts_of(compare: dict) -> list[dict]:
+    """The comparison in each of the settings over which it is a mean."""
+    axes = compare["over"]
+    parts = [dict(zip(axes, values)) for values in product(*axes.values())]
+    return [compare | {"over": {axis: [value] for axis, value in part.items()}} for part in parts]
+
+
 def sides(compare: dict, side: str) -> list[tuple[str, str]]:
-    """The (case, figure) pairs of one side of a comparison; an empty list if the side is a number."""
+    """The (case, figure) pairs of one side of a comparison, without repetitions; an empty list if it is a number."""
     found, figure = compare[side], compare.get("figure")
     if isinstance(found, (int, float)):
         return []
     if isinstance(found, dict):
         found, figure = found["case"], found["figure"]
-    return [(name, figure) for name in ([found] if isinstance(found, str) else found)]
+    axes = compare.get("over", {})
+    settings = (dict(zip(axes, values)) for values in product(*axes.values()))
+    return list(dict.fromkeys((found.format(**each), figure.format(**each)) for each in settings))
 
 
 def panels_of(picture: dict) -> list[dict]:

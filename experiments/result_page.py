@@ -4,6 +4,7 @@ The answer stands first, then two pictures and the main table: the first ones of
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from mini_ee.data.metrics import spearman
@@ -16,8 +17,10 @@ from mini_ee.experiments.verdicts import MISSING
 
 DIFFERS = "What differs from the paper"
 JUDGING = "judging.md"
+SMALL = "The models are small: a verdict says whether an effect shows at this size, not whether a paper is wrong."
 TOP_PICTURES = 2
 TABLES_NOTE = "Mean over seeds ± standard deviation. Accuracies and shares are in percent."
+NOT_RECORDED = "not recorded"
 NONE_NOTE = f"*{NO_FIGURE}*: no rule of the method qualifies, no example exits there, or the method has no such figure."
 
 
@@ -40,10 +43,11 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
     lines += sum(pictures[:TOP_PICTURES], [])
     lines += [*sum(tables[:1], []), TABLES_NOTE + (f" {NONE_NOTE}" if f"| {NO_FIGURE} " in str(tables[:1]) else ""), ""]
     lines += _paragraphs([recipe["not_final"]] if recipe.get("not_final") else [])
+    lines += _paragraphs([filled_in(each, data) for each in recipe.get("bridges", [])])
     if ranks := recipe.get("ranks"):
         lines += [*_rank_lines(ranks, data), ""]
     if judged:
-        lines += ["## Claims", "", "Open a claim to see our figures, their difference and its interval.", ""]
+        lines += ["## Claims", "", f"{SMALL} Open a claim to see our figures.", ""]
         for number, one in enumerate(judged, 1):
             lines += claim_lines(number, one, data)
         if "names" in recipe:
@@ -106,12 +110,40 @@ def _table_lines(table: dict, data: PageData, main: bool = False) -> list[str]:
 
 
 def _machine_lines(data: PageData) -> list[str]:
-    made = [one["how"] for each in data.found.values() for one in each["seeds"].values()]
-    about = {key: ", ".join(sorted({str(each[key]) for each in made})) for key in MADE_WITH}
-    if not made:
+    """A list: machine, commits, core hours, and the data with their checksums; what old records lack is named."""
+    runs = [(name, one) for name, each in data.found.items() for one in each["seeds"].values()]
+    if not runs:
         return []
+    about = {key: _several(str(one["how"].get(key, NOT_RECORDED)) for _, one in runs) for key in MADE_WITH}
     threads = f"{about['threads']} thread{'' if about['threads'] == '1' else 's'}"
-    return [f"Machine: {about['machine']}, {threads}, torch {about['torch']}. Commits: {about['commit']}."]
+    lines = [f"- Machine: {about['machine']}, {threads}; processor: {about['processor']}; torch {about['torch']}."]
+    lines += [f"- Commits: {about['commit']}.", f"- {_core_hours([one for _, one in runs])}"]
+    sums = {}
+    for name, one in runs:
+        for source in data.cases[name].sources():
+            sums.setdefault(source, []).append(one.get("data", {}).get(source, NOT_RECORDED))
+    listed = "; ".join(f"{source}: {_several(found)}" for source, found in sorted(sums.items()))
+    return [*lines, *([f"- Data, with their sha256: {listed}."] if listed else [])]
+
+
+def _several(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def _core_hours(runs: list[dict]) -> str:
+    """The processor time of all runs. Old records have at most the seconds of their training, with the chosen value."""
+    whole = [one["core_seconds"] for one in runs if "core_seconds" in one]
+    old = [one for one in runs if "core_seconds" not in one]
+    seconds = [
+        one["how"]["threads"] * one["figures"]["train seconds"] for one in old if "train seconds" in one["figures"]
+    ]
+    parts = [f"{sum(whole) / 3600:.2g} core hours for {len(whole)} runs, with everything"] if whole else []
+    if seconds:
+        what = "training alone; measuring and the choice of learning rates are not recorded"
+        parts.append(f"{sum(seconds) / 3600:.2g} core hours for {len(seconds)} older runs ({what})")
+    if count := len(old) - len(seconds):
+        parts.append(f"{NOT_RECORDED} for {count} older runs")
+    return f"Time: {'; '.join(parts)}."
 
 
 def _rank_lines(ranks: dict, data: PageData) -> list[str]:

@@ -3,7 +3,8 @@
 Several processes can share the work: one process at a time runs a case.
 
 OUT/PAPER/CASE.json    settings, values chosen on the held-out set; for each seed figures, lists, how they were made,
-                       and the number of test rows that were dropped because a training row has the same text
+                       processor time in seconds, checksums of the data, the number of test rows, and of those that were
+                       dropped because a training row has the same text
 OUT/PAPER/runs/        unfinished trainings; removed once they are measured
 """
 
@@ -20,8 +21,16 @@ import torch
 from filelock import FileLock
 
 from mini_ee import __version__
-from mini_ee.data.files import atomic_folder, json_sha256, read_json, sole_writer, write_bytes, write_json
-from mini_ee.data.tasks import load_task, toy_task
+from mini_ee.data.files import (
+    atomic_folder,
+    file_sha256,
+    json_sha256,
+    read_json,
+    sole_writer,
+    write_bytes,
+    write_json,
+)
+from mini_ee.data.tasks import Task, load_task, toy_task
 from mini_ee.errors import WrongArguments
 from mini_ee.experiments.measures import MEASUREMENTS, READ_A_TASK
 from mini_ee.experiments.recipe import Case, is_choice
@@ -30,9 +39,10 @@ from mini_ee.training.run_folder import Run, load_run, training_folder
 from mini_ee.training.state import STATE
 from mini_ee.training.train_run import train
 
-MADE_WITH = ("commit", "torch", "machine", "threads")  # keys of a seed's "how" that the page prints
+MADE_WITH = ("commit", "torch", "machine", "threads", "processor")  # keys of a seed's "how" that the page prints
 DIGITS = 5  # of a figure in the JSON
 SENTENCES = "SST-2 sentences"
+BUILT_IN = ("reviews", "continue", "copy")  # tasks and texts that need no file
 
 
 class CaseLocked(Exception):
@@ -89,7 +99,7 @@ class Sources:
         """The options with folders instead of names."""
         named = dict(options)
         for option, kind in (("model", "weights"), ("encoder", "weights"), ("task", "data"), ("text", "data")):
-            if isinstance(named.get(option), str) and named[option] not in ("reviews", "continue", "copy"):
+            if isinstance(named.get(option), str) and named[option] not in BUILT_IN:
                 named[option] = self.find(kind, named[option])
         return {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
 
@@ -131,7 +141,7 @@ def _is_made(made) -> bool:
         return False
     lists = parts[1].values()
     numbers = all(isinstance(each, list) and all(type(number) in (int, float) for number in each) for each in lists)
-    return numbers and _holds_numbers(parts[0]) and parts[2].keys() >= set(MADE_WITH)
+    return numbers and _holds_numbers(parts[0]) and parts[2].keys() >= set(MADE_WITH) - {"processor"}
 
 
 def is_done(folder: Path, case: Case, seed: int) -> bool:
@@ -163,6 +173,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             shutil.rmtree(at, ignore_errors=True)  # left by a process that was killed before it removed the folder
             return
         say(f"{case.name}, seed {seed}")
+        begin = sum(os.times()[:4])
         measured_on, dropped = _read(case, sources)
         if dropped:
             say(f"  {dropped} test examples are dropped: training examples have the same texts")
@@ -176,6 +187,13 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
             "test_rows_dropped": dropped,
+            **(
+                {"test_rows": len(measured_on.split(measured_on.default_split))}
+                if isinstance(measured_on, Task)
+                else {}
+            ),
+            "data": _checksums(case, measured_on, sources),
+            "core_seconds": round(sum(os.times()[:4]) - begin, 1),
             "how": how_made() | {name: run.config.get(name) for name in ("settings", "training")},
         }
         write_json(path, record)
@@ -212,6 +230,18 @@ def _read(case: Case, sources: Sources) -> tuple:
     folder = sources.options(case.options).get("task")
     task, dropped = (load_task(folder) if isinstance(folder, Path) else toy_task()).without_seen_rows()
     return task, dropped.get(task.default_split, 0)
+
+
+def _checksums(case: Case, measured_on, sources: Sources) -> dict[str, str]:
+    """Name -> sha256 of the task (texts and labels of all splits) and of the texts that the case reads."""
+    sums = {}
+    for name in case.sources():
+        if name == case.options.get("task"):
+            if isinstance(measured_on, Task):
+                sums[name] = json_sha256({split: rows.sha256() for split, rows in measured_on.splits.items()})
+        elif name not in BUILT_IN and (path := sources.find("data", name)).is_file():
+            sums[name] = file_sha256(path)
+    return sums
 
 
 def _chosen(path: Path, case: Case, record: dict, seed: int, sources: Sources, say) -> dict:
@@ -268,13 +298,22 @@ def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
+def processor() -> str:
+    """The processor's name, as Linux gives it."""
+    with suppress(OSError):
+        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8")):
+            return found[1]
+    return platform.processor() or "unknown"
+
+
 def how_made() -> dict:
-    """Commit, torch version, machine and threads of this process."""
+    """Commit, torch version, machine, processor and threads of this process."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = subprocess.run(git, capture_output=True, text=True)
     return {
         "commit": found.stdout.strip() or __version__,
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "processor": processor(),
         "threads": torch.get_num_threads(),
     }

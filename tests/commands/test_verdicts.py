@@ -1,0 +1,362 @@
+"""Verdicts of claims, against brute force, printed tables and simulated data; their words on a page."""
+
+import itertools
+import math
+import statistics
+from statistics import NormalDist
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mini_ee.experiments.claims import MORE_ROWS, NEVER, Judged, claim_lines, compare_cases, counted, judge_claim
+from mini_ee.experiments.page_data import PageData
+from mini_ee.experiments.recipe import Case, comparisons_of, parts_of, sides
+from mini_ee.experiments.verdicts import (
+    ABOVE,
+    ALL_SEEDS,
+    BELOW,
+    CONSTANT,
+    ELSEWHERE,
+    FAILS,
+    HOLDS,
+    LEVEL,
+    UNTRIED,
+    WIDE,
+    Compared,
+    compared,
+    forecast,
+    judged,
+    student_quantile,
+    verdict_of,
+)
+
+SEEDS = {"above": ([3, 3.1, 2.9], [1, 1, 1]), "below": ([1, 1, 1], [3, 3.1, 2.9]), "wide": ([1, 2, 3], [3, 2, 1])}
+SEEDS |= {"few": ([3], [1]), "constant": ([1] * 3, [3] * 3)}
+
+
+def one(kind: str) -> Compared | None:
+    return compared(*map(list, SEEDS[kind])) if kind in SEEDS else None
+
+
+def result(more, than, **about) -> str:
+    (found,) = judged([compared(more, than, **about)])
+    return found.verdict
+
+
+# ---- One comparison ----
+
+
+def test_a_comparison_is_students_t_on_the_paired_differences():
+    more, than = [0.92, 0.95, 0.91, 0.94], [0.90, 0.92, 0.90, 0.90]
+    differences = [a - b for a, b in zip(more, than)]
+    half = 3.182 * statistics.stdev(differences) / 2  # t of 3 degrees of freedom, from a printed table
+    found = compared(more, than)
+    assert found.low == pytest.approx(statistics.mean(differences) - half, abs=1e-5)
+    assert found.high == pytest.approx(statistics.mean(differences) + half, abs=1e-5)
+    assert result(more, than) == ABOVE and result(than, more) == BELOW
+    assert result(more, than, by=0.02) == WIDE and result(more, than, by=0.08) == BELOW
+
+
+def test_pairing_sees_what_the_spread_between_seeds_hides():
+    more, than = [0.71, 0.81, 0.91], [0.70, 0.799, 0.90]
+    assert result(more, than) == ABOVE and result(more, than[::-1]) == WIDE
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "printed"),
+    [(0.05, 1, 12.706), (0.05, 2, 4.303), (0.05, 4, 2.776), (0.05, 9, 2.262), (0.05, 99, 1.984), (0.01, 4, 4.604)]
+    + [(0.02, 30, 2.457), (0.002, 3, 10.215), (0.001, 2, 31.599)],
+)
+def test_quantiles_of_students_t_are_those_of_printed_tables(level, freedom, printed):
+    assert student_quantile(level, freedom) == pytest.approx(printed, abs=6e-4)
+
+
+def test_both_errors_are_added_as_squares_and_more_seeds_leave_that_of_the_test_examples():
+    seeds_alone = compared([0.2, 0.4, 0.0], [0.0] * 3)
+    both = compared([0.2, 0.4, 0.0], [0.0] * 3, row_error=0.3)
+    rows_alone = both.with_seeds(ALL_SEEDS)
+    assert rows_alone.half_width() == pytest.approx(1.95996 * 0.3, abs=1e-5)
+    assert both.half_width() ** 2 == pytest.approx(seeds_alone.half_width() ** 2 + rows_alone.half_width() ** 2)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 3.0, 100.0])
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_the_interval_contains_the_true_difference_often_enough_whatever_the_ratio_of_the_errors(ratio, seeds):
+    """4,000 experiments: a row error that all seeds share, of which only a bound on the spread is known."""
+    draws = np.random.default_rng(seeds)
+    of_rows, of_seeds = draws.normal(size=(4000, 1)) * ratio, draws.normal(size=(4000, seeds))
+    differences = of_rows + of_seeds
+    quantile = student_quantile(LEVEL, seeds - 1)
+    found = Compared(0, 0, 0, 1.0, ratio, seeds)
+    halves = np.hypot(quantile * differences.std(axis=1, ddof=1) / seeds**0.5, found._replace(spread=0).half_width())
+    missed = (abs(differences.mean(axis=1)) > halves).mean()
+    assert missed <= LEVEL + 3 * (LEVEL * (1 - LEVEL) / 4000) ** 0.5
+    some = Compared(0, 0, 0, float(differences[0].std(ddof=1)), ratio, seeds)
+    assert some.half_width() == pytest.approx(halves[0])
+
+
+def test_seeds_with_equal_figures_show_nothing_unless_the_figure_is_exact_or_has_an_error_from_test_examples():
+    assert result([0.532] * 3, [0.552] * 3) == CONSTANT
+    assert result([230.0] * 3, [92.1] * 3, exact=True) == ABOVE
+    assert result([0.532] * 3, [0.55, 0.552, 0.551]) == BELOW
+    assert result([0.532] * 3, [0.552] * 3, row_error=0.01) == BELOW and result(
+        [0.5] * 3, [0.5] * 3, row_error=0.01
+    ) == (CONSTANT)
+
+
+def test_two_seeds_are_too_few():
+    assert result([0.9, 0.9], [0.1, 0.1]) == "too few seeds"
+
+
+# ---- One claim ----
+
+
+@pytest.mark.parametrize(
+    ("kinds", "verdict"),
+    [
+        ("above above above", HOLDS),
+        ("above above wide", WIDE),
+        ("above constant wide", WIDE),
+        ("above above constant", CONSTANT),
+        ("above above below", FAILS),
+        ("above wide below", FAILS),
+        ("above wide few", "too few seeds"),
+        ("above wide few missing", "runs are missing"),
+        ("above missing", "runs are missing"),
+        ("above below missing", FAILS),
+    ],
+)
+def test_a_claim_holds_if_all_are_above_and_does_not_if_one_is_below(kinds, verdict):
+    assert verdict_of(judged([one(kind) for kind in kinds.split()])) == verdict
+
+
+def p_value(found: Compared) -> float:
+    """The smallest two-sided level at which the interval lies below what is required; by bisection."""
+    low, high = 1e-12, 1.0
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if found.is_below(middle) else (middle, high)
+    return high if found.difference < found.required else 1.0
+
+
+def rejected_by_closed_testing(p_values: list[float], level: float) -> set[int]:
+    """A hypothesis is rejected if every set of hypotheses that contains it is rejected by Bonferroni's test."""
+    count = range(len(p_values))
+    sets = [set(some) for size in count for some in itertools.combinations(count, size + 1)]
+    return {k for k in count if all(min(p_values[i] for i in some) <= level / len(some) for some in sets if k in some)}
+
+
+def test_comparisons_are_below_as_closed_testing_finds_by_brute_force():
+    """Holm's procedure is closed testing with Bonferroni's tests."""
+    draws, counts = np.random.default_rng(0), []
+    for _ in range(20):
+        some = []
+        for _ in range(3):
+            more = list(draws.normal(-draws.choice([0, 4]), 1, size=draws.choice([3, 5])))
+            some.append(compared(more, [0.0] * len(more), row_error=draws.choice([0, 0.5])))
+        below = {k for k, each in enumerate(judged(some)) if each.verdict == BELOW}
+        assert below == rejected_by_closed_testing([p_value(each) for each in some], LEVEL)
+        counts.append(len(below))
+    assert {0, 1, 2} <= set(counts)
+
+
+def claims_of(means: list[float], seeds: int, row_error: float, count: int) -> list[str]:
+    """Verdicts of simulated claims: true mean differences, errors of size 1 by seed and of row_error for all seeds."""
+    draws, verdicts = np.random.default_rng(1), []
+    for _ in range(count):
+        rows = draws.normal(size=len(means)) * row_error
+        some = [
+            compared(list(mean + row + draws.normal(size=seeds)), [0.0] * seeds, row_error=row_error)
+            for mean, row in zip(means, rows)
+        ]
+        verdicts.append(verdict_of(judged(some)))
+    return verdicts
+
+
+@pytest.mark.parametrize(("seeds", "row_error"), [(3, 0.0), (5, 1.0)])
+def test_a_claim_at_the_edge_of_truth_is_called_false_in_at_most_five_of_a_hundred_cases(seeds, row_error):
+    """Six comparisons whose true differences are just what is required: without Holm's correction it is 14 of 100."""
+    verdicts = claims_of([0.0] * 6, seeds, row_error, 600)
+    assert verdicts.count(FAILS) / 600 <= LEVEL and verdicts.count(FAILS) > 0
+
+
+def test_a_claim_that_is_false_in_one_comparison_holds_in_at_most_five_of_a_hundred_cases():
+    """The others are far above, so that this one decides."""
+    verdicts = claims_of([0.0, 50.0, 50.0], 5, 0.5, 600)
+    assert 0 < verdicts.count(HOLDS) / 600 <= LEVEL
+
+
+@pytest.mark.parametrize(("figures", "verdict"), [([0.2, 0.1], FAILS), ([0.2, None], UNTRIED), ([0.9], HOLDS)])
+def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdict):
+    cases = {name: Case(name, "rows", {}) for name in ("first", "second")[: len(figures)]}
+    seeds = [
+        {} if value is None else {s: {"figures": {"x": value + 0.001 * int(s)}} for s in "012"} for value in figures
+    ]
+    found = {name: {"seeds": each} for name, each in zip(cases, seeds)}
+    data = PageData(cases, found)
+    compare, tried = [{"more": "first", "than": 0.5, "figure": "x"}], {"cases": list(cases), "figure": "x"}
+    claim = {"text": "", "paper": "", "compare": compare, "tried": tried}
+    answer = judge_claim(claim, data)
+    assert answer.verdict == verdict
+    if verdict == FAILS:
+        best = "Best of 2 settings on 3 seeds, by this figure of the test set: *first*, x 0.20.\n"
+        assert best in "\n".join(claim_lines(1, answer, data))
+        tried["least"] = True
+        found["first"]["seeds"].pop("2")
+        text = "\n".join(claim_lines(1, answer, data))
+        assert "Best of 2 settings on 2 seeds, by this figure of the test set: *second*" in text
+        cases["second"] = cases["second"]._replace(options={"task": "another"})
+        assert "Best of" not in "\n".join(claim_lines(1, answer, data))
+
+
+@pytest.mark.parametrize(
+    ("having", "run", "verdict"),
+    [
+        ("012", "012", HOLDS),
+        ("01", "012", ELSEWHERE),
+        ("", "012", ELSEWHERE),
+        ("01", "01", "too few seeds"),
+        ("", "01", "runs are missing"),
+    ],
+)
+def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(having, run, verdict):
+    """No loss is there where no row left."""
+    seeds = {seed: {"figures": {"x": 0.9 + 0.001 * int(seed)} if seed in having else {}} for seed in run}
+    data = PageData({"first": Case("first", "rows", {})}, {"first": {"seeds": seeds}})
+    claim = {"text": "", "paper": "", "compare": [{"more": "first", "than": 0.5, "figure": "x"}]}
+    answer = judge_claim(claim, data)
+    assert answer.verdict == verdict
+    assert ("| x: first, against a number |" in "".join(claim_lines(1, answer, data))) == bool(having)
+
+
+# ---- Means over settings, and errors from test examples ----
+
+
+def data_of(values: dict[str, dict[str, dict[str, float]]], measure: str = "rows", **rows: int) -> PageData:
+    """Case -> figure -> seed -> value; a case is named after its task. rows: test examples of a task."""
+    found = {}
+    for case, figures in values.items():
+        seeds = sorted({seed for each in figures.values() for seed in each})
+        made = {seed: {"figures": {name: each[seed] for name, each in figures.items()}} for seed in seeds}
+        found[case] = {"seeds": made}
+    cases = {name: Case(name, measure, {"task": name.split()[0]}) for name in values}
+    return PageData(cases, found, test_rows=rows)
+
+
+def test_a_comparison_is_the_mean_over_its_settings_on_the_seeds_that_all_have():
+    long, short = {"0": 0.5, "1": 0.6}, {"2": 0.1, "1": 0.2, "0": 0.4}
+    other = dict.fromkeys("012", 0.3)
+    data = data_of({"A ours": {"x": long}, "B ours": {"x": short}, "A base": {"x": other}, "B base": {"x": other}})
+    claim = {"over": {"task": ["A", "B"]}, "compare": [{"more": "{task} ours", "than": "{task} base", "figure": "x"}]}
+    (compare,) = comparisons_of(claim)
+    found = compare_cases(compare, data)
+    assert found.seeds == 2 and (found.more, found.than) == pytest.approx(((0.45 + 0.4) / 2, 0.3))
+    assert found.spread == pytest.approx(statistics.stdev([0.45 - 0.3, 0.4 - 0.3]))
+    parts = [compare_cases(part, data) for part in parts_of(compare)]
+    assert [part.difference for part in parts] == pytest.approx([0.55 - 0.3, (0.1 + 0.2 + 0.4) / 3 - 0.3])
+    text = "\n".join(claim_lines(1, judge_claim(claim | {"text": "T", "paper": "P"}, data), data))
+    assert "| *part:* A ours, against A base | 0.55 | 0.30 | +0.250 | 2 |  |" in text
+
+
+def test_settings_of_a_claim_and_of_a_comparison_are_combined_and_figures_can_depend_on_them():
+    claim = {"over": {"task": ["A", "B"]}, "compare": [{"more": "{task} m", "than": 1, "figure": "score at {cost}"}]}
+    claim["compare"][0]["over"] = {"cost": ["a third", "half"]}
+    (compare,) = comparisons_of(claim)
+    costs = ("score at a third", "score at half")
+    assert sides(compare, "more") == [(f"{task} m", cost) for task in "AB" for cost in costs]
+    assert sides(compare, "than") == [] and len(parts_of(compare)) == 4
+
+
+def test_the_error_from_test_examples_is_that_of_two_independent_shares_and_smaller_for_means_over_tasks():
+    """Against 20,000 simulated test sets with independent models, for the mean over two tasks of 50 and 200 rows."""
+    shares = {"A ours": 0.9, "A base": 0.7, "B ours": 0.6, "B base": 0.5}
+    data = data_of({case: {"score": dict.fromkeys("012", share)} for case, share in shares.items()}, A=50, B=200)
+    compare = {"more": "{task} ours", "than": "{task} base", "figure": "score", "over": {"task": ["A", "B"]}}
+    draws = np.random.default_rng(0)
+    drawn = {case: draws.binomial({"A": 50, "B": 200}[case[0]], p, 20_000) for case, p in shares.items()}
+    a, b = ((drawn[f"{task} ours"] - drawn[f"{task} base"]) / rows for task, rows in (("A", 50), ("B", 200)))
+    assert compare_cases(compare, data).row_error == pytest.approx(((a + b) / 2).std(), rel=0.03)
+    alone = compare_cases(compare | {"over": {"task": ["A"]}}, data)
+    assert alone.row_error == pytest.approx(math.sqrt((0.9 * 0.1 + 0.7 * 0.3) / 50))
+    assert compare_cases({"more": "A ours", "than": 0.5, "figure": "score"}, data).row_error == pytest.approx(
+        math.sqrt(0.9 * 0.1 / 50)
+    )
+
+
+def test_figures_on_the_same_test_examples_share_their_error():
+    """The mean of two exits of one task is a share of the same rows: its error is not that of twice as many."""
+    data = data_of({"A ours": {f"score after {k}": dict.fromkeys("012", 0.8) for k in (1, 2)}}, A=100)
+    compare = {"more": "A ours", "than": 0.5, "figure": "score after {k}", "over": {"k": [1, 2]}}
+    assert compare_cases(compare, data).row_error == pytest.approx(math.sqrt(0.8 * 0.2 / 100))
+
+
+@pytest.mark.parametrize(
+    ("figure", "measure", "has"),
+    [("score after 2", "rows", True), ("saved at one point", "rows", True), ("full", "prompts", True)]
+    + [("kNN votes", "prompts", True), ("AdaInfer", "compared through prompts", True), ("megabytes", "rows", False)]
+    + [("speed-up at one point", "rows", False), ("loss after 2", "rows", False), ("saved at .9", "tokens", False)]
+    + [("hold-out full", "rows", False), ("left after 2", "rows", False), ("AdaInfer layers", "prompts", False)],
+)
+def test_only_shares_of_a_tasks_test_examples_have_an_error_from_them(figure, measure, has):
+    data = data_of({"A ours": {figure: dict.fromkeys("012", 0.8)}}, measure, A=100)
+    assert bool(compare_cases({"more": "A ours", "than": 0.5, "figure": figure}, data).row_error) == has
+
+
+def test_the_number_of_test_examples_is_the_records_own_if_it_has_one():
+    data = data_of({"A ours": {"score": dict.fromkeys("012", 0.8)}}, A=100)
+    assert data.rows("A ours", "score") == ("A", 100)
+    for made in data.found["A ours"]["seeds"].values():
+        made["test_rows"] = 90
+    assert data.rows("A ours", "score") == ("A", 90)
+
+
+# ---- What would decide ----
+
+
+def test_the_seeds_that_would_decide_shrink_the_interval_below_the_distance():
+    """Mean difference and spread are .2; Student's t of 8 and 9 degrees of freedom is from a printed table, and .842
+    is the 80 % quantile of the normal distribution."""
+    assert 9**0.5 < 2.306 + 0.842 and 10**0.5 >= 2.262 + 0.842
+    (found,) = judged([compared([0.2, 0.4, 0.0], [0.0, 0.0, 0.0])])
+    assert found.verdict == WIDE and forecast([found]) == (10, HOLDS, 0)
+    assert forecast([found._replace(required=0.4)]) == (10, FAILS, 1)
+    (close,) = judged([compared([0.201, 0.4, -0.4], [0.0, 0.0, 0.1])])
+    assert forecast([close]).seeds == ALL_SEEDS  # more than a hundred
+    (same,) = judged([compared([1.0] * 3, [2.0] * 3)])
+    assert forecast([found, same]) is None
+
+
+def test_no_number_of_seeds_decides_if_the_error_from_test_examples_is_too_large():
+    z = NormalDist().inv_cdf(1 - LEVEL / 2)
+    for row_error, decided in ((0.19 / z, True), (0.21 / z, False)):
+        (found,) = judged([compared([0.2, 0.4, 0.0], [0.0] * 3, row_error=row_error)])
+        assert (forecast([found]) is not None) == decided
+    words = Judged({}, [found], WIDE).in_words()
+    assert words == f"cannot be decided: {WIDE} ({MORE_ROWS})"
+    (close,) = judged([compared([0.201, 0.4, -0.4], [0.0, 0.0, 0.1], row_error=1.0)])
+    assert NEVER in Judged({}, [close], WIDE).in_words()
+
+
+def test_a_forecast_corrects_for_the_number_of_comparisons_as_a_verdict_does():
+    (found,) = judged([compared([-0.2, -0.4, 0.0], [0.0] * 3)])
+    alone, among_six = forecast([found]), forecast([found] * 6)
+    assert alone.verdict == among_six.verdict == FAILS and among_six.seeds > alone.seeds
+
+
+def test_a_claim_that_more_seeds_decide_has_its_probable_verdict_and_the_counts_of_its_comparisons():
+    wide = compared([0.2, 0.4, 0.0], [0.0, 0.0, 0.0])
+    above = compared([0.9, 0.91, 0.92], [0.1, 0.1, 0.1])
+    some = judged([above, wide._replace(required=0.5), above])
+    text = f"with about 8 seeds in total it probably {FAILS}, because of 1 of 3 comparisons"
+    assert Judged({"caveat": "so far"}, some, WIDE).in_words() == f"cannot be decided: {WIDE} ({text}) (so far)"
+    assert Judged({}, some, WIDE).counts() == "2 above, 1 undecided"
+    assert "it probably holds)" in Judged({}, judged([above, wide]), WIDE).in_words()
+
+
+def test_counts_of_verdicts_name_why_claims_cannot_be_decided():
+    kinds = [HOLDS, FAILS, FAILS, WIDE, CONSTANT, ELSEWHERE, "too few seeds"]
+    some = [SimpleNamespace(verdict=kind, claim={}) for kind in kinds]
+    text = "1 holds, 2 do not hold here, 1 *too few seeds*, 3 cannot be decided "
+    assert counted(some) == f"{text}(1 {WIDE}, 1 {ELSEWHERE}, 1 {CONSTANT})"
+    assert counted(some, True) == ""
