@@ -2,24 +2,33 @@
 
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import refused, write_task
+import torch
+from conftest import WORDS, refused, write_task
 
 from mini_ee import registry
+from mini_ee.backbones.hub import load_backbone
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, sole_writer
+from mini_ee.data.tasks import toy_task
+from mini_ee.data.tokenizer import Tokenizer, batches
+from mini_ee.early_exit import early_exit
+from mini_ee.evaluation.comparison import method_rules
 from mini_ee.experiments.leaderboard import protocol, runs
-from mini_ee.experiments.records import read_records
+from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
+from mini_ee.recording import record
 from mini_ee.rules import Threshold
 from mini_ee.training.default_rule import sweep
 from mini_ee.training.loop import Diverged
 from mini_ee.training.method import load_method
+from mini_ee.training.run_folder import build_model, encode
 from mini_ee.training.stages import joint_stage
+from mini_ee.training.train_run import exits_of, make_request
 
 EXAM = protocol.Exam("words", "words", "tiny", 60, 2, (1.0, 2.0))
 
@@ -174,3 +183,51 @@ def test_a_method_of_ones_own_needs_no_more_than_its_line(board, monkeypatch):
     monkeypatch.setitem(registry.METHODS, "own", "own_method")
     assert board.run("--only", "own", "--seeds", "1") == 0
     assert read_records(board.out / "records/words/own.npz")[0].about["method"] == "own"
+
+
+# ---- Rules replayed from records ----
+ROWS = 48
+FITTED = ("variance", "temperature", "frame", "table")  # these are not drawn
+
+
+def spread_model(name, folder):
+    """A method's model on a small backbone; its own parameters are drawn wide, so that rows stop at all exits."""
+    method, request = load_method(name), make_request(name, folder, toy_task(), folder / "unused", False, {})
+    backbone = load_backbone(folder)
+    exits = exits_of(request, 3) if "exits" in method.lacks else (1, 2, 3)
+    about = {"exits": exits, "settings": asdict(request.config), "num_labels": 3, "pool": "mean", "head": "dense"}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        model = build_model(method, "rows", backbone, about).eval()
+        for label, parameter in model.named_parameters():
+            if "backbone." not in label and not label.endswith(FITTED):
+                parameter.normal_(std=0.7)
+            if label.endswith("table"):
+                parameter.copy_(torch.randint(1, 4, parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("name", protocol.methods(quick=False))
+def test_rules_replayed_from_a_record_do_what_the_model_does(name, checkpoint_folder, tmp_path):
+    model, random = spread_model(name, checkpoint_folder), np.random.default_rng(0)
+    tokenizer = Tokenizer.from_folder(checkpoint_folder, 24)
+    texts = [(" ".join(random.choice(WORDS, random.integers(2, 12))),) for _ in range(ROWS)]
+    encoded = encode(tokenizer, texts, model.backbone)
+    segments = model.segments()
+    live = record(segments, encoded, ROWS, whole=segments.whole())._replace(labels=random.integers(0, 3, ROWS))
+    read = write_record(tmp_path / "a.npz", 0, SeedRecord(live, live, {})).reported
+    (rows,) = batches(encoded, ROWS)  # in one batch, because FLOPs depend on the longest row of a batch
+    back = np.argsort(rows)
+    rules = method_rules(name, read, replace(toy_task(), label_names=("a", "b", "c")))
+    same = []
+    for rule in [rules[0], *rules[1::9]]:
+        found, replayed = early_exit(segments, rule, encoded.batch(rows)), read.replay(rule)
+        equal = found.exit_index[back] == replayed.exit_index
+        same.append(equal.mean())
+        predicted = found.logits[back].argmax(axis=1) == replayed.logits.argmax(axis=1)
+        assert predicted[equal].all()
+        for cost in ("depth", "layer_passes", "flops"):
+            one, other = getattr(found.cost, cost)[back], getattr(replayed.cost, cost)
+            assert np.allclose(one[equal], other[equal], rtol=1e-5), cost
+    assert min(same) >= 0.9 and np.mean(same) >= 0.98  # a confidence that equals its threshold may be rounded
+    assert abs(read.full_flops / live.full_flops - 1) < 1e-6
