@@ -14,12 +14,12 @@ accuracies.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.evaluation.comparison import rules_of
+from mini_ee.data.tasks import toy_task
+from mini_ee.evaluation.comparison import method_rules
 from mini_ee.experiments.leaderboard.replays import Replays, replay_all, with_measures
 from mini_ee.experiments.records import SeedRecord, read_records
 from mini_ee.recording import Record
@@ -133,20 +133,17 @@ def _held_out_full(made: SeedRecord) -> float:
 
 
 # ---- One run ----
-def rules_for(method: str, made: SeedRecord) -> list[Rule]:
+def rules_for(method: str, held_out: Record) -> list[Rule]:
     """The full model and the candidates of a method; of the control all examples at one exit."""
-    recorded = made.held_out
     if method == CONTROL:
-        return [NeverExit(), *map(FixedExit, reversed(range(len(recorded.segments.exits) - 1)))]
-    trained = SimpleNamespace(rule=NeverExit(), config={"method": method})
-    classes = SimpleNamespace(regression=False, multi_label=False)
-    return rules_of(trained, recorded, classes)  # type: ignore[arg-type]  # it reads no more than these
+        return [NeverExit(), *map(FixedExit, reversed(range(len(held_out.segments.exits) - 1)))]
+    return method_rules(method, held_out, toy_task())  # any task with classes
 
 
 def seed_figures(made: SeedRecord, method: str, reference: float | None) -> SeedFigures:
     """The figures of one run. reference: the held-out score of the reference's full model, from which a loss counts."""
     made = made._replace(reported=with_measures(made.reported), held_out=with_measures(made.held_out))
-    rules = rules_for(method, made)
+    rules = rules_for(method, made.held_out)
     chosen_on = replay_all(made.held_out, rules)
     scores, order = chosen_on.right.mean(axis=1), _deepest_first(chosen_on)
     within = {

@@ -13,7 +13,6 @@ from mini_ee.experiments.leaderboard.figures import rules_for
 from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
 from mini_ee.experiments.markdown import check_is_page, markdown_table, wrapped
-from mini_ee.experiments.records import SeedRecord
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.registry import RULES as METHOD_RULES
@@ -103,7 +102,7 @@ def decides(name: str, method: Method) -> str:
         return f"a search, {PLANNED}"
     if isinstance(exits := method.exits(6) if callable(method.exits) else (), tuple) and exits == (6,):
         return "tokens exit inside the model"
-    rules = rules_for(name, SeedRecord(_example(), _example(), {}))
+    rules = rules_for(name, _example())
     return ", ".join(dict.fromkeys(_kind(rule.to_dict()) for rule in rules if rule.name != "never"))
 
 

@@ -11,7 +11,7 @@ from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam
 from mini_ee.experiments.leaderboard.figures import ABOUT, CONTROL, REFERENCE, about_figure, about_value
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
-from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, planned
+from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, listed, planned
 from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, difference, interval
 from mini_ee.experiments.leaderboard.tables import (
     Leaderboard,
@@ -67,7 +67,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path) -> str:
     lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan)]
     lines += ["## How it was measured", "", *_measured_lines(board)]
     lines += ["## How to add a method", "", *_wrapped(ADDING)]
-    made = made_by(f"`{board.plan.command}`".strip("`"), "the records in records/")
+    made = made_by(board.plan.command, "the records in records/")
     return "\n".join([*lines, *_wrapped([f"{made} It trains what has no record, and then computes this page."])])
 
 
@@ -163,11 +163,6 @@ def _state(board: Leaderboard) -> str:
     )
 
 
-def listed(names: list[str]) -> str:
-    """a, b and c."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
 LEGEND = f"""*Accuracy at 2x*: of the method's own exit rules, the one with the best accuracy on held-out examples among
 those with at most half of the FLOPs of its full model; its accuracy on the reported examples, in percent, the mean over
 the tasks. ± is half of the 95 % interval over seeds and examples. *Minus joint*: the paired difference from joint
@@ -185,9 +180,11 @@ FLOPs from 20 to 100 % that both reach."""
 
 # ---- Sections ----
 def _task_lines(board: Leaderboard, name: str) -> list[str]:
-    if not board.tasks[name].runs:
+    task = board.tasks[name]
+    if not task.runs:
         return ["Not run yet.", ""]
-    return [*_wrapped([TASK_NOTE]), *task_table(board, name)]
+    rows = len(next(run.full for runs in task.runs.values() for run in runs.values()))
+    return [*_wrapped([f"{rows:,} reported examples. {TASK_NOTE}"]), *task_table(board, name)]
 
 
 EXAM_NOTE = """The built-in sentences are of seven kinds with a known hardness, and hard sentences are also longer.
@@ -228,6 +225,8 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
         *markdown_table(["method", *HARDNESS], right),
         "",
     ]
+    if EXAM in board.plan.ranked_tasks:  # its other figures have a section
+        return lines
     return [*lines, "**All figures on the built-in sentences**", "", *_task_lines(board, EXAM)]
 
 
@@ -258,7 +257,8 @@ def _measured_lines(board: Leaderboard) -> list[str]:
             shared.setdefault(name, {})[method] = None
             made.append(run.about)
     groups = [f"{listed(list(names))} ({name})" for name, names in shared.items() if len(names) > 1]
-    lines = [
+    lines = [f"- {name}: {text}." for name, text in board.plan.training.items()]
+    lines += [
         f"- Intervals: {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S seeds S - 1 are "
         f"drawn, so that the variance is unbiased. An interval is the mean ± t times the standard deviation of the "
         f"draws, with Student's t and Satterthwaite's degrees of freedom. Nothing is called better with fewer than "
@@ -273,7 +273,18 @@ def _measured_lines(board: Leaderboard) -> list[str]:
     for name, path in ABOUT_NAMES.items():
         if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
             lines.append(f"- {name}: {', '.join(values)}.")
+    lines += [f"- Checksums (sha256) of {name}: {'; '.join(sums)}." for name, sums in _checksums(board).items() if sums]
     return [line for each in lines for line in textwrap.wrap(each, 118, subsequent_indent="  ")] + [""]
+
+
+def _checksums(board: Leaderboard) -> dict[str, list[str]]:
+    """Task -> the checksums of its splits, as the records have them."""
+    found = {}
+    for name, task in board.tasks.items():
+        abouts = [run.about for runs in task.runs.values() for run in runs.values()]
+        splits = {(split, value[:16]) for about in abouts for split, value in about.get("data", {}).items()}
+        found[name] = [f"{split} {value}" for split, value in sorted(splits)]
+    return found
 
 
 ABOUT_NAMES = {

@@ -1,10 +1,12 @@
 """What the leaderboard should contain: tasks, methods and seeds, and why a method is missing on a task."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from mini_ee.data.files import read_json
+from mini_ee.experiments.leaderboard import protocol
+from mini_ee.registry import METHODS
 
 NOT_RUN = "·"  # a cell of a run that is missing
 EXAM = "reviews"  # the task of known hardness; it has a section of its own
@@ -16,9 +18,10 @@ class Plan(NamedTuple):
     records: Path  # TASK/METHOD.npz
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
-    seeds: int  # of each method and task, unless a record says why it has fewer
-    not_rows: Mapping[str, str]  # method that is in no table of classifiers -> why
+    seeds: int  # of each method and task, unless its training takes too long
     command: str
+    not_rows: Mapping[str, str] = {}  # method that is in no table of classifiers -> why
+    training: Mapping[str, str] = {}  # task -> how methods are trained on it
 
     @property
     def ranked_tasks(self) -> tuple[str, ...]:
@@ -27,21 +30,40 @@ class Plan(NamedTuple):
 
     def missing(self, task: str) -> dict[str, str]:
         """Method without a record on a task -> why it has none, or NOT_RUN."""
-        found = {}
-        for name in self.methods:
-            if not (self.records / task / f"{name}.npz").exists():
-                path = self.records.parent / "leaderboard" / task / f"{name}.json"
-                diverged = read_json(path, signed="tried")["diverged"] if path.exists() else {}
-                found[name] = f"the training diverged with seed {', '.join(sorted(diverged))}" if diverged else NOT_RUN
-        return found
+        without = [name for name in self.methods if not (self.records / task / f"{name}.npz").exists()]
+        diverged = {name: self.diverged(task, name) for name in without}
+        return {
+            name: f"the training diverged with seed {', '.join(seeds)}" if seeds else NOT_RUN
+            for name, seeds in diverged.items()
+        }
+
+    def diverged(self, task: str, training: str) -> list[str]:
+        """The seeds with which a training diverged. training: the first of the methods that share it."""
+        path = self.records.parent / "leaderboard" / task / f"{training}.json"
+        return sorted(read_json(path, signed="tried")["diverged"]) if path.exists() else []
 
 
 def planned(out: Path, quick: bool) -> Plan:
     """The plan of the protocol."""
-    from mini_ee.experiments.leaderboard import protocol
-    from mini_ee.registry import METHODS
-
+    exams = sorted(protocol.exams(quick), key=lambda each: each.name == EXAM)
+    training = {}
+    for each in exams:
+        model, factors = each.model or "the built-in BERT", [f"{factor:g}" for factor in each.factors]
+        rates = f"learning rates {listed(factors, 'or')} times the method's own"
+        budget = f"at most {each.max_train:,} training examples, {each.epochs} epochs for each exit"
+        training[each.name] = f"{model}, {budget}, {rates}"
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}
-    names = tuple(exam.name for exam in protocol.exams(quick))
-    command = "mini-ee reproduce leaderboard" + (" --quick" if quick else "")
-    return Plan(out / "records", names, tuple(protocol.methods(quick)), protocol.seed_count(quick), reasons, command)
+    return Plan(
+        out / "records",
+        tuple(each.name for each in exams),
+        tuple(protocol.methods(quick)),
+        protocol.seed_count(quick),
+        "mini-ee reproduce leaderboard" + (" --quick" if quick else ""),
+        reasons,
+        training,
+    )
+
+
+def listed(names: Sequence[str], word: str = "and") -> str:
+    """a, b and c."""
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -7,7 +7,6 @@ Confidence measures are computed in float64 and rounded to float32. So they do n
 the figures of a record are the same on every machine.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,12 +90,12 @@ def _replayed(recorded: Record, rule: Rule) -> tuple[np.ndarray, np.ndarray, flo
 
 def _kinds(rules: Sequence[Rule], recorded: Record) -> list[list[int]]:
     """Numbers of the rules that differ only by settings that `stop` also takes as arrays; other rules one by one."""
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[tuple, list[int]] = {}
     for number, rule in enumerate(rules):
-        single = {name: value for name, value in rule.settings().items() if name not in rule.runtime_settings}
+        same = [(name, value) for name, value in rule.settings().items() if name not in rule.runtime_settings]
         values = [getattr(rule, attribute) for attribute in rule.runtime_inputs.values()]
         alone = not values or any(map(np.ndim, values)) or "token_cost" in recorded.segments.measures
-        key = str(number) if alone else json.dumps([rule.name, single], sort_keys=True)
+        key = (number,) if alone else (rule.name, *same)
         kinds.setdefault(key, []).append(number)
     return [*kinds.values()]
 

@@ -14,6 +14,7 @@ from mini_ee.experiments.leaderboard.figures import (
     read_task,
 )
 from mini_ee.experiments.leaderboard.plan import NOT_RUN, Plan
+from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS
 from mini_ee.experiments.leaderboard.ranking import (
     DIGITS,
     Drawn,
@@ -179,7 +180,7 @@ def task_table(board: Leaderboard, name: str) -> list[str]:
         for figure in MEASURED:
             values = about_figure(task, method, figure)
             cells.append(number(values) if values else "" if method == CONTROL else _why_empty(task, method, notes))
-        rows.append([*cells, str(len(task.runs.get(method, {})))])
+        rows.append([*cells, _seeds(board.plan, task, method, notes)])
     columns = ["method", *(TITLES[figure] for figure in (*FIGURES, *MEASURED)), "seeds"]
     return [*markdown_table(columns, rows), "", *notes.lines()]
 
@@ -189,6 +190,20 @@ def _zeros(task: TaskFigures, method: str, notes: Notes) -> str:
     runs = task.runs[method].values()
     lost = sum(run.one_point is None for run in runs)
     return f" {notes.number(f'{lost} of {len(runs)} seeds lose more with every rule, and count as 0')}" if lost else ""
+
+
+def _seeds(plan: Plan, task: TaskFigures, method: str, notes: Notes) -> str:
+    """The number of seeds, and why there are fewer than planned."""
+    count = len(task.runs.get(method, {}))
+    if count in (0, plan.seeds) or method == CONTROL:
+        return str(count)
+    about = next(iter(task.runs[method].values())).about
+    why = "the other seeds have not been run yet"
+    if diverged := plan.diverged(task.task, about.get("trained_as", method)):
+        why = f"the training diverged with seed {', '.join(diverged)}"
+    elif max(about_figure(task, method, "seconds"), default=0.0) > LONG_SECONDS and count >= FEWER_SEEDS:
+        why = f"a training takes more than {LONG_SECONDS // 60} minutes"
+    return f"{count} {notes.number(why)}"
 
 
 def _why_empty(task: TaskFigures, method: str, notes: Notes) -> str:
