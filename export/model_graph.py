@@ -34,6 +34,7 @@ import numpy as np
 from mini_ee.confidence import max_probability, weakest_label
 from mini_ee.export.manifest import output_of
 from mini_ee.export.token_graphs import output_caches
+from mini_ee.export.token_segments import cache_names
 from mini_ee.export.tracing import ArrayValue
 from mini_ee.row_thresholds import THRESHOLD
 from mini_ee.rules import Rule
@@ -75,8 +76,7 @@ class _ModelGraph:
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
         if self.tokens:
-            kinds = (f"{kind}_{layer}" for layer in range(segments.exits[-1]) for kind in ("keys", "values"))
-            output_caches(g, values[len(names) :], kinds)
+            output_caches(g, values[len(names) :], cache_names(segments.exits, segments.model.own_layers))
         elif names[0] == "logits":
             self._write_labels(values[0].name)
 

@@ -1,7 +1,8 @@
 """The ONNX graphs of a TokenExits: one that stops by itself, for a step of decoding, and one graph per segment.
 
 Every graph takes positions (B, T) int64, -1 for padding; rows (B,) int64, the prompt of each row; and the caches, see
-backbones/cache.py. The head reads the last of the T tokens.
+backbones/cache.py. The head reads the last of the T tokens. If exit k has a layer of its own, its
+caches are keys_exit_k and values_exit_k.
 """
 
 from collections.abc import Callable
@@ -51,6 +52,8 @@ class TokenGraphs(Segments):
             "cache_width": config.key_value_heads * config.head_width,
             "decides": model.policy is not None,
         }
+        if model.own_layers:
+            self.metadata["own_layers"] = True
 
     # ---- One graph ----
     def start(self, inputs) -> GraphTokens:
@@ -61,10 +64,12 @@ class TokenGraphs(Segments):
     def advance(self, k: int, state: GraphTokens) -> GraphTokens:
         start = self.exits[k - 1] if k else 0
         hidden = self.model.backbone.run_layers(state.hidden, state.block, start, self.exits[k])
+        self.model.write_exit_keys(k, hidden, state.block)
         return state._replace(hidden=hidden, before=state.hidden)
 
     def read_logits(self, k: int, state: GraphTokens) -> Reading:
-        return Reading(self.model.classify(k, state.newest).numpy())
+        read = self.model.head_input(k, state.hidden, state.block)[:, -1]
+        return Reading(self.model.classify(k, read).numpy())
 
     def read_state(self, k: int, state: GraphTokens) -> Reading:
         cosine = torch.cosine_similarity(state.before[:, -1].float(), state.newest.float()).clamp(-1, 1)
@@ -90,8 +95,14 @@ class TokenGraphs(Segments):
     def filled(self, k: int, state: GraphTokens) -> list:
         """The caches of all layers above exit k, if all tokens exit there."""
         block = state.block.unwritten()
-        self.model.backbone.copy_state(state.hidden, block, self.exits[k], self.exits[-1])
+        for above in range(k + 1, len(self.exits)):
+            self._copy_state(above, state.hidden, block)
         return _caches(state.hidden.g, block)
+
+    def _copy_state(self, k: int, hidden: Tensor, block: GraphBlock) -> None:
+        """Write the caches of segment k, and of the own layer of exit k, with the same states at each layer."""
+        self.model.backbone.copy_state(hidden, block, self.exits[k - 1], self.exits[k])
+        self.model.write_exit_keys(k, hidden, block)
 
     def prompt_graphs(self) -> dict[str, Callable]:
         """As `graphs`: the graph of the encoder, if an encoder reads the prompts."""
@@ -118,6 +129,7 @@ class TokenGraphs(Segments):
             block = self._block(g, start)
             hidden = self._hidden(g, block) if k else backbone.embed_written(g.inputs().input_ids, block.at)
             hidden = backbone.run_layers(hidden, block, start, self.exits[k])
+            self.model.write_exit_keys(k, hidden, block)
         g.output("hidden_out", hidden.name, "batch", "tokens", backbone.config.hidden_size)
         output_caches(g, _caches(g, block), block.written)
 
@@ -126,13 +138,12 @@ class TokenGraphs(Segments):
 
         Only keys and values are computed. With "recompute" the segment itself runs on those tokens.
         """
-        start = self.exits[k - 1]
         with g.tracing():
-            block = self._block(g, start)
-            self.model.backbone.copy_state(self._hidden(g, block), block, start, self.exits[k])
+            block = self._block(g, self.exits[k - 1])
+            self._copy_state(k, self._hidden(g, block), block)
         output_caches(g, _caches(g, block), block.written)
 
-    def _block(self, g, first: int) -> GraphBlock:
+    def _block(self, g, first: int | str) -> GraphBlock:
         return self.model.backbone.graph_context.over_caches(g, self.model.backbone, first)
 
     def _hidden(self, g, block: GraphBlock) -> Tensor:
@@ -140,10 +151,18 @@ class TokenGraphs(Segments):
         return g.tensor(g.input("hidden", "batch", "tokens", width, dtype=g.dtype), *block.dims, width)
 
     def _graph_head(self, k: int, g) -> None:
-        """hidden (B, D) -> logits (B, V); below the last layer `largest` (B, 2), its two largest probabilities."""
+        """hidden (B, D) -> logits (B, V); below the last layer `largest` (B, 2), its two largest probabilities.
+
+        An exit with a layer of its own takes hidden (B, T, D), positions, rows and its caches.
+        """
         config = self.model.backbone.config
         with g.tracing():
-            logits = self.model.classify(k, self._state(g))
+            if self.model.own_layers and k < len(self.exits) - 1:
+                block = self._block(g, f"exit_{k}")
+                state = self.model.head_input(k, self._hidden(g, block), block)[:, -1]
+            else:
+                state = self._state(g)
+            logits = self.model.classify(k, state)
             g.output("logits", logits.name, "batch", config.vocab_size, dtype=np.float32)
             if k < len(self.exits) - 1:
                 largest = logits.softmax(-1).topk(2).values

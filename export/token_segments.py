@@ -79,6 +79,7 @@ class OrtTokenModel(OrtTokens):
     ):
         self.prompts, self._memory = prompts, {}
         self.exits, self.weights = tuple(manifest["exits"]), Weights(**manifest["weights"])
+        self.own_layers = manifest.get("own_layers", False)
         self._session, self._graph_rule, self._vocabulary = session, graph_rule, manifest["vocab_size"]
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
 
@@ -125,11 +126,20 @@ class OrtTokenModel(OrtTokens):
         return binding, buffers, logits, layers
 
 
+def cache_names(exits: Sequence[int], own_layers: bool) -> list[str]:
+    """The caches of all layers, from below; with own_layers the layer of an exit follows those up to this exit."""
+    layers: list[int | str] = []
+    for k, (start, stop) in enumerate(zip((0, *exits), exits)):
+        layers += range(start, stop)
+        layers += [f"exit_{k}"] if own_layers and k < len(exits) - 1 else []
+    return [f"{kind}_{layer}" for layer in layers for kind in ("keys", "values")]
+
+
 def new_caches(manifest: dict, provider: str, num_rows: int, capacity: int) -> dict[str, ort.OrtValue]:
     """Empty caches of all layers, on the device."""
     dtype = np.float16 if manifest["precision"] == "float16" else np.float32
     empty = np.zeros((num_rows, capacity + 1, manifest["cache_width"]), dtype)
-    names = (f"{kind}_{layer}" for layer in range(manifest["exits"][-1]) for kind in ("keys", "values"))
+    names = cache_names(manifest["exits"], manifest.get("own_layers", False))
     device = "cpu" if provider == CPU else "cuda"
     return {name: ort.OrtValue.ortvalue_from_numpy(empty.copy(), device) for name in names}
 
@@ -207,7 +217,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
     def __init__(self, sessions: Sessions, manifest: dict, missing_kv: str, num_rows: int, capacity: int):
         super().__init__(tuple(manifest["exits"]), missing_kv, num_rows, capacity)
         self.prompts = sessions.prompts
-        self.weights = Weights(**manifest["weights"])
+        self.weights, self.own_layers = Weights(**manifest["weights"]), manifest.get("own_layers", False)
         self._width = manifest["width"]
         self._heads, self._policies = sessions.heads, sessions.policies
         self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
@@ -251,8 +261,15 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
             hidden = self.run(k, hidden, block)
 
     def read_logits(self, k: int, state: TokenState) -> Reading:
-        found = self._heads[k].run(_newest(state))
+        own_layer = self.own_layers and k < len(self.exits) - 1
+        found = self._heads[k].run(self._with_caches(k, state) if own_layer else _newest(state))
         return vocabulary_reading(found["logits"], found["largest"]) if "largest" in found else Reading(found["logits"])
+
+    def _with_caches(self, k: int, state: TokenState) -> dict:
+        """The inputs of a head with a layer of its own."""
+        block = state.block or self.block(state.rows, state.positions)
+        caches = {name: self._caches[name] for name in (f"keys_exit_{k}", f"values_exit_{k}")}
+        return {"hidden": np.ascontiguousarray(state.hidden)} | block._asdict() | caches
 
     def read_state(self, k: int, state: TokenState) -> Reading:
         """The exit_logit of the policy, if there is one. A rule that needs more raises an error itself."""

@@ -23,6 +23,7 @@ from mini_ee import confidence
 from mini_ee.backbones.bert import LayerContext
 from mini_ee.baselines import elasticbert
 from mini_ee.data.decoder_texts import Text
+from mini_ee.exits.generation import TokenSegments
 from mini_ee.exits.row_exits import RowState
 from mini_ee.training.stages import fine_tune_then_heads, joint_loss
 
@@ -496,6 +497,8 @@ RULES = [
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
 ENCODERS = "trained_encoders.py::test_"
 MEAN = "elasticbert.py::test_a_layer_learns_from_the_mean_of_the_exits_above_it_and_a_head_from_its_own[rows]"
+COPIED = "balcony.py::test_with_copy_state_a_balcony_reads_the_state_at_which_a_token_exited"
+RECOMPUTED = "balcony.py::test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text"
 MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
@@ -519,6 +522,13 @@ OF_METHODS = [
     ("baselines.right_tool.fit_temperature", lambda true: lambda logits, labels: 1 / true(logits, labels), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
     ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),
     ("baselines.calm.chernoff", always(lambda mean, limit, count: float(mean > limit)), "calm.py::test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most"),
+    # the keys of an exit: those of the last layer's cache, of raw states, of no token that is filled in
+    ("backbones.cache.LayerContext.of_exit", always(lambda self, k: self), RECOMPUTED),
+    ("backbones.cache.Cache.of_exit", lambda true: lambda self, k: true(self, 0), RECOMPUTED),
+    ("baselines.balcony.BalconySegments.run", lambda true: lambda self, *given: TokenSegments.run(self, *given), RECOMPUTED),
+    ("baselines.balcony.BalconySegments.copy_state", lambda true: lambda self, *given: TokenSegments.copy_state(self, *given), COPIED),
+    ("baselines.balcony.self_distillation_loss", source("each in exits", "each in exits[:1]"), "balcony.py::test_the_loss_is_the_mean_divergence_from_the_full_model"),
+    ("baselines.balcony.Balcony.forward", always(lambda self, state: self.decoder.lm_logits(state)), "balcony.py::test_an_exit_is_a_decoder_with_one_layer_more_than_the_exit[llama]"),
     ("baselines.cat.remember", history(of_the_first_exit=True), META),
     ("baselines.cat.remember", history(of_the_first_exit=False), META),
     ("baselines.cat.features", confidence_of_their_own_class, META),

@@ -27,7 +27,16 @@ FIELD = (  # who trains the exits -> who decides -> methods
     (
         "First the model; its exits learn when it is frozen",
         (
-            ("a threshold", (("two-stage", BOTH), ("deebert", BOTH), ("fastbert", BOTH), ("self-supervised", BOTH))),
+            (
+                "a threshold",
+                (
+                    ("two-stage", BOTH),
+                    ("deebert", BOTH),
+                    ("fastbert", BOTH),
+                    ("self-supervised", BOTH),
+                    ("balcony", TOKENS),
+                ),
+            ),
             ("exits in a row", (("dree", EXAMPLES),)),
             ("a trained module", (("cat", EXAMPLES), ("adainfer", BOTH), ("cosine-predictor", EXAMPLES))),
             ("nearest neighbours", (("raee", EXAMPLES),)),

@@ -55,8 +55,18 @@ class Cache:
             )
         self.capacity = capacity
         shape = (config.num_hidden_layers, rows, config.key_value_heads, capacity + 1, config.head_width)
-        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
+        self.keys: Any = weight.new_zeros(shape)
+        self.values: Any = weight.new_zeros(shape)
+        self.exits: dict[int, Cache] = {}  # see `of_exit`
         self.memory: Any = None  # the output of an encoder for the prompts (t5_layers.Memory), if there is an encoder
+
+    def of_exit(self, k: int) -> "Cache":
+        """The cache of a layer that exit k has of its own: it is a copy of the last layer, and has its depth."""
+        if k not in self.exits:
+            own, depth = copy(self), len(self.keys) - 1
+            own.keys, own.values = ({depth: torch.zeros_like(each[depth])} for each in (self.keys, self.values))
+            self.exits[k] = own
+        return self.exits[k]
 
     def slots_of(self, positions: Tensor, rows: list[int] | None) -> tuple[Tensor, Tensor]:
         """The slots for tokens at positions (B, T), -1 for padding: an index of `write`. rows: see `LayerContext`.
@@ -105,6 +115,10 @@ class LayerContext(NamedTuple):
     rows: list[int] | None = None  # the cache rows of the tokens; None: all rows in order
     slots: tuple | None = None  # the index of new keys and values in a layer's cache, (rows, slots, ...)
     window_mask: Tensor | None = None  # the mask of layers with a window; None: the window includes all keys
+
+    def of_exit(self, k: int) -> "LayerContext":
+        """The context for the layer that exit k has of its own."""
+        return self if self.cache is None else self._replace(cache=self.cache.of_exit(k))
 
     def with_exited(self, hidden: Tensor) -> Tensor:
         """hidden (B, T, D), followed by the rows that have exited but still write keys: in torch there are none."""
@@ -177,7 +191,7 @@ class GraphCache(NamedTuple):
     prompts: str  # (1,): the number of cache rows
 
 
-def cache_inputs(g: Builder, config: Any, first: int) -> tuple[Tensor, Tensor, GraphCache]:
+def cache_inputs(g: Builder, config: Any, first: int | str) -> tuple[Tensor, Tensor, GraphCache]:
     """The positions of tokens, (B, T) from 0, all slots, (S,), and the cache.
 
     Declares the graph inputs positions (B, T), -1 at padding, rows (B,), the prompt of each row, and the keys of layer
@@ -238,6 +252,7 @@ class GraphBlock:
         self.padding: Any = None  # (B, 1, 1, T), true at tokens, if tokens read each other
         self.written: dict[str, str] = {}  # name of a cache input -> name of the updated cache
         self._exited: str | None = None
+        self._exit: int | None = None  # see `of_exit`
 
     @classmethod
     def of_texts(cls, decoder: Any, mask: Tensor) -> "GraphBlock":
@@ -248,8 +263,9 @@ class GraphBlock:
         return block
 
     @classmethod
-    def over_caches(cls, g: Builder, decoder: Any, first: int) -> "GraphBlock":
-        """For tokens that read a cache, in a graph that begins with layer `first` (from 0). Declares its inputs."""
+    def over_caches(cls, g: Builder, decoder: Any, first: int | str) -> "GraphBlock":
+        """For tokens that read a cache, in a graph that begins with layer `first` (from 0; exit_k: the own layer of
+        exit k). Declares its inputs."""
         config = decoder.config
         at, slots, cache = cache_inputs(g, config, first)
         return cls(config, at, decoder.masks(at, slots[None]), graph_cos_sin(config, at, cached=True), cache)
@@ -270,6 +286,12 @@ class GraphBlock:
         places, rows = g.op("Gather", self._cache.places, write), g.op("Gather", self._cache.rows, read)
         block._cache = GraphCache(places, rows, self._cache.prompts)
         block._exited = states.flat
+        return block
+
+    def of_exit(self, k: int) -> "GraphBlock":
+        """As in LayerContext; its caches are keys_exit_k and values_exit_k."""
+        block = copy(self)
+        block._exit = k
         return block
 
     def keep(self, rows: Tensor) -> "GraphBlock":
@@ -313,10 +335,11 @@ class GraphBlock:
     def write(self, depth: int, key: Tensor, value: Tensor) -> list[str]:
         """As in LayerContext; returns the names of the updated keys and values."""
         assert self._cache is not None
+        layer = depth if self._exit is None else f"exit_{self._exit}"
         for kind, new in (("keys", key), ("values", value)):
-            cache = new.g.input(f"{kind}_{depth}", "prompts", "slots", self.width, dtype=new.g.dtype)
+            cache = new.g.input(f"{kind}_{layer}", "prompts", "slots", self.width, dtype=new.g.dtype)
             self.written[cache] = new.g.op("ScatterND", cache, self._cache.places, new.name)
-        return [self.written[f"{kind}_{depth}"] for kind in ("keys", "values")]
+        return [self.written[f"{kind}_{layer}"] for kind in ("keys", "values")]
 
     def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
         g, heads = query.g, (self.config.num_attention_heads, self.config.key_value_heads)

@@ -165,6 +165,11 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
         raise WrongArguments("--lossless runs every token through all layers: leave out --missing-kv")
     if len(opened.exits) == 1:
         raise WrongArguments("--lossless needs an exit before the last layer: give a run of a decoder with exits")
+    if opened.model.own_layers:
+        raise WrongArguments(
+            f"--lossless needs exits whose heads read one state, but each exit of {opened.config['method']} has a "
+            f"layer of its own: leave it out"
+        )
     layer, draft = opened.exits[0] if args.exit is None else args.exit, args.draft or DRAFT
     if layer not in opened.exits[:-1]:
         drafters = ",".join(map(str, opened.exits[:-1]))

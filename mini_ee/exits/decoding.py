@@ -175,6 +175,7 @@ class DecoderSegments(Segments):
     """Segments of a decoder on any engine; here is the cost of a token. Inputs are Tokens."""
 
     weights: Weights
+    own_layers = False  # whether each exit before the last has a layer of its own
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
         """The prompts as the inputs of the first step."""
@@ -197,13 +198,15 @@ class DecoderSegments(Segments):
     def wipe(self, row: int) -> None:
         """Set the caches of a row to 0, if the engine uses rows again: masks do not hide NaN, since 0 x NaN is NaN."""
 
-    def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, float]:
+    def flops(self, k: int, inputs: Tokens) -> tuple[np.ndarray, np.ndarray | float]:
         """FLOPs of the row's own tokens. Filling in keys and values of earlier tokens is not counted."""
         # A token at position p attends to p + 1 tokens; padding, at position -1, to none. Scores and the weighted sum
         # of values are two products with each of them.
         attended = np.asarray(inputs.positions) + 1  # (B, T)
         products = self.weights.layer * (attended > 0).sum(axis=1) + 2 * self.weights.attention * attended.sum(axis=1)
-        return self.layer_passes(k) * 2.0 * products, 2.0 * self.weights.head
+        own_layer = self.own_layers and k < len(self.exits) - 1
+        head = 2.0 * (self.weights.head + products) if own_layer else 2.0 * self.weights.head
+        return self.layer_passes(k) * 2.0 * products, head
 
 
 class CachedSegments(DecoderSegments):

@@ -135,6 +135,7 @@ def generate(
     sampling: Sampling = GREEDY,
     stop: Sequence[int] = (),
     seed: int = 0,
+    segments_class: "type[TokenSegments] | None" = None,
 ) -> Iterator[Step]:
     """Continue prompts, one token per step, until every row has max_new_tokens or a token of `stop`.
 
@@ -154,7 +155,8 @@ def generate(
         raise ValueError(f"missing_kv must be one of {', '.join(MISSING_KV)}, got {missing_kv!r}")
     rule.check(len(exits))
     capacity = _check_prompts(decoder, prompts, max_new_tokens)
-    segments = TokenSegments(decoder, exits, heads, missing_kv, len(prompts), capacity, policies)
+    make = segments_class or TokenSegments
+    segments = make(decoder, exits, heads, missing_kv, len(prompts), capacity, policies)
     return _generate(segments, prompts, max_new_tokens, rule, sampling, frozenset(stop), seed)
 
 
@@ -284,9 +286,8 @@ class TokenSegments(CachedSegments):
 
 def token_segments(model: nn.Module, missing_kv: str, num_rows: int, capacity: int) -> TokenSegments:
     """The segments of a token_exits.TokenExits for a batch of texts, under any rule."""
-    segments = TokenSegments(
-        model.backbone, model.exits, model.heads, missing_kv, num_rows, capacity, tuple(model.policies)
-    )
+    make, policies = model.segments_class, tuple(model.policies)
+    segments = make(model.backbone, model.exits, model.heads, missing_kv, num_rows, capacity, policies)
     segments.any_rule = True
     return segments
 

@@ -21,7 +21,7 @@ from mini_ee.confidence import MEASURES
 from mini_ee.data.decoder_texts import Text
 from mini_ee.data.progress import tqdm
 from mini_ee.exits.decoding import Generated, Step, gather
-from mini_ee.exits.generation import generate, token_weights
+from mini_ee.exits.generation import TokenSegments, generate, token_weights
 from mini_ee.exits.heads import OwnHead, VocabularyHead
 from mini_ee.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
 from mini_ee.recording import Record, Recorded
@@ -63,6 +63,8 @@ class TokenExits(ExitModel):
     unit = "tokens"
     holds_backbone = False  # a run on disk contains its name
     missing_kv = "copy_state"  # default of how keys and values of skipped layers are filled in
+    segments_class = TokenSegments  # what decodes with its exits
+    own_layers = False  # whether each exit before the last has a transformer layer, with a cache, of its own
 
     def __init__(
         self,
@@ -104,8 +106,16 @@ class TokenExits(ExitModel):
         for k, layer in enumerate(self.exits):
             hidden, depth = run(hidden, context, depth, layer, adapt), layer
             read, hidden = fork(k, hidden) if fork else (hidden, hidden)
-            states.append(read[counted])
+            states.append(self.head_input(k, read, context)[counted])
         return states
+
+    def head_input(self, k: int, hidden: Tensor, context: Any) -> Tensor:
+        """What the head of exit k reads, (B, T, D), of the states at this exit: the states themselves, unless the
+        exit has a layer of its own."""
+        return hidden
+
+    def write_exit_keys(self, k: int, hidden: Tensor, context: Any) -> None:
+        """Write the keys and values of the states at exit k, if the exit has a layer of its own."""
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(..., D) -> logits (..., V) float32 of exit k; the last exit has the LM head."""
@@ -134,6 +144,7 @@ class TokenExits(ExitModel):
         """Continue prompts (token ids), one token per step, under a rule. settings: of `generate`."""
         policies = self.policies if rule.needs_policy else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
+        exits["segments_class"] = self.segments_class
         exits = {} if isinstance(rule, NeverExit) else exits
         defaults = {"stop": self.backbone.config.stop_tokens, "missing_kv": self.missing_kv}
         return generate(self.backbone, prompts, **exits, **defaults | settings)
@@ -298,7 +309,8 @@ def record_texts(
     passes = np.diff(model.exits, prepend=0).tolist()
     layer, attention, head = token_weights(model.backbone)
     layers = 2.0 * (layer + 2 * attention * (position + 1))  # a token attends to position + 1 tokens
-    flops = np.stack([np.outer(layers, passes), np.full((len(groups), len(passes)), 2.0 * head)], axis=2)
+    of_heads = 2.0 * head + np.outer(layers, [*[model.own_layers] * (len(passes) - 1), False])
+    flops = np.stack([np.outer(layers, passes), of_heads], axis=2)
     recorded = Recorded(model.exits, answers, flops, passes, columns)
     return Record(recorded, answers, float(flops[:, :, 0].sum(1).mean() + 2.0 * head), groups)
 
@@ -317,7 +329,7 @@ def _read_exits(
     for k, (start, stop) in enumerate(zip((0, *model.exits), model.exits)):
         hidden = model.backbone.run_layers(hidden, context, start, stop)
         state = hidden[which][counted]
-        log_p = model.classify(k, state).log_softmax(-1)
+        log_p = model.classify(k, model.head_input(k, hidden, context)[which][counted]).log_softmax(-1)
         prediction = log_p.argmax(-1)
         # gather needs a valid index for NO_LABEL too; the mask replaces what it finds there.
         of_next = log_p.gather(-1, following.clamp(min=0)[:, None])[:, 0].masked_fill(following < 0, torch.nan)
