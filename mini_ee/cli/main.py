@@ -18,7 +18,7 @@ from mini_ee.errors import WrongArguments
 GROUPS = {
     "train": ("demo", "add-exits", "estimate", "train"),
     "measure": ("evaluate", "compare", "classify", "embed", "generate", "bench", "reproduce"),
-    "deploy": ("calibrate", "export", "run", "serve"),
+    "deploy": ("calibrate", "export", "run", "batch", "serve"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 SERVING = (
@@ -67,7 +67,7 @@ def add_common(sub: Parser) -> None:
 def answer_of(args: Namespace) -> dict:
     """Run the command `args.command`. Returns its JSON answer, with seed, threads and versions."""
     command = _module(args.command)
-    if args.command in ("run", "serve"):
+    if args.command in ("run", "batch", "serve"):
         return command.run(args)
     import torch
 

@@ -36,14 +36,14 @@ def _tsv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
     for line, fields in enumerate(rows, start=1):
         if line == 1 and len(fields) == 4 and fields[1] in ("0", "1") and fields[2] in ("", "*"):
             yield 0, ["source", "label", "star", "sentence"]  # CoLA's train and dev files have no header
-        if line == 1 and len(fields) == 1 and _fields(fields[0], _delimiter(fields[0])) > 1:
+        if line == 1 and len(fields) == 1 and _fields(fields[0], delimiter_of(fields[0])) > 1:
             found, advice = shortened(fields[0]), f"rename the file to {path.stem}.csv"
             raise file_error(path, 1, "column names with tabs between them", found, advice)
         yield line, fields
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    delimiter = _delimiter(text.partition("\n")[0])
+    delimiter = delimiter_of(text.partition("\n")[0])
     reader = csv.reader(io.StringIO(text, newline="\n"), strict=True, delimiter=delimiter)
     line = 1
     try:
@@ -55,7 +55,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise file_error(path, line, "comma-separated values", str(error), advice) from None
 
 
-def _delimiter(header: str) -> str:
+def delimiter_of(header: str) -> str:
     """The one of DELIMITERS that splits the header into most columns; a comma if several do."""
     return max(DELIMITERS, key=lambda delimiter: _fields(header, delimiter))
 

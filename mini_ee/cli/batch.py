@@ -1,0 +1,63 @@
+"""`mini-ee batch`: an export over all rows of many files, in parts that are written whole or not at all. No torch."""
+
+import platform
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from mini_ee import __version__
+from mini_ee.cli.command_options import add_options, given_options, positive
+from mini_ee.data.columns import TaskOptions
+from mini_ee.errors import WrongArguments
+from mini_ee.export.batch.job import Job, JobOptions, summary_lines
+from mini_ee.export.batch.pools import pool_maker
+
+HELP = "run the rows of many files through an export, in parts; a job that was killed goes on"
+EXAMPLE = "mini-ee batch exported --in 'in/*' --out out"
+OTHERS = "label_column", "regression", "split_file"  # options of labelled tasks
+
+
+def add(sub: ArgumentParser) -> None:
+    """Add the options of the command."""
+    sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export")
+    inputs = "files, or patterns in quotation marks: .jsonl, .csv, .tsv, .parquet, or .txt with a text a line"
+    sub.add_argument("--in", dest="inputs", nargs="+", required=True, metavar="FILE", help=inputs)
+    out = "folder for the parts; that of a job that was killed, to go on"
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
+    columns = sub.add_argument_group("columns of the inputs, and parts")
+    add_options(columns, TaskOptions, lacks=OTHERS)
+    add_options(columns, JobOptions)
+    computing = sub.add_argument_group("computing")
+    computing.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device")
+    processes = "number of processes, or of actors on Ray (default one for each core; with --threads or on a GPU, 1)"
+    computing.add_argument("--processes", type=positive, metavar="N", help=processes)
+    cluster = "run actors on Ray: on this machine, or on the cluster that RAY_ADDRESS names"
+    computing.add_argument("--ray", action="store_true", help=cluster)
+    projection = "leave out the projection to a billion rows, which takes a few seconds"
+    computing.add_argument("--no-projection", action="store_true", help=projection)
+
+
+def run(args: Namespace) -> dict:
+    """Compute the missing parts. Returns the JSON summary; `failed` is the number of damaged rows."""
+    try:
+        options = JobOptions(**given_options(args, JobOptions))
+        columns = TaskOptions(**given_options(args, TaskOptions))
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    job = Job(args.exported, args.inputs, args.out, options, columns)
+    summary = job.run(pool_maker(args.processes, args.threads, args.device, args.ray), not args.no_projection)
+    for line in summary_lines(summary):
+        print(line, file=sys.stderr if args.json else sys.stdout)
+    return summary | {
+        "seed": args.seed,
+        "threads": args.threads,
+        "versions": {
+            "mini_ee": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "onnxruntime": onnxruntime.__version__,
+        },
+    }

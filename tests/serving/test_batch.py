@@ -1,0 +1,260 @@
+"""A job over many files: its answers, parts that are whole or absent, jobs that were killed, damaged rows, refusals."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import answer, refused
+
+from mini_ee.cli.main import main
+from mini_ee.data.columns import TaskOptions
+from mini_ee.export.batch import job, parts
+from mini_ee.export.batch.rows import RowReader, blocks_of
+
+TEXTS = [
+    f"the {'very ' * (n % 4)}{word} {thing}" for n in range(4) for word in ("good", "bad") for thing in ("film", "meal")
+]
+
+
+def parts_of(out):
+    """Name -> bytes of every part."""
+    return {path.name: path.read_bytes() for path in sorted(out.glob("[!.]*.part-*"))}
+
+
+def rows_of(out):
+    return [json.loads(line) for content in parts_of(out).values() for line in content.splitlines()]
+
+
+def batch(runtime, out, *inputs, options=("--no-projection",)):
+    return ["batch", runtime.folder, "--in", *inputs, "--out", out, "--processes", 1, "--part-rows", 5, *options]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [json.dumps({"id": f"n{at}", "text": text}) for at, text in enumerate(TEXTS)]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "b.txt").write_text("\n".join(TEXTS[:7]) + "\n")
+    return folder
+
+
+def test_the_answers_are_those_of_run_in_the_order_of_the_rows(capsys, tmp_path, runtime, inputs):
+    summary = answer(capsys, *batch(runtime, tmp_path / "out", f"{inputs}/*"))
+    expected = [each.to_dict() for each in runtime.run(TEXTS, batch_size=1)]
+    keys = [{"id": f"n{at}"} for at in range(16)] + [{"file": "b.txt", "row": at} for at in range(1, 8)]
+    found = rows_of(tmp_path / "out")
+    for key, row, one in zip(keys, found, expected + expected[:7], strict=True):
+        expected_row = key | one | {"confidence": pytest.approx(one["confidence"], abs=1e-6)}
+        del expected_row["milliseconds"]
+        assert row == expected_row
+    assert len({row["exit"] for row in found}) > 1
+    sizes = {"a.jsonl": (5, 5, 5, 1), "b.txt": (5, 2)}
+    names = {f"{name}.part-{at:05d}.jsonl": n for name, each in sizes.items() for at, n in enumerate(each)}
+    assert {name: content.count(b"\n") for name, content in parts_of(tmp_path / "out").items()} == names
+    assert summary["rows"] == 23 and summary["parts"] == 6 and summary["failed"] == 0
+    assert summary["mean_layers"] == pytest.approx(sum(row["layers"] for row in found) / 23)
+    assert summary["layers_saved"] == pytest.approx(1 - summary["mean_layers"] / 6)
+    assert summary["exit_counts"] == [sum(row["exit"] == k for row in found) for k in range(4)]
+
+
+TABLES = {  # content of a file, texts that are read, (line, beginning of the error) of rows that are not
+    "json.jsonl": (
+        '{"text": "x"}\n{"text": 5}\n\n{"text"\n{"words": "x"}\n{"text": " "}\n{"text": "y", "more": 1}\n',
+        ["x", "y"],
+        [
+            (2, "expected text in text, found 5"),
+            (4, "expected one JSON object"),
+            (5, "expected the keys text"),
+            (6, "expected text"),
+        ],
+    ),
+    "quoted.csv": (
+        'id,text\n1,x\n2,"a ""b"",\nc"\n3,"open\n4,y\n5,"a"b\n6,x,more\n\n7,z\n',
+        ["x", 'a "b",\nc', "y", "z"],
+        [
+            (5, "expected comma-separated values"),
+            (7, "expected comma-separated values"),
+            (8, "expected 2 columns, found 3"),
+        ],
+    ),
+    "bytes.csv": (b"\xef\xbb\xbftext\r\nx\r\n\xff\r\ny\r\n", ["x", "y"], [(3, "expected UTF-8")]),
+    "semicolon.csv": ("text;label\nx, 1;0\nx, 2;1\n", ["x, 1", "x, 2"], []),
+    "tabs.tsv": ('label\tsentence\n0\tx "1\n1\n\n1\ty\n', ['x "1', "y"], [(3, "expected 2 columns, found 1")]),
+    "bytes.tsv": (b"text\nx\n\xff\ny\n", ["x", "y"], [(3, "expected UTF-8")]),
+    "lines.txt": (
+        b'x\n\n\xff\n{"text": "y"}\n{"words": "x"}\n',
+        ["x", "y"],
+        [(3, "expected UTF-8"), (5, "expected")],
+    ),
+    "empty.csv": ("", [], [(1, "expected rows, found an empty file")]),
+    "names.csv": ("a,b\n1,2\n", [], [(1, "expected a text column")]),
+    "pairs.csv": ("sentence1,sentence2\nx,y\n", [], [(1, "expected 1 texts a row, found sentence1, sentence2")]),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_damaged_row_is_an_error_with_its_line_and_the_rows_around_it_are_read(tmp_path, name):
+    content, texts, errors = TABLES[name]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = list(RowReader(path, TaskOptions(), 1))
+    assert [row.texts[0] for row in found if row.error is None] == texts
+    damaged = [row for row in found if row.error is not None]
+    assert [row.line for row in damaged] == [line for line, _ in errors]
+    assert all(row.error.startswith(begin) for row, (_, begin) in zip(damaged, errors))
+
+
+def test_columns_are_chosen_as_in_the_other_commands(tmp_path):
+    (tmp_path / "a.csv").write_text("key,left,right\nk1,x,y\n")
+    options = TaskOptions(text_column="left", text_pair_column="right")
+    (row,) = RowReader(tmp_path / "a.csv", options, 2, "key")
+    assert row.texts == ("x", "y") and row.id == "k1"
+    (tmp_path / "b.txt").write_text("x\ty\nalone\n")
+    first, second = RowReader(tmp_path / "b.txt", options, 2)
+    assert first.texts == ("x", "y") and second.error.startswith("expected two texts")
+
+
+def test_a_line_without_end_is_an_error_and_is_never_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("mini_ee.export.batch.rows.LONGEST_LINE", 10)
+    (tmp_path / "a.txt").write_text("short\n" + "long " * 7 + "\nlast\n")
+    first, second, third = RowReader(tmp_path / "a.txt", TaskOptions(), 1)
+    assert (first.texts, third.texts, third.line) == (("short",), ("last",), 3) and second.error
+
+
+def test_long_texts_make_smaller_blocks_and_numbers_count_damaged_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("mini_ee.export.batch.rows.CHARACTERS", 20)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\nno\n{"text": "%s"}\n{"text": "y"}\n' % ("z" * 30))
+    first, second = blocks_of(RowReader(tmp_path / "a.jsonl", TaskOptions(), 1), 100, "jsonl")
+    assert first.numbers == [1, 3] and second.numbers == [4] and first.errors[0]["row"] == 2
+    assert first.size + second.size == (tmp_path / "a.jsonl").stat().st_size
+
+
+def test_damaged_rows_are_reported_and_the_rest_is_done(capsys, tmp_path, runtime, inputs, monkeypatch):
+    """One row fails in the reader, one in the model, one file has no column of texts."""
+    (inputs / "a.jsonl").write_text('{"text": "a good film"}\n{"text"\n{"text": "a bad film"}\n{"text": "a meal"}\n')
+    (inputs / "c.csv").write_text("number\n1\n")
+    early_exit = parts.early_exit
+
+    def fails(segments, rule, batch):
+        if ("a bad film",) in batch.texts:
+            raise ValueError("not finite")
+        return early_exit(segments, rule, batch)
+
+    monkeypatch.setattr(parts, "early_exit", fails)
+    assert main([*map(str, batch(runtime, tmp_path / "out", f"{inputs}/*")), "--json"]) == 1
+    printed = capsys.readouterr()
+    summary = json.loads(printed.out)
+    assert summary["failed"] == 3 and summary["rows"] == 2 + 7
+    errors = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    places = [(error["file"], error["line"], error["row"]) for error in errors]
+    assert places == [("a.jsonl", 2, 2), ("a.jsonl", 3, 3), ("c.csv", 1, 1)]
+    assert errors[1]["error"] == "not finite" and "a.jsonl:3: not finite" in printed.err
+    assert [row["row"] for row in rows_of(tmp_path / "out") if row["file"] == "a.jsonl"] == [1, 4]
+
+
+def stopped_at(monkeypatch, write):
+    """The job is stopped in its write with this number."""
+    replace, count = os.replace, iter(range(1000))
+
+    def replace_or_stop(*names):
+        if next(count) == write:
+            raise KeyboardInterrupt
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", replace_or_stop)
+
+
+def test_a_job_that_was_stopped_at_any_write_goes_on_and_ends_equal(capsys, tmp_path, runtime, inputs, monkeypatch):
+    (inputs / "b.txt").write_text("a film\n\xff\n", "latin-1")
+    command = batch(runtime, tmp_path / "whole", f"{inputs}/*")
+    assert main([*map(str, command)]) == 1
+    written, computed = [], parts.PartWriter.write
+    monkeypatch.setattr(
+        parts.PartWriter, "write", lambda self, block: written.append(block.part) or computed(self, block)
+    )
+    for write in range(12):  # job.json, five parts with their statistics, errors.jsonl
+        out = tmp_path / f"out{write}"
+        with monkeypatch.context() as patch:
+            stopped_at(patch, write)
+            assert main([*map(str, batch(runtime, out, f"{inputs}/*"))]) == 1
+        assert capsys.readouterr().err.endswith("stopped\n")
+        assert not [path for path in out.rglob("*") if "partial" in path.name]
+        there = parts_of(out)
+        assert there.items() <= parts_of(tmp_path / "whole").items()
+        written.clear()
+        assert main([*map(str, batch(runtime, out, f"{inputs}/*"))]) == 1
+        assert set(written) == parts_of(out).keys() - there.keys()
+        assert parts_of(out) == parts_of(tmp_path / "whole")
+        assert (out / "errors.jsonl").read_bytes() == (tmp_path / "whole" / "errors.jsonl").read_bytes()
+
+
+def test_two_processes_write_the_same_and_go_on_after_a_kill(tmp_path, runtime, inputs):
+    (inputs / "c.txt").write_text("\n".join(TEXTS * 40) + "\n")
+    command = [sys.executable, "-m", "mini_ee", *map(str, batch(runtime, tmp_path / "one", f"{inputs}/*"))]
+    assert main(command[3:]) == 0
+    command[command.index("--processes") + 1 : command.index("--processes") + 2] = ["2"]
+    command[command.index(str(tmp_path / "one"))] = str(tmp_path / "two")
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    while process.poll() is None and len(list((tmp_path / "two").glob("[!.]*.part-*"))) < 10:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=20)  # ends if the workers too have ended: they share standard error
+    assert parts_of(tmp_path / "two").items() <= parts_of(tmp_path / "one").items()
+    assert len(parts_of(tmp_path / "two")) < len(parts_of(tmp_path / "one"))
+    subprocess.run(command, check=True, timeout=60)
+    assert parts_of(tmp_path / "two") == parts_of(tmp_path / "one")
+
+
+def refusals(inputs, out):
+    """(arguments, part of the line) of commands that are refused; `out` has a job over `inputs`."""
+    jsonl, txt = inputs / "a.jsonl", inputs / "b.txt"
+    return [
+        (([inputs / "none*"], out), "none*: no such file"),
+        (([inputs], out), "expected a file, found a folder"),
+        (([inputs / "a.bin"], out), "expected a name that ends with .jsonl"),
+        (([jsonl, inputs / "other" / "a.jsonl"], out), "found a.jsonl twice"),
+        (([inputs / "other" / "t.csv"], out), "t.csv:1: expected a text column"),
+        (([jsonl], txt), "expected a folder, found a file"),
+        (([jsonl], inputs), "expected an empty folder"),
+        (([jsonl, txt], out, "--part-rows", 6), "expected options"),
+        (([jsonl, txt], out, "--text-column", "text"), "expected options"),
+        (([jsonl], out), "expected b.txt too"),
+        (([jsonl], inputs / "new", "--text-column", "words"), "expected the column words"),
+        (([jsonl], inputs / "new", "--id-column", "key"), "expected the column key"),
+        (([jsonl], inputs / "new", "--text-column", ""), "--text-column: expected the name of a column"),
+    ]
+
+
+def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inputs, monkeypatch):
+    out = tmp_path / "out"
+    assert answer(capsys, *batch(runtime, out, f"{inputs}/*"))["rows_now"] == 23
+    (inputs / "other").mkdir()
+    (inputs / "other" / "t.csv").write_text("a\n1\n")
+    for path in (inputs / "a.bin", inputs / "other" / "a.jsonl"):
+        shutil.copy(inputs / "a.jsonl", path)
+    before = parts_of(out)
+    for (names, folder, *options), part in refusals(inputs, out):
+        assert part in refused(capsys, *batch(runtime, folder, *names, options=options), status=2)
+    (inputs / "b.txt").write_text("changed\n")
+    (inputs / "a.bin").unlink()
+    assert "b.txt: changed since" in refused(capsys, *batch(runtime, out, f"{inputs}/*"), status=2)
+    assert parts_of(out) == before and not (inputs / "new").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "find_spec", lambda name: None)
+        line = refused(
+            capsys, *batch(runtime, tmp_path / "p", inputs / "a.jsonl", options=["--format", "parquet"]), status=2
+        )
+        assert "pip install 'mini-ee[batch]'" in line
+
+    def full(path, *content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(parts, "write_bytes", full)
+    line = refused(capsys, *batch(runtime, tmp_path / "full", inputs / "a.jsonl"), status=1)
+    assert "a.jsonl.part-00000.jsonl: No space left on device" in line
