@@ -35,7 +35,7 @@ from mini_ee.training.train_settings import TextOptions
 from mini_ee.training.training_text import Source, texts_to_test
 
 SEEDS = 5
-QUICK_METHODS = ("self-supervised", "layerskip", "sleb")
+QUICK_METHODS = ("self-supervised", "layerskip")
 RECORDED_TEXTS = 37  # texts to choose rules on, and as many to report; of 40 tokens each
 MOST_TEXTS = 10**6  # more than any file has
 DRAFTED_TEXTS, LOSSLESS_TEXTS = 4, 12  # that choose the drafting exit, and that are then generated with it
@@ -51,7 +51,7 @@ class DecoderExam(NamedTuple):
     text: str | None  # file in data/; None: text that the decoder generates
     texts: int
     epochs: int
-    rates: tuple[dict[str, float], ...]
+    rates: tuple[tuple[float, float], ...]  # the grid: pairs of lr and head_lr
     new_tokens: int = 40  # after the beginning of a text, which has 40
 
     @property
@@ -63,7 +63,7 @@ class DecoderExam(NamedTuple):
         return BUILT_IN_DECODER if self.weights is None else sources.find("weights", self.weights)
 
 
-RATES = tuple({"lr": lr, "head_lr": 4 * lr} for lr in (5e-4, 2e-3, 8e-3))
+RATES = ((5e-4, 2e-3), (2e-3, 8e-3), (8e-3, 32e-3))
 TINY_STORIES = "TinyStories/tinystories_sample.txt"
 EXAMS = (
     DecoderExam("stories260K", "stories260K", TINY_STORIES, 1000, 4, RATES),
@@ -91,14 +91,15 @@ class Training(NamedTuple):
         """The options of `train`, without rates and seed; models and texts by name."""
         exam, lacks = self.exam, self.method.lacks
         options = {"method": self.methods[0], "task": "continue", "model": exam.weights, "text": exam.text}
-        options |= {"texts": exam.texts, "new_tokens": exam.new_tokens}
-        return options | {"epochs": exam.epochs for _ in [0] if "epochs" not in lacks}
+        options |= {"new_tokens": exam.new_tokens}
+        options |= {} if self.method.search else {"texts": exam.texts}  # a search has a number of its own
+        return options if "epochs" in lacks else options | {"epochs": exam.epochs}
 
     @property
     def rates(self) -> list[dict[str, float]]:
         """The rates to choose from; a single empty one if the method learns nothing by gradients."""
-        lacks = self.method.lacks
-        some = [{name: rate for name, rate in each.items() if name not in lacks} for each in self.exam.rates]
+        pairs = [dict(zip(("lr", "head_lr"), pair)) for pair in self.exam.rates]
+        some = [{name: rate for name, rate in pair.items() if name not in self.method.lacks} for pair in pairs]
         return [each for at, each in enumerate(some) if each not in some[:at]]
 
     @property

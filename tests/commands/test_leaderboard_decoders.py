@@ -1,0 +1,257 @@
+"""The leaderboard's decoders: what is trained and when, records against live decoding, rules, speed, and the tables."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from conftest import random_decoder, save_small_llama
+
+from mini_ee import calibration
+from mini_ee.backbones.hub import BUILT_IN_DECODER
+from mini_ee.baselines.sleb import ShortDecoder
+from mini_ee.data.decoder_texts import Text
+from mini_ee.data.files import sole_writer
+from mini_ee.errors import WrongArguments
+from mini_ee.exits.token_exits import TokenExits, record_texts
+from mini_ee.experiments.leaderboard import decoder_section as section
+from mini_ee.experiments.leaderboard import decoders, decoding_figures
+from mini_ee.experiments.leaderboard.token_rules import GAP, gap_rules, outcome, own_rules, rule_at, rule_within
+from mini_ee.experiments.records import SeedRecord, read_records, write_record
+from mini_ee.experiments.trainings import Sources
+from mini_ee.rules import FixedExit, NeverExit, Threshold
+from mini_ee.training.method import load_method
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+TINY = decoders.DecoderExam("tiny", "tiny", "stories.txt", 16, 1, decoders.RATES[:2], new_tokens=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """A tiny exam, three methods, few texts, and no intervals of thresholds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoders, "EXAMS", (TINY,))
+        patch.setattr(section, "EXAMS", (TINY,))
+        patch.setattr(decoders, "token_methods", lambda: ["joint", "pabee", "sleb"])
+        patch.setattr(decoders, "RECORDED_TEXTS", 6)
+        patch.setattr(decoding_figures, "TIMED_TEXTS", 1)
+        patch.setattr(calibration, "intervals", lambda observed, *_: np.zeros((observed.confidence.shape[1], 2)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder with a random Llama over letters, and 400 texts of 60 random letters."""
+    folder = tmp_path_factory.mktemp("sources")
+    vocabulary = {"<s>": 0} | {letter: number for number, letter in enumerate(LETTERS, 1)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    (folder / "weights").mkdir()
+    save_small_llama(folder / "weights" / "tiny", tokenizer, num_hidden_layers=5, max_position_embeddings=64)
+    (folder / "data").mkdir()
+    letters = np.random.default_rng(0).choice([*LETTERS[:-1]], (400, 60))
+    (folder / "data" / "stories.txt").write_text("\n\n".join("".join(each) for each in letters))
+    return Sources(folder, folder / "made")
+
+
+def run(out, sources, seeds=(0,), only=None):
+    lines = []
+    return decoders.run_decoders(out, sources, seeds, only, False, lines.append), lines
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, sources):
+    out = tmp_path_factory.mktemp("results")
+    ran, lines = run(out, sources)
+    assert ran == 2 and [line for line in lines if "seed 0" in line] == ["tiny joint, seed 0", "tiny sleb, seed 0"]
+    return out
+
+
+@pytest.fixture
+def exits():
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return TokenExits(random_decoder("llama", 4), (1, 2, 4)).eval()
+
+
+def random_texts(count, length, seed=0):
+    ids = np.random.default_rng(seed).integers(1, 60, (count, length)).tolist()
+    return [Text(each, 3) for each in ids]
+
+
+# ---- What is trained ----
+
+
+def test_a_recorded_seed_is_not_trained_again_and_a_deleted_one_is(results, sources):
+    joint, sleb = (results / "records" / "decoders-tiny" / f"{name}.npz" for name in ("joint", "sleb"))
+    before = joint.read_bytes()
+    assert run(results, sources)[0] == 0
+    sleb.unlink()
+    ran, lines = run(results, sources)
+    assert ran == 1 and "tiny sleb, seed 0" in lines and not any("joint" in line for line in lines)
+    assert joint.read_bytes() == before and sleb.exists()
+    assert not [*(results / "leaderboard" / "runs").rglob("config.json")]
+
+
+def test_a_record_with_other_settings_or_without_a_method_is_made_again(results, monkeypatch):
+    (joint, _) = decoders.trainings(False)
+    assert joint.methods == ("joint", "pabee") and decoders.is_recorded(results, joint, 0)
+    assert not decoders.is_recorded(results, joint, 1)
+    assert not decoders.is_recorded(results, joint._replace(methods=("joint", "pabee", "new")), 0)
+    assert not decoders.is_recorded(results, joint._replace(exam=TINY._replace(epochs=2)), 0)
+
+
+def test_another_process_has_the_training_that_it_runs(results, sources):
+    sleb = decoders.trainings(False, "sleb")[0].record(results)
+    with sole_writer(sleb):
+        ran, lines = run(results, sources, seeds=(1,), only="sleb")
+    assert ran == 0 and lines[-1] == "1 trainings are left to other processes."
+    with pytest.raises(WrongArguments, match="expected one of joint, pabee, sleb"):
+        run(results, sources, only="raee")
+
+
+def test_rates_are_chosen_with_the_first_seed_by_ln_p(results, sources):
+    about = read_records(decoders.trainings(False, "pabee")[0].record(results))[0].about
+    tried = about["tried"]
+    assert [(each["rates"]["lr"], each["rates"]["head_lr"]) for each in tried] == [*TINY.rates]
+    assert all(each["seed"] == 0 for each in tried)
+    assert about["rates"] == max(tried, key=lambda each: each["score"])["rates"]
+    assert {"search", "training", "recording", "decoding"} == about["cpu_seconds"].keys()
+
+
+def test_methods_share_a_training_only_if_they_are_trained_alike(monkeypatch):
+    monkeypatch.undo()  # the methods of the registry
+    names = [name for name in decoders.METHODS if "tokens" in load_method(name).units]
+    monkeypatch.setattr(decoders, "token_methods", lambda: names)
+    groups = [training.methods for training in decoders.trainings(False)]
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    assert ("joint", "pabee", "pcee-bert") in groups and ("two-stage", "deebert") in groups and ("calm",) in groups
+
+
+def test_texts_are_the_same_for_all_methods_and_calibration_is_apart(sources):
+    joint, sleb = decoders.trainings(False)
+    decoder = TokenExits(decoders.load_backbone(TINY.model_folder(sources)), (5,))
+    calibration_texts, reported = decoders.texts_of(joint, decoder, sources, 3)
+    assert (calibration_texts, reported) == decoders.texts_of(sleb, decoder, sources, 3)
+    assert len(calibration_texts) == len(reported) == 6 and all(len(text.ids) == 48 for text in reported)
+    assert not {tuple(text.ids) for text in calibration_texts} & {tuple(text.ids) for text in reported}
+    assert decoders.QUICK_EXAMS[0].model_folder(sources) == BUILT_IN_DECODER
+
+
+# ---- Records and rules ----
+
+
+def test_a_rule_on_a_record_that_was_read_back_exits_as_in_decoding(tmp_path, exits):
+    prompts, threshold = [Text(text.ids[:6], 5) for text in random_texts(8, 12)], 0.2
+    rule = Threshold((threshold, threshold, -np.inf), GAP)
+    written = exits.write(prompts, rule, max_new_tokens=10, missing_kv="recompute", stop=())
+    whole = [Text([*prompt.ids, *each.tokens], 5) for prompt, each in zip(prompts, written)]
+    made = decoders.token_record(exits, whole)
+    read = write_record(tmp_path / "a.npz", 0, SeedRecord(made, made, {})).reported
+    assert abs(made.confidence(GAP) - threshold).min() > 1e-4  # float16 changes no decision
+    found = outcome(read, rule)
+    assert found.depth.tolist() == [layers for each in written for layers in each.layers_run]
+    assert set(found.depth) == {1, 2, 4}
+    full = record_texts(exits, whole, last=False)
+    exit_index = np.searchsorted(exits.exits, found.depth)
+    predicted = full.predictions[np.arange(len(exit_index)), exit_index]
+    assert predicted.tolist() == [token for each in written for token in each.tokens]
+    assert found.agreement == (predicted == full.predictions[:, -1]).mean()
+    assert np.allclose(found.log_p, full.logits[np.arange(len(exit_index)), exit_index, 0], rtol=2e-3)
+
+
+def test_the_rule_at_a_level_saves_most_among_those_that_reach_it(exits):
+    recorded = decoders.token_record(exits, random_texts(12, 16))
+    rules = gap_rules(recorded)
+    results = [(outcome(recorded, rule), rule) for rule in rules]
+    for level in (0.5, 0.9):
+        reached = [each.depth.mean() for each, _ in results if each.agreement >= level]
+        chosen = outcome(recorded, rule_at(rules, recorded, level))
+        assert chosen.agreement >= level and chosen.depth.mean() == min(reached) < 4
+    assert rule_at(rules[:1], recorded, 1.01) == NeverExit()
+    fixed = [FixedExit(k) for k in range(3)]
+    log_p = [outcome(recorded, rule).log_p.mean() for rule in fixed[:2]]
+    assert rule_within(fixed, recorded, 0.5) == fixed[int(np.argmax(log_p))]
+    assert rule_within(fixed, recorded, 0.25) == fixed[0] and rule_within(fixed, recorded, 0.2) is None
+    assert own_rules(load_method("pabee"), recorded)[0].name == "patience"
+    assert own_rules(load_method("joint"), recorded) == rules
+
+
+def test_a_model_of_fewer_layers_is_an_exit_before_its_full_model(exits):
+    short = ShortDecoder(random_decoder("llama", 4)).eval()
+    short.keep([0, 1, 3])
+    texts = random_texts(5, 12)
+    recorded = decoders.token_record(short, texts)
+    parts = [record_texts(model, texts, last=False) for model in (short, short.whole)]
+    assert recorded.segments.exits == (3, 4) and recorded.full_flops == parts[1].full_flops
+    assert (recorded.predictions == np.concatenate([part.predictions for part in parts], axis=1)).all()
+    for k, part in enumerate(parts):
+        cost = recorded.replay(FixedExit(k)).cost
+        assert np.allclose(cost.flops, part.replay(FixedExit(0)).cost.flops) and (cost.depth == 3 + k).all()
+    assert own_rules(load_method("sleb"), recorded) == [FixedExit(0)]
+
+
+# ---- Decoding ----
+
+
+def test_speed_is_processor_time_and_waiting_does_not_count():
+    def busy(seconds):
+        def work(texts):
+            assert len(texts) == 1
+            time.sleep(0.02 - seconds)
+            end = time.process_time() + seconds
+            while time.process_time() < end:
+                pass
+
+        return work
+
+    half, double = decoding_figures.speed_ups(busy(0.008), [busy(0.016), busy(0.004)], random_texts(2, 6))
+    assert 0.4 < half < 0.65 and 1.6 < double < 2.3
+
+
+def test_lossless_text_is_the_full_models(exits):
+    found = decoding_figures.lossless_figures(exits, random_texts(2, 9), random_texts(4, 12, 1))
+    assert found["equal_texts"] == 1 and found["layer"] in (1, 2) and 0 <= found["drafted"] < 1
+
+
+def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
+    class Letters:
+        backend = type("Backend", (), {"decode": staticmethod(lambda ids: " ".join(map(str, ids)))})
+
+    rule, texts = Threshold((0.1, 0.1, -np.inf), GAP), random_texts(6, 16)
+    found = decoding_figures.decoding_figures(exits, rule, texts, Letters)
+    written = exits.write(texts, rule, max_new_tokens=12, missing_kv="recompute", stop=())
+    whole = [Text([*text.ids[:4], *each.tokens], 3) for text, each in zip(texts, written)]
+    again = outcome(decoders.token_record(exits, whole), rule)
+    assert found["recompute"]["agreement"] == pytest.approx(again.agreement)
+    assert found["recompute"]["layers_saved"] == pytest.approx(1 - again.depth.mean() / 4)
+    assert found.keys() == {"copy_state", "recompute"} and found["copy_state"] != found["recompute"]
+    assert decoding_figures.decoding_figures(exits, NeverExit(), texts, Letters) == {}
+
+
+# ---- The section ----
+
+
+def test_the_section_is_made_from_records_alone_and_names_what_is_missing(results, tmp_path):
+    assert section.decoder_section(tmp_path, False) == ["Not run yet.", ""]
+    lines = section.decoder_section(results, False)
+    assert lines == section.decoder_section(results, False) and (results / section.PICTURE).stat().st_size > 5000
+    table = {line.split(" | ")[0].strip("| "): line for line in lines if line.startswith("| ")}
+    assert {"joint", "pabee", "sleb", "joint, lossless", "joint, pabee"} <= table.keys()
+    found = section.read_exam(results, TINY, False)
+    for name, each in found.items():
+        made = read_records(results / "records" / "decoders-tiny" / f"{each.abouts[0]['settings']['method']}.npz")[0]
+        rules = made.about["methods"][name]["rules"]
+        own = outcome(made.reported, section.rule_from_dict(rules["0.9"]))
+        assert each.values["saved 0.9"].mean() == pytest.approx(1 - own.depth.mean() / 5)
+        candidates = own_rules(load_method(name), made.held_out)
+        assert json.loads(json.dumps(rule_at(candidates, made.held_out, 0.9).to_dict())) == rules["0.9"]
+        assert f"{np.exp(-made.reported.logits[:, -1, 0].mean()):.2f} (" in "".join(
+            line for line in lines if line.startswith(f"| {name} |")
+        )
+    (results / "records" / "decoders-tiny" / "sleb.npz").rename(tmp_path / "sleb.npz")
+    missing = [line for line in section.decoder_section(results, False) if line.startswith("| sleb |")]
+    (tmp_path / "sleb.npz").rename(results / "records" / "decoders-tiny" / "sleb.npz")
+    assert len(missing) == 1 and missing[0].count(section.NOT_RUN) == 8 and missing[0].endswith("| 0 |")
