@@ -1,7 +1,8 @@
 """`mini-ee reproduce leaderboard`: one table for all methods, computed from records of runs (OUT/records).
 
-protocol.py   exams, methods that fit, exits, epochs, rates, seeds
-runs.py       trains what is missing and writes the records
+protocol.py   classifiers: exams, methods that fit, exits, epochs, rates, seeds
+runs.py       classifiers: trains what is missing and writes the records
+decoders.py   decoders: the same
 page.py       OUT/leaderboard.md, from the records alone
 """
 
@@ -12,10 +13,13 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from mini_ee.experiments.leaderboard.decoders import run_decoders, token_methods, trainings
 from mini_ee.experiments.leaderboard.page import write_page
-from mini_ee.experiments.leaderboard.protocol import exams, methods, seed_count, trainings_of
+from mini_ee.experiments.leaderboard.protocol import SEARCH_SEEDS, exams, methods, seed_count, trainings_of, why_not
 from mini_ee.experiments.leaderboard.runs import Job, Places, jobs, missing, run_job
 from mini_ee.experiments.trainings import CaseLocked, Sources
+
+ERRORS = ValueError, RuntimeError, OSError  # of one training; the others go on
 
 
 def make_leaderboard(
@@ -34,19 +38,26 @@ def make_leaderboard(
     before anything runs, if a model or a task is missing, or a method is unknown; ValueError at the end, if one failed.
     """
     begin, out = time.perf_counter(), out or Path("results-quick" if quick else "results")
-    names = methods(quick, only)
+    tokens = only is None or only in token_methods()
+    names = [] if only and tokens and why_not(only) else methods(quick, only)
     all_seeds = tuple(range(seeds[0], seeds[0] + (seeds[1] or seed_count(quick))))
     found = Sources(sources, out / "leaderboard")
     chosen = exams(quick)
     work = [job for exam in chosen for job in jobs(trainings_of(exam, found), names, all_seeds)]
     work.sort(key=lambda job: all_seeds.index(job.seeds[0]))  # a table with few seeds before one with many
+    if tokens:
+        for training in trainings(quick, only):
+            found.options(training.options)  # raises if a model or a text is missing
     places = Places(out, found, {exam.name: exam.read(found) for exam in chosen}, say)
     number = sum(len(missing(out, job, all_seeds)) for job in work)
     say(f"{len(names)} methods, {len(chosen)} exams, {len(all_seeds)} seeds: {number} records to make.")
-    threads, failed = torch.get_num_threads(), []
+    threads, failed, waiting = torch.get_num_threads(), [], []
     torch.set_num_threads(1)  # times are of one thread; a second process may use another core
     try:
-        waiting = run_all(work, all_seeds, places, failed)
+        for part in filter(None, (all_seeds[:SEARCH_SEEDS], all_seeds[SEARCH_SEEDS:])):
+            waiting += run_all([job for job in work if job.seeds[0] in part], all_seeds, places, failed)
+            if tokens:
+                number += _decoders(part, only, quick, places, failed)
     finally:
         torch.set_num_threads(threads)
     if waiting:
@@ -57,6 +68,16 @@ def make_leaderboard(
     if failed:
         raise ValueError(f"{len(failed)} trainings failed: {'; '.join(failed)}")
     return {"paper": "leaderboard", "page": str(path), "ran": number, "wall_seconds": time.perf_counter() - begin}
+
+
+def _decoders(seeds: tuple[int, ...], only: str | None, quick: bool, places: Places, failed: list[str]) -> int:
+    """The number of trainings of decoders that were run."""
+    try:
+        return run_decoders(places.out, places.sources, seeds[:1] if quick else seeds, only, quick, places.say)
+    except ERRORS as error:
+        failed.append(f"decoders: {error}")
+        places.say(f"FAILED {failed[-1]}")
+        return 0
 
 
 def run_all(work: list[Job], seeds: tuple[int, ...], places: Places, failed: list[str]) -> list[Job]:
@@ -71,9 +92,8 @@ def run_all(work: list[Job], seeds: tuple[int, ...], places: Places, failed: lis
                 run_job(job, seeds, places)
             except CaseLocked:
                 waiting.append(job)
-            except (ValueError, RuntimeError, OSError) as error:
-                line = f"{job.training.exam.name}, {job.training.name}: {error}"
-                failed.append(line)
-                places.say(f"FAILED {line}")
+            except ERRORS as error:
+                failed.append(f"{job.training.exam.name}, {job.training.name}: {error}")
+                places.say(f"FAILED {failed[-1]}")
             places.say(f"{len(before) - number - 1} of {len(before)} steps follow.")
     return waiting

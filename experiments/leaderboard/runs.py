@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,10 +37,11 @@ from mini_ee.evaluation.row_evaluation import (
     rows_of,
 )
 from mini_ee.exits.row_exits import RowExits
+from mini_ee.experiments.leaderboard.figures import REFERENCE
 from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training
 from mini_ee.experiments.records import SeedRecord, read_about, write_record
 from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, trained
-from mini_ee.recording import Record
+from mini_ee.recording import Record, exit_scores
 from mini_ee.rules import NeverExit, rule_from_dict
 from mini_ee.training.default_rule import choose, default_rule
 from mini_ee.training.holdout import split_rows
@@ -78,10 +80,13 @@ def record_path(out: Path, exam: str, method: str) -> Path:
 
 
 def jobs(trainings: list[Training], methods: list[str], seeds: tuple[int, ...]) -> Iterator[Job]:
-    """All jobs: the first seeds, which choose the rate, of each training, then the other seeds one by one."""
+    """All jobs: the first seeds, which choose the rate, of each training, then the other seeds one by one.
+
+    The reference of losses comes before the others.
+    """
     parts = [seeds[:SEARCH_SEEDS], *((seed,) for seed in seeds[SEARCH_SEEDS:])]
     for part in parts:
-        for training in trainings:
+        for training in sorted(trainings, key=lambda training: REFERENCE not in training.methods):
             if wanted := tuple(name for name in training.methods if name in methods):
                 yield Job(training, wanted, part)
 
@@ -134,11 +139,12 @@ def _chosen(training: Training, seeds: tuple[int, ...], places: Places) -> float
             if (factor, seed) not in done:
                 say(f"{_title(training)}, default rates x {factor:g}, seed {seed}")
                 try:
-                    run, _ = _trained(training, factor, seed, places)
-                    score = float(np.mean(run.metrics["per_exit_accuracy"]))
+                    run, about = _trained(training, factor, seed, places)
+                    score, seconds = float(np.mean(run.metrics["per_exit_accuracy"])), about["training"]["seconds"]
                 except Diverged:
-                    score = 0.0
-                state["tried"].append({"factor": factor, "seed": seed, "score": round(score, 5)})
+                    score, seconds = 0.0, None
+                tried = {"factor": factor, "seed": seed, "score": round(score, 5), "seconds": seconds}
+                state["tried"].append(tried)
                 say(f"  held-out accuracy, mean over all exits: {score:.3f}")
                 write_json(_state_path(places.out, training), state)
     scores = {factor: [each["score"] for each in state["tried"] if each["factor"] == factor] for factor in factors}
@@ -173,11 +179,15 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         "data": {"train": task.split("train").sha256(), task.default_split: rows_of(task, None, None, 0)[1].sha256()},
         "made": how_made() | {"numpy": np.__version__, "python": platform.python_version(), "processor": processor()},
     }
-    for method in methods:
-        own = about | {"method": method} | _own(method, run, read, task)
+    full = float(exit_scores(read.held_out, task, read.held_out.labels, "accuracy")[-1])
+    for method in sorted(methods, key=lambda method: method != REFERENCE):
+        own = about | {"method": method, "held_out_full": full}
+        of_reference = read_about(record_path(places.out, name, REFERENCE)).get(seed, {})
+        own |= _own(method, run, read, task, of_reference.get("held_out_full", full))
         write_record(record_path(places.out, name, method), seed, SeedRecord(read.reported, read.held_out, own))
-        saved = own["one_point"]["layers_saved"]
-        say(f"  {method}: {saved:.1%} of the layers saved at one point, measured {own['one_point']['speedup']:.2f}x")
+        half, point = own["half"], own["one_point"]
+        line = f"  {method}: accuracy {half['accuracy']:.3f} with half of the FLOPs; " if half else f"  {method}: "
+        say(f"{line}{point['layers_saved']:.1%} of the layers saved at one point, measured {point['speedup']:.2f}x")
     shutil.rmtree(_runs(places.out, training) / f"{factor:g}-{seed}")
 
 
@@ -230,31 +240,43 @@ def _read(run: Run, task: Task, exam: Exam) -> Read:
     return Read(reported, *split)
 
 
-def _own(method: str, run: Run, read: Read, task: Task) -> dict:
-    """The parts of a method's record that depend on its rules."""
+def _own(method: str, run: Run, read: Read, task: Task, reference: float) -> dict:
+    """The parts of a method's record that depend on its rules. reference: held-out accuracy from which losses count.
+
+    one_point: the rule with the fewest FLOPs that loses at most a point, the full model if there is none; half: the
+    best rule with at most half of the FLOPs, None if there is none. Chosen on held-out examples.
+    """
     default = default_rule(read.selection, read.tested, task, candidates=load_method(method).candidates)
     points = curve(read.held_out, method_rules(method, read.held_out, task), task, read.held_out.labels)
     never = next(point for point in points if point["rule"]["name"] == "never")
-    least = never["score"] - LOSSES["one_point"] - ROUNDING
-    found = choose(points, fewest_flops, lambda point: point["score"] >= least)
-    one_point = replayed(found, read.reported, task, read.reported.labels)
+    least = reference - LOSSES["one_point"] - ROUNDING
+    picked = {
+        "one_point": choose(points, fewest_flops, lambda point: point["accuracy"] >= least) or never,
+        "half": choose(points, itemgetter("accuracy"), lambda point: point["flops_ratio"] <= 0.5 + ROUNDING),
+    }
+    found = {
+        name: point and replayed(point, read.reported, task, read.reported.labels) for name, point in picked.items()
+    }
     return {
         "default_rule": default.rule.to_dict(),
         "guarantee": default.guarantee,
         "guaranteed": default.about["guaranteed"],
-        "one_point": one_point | _timed(one_point, run, task),
+        **_timed(found, run, task),
     }
 
 
-def _timed(point: dict, run: Run, task: Task) -> dict:
-    """Processor time of the rule and of the model without exits, with batch size 1, in turns."""
-    if is_full(point):
-        return {"speedup": 1.0, "timed_rows": 0}
+def _timed(points: dict[str, dict | None], run: Run, task: Task) -> dict[str, dict | None]:
+    """The points with their processor time, and that of the model without exits, with batch size 1, in turns."""
+    names = [name for name, point in points.items() if point and not is_full(point)]
     _, rows = rows_of(task, None, TIMED_ROWS, 0)
     encoded, order = run.encode(rows.texts), [np.array([row]) for row in range(len(rows))]
-    timed = [(run.whole_model(), NeverExit(), encoded), (run.segments(), rule_from_dict(point["rule"]), encoded)]
-    full, seconds = measure_seconds(timed, order, clock=time.process_time).tolist()
-    return {"speedup": full / seconds, "seconds": seconds, "full_seconds": full, "timed_rows": len(rows)}
+    timed = [(run.whole_model(), NeverExit(), encoded)]
+    timed += [(run.segments(), rule_from_dict(points[name]["rule"]), encoded) for name in names]
+    full, *seconds = measure_seconds(timed, order, clock=time.process_time).tolist()
+    answer = {name: point and point | {"speedup": 1.0} for name, point in points.items()}
+    for name, each in zip(names, seconds):
+        answer[name] |= {"speedup": full / each, "seconds": each, "full_seconds": full, "timed_rows": len(rows)}
+    return answer
 
 
 def processor() -> str:

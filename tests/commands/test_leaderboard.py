@@ -18,7 +18,7 @@ from mini_ee.data.tasks import toy_task
 from mini_ee.data.tokenizer import Tokenizer, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.comparison import method_rules
-from mini_ee.experiments.leaderboard import protocol, runs
+from mini_ee.experiments.leaderboard import decoders, protocol, runs
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.recording import record
@@ -40,6 +40,7 @@ def board(tmp_path, checkpoint_folder, monkeypatch):
     shutil.copytree(checkpoint_folder, tmp_path / "weights" / "tiny")
     write_task(tmp_path / "data" / "words", 90)
     monkeypatch.setattr(protocol, "EXAMS", (EXAM,))
+    monkeypatch.setattr(decoders, "EXAMS", ())
     begun, real = [], runs.trained
 
     def spied(folder, options, seed, sources):
