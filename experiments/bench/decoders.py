@@ -13,8 +13,9 @@ from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.exits.decoding import MISSING_KV, Generated, gather
-from mini_ee.exits.generation import generate, generate_lossless
+from mini_ee.exits.generation import generate
 from mini_ee.exits.heads import VocabularyHead
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.experiments.bench.common import forced_out, from_transformers, medians, row_of
 from mini_ee.rules import Rule
 

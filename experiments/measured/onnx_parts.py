@@ -36,7 +36,8 @@ from mini_ee.data.tasks import load_task
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.token_evaluation import EPSILON_GRID, written_texts
 from mini_ee.exits.decoding import gather
-from mini_ee.exits.generation import generate, generate_lossless
+from mini_ee.exits.generation import generate
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder

@@ -86,6 +86,9 @@ class BalconySegments(TokenSegments):
         for k in range(len(self.exits)):
             hidden = self.run(k, hidden, block)
 
+    def draft_logits(self, k: int, hidden: Tensor, block: Any) -> Tensor:
+        return super().draft_logits(k, self.heads[k].run(hidden, block.of_exit(k)), block)
+
     def read_logits(self, k: int, state: TokenState) -> Reading:
         if k < len(self.heads):
             block: Any = state.block or self.block(state.rows, state.positions)

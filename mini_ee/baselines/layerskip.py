@@ -2,7 +2,7 @@
 
 Paper: Mostafa Elhoushi et al., LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding, ACL 2024,
 arXiv:2404.16710v4, section 4. One head can read every layer then. The third part of the paper, self-speculative
-decoding, is exits/generation.generate_lossless: an exit drafts tokens and the layers above verify them, on one cache.
+decoding, is exits/lossless.generate_lossless: an exit drafts tokens and the layers above verify them, on one cache.
 The command is `mini-ee generate RUN --lossless --layer E --draft N`.
 
 Symbols:   l, a layer from 0 to L - 1; t, a step from 0 to T - 1; p_max, the largest dropout.
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import Adapt, Backbone
 from mini_ee.data.settings import Settings, option
 from mini_ee.exits.decoding import gather
-from mini_ee.exits.generation import generate_lossless
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.row_exits import RowExits, RunLayers
 from mini_ee.exits.token_exits import SharedExits, TextData
 from mini_ee.training.default_rule import Chosen

@@ -143,7 +143,7 @@ def _prompt(args: Namespace) -> str:
 def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[Iterator[Step], dict]:
     """(steps of one text, fields of the answer)."""
     from mini_ee.cli.rule_options import chosen_rule, refuse_settings
-    from mini_ee.exits.generation import Sampling, generate_lossless
+    from mini_ee.exits.generation import Sampling
     from mini_ee.rules import NeverExit
 
     sampling = sampling_of(args, repetition_penalty=args.repetition_penalty)
@@ -165,18 +165,11 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
         raise WrongArguments("--lossless runs every token through all layers: leave out --missing-kv")
     if len(opened.exits) == 1:
         raise WrongArguments("--lossless needs an exit before the last layer: give a run of a decoder with exits")
-    if opened.model.own_layers:
-        raise WrongArguments(
-            f"--lossless needs exits whose heads read one state, but each exit of {opened.config['method']} has a "
-            f"layer of its own: leave it out"
-        )
     layer, draft = opened.exits[0] if args.exit is None else args.exit, args.draft or DRAFT
     if layer not in opened.exits[:-1]:
         drafters = ",".join(map(str, opened.exits[:-1]))
         raise WrongArguments(f"--layer: expected an exit that can draft, one of {drafters}, got {layer}")
-    head, stop = opened.model.heads[opened.exits.index(layer)], opened.model.backbone.config.stop_tokens
-    settings = {"exit_layer": layer, "head": head, "draft": draft, "stop": stop}
-    steps = generate_lossless(opened.model.backbone, [ids], max_new_tokens=count, **settings)
+    steps = opened.model.generate_lossless([ids], count, layer, draft)
     return steps, {"lossless": True, "draft": draft, "draft_layer": layer}
 
 

@@ -1,9 +1,7 @@
-"""Text generation with a decoder: in full, with early exits, or with early exits and the full model's text.
+"""Text generation with a decoder, in full or with early exits; with exits that only draft, see lossless.py.
 
-    generate            greedy or sampled; each token is one run of `early_exit`, and the rule decides for each row at
-                        which exit it stops. Without heads it is plain decoding.
-    generate_lossless   greedy; an exit drafts tokens and the full model verifies them in one pass (self-speculative
-                        decoding). It does not run `early_exit`: there is no rule.
+`generate` is greedy or sampled. Each token is one run of `early_exit`, and the rule decides for each row at which exit
+it stops. Without heads it is plain decoding.
 
 A token that exits at exit k has no keys and values in the layers above, but later tokens that go higher need them:
 
@@ -17,7 +15,6 @@ Both happen when a later token first goes above exit k, for all tokens that are 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,9 +45,6 @@ from mini_ee.rules import NeverExit, Rule
 from mini_ee.segments import Reading
 
 SMALLEST = 1e-6  # least number by which logits may be divided
-CONFIDENCE_THRESHOLD = (
-    0.6  # for drafting: the fastest of 0, .6, .8, .9 after layer 4 of a half-trained built-in decoder
-)
 
 Head = Callable[[Tensor], Tensor]
 """An exit's vocabulary head: hidden (B, D) -> logits (B, V)."""
@@ -154,7 +148,7 @@ def generate(
     if missing_kv not in MISSING_KV:
         raise ValueError(f"missing_kv must be one of {', '.join(MISSING_KV)}, got {missing_kv!r}")
     rule.check(len(exits))
-    capacity = _check_prompts(decoder, prompts, max_new_tokens)
+    capacity = capacity_for(decoder, prompts, max_new_tokens)
     make = segments_class or TokenSegments
     segments = make(decoder, exits, heads, missing_kv, len(prompts), capacity, policies)
     return _generate(segments, prompts, max_new_tokens, rule, sampling, frozenset(stop), seed)
@@ -188,7 +182,7 @@ def _generate(
     yield from decode(segments, prompts, max_new_tokens, rule, choose, stop)
 
 
-def _check_prompts(decoder: GenerativeBackbone, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+def capacity_for(decoder: GenerativeBackbone, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Number of tokens of the longest row with its continuation; the prompt of an encoder does not count."""
     sizes = decoder.config.vocab_size, decoder.max_written
     check_ids(prompts, sizes[0])
@@ -274,6 +268,10 @@ class TokenSegments(CachedSegments):
             check_finite(logits.numpy(force=True)), logits.softmax(-1).topk(2).values.numpy(force=True)
         )
 
+    def draft_logits(self, k: int, hidden: Tensor, block: LayerContext) -> Tensor:
+        """The logits (B, V) of exit k, before the last, at the last of the tokens (B, T, D) that ran to it."""
+        return self.heads[k](hidden[:, -1])
+
     def read_state(self, k: int, state: TokenState) -> Reading:
         """The policy's exit_logit, if there is one; else, or with any_rule, the saturation. No head is computed."""
         hidden = state.hidden[:, -1]
@@ -290,128 +288,6 @@ def token_segments(model: nn.Module, missing_kv: str, num_rows: int, capacity: i
     segments = make(model.backbone, model.exits, model.heads, missing_kv, num_rows, capacity, policies)
     segments.any_rule = True
     return segments
-
-
-# ---- Lossless: an exit drafts, the full model verifies ----
-def generate_lossless(
-    decoder: GenerativeBackbone,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    exit_layer: int,
-    head: Head,
-    draft: int = 4,
-    confidence_threshold: float = CONFIDENCE_THRESHOLD,
-    stop: Sequence[int] = (),
-) -> Iterator[Step]:
-    """The full model's greedy text, in fewer passes through its upper layers.
-
-    Source: self-speculative decoding as in LayerSkip (Elhoushi et al. 2024). In each round
-    1. the layers up to exit_layer and its head draft `draft` tokens, one at a time;
-    2. the layers above run in one block on the last accepted token and all drafts, and the LM head predicts the next
-       token after each of them. The layers below are not run again: their cache is shared;
-    3. the drafts before the first wrong one are accepted, and then the full model's own token: 1 to draft + 1 tokens.
-    Drafting ends early if the head's largest probability, averaged over rows, is below confidence_threshold, as in
-    transformers' assisted decoding; 0: never, as in the paper.
-
-    After each round all its steps are yielded. layers_run is exit_layer for an accepted draft, and L for a token of the
-    full model. Arguments and errors as in `generate`.
-    """
-    last = decoder.config.num_hidden_layers
-    if not 1 <= exit_layer < last:
-        raise ValueError(f"exit_layer must be from 1 to {last - 1}, below the last layer, got {exit_layer}")
-    if draft < 1:
-        raise ValueError(f"draft must be at least 1 token, got {draft}")
-    if not 0 <= confidence_threshold <= 1:
-        raise ValueError(f"confidence_threshold must be a probability, got {confidence_threshold}")
-    capacity = _check_prompts(decoder, prompts, max_new_tokens)
-    segments = TokenSegments(decoder, (last,), (), "recompute", len(prompts), capacity)
-    return _generate_lossless(
-        segments, prompts, max_new_tokens, Drafter(exit_layer, head, draft, confidence_threshold), frozenset(stop)
-    )
-
-
-class Drafter(NamedTuple):
-    """The exit that drafts, and when it stops."""
-
-    exit_layer: int
-    head: Head
-    most: int  # tokens at most
-    confidence_threshold: float
-
-
-@torch.inference_mode()
-def _generate_lossless(
-    segments: TokenSegments,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    drafter: Drafter,
-    stop: frozenset[int],
-) -> Iterator[Step]:
-    first = segments.prefill(segments.begin(prompts))
-    rows, tokens, positions = first.rows, [ids[0] for ids in first.ids], [row[0] for row in first.positions]
-    room = [max_new_tokens] * len(prompts)  # number of tokens that each of `rows` may still get
-    while rows:
-        # One less than the room of every row, because the full model adds a token of its own.
-        drafts, true = _draft_and_verify(
-            segments, rows, tokens, positions, drafter._replace(most=min(drafter.most, min(room) - 1))
-        )
-        new = [_accepted(*pair, stop) for pair in zip(drafts, true)]
-        for column in range(max(map(len, new))):  # rows may get different numbers of tokens
-            reached = [i for i, row in enumerate(new) if column < len(row)]
-            # The last token of a row may be beyond its drafts: then the slice is empty.
-            accepted = [drafts[i][column : column + 1] == [new[i][column]] for i in reached]
-            layers = [drafter.exit_layer if each else segments.exits[-1] for each in accepted]
-            yield Step([rows[i] for i in reached], [new[i][column] for i in reached], layers)
-        room = [count - len(row) for count, row in zip(room, new)]
-        running = [i for i, row in enumerate(new) if room[i] and row[-1] not in stop]
-        rows, room = [rows[i] for i in running], [room[i] for i in running]
-        # The next round begins at the last accepted token. Rejected drafts have written to the caches after it: those
-        # slots are masked until they are written again.
-        tokens, positions = [new[i][-1] for i in running], [positions[i] + len(new[i]) for i in running]
-
-
-def _draft_and_verify(
-    segments: TokenSegments, rows: list[int], tokens: list[int], positions: list[int], drafter: Drafter
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The drafts, (B, S), and the full model's tokens at the same places and after them, (B, S + 1).
-
-    tokens, positions (B,): of the last accepted token of each row.
-    """
-    decoder, last = segments.decoder, segments.exits[-1]
-    token, states, drafted = torch.tensor(tokens, device=segments.pending_states.device), [], []
-    while True:
-        at = [[position + len(drafted)] for position in positions]
-        hidden, block = segments.embed(token[:, None], at), segments.block(rows, at)
-        # Before the check: the last draft needs keys and values in the lower layers, and its state for the upper ones.
-        states.append(decoder.run_layers(hidden, block, 0, drafter.exit_layer))
-        if len(drafted) == drafter.most:
-            break
-        logits = drafter.head(states[-1][:, 0])
-        if drafter.confidence_threshold and logits.softmax(-1).amax(-1).mean() < drafter.confidence_threshold:
-            break
-        token = logits.argmax(-1)
-        drafted.append(token)
-    if drafted:  # else the block of the one token is right
-        block = segments.block(rows, [list(range(position, position + len(states))) for position in positions])
-    hidden = decoder.run_layers(torch.cat(states, dim=1), block, drafter.exit_layer, last)
-    drafts = torch.stack(drafted, dim=1).tolist() if drafted else [[] for _ in rows]
-    logits = check_finite(decoder.lm_logits(hidden).numpy(force=True))
-    return drafts, logits.argmax(-1).tolist()
-
-
-def _accepted(drafted: list[int], true: list[int], stop: frozenset[int]) -> list[int]:
-    """The full model's tokens up to and including the first that differs from the draft, or that stops.
-
-    After it the full model has read a wrong draft, so its tokens there are not its own text.
-
-    >>> _accepted([5, 6, 7], [5, 8, 9, 4], frozenset())
-    [5, 8]
-    """
-    for count, (guess, token) in enumerate(zip(drafted, true), start=1):
-        if guess != token or token in stop:
-            return true[:count]
-    return true
 
 
 # ---- Text for training and calibration ----

@@ -23,6 +23,7 @@ from mini_ee.data.progress import tqdm
 from mini_ee.exits.decoding import Generated, Step, gather
 from mini_ee.exits.generation import TokenSegments, generate, token_weights
 from mini_ee.exits.heads import OwnHead, VocabularyHead
+from mini_ee.exits.lossless import DRAFT, generate_lossless
 from mini_ee.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import NeverExit, Rule
@@ -148,6 +149,21 @@ class TokenExits(ExitModel):
         exits = {} if isinstance(rule, NeverExit) else exits
         defaults = {"stop": self.backbone.config.stop_tokens, "missing_kv": self.missing_kv}
         return generate(self.backbone, prompts, **exits, **defaults | settings)
+
+    def generate_lossless(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        exit_layer: int | None = None,
+        draft: int | None = None,
+        stop: Sequence[int] | None = None,
+    ) -> Iterator[Step]:
+        """The full model's greedy text, as `lossless.generate_lossless`. exit_layer: which drafts; None: the first."""
+        k = 0 if exit_layer is None else self.exits.index(exit_layer)
+        exits = {"exit_layer": self.exits[k], "head": self.heads[k], "segments_class": self.segments_class}
+        settings = {"max_new_tokens": max_new_tokens, "draft": draft or DRAFT}
+        stop = self.backbone.config.stop_tokens if stop is None else stop
+        return generate_lossless(self.backbone, prompts, stop=stop, **exits, **settings)
 
     def write(
         self, texts: Sequence[Text], rule: Rule, batch_size: int = TEXTS_BATCH, seed: int = 0, **settings: Any

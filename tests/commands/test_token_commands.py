@@ -19,7 +19,8 @@ from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.decoding import gather
-from mini_ee.exits.generation import generate, generate_lossless, generated_texts
+from mini_ee.exits.generation import generate, generated_texts
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.token_exits import TextData, record_texts
 from mini_ee.methods.self_supervised import metrics
 from mini_ee.rules import Patience, PatienceConfidence, Threshold

@@ -12,8 +12,7 @@ import mini_ee
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.llama import Decoder
-from mini_ee.baselines.balcony import BalconyExits, recipe, self_distillation_loss
-from mini_ee.cli.main import main
+from mini_ee.baselines.balcony import BalconyExits, BalconySegments, recipe, self_distillation_loss
 from mini_ee.data.decoder_texts import Text
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV, decode, gather
@@ -22,7 +21,7 @@ from mini_ee.exits.token_exits import TextData, record_texts
 from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.torch_engine import torch_segments
-from mini_ee.rules import FixedExit, Rule
+from mini_ee.rules import FixedExit, NeverExit, Rule
 from mini_ee.training.stages import Batch
 
 EXITS, EXACT = (1, 2, 4), 1e-4  # measured maximum 1.3e-5
@@ -209,7 +208,7 @@ def test_an_encoder_decoder_is_refused():
         BalconyExits(load_backbone(GOLDEN / "t5"), EXITS)
 
 
-def test_all_engines_write_the_same_text_with_both_ways_to_fill_keys(tmp_path, decoder_checkpoint, monkeypatch, capsys):
+def test_all_engines_write_the_same_text_with_both_ways_to_fill_keys(tmp_path, decoder_checkpoint, monkeypatch):
     text = tmp_path / "stories.txt"
     text.write_text("\n\n".join(["the film was good and the room is poor and the song is lovely again " * 2] * 40))
     monkeypatch.setattr("mini_ee.training.training_text.HELD_STORIES", 8)
@@ -225,5 +224,21 @@ def test_all_engines_write_the_same_text_with_both_ways_to_fill_keys(tmp_path, d
                 runtime = Runtime(tmp_path / "out", segments=engine)
                 steps = decode(runtime.segments(2, 9, missing_kv), ids, 6, rule)
                 assert gather(steps, 2) == expected
-    assert main(["generate", str(run.folder), "--prompt", "the film", "--lossless"]) == 2
-    assert "each exit of balcony has a layer of its own: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("k", [0, 1])
+@torch.no_grad()
+def test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text(model, k, monkeypatch):
+    logits, right = [], BalconySegments.draft_logits
+    monkeypatch.setattr(BalconySegments, "draft_logits", lambda *given: (logits.append(right(*given)), logits[-1])[1])
+    prompt, last = PROMPTS[0], EXITS[-1]
+    (full,) = gather(model.generate([prompt], NeverExit(), max_new_tokens=12, stop=()), 1)
+    (found,) = gather(model.generate_lossless([prompt], 12, EXITS[k], 1, ()), 1)
+    assert found.tokens == full.tokens
+    text = torch.tensor([[*prompt, *found.tokens]])
+    states = model.states(text, torch.ones_like(text, dtype=torch.bool))
+    # A round begins after each token of the full model; the last one has no room for a draft.
+    begins = [0, *(at for at, layer in enumerate(found.layers_run, start=1) if layer == last and at < 11)]
+    for at, drafted in zip(begins, logits, strict=True):
+        expected = model.classify(k, states[k][len(prompt) - 1 + at])
+        torch.testing.assert_close(drafted[0], expected, rtol=0, atol=EXACT)

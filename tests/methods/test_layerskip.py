@@ -21,7 +21,7 @@ from mini_ee.baselines.layerskip import (
     leaving_out,
 )
 from mini_ee.exits.decoding import gather
-from mini_ee.exits.generation import generate_lossless
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import SharedExits
 from mini_ee.rules import NeverExit

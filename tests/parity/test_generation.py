@@ -15,7 +15,8 @@ from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.hub import load_backbone, read_tensors
 from mini_ee.confidence import MEASURES
 from mini_ee.exits.decoding import MISSING_KV, gather
-from mini_ee.exits.generation import GREEDY, Sampling, TokenSegments, generate, generate_lossless
+from mini_ee.exits.generation import GREEDY, Sampling, TokenSegments, generate
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.rules import FixedExit, NeverExit, Patience, Threshold
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -23,7 +23,8 @@ from mini_ee.data.decoder_texts import Text
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import Tokens, decode, gather, greedy
-from mini_ee.exits.generation import Sampling, generate, generate_lossless, generated_texts, token_segments
+from mini_ee.exits.generation import Sampling, generate, generated_texts, token_segments
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.export.manifest import _check_values
 from mini_ee.export.runtime import Runtime
