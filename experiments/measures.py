@@ -82,7 +82,9 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     reported = record(run.segments(), encoded, BATCH_SIZE, "reading", whole)
     chosen_on = record(run.segments(), run.encode(held_out.texts), BATCH_SIZE, "reading", whole)
     figures = _exits(run, task, rows, reported) | _training(run)
-    figures["hold-out full"] = exit_scores(chosen_on, task, held_out.labels)[-1]
+    scores = exit_scores(chosen_on, task, held_out.labels)
+    figures |= {f"hold-out score after {layer}": score for layer, score in zip(run.exits, scores)}
+    figures["hold-out full"] = scores[-1]
     figures["majority"] = float(np.bincount(rows.labels.astype(int)).max() / len(rows))
     reference = reference or figures
     figures |= {"reference": reference["full"], "reference hold-out": reference["hold-out full"]}
@@ -94,7 +96,8 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     if has_policy:
         by_policy = summary(reported.replay(Policy()), reported, task, rows.labels)
         figures |= {"policy score": by_policy["score"], "policy saved": by_policy["layers_saved"]}
-    picked, lists = _picked(run, task, rows, reported, (chosen_on, held_out), reference)
+    picked, lists, chosen = _picked(run, task, rows, reported, (chosen_on, held_out), reference)
+    figures |= {f"hold-out saved {name}": point["layers_saved"] for name, point in chosen.items()}
     figures |= _trained_rows(run, task, Policy() if has_policy else run.rule)
     order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
     for point in picked.values():
@@ -132,25 +135,30 @@ def _training(run: Run) -> dict[str, float]:
     }
 
 
-def _picked(run: Run, task: Task, rows: Split, reported: Record, held_out: tuple, reference: dict) -> tuple[dict, dict]:
-    """Points of the reported split for the rules chosen on the held-out set, and a curve of rules that it offers."""
+def _picked(
+    run: Run, task: Task, rows: Split, reported: Record, held_out: tuple, reference: dict
+) -> tuple[dict, dict, dict]:
+    """Points of the reported split for the rules chosen on the held-out set, a curve of rules that it offers, and the
+    points of the chosen rules on the held-out set itself, by which settings can be chosen, such as a price of layers.
+    """
     chosen_on, split = held_out
     points = curve(chosen_on, rules_of(run, chosen_on._replace(labels=split.labels), task), task, split.labels)
     on_reported = partial(replayed, recorded=reported, task=task, labels=rows.labels)
     never = next(point for point in points if point["rule"]["name"] == "never")
-    picked = {}
+    chosen = {}
     for name, loss in LOSSES.items():
         least = reference["hold-out full"] - loss - ROUNDING
         found = choose(points, fewest_flops, lambda point, least=least: point["score"] >= least)
         if found or not never["layers_saved"]:  # if tokens exit, every rule saves something: then none may be found
-            picked[f"at {name.replace('_', ' ')}"] = on_reported(found or never)
+            chosen[f"at {name.replace('_', ' ')}"] = found or never
+    picked = {name: on_reported(point) for name, point in chosen.items()}
     offered = [on_reported(point) for point in points[:: max(1, len(points) // CURVE_POINTS)]]
     lists = {
         "curve saved": [point["layers_saved"] for point in offered],
         "curve score": [point["score"] for point in offered],
         "curve operations": [point["flops_ratio"] for point in offered],
     }
-    return picked, lists
+    return picked, lists, chosen
 
 
 def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:

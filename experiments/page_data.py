@@ -12,7 +12,7 @@ from mini_ee.experiments.trainings import read_case
 
 NOT_RUN, NO_FIGURE = "·", "none"  # cells of a case that was not run; of one that was run and lacks the figure
 SHARE = re.compile(  # figures that are shares of 1, printed in percent
-    r"((policy|default|decoded) )?(score|saved|agreement)( .+)?|full|hold-out|majority|reference|overthought"
+    r"((policy|default|decoded) )?(score|saved|agreement)( .+)?|full|hold-out( .+)?|majority|reference|overthought"
     r"|default lost|(leave|left|accuracy) after .+|head .+|end to end .+|best single layer|kNN votes.*|random layers"
     r"|oracle|estimate.*|measured|AdaInfer|SLEB|CALM"
 )

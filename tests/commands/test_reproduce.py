@@ -18,7 +18,7 @@ import mini_ee.training.holdout as holdout_module
 from mini_ee import train
 from mini_ee.calibration import observe
 from mini_ee.cli.main import main
-from mini_ee.data.files import read_json, sole_writer, write_json
+from mini_ee.data.files import file_sha256, json_sha256, read_json, sole_writer, write_json
 from mini_ee.data.tasks import holdout, load_task, toy_task
 from mini_ee.evaluation import row_evaluation, savings_estimate
 from mini_ee.evaluation.probes import Costs
@@ -28,9 +28,9 @@ from mini_ee.experiments.claims import judge_claim
 from mini_ee.experiments.markdown import fold_sections
 from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.overview import Card, judging_page, overview_page
-from mini_ee.experiments.page_data import PageData, cell, is_share, read_data, with_unit
+from mini_ee.experiments.page_data import PageData, cell, filled_in, is_share, read_data, with_unit
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
-from mini_ee.experiments.result_page import _table_lines, _training_lines, answer, page
+from mini_ee.experiments.result_page import _core_hours, _machine_lines, _table_lines, _training_lines, answer, page
 from mini_ee.experiments.trainings import read_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
 from mini_ee.recording import exit_scores, record, summary
@@ -199,6 +199,12 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     figures = made["seeds"]["0"]["figures"]
     assert 0.3 < figures["full"] < 1 and 0 <= figures["saved at one point"] < 1
     assert figures["steps"] == 2 and figures["trained parameters"] > 1e3
+    seed = made["seeds"]["0"]
+    task = toy_task().without_seen_rows()[0]
+    assert seed["test_rows"] == len(task.split(task.default_split)) and seed["core_seconds"] > 0
+    assert seed["data"] == {"reviews": json_sha256({name: rows.sha256() for name, rows in task.splits.items()})}
+    assert f"sha256: reviews: {seed['data']['reviews']}." in text and trainings.processor() in text
+    assert " core hours for 2 runs, with everything." in text
     assert {each["lr"] for each in made["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
     assert made["chosen"]["lr"] == max(made["tried"], key=lambda each: each["hold-out"])["lr"]
     assert f"| joint | {100 * figures['full']:.1f} | {100 * figures['saved at one point']:.1f} |" in text
@@ -226,6 +232,40 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert main([*command, "--only", ""]) == 2
     assert main([*command, "--only", "Table 9"]) == 2
     assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
+
+
+def test_a_page_says_what_old_records_lack():
+    """Old: with and without the seconds of training, on two threads; new: with the processor time of everything."""
+    old = {"figures": {"train seconds": 900.0}, "how": {"threads": 2}}
+    lines = {
+        "Time: 0.5 core hours for 1 older runs (training alone; measuring and the choice of learning rates are not "
+        "recorded); not recorded for 1 older runs.": [old, {"figures": {}, "how": {}}],
+        "Time: 1 core hours for 1 runs, with everything.": [old | {"core_seconds": 3600.0}],
+    }
+    for line, runs in lines.items():
+        assert _core_hours(runs) == line
+    data = PageData(cases_of(TINY), {name: {"seeds": {"0": MADE}} for name in cases_of(TINY)})
+    assert _machine_lines(data)[-1] == "- Data, with their sha256: reviews: not recorded."
+
+
+def test_a_text_read_by_a_case_has_the_checksum_of_its_file(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "stories.txt").write_text("Once upon a time.")
+    case = Case("a", "tokens", {"text": "continue"}, reads="stories.txt")
+    sums = trainings._checksums(case, None, trainings.Sources(tmp_path, tmp_path))
+    assert sums == {"stories.txt": file_sha256(tmp_path / "data" / "stories.txt")}
+
+
+def test_a_page_can_print_figures_of_another_page(tmp_path):
+    """The figures of both are means over seeds; a page that was not run is a dot."""
+    recipe_ = load_recipe("consistentee") | {"bridges": ["{loraexit: TREC mean pabee | full} {shortest: x | full}"]}
+    data = read_data(RESULTS / "consistentee", recipe_)
+    assert set(data.others) == {"loraexit", "shortest"}
+    shown = filled_in("{TREC pabee | full}, {loraexit: TREC mean pabee | full}", data)
+    assert shown == f"{printed_mean('consistentee', 'TREC pabee', 'full')}, " + printed_mean(
+        "loraexit", "TREC mean pabee", "full"
+    )
+    assert filled_in("{loraexit: TREC mean pabee | full}", read_data(tmp_path / "consistentee", recipe_)) == "·"
 
 
 def test_settings_that_most_cases_share_are_printed_once():
@@ -620,6 +660,10 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
         rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
         there = summary(on_dev.replay(rule), on_dev, task, dev.labels)
         assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (there["score"], there["layers_saved"])
+        chosen_on = summary(on_others.replay(rule), on_others, task, others.labels)
+        assert figures[f"hold-out saved at {name}"] == chosen_on["layers_saved"]
+    scores = exit_scores(on_others, task, others.labels)
+    assert [figures[f"hold-out score after {layer}"] for layer in run.exits] == list(scores)
     losses = [each["loss"] for each in row_evaluation.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
     assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
 
