@@ -223,8 +223,8 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
         about["lossless"] = lossless_figures(run.model, calibration[:DRAFTED_TEXTS], reported[:LOSSLESS_TEXTS])
     write_record(training.record(out), seed, made._replace(about=about))
     shutil.rmtree(at)
-    spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in about["cpu_seconds"].items())
-    say(f"  processor seconds: {spent}")
+    seconds_of = ", ".join(f"{name} {seconds:.0f}" for name, seconds in about["cpu_seconds"].items())
+    say(f"  processor seconds: {seconds_of}")
 
 
 class cpu_seconds:

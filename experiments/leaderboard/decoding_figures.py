@@ -16,7 +16,7 @@ from mini_ee.data.decoder_texts import Text
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.decoding import MISSING_KV, Generated, gather
-from mini_ee.exits.generation import generate_lossless
+from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.rules import FixedExit, NeverExit, Rule
 

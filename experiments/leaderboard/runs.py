@@ -235,8 +235,8 @@ def _read(run: Run, task: Task, exam: Exam) -> Read:
     both, first = parts.selection + parts.test, len(parts.selection)
     held_out = read_rows(run, run.encode(both.texts), both.labels, BATCH_SIZE)
     drawn = np.random.default_rng(seed).permutation(len(parts.test))[: max(0, HELD_OUT_ROWS - first)]
-    kept = np.concatenate((np.arange(first)[:HELD_OUT_ROWS], first + np.sort(drawn)))
-    split = (held_out.take(np.arange(first)), held_out.take(np.arange(first, len(both))), held_out.take(kept))
+    stored = np.concatenate((np.arange(first)[:HELD_OUT_ROWS], first + np.sort(drawn)))
+    split = (held_out.take(np.arange(first)), held_out.take(np.arange(first, len(both))), held_out.take(stored))
     return Read(reported, *split)
 
 
