@@ -152,8 +152,11 @@ def claim_lines(number: int, judged: Judged, data: PageData) -> list[str]:
     for each, comparison in zip(comparisons_of(claim), comparisons):
         if comparison not in (None, NO_SEED_HAS_IT):
             rows.append(_comparison_row(each, comparison, data))
-            parts = parts_of(each) if len(parts_of(each)) > 1 else []
-            rows += [_part_row(part, found, data) for part in parts if (found := compare_cases(part, data)) is not None]
+            parts = parts_of(each)
+            same = len({figure for part in parts for _, figure in sides(part, "more")}) == 1
+            for part in parts if len(parts) > 1 else []:
+                if (found := compare_cases(part, data)) is not None:
+                    rows.append(_part_row(part, found, data, same))
     lines = [*markdown_table(COLUMNS, rows), ""] if rows else []
     if verdict not in (HOLDS, FEW, MISSING) and (tried := claim.get("tried")):
         lines += _tried_lines(claim, tried, data)
@@ -189,7 +192,7 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
         means = {name: float(np.mean([each[seed] for seed in shared])) for name, each in values.items()}
         best = (min if tried.get("least") else max)(means, key=means.get)
         seeds = "one seed" if len(shared) == 1 else f"{len(shared)} seeds"
-        line = f"Best of {len(means)} settings on {seeds}, by this figure of the test set: "
+        line = f"Best of {len(means)} settings on {seeds}, by this figure itself: "
         line += f"*{data.name_of_case(best)}*, {data.name_of(figure)} {with_unit(means[best], figure)}"
         mine = [name for name in own if name in means]
         if len(mine) == 1 and mine[0] != best:
@@ -214,12 +217,14 @@ def _comparison_row(compare: dict, comparison: Compared, data: PageData) -> list
     return [_compared_names(compare, data), first, second, difference, int(comparison.seeds), result]
 
 
-def _part_row(compare: dict, comparison: Compared, data: PageData) -> list:
-    """One of the settings whose mean decides: without an interval and without a result."""
-    ((_, figure), *_) = sides(compare, "more")
+def _part_row(compare: dict, comparison: Compared, data: PageData, same_figure: bool) -> list:
+    """One of the settings whose mean decides: without an interval, a result, and the figure if all parts share it."""
+    more, than = (sides(compare, side) for side in ("more", "than"))
+    cases = dict.fromkeys(_case_names(pairs, data) for pairs in (more, than) if pairs)
+    names = ", against ".join(cases) if same_figure else _compared_names(compare, data)
+    ((_, figure), *_) = more
     means = with_unit(comparison.more, figure), with_unit(comparison.than, figure)
-    names = f"*part:* {_compared_names(compare, data).partition(': ')[2]}"
-    return [names, *means, _signed(comparison.difference, figure), int(comparison.seeds), ""]
+    return [f"*part:* {names}", *means, _signed(comparison.difference, figure), int(comparison.seeds), ""]
 
 
 def _signed(value: float, figure: str) -> str:
@@ -230,13 +235,18 @@ def _signed(value: float, figure: str) -> str:
 def _compared_names(compare: dict, data: PageData) -> str:
     """The figure, and the cases of both sides; the second side may be a number."""
     more, than = (sides(compare, side) for side in ("more", "than"))
-    first, figure = _case_names(more, data), data.name_of(more[0][1])
+    first, figure = _case_names(more, data), _figure_names(more, data)
     if not than:
         return f"{figure}: {first}, against a number"
-    second, other = _case_names(than, data), data.name_of(than[0][1])
+    second, other = _case_names(than, data), _figure_names(than, data)
     if first == second:
         return f"{first}: {figure}, against {other}"
     return f"{figure}: {first}, against {second if figure == other else f'{other}, {second}'}"
+
+
+def _figure_names(pairs: list[tuple[str, str]], data: PageData) -> str:
+    first, *rest = [data.name_of(figure) for figure in dict.fromkeys(figure for _, figure in pairs)]
+    return f"mean of {len(rest) + 1} figures ({first}, ...)" if rest else first
 
 
 def _case_names(pairs: list[tuple[str, str]], data: PageData) -> str:

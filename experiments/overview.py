@@ -64,9 +64,9 @@ claim fails only after these have been run.
 
 **Otherwise a claim cannot be decided**, for one of three reasons:
 
-- *{WIDE}*: the required difference lies inside an interval. The page says how many seeds would probably decide, or that
-  no number of seeds would: then the error from the test examples is too large. More test examples make it smaller. A
-  record of each prediction makes the bound smaller.
+- *{WIDE}*: the required difference lies inside an interval. The page says how many seeds would probably
+  decide, or that no number of seeds would: then the error from the test examples is too large. More test examples make
+  it smaller, and a record of each prediction makes its bound smaller.
 - *{ELSEWHERE}*: the claim is about a GPU or a larger model, or too few seeds have the figure,
   for example because no example exits at that layer.
 - *{CONSTANT}*: every seed gives the same two figures, so nothing is known about their spread.
@@ -80,8 +80,8 @@ required difference with a probability of {CHANCE:.0%}, for each comparison and 
 seeds both are known roughly. We do not count above {MOST_SEEDS} seeds.
 
 **Best of several settings.** Settings that were tried are compared on the same kind of data and on the seeds that all
-of them have, which is often one seed. They are ranked by the figure of the test set itself, so the best one may be best
-by chance.
+of them have, which is often one seed. They are ranked by the figure that is compared, mostly one of the test set, so
+the best one may be best by chance.
 
 **Tables.** In tables, ± is the standard deviation over seeds.
 

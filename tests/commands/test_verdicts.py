@@ -200,12 +200,12 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     answer = judge_claim(claim, data)
     assert answer.verdict == verdict
     if verdict == FAILS:
-        best = "Best of 2 settings on 3 seeds, by this figure of the test set: *first*, x 0.20.\n"
+        best = "Best of 2 settings on 3 seeds, by this figure itself: *first*, x 0.20.\n"
         assert best in "\n".join(claim_lines(1, answer, data))
         tried["least"] = True
         found["first"]["seeds"].pop("2")
         text = "\n".join(claim_lines(1, answer, data))
-        assert "Best of 2 settings on 2 seeds, by this figure of the test set: *second*" in text
+        assert "Best of 2 settings on 2 seeds, by this figure itself: *second*" in text
         cases["second"] = cases["second"]._replace(options={"task": "another"})
         assert "Best of" not in "\n".join(claim_lines(1, answer, data))
 
@@ -257,6 +257,20 @@ def test_a_comparison_is_the_mean_over_its_settings_on_the_seeds_that_all_have()
     assert [part.difference for part in parts] == pytest.approx([0.55 - 0.3, (0.1 + 0.2 + 0.4) / 3 - 0.3])
     text = "\n".join(claim_lines(1, judge_claim(claim | {"text": "T", "paper": "P"}, data), data))
     assert "| *part:* A ours, against A base | 0.55 | 0.30 | +0.250 | 2 |  |" in text
+
+
+def test_a_part_is_named_by_its_cases_and_by_its_figure_if_parts_have_different_ones():
+    values = {f"score {k}": dict.fromkeys("012", 0.5 + k / 10) for k in (1, 2)} | {"full": dict.fromkeys("012", 0.4)}
+    data = data_of({"A ours": values, "B ours": values})
+    more = {"case": "{task} ours", "figure": "score {k}"}
+    compare = {"more": more, "than": {"case": "{task} ours", "figure": "full"}, "over": {"task": ["A", "B"], "k": [1]}}
+    claim = {"text": "T", "paper": "P", "compare": [compare]}
+    text = "\n".join(claim_lines(1, judge_claim(claim, data), data))
+    assert "| *part:* B ours | 60.0 % | 40.0 % | +20.0 | 3 |  |" in text
+    compare["over"] = {"task": ["B"], "k": [1, 2]}
+    text = "\n".join(claim_lines(1, judge_claim(claim, data), data))
+    assert "| *part:* B ours: score 2, against full | 70.0 % | 40.0 % | +30.0 | 3 |  |" in text
+    assert "| B ours: mean of 2 figures (score 1, ...), against full | 65.0 % |" in text
 
 
 def test_settings_of_a_claim_and_of_a_comparison_are_combined_and_figures_can_depend_on_them():
