@@ -1,9 +1,8 @@
 """`mini-ee reproduce leaderboard`: what is trained, resumption, shared trainings, and rules replayed from records."""
 
 import shutil
-import sys
 from dataclasses import asdict, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,19 +17,31 @@ from mini_ee.data.tasks import toy_task
 from mini_ee.data.tokenizer import Tokenizer, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.comparison import method_rules
+from mini_ee.experiments import leaderboard
 from mini_ee.experiments.leaderboard import decoders, protocol, runs
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.recording import record
-from mini_ee.rules import Threshold
-from mini_ee.training.default_rule import sweep
+from mini_ee.training import method
 from mini_ee.training.loop import Diverged
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import build_model, encode
-from mini_ee.training.stages import joint_stage
 from mini_ee.training.train_run import exits_of, make_request
 
+FEW = ("joint", "pabee", "pcee-bert", "sweet", "raee")  # each plan looks at all methods
 EXAM = protocol.Exam("words", "words", "tiny", 60, 2, (1.0, 2.0))
+OWN = '''"""Own: joint training, with a threshold on the entropy."""
+from mini_ee.rules import Threshold
+from mini_ee.training.default_rule import sweep
+from mini_ee.training.method import Method
+from mini_ee.training.stages import joint_stage
+
+METHOD = Method(
+    recipe=lambda model, config: [joint_stage(model, name="own")],
+    candidates=sweep(Threshold(-0.3, "entropy")),
+    classes_only=True,
+)
+'''
 
 
 @pytest.fixture
@@ -41,6 +52,8 @@ def board(tmp_path, checkpoint_folder, monkeypatch):
     write_task(tmp_path / "data" / "words", 90)
     monkeypatch.setattr(protocol, "EXAMS", (EXAM,))
     monkeypatch.setattr(decoders, "EXAMS", ())
+    monkeypatch.setattr(registry, "METHODS", {name: registry.METHODS[name] for name in FEW})
+    monkeypatch.setattr(leaderboard, "write_page", lambda out, quick: out / "leaderboard.md")
     begun, real = [], runs.trained
 
     def spied(folder, options, seed, sources):
@@ -106,11 +119,21 @@ def test_a_killed_search_goes_on(board, monkeypatch):
     assert [*map(tuple, board.begun)] == [("joint", 5e-5, 1), ("joint", 1e-4, 1)]
 
 
+def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(checkpoint_folder)
+    found = protocol.trainings_of(EXAM._replace(epochs=6), Sources(tmp_path, tmp_path))
+    shared = [training.methods for training in found if len(training.methods) > 1]
+    assert shared == [("joint", "pabee", "pcee-bert"), ("two-stage", "deebert", "adainfer")]
+    options = {training.name: training.options for training in found}
+    epochs = {name: each["epochs"] for name, each in options.items()}
+    assert (epochs["joint"], epochs["two-stage"], epochs["mixed"], epochs["consistent"]) == (6, 3, 3, 3)
+    assert (epochs["multi-model"], epochs["dree"], epochs["tr-bert"], epochs["lora-exits"]) == (6, 5, 5, 6)
+    assert options["lora-exits"]["exits"] == [2, 3] and options["consistent"]["exits"] == [1, 2, 3]
+    assert "exits" not in options["hashee"]
+
+
 def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
-    groups = {training.name: training.methods for training in protocol.trainings_of(EXAM, board.sources)}
-    assert groups["joint"] == ("joint", "pabee", "pcee-bert")
-    assert groups["two-stage"] == ("two-stage", "deebert", "adainfer")
-    assert groups["right-tool"] == ("right-tool",) and groups["layerskip"] == ("layerskip",)
     board.run("--only", "pabee", "--seeds", "1")
     board.run("--only", "pcee-bert", "--seeds", "1")
     assert board.begun == [("joint", lr, 0) for lr in [read_lr(board)]]  # the rate was chosen before
@@ -160,7 +183,6 @@ def test_a_failure_does_not_stop_the_others(board, monkeypatch, capsys):
         return real(folder, options, *others)
 
     monkeypatch.setattr(runs, "trained", fails)
-    monkeypatch.setattr(registry, "METHODS", {name: registry.METHODS[name] for name in ("joint", "sweet")})
     assert board.run("--seeds", "1") == 1
     assert "1 trainings failed: words, joint: no such thing" in capsys.readouterr().err.splitlines()[-1]
     assert [*read_records(board.out / "records/words/sweet.npz")] == [0]
@@ -172,18 +194,14 @@ def test_what_does_not_fit_is_one_line(board, capsys):
     assert protocol.why_not("one-depth") and protocol.why_not("sleb") and protocol.why_not("self-supervised")
 
 
-def test_a_method_of_ones_own_needs_no_more_than_its_line(board, monkeypatch):
-    module = ModuleType("own_method")
-    module.METHOD = replace(
-        load_method("joint"),
-        recipe=lambda model, config: [joint_stage(model, name="own")],
-        candidates=sweep(Threshold(-0.3, "entropy")),
-        classes_only=True,
-    )
-    monkeypatch.setitem(sys.modules, "own_method", module)
-    monkeypatch.setitem(registry.METHODS, "own", "own_method")
+def test_a_method_of_ones_own_needs_no_more_than_its_line(board, monkeypatch, tmp_path):
+    (tmp_path / "own_method.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    for methods in (registry.METHODS, method.METHODS):
+        monkeypatch.setitem(methods, "own", "own_method")
     assert board.run("--only", "own", "--seeds", "1") == 0
-    assert read_records(board.out / "records/words/own.npz")[0].about["method"] == "own"
+    about = read_records(board.out / "records/words/own.npz")[0].about
+    assert about["method"] == "own" and about["one_point"]["rule"].get("measure", "entropy") == "entropy"
 
 
 # ---- Rules replayed from records ----
