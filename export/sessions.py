@@ -13,6 +13,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from mini_ee.data.tokenizer import Inputs
 from mini_ee.export.manifest import MANIFEST, WEIGHTS
+from mini_ee.row_thresholds import THRESHOLD, RowThresholds
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -133,6 +134,8 @@ class GraphRule:
         self._exit_of_depth = {depth: k for k, depth in enumerate(manifest["exits"])}
         in_graph = "encoder" not in manifest and manifest.get("rule_in_graph", True)
         self._rule = rule_from_dict(manifest["rule"]) if in_graph else NeverExit()
+        given = manifest.get("graphs", {}).get("model", {}).get("inputs", {}).get(THRESHOLD)
+        self._shares_threshold = bool(given and given["axes"])  # without axes it takes any, see model_graph.py
         self._latest: tuple = (None, None)
         plan = self._rule.plan(range(1))
         if plan is None:
@@ -157,6 +160,11 @@ class GraphRule:
             return {"exit_at": np.array([self._last])}
         if not rule.served_by(self._rule):
             return None
+        if isinstance(rule, RowThresholds) and self._shares_threshold:
+            raise ValueError(
+                f"{self._folder}: model.onnx takes one threshold for all rows, as for a decoder or in an export of "
+                f"0.2.0; export a classifier again"
+            )
         return rule.runtime_values(self._last) if self._last else {}
 
     def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:

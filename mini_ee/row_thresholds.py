@@ -15,7 +15,7 @@ THRESHOLD = "threshold"  # the input of the graph, and the entry of the memory
 
 
 class RowThresholds(Rule):
-    """The rule of one batch of B rows.
+    """The rule of one batch of B rows of a classifier or an encoder. The texts of a decoder share their thresholds.
 
     thresholds: (B, K - 1), one for each exit but the last. NaN: that of the rule. They are compared in float32, with
     what the input `threshold` of model.onnx is compared with: the exit_logit, if a policy decides.

@@ -8,12 +8,11 @@
 #include <vector>
 static Ort::AllocatorWithDefaultOptions allocator;
 
-// The number of thresholds of the graph, one for each exit but the last; 0 if its rule has none.
-static size_t count_thresholds(const Ort::Session& session) {
+// Whether the rule of the graph has a threshold.
+static bool has_threshold(const Ort::Session& session) {
   for (size_t i = 0; i < session.GetOverridableInitializerCount(); i++)
-    if (session.GetOverridableInitializerNameAllocated(i, allocator).get() == std::string("threshold"))
-      return session.GetOverridableInitializerTypeInfo(i).GetTensorTypeAndShapeInfo().GetElementCount();
-  return 0;
+    if (session.GetOverridableInitializerNameAllocated(i, allocator).get() == std::string("threshold")) return true;
+  return false;
 }
 int main(int argc, char** argv) try {
   if (argc < 2) throw std::invalid_argument("usage: classify DIR [threshold] < ids.txt");
@@ -22,11 +21,10 @@ int main(int argc, char** argv) try {
   std::vector<std::string> required;  // names of the inputs without a default
   for (size_t i = 0; i < session.GetInputCount(); i++) required.push_back(session.GetInputNameAllocated(i, allocator).get());
   char* end = nullptr;
-  const float threshold = argc > 2 ? std::strtof(argv[2], &end) : 0;
-  std::vector<float> thresholds(argc > 2 ? count_thresholds(session) : 0, threshold);
+  float threshold = argc > 2 ? std::strtof(argv[2], &end) : 0;
   if (end && (end == argv[2] || *end || threshold != threshold))
     throw std::invalid_argument(std::string("expected a threshold, found: ") + argv[2]);
-  if (argc > 2 && thresholds.empty()) throw std::invalid_argument("the rule of this graph has no threshold");
+  if (argc > 2 && !has_threshold(session)) throw std::invalid_argument("the rule of this graph has no threshold");
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   const char* outputs[] = {"label", "layers", "confidence"};
   for (std::string line; std::getline(std::cin, line);) {
@@ -44,9 +42,9 @@ int main(int argc, char** argv) try {
       names.push_back(name.c_str());
       values.push_back(Ort::Value::CreateTensor<int64_t>(memory, row.data(), row.size(), shape.data(), shape.size()));
     }
-    if (shape = {int64_t(thresholds.size())}; shape[0] > 0) {
+    if (argc > 2) {  // no axes: one number for all exits. (rows, exits - 1) has one for each row and exit but the last
       names.push_back("threshold");
-      values.push_back(Ort::Value::CreateTensor<float>(memory, thresholds.data(), shape[0], shape.data(), 1));
+      values.push_back(Ort::Value::CreateTensor<float>(memory, &threshold, 1, nullptr, 0));
     }
     auto found = session.Run(Ort::RunOptions(), names.data(), values.data(), names.size(), outputs, 3);
     std::cout << *found[0].GetTensorData<int64_t>() << ' ' << *found[1].GetTensorData<int64_t>();

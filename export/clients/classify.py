@@ -28,11 +28,11 @@ def main() -> None:
 
     session = onnxruntime.InferenceSession(args.folder / "model.onnx", providers=["CPUExecutionProvider"])
     settings = {}
-    if args.threshold is not None:  # replaces the default of the graph, one number for each exit but the last
-        shapes = {each.name: each.shape for each in session.get_overridable_initializers()}
-        if "threshold" not in shapes or np.isnan(args.threshold):
+    if args.threshold is not None:  # replaces the default of the graph; (rows, exits - 1) would be one for each row
+        names = {each.name for each in session.get_overridable_initializers()}
+        if "threshold" not in names or np.isnan(args.threshold):
             parser.error(f"--threshold: expected a number, and a rule with a threshold; found {args.threshold}")
-        settings["threshold"] = np.full(shapes["threshold"], args.threshold, np.float32)
+        settings["threshold"] = np.array(args.threshold, np.float32)  # no axes: for all exits
 
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
     tokenizer.no_padding()

@@ -48,17 +48,17 @@ class TritonPythonModel:
         self.worker.drain()
         self.senders.shutdown()
 
-    def _row(self, request) -> tuple[list[str], dict[str, int]]:
-        """The texts of a row, and the settings of a decoder."""
+    def _row(self, request) -> tuple[list[str], dict]:
+        """The texts of a row, and its settings: of a decoder, or thresholds of its own."""
         texts, settings = [], {}
         for name in self.inputs:
             tensor = triton.get_input_tensor_by_name(request, name)
             if tensor is not None:  # the server rejects requests without a required input
-                (value,) = tensor.as_numpy().tolist()
-                if isinstance(value, bytes):
-                    texts.append(decoded(value))
+                values = tensor.as_numpy().tolist()
+                if isinstance(values[0], bytes):
+                    texts.append(decoded(values[0]))
                 else:
-                    settings[name] = value
+                    settings[name] = values[0] if len(values) == 1 else values
         return texts, settings
 
     def _send(self, sender, future: Future) -> None:

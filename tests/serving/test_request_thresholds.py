@@ -1,6 +1,7 @@
 """Requests with thresholds of their own share batches, and each is answered as if it were alone."""
 
 import json
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mini_ee.export.serving import engine_of
 from mini_ee.export.serving.engines import RowEngine
 from mini_ee.export.serving.monitoring import Guarantee
 from mini_ee.export.serving.request_thresholds import RequestThresholds
+from mini_ee.export.sessions import GraphRule
 from mini_ee.row_thresholds import RowThresholds
 from mini_ee.rules import NeverExit, Policy, Threshold
 
@@ -69,6 +71,15 @@ def test_the_runtime_takes_thresholds_by_row(runtime):
         runtime.run(TEXTS, thresholds=values[:, 1:])
     with pytest.raises(ValueError, match="the rule never has no threshold that could differ by row; leave it out"):
         runtime.run(TEXTS, rule=NeverExit(), thresholds=values)
+
+
+def test_a_graph_of_an_earlier_export_takes_one_threshold_for_all_rows(runtime, decoder):
+    manifest = deepcopy(runtime.config)
+    manifest["graphs"]["model"]["inputs"]["threshold"]["axes"] = [3]
+    for config, rule in ((manifest, runtime.rule), (decoder.config, decoder.rule)):
+        several = RowThresholds(rule, np.zeros((2, len(config["exits"]) - 1)))
+        with pytest.raises(ValueError, match="model.onnx takes one threshold for all rows"):
+            GraphRule(runtime.folder, config).feeds(several, None)
 
 
 REFUSED = [

@@ -66,7 +66,7 @@ def writer_repository(tmp_path_factory, decoder_checkpoint):
 
 # ---- The files ----
 ENUMS = {
-    "DataType": {"TYPE_UINT32": 4, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_STRING": 13},
+    "DataType": {"TYPE_UINT32": 4, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_FP64": 12, "TYPE_STRING": 13},
     "Kind": {"KIND_AUTO": 0, "KIND_GPU": 1, "KIND_CPU": 2},
 }
 TENSOR = {"name": "string", "data_type": "DataType", "dims": "*int64", "reshape": "Reshape"}
@@ -74,6 +74,7 @@ MESSAGES = {
     "ModelConfig": {
         "backend": "string",
         "max_batch_size": "int32",
+        "default_model_filename": "string",
         "input": "*Input",
         "output": "*Output",
         "instance_group": "*InstanceGroup",
@@ -129,10 +130,11 @@ def served(values):
     return found
 
 
-def check_graph_config(model):
-    """That a configuration says of model.onnx what ONNX Runtime says of it."""
-    config = read_config(model / "configs" / "graph.pbtxt")
-    session = onnxruntime.InferenceSession(model / "1" / "model.onnx", onnxruntime_options())
+def check_graph_config(model, name="graph"):
+    """That a configuration says of its graph what ONNX Runtime says of it."""
+    config = read_config(model / "configs" / f"{name}.pbtxt")
+    graph = model / "1" / (config.default_model_filename or "model.onnx")
+    session = onnxruntime.InferenceSession(graph, onnxruntime_options())
     for declared, has in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
         assert {name: (NUMPY[kind], axes) for name, (kind, axes) in tensors(declared).items()} == served(has)
     return config, session
@@ -150,6 +152,21 @@ def test_the_graph_s_configuration_has_the_inputs_and_outputs_of_the_graph(repos
     assert [each.name for each in config.input] == ["input_ids", "token_type_ids", "attention_mask"]
     own = {each.name: each.shape for each in session.get_overridable_initializers()}
     assert own == {"threshold": [], "exit_at": ["rows_planned"]}, "which Triton can batch none of"
+
+
+def test_a_second_configuration_has_a_threshold_of_each_row(repository):
+    config, session = check_graph_config(repository / "classify", "thresholds")
+    assert [each.name for each in config.input][-1] == "threshold" and config.default_model_filename
+    runtime = Runtime(repository / "classify" / "1", threads=1)
+    thresholds = np.random.default_rng(0).uniform(0.3, 1, (len(TEXTS), 3)).astype(np.float32)
+    thresholds[0] = np.nan  # the run's own
+    inputs = runtime.encode(TEXTS).batch(slice(None))
+    feeds = {each.name: getattr(inputs, each.name) for each in session.get_inputs() if each.name != "threshold"}
+    (layers,) = session.run(["layers"], feeds | {"threshold": thresholds})
+    expected = [
+        each.layers for text, row in zip(TEXTS, thresholds) for each in runtime.run([text], thresholds=row[None])
+    ]
+    assert layers.tolist() == expected != [each.layers for each in runtime.run(TEXTS)]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +200,13 @@ def test_an_axis_of_batches_that_has_a_size_is_refused():
 def test_the_worker_s_configuration_names_texts_and_answers(repository, writer_repository):
     config = read_config(repository / "classify" / "config.pbtxt")
     assert (config.backend, config.max_batch_size) == ("python", 0) and config.instance_group[0].count == 1
-    assert tensors(config.input) == {"text": ("TYPE_STRING", [1])}
+    assert tensors(config.input) == {
+        "text": ("TYPE_STRING", [1]),
+        "threshold": ("TYPE_FP32", [-1]),
+        "agreement": ("TYPE_FP64", [1]),
+        "max_loss": ("TYPE_FP64", [1]),
+    }
+    assert [each.name for each in config.input if not each.optional] == ["text"]
     assert [*tensors(config.output)] == ["label", "confidence", "exit", "layers"]
     assert (repository / "classify" / "1" / "segment_2.onnx").exists(), "rows are taken together again"
     config = read_config(writer_repository / "generate" / "config.pbtxt")
@@ -266,7 +289,8 @@ class Request:
 
     def __init__(self, **tensors):
         self.tensors = {
-            name: SimpleNamespace(as_numpy=lambda v=value: np.array([v], object)) for name, value in tensors.items()
+            name: SimpleNamespace(as_numpy=lambda v=value: np.array(v if isinstance(v, list) else [v], object))
+            for name, value in tensors.items()
         }
         self.sent = []
 
@@ -313,6 +337,24 @@ def test_the_model_answers_each_request_once_and_reports_errors(repository, back
     for message, request in wrong.items():
         outputs, (reason, code) = request.sent[0][0]
         assert not outputs and message in reason and code == "INVALID_ARG"
+
+
+def test_the_model_answers_a_request_by_its_own_thresholds(repository, backend):
+    model = repository / "classify"
+    thresholds = [0.5, [0.9, 0.4, 0.6], [np.inf, np.inf, np.inf], -np.inf]
+    requests = [Request(text=TEXTS[0].encode(), threshold=each) for each in thresholds]
+    wrong = Request(text=b"the film", threshold=[0.5, 0.5])
+    both = Request(text=b"the film", threshold=0.5, agreement=0.9)
+    with loaded(model) as made:
+        made.execute([*requests, wrong, both])
+    runtime = Runtime(model / "1", threads=1)
+    rows = np.array([np.ones(3) * each for each in thresholds])
+    expected = [runtime.run(TEXTS[:1], thresholds=row[None])[0].layers for row in rows]
+    assert [request.sent[0][0][0]["layers"] for request in requests] == [[layers] for layers in expected]
+    assert len(set(expected)) > 1
+    for request, message in ((wrong, "a list of 3, one for each exit"), (both, "found threshold and agreement")):
+        reason, code = request.sent[0][0][1]
+        assert message in reason and code == "INVALID_ARG"
 
 
 def test_a_request_that_is_refused_or_fails_gets_the_reason(repository, backend):
