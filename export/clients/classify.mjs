@@ -30,8 +30,7 @@ const int64 = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", Big
 function settings() {
   const { patience } = read("web.json").settings; // of a rule that counts exits: the run's own
   const counted = patience && { patience: int64(patience.values) };
-  // No axes: one number for all exits. [rows, exits - 1] has one for each row and exit but the last.
-  const threshold = new ort.Tensor("float32", [Number(values.threshold)], []);
+  const threshold = new ort.Tensor("float32", [Number(values.threshold)], []); // for all exits; [rows, exits - 1]: by row
   return { threshold, exit_at: int64([-1]), ...counted };
 }
 
