@@ -58,7 +58,10 @@ class PartWriter:
                     answers[row] = found
         computed = process_time()
         done = sorted(answers)
-        content = (self._parquet if block.part.endswith(".parquet") else self._jsonl)(block, done, answers)
+        if block.part.endswith(".parquet"):
+            content = parquet_content(block, done, answers, self.runtime)
+        else:
+            content = jsonl_content(block, done, answers)
         errors = sorted([*block.errors, *errors], key=lambda each: each["row"])
         written = process_time()
         stats = {
@@ -128,33 +131,39 @@ class PartWriter:
                 return [ValueError(" ".join(str(error).split()))]
         return [found for at in range(len(batch)) for found in self._answers(encoded, batch[at : at + 1])]
 
-    def _jsonl(self, block: Block, done: list[int], answers: dict) -> bytes:
-        lines = (json.dumps(_keys(block, row) | _fields(answers[row]), default=str) for row in done)
-        return "".join(f"{line}\n" for line in lines).encode()
 
-    def _parquet(self, block: Block, done: list[int], answers: dict) -> memoryview:
-        import pyarrow as pa
-        from pyarrow.parquet import write_table
+def jsonl_content(block: Block, done: list[int], answers: dict) -> bytes:
+    """A line for each of these rows of the block."""
+    lines = (json.dumps(_keys(block, row) | _fields(answers[row]), default=str) for row in done)
+    return "".join(f"{line}\n" for line in lines).encode()
 
-        rows = [_keys(block, row) | _fields(answers[row]) for row in done]
-        config = self.runtime.config
-        label = pa.string() if self.runtime.embeds or self.runtime.label_names else pa.float64()
-        types = {"file": pa.string(), "row": pa.int64(), "exit": pa.int64(), "layers": pa.float64()}
-        types |= {"label": pa.map_(pa.string(), pa.float64()) if self.runtime.multi_label else label}
-        types |= {"confidence": pa.float64(), "embedding": pa.list_(pa.float32(), config["num_labels"])}
-        if block.ids is not None:
-            whole = all(isinstance(each, int) for each in block.ids)
-            types["id"] = pa.int64() if whole else pa.string()
-            rows = rows if whole else [row | {"id": str(row["id"])} for row in rows]
-        names = ["id"] if block.ids is not None else ["file", "row"]
-        names += ["embedding"] if self.runtime.embeds else ["label", "confidence"]
-        names += ["exit", "layers"]
-        columns = {name: [row[name] for row in rows] for name in names}
-        if self.runtime.multi_label:
-            columns["label"] = [list(each.items()) for each in columns["label"]]
-        buffer = io.BytesIO()
-        write_table(pa.table({name: pa.array(columns[name], types[name]) for name in names}), buffer)
-        return buffer.getbuffer()
+
+def parquet_content(block: Block, done: list[int], answers: dict, runtime: Runtime) -> memoryview:
+    """A Parquet file of the same rows. Embeddings are lists; several labels are a map; ids are integers or strings."""
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    types = {"exit": pa.int64(), "layers": pa.float64()}
+    if runtime.embeds:
+        types = {"embedding": pa.list_(pa.float32())} | types
+    else:
+        label = pa.string() if runtime.label_names else pa.float64()
+        label = pa.map_(pa.string(), pa.float64()) if runtime.multi_label else label
+        types = {"label": label, "confidence": pa.float64()} | types
+    if block.ids is None:
+        types = {"file": pa.string(), "row": pa.int64()} | types
+    else:
+        whole = all(isinstance(each, int) for each in block.ids)
+        types = {"id": pa.int64() if whole else pa.string()} | types
+    rows = [_keys(block, row) | _fields(answers[row]) for row in done]
+    for row in rows:
+        if types.get("id") == pa.string():
+            row["id"] = str(row["id"])
+        if runtime.multi_label:
+            row["label"] = list(row["label"].items())
+    buffer = io.BytesIO()
+    write_table(pa.table({name: pa.array([row[name] for row in rows], kind) for name, kind in types.items()}), buffer)
+    return buffer.getbuffer()
 
 
 def stats_file(out: Path, name: str) -> Path:

@@ -210,13 +210,13 @@ def _write(actor, block: Block):
 
 @contextmanager
 def _errors_of_ray() -> Iterator[None]:
-    """Raises the error of an actor itself, and other errors of Ray as a RuntimeError of one line."""
-    from ray.exceptions import RayError, RayTaskError
+    """Raises an actor's error as it is. Ray's own, which have no common class, become a RuntimeError of one line."""
+    from ray.exceptions import RayTaskError
 
     try:
         yield
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, ValueError | OSError) else RuntimeError(str(error))) from None
-    except (RayError, ConnectionError) as error:
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RuntimeError(f"Ray could not finish: {reason}; the same command goes on where it stopped") from None

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 
 BUCKETS = 1 << 18
-EPOCHS, RATE, BATCH = 10, 0.5, 32
+EPOCHS, RATE, BATCH = 10, 1.0, 32
 TEST_SHARE = 0.2
 LEAST = 50  # texts to learn from and to test on
 REPEATS = 3  # of the measurement of time

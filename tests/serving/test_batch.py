@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
-from conftest import answer, refused
+from conftest import WORDS, answer, refused
 
 from mini_ee.cli.main import main
 from mini_ee.data.columns import TaskOptions
-from mini_ee.export.batch import job, parts
-from mini_ee.export.batch.rows import RowReader, blocks_of
+from mini_ee.export import writer
+from mini_ee.export.batch import job, parts, rival
+from mini_ee.export.batch.rows import Block, RowReader, blocks_of
+from mini_ee.export.runtime import Answer, Runtime
 
 TEXTS = [
     f"the {'very ' * (n % 4)}{word} {thing}" for n in range(4) for word in ("good", "bad") for thing in ("film", "meal")
@@ -26,8 +29,9 @@ def parts_of(out):
     return {path.name: path.read_bytes() for path in sorted(out.glob("[!.]*.part-*"))}
 
 
-def rows_of(out):
-    return [json.loads(line) for content in parts_of(out).values() for line in content.splitlines()]
+def rows_of(out, suffix=".jsonl"):
+    content = [content for name, content in parts_of(out).items() if name.endswith(suffix)]
+    return [json.loads(line) for part in content for line in part.splitlines()]
 
 
 def batch(runtime, out, *inputs, options=("--no-projection",)):
@@ -258,3 +262,102 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inp
     monkeypatch.setattr(parts, "write_bytes", full)
     line = refused(capsys, *batch(runtime, tmp_path / "full", inputs / "a.jsonl"), status=1)
     assert "a.jsonl.part-00000.jsonl: No space left on device" in line
+
+
+def test_the_embeddings_of_a_sentence_encoder_are_those_of_run(capsys, tmp_path, embedding_run, inputs):
+    runtime = exported_encoder(embedding_run, tmp_path)
+    answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl"))
+    found, expected = rows_of(tmp_path / "out"), runtime.run(TEXTS, batch_size=1)
+    assert [row["id"] for row in found] == [f"n{at}" for at in range(16)]
+    assert [row["layers"] for row in found] == [each.layers for each in expected]
+    assert found[0].keys() == {"id", "embedding", "exit", "layers"}
+    np.testing.assert_allclose([row["embedding"] for row in found], [each.embedding for each in expected], atol=1e-5)
+
+
+def exported_encoder(run, tmp_path):
+    writer.export(run, tmp_path / "encoder", [(text,) for text in TEXTS])
+    return Runtime(tmp_path / "encoder", threads=1)
+
+
+def test_parquet_is_read_and_written_as_jsonl_is(capsys, tmp_path, runtime, embedding_run, inputs):
+    """Ids keep their type. A file that is cut off is one error, and the next file is done."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    ids = list(range(100, 116))
+    parquet.write_table(pa.table({"key": ids, "id": ids, "sentence": TEXTS}), inputs / "p.parquet", row_group_size=3)
+    (inputs / "0.parquet").write_bytes((inputs / "p.parquet").read_bytes()[:-100])
+    assert main([*map(str, batch(runtime, tmp_path / "out", f"{inputs}/*")), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == 1
+    tables = [parquet.read_table(path) for path in sorted((tmp_path / "out").glob("p.parquet.part-*.parquet"))]
+    found = [row for table in tables for row in table.to_pylist()]
+    plain = [row for row in rows_of(tmp_path / "out", ".jsonl") if "id" in row]
+    assert [row | {"id": plain[at]["id"]} for at, row in enumerate(found)] == plain
+    assert [row["id"] for row in found] == ids
+    assert [table.num_rows for table in tables] == [5, 5, 5, 1]
+    encoder = exported_encoder(embedding_run, tmp_path)
+    options = ("--no-projection", "--format", "parquet")
+    answer(capsys, *batch(encoder, tmp_path / "vectors", inputs / "b.txt", options=options))
+    table = parquet.read_table(tmp_path / "vectors" / "b.txt.part-00000.parquet")
+    assert table.column_names == ["file", "row", "embedding", "exit", "layers"]
+    np.testing.assert_allclose(table["embedding"].to_pylist(), encoder.embed(TEXTS[:5]), atol=1e-5)
+
+
+def test_a_row_may_have_several_labels(tmp_path, runtime, monkeypatch):
+    """In Parquet a map; None is the confidence of a regression."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setitem(runtime.config["task"], "multi_label", True)
+    block = Block("a.part-00000.parquet", "a", [1, 2], [1, 2], ["k", 7], [("x",), ("y",)], [], 0.0, 0)
+    answers = {0: Answer({"bad": 0.6, "good": 0.7}, 0.4, 1, 2, 0.0, None), 1: Answer({}, None, 0, 1, 0.0, None)}
+    content = parts.parquet_content(block, [0, 1], answers, runtime)
+    assert parquet.read_table(pa.BufferReader(content)).to_pylist() == [
+        {"id": "k", "label": [("bad", 0.6), ("good", 0.7)], "confidence": 0.4, "exit": 1, "layers": 2.0},
+        {"id": "7", "label": [], "confidence": None, "exit": 0, "layers": 1.0},
+    ]
+
+
+def test_the_projection_adds_up(capsys, tmp_path, runtime, inputs):
+    (inputs / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"{text} {word} is"}) + "\n" for word in WORDS for text in TEXTS)
+    )
+    summary = answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl", options=()))
+    projection, rows = summary["projection"], summary["rows"]
+    hours, io = projection["core_hours"], summary["io_core_seconds"] / rows
+    model = summary["core_seconds"] / rows - io
+    per_hour = projection["rows"] / 3600
+    assert hours["exits"] == pytest.approx((io + model) * per_hour)
+    assert hours["full"] == pytest.approx((io + model * projection["full_ratio"]) * per_hour)
+    assert hours["linear"] == pytest.approx((io + projection["linear"]["seconds_per_row"]) * per_hour)
+    assert projection["full_ratio"] > 1 and 0 < model
+    again = answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl", options=()))
+    assert again["rows_now"] == 0 and "projection" not in again
+    assert {name: again[name] for name in ("rows", "core_seconds", "exit_counts")} == {
+        name: summary[name] for name in ("rows", "core_seconds", "exit_counts")
+    }
+
+
+def test_the_linear_model_learns_from_words_and_from_pairs_of_words():
+    random = np.random.default_rng(0)
+    words = ("not", "good", "bad", "very", "film", "meal")
+    texts = [" ".join(random.choice(words, 6)) for _ in range(600)]
+    texts += texts[:100]  # no text may be in both parts
+    for labels in (
+        ["yes" if "film" in text else "no" for text in texts],
+        ["yes" if "not good" in text or "not bad" in text else "no" for text in texts],
+    ):
+        found = rival.measure_rival([((text,), label) for text, label in zip(texts, labels)])
+        assert found["agreement"] > 0.9 and found["test_rows"] == len(set(texts)) // 5
+        assert found["train_rows"] + found["test_rows"] == len(set(texts))
+    both, sizes = rival.ngrams(["a b", "c"])
+    alone = np.concatenate([rival.ngrams([text])[0] for text in ("a b", "c")])
+    assert both.tolist() == alone.tolist() and sizes.tolist() == [4, 2]
+    assert rival.measure_rival([((text,), "yes") for text in texts]) is None
+    assert rival.measure_rival([(("one",), "yes"), (("two",), "no")] * 300) is None
+
+
+def test_two_actors_on_ray_write_the_same(capfd, tmp_path, runtime, inputs):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'mini-ee[ray]'")
+    command = [*map(str, batch(runtime, tmp_path / "one", f"{inputs}/*"))]
+    assert main(command) == 0
+    for replaced, value in ((str(tmp_path / "one"), str(tmp_path / "two")), ("1", "2")):
+        command[command.index(replaced)] = value
+    assert main([*command, "--ray"]) == 0
+    assert parts_of(tmp_path / "two") == parts_of(tmp_path / "one")
