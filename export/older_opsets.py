@@ -46,13 +46,17 @@ def _replace(graph: GraphProto, opset: int, outside: dict[str, Kind]) -> None:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 _replace(attribute.g, opset, kinds)
-        since, write = REPLACED.get(node.op_type, (0, None))
+        since, write, known = REPLACED.get(node.op_type, (0, None, ()))
         if write is None or opset >= since:
             nodes.append(node)
-        else:
-            new = _Nodes(node, kinds)
-            write(new)
-            nodes += new.nodes
+            continue
+        new = _Nodes(node, kinds)
+        if more := [name for name, value in new.settings.items() if value and name not in known]:
+            raise ValueError(
+                f"{node.op_type} with {', '.join(more)} has no form in opset {opset}; export without --opset"
+            )
+        write(new)
+        nodes += new.nodes
     del graph.node[:], graph.value_info[:]
     graph.node.extend(nodes)
 
@@ -110,8 +114,6 @@ def _attention(new: _Nodes) -> None:
         heads, shared = settings["q_num_heads"], settings["kv_num_heads"]
     else:  # if a size is unknown, each head has its own key; MatMul refuses other sizes
         heads, shared = (kind.sizes[1] if len(kind.sizes) == 4 else 0 for kind in new.kinds[:2])
-    if settings.get("is_causal"):
-        raise ValueError("attention with is_causal has no form in an older opset; give a mask")
     groups = (shared, heads // shared) if heads and shared and heads != shared else (heads,)
 
     def split(x: str, counts: tuple[int, ...]) -> str:
@@ -206,11 +208,22 @@ def _reduce_max(new: _Nodes) -> None:
     new.end("Cast", found, to=TensorProto.BOOL)
 
 
-REPLACED: dict[str, tuple[int, Callable[[_Nodes], None]]] = {
-    "Attention": (23, _attention),
-    "RMSNormalization": (23, _rms_norm),
-    "RotaryEmbedding": (23, _rotary),
-    "Gelu": (20, _gelu),
-    "ReduceMax": (20, _reduce_max),
+def _arg_max(new: _Nodes) -> None:
+    """Older versions of ONNX Runtime have none of int64."""
+    (x,), element = new.inputs, new.kinds[0].element
+    new.end("ArgMax", new.cast(x, TensorProto.DOUBLE) if element == TensorProto.INT64 else x, **new.settings)
+
+
+SIZES = ("q_num_heads", "kv_num_heads", "scale", "softmax_precision")
+
+REPLACED: dict[str, tuple[int, Callable[[_Nodes], None], tuple[str, ...]]] = {
+    "Attention": (23, _attention, SIZES),
+    "RMSNormalization": (23, _rms_norm, ("epsilon",)),
+    "RotaryEmbedding": (23, _rotary, ("num_heads", "rotary_embedding_dim")),
+    "Gelu": (20, _gelu, ("approximate",)),
+    "ReduceMax": (20, _reduce_max, ("keepdims",)),
+    "ArgMax": (23, _arg_max, ("axis", "keepdims")),
 }
-"""Operator -> the first opset that has it in this form, and the function that writes it in older ones."""
+"""Operator -> the first opset that has it in this form, the function that writes it in older ones, and its attributes
+that the function reads.
+"""

@@ -11,6 +11,7 @@ exported/segment_{layer}.onnx  with `segments`: the layers up to an exit, for ro
 exported/memory.onnx           for an encoder-decoder that generates text: the encoder, run once per prompt
 exported/model.safetensors     the weights of all graphs, each stored once under its name in torch
 exported/tokenizer.json
+exported/README.md             the model card, see card.py
 exported/index.html            with `web`: a page for the browser and its files, see web_page.py
 exported/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
                                datastore/; encoder/ has the tokenizer of the encoder if it is another one
@@ -31,13 +32,14 @@ from torch import nn
 
 from mini_ee.backbones.hub import write_tensors
 from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS
-from mini_ee.data.files import atomic_folder, file_sha256, write_json
+from mini_ee.data.files import atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.tokenizer import Inputs
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, decode, gather, greedy
 from mini_ee.exits.generation import token_segments, token_weights
 from mini_ee.export.builder import OPSET, int8_maps, parameters_of
+from mini_ee.export.card import CARD, card
 from mini_ee.export.graph import Graph
 from mini_ee.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
 from mini_ee.export.model_graph import write_model_graph
@@ -66,7 +68,9 @@ OF_ITS_RULE = ("guarantee", "exit_counts", "curve")
 
 WEB = "model_web"  # the graph of the page, see web_page.py
 
-VERIFIED_TEXTS = 64
+VERIFIED_TEXTS, ROUNDED_TEXTS = 64, 256  # compared with torch in float32, and in int8 or float16
+
+ROUNDED_AGREEMENT = 0.98  # share of equal predictions in int8 or float16 below which an export warns
 
 VERIFIED_TOKENS = 32  # generated after each prompt
 
@@ -118,6 +122,7 @@ def export(
             "format_version": FORMAT_VERSION,
             "method": run.config["method"],
             **{key: run.config[key] for key in keys if key in run.config},
+            **_scores(run),
             "max_length": run.tokenizer.max_length,
             **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web, opset),
             "versions": versions() | {"onnx": onnx.__version__},
@@ -129,10 +134,18 @@ def export(
             write_page(run, partial_folder, manifest, texts)
         manifest["files"] = _digests(partial_folder)
         write_json(partial_folder / MANIFEST, manifest)
-        chosen = np.random.default_rng(seed).permutation(len(texts))[:VERIFIED_TEXTS]
+        count = VERIFIED_TEXTS if tokens or precision == "float32" else ROUNDED_TEXTS
+        chosen = np.random.default_rng(seed).permutation(len(texts))[:count]
         manifest["verified"] = _verify(run, partial_folder, [texts[row] for row in chosen], precision, seed)
+        write_bytes(partial_folder / CARD, card(manifest).encode())
         write_json(partial_folder / MANIFEST, manifest)
     return manifest
+
+
+def _scores(run: Run) -> dict:
+    """The held-out accuracy of each exit, if the training measured it."""
+    found = (run.metrics or {}).get("per_exit_accuracy")
+    return {"exit_scores": found} if found else {}
 
 
 def _check_run(run: Run, segments: bool) -> None:
@@ -317,6 +330,13 @@ def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> d
         raise ValueError(
             f"the {precision} graphs differ from torch by {difference:.2g} (logits; {allowed:.2g} allowed in float32), "
             f"{found['exit_agreement']:.1%} of the exits are equal; no folder was written"
+        )
+    equal = found.get("prediction_agreement", 1.0)
+    if equal < ROUNDED_AGREEMENT:
+        log.warning(
+            "%.1f %% of the predictions for %d texts in %s are those in float32, fewer than %.0f %%; compare both on "
+            "your own texts, and calibrate this export on them",
+            *(100 * equal, found["texts"], precision, 100 * ROUNDED_AGREEMENT),
         )
     return found
 

@@ -9,7 +9,7 @@ from mini_ee.cli.command_options import add_task, given_options, number, positiv
 from mini_ee.confidence import MEASURES
 from mini_ee.errors import WrongArguments
 
-HELP = "calibrate thresholds for an agreement with the full model; they become the run's rule"
+HELP = "calibrate thresholds for an agreement with the full model; they become the rule of the run or export"
 EXAMPLE = "mini-ee calibrate run --epsilon .95 --delta .05"
 MEASURE = "confidence measure (default the one of the run's rule, else max_probability, for tokens breaking_ties)"
 HELD_OUT = "default the examples that the training held out to test the default rule"
@@ -17,7 +17,7 @@ BATCH = 32
 
 
 def add(sub: ArgumentParser) -> None:
-    sub.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
     add_task(sub, f"folder of a task with examples like those in service ({HELD_OUT})")
     sub.add_argument("--split", help=f"split of --task ({HELD_OUT})")
     sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the run's backbone, if it moved")
@@ -40,7 +40,10 @@ def add(sub: ArgumentParser) -> None:
         "--sets", type=positive, metavar="N", help="number of calibration sets on which the guarantee is checked"
     )
     sub.add_argument(
-        "--text", type=Path, metavar="FILE", help="text file, for a decoder (default text that it generates)"
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="text file, for a decoder (default text that it generates); or for an export: a text a line, or a table",
     )
     prompt = "prompt for a decoder's generated text; may be repeated (default built-in prompts)"
     sub.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
@@ -51,17 +54,22 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument(
         "--new-tokens", type=positive, metavar="N", help="number of tokens per text, for a decoder (default 64)"
     )
+    export = sub.add_argument_group("an export", "its graph in ONNX Runtime gives the thresholds and the guarantee")
+    out = "folder of the export with the new rule; must not exist (default EXPORTED itself, which is replaced)"
+    export.add_argument("--out", type=Path, metavar="DIR", help=out)
+    size = f"number of examples in a batch; it changes predictions in int8 a little (default {BATCH})"
+    export.add_argument("--batch-size", type=positive, metavar="N", help=size)
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Calibrate, write the rule into the run, and print its agreement on examples that did not calibrate it."""
     from mini_ee.cli.open import of_rows, open_run
-    from mini_ee.evaluation.tables import table
     from mini_ee.threshold_curve import threshold_curve
     from mini_ee.training.run_folder import write_rule
     from mini_ee.training.unit import load_unit
 
-    _check(args)
+    check(args)
+    refuse(args, ("out", "batch_size"), f"is for an export; {args.run} is a run")
     opened = open_run(args.run, args)
     if opened.rule.plans_from_texts:
         raise WrongArguments(f"{args.run}: its datastore chooses the exits; calibrate the run that it was collected on")
@@ -72,10 +80,19 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     refuse(args, ("cosine",), f"is for sentence encoders, found a run of {opened.config['method']}")
     tokens = not of_rows([opened])
     recorded, about, task = (_texts if tokens else _rows)(opened, args)
-    rule, answer, guarantee = _calibrated(args, opened, recorded)
+    rule, answer, guarantee = calibrated(args, opened, recorded)
     curve = None if tokens else threshold_curve(recorded, rule, task, recorded.labels)
     write_rule(args.run, rule, guarantee, answer["exit_counts"], curve)
-    exits = opened.exits
+    source = args.text or ("text that the model generated" if tokens else f"{about['task']}, {about['split']}")
+    report(args, opened.exits, answer, f"{load_unit(opened.unit).noun} of {source}", say)
+    say(f"The rule of {args.run} is now these thresholds.")
+    return {"method": opened.config["method"], "exits": list(opened.exits), "run": str(args.run)} | about | answer
+
+
+def report(args: Namespace, exits: tuple[int, ...], answer: dict, source: str, say: Callable[[str], None]) -> None:
+    """Print the thresholds and what other examples show. source: noun of the examples, `of`, and their origin."""
+    from mini_ee.evaluation.tables import table
+
     columns = zip(exits, answer["thresholds"], answer["agreement"], answer["exit_counts"])
     rows = [
         {"layer": layer, "threshold": f"{float(tau):.3g}", "agreement": "-" if share is None else f"{share:.3f}"}
@@ -88,10 +105,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         for row, ends in zip(rows, answer["tau_intervals"]):
             row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)
     say(table(rows, headings))
-    noun = load_unit(opened.unit).noun
-    source = args.text or ("text that the model generated" if tokens else f"{about['task']}, {about['split']}")
+    noun = source.partition(" of ")[0]
     say(
-        f"Thresholds from {answer['rows_calibration']} {noun} of {source}. On {answer['rows_fresh']} other {noun} of "
+        f"Thresholds from {answer['rows_calibration']} {source}. On {answer['rows_fresh']} other {noun} of "
         f"it {answer['end_to_end']:.1%} have the full model's prediction, after {answer['mean_layers']:.2f} layers of "
         f"{exits[-1]} on average. A guarantee holds for {noun} like these."
     )
@@ -99,8 +115,6 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         say(below)
     if args.sets:
         say(conformal_line(answer) if "kept" in answer else broken_line(answer))
-    say(f"The rule of {args.run} is now these thresholds.")
-    return {"method": opened.config["method"], "exits": list(exits), "run": str(args.run)} | about | answer
 
 
 def _embeddings(opened, args: Namespace, say: Callable[[str], None]) -> dict:
@@ -133,7 +147,7 @@ def _embeddings(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     return {"method": opened.config["method"], "exits": list(opened.exits), "run": str(args.run)} | answer
 
 
-def _check(args: Namespace) -> None:
+def check(args: Namespace) -> None:
     """Raise WrongArguments for a guarantee that no rule can have."""
     from mini_ee.calibration import POLICY, check_guarantee
 
@@ -147,7 +161,7 @@ def _check(args: Namespace) -> None:
         raise WrongArguments(f"--measure {POLICY} is for --guarantee conformal")
 
 
-def _calibrated(args: Namespace, opened, recorded) -> tuple:
+def calibrated(args: Namespace, opened, recorded) -> tuple:
     """(rule, JSON answer, guarantee for config.json)."""
     from mini_ee.calibration import POLICY, calibrate_conformal, calibrate_record
 

@@ -19,7 +19,11 @@ def add(sub: ArgumentParser) -> None:
     where = sub.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="DIR", help="folder of the export; must not exist")
     where.add_argument("--triton", type=Path, metavar="DIR", help="folder of a model repository for Triton")
-    add_task(sub, "folder of a task whose sentences verify the export (default built-in sentences)")
+    texts = (
+        "folder of a task whose sentences verify the export (default built-in sentences; with --int8 or "
+        "--fp16 those that the training held out, if they are there)"
+    )
+    add_task(sub, texts)
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="export in half precision, for GPUs")
     precision.add_argument("--int8", action="store_true", help="export with dynamic quantisation, for CPUs")
@@ -58,6 +62,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     precision, begin, texts = "float16" if args.fp16 else "int8" if args.int8 else "float32", time.perf_counter(), None
     if args.task is None:
         refuse_task_options(args)
+        texts = None if precision == "float32" else _held_out(opened, args)
     else:
         if opened.generates:
             raise WrongArguments(f"--task is for classifiers; {args.run} is a decoder")
@@ -84,3 +89,19 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     answer = {key: manifest[key] for key in ("method", "exits", "rule", "precision", "opset", "verified")}
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return answer | {"export": str(out), "bytes": size, "seconds": time.perf_counter() - begin}
+
+
+def _held_out(opened, args: Namespace) -> list | None:
+    """The texts that the training held out to test its rule; None if they are not there."""
+    from mini_ee.cli.open import open_task_of
+    from mini_ee.errors import WrongArguments
+    from mini_ee.training.holdout import split_rows
+
+    if opened.unit not in ("rows", "prompts"):
+        return None
+    try:
+        task = open_task_of([opened], args)
+        rows = split_rows(task, opened.config["seed"], opened.config["training"].get("max_train")).test
+    except (WrongArguments, KeyError):
+        return None
+    return list(rows.texts) or None

@@ -14,6 +14,7 @@ from mini_ee import __version__
 from mini_ee.cli.command_options import Parser, seed, threads
 from mini_ee.data.files import STDOUT, errors_name
 from mini_ee.errors import WrongArguments
+from mini_ee.export.manifest import MANIFEST
 
 GROUPS = {
     "train": ("demo", "add-exits", "estimate", "train"),
@@ -69,6 +70,9 @@ def answer_of(args: Namespace) -> dict:
     command = _module(args.command)
     if args.command in ("run", "batch", "serve"):
         return command.run(args)
+    say = (lambda text: print(text, file=sys.stderr)) if args.json else print
+    if args.command == "calibrate" and (args.run / MANIFEST).is_file():
+        return _module("calibrate_export").run(args, say) | {"seed": args.seed}
     import torch
 
     from mini_ee.evaluation.plots import check_picture
@@ -77,7 +81,6 @@ def answer_of(args: Namespace) -> dict:
     if args.threads:
         torch.set_num_threads(args.threads)
     check_picture(getattr(args, "picture", None))
-    say = (lambda text: print(text, file=sys.stderr)) if args.json else print
     answer = command.run(args, say)
     return answer | {"seed": args.seed, "threads": torch.get_num_threads(), "versions": versions()}
 

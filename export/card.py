@@ -1,0 +1,136 @@
+"""The model card of an exported folder, README.md: exits, rule, guarantee, how they were measured. No torch here.
+
+It is made from the manifest, so `mini-ee calibrate EXPORTED` writes it again. It has no checksum: it may be edited.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mini_ee.rules import rule_from_dict
+
+CARD = "README.md"
+
+KINDS = {
+    "rows": "A text classifier",
+    "prompts": "A text classifier, which reads texts through a prompt,",
+    "embeddings": "A sentence encoder",
+    "tokens": "A language model",
+}
+"""Unit of a folder -> what it is."""
+
+COMMANDS = {
+    "tokens": ('echo "Once upon a time" | mini-ee run DIR', '{"text": "Once upon a time"}', "/generate"),
+    "embeddings": ('echo "A text." | mini-ee run DIR', '{"input": "A text."}', "/v1/embeddings"),
+}
+ANSWERS = ('echo "A text." | mini-ee run DIR', '{"text": "A text."}', "/classify")
+"""Of a unit: the command for one text, the body of a request, and its path."""
+
+
+def card(manifest: dict) -> str:
+    """The model card, as Markdown."""
+    name = manifest.get("task", {}).get("name") or manifest["backbone"].get("model_type", "model")
+    exits = manifest["exits"]
+    parts = [f"# {name}: {manifest['method']} with {len(exits)} exits", _about(manifest)]
+    parts += ["## Exits and rule", _rule(manifest), _exits(manifest)]
+    parts += ["## Guarantee", guarantee_line(manifest), "## How it was measured", *_measured(manifest)]
+    return "\n\n".join([*parts, "## Use", _use(manifest), ""])
+
+
+def _about(manifest: dict) -> str:
+    backbone, labels = manifest["backbone"], manifest.get("task", {}).get("label_names", [])
+    layers = manifest["exits"][-1]
+    text = f"{KINDS[manifest['unit']]} ({backbone.get('model_type', 'transformer')}, {layers} layers)"
+    text += f" with the labels {', '.join(labels[:20])}{', ...' * (len(labels) > 20)}" * bool(labels)
+    opset = f"`model.onnx` has opset {manifest['opset']} and weights in {manifest['precision']}"
+    return (
+        f"{text}. It stops after the layer that a text needs. {opset}. Its licence is that of the model it came from."
+    )
+
+
+def _rule(manifest: dict) -> str:
+    rule = rule_from_dict(manifest["rule"])
+    settings = ", ".join(f"{name} {_shown(value)}" for name, value in rule.to_dict().items() if name != "name")
+    return f"The rule `{rule.name}`" + (f": {settings}." if settings else ".")
+
+
+def _shown(value) -> str:
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(_shown, value)) + ")" if len(value) <= 24 else f"{len(value)} numbers"
+    return f"{float(value):.4g}" if isinstance(value, float) or value in ("inf", "-inf") else str(value)
+
+
+def _exits(manifest: dict) -> str:
+    """A table of the exits, with the held-out examples that stop there, if they are known."""
+    counts = manifest.get("exit_counts")
+    scores = manifest.get("exit_scores")
+    columns: list[tuple[str, Sequence[str]]] = [("exit after layer", list(map(str, manifest["exits"])))]
+    if counts:
+        shares = np.array(counts) / max(1, sum(counts))
+        columns.append(("held-out examples that exit here", [f"{share:.1%}" for share in shares]))
+    if scores:
+        columns.append(("held-out accuracy, if all exited here", [f"{score:.3f}" for score in scores]))
+    agreement = manifest.get("calibration", {}).get("agreement")
+    if agreement:
+        shown = ["-" if share is None else f"{share:.1%}" for share in agreement]
+        columns.append(("agreement with the last exit", [*shown, "100.0%"][: len(manifest["exits"])]))
+    lines = [[heading for heading, _ in columns], ["---"] * len(columns), *zip(*(values for _, values in columns))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def guarantee_line(manifest: dict) -> str:
+    """The guarantee of the rule in words."""
+    found = manifest.get("guarantee")
+    if not found:
+        return "None: `mini-ee calibrate DIR --text FILE --epsilon .95 --delta .05` gives one."
+    if found.get("guarantee") == "conformal":
+        what = f"a new text has the full model's prediction with probability {found['epsilon']:g} or more"
+    elif "cosine" in found:
+        what = f"at least {found['epsilon']:.1%} of texts have a cosine of {found['cosine']:g} to the full embedding"
+        what += f", with confidence {1 - found['delta']:.1%}"
+    elif "delta" in found:
+        what = (
+            f"at each exit, at least {found['epsilon']:.1%} of the texts that are as confident have the prediction of"
+        )
+        what += f" the full model, with confidence {1 - found['delta']:.1%} for all exits together"
+    else:
+        what = (
+            f"the rule loses at most {found['max_loss']:g} of {found.get('of', 'score')} compared with the full model"
+        )
+        what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} held-out examples"
+    return f"{what[0].upper()}{what[1:]}. It holds for texts like those that gave it."
+
+
+def _measured(manifest: dict) -> list[str]:
+    lines = []
+    if found := manifest.get("calibration"):
+        source = ", ".join(str(found[key]) for key in ("task", "split") if found.get(key))
+        lines.append(
+            f"Calibrated on this graph with {found['rows_calibration']} rows of {source}, in batches of "
+            f"{found['batch_size']}. Of {found['rows_fresh']} other rows, {found['end_to_end']:.1%} have the "
+            f"prediction of the last exit, after {found['mean_layers']:.2f} layers on average."
+        )
+    verified = manifest.get("verified")
+    if verified:
+        tokens = "tokens" in verified
+        equal = verified["token_agreement" if tokens else "prediction_agreement"]
+        what = f"{verified['prompts']} prompts" if tokens else f"{verified['texts']} texts"
+        lines.append(
+            f"Compared with torch in float32 when it was exported, on {what}: {equal:.1%} of the "
+            f"{'tokens' if tokens else 'predictions'} and {verified['exit_agreement']:.1%} of the exits are equal; "
+            f"logits differ by at most {verified['max_logit_difference']:.2g}."
+        )
+    made = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
+    return [*lines, f"Made with {made}."]
+
+
+def _use(manifest: dict) -> str:
+    line, body, path = COMMANDS.get(manifest["unit"], ANSWERS)
+    shadow = " --shadow .05" if manifest["unit"] in ("rows", "prompts") and manifest["task"]["label_names"] else ""
+    return f"""```bash
+{line}
+mini-ee serve DIR{shadow}
+curl localhost:8000{path} --json '{body}'
+```
+
+DIR is this folder. Any ONNX Runtime can run `model.onnx`; `manifest.json` names its inputs and outputs."""
