@@ -29,6 +29,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "sleb": "mini_ee.baselines.sleb",
     "free": "mini_ee.baselines.free",
     "layerskip": "mini_ee.baselines.layerskip",
+    "del": "mini_ee.baselines.dynamic_exit_layer",
     "balcony": "mini_ee.baselines.balcony",
     "hashee": "mini_ee.baselines.hashee",
     "tr-bert": "mini_ee.baselines.tr_bert",

@@ -498,6 +498,7 @@ META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-Fals
 ENCODERS = "trained_encoders.py::test_"
 MEAN = "elasticbert.py::test_a_layer_learns_from_the_mean_of_the_exits_above_it_and_a_head_from_its_own[rows]"
 COPIED = "balcony.py::test_with_copy_state_a_balcony_reads_the_state_at_which_a_token_exited"
+SHADOWS = "del.py::test_shadow_tokens_are_those_of_every_exit_where_the_full_model_has_read_its_own_text"
 RECOMPUTED = "balcony.py::test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text"
 MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
@@ -534,6 +535,12 @@ OF_METHODS = [
     ("baselines.cat.remember", history(of_the_first_exit=True), META),
     ("baselines.cat.remember", history(of_the_first_exit=False), META),
     ("baselines.cat.features", confidence_of_their_own_class, META),
+    ("baselines.dynamic_exit_layer.tokens_per_layer", source("np.outer(layers[:-1], drafts)", "np.outer(layers[:-1], drafts + 1)"), "del.py::test_tokens_per_layer_are_the_expected_tokens_over_the_layers_that_are_loaded"),
+    ("baselines.dynamic_exit_layer.OMEGA", always(1.0), "del.py::test_acceptance_is_a_decayed_share_and_the_threshold_lies_between_the_two_confidences"),
+    ("baselines.dynamic_exit_layer.CONTEXT", always(64), SHADOWS),
+    ("baselines.dynamic_exit_layer.DynamicExitLayer.observe", always(lambda self, segments, states, true, read: segments.compare(states, true, read | True)), SHADOWS),
+    ("baselines.dynamic_exit_layer.DynamicExitLayer.choose", always(lambda self: None), "del.py::test_the_exit_of_the_most_tokens_per_layer_drafts_and_none_where_no_draft_pays"),
+    ("baselines.dynamic_exit_layer.DynamicExitLayer.limit", lambda true: lambda self, logits, drafted, most: true(self, logits, drafted - 1, most), "del.py::test_the_first_draft_below_the_threshold_is_the_last"),
     ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_exits_are_the_equations_in_training_and_in_segments[bert-mean]"),
     ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_a_branch_without_adapter_is_the_layer"),
     ("baselines.dree.equiangular_frame", always(lambda width, classes: torch.eye(width)[:, :classes]), "dree.py::test_the_vectors_of_a_frame_have_length_one_and_stand_equally_far_apart[3]"),

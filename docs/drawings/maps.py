@@ -20,7 +20,7 @@ FIELD = (  # who trains the exits -> who decides -> methods
             ),
             ("exits in a row", (("pabee", BOTH), ("pcee-bert", BOTH), ("elasticbert", BOTH))),
             ("a trained policy", (("consistent", BOTH), ("berxit", BOTH), ("palbert", EXAMPLES))),
-            ("a draft, verified", (("layerskip", BOTH),)),
+            ("a draft, verified", (("layerskip", BOTH), ("del", TOKENS))),
             ("you: a fixed depth", (("2dmse", EXAMPLES), ("starbucks", EXAMPLES), ("one-depth", EXAMPLES))),
         ),
     ),

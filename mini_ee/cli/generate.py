@@ -165,8 +165,10 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
         raise WrongArguments("--lossless runs every token through all layers: leave out --missing-kv")
     if len(opened.exits) == 1:
         raise WrongArguments("--lossless needs an exit before the last layer: give a run of a decoder with exits")
-    layer, draft = opened.exits[0] if args.exit is None else args.exit, args.draft or DRAFT
-    if layer not in opened.exits[:-1]:
+    layer, draft = args.exit, args.draft
+    if layer is None and not opened.model.chooses_drafter:
+        layer, draft = opened.exits[0], draft or DRAFT
+    if layer is not None and layer not in opened.exits[:-1]:
         drafters = ",".join(map(str, opened.exits[:-1]))
         raise WrongArguments(f"--layer: expected an exit that can draft, one of {drafters}, got {layer}")
     steps = opened.model.generate_lossless([ids], count, layer, draft)

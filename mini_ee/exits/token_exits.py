@@ -65,6 +65,7 @@ class TokenExits(ExitModel):
     holds_backbone = False  # a run on disk contains its name
     missing_kv = "copy_state"  # default of how keys and values of skipped layers are filled in
     segments_class = TokenSegments  # what decodes with its exits
+    chooses_drafter = False  # whether lossless decoding chooses the exit that drafts, if none is named
     own_layers = False  # whether each exit before the last has a transformer layer, with a cache, of its own
 
     def __init__(

@@ -505,6 +505,7 @@ def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, 
         ("free", 0, "shallow_deep_loss", {"alpha": 0.1}),
         ("layerskip", 0, "layerskip_loss", {"dropout": 0.5}),
         ("tr-bert", 2, "joint_loss", {"alpha": 0.1}),
+        ("balcony", 0, "self_distillation_loss", {}),
     ],
 )
 def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage, loss, settings, monkeypatch):
