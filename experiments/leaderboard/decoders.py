@@ -11,7 +11,8 @@ OUT/leaderboard/runs/                    unfinished trainings; removed once they
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.experiments.leaderboard.decoding_figures import decoding_figures, lossless_figures
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, needed_measures, own_rules, rule_at, rule_within
 from mini_ee.experiments.records import SeedRecord, read_about, write_record
-from mini_ee.experiments.trainings import Sources, how_made, trained
+from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, trained
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.training.loop import Diverged
@@ -39,6 +40,8 @@ QUICK_METHODS = ("self-supervised", "layerskip")
 RECORDED_TEXTS = 37  # texts to choose rules on, and as many to report; of 40 tokens each
 MOST_TEXTS = 10**6  # more than any file has
 DRAFTED_TEXTS, LOSSLESS_TEXTS = 4, 12  # that choose the drafting exit, and that are then generated with it
+
+LEAST_SCORE = -1e3  # of rates with which the training diverges
 
 Say = Callable[[str], None]
 
@@ -146,33 +149,48 @@ def _trained_like(method: Method) -> tuple:
 
 def run_decoders(
     out: Path, sources: Sources, seeds: Sequence[int] | None, only: str | None, quick: bool, say: Say
-) -> int:
-    """Train and record what is missing; returns the number of trained seeds.
+) -> tuple[int, list[str]]:
+    """Train and record what is missing: the number of recorded seeds, and a line for each training that failed.
 
     seeds: None for those of the page. All trainings run with one seed before any runs with the next. A training that
     another process is running is left to that process. Raises WrongArguments if a model or a text is missing.
     """
     seeds = range(1 if quick else SEEDS) if seeds is None else seeds
     every = [(training, seed) for seed in seeds for training in trainings(quick, only)]
-    missing = [(training, seed) for training, seed in every if not is_recorded(out, training, seed)]
-    for training, _ in missing:
+    waiting = [(training, seed) for training, seed in every if not is_recorded(out, training, seed)]
+    for training, _ in waiting:
         sources.options(training.options)
-    say(f"Decoders: {len(every)} trainings with all seeds; {len(missing)} to run.")
-    ran, waiting, before = 0, missing, None
+    say(f"Decoders: {len(every)} trainings with all seeds; {len(waiting)} to run.")
+    ran, failed, before = 0, [], None
     while waiting != before:
         before, waiting = waiting, []
         for training, seed in before:
+            title = f"{training.name}, seed {seed}"
             try:
-                with sole_writer(training.record(out)):
+                with alone(training.record(out)):
                     if not is_recorded(out, training, seed):
-                        say(f"{training.name}, seed {seed}")
+                        say(title)
                         _run(out, training, seed, sources, say)
                         ran += 1
-            except FileExistsError:
+            except CaseLocked:
                 waiting.append((training, seed))
+            except (ValueError, RuntimeError, OSError) as error:
+                failed.append(f"{title}: {error}")
+                say(f"FAILED {failed[-1]}")
     if waiting:
         say(f"{len(waiting)} trainings are left to other processes.")
-    return ran
+    return ran, failed
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Only one process at a time may be in this block for a record. Raises CaseLocked if another one is."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(sole_writer(path))
+        except FileExistsError:
+            raise CaseLocked(path.stem) from None
+        yield
 
 
 def is_recorded(out: Path, training: Training, seed: int) -> bool:
@@ -227,17 +245,12 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
     say(f"  processor seconds: {seconds_of}")
 
 
-class cpu_seconds:
+@contextmanager
+def cpu_seconds(about: dict, name: str) -> Iterator[None]:
     """Adds the processor seconds of a block to about["cpu_seconds"]."""
-
-    def __init__(self, about: dict, name: str):
-        self.found, self.name = about["cpu_seconds"], name
-
-    def __enter__(self) -> None:
-        self.begin = time.process_time()
-
-    def __exit__(self, *error) -> None:
-        self.found[self.name] = round(time.process_time() - self.begin, 1)
+    begin = time.process_time()
+    yield
+    about["cpu_seconds"][name] = round(time.process_time() - begin, 1)
 
 
 def texts_of(training: Training, decoder: TokenExits, sources: Sources, seed: int) -> tuple[list[Text], list[Text]]:
@@ -265,10 +278,12 @@ def _chosen_rates(
             run = trained(at / f"try-{number}", training.options | rates, seed, sources)
             score = float(record_texts(run.model, calibration, last=False).logits[:, :, 0].mean())
         except Diverged:
-            score = -np.inf
-        tried.append({"rates": rates, "score": round(max(score, -1e3), 4), "seed": seed})
+            score = LEAST_SCORE
+        tried.append({"rates": rates, "score": round(max(score, LEAST_SCORE), 4), "seed": seed})
         say(f"  {rates}: mean ln p over all exits {score:.3f}")
     best = int(np.argmax([each["score"] for each in tried]))
+    if tried[best]["score"] <= LEAST_SCORE:
+        raise Diverged("all rates diverge")
     if not (at / "run").exists():
         (at / f"try-{best}").rename(at / "run")
     return {"rates": tried[best]["rates"], "tried": tried}

@@ -17,7 +17,7 @@ from mini_ee.training.method import Method
 LEVELS = (0.8, 0.9, 0.95)
 LEVEL = 0.9  # of the rule whose decoding is measured
 GAP = "breaking_ties"
-KEPT_MEASURES = {"prediction", "exit_logit", "saturation", GAP, "max_probability", "entropy"}
+KEPT_MEASURES = {"prediction", "exit_logit", "saturation", GAP, "max_probability"}
 
 
 class Outcome(NamedTuple):

@@ -22,6 +22,7 @@ from mini_ee.experiments.leaderboard.token_rules import GAP, gap_rules, outcome,
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.rules import FixedExit, NeverExit, Threshold
+from mini_ee.training import training_text
 from mini_ee.training.method import load_method
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -37,13 +38,14 @@ def small():
         patch.setattr(decoders, "token_methods", lambda: ["joint", "pabee", "sleb"])
         patch.setattr(decoders, "RECORDED_TEXTS", 6)
         patch.setattr(decoding_figures, "TIMED_TEXTS", 1)
+        patch.setattr(training_text, "HELD_STORIES", 10)
         patch.setattr(calibration, "intervals", lambda observed, *_: np.zeros((observed.confidence.shape[1], 2)))
         yield
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A folder with a random Llama over letters, and 400 texts of 60 random letters."""
+    """A folder with a random Llama over letters, and 130 texts of 60 random letters."""
     folder = tmp_path_factory.mktemp("sources")
     vocabulary = {"<s>": 0} | {letter: number for number, letter in enumerate(LETTERS, 1)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -51,14 +53,16 @@ def sources(tmp_path_factory):
     (folder / "weights").mkdir()
     save_small_llama(folder / "weights" / "tiny", tokenizer, num_hidden_layers=5, max_position_embeddings=64)
     (folder / "data").mkdir()
-    letters = np.random.default_rng(0).choice([*LETTERS[:-1]], (400, 60))
+    letters = np.random.default_rng(0).choice([*LETTERS[:-1]], (130, 60))
     (folder / "data" / "stories.txt").write_text("\n\n".join("".join(each) for each in letters))
     return Sources(folder, folder / "made")
 
 
 def run(out, sources, seeds=(0,), only=None):
     lines = []
-    return decoders.run_decoders(out, sources, seeds, only, False, lines.append), lines
+    ran, failed = decoders.run_decoders(out, sources, seeds, only, False, lines.append)
+    assert not failed
+    return ran, lines
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +142,15 @@ def test_texts_are_the_same_for_all_methods_and_calibration_is_apart(sources):
     assert len(calibration_texts) == len(reported) == 6 and all(len(text.ids) == 48 for text in reported)
     assert not {tuple(text.ids) for text in calibration_texts} & {tuple(text.ids) for text in reported}
     assert decoders.QUICK_EXAMS[0].model_folder(sources) == BUILT_IN_DECODER
+
+
+def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path, sources, monkeypatch):
+    def trained(folder, options, seed, sources):
+        raise decoders.Diverged("the loss is NaN") if options["method"] == "joint" else ValueError("no memory")
+
+    monkeypatch.setattr(decoders, "trained", trained)
+    ran, failed = decoders.run_decoders(tmp_path, sources, (0,), None, False, lambda line: None)
+    assert ran == 0 and failed == ["tiny joint, seed 0: all rates diverge", "tiny sleb, seed 0: no memory"]
 
 
 # ---- Records and rules ----
