@@ -11,6 +11,7 @@ accuracies.
     area          mean difference from joint training over the shares of AREA that both reach (ELUE, Liu et al. 2022)
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 
 from mini_ee.data.tasks import toy_task
 from mini_ee.evaluation.comparison import method_rules
+from mini_ee.evaluation.failure_prediction import calibration_error, early_exit_failure_prediction
 from mini_ee.experiments.leaderboard.replays import Replays, replay_all, with_measures
 from mini_ee.experiments.records import SeedRecord, read_records
 from mini_ee.recording import Record
@@ -37,6 +39,7 @@ SCORES = ("full", *BUDGETS)
 FIGURES = (*SCORES, "saved", "area")
 ABOUT = {  # figures that a record's `about` contains -> where
     "speedup": ("one_point", "speedup"),
+    "half speedup": ("half", "speedup"),
     "seconds": ("training", "seconds"),
     "megabytes": ("megabytes_added",),
     "parameters": ("training", "parameters"),
@@ -67,7 +70,8 @@ class SeedFigures(NamedTuple):
     flops: dict[float, float]  # share -> mean share on the reported examples
     one_point: tuple[np.ndarray, np.ndarray, float] | None  # right (N,), layers run (N,), share of the FLOPs
     exits: tuple[int, ...]
-    exit_right: np.ndarray  # (N, K) bool
+    failure: float  # EEFP: how well the largest probability of an exit predicts its failures, the mean over exits
+    calibration: float  # ECE: the calibration error of the exits, the mean; both NaN if there is one exit
 
 
 class TaskFigures(NamedTuple):
@@ -164,8 +168,23 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
         flops={share: float(reported.flops[at]) for share, at in chosen.items()},
         one_point=None if cheapest is None else tuple(each[place[cheapest]] for each in reported),  # type: ignore[arg-type]
         exits=made.reported.segments.exits,
-        exit_right=_right(made.reported),
+        failure=_failure(made.reported),
+        calibration=_calibration(made.reported),
     )
+
+
+def _failure(reported: Record) -> float:
+    if len(reported.segments.exits) < 2:
+        return math.nan
+    found = early_exit_failure_prediction(reported.confidence("max_probability"), _right(reported))
+    return float(np.nanmean(found)) if np.isfinite(found).any() else math.nan
+
+
+def _calibration(reported: Record) -> float:
+    if len(reported.segments.exits) < 2:
+        return math.nan
+    confidence, right = reported.confidence("max_probability"), _right(reported)
+    return float(np.mean([calibration_error(confidence[:, k], right[:, k]) for k in range(confidence.shape[1])]))
 
 
 def _shares() -> tuple[float, ...]:
@@ -230,6 +249,13 @@ def about_figure(task: TaskFigures, method: str, name: str) -> list[float]:
     """A figure that the records of a method contain, of each seed that has it."""
     found = [about_value(run.about, ABOUT[name]) for _, run in sorted(task.runs.get(method, {}).items())]
     return [float(value) for value in found if value is not None]
+
+
+def confidence_figures(task: TaskFigures, method: str) -> tuple[float, float] | None:
+    """EEFP and ECE of a method, the means over seeds; None if it has one exit."""
+    runs = [run for _, run in sorted(task.runs.get(method, {}).items())]
+    found = [(run.failure, run.calibration) for run in runs if not math.isnan(run.failure)]
+    return tuple(np.mean(found, axis=0).tolist()) if found else None
 
 
 def about_value(about: dict, path: Sequence[str]) -> Any:

@@ -4,11 +4,24 @@ import math
 import textwrap
 from pathlib import Path
 
+import numpy as np
+
 from mini_ee.data.files import write_bytes
+from mini_ee.data.metrics import spearman
 from mini_ee.data.reviews import HARDNESS
 from mini_ee.evaluation.plots import can_draw
+from mini_ee.experiments.leaderboard.decoder_section import decoder_section
 from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam
-from mini_ee.experiments.leaderboard.figures import ABOUT, CONTROL, REFERENCE, about_figure, about_value
+from mini_ee.experiments.leaderboard.figures import (
+    ABOUT,
+    CONTROL,
+    REFERENCE,
+    TaskFigures,
+    Values,
+    about_figure,
+    about_value,
+    confidence_figures,
+)
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, listed, planned
@@ -38,32 +51,33 @@ NAMED = 6  # methods that a sentence lists at most
 
 def write_page(out: Path, quick: bool) -> Path:
     """Write OUT/leaderboard.md with its pictures, and OUT/METHODS.md. Takes seconds; nothing is trained."""
-    return write_pages(planned(out, quick), out)
+    return write_pages(planned(out, quick), out, decoder_section(out, quick))
 
 
-def write_pages(plan: Plan, out: Path) -> Path:
-    """The same for a plan."""
+def write_pages(plan: Plan, out: Path, decoders: list[str]) -> Path:
+    """The same for a plan. decoders: the lines of their section."""
     path = out / "leaderboard.md"
     check_is_page(path, HEADING)
     board = read_leaderboard(plan)
     passed = exam(board.tasks[EXAM]) if EXAM in board.tasks and board.tasks[EXAM].runs else {}
     if can_draw():
         draw_all(board, passed, out, list(PICTURES))
-    write_bytes(path, page(board, passed, out).encode())
+    write_bytes(path, page(board, passed, out, decoders).encode())
     write_methods(board, out)
     return path
 
 
-def page(board: Leaderboard, passed: dict[str, Exam], out: Path) -> str:
+def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[str]) -> str:
     """The page as Markdown. out: the folder of its pictures; one that was not drawn is left out."""
     pictures = {name: [f"![{text}]({name})", "", f"*{text}.*", ""] for name, text in PICTURES.items()}
     front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
     lines = [HEADING, "", *_wrapped(answer(board)), *main_table(board), *_wrapped([LEGEND]), *front, *panels]
+    lines += ["## Each task", "", *_wrapped([TASK_NOTE])]
     for name in board.plan.ranked_tasks:
-        lines += [f"## {name}", "", *_task_lines(board, name)]
+        lines += [f"### {name}", "", *_task_lines(board, name)]
     if EXAM in board.plan.tasks:
         lines += ["## The exam of known hardness", "", *_exam_lines(board, passed), *hardness]
-    lines += ["## Decoders", "", *_decoder_lines(board)]
+    lines += ["## Decoders", "", *decoders]
     lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan)]
     lines += ["## How it was measured", "", *_measured_lines(board)]
     lines += ["## How to add a method", "", *_wrapped(ADDING)]
@@ -168,14 +182,16 @@ those with at most half of the FLOPs of its full model; its accuracy on the repo
 the tasks. ± is half of the 95 % interval over seeds and examples. *Minus joint*: the paired difference from joint
 training, in points. *Better than*, *worse than*: number of methods from which the difference is significant (Holm's
 correction over all pairs). *Rank*: with its 95 % interval. *Layers saved*: in percent, if at most one point is lost
-against the full model of joint training with the same seed. *Speed-up*: measured with batch size
-1, with the rule that loses at most one point against the method's own full model. *Training s*: processor seconds. *MB
-added*: compared with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the
-same layer of joint training."""
+against the full model of joint training with the same seed. *Speed-up at 2x*: measured with batch size 1. *Training s*:
+processor seconds. *MB added*: compared with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all
+examples exit at the same layer of joint training."""
 
 TASK_NOTE = """Accuracy in percent ± half of the 95 % interval. ▲ and ▼: better or worse than joint training (Holm's
-correction over all cells of the table). *Area*: mean difference from joint training in points, over the shares of the
-FLOPs from 20 to 100 % that both reach."""
+correction over all cells of the table). *At 1 point*: the rule with the fewest FLOPs that loses at most one
+point on held-out examples, against the full model of joint training with the same seed. *Area*: mean
+difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both reach. *EEFP*: how
+well the largest probability of an exit predicts that it is wrong and a later exit is right (AUROC; 1: perfectly,
+.5: not at all), the mean over exits. Speed-ups are of processor time at batch size 1."""
 
 
 # ---- Sections ----
@@ -184,7 +200,31 @@ def _task_lines(board: Leaderboard, name: str) -> list[str]:
     if not task.runs:
         return ["Not run yet.", ""]
     rows = len(next(run.full for runs in task.runs.values() for run in runs.values()))
-    return [*_wrapped([f"{rows:,} reported examples. {TASK_NOTE}"]), *task_table(board, name)]
+    lines = [f"{rows:,} reported examples.", "", *task_table(board, name)]
+    return [*lines, *_wrapped(_failure_lines(task))]
+
+
+def _failure_lines(task: TaskFigures) -> list[str]:
+    """Does EEFP predict what early exit saves better than the calibration error does, over the methods?"""
+    found = {name: confidence_figures(task, name) for name in task.runs if name != CONTROL}
+    points = [(*both, each) for name, both in found.items() if both and (each := _mean_saved(task, name)) is not None]
+    if len(points) < LEAST_CORRELATED:
+        return []
+    failure, calibration, saved = zip(*points)
+    rho = [f"{spearman(np.round(each, 9), np.round(saved, 9)):.2f}" for each in (failure, calibration)]
+    return [
+        f"Over the {len(points)} methods with several exits, layers saved have Spearman's correlation {rho[0]} with "
+        f"EEFP and {rho[1]} with the expected calibration error (ECE). The source of EEFP (arXiv:2508.21495) says that "
+        f"the first predicts what early exit saves, and the second does not."
+    ]
+
+
+def _mean_saved(task: TaskFigures, method: str) -> float | None:
+    found = task.found.get((method, "saved"))
+    return float(found.by_seed.mean()) if isinstance(found, Values) else None
+
+
+LEAST_CORRELATED = 6  # methods
 
 
 EXAM_NOTE = """The built-in sentences are of seven kinds with a known hardness, and hard sentences are also longer.
@@ -227,7 +267,12 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     ]
     if EXAM in board.plan.ranked_tasks:  # its other figures have a section
         return lines
-    return [*lines, "**All figures on the built-in sentences**", "", *_task_lines(board, EXAM)]
+    return [
+        *lines,
+        "**All figures on the built-in sentences** (columns as in [Each task](#each-task))",
+        "",
+        *_task_lines(board, EXAM),
+    ]
 
 
 def _counted(names: list[str]) -> str:
@@ -239,21 +284,37 @@ def _correlation(found) -> str:
     return f"{found.mean:.2f} ±{found.high - found.mean:.2f}".replace("-0.00", "0.00")
 
 
-def _decoder_lines(board: Leaderboard) -> list[str]:
-    return ["Not run yet.", ""]
-
-
 def _other_lines(plan: Plan) -> list[str]:
-    return [*(f"- {name}: {reason}." for name, reason in plan.not_rows.items()), ""]
+    """The methods that are in no table of classifiers, by the reason."""
+    reasons = sorted(set(plan.not_rows.values()), key=[*plan.not_rows.values()].index)
+    by_reason = [
+        (listed([name for name, each in plan.not_rows.items() if each == reason]), reason) for reason in reasons
+    ]
+    lines = [f"- {names}: {reason}." for names, reason in by_reason]
+    return [*_bullets(lines), "", *_wrapped([ELSEWHERE])]
+
+
+ELSEWHERE = """Methods whose tokens can exit are in the section of decoders, those whose embeddings exit are in
+[embeddings.md](embeddings.md), RAEE is in [raee.md](raee.md), and exits of a fine-tuned model that stays as it is are
+in [add-exits.md](add-exits.md). [METHODS.md](METHODS.md) lists all methods."""
+
+
+def _bullets(lines: list[str]) -> list[str]:
+    return [line for each in lines for line in textwrap.wrap(each, 118, subsequent_indent="  ", break_on_hyphens=False)]
 
 
 def _measured_lines(board: Leaderboard) -> list[str]:
     """Seeds, hours, machines, commits and checksums, from the records."""
-    trained, shared, made = {}, {}, []
+    shared: dict[str, dict[str, None]] = {}
+    trained: dict[tuple, float] = {}  # also those that chose a rate
+    made = []
     for task in board.tasks.values():
         for method, seed, run in ((m, s, run) for m, runs in task.runs.items() for s, run in runs.items() if run.about):
             name = run.about.get("trained_as", method)
-            trained[task.task, name, seed] = about_value(run.about, ABOUT["seconds"]) or 0.0
+            for each in run.about.get("tried", []):
+                trained[task.task, name, each["seed"], each["factor"]] = each.get("seconds") or 0.0
+            seconds, factor = (about_value(run.about, path) for path in (ABOUT["seconds"], ("rates", "factor")))
+            trained[task.task, name, seed, factor] = seconds or 0.0
             shared.setdefault(name, {})[method] = None
             made.append(run.about)
     groups = [f"{listed(list(names))} ({name})" for name, names in shared.items() if len(names) > 1]
@@ -265,8 +326,8 @@ def _measured_lines(board: Leaderboard) -> list[str]:
         f"{LEAST_SEEDS} seeds.",
         "- Rules are chosen on held-out training examples, never on the reported ones. Of rules with equal scores the "
         "deepest is chosen.",
-        f"- {len(trained)} trainings, {math.fsum(trained.values()) / 3600:.1f} processor hours in all, without those "
-        f"that chose learning rates.",
+        f"- {len(trained)} trainings of classifiers, with those that chose learning rates: "
+        f"{math.fsum(trained.values()) / 3600:.1f} processor hours.",
     ]
     if groups:
         lines.append(f"- Methods that differ by their rules alone share their trainings: {'; '.join(groups)}.")
@@ -274,7 +335,7 @@ def _measured_lines(board: Leaderboard) -> list[str]:
         if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
             lines.append(f"- {name}: {', '.join(values)}.")
     lines += [f"- Checksums (sha256) of {name}: {'; '.join(sums)}." for name, sums in _checksums(board).items() if sums]
-    return [line for each in lines for line in textwrap.wrap(each, 118, subsequent_indent="  ")] + [""]
+    return [*_bullets(lines), ""]
 
 
 def _checksums(board: Leaderboard) -> dict[str, list[str]]:

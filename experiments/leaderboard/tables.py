@@ -11,12 +11,14 @@ from mini_ee.experiments.leaderboard.figures import (
     REFERENCE,
     TaskFigures,
     about_figure,
+    confidence_figures,
     read_task,
 )
 from mini_ee.experiments.leaderboard.plan import NOT_RUN, Plan
 from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS
 from mini_ee.experiments.leaderboard.ranking import (
     DIGITS,
+    LEAST_SEEDS,
     Drawn,
     Interval,
     better_pairs,
@@ -35,13 +37,15 @@ TITLES = {
     "at 1.5x": "at 1.5x",
     "at 2x": "at 2x",
     "at 3x": "at 3x",
-    "saved": "layers saved",
+    "saved": "saved at 1 point",
     "area": "area",
-    "speedup": "speed-up",
+    "half speedup": "speed-up at 2x",
+    "speedup": "speed-up at 1 point",
     "seconds": "training s",
     "megabytes": "MB added",
 }
-MEASURED = ("speedup", "seconds", "megabytes")  # when the record was made
+MEASURED = ("half speedup", "seconds", "megabytes")  # when the record was made; means over tasks
+MEASURED_ON_TASK = ("half speedup", "speedup", "seconds", "megabytes")
 
 
 class Leaderboard(NamedTuple):
@@ -122,20 +126,23 @@ def main_table(board: Leaderboard) -> list[str]:
     notes, tasks = Notes(), [name for name in board.plan.ranked_tasks if board.tasks[name].runs]
     rows = []
     for method in board.order:
-        rows.append([*_ranked_cells(board, method), *_mean_cells(board, method, tasks, notes)])
+        rows.append([*_ranked_cells(board, method, tasks, notes), *_mean_cells(board, method, tasks, notes)])
     if CONTROL in board.headline:
         control = board.headline[CONTROL].mean
         at = sum(board.headline[name].mean > control for name in board.ranks)
-        rows.insert(at, ["", *_ranked_cells(board, CONTROL)[1:], *_mean_cells(board, CONTROL, tasks, notes)])
+        cells = [*_ranked_cells(board, CONTROL, tasks, notes), *_mean_cells(board, CONTROL, tasks, notes)]
+        rows.insert(at, ["", *cells[1:]])
     columns = ["rank", "method", "accuracy at 2x", "minus joint", "better than", "worse than"]
-    columns += ["full model", "layers saved", "speed-up", "training s", "MB added", "seeds"]
+    columns += ["full model", "layers saved", *(TITLES[name] for name in MEASURED), "seeds"]
     return [*markdown_table(columns, rows), "", *notes.lines()]
 
 
-def _ranked_cells(board: Leaderboard, method: str) -> list[str]:
+def _ranked_cells(board: Leaderboard, method: str, tasks: list[str], notes: Notes) -> list[str]:
+    """Rank, name, score, difference from joint training, and numbers of worse and better methods."""
     name = f"*{method}*" if method == CONTROL else method
     if method not in board.headline:
-        return [NOT_RUN, name, *[NOT_RUN] * 4]
+        why = _why_no_mean(board, method, HEADLINE, tasks, notes)
+        return [why, name, *[why] * 4]
     rank = "{} ({} to {})".format(*board.ranks[method]) if method in board.ranks else ""
     gap, reference = NOT_RUN, board.headline.get(REFERENCE)
     if method == REFERENCE:
@@ -150,15 +157,28 @@ def _mean_cells(board: Leaderboard, method: str, tasks: list[str], notes: Notes)
     """Means over the tasks of the headline, and the number of seeds."""
     cells = []
     for figure in ("full", "saved"):
-        found = [board.drawn[name].get((method, figure)) for name in tasks]
-        cells.append(percent(mean_of(found).mean) if tasks and all(found) else NOT_RUN)  # type: ignore[arg-type]
+        found = [each for name in tasks if (each := board.drawn[name].get((method, figure)))]
+        complete = found and len(found) == len(tasks)
+        cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, tasks, notes))
     for figure in MEASURED:
         by_task = [about_figure(board.tasks[name], method, figure) for name in tasks]
-        cells.append(number([math.fsum(each) / len(each) for each in by_task]) if tasks and all(by_task) else NOT_RUN)
+        if tasks and all(by_task):
+            cells.append(number([math.fsum(each) / len(each) for each in by_task]))
+        else:
+            cells.append(_why_no_mean(board, method, HEADLINE, tasks, notes))
     if method == CONTROL:
         cells[2:] = [""] * 3  # it is not measured, and nothing is trained for it
     counts = sorted({len(board.tasks[name].runs.get(method, {})) for name in tasks})
     return [*cells, " to ".join(map(str, [counts[0], counts[-1]] if len(counts) > 1 else counts)) or NOT_RUN]
+
+
+def _why_no_mean(board: Leaderboard, method: str, figure: str, tasks: list[str], notes: Notes) -> str:
+    """A cell of a mean over tasks: the number of the first reason, or NOT_RUN."""
+    for name in tasks:
+        reason = board.tasks[name].found.get((method, figure), NOT_RUN)
+        if isinstance(reason, str):
+            return notes.number(reason if reason == NOT_RUN else f"{name}: {reason}")
+    return notes.number("not measured when the record was made") if tasks else NOT_RUN
 
 
 # ---- Tables of a task ----
@@ -177,12 +197,22 @@ def task_table(board: Leaderboard, name: str) -> list[str]:
                 cells.append(cell + (_zeros(task, method, notes) if figure == "saved" else ""))
             else:
                 cells.append(notes.number(str(task.found.get((method, figure), NOT_RUN))))
-        for figure in MEASURED:
+        for figure in MEASURED_ON_TASK:
             values = about_figure(task, method, figure)
-            cells.append(number(values) if values else "" if method == CONTROL else _why_empty(task, method, notes))
+            cells.append(
+                number(values) if values else "" if method == CONTROL else _why_empty(task, method, figure, notes)
+            )
+        cells.insert(len(FIGURES) + 1, _failure(task, method, notes))
         rows.append([*cells, _seeds(board.plan, task, method, notes)])
-    columns = ["method", *(TITLES[figure] for figure in (*FIGURES, *MEASURED)), "seeds"]
+    titles = [TITLES[figure] for figure in FIGURES], [TITLES[figure] for figure in MEASURED_ON_TASK]
+    columns = ["method", *titles[0], "EEFP", *titles[1], "seeds"]
     return [*markdown_table(columns, rows), "", *notes.lines()]
+
+
+def _failure(task: TaskFigures, method: str, notes: Notes) -> str:
+    if (found := confidence_figures(task, method)) is not None:
+        return f"{found[0]:.2f}"
+    return notes.number("it has one exit" if method in task.runs else str(task.found[method, "full"]))
 
 
 def _zeros(task: TaskFigures, method: str, notes: Notes) -> str:
@@ -206,11 +236,12 @@ def _seeds(plan: Plan, task: TaskFigures, method: str, notes: Notes) -> str:
     return f"{count} {notes.number(why)}"
 
 
-def _why_empty(task: TaskFigures, method: str, notes: Notes) -> str:
+def _why_empty(task: TaskFigures, method: str, figure: str, notes: Notes) -> str:
     """A cell of a figure that the records contain."""
     if method in task.runs:
-        return notes.number("not measured when the record was made")
-    return notes.number(str(task.found.get((method, "full"), NOT_RUN)))
+        at_half = task.found[method, HEADLINE] if figure == "half speedup" else None
+        return notes.number(at_half if isinstance(at_half, str) else "not measured when the record was made")
+    return notes.number(str(task.found[method, "full"]))
 
 
 def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
@@ -218,7 +249,7 @@ def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
     compared = {}
     for (method, figure), each in drawn.items():
         reference = drawn.get((REFERENCE, figure))
-        if method in (REFERENCE, CONTROL) or reference is None or min(map(len, each.seeds)) < 3:
+        if method in (REFERENCE, CONTROL) or reference is None or min(map(len, each.seeds)) < LEAST_SEEDS:
             continue
         compared[method, figure] = interval(each if figure == "area" else difference(each, reference))
     passed = holm([each.p_value for each in compared.values()])

@@ -204,9 +204,7 @@ def exam_task(depth_of):
         depth = np.clip(np.round(depth_of(kind, words) + random.normal(0, 1.5, 400)), 1, 12)
         right = random.random(400) < 0.9 - 0.05 * kind
         share = exam.EXAM_SHARE
-        runs[seed] = SeedFigures(
-            {}, right, 0.8, {share: right}, {share: depth}, {share: 0.4}, None, (12,), right[:, None]
-        )
+        runs[seed] = SeedFigures({}, right, 0.8, {share: right}, {share: depth}, {share: 0.4}, None, (12,), 0.5, 0.1)
     return TaskFigures(EXAM, {"x": runs}, {}), rows, kind, words
 
 
@@ -267,19 +265,19 @@ def cells_of(text):
 
 
 def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, plan, tmp_path):
-    text = page.page(board, exam.exam(board.tasks[EXAM]), tmp_path)
+    text = page.page(board, exam.exam(board.tasks[EXAM]), tmp_path, [])
     first = text.split("|")[0]
     assert "**Which method for a classifier with half of the FLOPs?** consistent has the highest accuracy" in first
     assert "significantly better than" in first and "This is preliminary: 10 of 15 pairs" in first
-    sections = re.split(r"^## ", text, flags=re.MULTILINE)
-    assert [section.partition("\n")[0] for section in sections[1:3]] == ["TREC", "SST-2"]
-    for section in sections[1:3]:
+    sections = re.split(r"^###? ", text, flags=re.MULTILINE)
+    assert [section.partition("\n")[0] for section in sections[2:4]] == ["TREC", "SST-2"]
+    for section in sections[2:4]:
         assert "" not in cells_of(section)[:-12]  # the last line is the control, of which nothing is measured
         for number in re.findall(r"\[(\d+)\]", "".join(cells_of(section))):
             assert f"\n{number}. " in section
     assert board.order[0] == "consistent" and board.order[-1] == "lora-exits"
     assert CONTROL in board.headline and CONTROL not in board.ranks
-    assert text == page.page(board, exam.exam(board.tasks[EXAM]), tmp_path)
+    assert text == page.page(board, exam.exam(board.tasks[EXAM]), tmp_path, [])
 
 
 def test_marks_are_against_joint_training_and_need_three_seeds(board):
@@ -292,7 +290,7 @@ def test_marks_are_against_joint_training_and_need_three_seeds(board):
 def test_a_page_without_records_says_so(tmp_path):
     plan = Plan(tmp_path / "records", ("TREC", EXAM), ("joint",), 5, "mini-ee reproduce leaderboard")
     board = tables.read_leaderboard(plan)
-    text = page.page(board, {}, tmp_path)
+    text = page.page(board, {}, tmp_path, [])
     assert "No method has been run on all tasks" in text and "Not run yet." in text
 
 
@@ -311,7 +309,7 @@ def test_pictures_are_drawn(board, tmp_path):
     small = board._replace(plan=board.plan._replace(tasks=("TREC",), methods=("joint", "consistent")))
     page.draw_all(small, passed, tmp_path, list(page.PICTURES))
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in page.PICTURES)
-    assert all(f"({name})" in page.page(board, passed, tmp_path) for name in page.PICTURES)
+    assert all(f"({name})" in page.page(board, passed, tmp_path, []) for name in page.PICTURES)
 
 
 @pytest.mark.parametrize(
