@@ -1,6 +1,7 @@
 """`mini-ee reproduce leaderboard`: what is trained, resumption, shared trainings, and rules replayed from records."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from mini_ee.training.run_folder import build_model, encode
 from mini_ee.training.train_run import exits_of, make_request
 
 FEW = ("joint", "pabee", "pcee-bert", "sweet", "raee")  # each plan looks at all methods
-EXAM = protocol.Exam("words", "words", "tiny", 60, 2, (1.0, 2.0))
+EXAM = protocol.Exam("words", "words", "tiny", 60, 2, (1.0,))
 OWN = '''"""Own: joint training, with a threshold on the entropy."""
 from mini_ee.rules import Threshold
 from mini_ee.training.default_rule import sweep
@@ -52,6 +53,7 @@ def board(tmp_path, checkpoint_folder, monkeypatch):
     write_task(tmp_path / "data" / "words", 90)
     monkeypatch.setattr(protocol, "EXAMS", (EXAM,))
     monkeypatch.setattr(decoders, "EXAMS", ())
+    monkeypatch.setattr(runs, "TIMED_ROWS", 4)
     monkeypatch.setattr(registry, "METHODS", {name: registry.METHODS[name] for name in FEW})
     monkeypatch.setattr(leaderboard, "write_page", lambda out, quick: out / "leaderboard.md")
     begun, real = [], runs.trained
@@ -68,12 +70,16 @@ def board(tmp_path, checkpoint_folder, monkeypatch):
         begun.clear()
         return main(["reproduce", "leaderboard", *argv, *places])
 
-    return SimpleNamespace(
-        run=run, out=tmp_path / "out", begun=begun, places=places, sources=Sources(tmp_path, tmp_path)
-    )
+    folders = {"sources": tmp_path, "out": tmp_path / "out"}
+    return SimpleNamespace(run=run, out=tmp_path / "out", begun=begun, places=places, folders=folders)
 
 
-def test_rates_are_chosen_with_two_seeds_and_the_third_seed_has_the_chosen_one(board):
+@pytest.fixture
+def two_rates(monkeypatch):
+    monkeypatch.setattr(protocol, "EXAMS", (EXAM._replace(factors=(1.0, 2.0)),))
+
+
+def test_rates_are_chosen_with_two_seeds_and_the_third_seed_has_the_chosen_one(board, two_rates):
     assert board.run("--only", "joint", "--seeds", "3") == 0
     assert board.begun[:4] == [("joint", lr, seed) for seed in (0, 1) for lr in (5e-5, 1e-4)]
     state = read_json(board.out / "leaderboard/words/joint.json")
@@ -97,12 +103,11 @@ def test_a_finished_record_is_not_made_again_and_a_deleted_one_alone_is(board):
     assert board.begun == []
     path.unlink()
     board.run("--only", "sweet", "--seeds", "2")
-    factor = read_json(board.out / "leaderboard/words/sweet.json")["factor"]
-    assert board.begun == [("sweet", 5e-5 * factor, seed) for seed in (0, 1)]
+    assert board.begun == [("sweet", 5e-5, 0), ("sweet", 5e-5, 1)]
     assert all((before[seed].reported.logits == one.reported.logits).all() for seed, one in read_records(path).items())
 
 
-def test_a_killed_search_goes_on(board, monkeypatch):
+def test_a_killed_search_goes_on(board, two_rates, monkeypatch):
     calls, real = [], runs.trained
 
     def killed(*args):
@@ -136,15 +141,11 @@ def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
 def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
     board.run("--only", "pabee", "--seeds", "1")
     board.run("--only", "pcee-bert", "--seeds", "1")
-    assert board.begun == [("joint", lr, 0) for lr in [read_lr(board)]]  # the rate was chosen before
+    assert board.begun == [("joint", 5e-5, 0)]
     pabee, pcee = (read_records(board.out / f"records/words/{name}.npz")[0] for name in ("pabee", "pcee-bert"))
     assert (pabee.reported.logits == pcee.reported.logits).all()
     assert pabee.about["one_point"]["rule"]["name"] in ("patience", "never")
     assert pcee.about["one_point"]["rule"]["name"] in ("patience-confidence", "never")
-
-
-def read_lr(board):
-    return 5e-5 * read_json(board.out / "leaderboard/words/joint.json")["factor"]
 
 
 def test_the_default_rule_is_that_of_the_run(board, monkeypatch):
@@ -152,7 +153,7 @@ def test_the_default_rule_is_that_of_the_run(board, monkeypatch):
     monkeypatch.setattr(runs, "trained", lambda *args: found.append(real(*args)) or found[-1])
     board.run("--only", "joint", "--seeds", "1")
     about = read_records(board.out / "records/words/joint.npz")[0].about
-    (run,) = {run.folder: run for run in found if run.config["training"]["lr"] == about["rates"]["lr"]}.values()
+    (run,) = found
     assert about["default_rule"] == run.config["rule"] and about["guarantee"] == run.config["guarantee"]
     assert about["guaranteed"] == run.metrics["guaranteed"]
 
@@ -163,13 +164,23 @@ def test_a_training_of_another_process_is_left_to_it(board, capsys):
     assert board.begun == [] and "1 trainings are left to other processes" in capsys.readouterr().out
 
 
+def test_two_calls_share_the_trainings(board):
+    with ThreadPoolExecutor(2) as pool:
+        given = {"seeds": (0, 1), "say": lambda line: None} | board.folders
+        calls = [pool.submit(leaderboard.make_leaderboard, **given) for _ in range(2)]
+        assert [call.result()["paper"] for call in calls] == ["leaderboard"] * 2
+    assert sorted(board.begun) == [("joint", 5e-5, 0), ("sweet", 5e-5, 0)]
+    names = [path.stem for path in sorted((board.out / "records/words").glob("*.npz"))]
+    assert names == ["joint", "pabee", "pcee-bert", "sweet"]
+
+
 def test_a_diverged_training_is_said_once_and_not_repeated(board, monkeypatch):
     def diverges(*args):
         board.begun.append(args)
         raise Diverged("the loss became nan")
 
     monkeypatch.setattr(runs, "trained", diverges)
-    assert board.run("--only", "joint", "--seeds", "1") == 0 and len(board.begun) == 3
+    assert board.run("--only", "joint", "--seeds", "1") == 0 and len(board.begun) == 1
     assert board.run("--only", "joint", "--seeds", "1") == 0 and board.begun == []
     assert read_json(board.out / "leaderboard/words/joint.json")["diverged"] == {"0": "the loss became nan"}
 
