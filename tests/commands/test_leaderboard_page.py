@@ -319,15 +319,28 @@ def test_differences_have_a_sign(value, text):
     assert tables.signed(Interval(value, value - 0.01, value + 0.01, 1.0)) == text
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def rows_of_methods(text):
+    """The lines of the methods page, as cells."""
+    return [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+
+
+def test_the_methods_page_is_as_the_command_would_write_it(board):
+    """But for lines of code and figures: `mini-ee reproduce leaderboard` writes results/METHODS.md anew."""
+    written = rows_of_methods((ROOT / "results" / "METHODS.md").read_text())
+    made = rows_of_methods(methods_page.methods_page(board))
+    assert [row[:6] for row in written] == [row[:6] for row in made]
+
+
 def test_the_methods_page_has_each_method_of_the_registry_once(board):
-    text = methods_page.methods_page(board)
-    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    rows = rows_of_methods(methods_page.methods_page(board))
     assert [row[0].strip(" `") for row in rows] == [*METHODS]
-    root = Path(__file__).parents[2]
     for row in rows:
         assert len(row) == 10 and all(cell.strip() for cell in row[:8]), row
         file = re.search(r"\(\.\./(.+)\)", row[5])[1]
-        assert (root / file).exists() and 0 < int(row[6]) <= 2000 and int(row[7]) >= 0
+        assert (ROOT / file).exists() and 0 < int(row[6]) <= 2000 and int(row[7]) >= 0
         assert re.search(r"\b(19|20)\d\d\b", row[1])
     by_name = {row[0].strip(" `"): row for row in rows}
     assert by_name["consistent"][8].strip() and not by_name["sleb"][8].strip()
