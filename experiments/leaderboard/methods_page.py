@@ -10,6 +10,8 @@ import numpy as np
 
 from mini_ee.data.files import write_bytes
 from mini_ee.experiments.leaderboard.figures import rules_for
+from mini_ee.experiments.leaderboard.plan import listed
+from mini_ee.experiments.leaderboard.protocol import trained_parts
 from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
 from mini_ee.experiments.markdown import check_is_page, markdown_table, wrapped
@@ -90,6 +92,20 @@ def _code_lines(path: Path) -> int:
     return sum(bool(line.strip()) and not line.strip().startswith("#") and at not in texts for at, line in lines)
 
 
+def trains(name: str, method: Method) -> str:
+    """What a method trains, stage by stage."""
+    if method.search or method.train:
+        return "nothing: a search" if method.search else "nothing: it reads a trained model"
+    if method.keeps_model or method.units == ("embeddings",) and not method.trains_encoder:
+        return "exits; the model is frozen"
+    if "rows" not in method.units:
+        return "encoder" if method.trains_encoder else "decoder"
+    stages = list(map(listed, trained_parts(name)))
+    different = list(dict.fromkeys(stages))
+    changes = sum(before != after for before, after in zip(stages, stages[1:]))
+    return f"{' → '.join(different)}{', in turns' if changes >= len(different) > 1 else ''}"
+
+
 def decides(name: str, method: Method) -> str:
     """Who decides where to exit: the kinds of the rules that the method proposes for a record
     that has the outputs of a policy."""
@@ -150,11 +166,11 @@ def methods_page(board: Leaderboard) -> str:
         rank = "{} ({} to {})".format(*board.ranks[name]) if name in board.ranks else ""
         paper = f"{head.paper}{', ' if head.link else ''}{head.link}"
         rows.append(
-            [f"`{name}`", paper, f"{head.name}: {head.what}", decides(name, method), units]
+            [f"`{name}`", paper, f"{head.name}: {head.what}", trains(name, method), decides(name, method), units]
             + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations, figure, rank]
         )
-    note = f"""{len(METHODS)} methods. *Who decides*: the exit rules that the method proposes (`mini_ee/rules.py`).
-*Lines*: of code, in the file and those whose names begin with its name. *Deviations*: numbered points in the head of
-the file, which say what differs from the paper or what the paper leaves open. *At 2x* and *rank*: from
-[leaderboard.md](leaderboard.md). Made by `{board.plan.command}`."""
+    note = f"""{len(METHODS)} methods. *Trains*: what each stage of a classifier's training changes. *Who decides*: the
+exit rules that the method proposes (`mini_ee/rules.py`). *Lines*: of code, in the file and those whose names begin with
+its name. *Deviations*: numbered points in the head of the file, which say what differs from the paper or what the paper
+leaves open. *At 2x* and *rank*: from [leaderboard.md](leaderboard.md). Made by `{board.plan.command}`."""
     return "\n".join([HEADING, "", wrapped(note), *markdown_table(columns, rows), ""])

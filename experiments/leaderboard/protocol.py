@@ -153,6 +153,18 @@ def _planned(name: str, exam: Exam, folder: Path) -> tuple[tuple, Training]:
     return key, Training(exam, (name,), {"method": name} | options, rates)
 
 
+def trained_parts(name: str) -> list[tuple[str, ...]]:
+    """The parts of a classifier that each stage of a method trains, such as ("backbone", "heads")."""
+    method = load_method(name)
+    config = make_request(name, BUILT_IN_MODEL, toy_task(), Path("unused"), False, {}).config
+    exits = method.exits(TINY_LAYERS) if callable(method.exits) else (TINY_LAYERS // 2, TINY_LAYERS)
+    model, found = _tiny(method, exits, config), []
+    for stage in stages_of(method, model, config):
+        names = [part for part, _ in model.named_parameters() if stage.trainable(part) and model.is_trainable(part)]
+        found.append(tuple(dict.fromkeys(part.partition(".")[0] for part in names)))
+    return found
+
+
 @functools.cache
 def _tiny_backbone() -> Backbone:
     """The first layers of the built-in model."""

@@ -331,19 +331,22 @@ def test_the_methods_page_is_as_the_command_would_write_it(board):
     """But for lines of code and figures: `mini-ee reproduce leaderboard` writes results/METHODS.md anew."""
     written = rows_of_methods((ROOT / "results" / "METHODS.md").read_text())
     made = rows_of_methods(methods_page.methods_page(board))
-    assert [row[:6] for row in written] == [row[:6] for row in made]
+    assert [row[:7] for row in written] == [row[:7] for row in made]
 
 
 def test_the_methods_page_has_each_method_of_the_registry_once(board):
     rows = rows_of_methods(methods_page.methods_page(board))
     assert [row[0].strip(" `") for row in rows] == [*METHODS]
     for row in rows:
-        assert len(row) == 10 and all(cell.strip() for cell in row[:8]), row
-        file = re.search(r"\(\.\./(.+)\)", row[5])[1]
-        assert (ROOT / file).exists() and 0 < int(row[6]) <= 2000 and int(row[7]) >= 0
+        assert len(row) == 11 and all(cell.strip() for cell in row[:9]), row
+        file = re.search(r"\(\.\./(.+)\)", row[6])[1]
+        assert (ROOT / file).exists() and 0 < int(row[7]) <= 2000 and int(row[8]) >= 0
         assert re.search(r"\b(19|20)\d\d\b", row[1])
     by_name = {row[0].strip(" `"): row for row in rows}
-    assert by_name["consistent"][8].strip() and not by_name["sleb"][8].strip()
+    assert by_name["consistent"][9].strip() and not by_name["sleb"][9].strip()
+    parts = {name: by_name[name][3].strip() for name in ("two-stage", "consistent", "sleb")}
+    assert parts["two-stage"] == "backbone and heads → heads" and parts["sleb"].startswith("nothing")
+    assert parts["consistent"] == "backbone and heads → policy, in turns"
 
 
 def test_the_head_of_a_file_gives_name_paper_link_and_deviations():
