@@ -149,11 +149,12 @@ def _trained_like(method: Method) -> tuple:
 
 def run_decoders(
     out: Path, sources: Sources, seeds: Sequence[int] | None, only: str | None, quick: bool, say: Say
-) -> tuple[int, list[str]]:
-    """Train and record what is missing: the number of recorded seeds, and a line for each training that failed.
+) -> int:
+    """Train and record what is missing; returns the number of recorded seeds.
 
     seeds: None for those of the page. All trainings run with one seed before any runs with the next. A training that
-    another process is running is left to that process. Raises WrongArguments if a model or a text is missing.
+    another process is running is left to that process. A training that fails is named in a line, and the others go on.
+    Raises WrongArguments if a model or a text is missing; ValueError at the end, if a training failed.
     """
     seeds = range(1 if quick else SEEDS) if seeds is None else seeds
     every = [(training, seed) for seed in seeds for training in trainings(quick, only)]
@@ -179,7 +180,9 @@ def run_decoders(
                 say(f"FAILED {failed[-1]}")
     if waiting:
         say(f"{len(waiting)} trainings are left to other processes.")
-    return ran, failed
+    if failed:
+        raise ValueError(f"{len(failed)} trainings of decoders failed: {'; '.join(failed)}")
+    return ran
 
 
 @contextmanager
