@@ -21,7 +21,7 @@ from mini_ee.experiments.leaderboard.ranking import (
     uniforms_of,
 )
 from mini_ee.experiments.leaderboard.tables import percent, plus_minus
-from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, outcome
+from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, SHARE, WITHIN, outcome
 from mini_ee.experiments.markdown import folded, markdown_table, wrapped
 from mini_ee.experiments.pictures import CYCLE, GREY
 from mini_ee.experiments.records import read_records
@@ -29,7 +29,6 @@ from mini_ee.recording import Record
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 PICTURE = "leaderboard-decoders.png"
-HALF = "half"  # name of the rule with at most half of the layers
 NOT_RUN, NO_RULE = "·", "–"
 COPIED, RECOMPUTED = MISSING_KV
 
@@ -134,13 +133,14 @@ CAPTION = (
     "Layers saved on new text at 90 % agreement with the full model (dots, 95 % interval), and decoding time saved"
 )
 INTRODUCTION = f"""Here tokens exit. All methods learn the same texts in as many epochs. The rates lr and head_lr are
-chosen from one grid with the first seed, by the mean of ln p of the next token over all exits on calibration text.
+chosen from one grid with the first seed: those with the lowest perplexity on calibration text if a threshold on the gap
+between the two most probable tokens runs at most {SHARE:.0%} of the layers.
 *Agreement* is the share of tokens whose prediction is that of the method's own full model. The rule of a row is the one
 of the method's own rules that saves most layers on calibration text among those with {LEVEL:.0%} agreement; its figures
-are of new text. A method without rules of its own has thresholds on the gap between the two most probable tokens.
+are of new text. A method without rules of its own has a threshold on that gap for each exit.
 
 A method that trains the decoder changes the full model, and agreement does not show whether it became worse. So compare
-perplexities: of the full model, under the rule, and with the method's best rule that runs at most half of the layers.
+perplexities: of the full model, under the rule, and with the method's best rule within {SHARE:.0%} of the layers.
 *Speed-up* is processor time at batch size 1 without exits over that with exits, with both ways to fill in missing keys
 and values. An interval is over seeds and texts. {NO_RULE}: no rule of the method does that."""
 
@@ -177,17 +177,22 @@ def _order(found: dict[str, Figures]) -> list[str]:
 
 def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> list[str]:
     names = ["method", "layers saved, %", "agreement, %", "perplexity", "perplexity of the full model"]
-    names += ["perplexity with half of the layers", *(f"speed-up, {fill}" for fill in MISSING_KV), "Rouge-L", "seeds"]
+    names += [
+        f"perplexity with {SHARE:.0%} of the layers",
+        *(f"speed-up, {fill}" for fill in MISSING_KV),
+        "Rouge-L",
+        "seeds",
+    ]
     rows = []
     for name in _order(found):
         each, own = found[name], {}
-        for figure in (f"saved {LEVEL:g}", f"agreement {LEVEL:g}", f"ln p {LEVEL:g}", "ln p full", f"ln p {HALF}"):
+        for figure in (f"saved {LEVEL:g}", f"agreement {LEVEL:g}", f"ln p {LEVEL:g}", "ln p full", f"ln p {WITHIN}"):
             one = drawn(each, figure, exam.folder)
             own[figure] = None if one is None else interval(one)
         never = not each.values[f"saved {LEVEL:g}"].any()
         cells = [NO_RULE if never else plus_minus(own[figure]) for figure in [*own][:2]]
         cells += [NO_RULE if never else _perplexity(own[f"ln p {LEVEL:g}"]), _perplexity(own["ln p full"])]
-        cells += [_perplexity(own[f"ln p {HALF}"]), *(_times(each.decoding(fill, "speedup")) for fill in MISSING_KV)]
+        cells += [_perplexity(own[f"ln p {WITHIN}"]), *(_times(each.decoding(fill, "speedup")) for fill in MISSING_KV)]
         rows.append([name, *cells, _share(each.decoding(COPIED, "rouge_l")), len(each.seeds)])
     missing = [name for training in trainings(quick) if training.exam == exam for name in training.methods]
     rows += [[name, *[NOT_RUN] * (len(names) - 2), 0] for name in missing if name not in found]
@@ -233,7 +238,7 @@ def _lossless_table(found: dict[str, Figures]) -> list[str]:
         if each.abouts in seen or each.lossless("speedup") is None:
             continue
         seen.append(each.abouts)
-        layers = sorted({about["lossless"]["layer"] for about in each.abouts})
+        layers = sorted({about["lossless"]["layer"] or "chosen for each draft" for about in each.abouts})
         equal, drafted = each.lossless("equal_texts"), each.lossless("drafted")
         cells = [", ".join(map(str, layers)), _share(drafted), _share(equal), _times(each.lossless("speedup"))]
         rows.append([f"{name}, lossless", *cells])

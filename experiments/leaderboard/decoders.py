@@ -1,7 +1,8 @@
 """The leaderboard's decoders: trains every method whose tokens can exit, records its exits, and measures its decoding.
 
 All methods learn the same texts with one seed, in as many epochs, with rates from one grid. A pair of rates is chosen
-with the first seed, by the mean of ln p of the next token over all exits on calibration text. Rules are chosen on the
+with the first seed, by the mean ln p of the next token on calibration text if a threshold on the gap runs at most three
+quarters of the layers. Rules are chosen on the
 calibration text of their seed, from what was read back from the record; figures are of other texts. Methods that differ
 by their rules alone share a training and its record.
 
@@ -25,7 +26,17 @@ from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.experiments.leaderboard.decoding_figures import decoding_figures, lossless_figures
-from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, needed_measures, own_rules, rule_at, rule_within
+from mini_ee.experiments.leaderboard.token_rules import (
+    LEVEL,
+    LEVELS,
+    SHARE,
+    WITHIN,
+    needed_measures,
+    own_rules,
+    rule_at,
+    rule_within,
+    score_of_rates,
+)
 from mini_ee.experiments.records import SeedRecord, read_about, write_record
 from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, trained
 from mini_ee.recording import Record, Recorded
@@ -108,7 +119,7 @@ class Training(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """What a record must have been made with."""
-        return self.options | {"grid": self.rates, "recorded_texts": RECORDED_TEXTS}
+        return self.options | {"grid": self.rates, "chosen_with": SHARE, "recorded_texts": RECORDED_TEXTS}
 
     def record(self, out: Path) -> Path:
         return out / "records" / self.exam.folder / f"{self.methods[0]}.npz"
@@ -235,10 +246,10 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
         for name, method in methods.items():
             candidates = own_rules(method, made.held_out)
             chosen = {level: rule_at(candidates, made.held_out, level) for level in LEVELS}
-            half = (found := rule_within(candidates, made.held_out, 1 / 2)) and found.to_dict()
+            within = (found := rule_within(candidates, made.held_out, SHARE)) and found.to_dict()
             figures = decoding_figures(run.model, chosen[LEVEL], reported, run.tokenizer)
             about["methods"][name] = {
-                "rules": {f"{level:g}": rule.to_dict() for level, rule in chosen.items()} | {"half": half},
+                "rules": {f"{level:g}": rule.to_dict() for level, rule in chosen.items()} | {WITHIN: within},
                 "decoding": figures,
             }
         about["lossless"] = lossless_figures(run.model, calibration[:DRAFTED_TEXTS], reported[:LOSSLESS_TEXTS])
@@ -279,11 +290,11 @@ def _chosen_rates(
     for number, rates in enumerate(training.rates):
         try:
             run = trained(at / f"try-{number}", training.options | rates, seed, sources)
-            score = float(record_texts(run.model, calibration, last=False).logits[:, :, 0].mean())
+            score = score_of_rates(token_record(run.model, calibration))
         except Diverged:
             score = LEAST_SCORE
         tried.append({"rates": rates, "score": round(max(score, LEAST_SCORE), 4), "seed": seed})
-        say(f"  {rates}: mean ln p over all exits {score:.3f}")
+        say(f"  {rates}: mean ln p {score:.3f} with {SHARE:.0%} of the layers")
     best = int(np.argmax([each["score"] for each in tried]))
     if tried[best]["score"] <= LEAST_SCORE:
         raise Diverged("all rates diverge")

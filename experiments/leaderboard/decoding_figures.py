@@ -16,7 +16,6 @@ from mini_ee.data.decoder_texts import Text
 from mini_ee.data.metrics import rouge_l
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.decoding import MISSING_KV, Generated, gather
-from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.rules import FixedExit, NeverExit, Rule
 
@@ -53,19 +52,21 @@ def decoding_figures(model: TokenExits, rule: Rule, texts: Sequence[Text], token
 
 
 def lossless_figures(model: TokenExits, calibration: Sequence[Text], texts: Sequence[Text]) -> dict:
-    """Drafts of the exit that saves most layers on calibration text: its layer, the share of tokens that it drafts, the
-    share of texts equal to the full model's, and the speed-up. Empty without an exit before the last, and if exits have
-    layers of their own.
+    """The full model's text, drafted by exits: the drafting layer, the share of tokens that are drafted, the share of
+    texts equal to the full model's, and the speed-up. Empty without an exit before the last.
+
+    The layer is the one that saves most layers on calibration text; None if the model chooses one for each draft.
     """
-    if len(model.exits) < 2 or getattr(model, "own_layers", False):
+    if len(model.exits) < 2:
         return {}
-    drafters = {layer: partial(_drafted, model, k) for k, layer in enumerate(model.exits[:-1])}
-    saved = {layer: _saved(model, write(calibration)) for layer, write in drafters.items()}
+    layers = (None,) if model.chooses_drafter else model.exits[:-1]
+    drafters = {layer: partial(_drafted, model, layer) for layer in layers}
+    saved = {layer: _saved(model, write(calibration)) if len(layers) > 1 else 0.0 for layer, write in drafters.items()}
     layer = max(saved, key=saved.__getitem__)
     write, full = drafters[layer], partial(_written, model, NeverExit(), MISSING_KV[0])
     own, expected = write(texts), full(texts)
     (speedup,) = speed_ups(full, [write], texts)
-    drafted = np.concatenate([np.array(each.layers_run) == layer for each in own]).mean()
+    drafted = np.concatenate([np.array(each.layers_run) < model.exits[-1] for each in own]).mean()
     equal = np.mean([one.tokens == other.tokens for one, other in zip(own, expected)])
     return {"layer": layer, "drafted": float(drafted), "equal_texts": float(equal), "speedup": speedup}
 
@@ -90,10 +91,9 @@ def _written(model: TokenExits, rule: Rule, missing_kv: str, texts: Sequence[Tex
     return model.write(texts, rule, max_new_tokens=_follow(texts), missing_kv=missing_kv, stop=())
 
 
-def _drafted(model: TokenExits, k: int, texts: Sequence[Text]) -> list[Generated]:
-    settings = {"max_new_tokens": _follow(texts), "exit_layer": model.exits[k], "head": model.heads[k]}
-    prompts = [text.ids[: text.start + 1] for text in texts]
-    return [gather(generate_lossless(model.backbone, [prompt], **settings), 1)[0] for prompt in prompts]
+def _drafted(model: TokenExits, layer: int | None, texts: Sequence[Text]) -> list[Generated]:
+    prompts, follow = [text.ids[: text.start + 1] for text in texts], _follow(texts)
+    return [gather(model.generate_lossless([prompt], follow, layer, stop=()), 1)[0] for prompt in prompts]
 
 
 def _follow(texts: Sequence[Text]) -> int:

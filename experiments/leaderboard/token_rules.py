@@ -11,11 +11,14 @@ import numpy as np
 from mini_ee.calibration import calibrate, observe
 from mini_ee.evaluation.token_evaluation import EPSILON_GRID
 from mini_ee.recording import Record
-from mini_ee.rules import FixedExit, NeverExit, Rule
+from mini_ee.rules import FixedExit, NeverExit, Rule, Threshold
+from mini_ee.training.default_rule import CANDIDATES
 from mini_ee.training.method import Method
 
 LEVELS = (0.8, 0.9, 0.95)
 LEVEL = 0.9  # of the rule whose decoding is measured
+WITHIN = "within"  # name of the rule with the best perplexity within SHARE
+SHARE = 3 / 4  # of the layers, with which perplexities are compared and rates are chosen
 GAP = "breaking_ties"
 KEPT_MEASURES = {"prediction", "exit_logit", "saturation", GAP, "max_probability"}
 
@@ -75,6 +78,13 @@ def rule_within(rules: Sequence[Rule], calibration: Record, share: float) -> Rul
         if found.depth.mean() <= share * calibration.segments.exits[-1] and found.log_p.mean() > most:
             best, most = rule, float(found.log_p.mean())
     return best
+
+
+def score_of_rates(calibration: Record) -> float:
+    """The mean ln p of the next token with the best threshold on the gap that runs at most SHARE of the layers."""
+    rules = Threshold(np.inf, GAP).from_loose_to_strict(calibration, CANDIDATES)
+    rule = rule_within(rules, calibration, SHARE)
+    return -np.inf if rule is None else float(outcome(calibration, rule).log_p.mean())
 
 
 def needed_measures(rules: Sequence[Rule]) -> set[str]:

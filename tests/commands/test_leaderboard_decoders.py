@@ -11,6 +11,7 @@ from conftest import random_decoder, save_small_llama
 
 from mini_ee import calibration
 from mini_ee.backbones.hub import BUILT_IN_DECODER
+from mini_ee.baselines.dynamic_exit_layer import DynamicExits
 from mini_ee.baselines.sleb import ShortDecoder
 from mini_ee.data.decoder_texts import Text
 from mini_ee.data.files import sole_writer
@@ -18,7 +19,15 @@ from mini_ee.errors import WrongArguments
 from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.experiments.leaderboard import decoder_section as section
 from mini_ee.experiments.leaderboard import decoders, decoding_figures
-from mini_ee.experiments.leaderboard.token_rules import GAP, gap_rules, outcome, own_rules, rule_at, rule_within
+from mini_ee.experiments.leaderboard.token_rules import (
+    GAP,
+    gap_rules,
+    outcome,
+    own_rules,
+    rule_at,
+    rule_within,
+    score_of_rates,
+)
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.rules import FixedExit, NeverExit, Threshold
@@ -115,11 +124,14 @@ def test_another_process_has_the_training_that_it_runs(results, sources):
 
 
 def test_rates_are_chosen_with_the_first_seed_by_ln_p(results, sources):
-    about = read_records(decoders.trainings(False, "pabee")[0].record(results))[0].about
-    tried = about["tried"]
+    (training,) = decoders.trainings(False, "pabee")
+    made = read_records(training.record(results))[0]
+    about, tried = made.about, made.about["tried"]
+    chosen = next(each for each in tried if each["rates"] == about["rates"])
+    assert chosen["score"] == pytest.approx(score_of_rates(made.held_out), abs=2e-3)
     assert [(each["rates"]["lr"], each["rates"]["head_lr"]) for each in tried] == [*TINY.rates]
     assert all(each["seed"] == 0 for each in tried)
-    assert about["rates"] == max(tried, key=lambda each: each["score"])["rates"]
+    assert about["rates"] == max(tried, key=lambda each: each["score"])["rates"] and about["rates"] in training.rates
     assert {"search", "training", "recording", "decoding"} == about["cpu_seconds"].keys()
 
 
@@ -187,6 +199,8 @@ def test_the_rule_at_a_level_saves_most_among_those_that_reach_it(exits):
     log_p = [outcome(recorded, rule).log_p.mean() for rule in fixed[:2]]
     assert rule_within(fixed, recorded, 0.5) == fixed[int(np.argmax(log_p))]
     assert rule_within(fixed, recorded, 0.25) == fixed[0] and rule_within(fixed, recorded, 0.2) is None
+    sweep = [outcome(recorded, rule) for rule in Threshold(np.inf, GAP).from_loose_to_strict(recorded, 100)]
+    assert score_of_rates(recorded) == max(each.log_p.mean() for each in sweep if each.depth.mean() <= 3)
     assert own_rules(load_method("pabee"), recorded)[0].name == "patience"
     assert own_rules(load_method("joint"), recorded) == rules
 
@@ -223,9 +237,13 @@ def test_speed_is_processor_time_and_waiting_does_not_count():
     assert 0.4 < half < 0.65 and 1.6 < double < 2.3
 
 
-def test_lossless_text_is_the_full_models(exits):
-    found = decoding_figures.lossless_figures(exits, random_texts(2, 9), random_texts(4, 12, 1))
-    assert found["equal_texts"] == 1 and found["layer"] in (1, 2) and 0 <= found["drafted"] < 1
+def test_lossless_text_is_the_full_models_whoever_chooses_the_exit(exits):
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        dynamic = DynamicExits(random_decoder("llama", 4), (1, 2, 4)).eval()
+    for model, layers in ((exits, (1, 2)), (dynamic, (None,))):
+        found = decoding_figures.lossless_figures(model, random_texts(2, 9), random_texts(4, 12, 1))
+        assert found["equal_texts"] == 1 and found["layer"] in layers and 0 <= found["drafted"] < 1
 
 
 def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
