@@ -135,6 +135,7 @@ def generate(
 
     prompts: token ids of each row, of any lengths. exits: in layers; the last is L, with the LM head. heads: one for
     each exit before the last. policies: as many, for the rule policy, or none. missing_kv: "copy_state" or "recompute".
+    segments_class: if the exits have layers of their own.
     The prompt runs through all layers. Except for rounding, a greedy text does not depend on the other rows of the
     batch; a sampled text does not depend on when they end.
     Raises ValueError if a prompt is empty, or contains a token outside the vocabulary, WrongArguments if a prompt and
