@@ -159,7 +159,11 @@ class RayActors:
         from ray.util import ActorPool
 
         self._ray, self._count = ray, count
-        about: dict = {"address": os.environ.get("RAY_ADDRESS", "local"), "logging_level": "ERROR"}
+        about: dict = {
+            "address": os.environ.get("RAY_ADDRESS", "local"),
+            "logging_level": "ERROR",
+            "log_to_driver": False,
+        }
         if about["address"] == "local":
             room = {"num_cpus": count * cores, "object_store_memory": OBJECT_STORE}
             about |= room | {"include_dashboard": False}

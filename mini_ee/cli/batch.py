@@ -1,8 +1,10 @@
 """`mini-ee batch`: an export over all rows of many files, in parts that are written whole or not at all. No torch."""
 
+import os
 import platform
 import sys
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import onnxruntime
 
 from mini_ee import __version__
 from mini_ee.cli.command_options import add_options, given_options, positive
+from mini_ee.cli.serve import OF_RAY
 from mini_ee.data.columns import TaskOptions
 from mini_ee.errors import WrongArguments
 from mini_ee.export.batch.job import Job, JobOptions, summary_lines
@@ -47,6 +50,10 @@ def run(args: Namespace) -> dict:
         columns = TaskOptions(**given_options(args, TaskOptions))
     except ValueError as error:
         raise WrongArguments(str(error)) from None
+    if args.ray:
+        if not find_spec("ray"):
+            raise WrongArguments("--ray needs Ray: pip install 'mini-ee[ray]'")
+        os.environ.update({name: value for name, value in OF_RAY.items() if name not in os.environ})
     job = Job(args.exported, args.inputs, args.out, options, columns)
     summary = job.run(pool_maker(args.processes, args.threads, args.device, args.ray), not args.no_projection)
     for line in summary_lines(summary):
