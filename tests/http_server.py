@@ -31,8 +31,8 @@ def free_port():
 
 
 @contextmanager
-def serving(engine, hosts=Hosts("127.0.0.1"), **settings):
-    """A server of this process on a free port; its worker and its port."""
+def serving(engine, hosts=Hosts("127.0.0.1"), served=lambda worker: worker, **settings):
+    """A server of this process on a free port; its worker and its port. served: worker -> what the server serves."""
     import uvicorn
 
     made, began = [], threading.Event()
@@ -46,7 +46,8 @@ def serving(engine, hosts=Hosts("127.0.0.1"), **settings):
     address = []
     worker = Worker(engine, **settings)
     thread = threading.Thread(
-        target=server.serve, args=(worker, "127.0.0.1", 0, lambda line: (address.append(line), began.set()), hosts)
+        target=server.serve,
+        args=(served(worker), "127.0.0.1", 0, lambda line: (address.append(line), began.set()), hosts),
     )
     thread.start()
     try:

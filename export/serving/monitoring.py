@@ -210,8 +210,8 @@ class Metrics:
             )
 
 
-def merge_pages(pages: dict[str, str]) -> str:
-    """Merge the pages of several replicas, by name. Each value gets a label `replica`.
+def merge_pages(pages: dict[str, str], label: str = "replica") -> str:
+    """Merge the pages of several replicas, by name. Each value gets a label, unless it has that label.
 
     >>> page = "# HELP n rows\\n# TYPE n gauge\\nn{{at=\\"1\\"}} {0}\\nn {0}\\n"
     >>> print(merge_pages({"a": page.format(3), "b": page.format(4)}), end="")
@@ -229,5 +229,8 @@ def merge_pages(pages: dict[str, str]) -> str:
             lines = made.setdefault(f"# HELP {about}\n{kind}", [])
             for value in values:
                 name, labels, rest = re.fullmatch(r"(\w+)(?:{(.*)})? (\S+)", value).groups()
-                lines.append(f'{name}{{replica="{replica}"{"," + labels if labels else ""}}} {rest}')
+                own = (
+                    labels if f'{label}="' in (labels or "") else f'{label}="{replica}"{"," + labels if labels else ""}'
+                )
+                lines.append(f"{name}{{{own}}} {rest}")
     return "".join("\n".join([about, *values]) + "\n" for about, values in made.items())

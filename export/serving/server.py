@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mini_ee.export.serving.app import App
+from mini_ee.export.serving.canary import Canary
 from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.worker import Worker
 
@@ -61,18 +62,17 @@ def address_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(worker: Worker, host: str, port: int, ready: Callable[[str], None], hosts: Hosts) -> None:
+def serve(worker: Worker | Canary, host: str, port: int, ready: Callable[[str], None], hosts: Hosts) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and answer the open ones.
 
-    port 0: a free port. ready: called with the address. hosts: names that requests may have in their Host header.
+    port 0: a free port. ready: called with the address. hosts: names that requests may have in their Host
+    header; a canary has its own.
     Raises OSError if the address is not available.
     """
-    listening = listen(host, port)
+    listening, app = listen(host, port), worker if isinstance(worker, Canary) else App(worker, hosts)
     settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
     limits = {"limit_concurrency": CONNECTIONS + 1, "timeout_graceful_shutdown": DRAIN}
-    server = uvicorn.Server(
-        uvicorn.Config(App(worker, hosts), log_level="error", server_header=False, **settings, **limits)
-    )
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", server_header=False, **settings, **limits))
     in_main = threading.current_thread() is threading.main_thread()
     ends = (signal.SIGTERM, signal.SIGINT) if in_main else ()
     # Handlers for the time before and after uvicorn's own: after draining, uvicorn raises the signal again.

@@ -43,7 +43,7 @@ def add(sub: ArgumentParser) -> None:
         "--text",
         type=Path,
         metavar="FILE",
-        help="text file, for a decoder (default text that it generates); or for an export: a text a line, or a table",
+        help="text file: of an export a text a line, or a table; for a decoder its text (default generated text)",
     )
     prompt = "prompt for a decoder's generated text; may be repeated (default built-in prompts)"
     sub.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)

@@ -27,7 +27,7 @@ def add(sub: ArgumentParser) -> None:
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="export in half precision, for GPUs")
     precision.add_argument("--int8", action="store_true", help="export with dynamic quantisation, for CPUs")
-    opset = "opset of the graphs, 18 to 23; a lower one is for older versions of ONNX Runtime (default 23)"
+    opset = "opset of the graphs, 18 to 23; a lower one is for older versions of ONNX Runtime"
     sub.add_argument("--opset", type=int, choices=range(18, 24), metavar="N", default=23, help=opset)
     sub.add_argument(
         "--segments", action="store_true", help="also export a graph per segment, for other rules and re-batching"

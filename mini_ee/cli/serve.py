@@ -5,7 +5,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,9 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument("--max-wait", type=number, default=MAX_WAIT * 1e3, metavar="MS", help=wait)
     queue = "maximum number of open requests; the next is refused"
     sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=queue)
+    canary = sub.add_argument_group("a canary")
+    canary.add_argument("--canary", type=Path, metavar="NEW", help="export that answers a share of the requests")
+    canary.add_argument("--share", type=number, help="share of the requests for --canary (default .05)")
     replicas = sub.add_argument_group("on Ray")
     engine = (
         "engine: one process (local), or replicas (ray), each with --threads (1 if not given), on cpu without --device"
@@ -72,6 +75,13 @@ def run(args: Namespace) -> dict:
         raise WrongArguments(f"--max-wait must be from 0 to 60000 milliseconds, got {args.max_wait}")
     if args.replicas and args.engine != "ray":
         raise WrongArguments("--replicas is for --engine ray; --engine local is one process")
+    if args.share is not None and args.canary is None:
+        raise WrongArguments("--share is the share of --canary: give --canary NEW too")
+    if args.canary and args.engine == "ray":
+        raise WrongArguments("--canary is for --engine local; on Ray, serve NEW under a name of its own")
+    args.share = 0.05 if args.share is None else args.share
+    if not 0 < args.share < 1:
+        raise WrongArguments(f"--share must be above 0 and below 1, got {args.share}")
     joins = args.engine == "ray" and os.environ.get("RAY_ADDRESS")  # the addresses of that cluster are not known here
     try:
         args.hosts = Hosts("0.0.0.0" if joins else args.host, args.allow_host)
@@ -84,16 +94,25 @@ def run(args: Namespace) -> dict:
 
 def _run_here(args: Namespace) -> dict:
     try:
+        from mini_ee.export.serving.canary import Canary
         from mini_ee.export.serving.server import serve
     except ImportError:
         raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
-    with _worker(args) as worker:
-        engine = worker.engine
-        serve(worker, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}"), args.hosts)
+    with ExitStack() as stack:
+        worker = served = stack.enter_context(_worker(args))
+        engine, about = worker.engine, ""
+        if args.canary:
+            new = stack.enter_context(_worker(args, args.canary))
+            served = Canary(worker, new, args.share, args.hosts, args.seed)
+            about = f"; {args.share:g} of the requests: {args.canary}, model {new.engine.runtime.model_id}"
+        serve(served, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}{about}"), args.hosts)
     requests = worker.metrics.requests
-    _say(f"drained; {requests['answered']} requests answered")
-    about = {"provider": engine.runtime.provider, "rule": engine.rule.to_dict()}
-    return {"requests": dict(requests), **about, "seed": args.seed}
+    answered = requests["answered"] + (new.metrics.requests["answered"] if args.canary else 0)
+    _say(f"drained; {answered} requests answered")
+    summary = {"requests": dict(requests), "provider": engine.runtime.provider, "rule": engine.rule.to_dict()}
+    if args.canary:
+        summary["canary"] = {"export": str(args.canary), "requests": dict(new.metrics.requests)}
+    return summary | {"seed": args.seed}
 
 
 def _run_on_ray(args: Namespace) -> dict:
@@ -131,8 +150,9 @@ def _replica(args: Namespace) -> Worker:
     return _worker(args)
 
 
-def _worker(args: Namespace) -> Worker:
-    runtime = Runtime(args.exported, PROVIDERS[args.device], threads=args.threads or 0)
+def _worker(args: Namespace, folder: Path | None = None) -> Worker:
+    """The worker of a folder (default --exported)."""
+    runtime = Runtime(folder or args.exported, PROVIDERS[args.device], threads=args.threads or 0)
     engine = _engine(args, runtime)
     runtime.warm_up()
     return Worker(engine, max_wait=args.max_wait / 1e3, max_open=args.queue, batch=args.batch_size)

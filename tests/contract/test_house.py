@@ -95,6 +95,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.batch.rows",
     "export.serving.__init__",
     "export.serving.app",
+    "export.serving.canary",
     "export.serving.engines",
     "export.serving.request_thresholds",
     "export.serving.formats",

@@ -6,11 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from http_server import ask, serving
 
 from mini_ee.cli.main import parser
 from mini_ee.export import builder
-from mini_ee.export.serving import engine_of
+from mini_ee.export.serving import Worker, engine_of
+from mini_ee.export.serving.canary import Compared
 from mini_ee.export.serving.monitoring import Guarantee, Metrics
 from mini_ee.rules import Threshold
 
@@ -22,18 +24,23 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S)
 
 
-def test_the_alerts_are_on_metrics_that_exist():
+def test_the_alerts_are_on_metrics_that_exist(runtime):
     metrics = Metrics((4, 8, 12), Guarantee(0.5, 0.9), (1, 1, 1), "id")
     metrics.count_answer(4, 0.01)
     metrics.guarantee.observe(True, Threshold(0.9))
-    page = metrics.page({})
-    expressions = re.findall(r"expr: (.*)", blocks("yaml")[1])
-    assert len(expressions) == 4
-    for name, labels in re.findall(r"(mini_ee_\w+)(?:{(.*?)})?", " ".join(expressions)):
-        assert f"\n{name}" in page, name
-        for label, values in re.findall(r'(\w+)=~?"(.*?)"', labels):
-            for value in values.split("|"):
-                assert f'{name}{{{label}="{value}"}}' in page, (name, label, value)
+    with Worker(engine_of(runtime)) as worker:
+        compared = Compared(worker, worker)
+        compared.agreements.append(True)
+        page = metrics.page({}) + compared.page()
+    (group,) = yaml.safe_load((ROOT / "export" / "serving" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]:
+        assert f"`{rule['alert']}`" in PAGE and rule["annotations"].keys() == {"summary", "description"}
+        assert "mini_ee_" in rule["expr"] and rule["for"]
+        for name, labels in re.findall(r"(mini_ee_\w+)(?:{(.*?)})?", rule["expr"]):
+            assert f"\n{name}" in page, name
+            for label, values in re.findall(r'(\w+)=~?"(.*?)"', labels):
+                for value in values.split("|"):
+                    assert f'{name}{{{label}="{value}"}}' in page, (name, label, value)
 
 
 def test_the_probes_and_the_container_use_endpoints_and_options_that_exist(runtime):

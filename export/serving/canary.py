@@ -1,0 +1,116 @@
+"""A canary: a share of the requests goes to a new export, the others to the old one. `mini-ee serve OLD --canary NEW`.
+
+Each export has a worker and an application of its own, so the header x-model-id names the export that answered. A
+request goes to one of them at random, with all its texts; to the old one if the new one accepts none. After its answer,
+each text of the new export also runs in the old one, if there is room: /metrics has the share of equal predictions.
+There, all values of the two have the label `model`. No torch.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from math import inf
+
+from mini_ee.errors import WrongArguments
+from mini_ee.export.runtime import Runtime
+from mini_ee.export.serving.app import App
+from mini_ee.export.serving.hosts import Hosts
+from mini_ee.export.serving.monitoring import WINDOW, merge_pages
+from mini_ee.export.serving.worker import Refused, Worker
+from mini_ee.statistics import share_interval
+
+
+def check_same(old: Runtime, new: Runtime) -> None:
+    """Raises WrongArguments if two exports do not answer the same requests with the same labels."""
+    for what, of in (("kind", "unit"), ("labels", "label_names"), ("number of texts in a row", "num_texts")):
+        found = [each.config["unit"] if of == "unit" else getattr(each, of, None) for each in (old, new)]
+        if found[0] != found[1]:
+            raise WrongArguments(
+                f"--canary {new.folder}: expected the {what} of {old.folder}, {found[0]}, found {found[1]}"
+            )
+
+
+class Compared:
+    """A worker whose answers are compared with those of another one. For the rest it is that worker."""
+
+    def __init__(self, worker: Worker, other: Worker):
+        self._worker, self._other = worker, other
+        self._labelled = bool(getattr(worker.engine.runtime, "label_names", None))
+        self.agreements: deque[bool] = deque(maxlen=WINDOW)
+        self.rows = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._worker, name)
+
+    def submit(self, texts, deadline: float = inf, **settings) -> Future:
+        """As Worker.submit. The other worker gets the texts after the answer, if the request sets no thresholds."""
+        future = self._worker.submit(texts, deadline, **settings)
+        if self._labelled and not any(value is not None for value in settings.values()):
+            future.add_done_callback(partial(self._answered, texts))
+        return future
+
+    def _answered(self, texts, future: Future) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        try:
+            self._other.submit(texts).add_done_callback(partial(self._compare, future.result()))
+        except Refused:  # requests of clients need the room
+            return
+
+    def _compare(self, answer, future: Future) -> None:
+        try:
+            agrees = answer.agrees(future.result())
+        except (CancelledError, Refused, ValueError):
+            return
+        self.agreements.append(agrees)
+        self.rows += 1
+
+    def page(self) -> str:
+        """The metrics of the comparison."""
+        made = ["# HELP mini_ee_canary_rows_total texts that both exports answered"]
+        made += ["# TYPE mini_ee_canary_rows_total counter", f"mini_ee_canary_rows_total {self.rows}"]
+        agreements = list(self.agreements)
+        if agreements:
+            agreeing, count = sum(agreements), len(agreements)
+            low, high = share_interval(agreeing, count)
+            name = "mini_ee_canary_agreement"
+            made += [f"# HELP {name} share of equal predictions of both exports, with its 95 % interval"]
+            made += [f"# TYPE {name} gauge"]
+            made += [
+                f'{name}{{end="{end}"}} {value:.6f}'
+                for end, value in (("low", low), ("mean", agreeing / count), ("high", high))
+            ]
+        return "\n".join(made) + "\n"
+
+
+class Canary:
+    """The application of two workers; it is also their worker for the server, which drains both.
+
+    share: of the requests that go to the new export. Raises WrongArguments if the exports answer differently shaped
+    requests.
+    """
+
+    def __init__(self, old: Worker, new: Worker, share: float, hosts: Hosts, seed: int = 0):
+        check_same(old.engine.runtime, new.engine.runtime)
+        self.old, self.new, self.share = old, Compared(new, old), share
+        self._random = random.Random(seed)
+        self._old_app = App(old, hosts, self.page)
+        self._new_app = App(self.new, hosts)  # type: ignore[arg-type]  # Compared has all attributes of its worker
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """Answer a request of ASGI. Requests by GET are about the old export, except /metrics, which has both."""
+        chosen = scope.get("method") == "POST" and self._random.random() < self.share
+        app = self._new_app if chosen and self.new.state == "ready" else self._old_app
+        await app(scope, receive, send)
+
+    async def page(self) -> str:
+        """The metrics of both exports, and how often they agree."""
+        workers = (self.old, self.new)
+        pages = {each.engine.runtime.model_id: each.metrics.page(each.lengths()) for each in workers}
+        return merge_pages(pages, "model") + self.new.page()
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Drain both workers."""
+        return all([each.drain(seconds) for each in (self.new, self.old)])
