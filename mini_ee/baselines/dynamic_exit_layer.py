@@ -3,9 +3,8 @@
 Paper: Hossein Entezari Zarch et al., DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding,
 COLM 2025, arXiv:2504.05598v2. Details are from its code, github.com/hoenza/DEL (its copy 359171110/DEL at 0365a81).
 
-DEL decodes a model that LayerSkip trained, so `mini-ee train del` is the training of layerskip, with its defaults. The
-text is the full model's, and the commands are `mini-ee generate RUN --lossless` and `--lossless --layer E` for an exit
-that is always the same.
+DEL decodes a model that LayerSkip trained: the training is in layer_dropout.py. The text is the full model's, and the
+command is `mini-ee generate RUN --lossless`; with `--layer E` the exit E always drafts, as in LayerSkip.
 
 Symbols:   l, an exit's layer; L, the number of layers; d, the number of drafts of a round; E, the exit that drafts.
 Shadows:   after a round the head reads the states of every exit l at the last accepted token and at all right drafts.
@@ -22,19 +21,21 @@ token; 3. candidates are the exits of the run, in the paper all layers; 4. texts
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.data.settings import Settings
+from mini_ee.baselines.layer_dropout import Config, layerskip_loss
 from mini_ee.exits.decoding import Step, gather
 from mini_ee.exits.generation import TokenSegments, capacity_for
 from mini_ee.exits.lossless import Drafter, draft_and_verify
 from mini_ee.exits.token_exits import SharedExits, TextData
 from mini_ee.training.default_rule import Chosen
-from mini_ee.training.method import Method, load_method
+from mini_ee.training.method import Method
+from mini_ee.training.stages import Stage, joint_stage
 from mini_ee.training.training_text import Source, agreement_rule
 
 OMEGA = 0.95  # decay of the counts of earlier rounds
@@ -160,10 +161,9 @@ class DynamicExits(SharedExits):
 
 
 # ---- Training ----
-def recipe(model: nn.Module, config: Settings) -> list:
-    """That of layerskip, under its defaults."""
-    layerskip = load_method("layerskip")
-    return layerskip.recipe(model, layerskip.config())
+def recipe(model: nn.Module, config: Config) -> list[Stage]:
+    """One stage: everything is trained at once."""
+    return [joint_stage(model, name="layer dropout", loss=partial(layerskip_loss, config=config))]
 
 
 def loading_rule(model: DynamicExits, source: Source, held_out: TextData) -> Chosen:
@@ -178,7 +178,8 @@ def loading_rule(model: DynamicExits, source: Source, held_out: TextData) -> Cho
 
 
 METHOD = Method(
-    recipe=recipe,
+    Config,
+    recipe,
     units=("tokens",),
     model=lambda backbone, exits, num_labels, pool, config: DynamicExits(backbone, exits),
     default_rule=loading_rule,

@@ -138,7 +138,7 @@ def test_a_run_drafts_dynamically_unless_a_layer_is_named(tmp_path, decoder_chec
     monkeypatch.setattr("mini_ee.training.training_text.GIVEN", 8)
     run = mini_ee.train("del", decoder_checkpoint, out=tmp_path / "run", texts=8, new_tokens=4, epochs=1)
     metrics = mini_ee.data.files.read_json(tmp_path / "run" / "metrics.json")
-    assert {epoch["stage"] for epoch in metrics["epochs"]} == {"layerskip"} and metrics["layers_loaded"] > 1
+    assert {epoch["stage"] for epoch in metrics["epochs"]} == {"layer dropout"} and metrics["layers_loaded"] > 1
     command, answers = ["generate", str(run.folder), "--prompt", "the film", "--max-new-tokens", "9", "--json"], []
     for more in (["--rule", "never"], ["--lossless"], ["--lossless", "--layer", "2"]):
         capsys.readouterr()

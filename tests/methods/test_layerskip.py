@@ -9,10 +9,9 @@ from conftest import random_decoder
 
 import mini_ee
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.baselines import layerskip
-from mini_ee.baselines.layerskip import (
+from mini_ee.baselines.layer_dropout import (
+    CURRICULA,
     Config,
-    build,
     exit_scale,
     exit_weights,
     layer_dropout,
@@ -20,6 +19,7 @@ from mini_ee.baselines.layerskip import (
     learning,
     leaving_out,
 )
+from mini_ee.baselines.layerskip import build
 from mini_ee.exits.decoding import gather
 from mini_ee.exits.lossless import generate_lossless
 from mini_ee.exits.row_exits import RowExits
@@ -87,7 +87,7 @@ def test_the_gradual_curriculum_goes_down_a_layer_every_t_over_2l_steps():
 
 def test_weights_are_those_of_the_exits_that_learn_and_sum_to_one():
     exits = (2, 4, 6, 8)
-    for curriculum in layerskip.CURRICULA:
+    for curriculum in CURRICULA:
         config = Config(scale=0.5, curriculum=curriculum)
         for step in range(12):
             report = [exit_scale(e, 8, 0.5) * c for e, c in zip(exits, learning(exits, at(step, 12), config))]
