@@ -131,9 +131,13 @@ def _work(connection: Connection, make: Callable[[], PartWriter]) -> None:
         name, arguments = requests.get()
         try:
             writer = writer or make()
-            connection.send(getattr(writer, name)(*arguments))
+            answer = getattr(writer, name)(*arguments)
         except Exception as error:  # reported by the other side, which then ends this process
-            connection.send(error if isinstance(error, ValueError | OSError) else RuntimeError(str(error)))
+            answer = error if isinstance(error, ValueError | OSError) else RuntimeError(str(error))
+        try:
+            connection.send(answer)
+        except OSError:  # the other side has died
+            os._exit(1)
 
 
 @contextmanager

@@ -20,7 +20,10 @@ from mini_ee.export.batch.rows import Block, RowReader, blocks_of
 from mini_ee.export.runtime import Answer, Runtime
 
 TEXTS = [
-    f"the {'very ' * (n % 4)}{word} {thing}" for n in range(4) for word in ("good", "bad") for thing in ("film", "meal")
+    f"the {'very ' * (n % 4)}{word} {thing}"
+    for n in (3, 0, 2, 1)
+    for word in ("good", "bad")
+    for thing in ("film", "meal")
 ]
 
 
