@@ -4,6 +4,7 @@ import numpy as np
 
 from mini_ee.experiments.markdown import fold_sections, made_by_measuring, markdown_row, markdown_rows, wrapped
 from mini_ee.experiments.measured.onnx_parts import AGREEMENT, EXITS, NEW_TOKENS, PARITY_METHODS, PARTS, PROMPT_WORDS
+from mini_ee.experiments.measured.precision import section
 
 __all__ = ["PAGE_TEXT", "PARTS", "page"]
 
@@ -93,6 +94,7 @@ layers. Lossless decoding drafts at most four tokens after layer {drafts_after},
 the full model checks them. For {lossless_equal} of the {texts} stories it generates the text of the full model. The
 share of drafts among its tokens is {drafted}.
 
+{precision}
 ## Equality with torch
 
 MiniLM with exits after layers 2, 4 and 6 was trained by {methods} (400 examples, one epoch). The exported graphs run
@@ -181,6 +183,7 @@ def page(figures: dict) -> str:
         **{"score": f"{end[0]['score']:.3f}", "full": f"{end[0]['full_score']:.3f}"},
         **{"layers": f"{end[0]['mean_layers']:.2f}", "predicted": f"{EXITS[-1] / end[0]['mean_layers']:.2f}"},
         **decoder_fields(figures["decoder"]),
+        precision=section(figures["precision"]),
         **{"passed": sum(row["holds"] for row in figures["bench"]), "benched": len(figures["bench"])},
         speedup=f"{np.median([each['speedup'] for each in end]):.2f}",
         speedups=listed([f"{each['speedup']:.2f}" for each in end]),

@@ -11,13 +11,11 @@ decoder   the built-in decoder with heads of `mini-ee train self-supervised`: te
           without, in torch and in the exported graph, and lossless decoding compared with full decoding
 heads     the time to exit after N layers relative to N/L of a model without exits, with dense and with linear heads; a
           model of the first layers alone; LoRA exits compared with one graph per segment
+precision int8 and float16 compared with float32, see precision.py
 The times need two cores that nothing else uses. Trained runs stay in the work folder for later calls.
 """
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +40,8 @@ from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
 from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exit_at, exported
-from mini_ee.experiments.measured.command import answer_of_command
+from mini_ee.experiments.measured.command import answer_of_command, session_memory
+from mini_ee.experiments.measured.precision import precision
 from mini_ee.experiments.trainings import Sources
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.runtime import Runtime
@@ -60,23 +59,6 @@ EXITS = (2, 4, 6)
 THREADS, ROUNDS = 2, 3
 STORIES, TIMED_STORIES, PROMPT_WORDS, NEW_TOKENS = 40, 8, 12, 48  # of the decoder
 AGREEMENT, CONFIDENCE_MEASURE = 0.95, "breaking_ties"
-
-SESSION = """
-import sys, time, numpy, onnxruntime
-def memory(kind):
-    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(kind))
-options = onnxruntime.SessionOptions()
-options.log_severity_level, options.intra_op_num_threads = 3, 2
-before, begin = (memory("RssAnon"), memory("VmRSS")), time.perf_counter()
-session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-load = time.perf_counter() - begin
-ids = numpy.random.default_rng(0).integers(1000, 30000, (1, int(sys.argv[2])))
-feeds = {"input_ids": ids, "attention_mask": numpy.ones_like(ids), "token_type_ids": numpy.zeros_like(ids)}
-for _ in range(5):
-    session.run(None, feeds)
-private, resident = memory("RssAnon") - before[0], memory("VmRSS") - before[1]
-print([load, private, resident])
-"""
 
 
 def bench(sources: Sources, work: Path) -> list[dict]:
@@ -136,10 +118,9 @@ def memory(sources: Sources, work: Path) -> list[dict]:
                 write_graphs(model, model.segments(), Threshold(REACHED_BY_NONE), folder)
                 save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / "run")
                 files = sum((folder / each).stat().st_size for each in ("model.onnx", "model.safetensors"))
-                command = [sys.executable, "-c", SESSION, str(folder / "model.onnx"), str(tokens)]
-                session = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+                session = session_memory(folder / "model.onnx", tokens)
                 about = {"model": name, "kind": kind, "disk": files / (folder / "run").stat().st_size}
-                found.append(about | dict(zip(("load", "private", "resident"), session)))
+                found.append(about | session)
     return found
 
 
@@ -262,5 +243,14 @@ def _part(measure: Callable) -> Callable:
     return measured
 
 
-ORDER = (bench, price, parity, memory, end, decoder, heads)  # heads shares its threads from then on: it comes last
+ORDER = (
+    bench,
+    price,
+    parity,
+    memory,
+    end,
+    decoder,
+    precision,
+    heads,
+)  # heads shares its threads from then on: it comes last
 PARTS = {measure.__name__: _part(measure) for measure in ORDER}
