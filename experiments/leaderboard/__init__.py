@@ -44,7 +44,8 @@ def make_leaderboard(
     found = Sources(sources, out / "leaderboard")
     chosen = exams(quick)
     work = [job for exam in chosen for job in jobs(trainings_of(exam, found), names, all_seeds)]
-    work.sort(key=lambda job: all_seeds.index(job.seeds[0]))  # a table with few seeds before one with many
+    # A table with few seeds before one with many, and the built-in model first, because it is the smallest.
+    work.sort(key=lambda job: (all_seeds.index(job.seeds[0]), job.training.exam.model is not None))
     if tokens:
         for training in trainings(quick, only):
             found.options(training.options)  # raises if a model or a text is missing
