@@ -54,10 +54,10 @@ class Exam(NamedTuple):
 
 
 EXAMS = (
-    Exam("TREC", "TREC", "all-MiniLM-L6-v2", 3000, 6, (1.0, 2.0, 4.0)),
-    Exam("reviews", TOY, None, 3000, 6, (0.5, 1.0, 2.0)),  # the defaults for this model are 8 times larger
-    Exam("SST-2", "SST-2", "all-MiniLM-L6-v2", 3000, 6, (1.0, 2.0, 4.0)),
-    Exam("MRPC", "MRPC", "all-MiniLM-L6-v2", 3000, 6, (1.0, 2.0, 4.0)),
+    Exam("TREC", "TREC", "all-MiniLM-L6-v2", 3000, 4, (1.0, 2.0, 4.0)),
+    Exam("reviews", TOY, None, 3000, 4, (0.5, 1.0, 2.0)),  # the defaults for this model are 8 times larger
+    Exam("SST-2", "SST-2", "all-MiniLM-L6-v2", 3000, 4, (1.0, 2.0, 4.0)),
+    Exam("MRPC", "MRPC", "all-MiniLM-L6-v2", 3000, 4, (1.0, 2.0, 4.0)),
 )
 QUICK_EXAMS = (Exam("reviews", TOY, None, 600, 4, (1.0,)),)
 QUICK_METHODS = ("joint", "two-stage", "mixed", "sweet", "lora-exits", "consistent")
