@@ -286,11 +286,10 @@ def _correlation(found) -> str:
 
 def _other_lines(plan: Plan) -> list[str]:
     """The methods that are in no table of classifiers, by the reason."""
-    reasons = sorted(set(plan.not_rows.values()), key=[*plan.not_rows.values()].index)
-    by_reason = [
-        (listed([name for name, each in plan.not_rows.items() if each == reason]), reason) for reason in reasons
-    ]
-    lines = [f"- {names}: {reason}." for names, reason in by_reason]
+    lines = []
+    for reason in dict.fromkeys(plan.not_rows.values()):
+        names = [name for name, each in plan.not_rows.items() if each == reason]
+        lines.append(f"- {reason[0].upper()}{reason[1:]}: {', '.join(names)}.")
     return [*_bullets(lines), "", *_wrapped([ELSEWHERE])]
 
 

@@ -160,14 +160,14 @@ def _mean_cells(board: Leaderboard, method: str, tasks: list[str], notes: Notes)
         found = [each for name in tasks if (each := board.drawn[name].get((method, figure)))]
         complete = found and len(found) == len(tasks)
         cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, tasks, notes))
-    for figure in MEASURED:
+    for figure in MEASURED if method != CONTROL else ():
         by_task = [about_figure(board.tasks[name], method, figure) for name in tasks]
         if tasks and all(by_task):
             cells.append(number([math.fsum(each) / len(each) for each in by_task]))
         else:
             cells.append(_why_no_mean(board, method, HEADLINE, tasks, notes))
-    if method == CONTROL:
-        cells[2:] = [""] * 3  # it is not measured, and nothing is trained for it
+    if method == CONTROL:  # it is not measured, and nothing is trained for it
+        cells += [""] * len(MEASURED)
     counts = sorted({len(board.tasks[name].runs.get(method, {})) for name in tasks})
     return [*cells, " to ".join(map(str, [counts[0], counts[-1]] if len(counts) > 1 else counts)) or NOT_RUN]
 

@@ -269,6 +269,7 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     first = text.split("|")[0]
     assert "**Which method for a classifier with half of the FLOPs?** consistent has the highest accuracy" in first
     assert "significantly better than" in first and "This is preliminary: 10 of 15 pairs" in first
+    assert "not measured" not in text and "- Its tokens exit: sleb." in text
     sections = re.split(r"^###? ", text, flags=re.MULTILINE)
     assert [section.partition("\n")[0] for section in sections[2:4]] == ["TREC", "SST-2"]
     for section in sections[2:4]:
