@@ -133,14 +133,15 @@ CAPTION = (
     "Layers saved on new text at 90 % agreement with the full model (dots, 95 % interval), and decoding time saved"
 )
 INTRODUCTION = f"""Here tokens exit. All methods learn the same texts in as many epochs. The rates lr and head_lr are
-chosen from one grid with the first seed: those with the lowest perplexity on calibration text if a threshold on the gap
-between the two most probable tokens runs at most {SHARE:.0%} of the layers.
+chosen from one grid with the first seed: those with the lowest perplexity on calibration text if thresholds on the gap
+between the two most probable tokens run at most {SHARE:.0%} of the layers.
 *Agreement* is the share of tokens whose prediction is that of the method's own full model. The rule of a row is the one
 of the method's own rules that saves most layers on calibration text among those with {LEVEL:.0%} agreement; its figures
 are of new text. A method without rules of its own has a threshold on that gap for each exit.
 
 A method that trains the decoder changes the full model, and agreement does not show whether it became worse. So compare
-perplexities: of the full model, under the rule, and with the method's best rule within {SHARE:.0%} of the layers.
+perplexities: of the full model, under the rule, and with the method's best rule within {SHARE:.0%} of the layers
+(a rule there may be that all tokens exit after one layer).
 *Speed-up* is processor time at batch size 1 without exits over that with exits, with both ways to fill in missing keys
 and values. An interval is over seeds and texts. {NO_RULE}: no rule of the method does that."""
 

@@ -1,7 +1,7 @@
 """The leaderboard's decoders: trains every method whose tokens can exit, records its exits, and measures its decoding.
 
 All methods learn the same texts with one seed, in as many epochs, with rates from one grid. A pair of rates is chosen
-with the first seed, by the mean ln p of the next token on calibration text if a threshold on the gap runs at most three
+with the first seed, by the mean ln p of the next token on calibration text if thresholds on the gap run at most three
 quarters of the layers. Rules are chosen on the
 calibration text of their seed, from what was read back from the record; figures are of other texts. Methods that differ
 by their rules alone share a training and its record.

@@ -11,8 +11,7 @@ import numpy as np
 from mini_ee.calibration import calibrate, observe
 from mini_ee.evaluation.token_evaluation import EPSILON_GRID
 from mini_ee.recording import Record
-from mini_ee.rules import FixedExit, NeverExit, Rule, Threshold
-from mini_ee.training.default_rule import CANDIDATES
+from mini_ee.rules import FixedExit, NeverExit, Rule
 from mini_ee.training.method import Method
 
 LEVELS = (0.8, 0.9, 0.95)
@@ -71,9 +70,12 @@ def rule_at(rules: Sequence[Rule], calibration: Record, level: float) -> Rule:
 
 
 def rule_within(rules: Sequence[Rule], calibration: Record, share: float) -> Rule | None:
-    """The rule with the highest mean ln p among those with at most this share of the layers, or None."""
+    """The rule with the highest mean ln p among those with at most this share of the layers, or None.
+
+    All tokens at one exit is a rule too.
+    """
     best, most = None, -np.inf
-    for rule in rules:
+    for rule in [*rules, *map(FixedExit, range(len(calibration.segments.exits) - 1))]:
         found = outcome(calibration, rule)
         if found.depth.mean() <= share * calibration.segments.exits[-1] and found.log_p.mean() > most:
             best, most = rule, float(found.log_p.mean())
@@ -81,9 +83,8 @@ def rule_within(rules: Sequence[Rule], calibration: Record, share: float) -> Rul
 
 
 def score_of_rates(calibration: Record) -> float:
-    """The mean ln p of the next token with the best threshold on the gap that runs at most SHARE of the layers."""
-    rules = Threshold(np.inf, GAP).from_loose_to_strict(calibration, CANDIDATES)
-    rule = rule_within(rules, calibration, SHARE)
+    """The mean ln p of the next token with the best thresholds on the gap that run at most SHARE of the layers."""
+    rule = rule_within(gap_rules(calibration), calibration, SHARE)
     return -np.inf if rule is None else float(outcome(calibration, rule).log_p.mean())
 
 
