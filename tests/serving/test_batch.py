@@ -330,6 +330,9 @@ def test_the_projection_adds_up(capsys, tmp_path, runtime, inputs):
     assert hours["full"] == pytest.approx((io + model * projection["full_ratio"]) * per_hour)
     assert hours["linear"] == pytest.approx((io + projection["linear"]["seconds_per_row"]) * per_hour)
     assert projection["full_ratio"] > 1 and 0 < model
+    (block,) = blocks_of(RowReader(inputs / "b.txt", TaskOptions(), 1), 100, "jsonl")
+    stats = parts.PartWriter(runtime.folder, tmp_path / "out").write(block._replace(seconds=100.0)).stats
+    assert stats["seconds"] > stats["io_seconds"] > 100
     again = answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl", options=()))
     assert again["rows_now"] == 0 and "projection" not in again
     assert {name: again[name] for name in ("rows", "core_seconds", "exit_counts")} == {
