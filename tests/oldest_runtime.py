@@ -15,10 +15,12 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 OPSET = 18
 LEFT_OUT = (
+    "test_builder",  # writes graphs of opset 23 without the export
     "test_weights_are_stored_once",  # the size of a graph file: opset 18 has more nodes
     "test_every_graph_passes_the_checker",  # the opset of the graphs
     "test_a_wrong_graph_is_found",  # changes nodes that opset 18 does not have
-    "opset_23",  # needs the newer ONNX Runtime
+    "need_no_torch",  # starts mini-ee itself, which needs ONNX Runtime 1.27
+    "opset_23",  # compares with opset 23
     "test_attention_of_heads_that_share_keys",
 )
 
