@@ -77,7 +77,7 @@ class DecoderExam(NamedTuple):
         return BUILT_IN_DECODER if self.weights is None else sources.find("weights", self.weights)
 
 
-RATES = ((5e-4, 2e-3), (2e-3, 8e-3), (8e-3, 32e-3))
+RATES = ((5e-4, 2e-3), (2e-3, 8e-3), (8e-3, 32e-3), (32e-3, 128e-3))
 TINY_STORIES = "TinyStories/tinystories_sample.txt"
 EXAMS = (
     DecoderExam("stories260K", "stories260K", TINY_STORIES, 1000, 4, RATES),
