@@ -169,8 +169,10 @@ def methods_page(board: Leaderboard) -> str:
             [f"`{name}`", paper, f"{head.name}: {head.what}", trains(name, method), decides(name, method), units]
             + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations, figure, rank]
         )
+    there = (board.plan.records.parent / "leaderboard.md").exists()
+    source = "[leaderboard.md](leaderboard.md)" if there else "leaderboard.md, which is not written yet"
     note = f"""{len(METHODS)} methods. *Trains*: what each stage of a classifier's training changes. *Who decides*: the
 exit rules that the method proposes (`mini_ee/rules.py`). *Lines*: of code, in the file and those whose names begin with
 its name. *Deviations*: numbered points in the head of the file, which say what differs from the paper or what the paper
-leaves open. *At 2x* and *rank*: from [leaderboard.md](leaderboard.md). Made by `{board.plan.command}`."""
+leaves open. *At 2x* and *rank*: from {source}. Made by `{board.plan.command}`."""
     return "\n".join([HEADING, "", wrapped(note), *markdown_table(columns, rows), ""])
