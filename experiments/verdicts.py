@@ -22,11 +22,12 @@ A false claim holds with probability LEVEL / 2 at most, and a true claim does no
 """
 
 import math
-from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+
+from mini_ee.experiments import student
 
 ABOVE, BELOW = "above", "below"  # of a comparison
 HOLDS, FAILS = "holds", "does not hold here"  # of a claim
@@ -56,7 +57,7 @@ class Compared(NamedTuple):
         """Half the width of the interval; 0 for few seeds."""
         if self.seeds < LEAST_SEEDS:
             return 0.0
-        seeds = 0.0 if self.seeds == ALL_SEEDS else student_quantile(level, int(self.seeds) - 1) * self.seed_error
+        seeds = 0.0 if self.seeds == ALL_SEEDS else student.quantile(level, self.seeds - 1) * self.seed_error
         return math.hypot(seeds, NormalDist().inv_cdf(1 - level / 2) * self.row_error)
 
     @property
@@ -99,28 +100,6 @@ def compared(
         verdict = CONSTANT
     means = float(np.mean(more)), float(np.mean(than)), float(differences.mean())
     return Compared(*means, spread, row_error, seeds, by, verdict)
-
-
-@cache
-def student_quantile(level: float, freedom: int) -> float:
-    """The two-sided quantile of Student's t: |T| is larger with probability `level`.
-
-    With x = sin(angle), T = sqrt(freedom) tan(angle), the distribution is a finite sum (Abramowitz & Stegun 26.7.3-4).
-    """
-    odd = freedom % 2
-    steps = np.arange(2 + odd, freedom - 1, 2)
-    factors = np.cumprod(np.concatenate(([1.0], (steps - 1) / steps)))
-    powers = 2 * np.arange(len(factors)) + odd
-
-    def within(angle: float) -> float:
-        total = math.sin(angle) * float((factors * math.cos(angle) ** powers).sum())
-        return (angle + (total if freedom > 1 else 0.0)) * 2 / math.pi if odd else total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < 1 - level else (low, middle)
-    return freedom**0.5 * math.tan(low)
 
 
 def judged(comparisons: list[Compared | None]) -> list[Compared | None]:

@@ -15,12 +15,11 @@ Sums are of whole numbers, or of float32 in float64: no rounding, so no order of
 import math
 import zlib
 from collections.abc import Sequence
-from functools import cache
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.experiments import student
 from mini_ee.experiments.leaderboard.figures import TaskFigures, Values
 
 DRAWS = 5000
@@ -118,8 +117,8 @@ def interval(drawn: Drawn) -> Interval:
     """The mean with its confidence interval, and the p-value of a mean of 0."""
     spread = round(float(drawn.draws.std()), DIGITS)
     freedom = degrees_of_freedom(drawn, spread)
-    half = t_quantile(freedom) * spread
-    p_value = t_p_value(abs(drawn.mean) / spread, freedom) if spread else float(drawn.mean == 0)
+    half = student.quantile(1 - LEVEL, freedom) * spread
+    p_value = student.p_value(abs(drawn.mean) / spread, freedom) if spread else float(drawn.mean == 0)
     return Interval(drawn.mean, drawn.mean - half, drawn.mean + half, p_value)
 
 
@@ -132,50 +131,6 @@ def degrees_of_freedom(drawn: Drawn, spread: float) -> float:
     ]
     total, least = math.fsum(between), min((len(values) - 1 for values in drawn.by_seed if len(values) > 1), default=0)
     return math.inf if not total else max(float(least), round(spread**4 / total, 1))
-
-
-def t_p_value(t: float, freedom: float) -> float:
-    """P(|T| >= t) for Student's t: the incomplete beta function I_x(freedom / 2, 1 / 2), x = freedom / (freedom + t^2).
-
-    >>> round(t_p_value(2.776445, 4), 4), round(t_p_value(1.959964, math.inf), 4)
-    (0.05, 0.05)
-    """
-    if freedom > 1e6:
-        return 2 * NormalDist().cdf(-t)
-    x, a, b = freedom / (freedom + t * t), freedom / 2, 0.5
-    if x >= 1:
-        return 1.0
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    if x < (a + 1) / (a + b + 2):
-        return front * _beta_fraction(a, b, x) / a
-    return 1 - front * _beta_fraction(b, a, 1 - x) / b
-
-
-def _beta_fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction of the incomplete beta function, by Lentz's method (Numerical Recipes, 6.4)."""
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    value = d
-    for m in range(1, 300):
-        before = value
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d, c = 1 / (1 + term * d), 1 + term / c
-            value *= c * d
-        if abs(value - before) < 1e-15 * abs(value):
-            break
-    return value
-
-
-@cache
-def t_quantile(freedom: float) -> float:
-    """The two-sided quantile of Student's t at LEVEL, by bisection."""
-    low, high = 1.9, 13.0  # of 1 degree of freedom 12.7
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_p_value(middle, freedom) > 1 - LEVEL else (low, middle)
-    return (low + high) / 2
 
 
 # ---- Comparisons ----

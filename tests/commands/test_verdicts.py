@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mini_ee.experiments import student
 from mini_ee.experiments.claims import MORE_ROWS, NEVER, Judged, claim_lines, compare_cases, counted, judge_claim
 from mini_ee.experiments.page_data import PageData
 from mini_ee.experiments.recipe import Case, comparisons_of, parts_of, sides
@@ -27,7 +28,6 @@ from mini_ee.experiments.verdicts import (
     compared,
     forecast,
     judged,
-    student_quantile,
     verdict_of,
 )
 
@@ -69,7 +69,16 @@ def test_pairing_sees_what_the_spread_between_seeds_hides():
     + [(0.02, 30, 2.457), (0.002, 3, 10.215), (0.001, 2, 31.599)],
 )
 def test_quantiles_of_students_t_are_those_of_printed_tables(level, freedom, printed):
-    assert student_quantile(level, freedom) == pytest.approx(printed, abs=6e-4)
+    assert student.quantile(level, freedom) == pytest.approx(printed, abs=6e-4)
+
+
+@pytest.mark.parametrize("freedom", [3, 7.5])
+def test_p_values_are_integrals_of_the_density(freedom):
+    x = np.geomspace(2, 4000, 20_000)
+    density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    whole = math.sqrt(freedom * math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    assert student.p_value(2, freedom) == pytest.approx(2 * np.trapezoid(density, x) / whole, rel=1e-3)
+    assert student.quantile(0.05, math.inf) == pytest.approx(1.959964, abs=1e-6) and student.p_value(0, freedom) == 1
 
 
 def test_both_errors_are_added_as_squares_and_more_seeds_leave_that_of_the_test_examples():
@@ -87,7 +96,7 @@ def test_the_interval_contains_the_true_difference_often_enough_whatever_the_rat
     draws = np.random.default_rng(seeds)
     of_rows, of_seeds = draws.normal(size=(4000, 1)) * ratio, draws.normal(size=(4000, seeds))
     differences = of_rows + of_seeds
-    quantile = student_quantile(LEVEL, seeds - 1)
+    quantile = student.quantile(LEVEL, seeds - 1)
     found = Compared(0, 0, 0, 1.0, ratio, seeds)
     halves = np.hypot(quantile * differences.std(axis=1, ddof=1) / seeds**0.5, found._replace(spread=0).half_width())
     missed = (abs(differences.mean(axis=1)) > halves).mean()
