@@ -148,6 +148,7 @@ def methods_page(board: Leaderboard) -> str:
         "method",
         "paper",
         "what it does",
+        "trains",
         "who decides",
         "exits",
         "file",
