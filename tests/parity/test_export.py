@@ -815,7 +815,7 @@ def test_a_rule_that_the_graph_does_not_hold_is_told(exported, rule):
 
 
 def test_the_folder_holds_the_files_of_the_design_and_nothing_else(exported):
-    assert sorted(path.name for path in exported.iterdir()) == FILES
+    assert sorted(path.name for path in exported.iterdir()) == sorted([*FILES, "README.md"])
     assert [path.name for path in exported.parent.iterdir()] == ["bert"]
 
 

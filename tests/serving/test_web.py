@@ -599,7 +599,7 @@ def test_a_decoders_curve_ends_with_the_full_model(exported_decoder):
 def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(small_exported):
     manifest = read_json(small_exported / "manifest.json")
     found = {str(path.relative_to(small_exported)) for path in small_exported.rglob("*") if path.is_file()}
-    assert found - {"manifest.json"} == set(manifest["files"])
+    assert found - {"manifest.json", "README.md"} == set(manifest["files"])
     about = read_json(small_exported / "web.json")
     assert about["settings"].keys() == {"threshold", "exit_at"}
     inputs, outputs = (manifest["graphs"]["model"][each] for each in ("inputs", "outputs"))
