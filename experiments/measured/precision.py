@@ -150,7 +150,8 @@ SECTION = """## int8 and float16
 `joint` on 2,000 examples of TREC and of SST-2, and each run was exported three times. All three exports stop by the
 run's own threshold. "Equal" is the share of predictions that are those of float32: by the rule, and of the last
 layer. "Moved" is the share of examples that exit after another layer than in float32. The figures are those of ONNX
-Runtime on the CPU, one thread and one text at a time, on the test set of TREC ({trec_rows} examples) and the dev set
+Runtime on the CPU with one thread, for int8 and all times one text at a time, on the test set of TREC
+({trec_rows} examples) and the dev set
 of SST-2 ({sst_rows} examples).
 
 | task | precision | accuracy, layer 2 | layer 4 | layer 6 | by the rule | equal | equal, layer 6 | moved | layers |
@@ -194,9 +195,11 @@ def section(figures: dict) -> str:
             sizes = (f"{each[key]:.1f}" for key in ("disk", "private", "resident"))
             cost.append([name, kind, *times, *sizes])
         for each in of["guarantees"]:
-            ends = " to ".join(f"{end:.1%}" for end in each["interval"])
+            ends = " to ".join(f"{100 * end:.1f} %" for end in each["interval"])
             where = (_recording(each[key]) for key in ("from", "on"))
-            guarantees.append([name, *where, f"{each['violated']} of {each['sets']}", ends, f"{each['early']:.1%}"])
+            guarantees.append(
+                [name, *where, f"{each['violated']} of {each['sets']}", ends, f"{100 * each['early']:.1f} %"]
+            )
     found = figures["processor"]
     return SECTION.format(
         trec_rows=tasks["TREC"]["rows"],
