@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mini_ee.rules import rule_from_dict
-
 CARD = "README.md"
 
 KINDS = {
@@ -49,9 +47,9 @@ def _about(manifest: dict) -> str:
 
 
 def _rule(manifest: dict) -> str:
-    rule = rule_from_dict(manifest["rule"])
-    settings = ", ".join(f"{name} {_shown(value)}" for name, value in rule.to_dict().items() if name != "name")
-    return f"The rule `{rule.name}`" + (f": {settings}." if settings else ".")
+    rule = manifest["rule"]
+    settings = ", ".join(f"{name} {_shown(value)}" for name, value in rule.items() if name != "name")
+    return f"The rule `{rule['name']}`" + (f": {settings}." if settings else ".")
 
 
 def _shown(value) -> str:

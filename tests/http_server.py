@@ -106,7 +106,7 @@ def run_lines(lines):
         line = re.sub("--exits 4,8,12( --max-train 200 --epochs 1)?", "--exits 4,8,12 --max-train 40 --epochs 1", line)
         program, *words = shlex.split(line.replace("--max-rows 200", "--max-rows 16"), comments=True)
         exported = words[0] == "calibrate" and (Path(words[1]) / "manifest.json").exists()
-        if program != "mini-ee" or words[0] == "serve" or exported:
+        if program != "mini-ee" or words[0] in ("serve", "batch") or exported:
             rest.append(line)
         elif "--out" not in words or not Path(words[-1]).exists():
             with pytest.MonkeyPatch.context() as patch:

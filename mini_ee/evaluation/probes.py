@@ -13,7 +13,7 @@ Symbols:   N units (tokens or rows), L layers, D the width of a state, C classes
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,11 +64,15 @@ class ProbeResult(NamedTuple):
 class Lens(nn.Module):
     """A decoder whose own norm and head are applied after every layer, in the form that record_texts takes."""
 
-    policy = None
+    policy, own_layers = None, 0
 
     def __init__(self, backbone: Backbone):
         super().__init__()
         self.backbone, self.exits = backbone, tuple(range(1, backbone.config.num_hidden_layers + 1))
+
+    def head_input(self, k: int, hidden: Tensor, context: Any) -> Tensor:
+        """The state of the layer as it is."""
+        return hidden
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(N, D) of any layer -> logits (N, V)."""

@@ -445,10 +445,9 @@ def test_runs_take_turns_of_some_rows_and_of_each_batch_the_median_counts(monkey
         clock[0] += {"a": 1.0, "b": 2.0}[name.text] * len(rows) + 100 * slow
 
     monkeypatch.setattr(evaluation, "early_exit", run)
-    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: clock[0])
     runs = [(Named(name), None, SimpleNamespace(batch=lambda rows: rows)) for name in "ab"]
     order = [np.arange(first, min(first + batch, 40)) for first in range(0, 40, batch)]
-    assert evaluation.measure_seconds(runs, order, repeats=3).tolist() == [40.0, 80.0]
+    assert evaluation.measure_seconds(runs, order, repeats=3, clock=lambda: clock[0]).tolist() == [40.0, 80.0]
     first = [int(rows[0]) for rows in order[:turn]]
     expected = [(name, row) for _ in range(3) for name in "ab" for row in first]
     assert [(name.text, int(row)) for name, row in ran[2 : 2 + 6 * len(first)]] == expected

@@ -834,7 +834,8 @@ def test_the_manifest_says_what_was_exported(exported, run):
 
 
 def test_a_guarantee_stays_with_the_rule_that_was_guaranteed(run, tmp_path):
-    about = {"guarantee": {"epsilon": 0.9}, "exit_counts": [3, 2, 1], "curve": {"rows": 6}, "rule": run.rule.to_dict()}
+    about = {"guarantee": {"max_loss": 0.01, "confidence": 0.95, "rows": 6}, "exit_counts": [3, 2, 1]}
+    about |= {"curve": {"rows": 6}, "rule": run.rule.to_dict()}
     guaranteed = run._replace(config=run.config | about)
     for name, rule, remaining in (("own", run.rule, True), ("another", Threshold(0.5), False)):
         assert export(guaranteed._replace(rule=rule), tmp_path / name)
