@@ -64,7 +64,7 @@ class ProbeResult(NamedTuple):
 class Lens(nn.Module):
     """A decoder whose own norm and head are applied after every layer, in the form that record_texts takes."""
 
-    policy, own_layers = None, 0
+    policy, own_layers = None, False
 
     def __init__(self, backbone: Backbone):
         super().__init__()
