@@ -96,8 +96,9 @@ FOUND = (  # they found, we found, agrees
     (
         "Learned halting gates lose to plain confidence, on synthetic tasks and on Ouro "
         "([arXiv:2607.20519](https://arxiv.org/abs/2607.20519)).",
-        "A confidence threshold saves more layers than the learned policy of [ConsistentEE](consistentee.md).",
-        "yes",
+        "A confidence threshold saves more layers on average than the learned policy of "
+        "[ConsistentEE](consistentee.md); the interval of the difference is too wide to decide.",
+        "in the mean",
     ),
     (
         "How well confidence predicts the errors of an exit predicts what early exit saves; calibration error does "
@@ -116,7 +117,7 @@ FOUND = (  # they found, we found, agrees
         "2D Matryoshka embeddings are not better than models that are trained for one depth "
         "([arXiv:2411.17299](https://arxiv.org/abs/2411.17299)).",
         "After one and after three of six layers, 2DMSE scores lower than training for this depth alone "
-        "([embeddings](embeddings.md); one or two seeds).",
+        "([embeddings](embeddings.md)).",
         "yes",
     ),
     (
@@ -132,6 +133,8 @@ OTHER_PAGES = """## Other pages
 
 | page | what it shows |
 |---|---|
+| [leaderboard.md](leaderboard.md) | all methods in one table, from records of their runs; it is being filled |
+| [METHODS.md](METHODS.md) | a line for each method: paper, what it trains, who decides, file; `reproduce leaderboard` writes it |
 | [shortest.md](shortest.md) | the results of the default settings |
 | [estimate.md](estimate.md) | how well `mini-ee estimate` predicts the share of the layers saved |
 | [onnx.md](onnx.md) | the exported ONNX graph: speed, equality with torch, size, memory |
