@@ -133,8 +133,7 @@ OTHER_PAGES = """## Other pages
 
 | page | what it shows |
 |---|---|
-| [leaderboard.md](leaderboard.md) | all methods in one table, from records of their runs; it is being filled |
-| [METHODS.md](METHODS.md) | a line for each method: paper, what it trains, who decides, file; `reproduce leaderboard` writes it |
+| [METHODS.md](METHODS.md) | each method: paper, what it trains, who decides, file (`reproduce leaderboard`) |
 | [shortest.md](shortest.md) | the results of the default settings |
 | [estimate.md](estimate.md) | how well `mini-ee estimate` predicts the share of the layers saved |
 | [onnx.md](onnx.md) | the exported ONNX graph: speed, equality with torch, size, memory |
