@@ -1,6 +1,7 @@
 """One graph in ONNX Runtime, and the threads and memory that all graphs share. No torch here."""
 
 import ctypes
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
+from mini_ee import __version__
 from mini_ee.data.tokenizer import Inputs
 from mini_ee.export.manifest import MANIFEST, WEIGHTS
 from mini_ee.row_thresholds import THRESHOLD, RowThresholds
@@ -22,6 +24,12 @@ PROVIDERS = {None: None, "cpu": [CPU], "cuda": [CUDA]}  # by the value of --devi
 HIDDEN = "hidden_out"
 CARRIED = "carried_out"
 FOR_THE_NEXT = (HIDDEN, CARRIED)  # outputs that the next segment takes
+
+
+def versions() -> dict[str, str]:
+    """What computed an answer without torch, as JSON."""
+    libraries = {"numpy": np.__version__, "onnxruntime": ort.__version__}
+    return {"mini_ee": __version__, "python": platform.python_version()} | libraries
 
 
 class Session:

@@ -1,22 +1,18 @@
 """`mini-ee batch`: an export over all rows of many files, in parts that are written whole or not at all. No torch."""
 
 import os
-import platform
 import sys
 from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-import onnxruntime
-
-from mini_ee import __version__
 from mini_ee.cli.command_options import add_options, given_options, positive
 from mini_ee.cli.serve import OF_RAY
 from mini_ee.data.columns import TaskOptions
 from mini_ee.errors import WrongArguments
 from mini_ee.export.batch.job import Job, JobOptions, summary_lines
 from mini_ee.export.batch.pools import pool_maker
+from mini_ee.export.sessions import versions
 
 HELP = "run the rows of many files through an export, in parts; a job that was killed goes on"
 EXAMPLE = "mini-ee batch exported --in 'in/*' --out out"
@@ -61,10 +57,5 @@ def run(args: Namespace) -> dict:
     return summary | {
         "seed": args.seed,
         "threads": args.threads,
-        "versions": {
-            "mini_ee": __version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "onnxruntime": onnxruntime.__version__,
-        },
+        "versions": versions(),
     }

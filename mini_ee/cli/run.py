@@ -9,7 +9,6 @@ invalid line line and error.
 
 import json
 import os
-import platform
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -20,9 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 import numpy as np
-import onnxruntime
 
-from mini_ee import __version__
 from mini_ee.cli.command_options import positive
 from mini_ee.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
@@ -31,7 +28,7 @@ from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.runtime import Runtime
-from mini_ee.export.sessions import PROVIDERS
+from mini_ee.export.sessions import PROVIDERS, versions
 
 HELP = "run sentences or prompts, or JSONL, through an export in batches; prints JSONL"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
@@ -103,12 +100,7 @@ def run(args: Namespace) -> dict:
         "provider": served.provider,
         "seed": args.seed,
         "threads": args.threads,
-        "versions": {
-            "mini_ee": __version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "onnxruntime": onnxruntime.__version__,
-        },
+        "versions": versions(),
     }
 
 
