@@ -1,7 +1,8 @@
 """A graph of opset 23 in the operators of an older opset, for older versions of ONNX Runtime: `export --opset 18`.
 
-Nodes that the older opset lacks are replaced by several older ones; all others keep their names and attributes. Types
-and static sizes come from ONNX's shape inference, which also reaches the branches of an If.
+Nodes that the older opset lacks are replaced by several older ones; all others keep their attributes. Types and static
+sizes come from ONNX's shape inference, which also reaches the branches of an If. Every node gets a name: older versions
+of ONNX Runtime (1.19.2) name the nodes that they fuse after those that they replace, and refuse two equal names.
 """
 
 import math
@@ -57,6 +58,8 @@ def _replace(graph: GraphProto, opset: int, outside: dict[str, Kind]) -> None:
             )
         write(new)
         nodes += new.nodes
+    for node in nodes:
+        node.name = node.output[0]
     del graph.node[:], graph.value_info[:]
     graph.node.extend(nodes)
 

@@ -19,7 +19,16 @@ LEFT_OUT = (
     "test_weights_are_stored_once",  # the size of a graph file: opset 18 has more nodes
     "test_every_graph_passes_the_checker",  # the opset of the graphs
     "test_a_wrong_graph_is_found",  # changes nodes that opset 18 does not have
-    "need_no_torch",  # starts mini-ee itself, which needs ONNX Runtime 1.27
+    "test_queries_and_keys_turn_in_one_node",  # the same
+    "test_a_head_that_nobody_asks",  # reads names that ONNX Runtime makes for nodes without a name
+    "test_no_rows_and_ten_thousand_rows",  # a message that older versions do not have
+    "needs_no_torch",  # starts mini-ee itself, which needs ONNX Runtime 1.27
+    "need_no_torch",
+    "share_one_pool_of_threads",
+    "shares_threads_in_a_process",
+    "test_a_folder_of_links",
+    "test_a_provider_that_falls_back",  # which provider replaces another is the program's decision in 1.27 alone
+    "test_onnx_runtimes_words_of_a_provider",
     "opset_23",  # compares with opset 23
     "test_attention_of_heads_that_share_keys",
 )
@@ -33,10 +42,11 @@ def pytest_configure(config) -> None:
         use_per_session_threads = True  # newer versions have this setting
 
     onnxruntime.SessionOptions = SessionOptions
-    from mini_ee.export import writer
+    from mini_ee.export import builder, writer
 
-    plain = writer.in_opset
-    writer.in_opset = lambda model, opset: plain(model, min(opset, OPSET))
+    model, in_opset = builder.Builder.model, writer.in_opset
+    builder.Builder.model = lambda *arguments: in_opset(model(*arguments), OPSET)
+    writer.in_opset = lambda model, opset: model
 
 
 def main(version: str, *arguments: str) -> int:
