@@ -3,6 +3,8 @@
 import json
 from collections.abc import Sequence
 
+from mini_ee.data.values import shortened
+
 KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}
 """Number of texts -> the possible keys of the texts in an object."""
 
@@ -33,7 +35,7 @@ def json_object(text: str) -> dict:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected one JSON object, found {error}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"expected one JSON object, found {type(fields).__name__}")
+        raise ValueError(f"expected one JSON object, found {shortened(text.strip())}")
     return fields
 
 

@@ -70,7 +70,7 @@ def test_health_and_metrics(served):
     [
         (b"", 400, "expected one JSON object"),
         (b'{"text": "the fi', 400, "expected one JSON object"),
-        (b'["the film"]', 400, "expected one JSON object, found list"),
+        (b'["the film"]', 400, "expected one JSON object, found '[\"the film\"]'"),
         (b'{"text": "caf\xe9"}', 400, "expected UTF-8"),
         (b"[" * 100_000, 400, "expected one JSON object"),
         (b'{"text": ' * 50_000, 400, "expected one JSON object"),
