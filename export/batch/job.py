@@ -129,7 +129,7 @@ class Job:
                 if reader.columns or row.error is None:
                     return
                 errors.append(f"{path}:{row.line}: {row.error}")
-        raise WrongArguments(errors[0])
+        raise WrongArguments(next(iter(errors), f"{self.paths[0]}: expected rows, found none; name a file with rows"))
 
     def _begin(self) -> None:
         """Write job.json, or compare it with the one that is there."""
@@ -146,10 +146,14 @@ class Job:
         write_json(self.out / JOB, self._about | {"inputs": inputs})
 
     def _compare(self, before: dict, inputs: dict) -> None:
-        for key in self._about:
-            if before.get(key) != self._about[key]:
-                found = f"expected {key} {before.get(key)} as in {JOB}, found {self._about[key]}"
-                raise WrongArguments(f"--out {self.out}: {found}; name another folder")
+        expected, found = (
+            {key: about.get(key) for key in ("format_version", "model_id")} | about.get("options", {})
+            for about in (before, self._about)
+        )
+        for key in expected | found:
+            if expected.get(key) != found.get(key):
+                what = f"expected {key} {expected.get(key)} as in {JOB}, found {found.get(key)}"
+                raise WrongArguments(f"--out {self.out}: {what}; give the same, or name another folder")
         for name, about in before["inputs"].items():
             if name not in inputs:
                 raise WrongArguments(f"--in: expected {name} too, as the job in {self.out} has it; name all its inputs")

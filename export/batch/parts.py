@@ -153,11 +153,12 @@ def parquet_content(block: Block, done: list[int], answers: dict, runtime: Runti
     if block.ids is None:
         types = {"file": pa.string(), "row": pa.int64()} | types
     else:
-        whole = all(isinstance(each, int) for each in block.ids)
+        known = [each for each in block.ids if each is not None]
+        whole = all(type(each) is int and abs(each) < 1 << 63 for each in known)
         types = {"id": pa.int64() if whole else pa.string()} | types
     rows = [_keys(block, row) | _fields(answers[row]) for row in done]
     for row in rows:
-        if types.get("id") == pa.string():
+        if types.get("id") == pa.string() and row["id"] is not None:
             row["id"] = str(row["id"])
         if runtime.multi_label:
             row["label"] = list(row["label"].items())

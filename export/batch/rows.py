@@ -73,7 +73,8 @@ class RowReader:
                 line = row.line
                 yield row
         except ValueError as error:  # of the whole file: a column is missing
-            yield InputRow(line, error=str(error).removeprefix(f"{self.path}:1: "))
+            found = str(error).removeprefix(f"{self.path}:1: ")
+            yield InputRow(line, error=f"{found}; no row of this file is read")
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         with open(self.path, "rb") as file:

@@ -121,7 +121,8 @@ def sole_writer(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(f"{error.filename}: expected a folder, found a file; name another") from None
-    file = path.with_name(f".{path.name}.lock")
+    absolute = Path(os.path.abspath(path))  # "." has no name
+    file = absolute.parent / f".{absolute.name}.lock"
     lock = FileLock(file)
     try:
         lock.acquire(blocking=False)

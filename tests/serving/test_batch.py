@@ -146,7 +146,7 @@ def test_long_texts_make_smaller_blocks_and_numbers_count_damaged_rows(tmp_path,
 def test_damaged_rows_are_reported_and_the_rest_is_done(capsys, tmp_path, runtime, inputs, monkeypatch):
     """One row fails in the reader, one in the model, one file has no column of texts."""
     (inputs / "a.jsonl").write_text('{"text": "a good film"}\n{"text"\n{"text": "a bad film"}\n{"text": "a meal"}\n')
-    (inputs / "c.csv").write_text("number\n1\n")
+    (inputs / "c.csv").write_text("number\n1\n2\n")
     early_exit = parts.early_exit
 
     def fails(segments, rule, batch):
@@ -162,6 +162,7 @@ def test_damaged_rows_are_reported_and_the_rest_is_done(capsys, tmp_path, runtim
     errors = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
     places = [(error["file"], error["line"], error["row"]) for error in errors]
     assert places == [("a.jsonl", 2, 2), ("a.jsonl", 3, 3), ("c.csv", 1, 1)]
+    assert errors[2]["error"].endswith("; no row of this file is read")
     assert errors[1]["error"] == "not finite" and "a.jsonl:3: not finite" in printed.err
     assert [row["row"] for row in rows_of(tmp_path / "out") if row["file"] == "a.jsonl"] == [1, 4]
 
@@ -228,10 +229,11 @@ def refusals(inputs, out):
         (([inputs / "a.bin"], out), "expected a name that ends with .jsonl"),
         (([jsonl, inputs / "other" / "a.jsonl"], out), "found a.jsonl twice"),
         (([inputs / "other" / "t.csv"], out), "t.csv:1: expected a text column"),
+        (([inputs / "other" / "none.csv"], inputs / "new"), "none.csv: expected rows, found none; name a file with"),
         (([jsonl], txt), "expected a folder, found a file"),
         (([jsonl], inputs), "expected an empty folder"),
-        (([jsonl, txt], out, "--part-rows", 6), "expected options"),
-        (([jsonl, txt], out, "--text-column", "text"), "expected options"),
+        (([jsonl, txt], out, "--part-rows", 6), "out: expected part_rows 5 as in job.json, found 6; give"),
+        (([jsonl, txt], out, "--text-column", "text"), "expected text_column None as in job.json, found text;"),
         (([jsonl], out), "expected b.txt too"),
         (([jsonl], inputs / "new", "--text-column", "words"), "expected the column words"),
         (([jsonl], inputs / "new", "--id-column", "key"), "expected the column key"),
@@ -244,6 +246,7 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inp
     assert answer(capsys, *batch(runtime, out, f"{inputs}/*"))["rows_now"] == 23
     (inputs / "other").mkdir()
     (inputs / "other" / "t.csv").write_text("a\n1\n")
+    (inputs / "other" / "none.csv").write_text("text\n")
     for path in (inputs / "a.bin", inputs / "other" / "a.jsonl"):
         shutil.copy(inputs / "a.jsonl", path)
     before = parts_of(out)
@@ -316,6 +319,32 @@ def test_a_row_may_have_several_labels(tmp_path, runtime, monkeypatch):
         {"id": "k", "label": [("bad", 0.6), ("good", 0.7)], "confidence": 0.4, "exit": 1, "layers": 2.0},
         {"id": "7", "label": [], "confidence": None, "exit": 0, "layers": 1.0},
     ]
+
+
+@pytest.mark.parametrize(
+    "ids, expected",
+    [
+        ([3, None, 5], [3, None, 5]),
+        (["a", None, 5], ["a", None, "5"]),
+        ([True, 2, 3], ["True", "2", "3"]),
+        ([2**63, 2, 3], [str(2**63), "2", "3"]),
+    ],
+    ids=["numbers", "names", "bools", "beyond int64"],
+)
+def test_ids_in_parquet_are_integers_or_strings_and_a_missing_one_is_null(runtime, ids, expected):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    block = Block("a.part-00000.parquet", "a", [1, 2, 3], [1, 2, 3], ids, [("x",)] * 3, [], 0.0, 0)
+    content = parts.parquet_content(
+        block, [0, 1, 2], dict.fromkeys(range(3), Answer("bad", 1.0, 0, 1, 0, None)), runtime
+    )
+    assert parquet.read_table(pa.BufferReader(content))["id"].to_pylist() == expected
+
+
+def test_the_folder_of_a_job_may_be_the_current_one(capsys, tmp_path, runtime, inputs, monkeypatch):
+    (inputs / "new").mkdir()
+    monkeypatch.chdir(inputs / "new")
+    assert answer(capsys, *batch(runtime, ".", inputs / "b.txt"))["rows"] == len(rows_of(inputs / "new")) == 7
+    assert not list(inputs.glob(".*.lock"))
 
 
 def test_the_projection_adds_up(capsys, tmp_path, runtime, inputs):
