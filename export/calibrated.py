@@ -6,6 +6,7 @@ has opened the old one keeps serving it.
 """
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,10 @@ MODEL, OWN_THRESHOLD = "model.onnx", "constant_own_threshold_float32"  # a graph
 
 
 def check_calibratable(runtime: Runtime) -> None:
-    """Raises WrongArguments if the thresholds of an export cannot be replaced."""
+    """Raises WrongArguments if the thresholds of an export cannot be replaced, or if onnx is not installed."""
     config, folder = runtime.config, runtime.folder
+    if not find_spec("onnx"):
+        raise WrongArguments("mini-ee calibrate EXPORTED needs onnx: pip install onnx")
     if runtime.generates or runtime.embeds:
         kind = "a decoder" if runtime.generates else "a sentence encoder"
         raise WrongArguments(f"{folder}: expected a classifier, found {kind}; calibrate its run, then export again")
@@ -77,11 +80,9 @@ def write_calibrated(
 
 def _set_thresholds(path: Path, own: np.ndarray) -> None:
     """Replace the thresholds (K - 1,) that a graph has of its own."""
-    try:
-        import onnx
-        from onnx import numpy_helper
-    except ImportError:
-        raise WrongArguments("mini-ee calibrate EXPORTED needs onnx: pip install onnx") from None
+    import onnx
+    from onnx import numpy_helper
+
     model = onnx.load(path, load_external_data=False)
     (tensor,) = (each for each in model.graph.initializer if each.name == OWN_THRESHOLD)
     tensor.CopyFrom(numpy_helper.from_array(own.reshape(tuple(tensor.dims)), OWN_THRESHOLD))

@@ -79,6 +79,10 @@ def _exits(manifest: dict) -> str:
 def guarantee_line(manifest: dict) -> str:
     """The guarantee of the rule in words."""
     found = manifest.get("guarantee")
+    if not found and manifest["unit"] in ("tokens", "embeddings"):
+        return "None: `mini-ee calibrate` gives its run one; then export the run again."
+    if not found and (not manifest["task"]["label_names"] or len(manifest["exits"]) == 1):
+        return "None."
     if not found:
         return "None: `mini-ee calibrate DIR --text FILE --epsilon .95 --delta .05` gives one."
     if found.get("guarantee") == "conformal":

@@ -140,6 +140,19 @@ def test_the_card_has_each_guarantee_in_words(runtime, guarantee, words):
     assert words in guarantee_line(runtime.config | {"guarantee": guarantee})
 
 
+def test_the_card_advises_only_a_calibration_that_is_possible(runtime, decoder):
+    none = {"guarantee": None}
+    assert "gives its run one; then export the run again" in guarantee_line(decoder.config | none)
+    for other in ({"exits": [6]}, {"task": runtime.config["task"] | {"label_names": []}}):
+        assert guarantee_line(runtime.config | none | other) == "None."
+
+
+def test_onnx_is_missed_before_any_text_is_read(export, monkeypatch, capsys):
+    monkeypatch.setattr(calibrated, "find_spec", lambda name: None)
+    assert calibrate(export, "--text", "none.txt", *OPTIONS) == 2
+    assert "needs onnx: pip install onnx" in capsys.readouterr().err
+
+
 def test_every_export_has_a_card_that_may_be_edited(export, decoder):
     page = (export / "README.md").read_text()
     assert "| exit after layer |" in page and "`threshold`: threshold 0.875" in page and "opset 23" in page
