@@ -19,6 +19,7 @@ from mini_ee.row_thresholds import THRESHOLD
 from mini_ee.rules import Rule
 
 POINTS = 50  # thresholds of a curve
+ROUNDING = 1e-9  # of a difference of two scores: .92 - .9 is above .02
 
 
 def threshold_curve(recorded: Record, rule: Rule, task: Task, labels: np.ndarray | None) -> dict | None:
@@ -50,7 +51,7 @@ def threshold_for(curve: dict, agreement: float | None = None, max_loss: float |
     """
     *_, chosen = (point[0] for point in curve["points"])
     for threshold, agrees, loss, _ in reversed(curve["points"]):
-        if loss > max_loss if agreement is None else agrees < agreement:
+        if loss > max_loss + ROUNDING if agreement is None else agrees < agreement:
             break
         chosen = threshold
     return float(chosen)

@@ -56,6 +56,11 @@ def test_a_rule_without_a_threshold_and_a_regression_have_no_curve(recorded):
     assert threshold_curve(recorded, Policy(0.5), number, LABELS) is None
 
 
+def test_a_loss_that_is_larger_only_by_rounding_is_allowed():
+    assert 0.92 - 0.9 > 0.02
+    assert threshold_for({"points": [[0.6, 0.9, 0.92 - 0.9, 1.0], ["inf", 1.0, 0.0, 4.0]]}, max_loss=0.02) == 0.6
+
+
 @pytest.mark.parametrize("agreement", [0.5, 0.8, 0.9, 0.99, 1.0])
 def test_the_loosest_threshold_that_agrees_so_often_is_chosen(recorded, agreement):
     curve = threshold_curve(recorded, Threshold(0.6), TASK, LABELS)
