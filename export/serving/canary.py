@@ -6,6 +6,7 @@ each text of the new export also runs in the old one, if there is room: /metrics
 There, all values of the two have the label `model`. No torch.
 """
 
+import logging
 import random
 from collections import deque
 from collections.abc import Callable
@@ -21,15 +22,19 @@ from mini_ee.export.serving.monitoring import WINDOW, merge_pages
 from mini_ee.export.serving.worker import Refused, Worker
 from mini_ee.statistics import share_interval
 
+log = logging.getLogger("mini_ee.serve")
+
 
 def check_same(old: Runtime, new: Runtime) -> None:
-    """Raises WrongArguments if two exports do not answer the same requests with the same labels."""
+    """Raises WrongArguments if two exports have other texts or labels, or are the same one."""
     for what, of in (("kind", "unit"), ("labels", "label_names"), ("number of texts in a row", "num_texts")):
         found = [each.config["unit"] if of == "unit" else getattr(each, of, None) for each in (old, new)]
         if found[0] != found[1]:
             raise WrongArguments(
                 f"--canary {new.folder}: expected the {what} of {old.folder}, {found[0]}, found {found[1]}"
             )
+    if old.model_id == new.model_id:
+        raise WrongArguments(f"--canary {new.folder}: expected a new export, found {old.folder}, model {old.model_id}")
 
 
 class Compared:
@@ -94,6 +99,10 @@ class Canary:
 
     def __init__(self, old: Worker, new: Worker, share: float, hosts: Hosts, seed: int = 0):
         check_same(old.engine.runtime, new.engine.runtime)
+        allowed = [getattr(each.engine, "request_fields", ()) for each in (old, new)]
+        if lacking := [name for name in allowed[0] if name not in allowed[1]]:
+            folder = new.engine.runtime.folder
+            log.warning("%s cannot answer requests with %s: its share of them gets 400", folder, " or ".join(lacking))
         self.old, self.new, self.share = old, Compared(new, old), share
         self._random = random.Random(seed)
         self._old_app = App(old, hosts, self.page)

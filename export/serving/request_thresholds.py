@@ -44,6 +44,15 @@ class RequestThresholds:
     def __init__(self, runtime: Runtime, rule: Rule):
         self._rule, self._count = rule, len(runtime.exits) - 1
         self._curve = runtime.config.get("curve") if rule.served_by(runtime.rule) else None
+        self.fields = self._possible()  # of FIELDS, that a request may have
+
+    def _possible(self) -> tuple[str, ...]:
+        try:
+            check_has_threshold(self._rule)
+        except ValueError:
+            return ()
+        points = self._curve["points"] if self._curve else []
+        return FIELDS[: 1 + bool(points) + bool(points and all(loss is not None for _, _, loss, _ in points))]
 
     def of(self, **given: Any) -> np.ndarray | None:
         """The thresholds (K - 1,) float32 of a row with these of FIELDS; None without any.
@@ -81,13 +90,11 @@ class RequestThresholds:
         return numbers if isinstance(value, list) else numbers * self._count
 
     def _mapped(self, name: str, value: Any) -> float:
-        points = self._curve["points"] if self._curve else []
-        possible = (THRESHOLD, *["agreement"] * bool(points))
-        if not points or name == "max_loss" and any(loss is None for _, _, loss, _ in points):
-            missing = "labels" if points else "a curve of its rule"
+        if name not in self.fields:
+            missing = "a curve with losses" if "agreement" in self.fields else "a curve of its rule"
             raise ValueError(
-                f"{name} needs {missing}, which this export does not have: give {' or '.join(possible)}, or calibrate "
-                f"the run on examples with labels and export it again"
+                f"{name} needs {missing}, which this export does not have: give {' or '.join(self.fields)}, or "
+                f"calibrate the run on examples with labels and export it again"
             )
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise ValueError(f"expected {name} as a number from 0 to 1, found {shortened(value)}")

@@ -90,6 +90,19 @@ def test_exports_that_answer_other_requests_are_refused(runtime, decoder, tmp_pa
     write_json(tmp_path / "other" / "manifest.json", manifest)
     with pytest.raises(WrongArguments, match="expected the labels of"):
         check_same(runtime, Runtime(tmp_path / "other", threads=1))
+    with pytest.raises(WrongArguments, match="expected a new export, found .*, model"):
+        check_same(runtime, Runtime(runtime.folder, threads=1))
+
+
+def test_a_canary_that_cannot_answer_some_requests_warns(runtime, newer, monkeypatch, caplog):
+    points = [[0.5, 0.9, 0.1, 2.0], ["inf", 1.0, 0.0, 6.0]]
+    monkeypatch.setitem(runtime.config, "curve", {"rows": 10, "points": points})
+    with Worker(engine_of(runtime)) as old, Worker(engine_of(newer)) as new:
+        Canary(old, new, 0.5, Hosts("127.0.0.1"))
+        assert "new cannot answer requests with agreement or max_loss: its share of them gets 400" in caplog.text
+        caplog.clear()
+        Canary(new, old, 0.5, Hosts("127.0.0.1"))
+        assert not caplog.text
 
 
 @pytest.mark.parametrize(

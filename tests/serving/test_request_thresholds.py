@@ -121,7 +121,11 @@ def test_a_wrong_threshold_is_400_with_one_line(runtime, monkeypatch):
     [
         (None, {"agreement": 0.9}, "agreement needs a curve of its rule, which this export does not have: give thr"),
         (None, {"max_loss": 0.1}, "max_loss needs a curve of its rule, which this export does not have: give thr"),
-        ([[0.4, 0.7, None, 1.5]], {"max_loss": 0.1}, "max_loss needs labels, which this export does not have: give "),
+        (
+            [[0.4, 0.7, None, 1.5]],
+            {"max_loss": 0.1},
+            "max_loss needs a curve with losses, which this export does not have: give threshold or agreement, or cal",
+        ),
     ],
     ids=["agreement", "max_loss", "labels"],
 )
