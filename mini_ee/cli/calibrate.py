@@ -69,8 +69,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.training.unit import load_unit
 
     check(args)
-    refuse(args, ("out", "batch_size"), f"is for an export; {args.run} is a run")
     opened = open_run(args.run, args)
+    refuse(args, ("out", "batch_size"), f"is for an export; {args.run} is a run")
     if opened.rule.plans_from_texts:
         raise WrongArguments(f"{args.run}: its datastore chooses the exits; calibrate the run that it was collected on")
     if len(opened.exits) == 1:
@@ -239,7 +239,7 @@ def below_line(answer: dict, exits: tuple[int, ...]) -> str:
     places = {f"the exit after layer {layer}": share for layer, share in zip(exits, answer["agreement"])}
     places = {} if "guarantee" in answer else places  # a conformal guarantee is about the answers alone
     places["the exits of the rule"] = answer["end_to_end"]
-    below = [f"{share:.1%} at {at}" for at, share in places.items() if share is not None and share < answer["epsilon"]]
+    below = [f"{share:.2%} at {at}" for at, share in places.items() if share is not None and share < answer["epsilon"]]
     if not below:
         return ""
     advice = " --delta .05 gives stricter thresholds." if answer["delta"] is None and "guarantee" not in answer else ""

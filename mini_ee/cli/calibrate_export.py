@@ -51,7 +51,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
 
 def _texts(args: Namespace, runtime: Runtime) -> tuple[list[Row], dict]:
     """The rows of --text or --task, and where they come from. Labels are not read."""
-    if (args.text is None) == (args.task is None):
+    if args.text is not None and args.task is not None:
+        raise WrongArguments("expected texts from --text or from --task, found both; leave one out")
+    if args.text is None and args.task is None:
         raise WrongArguments(f"{args.run} is an export: give texts like those in service, with --text FILE or --task")
     if args.text is not None:
         refuse_task_options(args, "describes the files of --task, found --text")

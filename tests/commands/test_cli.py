@@ -872,21 +872,21 @@ def test_calibrate_reads_the_held_out_rows_that_chose_nothing_of_the_model(
             [0.912, 0.96],
             0.93,
             {},
-            "This agreement is below --epsilon, 95.0%: 91.2% at the exit after layer 2, 93.0% at the "
+            "This agreement is below --epsilon, 95.0%: 91.20% at the exit after layer 2, 93.00% at the "
             "exits of the rule. --delta .05 gives stricter thresholds.",
         ),
         (
             [0.9, 0.96],
             0.96,
             {"delta": 0.05},
-            "This agreement is below --epsilon, 95.0%: 90.0% at the exit after layer 2.",
+            "This agreement is below --epsilon, 95.0%: 90.00% at the exit after layer 2.",
         ),
         ([0.9, 0.96], 0.96, {"guarantee": "conformal"}, ""),
         (
             [0.9, 0.96],
-            0.949,
+            0.94949,
             {"guarantee": "conformal"},
-            "This agreement is below --epsilon, 95.0%: 94.9% at the exits of the rule.",
+            "This agreement is below --epsilon, 95.0%: 94.95% at the exits of the rule.",
         ),
     ],
 )
