@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from math import inf
 
@@ -57,12 +58,10 @@ class Compared:
         return future
 
     def _answered(self, texts, future: Future) -> None:
-        if future.cancelled() or future.exception() is not None:
+        if future.cancelled() or future.exception() is not None or not self._other.has_room():
             return
-        try:
+        with suppress(Refused):  # a client's request has taken the room meanwhile
             self._other.submit(texts).add_done_callback(partial(self._compare, future.result()))
-        except Refused:  # requests of clients need the room
-            return
 
     def _compare(self, answer, future: Future) -> None:
         try:
@@ -102,7 +101,9 @@ class Canary:
         allowed = [getattr(each.engine, "request_fields", ()) for each in (old, new)]
         if lacking := [name for name in allowed[0] if name not in allowed[1]]:
             folder = new.engine.runtime.folder
-            log.warning("%s cannot answer requests with %s: its share of them gets 400", folder, " or ".join(lacking))
+            log.warning(
+                "--canary %s: cannot answer requests with %s: its share of them gets 400", folder, " or ".join(lacking)
+            )
         self.old, self.new, self.share = old, Compared(new, old), share
         self._random = random.Random(seed)
         self._old_app = App(old, hosts, self.page)

@@ -73,6 +73,14 @@ def test_the_agreement_counts_texts_that_both_exports_label_alike(runtime, newer
     assert f"mini_ee_canary_rows_total {len(expected)}\n" in compared.page()
 
 
+def test_a_comparison_without_room_is_no_refused_request(runtime, newer):
+    """Else the alert RequestsRefused would fire although every client got an answer."""
+    with Worker(engine_of(runtime), max_open=0) as old, Worker(engine_of(newer)) as new:
+        compared = Compared(new, old)
+        compared.submit(SENTENCES[0]).result(10)
+    assert old.metrics.requests["refused"] == 0 == compared.rows
+
+
 def test_a_canary_that_has_ended_gets_no_requests(runtime, newer):
     new = Worker(engine_of(newer))
     new.drain()
@@ -99,7 +107,7 @@ def test_a_canary_that_cannot_answer_some_requests_warns(runtime, newer, monkeyp
     monkeypatch.setitem(runtime.config, "curve", {"rows": 10, "points": points})
     with Worker(engine_of(runtime)) as old, Worker(engine_of(newer)) as new:
         Canary(old, new, 0.5, Hosts("127.0.0.1"))
-        assert "new cannot answer requests with agreement or max_loss: its share of them gets 400" in caplog.text
+        assert "new: cannot answer requests with agreement or max_loss: its share of them gets 400" in caplog.text
         caplog.clear()
         Canary(new, old, 0.5, Hosts("127.0.0.1"))
         assert not caplog.text
