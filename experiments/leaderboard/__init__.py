@@ -57,8 +57,8 @@ def make_leaderboard(
     try:
         for part in filter(None, (all_seeds[:SEARCH_SEEDS], all_seeds[SEARCH_SEEDS:])):
             waiting += run_all([job for job in work if job.seeds[0] in part], all_seeds, places, failed)
-            if tokens:
-                number += _decoders(part, only, quick, places, failed)
+            if tokens and (few := part if not quick else all_seeds[:1] if part[0] == all_seeds[0] else ()):
+                number += _decoders(few, only, quick, places, failed)
     finally:
         torch.set_num_threads(threads)
     if waiting:
@@ -74,7 +74,7 @@ def make_leaderboard(
 def _decoders(seeds: tuple[int, ...], only: str | None, quick: bool, places: Places, failed: list[str]) -> int:
     """The number of trainings of decoders that were run."""
     try:
-        return run_decoders(places.out, places.sources, seeds[:1] if quick else seeds, only, quick, places.say)
+        return run_decoders(places.out, places.sources, seeds, only, quick, places.say)
     except ERRORS as error:
         failed.append(f"decoders: {error}")
         places.say(f"FAILED {failed[-1]}")

@@ -48,7 +48,6 @@ from mini_ee.training.training_text import Source, texts_to_test
 
 SEEDS = 5
 QUICK_METHODS = ("self-supervised", "layerskip")
-RECORDED_TEXTS = 37  # texts to choose rules on, and as many to report; of 40 tokens each
 MOST_TEXTS = 10**6  # more than any file has
 DRAFTED_TEXTS, LOSSLESS_TEXTS = 4, 12  # that choose the drafting exit, and that are then generated with it
 
@@ -67,6 +66,7 @@ class DecoderExam(NamedTuple):
     epochs: int
     rates: tuple[tuple[float, float], ...]  # the grid: pairs of lr and head_lr
     new_tokens: int = 40  # after the beginning of a text, which has 40
+    recorded_texts: int = 37  # to choose rules on, and as many to report
 
     @property
     def folder(self) -> str:
@@ -83,7 +83,7 @@ EXAMS = (
     DecoderExam("stories260K", "stories260K", TINY_STORIES, 1000, 4, RATES),
     DecoderExam("built-in", None, TINY_STORIES, 500, 4, RATES[:2]),  # a step takes ten times as long
 )
-QUICK_EXAMS = (DecoderExam("built-in", None, None, 150, 1, RATES[1:2], new_tokens=16),)
+QUICK_EXAMS = (DecoderExam("built-in", None, None, 150, 1, RATES[1:2], new_tokens=12, recorded_texts=12),)
 
 
 class Training(NamedTuple):
@@ -119,7 +119,7 @@ class Training(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """What a record must have been made with."""
-        return self.options | {"grid": self.rates, "chosen_with": SHARE, "recorded_texts": RECORDED_TEXTS}
+        return self.options | {"grid": self.rates, "chosen_with": SHARE, "recorded_texts": self.exam.recorded_texts}
 
     def record(self, out: Path) -> Path:
         return out / "records" / self.exam.folder / f"{self.methods[0]}.npz"
@@ -272,8 +272,9 @@ def texts_of(training: Training, decoder: TokenExits, sources: Sources, seed: in
     folder = training.exam.model_folder(sources)
     given = sources.options({"text": training.exam.text}) | {"new_tokens": training.exam.new_tokens}
     source = Source(decoder.backbone, Tokenizer.from_folder(folder, None), TextOptions(**given), seed)
-    found = texts_to_test(source, 2 * RECORDED_TEXTS if training.exam.text is None else MOST_TEXTS)
-    order = np.random.default_rng(seed).permutation(len(found))[: 2 * RECORDED_TEXTS]
+    count = 2 * training.exam.recorded_texts
+    found = texts_to_test(source, count if training.exam.text is None else MOST_TEXTS)
+    order = np.random.default_rng(seed).permutation(len(found))[:count]
     return [found[at] for at in order[::2]], [found[at] for at in order[1::2]]
 
 

@@ -52,7 +52,6 @@ from mini_ee.training.run_folder import Run
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS = 1000  # in a record, at most
-TIMED_ROWS = 128  # drawn with a fixed seed
 ROUNDING = 1e-9
 
 Say = Callable[[str], None]
@@ -184,7 +183,7 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
     for method in sorted(methods, key=lambda method: method != REFERENCE):
         own = about | {"method": method, "held_out_full": full}
         of_reference = read_about(record_path(places.out, name, REFERENCE)).get(seed, {})
-        own |= _own(method, run, read, task, of_reference.get("held_out_full", full))
+        own |= _own(method, run, read, task, of_reference.get("held_out_full", full), training.exam.timed_rows)
         write_record(record_path(places.out, name, method), seed, SeedRecord(read.reported, read.held_out, own))
         half, point = own["half"], own["one_point"]
         line = f"  {method}: accuracy {half['accuracy']:.3f} with half of the FLOPs; " if half else f"  {method}: "
@@ -241,7 +240,7 @@ def _read(run: Run, task: Task, exam: Exam) -> Read:
     return Read(reported, *split)
 
 
-def _own(method: str, run: Run, read: Read, task: Task, reference: float) -> dict:
+def _own(method: str, run: Run, read: Read, task: Task, reference: float, timed_rows: int) -> dict:
     """The parts of a method's record that depend on its rules. reference: held-out accuracy from which losses count.
 
     one_point: the rule with the fewest FLOPs that loses at most a point, the full model if there is none; half: the
@@ -262,14 +261,14 @@ def _own(method: str, run: Run, read: Read, task: Task, reference: float) -> dic
         "default_rule": default.rule.to_dict(),
         "guarantee": default.guarantee,
         "guaranteed": default.about["guaranteed"],
-        **_timed(found, run, task),
+        **_timed(found, run, task, timed_rows),
     }
 
 
-def _timed(points: dict[str, dict | None], run: Run, task: Task) -> dict[str, dict | None]:
+def _timed(points: dict[str, dict | None], run: Run, task: Task, count: int) -> dict[str, dict | None]:
     """The points with their processor time, and that of the model without exits, with batch size 1, in turns."""
     names = [name for name, point in points.items() if point and not is_full(point)]
-    _, rows = rows_of(task, None, TIMED_ROWS, 0)
+    _, rows = rows_of(task, None, count, 0)
     encoded, order = run.encode(rows.texts), [np.array([row]) for row in range(len(rows))]
     timed = [(run.whole_model(), NeverExit(), encoded)]
     timed += [(run.segments(), rule_from_dict(points[name]["rule"]), encoded) for name in names]

@@ -30,7 +30,7 @@ from mini_ee.training.run_folder import build_model, encode
 from mini_ee.training.train_run import exits_of, make_request
 
 FEW = ("joint", "pabee", "pcee-bert", "sweet", "raee")  # each plan looks at all methods
-EXAM = protocol.Exam("words", "words", "tiny", 60, 2, (1.0,))
+EXAM = protocol.Exam("words", "words", "tiny", 60, 2, (1.0,), timed_rows=4)
 OWN = '''"""Own: joint training, with a threshold on the entropy."""
 from mini_ee.rules import Threshold
 from mini_ee.training.default_rule import sweep
@@ -53,7 +53,6 @@ def board(tmp_path, checkpoint_folder, monkeypatch):
     write_task(tmp_path / "data" / "words", 90)
     monkeypatch.setattr(protocol, "EXAMS", (EXAM,))
     monkeypatch.setattr(decoders, "EXAMS", ())
-    monkeypatch.setattr(runs, "TIMED_ROWS", 4)
     monkeypatch.setattr(registry, "METHODS", {name: registry.METHODS[name] for name in FEW})
     monkeypatch.setattr(leaderboard, "write_page", lambda out, quick: out / "leaderboard.md")
     begun, real = [], runs.trained

@@ -35,7 +35,7 @@ from mini_ee.training import training_text
 from mini_ee.training.method import load_method
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
-TINY = decoders.DecoderExam("tiny", "tiny", "stories.txt", 16, 1, decoders.RATES[:2], new_tokens=8)
+TINY = decoders.DecoderExam("tiny", "tiny", "stories.txt", 16, 1, decoders.RATES[:2], new_tokens=8, recorded_texts=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +45,6 @@ def small():
         patch.setattr(decoders, "EXAMS", (TINY,))
         patch.setattr(section, "EXAMS", (TINY,))
         patch.setattr(decoders, "token_methods", lambda: ["joint", "pabee", "sleb"])
-        patch.setattr(decoders, "RECORDED_TEXTS", 6)
         patch.setattr(decoding_figures, "TIMED_TEXTS", 1)
         patch.setattr(training_text, "HELD_STORIES", 10)
         patch.setattr(calibration, "intervals", lambda observed, *_: np.zeros((observed.confidence.shape[1], 2)))
