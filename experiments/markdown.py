@@ -28,6 +28,16 @@ def folded(summary: str, lines: Iterable[str]) -> list[str]:
     return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>", ""]
 
 
+def link(out: Path, text: str, target: str) -> str:
+    """A link from a page in the folder `out` to a file relative to it; else to the same file in ../results; else the
+    text alone, because a folder of one's own has no other pages.
+    """
+    for place in (target, f"../results/{target}"):
+        if (out / place.partition("#")[0]).exists():
+            return f"[{text}]({place})"
+    return text
+
+
 def fold_sections(text: str, keep: int) -> str:
     """The page with every section after the first `keep` folded; its heading is what a reader clicks."""
     head, *sections = re.split(r"^## ", text, flags=re.MULTILINE)

@@ -10,17 +10,19 @@ import numpy as np
 from mini_ee.evaluation.plots import can_draw, new_panels, save_figure
 from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.experiments.leaderboard.decoders import EXAMS, QUICK_EXAMS, DecoderExam, trainings
+from mini_ee.experiments.leaderboard.plan import listed
 from mini_ee.experiments.leaderboard.ranking import (
+    DIGITS,
     LEAST_SEEDS,
     Drawn,
     Interval,
     better_pairs,
     drawn_mean,
     example_counts,
+    has_interval,
     interval,
-    uniforms_of,
 )
-from mini_ee.experiments.leaderboard.tables import percent, plus_minus
+from mini_ee.experiments.leaderboard.tables import NO_INTERVAL, percent, plus_minus
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, SHARE, WITHIN, outcome
 from mini_ee.experiments.markdown import folded, markdown_table, wrapped
 from mini_ee.experiments.pictures import CYCLE, GREY
@@ -29,7 +31,7 @@ from mini_ee.recording import Record
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 PICTURE = "leaderboard-decoders.png"
-NOT_RUN, NO_RULE = "·", "–"
+NO_RULE = "–"
 COPIED, RECOMPUTED = MISSING_KV
 
 
@@ -101,9 +103,8 @@ def drawn(found: Figures, name: str, folder: str) -> Drawn | None:
     if name not in found.values:
         return None
     values = found.values[name]
-    seed_draws, text_draws = uniforms_of(folder, values.shape[1])
-    by_seed = example_counts(text_draws) @ values.T / values.shape[1]
-    return drawn_mean(by_seed, values.mean(axis=1), seed_draws, found.seeds)
+    by_seed = np.round(example_counts(folder, values.shape[1]) @ values.T / values.shape[1], DIGITS)
+    return drawn_mean(by_seed, values.mean(axis=1), folder, found.seeds)
 
 
 # ---- The section ----
@@ -143,7 +144,8 @@ A method that trains the decoder changes the full model, and agreement does not 
 perplexities: of the full model, under the rule, and with the method's best rule within {SHARE:.0%} of the layers
 (a rule there may be that all tokens exit after one layer).
 *Speed-up* is processor time at batch size 1 without exits over that with exits, with both ways to fill in missing keys
-and values. An interval is over seeds and texts. {NO_RULE}: no rule of the method does that."""
+and values. An interval is over seeds and texts; {NO_INTERVAL}: not known with fewer than {LEAST_SEEDS} seeds.
+{NO_RULE}: no rule of the method does that."""
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -157,8 +159,11 @@ def _answer(exam: DecoderExam, found: dict[str, Figures]) -> str:
         return f"No method saves layers at {LEVEL:.0%} agreement."
     order = sorted(saved, key=lambda name: -saved[name].mean)
     worse = {worse for better, worse in better_pairs(saved) if better == order[0]}
-    if min(map(len, saved[order[0]].seeds)) < LEAST_SEEDS:
-        return f"With fewer than {LEAST_SEEDS} seeds no method is called better than another."
+    if not has_interval(saved[order[0]]):
+        return (
+            f"{order[0]} saves most layers at {LEVEL:.0%} agreement, {percent(saved[order[0]].mean)} %. With fewer "
+            f"than {LEAST_SEEDS} seeds no method is called better than another."
+        )
     similar = [name for name in order[1:] if name not in worse]
     text = f"**{order[0]}** saves most layers at {LEVEL:.0%} agreement: {plus_minus(interval(saved[order[0]]))} %."
     if not similar:
@@ -195,11 +200,12 @@ def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> li
         cells += [NO_RULE if never else _perplexity(own[f"ln p {LEVEL:g}"]), _perplexity(own["ln p full"])]
         cells += [_perplexity(own[f"ln p {WITHIN}"]), *(_times(each.decoding(fill, "speedup")) for fill in MISSING_KV)]
         rows.append([name, *cells, _share(each.decoding(COPIED, "rouge_l")), len(each.seeds)])
-    missing = [name for training in trainings(quick) if training.exam == exam for name in training.methods]
-    rows += [[name, *[NOT_RUN] * (len(names) - 2), 0] for name in missing if name not in found]
+    every = [name for training in trainings(quick) if training.exam == exam for name in training.methods]
+    missing = [name for name in every if name not in found]
     original = np.mean([about["original"]["perplexity"] for each in found.values() for about in each.abouts])
     note = f"The decoder before any training has a perplexity of {original:.2f} on these texts. Rouge-L (0 to 100) "
     note += f"compares generated text with that of the full model, with {COPIED}."
+    note += f" Not run yet: {listed(missing)}." if missing else ""
     return [*markdown_table(names, rows), "", *_paragraphs(note)]
 
 
@@ -272,6 +278,8 @@ def _perplexity(found: Interval | None) -> str:
     """exp of minus the mean ln p, with its interval."""
     if found is None:
         return NO_RULE
+    if math.isnan(found.low):
+        return f"{math.exp(-found.mean):.2f} {NO_INTERVAL}"
     low, high = math.exp(-found.high), math.exp(-found.low)
     return f"{math.exp(-found.mean):.2f} ({low:.2f} to {high:.2f})"
 

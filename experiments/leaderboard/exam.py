@@ -18,9 +18,9 @@ from mini_ee.experiments.leaderboard.ranking import (
     Interval,
     drawn_mean,
     example_counts,
+    has_interval,
     holm,
     interval,
-    uniforms_of,
 )
 
 EXAM_SHARE = BUDGETS[HEADLINE]
@@ -58,7 +58,7 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
         by_kind = [[float(each[:, kind == k].mean()) for k in range(len(HARDNESS))] for each in (depths[method], right)]
         correlations = {name: interval(each) for name, each in drawn[method].items()} if method in drawn else ONE_LAYER
         found[method] = Exam(*by_kind, correlations, OPEN if method in drawn else "")
-    names = [method for method in several if method != CONTROL]
+    names = [method for method in several if method != CONTROL and has_interval(drawn[method]["gap"])]
     gaps = {method: found[method].correlations for method in names}
     passed = holm([gap["gap"].p_value for gap in gaps.values()])  # type: ignore[index]  # these have correlations
     for method, decided in zip(names, passed):
@@ -96,8 +96,8 @@ def drawn_correlations(
     h, w = (double_ranks(each).astype(np.float64) for each in (kind, words))
     d = np.array([double_ranks(each) for seeds in depths.values() for each in seeds], np.float64)
     columns = np.concatenate((np.stack((h, w, h * h, w * w, h * w)), d, d * d, d * h, d * w)).T
-    seed_draws, example_draws = uniforms_of(task.task, len(h))
-    weights = np.concatenate((np.ones((1, len(h))), example_counts(example_draws)))  # first all examples, then draws
+    every_example = np.ones((1, len(h)))
+    weights = np.concatenate((every_example, example_counts(task.task, len(h))))
     sums = weights @ columns  # of whole numbers
     every = dict(zip((*CORRELATIONS, "gap"), _correlations(sums, len(h), len(d))))
     found, at = {}, 0
@@ -105,7 +105,7 @@ def drawn_correlations(
         some = {name: values[:, at : at + len(seeds)] for name, values in every.items()}
         at += len(seeds)
         numbers = tuple(sorted(task.runs[method]))
-        found[method] = {name: drawn_mean(each[1:], each[0], seed_draws, numbers) for name, each in some.items()}
+        found[method] = {name: drawn_mean(each[1:], each[0], task.task, numbers) for name, each in some.items()}
     return found
 
 

@@ -7,7 +7,8 @@ accuracies.
     full          the model without early exits
     at 1.5x ...   the best held-out score among the method's rules within this share of the FLOPs of its full model
     saved         layers saved by the rule with the fewest FLOPs that loses at most ONE_POINT on the held-out examples,
-                  against the full model of joint training with the same seed; 0 if every rule loses more
+                  against the full model of joint training with the same seed; 0 if every rule loses more. A layer
+                  that an example runs twice, because exits start again from the embeddings, counts twice
     area          mean difference from joint training over the shares of AREA that both reach (ELUE, Liu et al. 2022)
 """
 
@@ -66,9 +67,9 @@ class SeedFigures(NamedTuple):
     full: np.ndarray  # (N,) bool, whether the full model is right
     held_out_full: float  # held-out score of the full model
     at: dict[float, np.ndarray]  # share of the FLOPs -> (N,) bool, whether the exit of the example is right
-    depth: dict[float, np.ndarray]  # share -> (N,), layers run
+    depth: dict[float, np.ndarray]  # share -> (N,), the exit layer
     flops: dict[float, float]  # share -> mean share on the reported examples
-    one_point: tuple[np.ndarray, np.ndarray, float] | None  # right (N,), layers run (N,), share of the FLOPs
+    passes_at_one_point: np.ndarray | None  # (N,), layers run; None if every rule loses more
     exits: tuple[int, ...]
     failure: float  # EEFP: how well the largest probability of an exit predicts its failures, the mean over exits
     calibration: float  # ECE: the calibration error of the exits, the mean; both NaN if there is one exit
@@ -166,7 +167,7 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
         at={share: reported.right[at] for share, at in chosen.items()},
         depth={share: reported.depth[at] for share, at in chosen.items()},
         flops={share: float(reported.flops[at]) for share, at in chosen.items()},
-        one_point=None if cheapest is None else tuple(each[place[cheapest]] for each in reported),  # type: ignore[arg-type]
+        passes_at_one_point=None if cheapest is None else reported.passes[place[cheapest]],
         exits=made.reported.segments.exits,
         failure=_failure(made.reported),
         calibration=_calibration(made.reported),
@@ -223,7 +224,8 @@ def _figure(runs: dict[str, dict[int, SeedFigures]], method: str, figure: str) -
     if figure == "saved":
         layers = max(run.exits[-1] for run in own.values())
         rows = len(next(iter(own.values())).full)
-        saved = {s: layers - run.one_point[1] if run.one_point else np.zeros(rows) for s, run in own.items()}
+        passes = {seed: run.passes_at_one_point for seed, run in own.items()}
+        saved = {seed: np.zeros(rows) if each is None else layers - each for seed, each in passes.items()}
         return _values(own, saved, layers)
     shares = shares_of([*own.values(), *(reference[seed] for seed in own)])
     if not shares:

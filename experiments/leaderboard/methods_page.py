@@ -175,5 +175,6 @@ def methods_page(board: Leaderboard) -> str:
     note = f"""{len(METHODS)} methods. *Trains*: what each stage of a classifier's training changes. *Who decides*: the
 exit rules that the method proposes (`mini_ee/rules.py`). *Lines*: of code, in the file and those whose names begin with
 its name. *Deviations*: numbered points in the head of the file, which say what differs from the paper or what the paper
-leaves open. *At 2x* and *rank*: from {source}. Made by `{board.plan.command}`."""
+leaves open. *At 2x* and *rank*: from {source}; empty without a rank there.
+Made by `{board.plan.command}`."""
     return "\n".join([HEADING, "", wrapped(note), *markdown_table(columns, rows), ""])

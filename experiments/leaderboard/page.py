@@ -25,8 +25,11 @@ from mini_ee.experiments.leaderboard.figures import (
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, listed, planned
-from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, difference, interval
+from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, difference, has_interval, interval
 from mini_ee.experiments.leaderboard.tables import (
+    NO_INTERVAL,
+    NOT_YET,
+    NOTHING,
     Leaderboard,
     main_table,
     number,
@@ -34,8 +37,9 @@ from mini_ee.experiments.leaderboard.tables import (
     read_leaderboard,
     signed,
     task_table,
+    why_fewer,
 )
-from mini_ee.experiments.markdown import check_is_page, made_by, markdown_table, wrapped
+from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_table, wrapped
 
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {
@@ -71,16 +75,21 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     """The page as Markdown. out: the folder of its pictures; one that was not drawn is left out."""
     pictures = {name: [f"![{text}]({name})", "", f"*{text}.*", ""] for name, text in PICTURES.items()}
     front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
-    lines = [HEADING, "", *_wrapped(answer(board)), *main_table(board), *_wrapped([LEGEND]), *front, *panels]
+    lines = [HEADING, "", *_wrapped(answer(board))]
+    if board.compared:
+        lines += [*main_table(board), *_wrapped([LEGEND]), *front, *panels]
     lines += ["## Each task", "", *_wrapped([TASK_NOTE])]
     for name in board.plan.ranked_tasks:
-        lines += [f"### {name}", "", *_task_lines(board, name)]
+        if board.tasks[name].runs:
+            lines += [f"### {name}", "", *_task_lines(board, name)]
+    if waiting := [name for name in board.plan.ranked_tasks if not board.tasks[name].runs]:
+        lines += [f"Not run yet: {listed(waiting)}.", ""]
     if EXAM in board.plan.tasks:
         lines += ["## The exam of known hardness", "", *_exam_lines(board, passed), *hardness]
     lines += ["## Decoders", "", *decoders]
-    lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan)]
+    lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan, out)]
     lines += ["## How it was measured", "", *_measured_lines(board)]
-    lines += ["## How to add a method", "", *_wrapped(ADDING)]
+    lines += ["## How to add a method", "", *_wrapped(adding(out))]
     made = made_by(board.plan.command, "the records in records/")
     return "\n".join([*lines, *_wrapped([f"{made} It trains what has no record, and then computes this page."])])
 
@@ -91,36 +100,34 @@ def _wrapped(paragraphs: list[str]) -> list[str]:
 
 # ---- The answer ----
 def answer(board: Leaderboard) -> list[str]:
-    """The first lines of the page: which method, how sure, and whether it pays."""
-    ranked = [name for name in board.order if name in board.ranks]
-    tasks = [name for name in board.plan.ranked_tasks if board.tasks[name].runs]
+    """The first lines of the page: which method, how sure, whether it pays, and what has not been run."""
+    ranked, state = [name for name in board.order if name in board.ranks], _state(board)
     if not ranked:
-        return ["No method has been run on all tasks of the leaderboard yet."]
-    best, where = ranked[0], listed(tasks)
+        return [f"No method has a figure at half of the FLOPs yet. {state}"]
+    best, where = ranked[0], listed(board.compared)
     found = interval(board.headline[best])
     beaten = {worse for better, worse in board.better if better == best}
     open_ = [name for name in ranked[1:] if name not in beaten]
-    average = ", on average" if len(tasks) > 1 else ""
+    average = ", on average" if len(board.compared) > 1 else ""
+    between = f" (95 % interval {percent(found.low)} to {percent(found.high)})" if not math.isnan(found.low) else ""
     lines = [
         f"**Which method for a classifier with half of the FLOPs?** {best} has the highest accuracy: "
-        f"{percent(found.mean)} % on {where}{average} (95 % interval {percent(found.low)} to {percent(found.high)})."
+        f"{percent(found.mean)} % on {where}{average}{between}."
     ]
     lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)))
-    if pays := _pays(board, best):
-        lines.append(pays)
-    if state := _state(board):
-        lines.append(state)
-    return lines
+    return [*lines, *filter(None, (_pays(board, best), state))]
 
 
 def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> str:
     """Which methods the best one is better than, and which not."""
-    seeds = min(len(each) for each in board.headline[best].seeds)
-    if seeds < LEAST_SEEDS:
+    if not has_interval(board.headline[best]):
+        seeds = min(map(len, board.headline[best].seeds))
         return (
-            f"Not at all: {best} has {seeds} seed{'s' * (seeds > 1)}, and no method is called better than another with "
-            f"fewer than {LEAST_SEEDS}."
+            f"Not at all yet: {best} has {seeds} seed{'s' * (seeds > 1)} of {board.plan.seeds}. With fewer than "
+            f"{LEAST_SEEDS} no method has an interval, and none is called better than another."
         )
+    if count == 1:
+        return "No other method has been run on all of these tasks."
     _, low, high = board.ranks[best]
     text = f"Its rank is {low} to {high} of {count} (95 % interval). "
     if not open_:
@@ -132,9 +139,9 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
             f"It is significantly better than {count - 1 - len(open_)} of the other {count - 1} methods, but not than"
         )
         text += f" {listed(open_) if len(open_) <= NAMED else f'{listed(open_[:NAMED])} and {len(open_) - NAMED} more'}"
-    tasks = board.plan.ranked_tasks
     times = {
-        name: [v for task in tasks for v in about_figure(board.tasks[task], name, "seconds")] for name in (best, *open_)
+        name: [v for task in board.compared for v in about_figure(board.tasks[task], name, "seconds")]
+        for name in (best, *open_)
     }
     timed = {name: math.fsum(each) / len(each) for name, each in times.items() if each}
     if len(timed) > 1:
@@ -145,9 +152,8 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
 
 def _pays(board: Leaderboard, best: str) -> str:
     """The best method against its full model and against a fixed depth."""
-    tasks = [name for name in board.plan.ranked_tasks if board.tasks[name].runs]
-    lines = []
-    if REFERENCE in board.headline and all((REFERENCE, "full") in board.drawn[name] for name in tasks):
+    lines, tasks = [], board.compared
+    if REFERENCE in board.headline:
         full = math.fsum(board.drawn[name][REFERENCE, "full"].mean for name in tasks) / len(tasks)
         lost = full - board.headline[best].mean
         lines.append(
@@ -155,43 +161,50 @@ def _pays(board: Leaderboard, best: str) -> str:
             f"so the best method at 2x {'loses' if lost >= 0 else 'gains'} {percent(abs(lost))} points."
         )
     if CONTROL in board.headline:
-        gap = interval(difference(board.headline[best], board.headline[CONTROL]))
+        gap = signed(interval(difference(board.headline[best], board.headline[CONTROL])))
         lines.append(
             f"If all examples exit at the same layer of joint training (*{CONTROL}*), the accuracy is "
-            f"{percent(board.headline[CONTROL].mean)} %; the difference is {signed(gap)} points."
+            f"{percent(board.headline[CONTROL].mean)} %; the difference is {gap} points."
         )
     return f"**Does it pay?** {' '.join(lines)}" if lines else ""
 
 
 def _state(board: Leaderboard) -> str:
-    """How many runs are missing; empty if none."""
-    plan = board.plan
-    done = sum(len(board.tasks[task].runs.get(name, {})) for task in plan.tasks for name in plan.methods)
-    pairs = sum(bool(board.tasks[task].runs.get(name)) for task in plan.tasks for name in plan.methods)
-    wanted = len(plan.tasks) * len(plan.methods)
-    if pairs == wanted:
+    """What has been run, if something is missing; else nothing."""
+    plan, begun, complete = board.plan, [], True
+    for name in plan.tasks:
+        task = board.tasks[name]
+        runs = {method: len(task.runs[method]) for method in plan.methods if method in task.runs}
+        not_yet = [method for method, count in runs.items() if NOT_YET in why_fewer(plan, task, method)]
+        not_run = sum(plan.missing(name).get(method) == NOT_RUN for method in plan.methods)
+        complete &= not (not_yet or not_run)
+        if runs:
+            seeds = " to ".join(map(str, sorted({min(runs.values()), max(runs.values())})))
+            begun.append(f"{len(runs)} on {name} ({seeds} of {plan.seeds} seeds)")
+    if complete:
         return ""
-    return (
-        f"This is preliminary: {pairs} of {wanted} pairs of method and task have been run ({done} runs); `{NOT_RUN}` "
-        f"stands for the others. Ranks are among the methods that have all tasks on which any method has been run."
-    )
+    waiting = [name for name in plan.tasks if not board.tasks[name].runs]
+    text = f"This is preliminary. Methods that have been run, of {len(plan.methods)}: {listed(begun) or 'none'}."
+    text += f" {listed(waiting)} follow{'s' * (len(waiting) == 1)}." if begun and waiting else ""
+    return text + (f" Ranks are among those that have been run on {listed(board.compared)}." if board.compared else "")
 
 
 LEGEND = f"""*Accuracy at 2x*: of the method's own exit rules, the one with the best accuracy on held-out examples among
 those with at most half of the FLOPs of its full model; its accuracy on the reported examples, in percent, the mean over
-the tasks. ± is half of the 95 % interval over seeds and examples. *Minus joint*: the paired difference from joint
-training, in points. *Better than*, *worse than*: number of methods from which the difference is significant (Holm's
-correction over all pairs). *Rank*: with its 95 % interval. *Layers saved*: in percent, if at most one point is lost
-against the full model of joint training with the same seed. *Speed-up at 2x*: measured with batch size 1. *Training s*:
-processor seconds. *MB added*: compared with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all
-examples exit at the same layer of joint training."""
+the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL}: not known with fewer than
+{LEAST_SEEDS} seeds. *Rank*: with the ranks that are possible if only significant differences count (Holm's correction
+over all pairs of methods). *Minus joint*: the paired difference from joint training, in points. *Layers saved*: in
+percent, if at most one point is lost against the full model of joint training with the same seed; a layer that runs
+twice counts twice. *Speed-up at 2x*: measured with batch size 1. *Training s*: processor seconds. *MB added*: compared
+with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the same layer of joint
+training; nothing is trained or timed for it. {NOTHING}: does not apply."""
 
-TASK_NOTE = """Accuracy in percent ± half of the 95 % interval. ▲ and ▼: better or worse than joint training (Holm's
-correction over all cells of the table). *At 1 point*: the rule with the fewest FLOPs that loses at most one
-point on held-out examples, against the full model of joint training with the same seed. *Area*: mean
-difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both reach. *EEFP*: how
-well the largest probability of an exit predicts that it is wrong and a later exit is right (AUROC; 1: perfectly,
-.5: not at all), the mean over exits. Speed-ups are of processor time at batch size 1."""
+TASK_NOTE = f"""Accuracy in percent ± half of the 95 % interval ({NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds). ▲, ▼:
+better or worse than joint training (Holm's correction over all cells of the table). *At 1 point*: the rule with the
+fewest FLOPs that loses at most one point on held-out examples, against the full model of joint training with the same
+seed. *Area*: mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both
+reach. *EEFP*: how well the largest probability of an exit predicts that it is wrong and a later exit is right (AUROC;
+1: perfectly, .5: not at all), the mean over exits. Speed-ups are of processor time at batch size 1."""
 
 
 # ---- Sections ----
@@ -208,7 +221,7 @@ def _failure_lines(task: TaskFigures) -> list[str]:
     """Does EEFP predict what early exit saves better than the calibration error does, over the methods?"""
     found = {name: confidence_figures(task, name) for name in task.runs if name != CONTROL}
     points = [(*both, each) for name, both in found.items() if both and (each := _mean_saved(task, name)) is not None]
-    if len(points) < LEAST_CORRELATED:
+    if len({point[:2] for point in points}) < LEAST_CORRELATED:  # methods that share a training have equal ones
         return []
     failure, calibration, saved = zip(*points)
     rho = [f"{spearman(np.round(each, 9), np.round(saved, 9)):.2f}" for each in (failure, calibration)]
@@ -224,7 +237,7 @@ def _mean_saved(task: TaskFigures, method: str) -> float | None:
     return float(found.by_seed.mean()) if isinstance(found, Values) else None
 
 
-LEAST_CORRELATED = 6  # methods
+LEAST_CORRELATED = 6  # trainings
 
 
 EXAM_NOTE = """The built-in sentences are of seven kinds with a known hardness, and hard sentences are also longer.
@@ -243,13 +256,14 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     summary = (
         f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods with several "
         f"exit layers, {_counted(easy)} exit early on what is easy, {_counted(short)} on what is short; for "
-        f"{len(verdicts) - len(easy) - len(short)} it is not decided."
+        f"{len(verdicts) - len(easy) - len(short)} it is not decided. A verdict needs {LEAST_SEEDS} seeds."
     )
     rows = []
     for name in order:
         found = passed[name].correlations
-        cells = [found] + [""] * 3 if isinstance(found, str) else [_correlation(found[each]) for each in CORRELATIONS]
-        rows.append([name, *cells, passed[name].verdict])
+        alone = isinstance(found, str)
+        cells = [found, *[NOTHING] * 3] if alone else [_correlation(found[each]) for each in CORRELATIONS]
+        rows.append([name, *cells, passed[name].verdict or NOTHING])
     lines = [*_wrapped([summary, EXAM_NOTE]), *markdown_table(["method", *CORRELATIONS, "exits early on"], rows), ""]
     depth = [[name, *(f"{each:.1f}" for each in passed[name].depth)] for name in order]
     right = [[name, *(percent(each) for each in passed[name].accuracy)] for name in order]
@@ -281,21 +295,23 @@ def _counted(names: list[str]) -> str:
 
 
 def _correlation(found) -> str:
-    return f"{found.mean:.2f} ±{found.high - found.mean:.2f}".replace("-0.00", "0.00")
+    half = NO_INTERVAL if math.isnan(found.high) else f"±{found.high - found.mean:.2f}"
+    return f"{found.mean:.2f} {half}".replace("-0.00", "0.00")
 
 
-def _other_lines(plan: Plan) -> list[str]:
+def _other_lines(plan: Plan, out: Path) -> list[str]:
     """The methods that are in no table of classifiers, by the reason."""
     lines = []
     for reason in dict.fromkeys(plan.not_rows.values()):
         names = [name for name, each in plan.not_rows.items() if each == reason]
         lines.append(f"- {reason[0].upper()}{reason[1:]}: {', '.join(names)}.")
-    return [*_bullets(lines), "", *_wrapped([ELSEWHERE])]
-
-
-ELSEWHERE = """Methods whose tokens can exit are in the section of decoders, those whose embeddings exit are in
-[embeddings.md](embeddings.md), RAEE is in [raee.md](raee.md), and exits of a fine-tuned model that stays as it is are
-in [add-exits.md](add-exits.md). [METHODS.md](METHODS.md) lists all methods."""
+    embeddings, raee, add_exits = (link(out, name, name) for name in ("embeddings.md", "raee.md", "add-exits.md"))
+    elsewhere = (
+        f"Methods whose tokens can exit are in the section of decoders, those whose embeddings exit are in "
+        f"{embeddings}, RAEE is in {raee}, and exits of a fine-tuned model that stays as it is are in {add_exits}. "
+        f"[METHODS.md](METHODS.md) lists all methods."
+    )
+    return [*_bullets(lines), "", *_wrapped([elsewhere])]
 
 
 def _bullets(lines: list[str]) -> list[str]:
@@ -355,11 +371,15 @@ ABOUT_NAMES = {
     "Commits": ("made", "commit"),
 }
 
-ADDING = [
-    "Write one file as [CONTRIBUTING.md](../CONTRIBUTING.md#how-to-add-something) says, add its line to the registry, "
-    "and run `mini-ee reproduce leaderboard --only my-method`. It trains the method on every task with every seed, "
-    "writes records/TASK/my-method.npz, and draws this page with it.",
-    "A contribution contains the file with its paper, symbols and numbered deviations, a test of its equations, the "
-    "records of all tasks and seeds, and this page as the command writes it. Nobody needs to train the other methods "
-    "again: they are computed from their records.",
-]
+
+def adding(out: Path) -> list[str]:
+    """How to add a method."""
+    guide = link(out, "CONTRIBUTING.md", "../CONTRIBUTING.md#how-to-add-something")
+    return [
+        f"Write one file as {guide} says, add its line to the registry, and run `mini-ee reproduce leaderboard --only "
+        f"my-method`. It trains the method on every task with every seed, writes records/TASK/my-method.npz, and draws "
+        f"this page with it.",
+        "A contribution contains the file with its paper, symbols and numbered deviations, a test of its equations, "
+        "the records of all tasks and seeds, and this page as the command writes it. Nobody needs to train the other "
+        "methods again: they are computed from their records.",
+    ]

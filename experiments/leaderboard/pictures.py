@@ -23,8 +23,7 @@ def draw_all(board: Leaderboard, passed: dict[str, Exam], out: Path, names: list
     begun = [name for name in board.plan.tasks if board.tasks[name].runs]
     if begun:
         draw_fronts(out / names[0], {name: task_curves(board, [name]) for name in begun})
-    ranked = [name for name in board.plan.ranked_tasks if board.tasks[name].runs]
-    if curves := task_curves(board, ranked):
+    if curves := task_curves(board, list(board.compared)):
         draw_methods(out / names[1], {name: curves[name] for name in [*board.order, CONTROL] if name in curves})
     if passed:
         order = [name for name in board.order if name in passed]

@@ -8,7 +8,7 @@ from mini_ee.data.files import read_json
 from mini_ee.experiments.leaderboard import protocol
 from mini_ee.registry import METHODS
 
-NOT_RUN = "·"  # a cell of a run that is missing
+NOT_RUN = "·"  # the reason of a cell whose run is missing; such methods are named below a table
 EXAM = "reviews"  # the task of known hardness; it has a section of its own
 
 

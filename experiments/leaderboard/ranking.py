@@ -2,12 +2,14 @@
 
 Draws      Seeds and examples are drawn with replacement, all methods of a task with the same draws, so that differences
            are paired. Of S seeds S - 1 are drawn: then the variance is unbiased (Rao and Wu 1988), which counts if
-           there are three or five. One seed is always drawn; its interval is over the examples alone. Tasks are
-           independent.
+           there are three or five. Methods with other seeds have other draws of seeds. Tasks are independent.
 Intervals  mean +- t x standard deviation of the draws. Student's t has few degrees of freedom if most of the variance
-           is between seeds, and many if it is between examples (Satterthwaite 1946).
+           is between seeds, and many if it is between examples (Satterthwaite 1946). With fewer than LEAST_SEEDS seeds
+           there is no interval: one seed does not show its variance, and two give half widths above 100 points.
 Better     if the p-value of the paired difference passes Holm's correction (1979) over all comparisons of the table.
-Ranks      1 plus the number of better methods, in every draw.
+Ranks      of the means. The interval of a rank is what these comparisons leave open, so it holds for all methods
+           together (Mogstad et al. 2024). Ranks in the draws would be too certain: where many methods are about equal,
+           their intervals contain the true rank in 80 to 90 % of the cases instead of 95.
 
 Sums are of whole numbers, or of float32 in float64: no rounding, so no order of summation changes a byte.
 """
@@ -24,7 +26,7 @@ from mini_ee.experiments.leaderboard.figures import TaskFigures, Values
 
 DRAWS = 5000
 LEVEL = 0.95
-MOST_SEEDS, LEAST_SEEDS = 16, 3  # drawn in the same way for all methods; below which nothing is called better
+LEAST_SEEDS = 3  # with fewer nothing has an interval, and nothing is called better
 DIGITS = 12  # to which sums of rounded numbers are rounded, so that they are equal on every machine
 
 
@@ -38,12 +40,12 @@ class Drawn(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A mean with its confidence interval. p_value: of the hypothesis that it is 0, two-sided."""
+    """A mean with its confidence interval; low and high are NaN if there is none."""
 
     mean: float
     low: float
     high: float
-    p_value: float
+    p_value: float  # of the hypothesis that the mean is 0, two-sided; 1 without an interval
 
 
 # ---- Draws ----
@@ -53,41 +55,38 @@ def drawn_figures(task: TaskFigures) -> dict[tuple[str, str], Drawn]:
     if not wanted:
         return {}
     rows = next(iter(wanted.values())).values.shape[1]
-    seed_draws, example_draws = uniforms_of(task.task, rows)
-    counts = example_counts(example_draws)
+    counts = example_counts(task.task, rows)
     sums = counts @ np.concatenate([values.values for values in wanted.values()]).T  # (DRAWS, seeds of all figures)
     found, at = {}, 0
     for key, values in wanted.items():
         by_seed = sums[:, at : at + len(values.seeds)]
         at += len(values.seeds)
-        found[key] = drawn_mean(by_seed / rows / values.scale, values.by_seed, seed_draws, values.seeds)
+        found[key] = drawn_mean(by_seed / rows / values.scale, values.by_seed, task.task, values.seeds)
     return found
 
 
-def drawn_mean(by_seed: np.ndarray, means: np.ndarray, seed_draws: np.ndarray, seeds: tuple[int, ...]) -> Drawn:
+def drawn_mean(by_seed: np.ndarray, means: np.ndarray, task: str, seeds: tuple[int, ...]) -> Drawn:
     """The mean over seeds of a figure: by_seed (DRAWS, S) with drawn examples, means (S,) with all examples."""
-    weights = seed_weights(seed_draws, len(seeds))
+    weights = seed_weights(task, seeds)
     draws = (by_seed * weights).sum(axis=1) / weights.sum(axis=1)
     return Drawn(math.fsum(means) / len(seeds), draws, (tuple(means.tolist()),), (seeds,))
 
 
-def uniforms_of(task: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Uniform numbers for the draws of a task: of seeds (DRAWS, MOST_SEEDS) and of examples (DRAWS, rows)."""
-    random = np.random.default_rng(zlib.crc32(task.encode()))
-    return random.random((DRAWS, MOST_SEEDS)), random.random((DRAWS, rows))
+def drawn_numbers(key: str, draws: int, count: int) -> np.ndarray:
+    """(DRAWS, draws): whole numbers below `count`, drawn with replacement; the same for the same key."""
+    return np.floor(np.random.default_rng(zlib.crc32(key.encode())).random((DRAWS, draws)) * count).astype(np.int64)
 
 
-def example_counts(uniforms: np.ndarray) -> np.ndarray:
-    """(DRAWS, N): how often each of N examples is drawn, from uniform numbers of the same shape."""
-    draws, rows = uniforms.shape
-    drawn = np.floor(uniforms * rows).astype(np.int64) + rows * np.arange(draws)[:, None]
-    return np.bincount(drawn.ravel(), minlength=draws * rows).reshape(draws, rows).astype(np.float64)
+def example_counts(task: str, rows: int) -> np.ndarray:
+    """(DRAWS, N): how often each of N examples is drawn."""
+    drawn = drawn_numbers(task, rows, rows) + rows * np.arange(DRAWS)[:, None]
+    return np.bincount(drawn.ravel(), minlength=DRAWS * rows).reshape(DRAWS, rows).astype(np.float64)
 
 
-def seed_weights(uniforms: np.ndarray, seeds: int) -> np.ndarray:
-    """(DRAWS, seeds): how often each seed is drawn; seeds - 1 are, or the only one."""
-    drawn = np.floor(uniforms[:, : max(1, seeds - 1)] * seeds)
-    return (drawn[:, :, None] == np.arange(seeds)).sum(axis=1).astype(np.float64)
+def seed_weights(task: str, seeds: tuple[int, ...]) -> np.ndarray:
+    """(DRAWS, S): how often each of S seeds is drawn; S - 1 are, or the only one."""
+    drawn = drawn_numbers(f"{task}, seeds {seeds}", max(1, len(seeds) - 1), len(seeds))
+    return (drawn[:, :, None] == np.arange(len(seeds))).sum(axis=1).astype(np.float64)
 
 
 def mean_of(tasks: Sequence[Drawn]) -> Drawn:
@@ -114,12 +113,19 @@ def difference(one: Drawn, other: Drawn) -> Drawn:
 
 # ---- Intervals ----
 def interval(drawn: Drawn) -> Interval:
-    """The mean with its confidence interval, and the p-value of a mean of 0."""
+    """The mean with its confidence interval and p-value; without them if a task has fewer than LEAST_SEEDS seeds."""
+    if not has_interval(drawn):
+        return Interval(drawn.mean, math.nan, math.nan, 1.0)
     spread = round(float(drawn.draws.std()), DIGITS)
     freedom = degrees_of_freedom(drawn, spread)
     half = student.quantile(1 - LEVEL, freedom) * spread
-    p_value = student.p_value(abs(drawn.mean) / spread, freedom) if spread else float(drawn.mean == 0)
+    p_value = student.p_value(abs(drawn.mean) / spread, freedom) if spread else float(abs(drawn.mean) < 10**-DIGITS)
     return Interval(drawn.mean, drawn.mean - half, drawn.mean + half, p_value)
+
+
+def has_interval(drawn: Drawn) -> bool:
+    """Whether there are enough seeds on every task."""
+    return min(map(len, drawn.seeds)) >= LEAST_SEEDS
 
 
 def degrees_of_freedom(drawn: Drawn, spread: float) -> float:
@@ -146,25 +152,21 @@ def holm(p_values: Sequence[float], level: float = 1 - LEVEL) -> list[bool]:
 
 def better_pairs(drawn: dict[str, Drawn]) -> set[tuple[str, str]]:
     """(better, worse): pairs of methods whose difference passes Holm's correction over all pairs with enough seeds."""
-    names = [name for name, each in drawn.items() if min(map(len, each.seeds)) >= LEAST_SEEDS]
+    names = [name for name, each in drawn.items() if has_interval(each)]
     pairs = [(one, other) for at, one in enumerate(names) for other in names[at + 1 :]]
     found = [interval(difference(drawn[one], drawn[other])) for one, other in pairs]
     passed = holm([each.p_value for each in found])
     return {pair if each.mean > 0 else pair[::-1] for pair, each, rejected in zip(pairs, found, passed) if rejected}
 
 
-def ranks(drawn: dict[str, Drawn]) -> dict[str, tuple[int, int, int]]:
-    """Rank of each method's mean, and the LEVEL interval of its rank in the draws. 1 is the best; equal means share
-    the better rank.
+def ranks(drawn: dict[str, Drawn], better: set[tuple[str, str]]) -> dict[str, tuple[int, int, int]]:
+    """Rank of each method's mean, and the interval of ranks that the pairs (better, worse) leave open.
+
+    1 is the best; equal means share the better rank.
     """
-    names = list(drawn)
-    if not names:
-        return {}
-    means = np.round([drawn[name].mean for name in names], DIGITS)
-    draws = np.round(np.stack([drawn[name].draws for name in names], axis=1), DIGITS)  # (DRAWS, M)
-    by_draw = np.sort(np.stack([1 + (draws > draws[:, m, None]).sum(axis=1) for m in range(len(names))]), axis=1)
-    tail = math.floor((1 - LEVEL) / 2 * by_draw.shape[1])
-    return {
-        name: (int(1 + (means > means[m]).sum()), int(by_draw[m, tail]), int(by_draw[m, -1 - tail]))
-        for m, name in enumerate(names)
-    }
+    means = {name: round(each.mean, DIGITS) for name, each in drawn.items()}
+    found = {}
+    for name in drawn:
+        beaten, beaten_by = (sum(pair[at] == name for pair in better) for at in (0, 1))
+        found[name] = (1 + sum(each > means[name] for each in means.values()), 1 + beaten_by, len(drawn) - beaten)
+    return found

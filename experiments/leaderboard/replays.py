@@ -22,7 +22,8 @@ class Replays(NamedTuple):
     """R rules on N examples."""
 
     right: np.ndarray  # (R, N) bool
-    depth: np.ndarray  # (R, N), layers run
+    depth: np.ndarray  # (R, N), the exit layer
+    passes: np.ndarray  # (R, N), layers run; more than the exit layer if exits start again from the embeddings
     flops: np.ndarray  # (R,), mean over the examples, relative to the full model
 
 
@@ -64,28 +65,30 @@ def replay_all(recorded: Record, rules: Sequence[Rule]) -> Replays:
     rows, exits = recorded.logits.shape[:2]
     assert recorded.labels is not None
     right = recorded.predictions == recorded.labels[:, None]
-    found = Replays(np.empty((len(rules), rows), bool), np.empty((len(rules), rows)), np.empty(len(rules)))
+    found = Replays(np.empty(shape := (len(rules), rows), bool), np.empty(shape), np.empty(shape), np.empty(len(rules)))
     for numbers in _kinds(rules, recorded):
         some = [rules[number] for number in numbers]
         if len(some) == 1:
-            exit_index, depth, flops = _replayed(recorded, some[0])
+            exit_index, depth, passes, flops = _replayed(recorded, some[0])
         else:
             exit_index = _exit_indices(recorded, some)
             cost = np.stack([recorded.replay(ExitsAt(some[0], k)).cost.flops for k in range(exits)], axis=1)
             depth = np.asarray(recorded.segments.exits)[exit_index]
+            passes = np.cumsum(recorded.segments.costs[1])[exit_index]
             flops = np.take(cost, exit_index + exits * np.arange(rows)).sum(axis=1) / rows / recorded.full_flops
         found.right[numbers] = np.take(right, exit_index + exits * np.arange(rows))
-        found.depth[numbers], found.flops[numbers] = depth, flops
+        found.depth[numbers], found.passes[numbers], found.flops[numbers] = depth, passes, flops
     return found
 
 
-def _replayed(recorded: Record, rule: Rule) -> tuple[np.ndarray, np.ndarray, float]:
+def _replayed(recorded: Record, rule: Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """The loop itself. If no example exits early under a rule that reads nothing, the model without exits runs."""
     result = recorded.replay(rule)
     depth = result.cost.depth.astype(np.float64)
     if rule.name == "never" and (depth == recorded.segments.exits[-1]).all():
-        return result.exit_index, depth, 1.0
-    return result.exit_index, depth, float(result.cost.flops.sum()) / len(depth) / recorded.full_flops
+        return result.exit_index, depth, depth, 1.0
+    flops = float(result.cost.flops.sum()) / len(depth) / recorded.full_flops
+    return result.exit_index, depth, result.cost.layer_passes, flops
 
 
 def _kinds(rules: Sequence[Rule], recorded: Record) -> list[list[int]]:

@@ -14,24 +14,26 @@ from mini_ee.experiments.leaderboard.figures import (
     confidence_figures,
     read_task,
 )
-from mini_ee.experiments.leaderboard.plan import NOT_RUN, Plan
+from mini_ee.experiments.leaderboard.plan import NOT_RUN, Plan, listed
 from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS
 from mini_ee.experiments.leaderboard.ranking import (
     DIGITS,
-    LEAST_SEEDS,
     Drawn,
     Interval,
     better_pairs,
     difference,
     drawn_figures,
+    has_interval,
     holm,
     interval,
     mean_of,
     ranks,
 )
-from mini_ee.experiments.markdown import markdown_table
+from mini_ee.experiments.markdown import markdown_table, wrapped
 
 BETTER, WORSE = "▲", "▼"  # than the reference, after Holm's correction over the table
+NOTHING, NO_INTERVAL = "–", "±?"  # a cell that does not apply; half of an interval that is not known
+NOT_YET = "the other seeds have not been run yet"
 TITLES = {
     "full": "full model",
     "at 1.5x": "at 1.5x",
@@ -54,7 +56,8 @@ class Leaderboard(NamedTuple):
     plan: Plan
     tasks: dict[str, TaskFigures]
     drawn: dict[str, dict[tuple[str, str], Drawn]]  # task -> (method, figure) -> draws
-    headline: dict[str, Drawn]  # method -> mean over the tasks of the headline; only methods that have all of them
+    compared: tuple[str, ...]  # the tasks of the headline
+    headline: dict[str, Drawn]  # method -> mean over these tasks; only methods that have all of them
     better: set[tuple[str, str]]  # (better, worse) by the headline
     ranks: dict[str, tuple[int, int, int]]
 
@@ -69,32 +72,42 @@ def read_leaderboard(plan: Plan) -> Leaderboard:
     """The leaderboard of all records of a plan."""
     tasks = {name: read_task(plan.records / name, plan.missing(name)) for name in plan.tasks}
     drawn = {name: drawn_figures(task) for name, task in tasks.items()}
-    begun = [name for name in plan.ranked_tasks if tasks[name].runs]
+    compared = compared_tasks(plan, tasks)
     headline = {
-        method: mean_of([drawn[name][method, HEADLINE] for name in begun])
+        method: mean_of([drawn[name][method, HEADLINE] for name in compared])
         for method in (*plan.methods, CONTROL)
-        if begun and all((method, HEADLINE) in drawn[name] for name in begun)
+        if compared and all((method, HEADLINE) in drawn[name] for name in compared)
     }
     methods = {name: each for name, each in headline.items() if name != CONTROL}
-    return Leaderboard(plan, tasks, drawn, headline, better_pairs(methods), ranks(methods))
+    better = better_pairs(methods)
+    return Leaderboard(plan, tasks, drawn, compared, headline, better, ranks(methods, better))
+
+
+def compared_tasks(plan: Plan, tasks: dict[str, TaskFigures]) -> tuple[str, ...]:
+    """The tasks of the headline: those with at least half as many methods as the one with most, so that a task that has
+    just begun does not hide the others. The exam counts if no other task has been run.
+    """
+    counts = {name: sum(method in tasks[name].runs for method in plan.methods) for name in plan.tasks}
+    begun = [name for name in plan.ranked_tasks if counts[name]] or [name for name in plan.tasks if counts[name]]
+    return tuple(name for name in begun if 2 * counts[name] >= max(counts[each] for each in begun))
 
 
 # ---- Cells ----
 class Notes:
-    """The reasons of empty cells, each with a number."""
+    """The reasons of empty cells, each with a number, and the methods that have no row."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
+        self.not_run: list[str] = []
 
     def number(self, reason: str) -> str:
-        """What the cell contains: the number of the reason, or NOT_RUN for a run that is missing."""
-        if reason == NOT_RUN:
-            return NOT_RUN
+        """What the cell contains: the number of the reason."""
         return f"[{self.numbers.setdefault(reason, len(self.numbers) + 1)}]"
 
     def lines(self) -> list[str]:
-        """The reasons below the table."""
-        return [f"{number}. {reason}" for reason, number in self.numbers.items()] + [""] * bool(self.numbers)
+        """The reasons and the methods without a row, below the table."""
+        reasons = [f"{number}. {reason}" for reason, number in self.numbers.items()] + [""] * bool(self.numbers)
+        return reasons + [*wrapped(f"Not run yet: {listed(self.not_run)}.").splitlines(), ""] * bool(self.not_run)
 
 
 def percent(value: float) -> str:
@@ -105,7 +118,8 @@ def percent(value: float) -> str:
 
 def plus_minus(found: Interval, mark: str = "") -> str:
     """The mean and half the width of its interval, both in percent."""
-    return f"{percent(found.mean)} ±{percent(found.high - found.mean)}{mark}"
+    half = NO_INTERVAL if math.isnan(found.high) else f"±{percent(found.high - found.mean)}"
+    return f"{percent(found.mean)} {half}{mark}"
 
 
 def signed(found: Interval) -> str:
@@ -123,62 +137,62 @@ def number(values: Sequence[float]) -> str:
 # ---- Main table ----
 def main_table(board: Leaderboard) -> list[str]:
     """A line for each method, by the headline; the control stands where its score is."""
-    notes, tasks = Notes(), [name for name in board.plan.ranked_tasks if board.tasks[name].runs]
-    rows = []
+    notes, rows = Notes(), []
     for method in board.order:
-        rows.append([*_ranked_cells(board, method, tasks, notes), *_mean_cells(board, method, tasks, notes)])
+        if any(board.tasks[name].found.get((method, HEADLINE), NOT_RUN) == NOT_RUN for name in board.compared):
+            notes.not_run.append(method)
+        else:
+            rows.append([*_ranked_cells(board, method, notes), *_mean_cells(board, method, notes)])
     if CONTROL in board.headline:
         control = board.headline[CONTROL].mean
         at = sum(board.headline[name].mean > control for name in board.ranks)
-        cells = [*_ranked_cells(board, CONTROL, tasks, notes), *_mean_cells(board, CONTROL, tasks, notes)]
-        rows.insert(at, ["", *cells[1:]])
-    columns = ["rank", "method", "accuracy at 2x", "minus joint", "better than", "worse than"]
-    columns += ["full model", "layers saved", *(TITLES[name] for name in MEASURED), "seeds"]
+        rows.insert(at, [*_ranked_cells(board, CONTROL, notes), *_mean_cells(board, CONTROL, notes)])
+    columns = ["rank", "method", "accuracy at 2x", "minus joint", "full model", "layers saved"]
+    columns += [*(TITLES[name] for name in MEASURED), "seeds"]
     return [*markdown_table(columns, rows), "", *notes.lines()]
 
 
-def _ranked_cells(board: Leaderboard, method: str, tasks: list[str], notes: Notes) -> list[str]:
-    """Rank, name, score, difference from joint training, and numbers of worse and better methods."""
+def _ranked_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
+    """Rank, name, score, and difference from joint training."""
     name = f"*{method}*" if method == CONTROL else method
     if method not in board.headline:
-        why = _why_no_mean(board, method, HEADLINE, tasks, notes)
-        return [why, name, *[why] * 4]
-    rank = "{} ({} to {})".format(*board.ranks[method]) if method in board.ranks else ""
-    gap, reference = NOT_RUN, board.headline.get(REFERENCE)
-    if method == REFERENCE:
-        gap = ""
-    elif reference:
-        gap = signed(interval(difference(board.headline[method], reference)))
-    counts = [sum(pair[at] == method for pair in board.better) for at in (0, 1)] if rank else ["", ""]
-    return [rank, name, plus_minus(interval(board.headline[method])), gap, *map(str, counts)]
+        why = _why_no_mean(board, method, HEADLINE, notes)
+        return [why, name, why, why]
+    rank = "{} ({} to {})".format(*board.ranks[method]) if method in board.ranks else NOTHING
+    gap, reference = NOTHING, board.headline.get(REFERENCE)
+    if method != REFERENCE:
+        gap = signed(interval(difference(board.headline[method], reference))) if reference else _no_reference(notes)
+    return [rank, name, plus_minus(interval(board.headline[method])), gap]
 
 
-def _mean_cells(board: Leaderboard, method: str, tasks: list[str], notes: Notes) -> list[str]:
+def _no_reference(notes: Notes) -> str:
+    return notes.number(f"{REFERENCE} training has no such figure on all tasks")
+
+
+def _mean_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
     """Means over the tasks of the headline, and the number of seeds."""
     cells = []
     for figure in ("full", "saved"):
-        found = [each for name in tasks if (each := board.drawn[name].get((method, figure)))]
-        complete = found and len(found) == len(tasks)
-        cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, tasks, notes))
+        found = [each for name in board.compared if (each := board.drawn[name].get((method, figure)))]
+        complete = len(found) == len(board.compared)
+        cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, notes))
     for figure in MEASURED if method != CONTROL else ():
-        by_task = [about_figure(board.tasks[name], method, figure) for name in tasks]
-        if tasks and all(by_task):
+        by_task = [_measured(board.tasks[name], method, figure) for name in board.compared]
+        if all(isinstance(each, list) for each in by_task):
             cells.append(number([math.fsum(each) / len(each) for each in by_task]))
         else:
-            cells.append(_why_no_mean(board, method, HEADLINE, tasks, notes))
+            why = next((name, each) for name, each in zip(board.compared, by_task) if isinstance(each, str))
+            cells.append(notes.number("{}: {}".format(*why)))
     if method == CONTROL:  # it is not measured, and nothing is trained for it
-        cells += [""] * len(MEASURED)
-    counts = sorted({len(board.tasks[name].runs.get(method, {})) for name in tasks})
-    return [*cells, " to ".join(map(str, [counts[0], counts[-1]] if len(counts) > 1 else counts)) or NOT_RUN]
+        cells += [NOTHING] * len(MEASURED)
+    counts = sorted({len(board.tasks[name].runs.get(method, {})) for name in board.compared})
+    return [*cells, " to ".join(map(str, [counts[0], counts[-1]] if len(counts) > 1 else counts))]
 
 
-def _why_no_mean(board: Leaderboard, method: str, figure: str, tasks: list[str], notes: Notes) -> str:
-    """A cell of a mean over tasks: the number of the first reason, or NOT_RUN."""
-    for name in tasks:
-        reason = board.tasks[name].found.get((method, figure), NOT_RUN)
-        if isinstance(reason, str):
-            return notes.number(reason if reason == NOT_RUN else f"{name}: {reason}")
-    return notes.number("not measured when the record was made") if tasks else NOT_RUN
+def _why_no_mean(board: Leaderboard, method: str, figure: str, notes: Notes) -> str:
+    """A cell of a mean over tasks: the number of the first reason."""
+    found = {name: board.tasks[name].found[method, figure] for name in board.compared}
+    return notes.number(next(f"{name}: {reason}" for name, reason in found.items() if isinstance(reason, str)))
 
 
 # ---- Tables of a task ----
@@ -187,8 +201,9 @@ def task_table(board: Leaderboard, name: str) -> list[str]:
     task, drawn, notes = board.tasks[name], board.drawn[name], Notes()
     marks = _marks(drawn)
     rows = []
-    for method in [*board.order, CONTROL]:
-        if method == CONTROL and method not in task.runs:
+    for method in [*board.order, *[CONTROL] * (CONTROL in task.runs)]:
+        if task.found.get((method, "full"), NOT_RUN) == NOT_RUN:
+            notes.not_run.append(method)
             continue
         cells = [f"*{method}*" if method == CONTROL else method]
         for figure in FIGURES:
@@ -196,13 +211,11 @@ def task_table(board: Leaderboard, name: str) -> list[str]:
                 cell = plus_minus(interval(drawn[method, figure]), marks.get((method, figure), ""))
                 cells.append(cell + (_zeros(task, method, notes) if figure == "saved" else ""))
             else:
-                cells.append(notes.number(str(task.found.get((method, figure), NOT_RUN))))
+                cells.append(notes.number(str(task.found[method, figure])))
+        cells.append(_failure(task, method, notes))
         for figure in MEASURED_ON_TASK:
-            values = about_figure(task, method, figure)
-            cells.append(
-                number(values) if values else "" if method == CONTROL else _why_empty(task, method, figure, notes)
-            )
-        cells.insert(len(FIGURES) + 1, _failure(task, method, notes))
+            values = _measured(task, method, figure) if method != CONTROL else []
+            cells.append(notes.number(values) if isinstance(values, str) else number(values) if values else NOTHING)
         rows.append([*cells, _seeds(board.plan, task, method, notes)])
     titles = [TITLES[figure] for figure in FIGURES], [TITLES[figure] for figure in MEASURED_ON_TASK]
     columns = ["method", *titles[0], "EEFP", *titles[1], "seeds"]
@@ -218,30 +231,38 @@ def _failure(task: TaskFigures, method: str, notes: Notes) -> str:
 def _zeros(task: TaskFigures, method: str, notes: Notes) -> str:
     """The number of a note if some seeds count as 0 layers saved."""
     runs = task.runs[method].values()
-    lost = sum(run.one_point is None for run in runs)
+    lost = sum(run.passes_at_one_point is None for run in runs)
     return f" {notes.number(f'{lost} of {len(runs)} seeds lose more with every rule, and count as 0')}" if lost else ""
 
 
 def _seeds(plan: Plan, task: TaskFigures, method: str, notes: Notes) -> str:
     """The number of seeds, and why there are fewer than planned."""
-    count = len(task.runs.get(method, {}))
-    if count in (0, plan.seeds) or method == CONTROL:
-        return str(count)
-    about = next(iter(task.runs[method].values())).about
-    why = "the other seeds have not been run yet"
-    if diverged := plan.diverged(task.task, about.get("trained_as", method)):
-        why = f"the training diverged with seed {', '.join(diverged)}"
-    elif max(about_figure(task, method, "seconds"), default=0.0) > LONG_SECONDS and count >= FEWER_SEEDS:
-        why = f"a training takes more than {LONG_SECONDS // 60} minutes"
-    return f"{count} {notes.number(why)}"
+    count, why = len(task.runs.get(method, {})), why_fewer(plan, task, method)
+    return f"{count} {notes.number(why)}" if count and why and method != CONTROL else str(count)
 
 
-def _why_empty(task: TaskFigures, method: str, figure: str, notes: Notes) -> str:
-    """A cell of a figure that the records contain."""
-    if method in task.runs:
-        at_half = task.found[method, HEADLINE] if figure == "half speedup" else None
-        return notes.number(at_half if isinstance(at_half, str) else "not measured when the record was made")
-    return notes.number(str(task.found[method, "full"]))
+def why_fewer(plan: Plan, task: TaskFigures, method: str) -> str:
+    """Why a method has fewer seeds than planned; empty if it has all."""
+    runs = task.runs.get(method, {})
+    if len(runs) >= plan.seeds:
+        return ""
+    trained_as = next((run.about.get("trained_as", method) for run in runs.values()), method)
+    if diverged := plan.diverged(task.task, trained_as):
+        others = f"; {NOT_YET}" if len(runs) + len(diverged) < plan.seeds else ""
+        return f"the training diverged with seed {', '.join(diverged)}{others}"
+    if max(about_figure(task, method, "seconds"), default=0.0) > LONG_SECONDS and len(runs) >= FEWER_SEEDS:
+        return f"a training takes more than {LONG_SECONDS // 60} minutes"
+    return NOT_YET
+
+
+def _measured(task: TaskFigures, method: str, figure: str) -> list[float] | str:
+    """A figure that the records contain, of each seed, or why there is none."""
+    runs = task.runs.get(method, {})
+    reason = task.found[method, HEADLINE if runs and figure == "half speedup" else "full"]
+    if isinstance(reason, str):
+        return reason
+    values = about_figure(task, method, figure)
+    return values if runs and len(values) == len(runs) else "not measured with every seed when the records were made"
 
 
 def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
@@ -249,8 +270,10 @@ def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
     compared = {}
     for (method, figure), each in drawn.items():
         reference = drawn.get((REFERENCE, figure))
-        if method in (REFERENCE, CONTROL) or reference is None or min(map(len, each.seeds)) < LEAST_SEEDS:
+        if method in (REFERENCE, CONTROL) or reference is None:
             continue
-        compared[method, figure] = interval(each if figure == "area" else difference(each, reference))
+        gap = each if figure == "area" else difference(each, reference)
+        if has_interval(gap):
+            compared[method, figure] = interval(gap)
     passed = holm([each.p_value for each in compared.values()])
     return {key: BETTER if each.mean > 0 else WORSE for (key, each), is_so in zip(compared.items(), passed) if is_so}

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from leaderboard_records import drawn_record, write_leaderboard
+from leaderboard_records import EXITS, drawn_record, write_leaderboard
 
-from mini_ee.data.metrics import spearman
-from mini_ee.data.reviews import HARDNESS
-from mini_ee.data.tasks import Split
 from mini_ee.experiments.leaderboard import exam, figures, methods_page, page, ranking, tables
-from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, SeedFigures, TaskFigures, Values
+from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, SeedFigures, TaskFigures
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan
-from mini_ee.experiments.leaderboard.ranking import Drawn, Interval
+from mini_ee.experiments.leaderboard.ranking import Interval
 from mini_ee.experiments.leaderboard.replays import replay_all, with_measures
-from mini_ee.experiments.records import SeedRecord
+from mini_ee.experiments.markdown import link
+from mini_ee.experiments.records import SeedRecord, read_records, write_record
+from mini_ee.recording import Recorded
 from mini_ee.registry import METHODS
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, QExit, Threshold
 from mini_ee.training.default_rule import sweep
@@ -35,7 +34,10 @@ def made():
 
 # ---- Figures ----
 def test_all_rules_at_once_give_what_the_loop_gives(made):
-    recorded = with_measures(made.reported)
+    """Exits start again from the embeddings here, so that more layers run than the exit layer says."""
+    recorded, old = with_measures(made.reported), made.reported.segments
+    again = Recorded(old.exits, old.logits, old.costs[0], [*EXITS], recorded.segments.measures)
+    recorded = recorded._replace(segments=again)
     some = [Threshold(math.inf), Threshold(math.inf, "entropy"), Patience(1), Policy(), QExit()]
     some.append(PatienceConfidence(2, 0.5))
     rules = [NeverExit(), FixedExit(1), *sweep(*some)(recorded)[::9], Threshold((0.5, 0.9, 0.7, 0.6, 0.9, 0.5))]
@@ -44,6 +46,8 @@ def test_all_rules_at_once_give_what_the_loop_gives(made):
         result = recorded.replay(rule)
         right = result.logits.argmax(axis=1) == recorded.labels
         assert (found.right[number] == right).all() and (found.depth[number] == result.cost.depth).all()
+        passes = result.cost.depth if rule == NeverExit() else result.cost.layer_passes
+        assert (found.passes[number] == passes).all()
         share = result.cost.flops.mean() / recorded.full_flops
         assert found.flops[number] == (1.0 if rule == NeverExit() else pytest.approx(share))
 
@@ -72,17 +76,17 @@ def test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops(mad
         assert (run.at[most] == (result.logits.argmax(axis=1) == reported.labels)).all()
         assert (run.depth[most] == result.cost.depth).all()
     cheapest = min((point for point in points if point[2] >= 0.84), key=lambda point: point[1])
-    assert (run.one_point[1] == reported.replay(cheapest[3]).cost.depth).all()
-    assert figures.seed_figures(made, "pcee-bert", reference=1.2).one_point is None
+    assert (run.passes_at_one_point == reported.replay(cheapest[3]).cost.layer_passes).all()
+    assert figures.seed_figures(made, "pcee-bert", reference=1.2).passes_at_one_point is None
 
 
 def test_saved_layers_and_area_are_means_over_seeds_and_examples(made):
     reference = figures.seed_figures(made, "joint", 0.8)
     better = reference._replace(at={share: right | (np.arange(150) < 60) for share, right in reference.at.items()})
-    runs = {"joint": {0: reference, 3: reference}, "x": {0: better, 3: reference._replace(one_point=None)}}
+    runs = {"joint": {0: reference, 3: reference}, "x": {0: better, 3: reference._replace(passes_at_one_point=None)}}
     saved, area = (figures._figure(runs, "x", name) for name in ("saved", "area"))
     assert saved.seeds == (0, 3) and saved.by_seed[1] == 0
-    assert saved.by_seed[0] == pytest.approx(1 - reference.one_point[1].mean() / 6)
+    assert saved.by_seed[0] == pytest.approx(1 - reference.passes_at_one_point.mean() / 6)
     shares = [share for share in AREA if share in reference.at]
     gain = np.mean([better.at[share].mean() - reference.at[share].mean() for share in shares])
     assert area.by_seed == pytest.approx([gain, 0])
@@ -95,135 +99,6 @@ def test_records_of_other_examples_are_refused(made):
     other = made._replace(reported=made.reported._replace(labels=1 - made.reported.labels))
     with pytest.raises(ValueError, match="pabee, seed 1, has other reported examples"):
         figures.task_figures("TREC", {"joint": {0: made}, "pabee": {1: other}}, {})
-
-
-# ---- Draws and intervals ----
-def values_of(shift=0.0, seeds=4, rows=30, seed=0, spread=0.0):
-    random = np.random.default_rng(seed)
-    chances = 0.6 + shift + spread * np.linspace(-1, 1, seeds)[:, None]
-    return Values(
-        tuple(range(seeds)),
-        (np.random.default_rng(9).random((1, rows)) < chances) ^ (random.random((seeds, rows)) < 0.05),
-    )
-
-
-def drawn_of(**named):
-    """Draws of one task in which each method has one figure."""
-    task = TaskFigures("TREC", {}, {(name, "at 2x"): values for name, values in named.items()})
-    return {name: drawn for (name, _), drawn in ranking.drawn_figures(task).items()}
-
-
-def test_draws_are_those_of_a_loop_over_seeds_and_examples(monkeypatch):
-    monkeypatch.setattr(ranking, "DRAWS", 7)
-    values = {"a": values_of(), "b": values_of(0.1, seeds=3), "c": values_of(seeds=1)}
-    found = drawn_of(**values)
-    seed_draws, example_draws = ranking.uniforms_of("TREC", 30)
-    for name, (seeds, numbers, _) in values.items():
-        for draw in range(7):
-            examples = [int(u * 30) for u in example_draws[draw]]
-            chosen = [int(u * len(seeds)) for u in seed_draws[draw][: max(1, len(seeds) - 1)]]
-            total = sum(numbers[seed][example] for seed in chosen for example in examples)
-            assert found[name].draws[draw] == pytest.approx(total / len(chosen) / 30)
-        assert found[name].mean == pytest.approx(numbers.mean())
-
-
-def test_the_spread_of_the_draws_is_the_standard_error():
-    """Of seeds alone: s / sqrt(S), without bias, although there are only five seeds."""
-    by_seed = np.array([0.1, 0.5, 0.4, 0.9, 0.2])
-    values = Values(tuple(range(5)), np.repeat(by_seed[:, None], 10, axis=1))
-    (drawn,) = drawn_of(a=values).values()
-    error = by_seed.std(ddof=1) / 5**0.5
-    found = ranking.interval(drawn)
-    assert drawn.draws.std() == pytest.approx(error, rel=0.03)
-    assert found.high - found.mean == pytest.approx(2.776 * drawn.draws.std(), rel=0.02)  # 4 degrees of freedom
-
-
-def test_degrees_of_freedom_are_few_if_seeds_differ_and_many_if_examples_do():
-    one = Drawn(0.5, np.array([0.4, 0.6]), ((0.4, 0.5, 0.6),), ((0, 1, 2),))
-    between = 0.01 / 3
-    assert ranking.degrees_of_freedom(one, 0.1) == pytest.approx(round(0.1**4 / (between**2 / 2), 1))
-    assert ranking.degrees_of_freedom(one, between**0.5) == 2
-    equal = one._replace(by_seed=((0.5, 0.5, 0.5),))
-    assert ranking.degrees_of_freedom(equal, 0.1) == math.inf
-
-
-def test_a_difference_is_paired_if_the_seeds_are_the_same():
-    base = values_of(spread=0.3)
-    better = Values(base.seeds, base.values | (np.arange(30) < 3))
-    drawn = drawn_of(a=base, b=better, c=better._replace(seeds=(5, 6, 7, 8)))
-    paired, other = (ranking.difference(drawn[name], drawn["a"]) for name in "bc")
-    assert ranking.degrees_of_freedom(paired, 0.05) > 20 * ranking.degrees_of_freedom(other, 0.05)
-    assert paired.draws.std() < drawn["a"].draws.std() / 2
-
-
-def test_holm_rejects_what_adjusted_p_values_reject():
-    random = np.random.default_rng(0)
-    for _ in range(50):
-        p = random.random(6) ** 3
-        order, adjusted, running = sorted(range(6), key=lambda i: p[i]), [0.0] * 6, 0.0
-        for place, number in enumerate(order):
-            running = max(running, min(1, (6 - place) * p[number]))
-            adjusted[number] = running
-        assert ranking.holm(p.tolist()) == [each <= 0.05 for each in adjusted]
-
-
-def test_a_better_method_is_found_and_an_equal_one_is_not():
-    means = {"a": 0.9, "b": 0.9, "c": 0.7, "few": 0.99}
-    random, drawn = np.random.default_rng(0), {}
-    for name, mean in means.items():
-        seeds = 2 if name == "few" else 5
-        noise = random.normal(0, 0.01, seeds)
-        drawn[name] = Drawn(mean, mean + random.normal(0, 0.01, 500), (tuple(mean + noise),), (tuple(range(seeds)),))
-    assert ranking.better_pairs(drawn) == {("a", "c"), ("b", "c")}  # two seeds decide nothing
-    found = ranking.ranks(drawn)
-    assert found["few"] == (1, 1, 1) and found["c"] == (4, 4, 4)
-    assert found["a"] == found["b"] == (2, 2, 3)
-
-
-# ---- The exam ----
-def exam_task(depth_of):
-    """A method whose exit layer is given by depth_of(kind, words), with some noise, for three seeds."""
-    random = np.random.default_rng(0)
-    kind, words = random.integers(0, 7, 400), random.integers(3, 30, 400)
-    rows = Split(tuple((" ".join(["w"] * n),) for n in words), kind % 2, tuple(HARDNESS[k] for k in kind))
-    runs = {}
-    for seed in range(3):
-        depth = np.clip(np.round(depth_of(kind, words) + random.normal(0, 1.5, 400)), 1, 12)
-        right = random.random(400) < 0.9 - 0.05 * kind
-        share = exam.EXAM_SHARE
-        runs[seed] = SeedFigures({}, right, 0.8, {share: right}, {share: depth}, {share: 0.4}, None, (12,), 0.5, 0.1)
-    return TaskFigures(EXAM, {"x": runs}, {}), rows, kind, words
-
-
-@pytest.mark.parametrize(
-    ("depth_of", "verdict"),
-    [
-        (lambda kind, words: 1 + kind, exam.EASY),
-        (lambda kind, words: 1 + words / 4, exam.SHORT),
-        (lambda kind, words: 6.0, exam.OPEN),
-        (lambda kind, words: 8 - words / 4, exam.OPEN),  # hardness counts more than length, and for nothing
-    ],
-)
-def test_the_exam_tells_easy_from_short(depth_of, verdict):
-    task, rows, kind, words = exam_task(depth_of)
-    found = exam.exam(task, rows)["x"]
-    assert found.verdict == verdict
-    depths = [run.depth[exam.EXAM_SHARE] for run in task.runs["x"].values()]
-    assert found.correlations["hardness"].mean == pytest.approx(np.mean([spearman(d, kind) for d in depths]))
-    partial = []
-    for depth in depths:  # the partial correlation is that of the residuals of a regression of ranks
-        d, h, w = (exam.double_ranks(each).astype(float) for each in (depth, kind, words))
-        design = np.column_stack((w, np.ones(400)))
-        residuals = [each - design @ np.linalg.lstsq(design, each, rcond=None)[0] for each in (d, h)]
-        partial.append(np.corrcoef(*residuals)[0, 1])
-    assert found.correlations["hardness at equal length"].mean == pytest.approx(np.mean(partial))
-    assert found.depth[2] == pytest.approx(np.mean([depth[kind == 2].mean() for depth in depths]))
-    assert found.accuracy[6] < found.accuracy[0]
-
-
-def test_a_fixed_depth_has_no_correlation():
-    task, rows, *_ = exam_task(lambda kind, words: -20.0)
-    assert exam.exam(task, rows)["x"].correlations == exam.ONE_LAYER
 
 
 # ---- The pages ----
@@ -255,14 +130,18 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     text = page.page(board, exam.exam(board.tasks[EXAM]), tmp_path, [])
     first = text.split("|")[0]
     assert "**Which method for a classifier with half of the FLOPs?** consistent has the highest accuracy" in first
-    assert "significantly better than" in first and "This is preliminary: 10 of 15 pairs" in first
+    assert "significantly better than" in first and "±?" not in text.replace("±?: ", "").replace("(±?", "")
+    state = "This is preliminary. Methods that have been run, of 5: 4 on TREC (3 of 3 seeds), 4 on SST-2 (3 of 3 seeds)"
+    assert state in " ".join(first.split())
     assert "not measured" not in text and "- Its tokens exit: sleb." in text
-    sections = re.split(r"^###? ", text, flags=re.MULTILINE)
+    first_table, *_ = sections = re.split(r"^###? ", text, flags=re.MULTILINE)
     assert [section.partition("\n")[0] for section in sections[2:4]] == ["TREC", "SST-2"]
-    for section in sections[2:4]:
-        assert "" not in cells_of(section)[:-12]  # the last line is the control, of which nothing is measured
-        for number in re.findall(r"\[(\d+)\]", "".join(cells_of(section))):
+    for section in sections:
+        assert not {"", "·", "nan"} & {*cells_of(section)}
+        for number in re.findall(r"\[(\d+)\](?!\()", "".join(cells_of(section))):
             assert f"\n{number}. " in section
+    for section in (first_table, *sections[2:4]):
+        assert "lora-exits" not in cells_of(section) and "Not run yet: lora-exits." in section
     assert board.order[0] == "consistent" and board.order[-1] == "lora-exits"
     assert CONTROL in board.headline and CONTROL not in board.ranks
     assert text == page.page(board, exam.exam(board.tasks[EXAM]), tmp_path, [])
@@ -271,15 +150,90 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
 def test_marks_are_against_joint_training_and_need_three_seeds(board):
     marks = tables._marks(board.drawn["TREC"])
     assert marks["consistent", "full"] == tables.BETTER and ("joint", "full") not in marks
-    few = {key: each._replace(seeds=((0, 1),)) for key, each in board.drawn["TREC"].items()}
-    assert not tables._marks(few)
+    for changed in (("consistent", "two-stage", "pabee"), ("joint",)):  # of both methods
+        drawn = board.drawn["TREC"].items()
+        few = {key: each._replace(seeds=((0, 1),)) if key[0] in changed else each for key, each in drawn}
+        assert not [key for key in tables._marks(few) if key[1] != "area"]
 
 
 def test_a_page_without_records_says_so(tmp_path):
     plan = Plan(tmp_path / "records", ("TREC", EXAM), ("joint",), 5, "mini-ee reproduce leaderboard")
     board = tables.read_leaderboard(plan)
     text = page.page(board, {}, tmp_path, [])
-    assert "No method has been run on all tasks" in text and "Not run yet." in text
+    assert "No method has a figure at half of the FLOPs yet. This is preliminary." in text
+    assert "Not run yet: TREC." in text and "Not run yet." in text and "|" not in text.partition("## Each")[0]
+
+
+def test_a_page_with_two_seeds_of_some_methods_says_what_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranking, "DRAWS", 50)
+    records, methods = tmp_path / "records", ("joint", "sweet", "two-stage", "pabee")
+    write_leaderboard(records, ["TREC"], dict.fromkeys(methods[:3], 0.0) | {"sweet": 0.1}, 2, 60, 40)
+    write_leaderboard(records, ["SST-2"], {"joint": 0.0}, 1, 60, 40)
+    board = tables.read_leaderboard(Plan(records, ("TREC", "SST-2", "SICK"), methods, 5, "mini-ee reproduce x"))
+    text = page.page(board, {}, tmp_path, [])
+    words = " ".join(text.split())
+    assert "sweet has the highest accuracy" in words and " % on TREC." in words and "95 % interval 8" not in words
+    assert "Not at all yet: sweet has 2 seeds of 5." in words
+    state = "Methods that have been run, of 4: 3 on TREC (2 of 5 seeds) and 1 on SST-2 (1 of 5 seeds). SICK follows."
+    assert state in words and "Ranks are among those that have been run on TREC." in words
+    assert "Not run yet: pabee." in text and "Not run yet: SICK." in text
+    assert not re.search(r"±\d", text) and {cell.split()[-1] for cell in cells_of(text) if "±" in cell} == {"±?"}
+    assert "1 (1 to 3)" in text and "·" not in text and "nan" not in words.split()
+    alone = board._replace(ranks={"sweet": (1, 1, 1)}, headline={"sweet": board.headline["sweet"]})
+    assert "every other method" not in page.answer(alone)[1]
+
+
+def test_the_exam_is_compared_if_no_other_task_has_been_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranking, "DRAWS", 50)
+    write_leaderboard(tmp_path, [EXAM], {"joint": 0.0}, 1, 60, 40)
+    board = tables.read_leaderboard(Plan(tmp_path, ("TREC", EXAM), ("joint", "sweet"), 5, "mini-ee reproduce x"))
+    assert board.compared == (EXAM,) and page.answer(board)[0].endswith("% on reviews.")
+
+
+def test_a_reason_is_each_seed_that_is_missing(tmp_path):
+    from mini_ee.data.files import write_json
+
+    (tmp_path / "leaderboard" / "TREC").mkdir(parents=True)
+    write_json(tmp_path / "leaderboard/TREC/joint.json", {"settings": {}, "tried": [], "diverged": {"2": "NaN"}})
+    plan = Plan(tmp_path / "records", ("TREC",), ("joint",), 5, "mini-ee reproduce x")
+    run = SeedFigures({"training": {"seconds": 1.0}}, np.ones(2), 1, {}, {}, {}, None, (6,), math.nan, math.nan)
+    for count, why in (
+        (2, f"the training diverged with seed 2; {tables.NOT_YET}"),
+        (4, "diverged with seed 2"),
+        (5, ""),
+    ):
+        found = tables.why_fewer(plan, TaskFigures("TREC", {"joint": dict.fromkeys(range(count), run)}, {}), "joint")
+        assert found.endswith(why) and bool(found) == bool(why)
+    long = run._replace(about={"training": {"seconds": 1000.0}})
+    task = TaskFigures("TREC", {"x": dict.fromkeys(range(3), long)}, {})
+    assert tables.why_fewer(plan, task, "x") == "a training takes more than 15 minutes"
+
+
+def test_the_page_is_equal_to_the_byte_whatever_the_order_in_which_records_were_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranking, "DRAWS", 50)
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    monkeypatch.setattr(page, "write_methods", lambda board, out: None)
+    methods = {"joint": 0.0, "sweet": 0.1}
+    plan = Plan(tmp_path / "a/records", ("TREC",), tuple(methods), 3, "mini-ee reproduce x")
+    write_leaderboard(plan.records, plan.tasks, methods, 3, 60, 40)
+    other = plan._replace(records=tmp_path / "b/records")
+    for name in reversed(methods):
+        made = read_records(plan.records / f"TREC/{name}.npz")
+        for seed in reversed(made):
+            write_record(other.records / f"TREC/{name}.npz", seed, made[seed])
+    for each in (plan, other, plan):
+        path = page.write_pages(each, each.records.parent, [])
+        assert path.read_bytes() == (tmp_path / "a/leaderboard.md").read_bytes() and b"sweet has" in path.read_bytes()
+
+
+def test_links_lead_to_files_that_exist(tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "raee.md").touch()
+    for folder, expected in (("results", "[R](raee.md#a)"), ("results-quick", "[R](../results/raee.md#a)"), (".", "R")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        assert link(tmp_path / folder, "R", "raee.md#a") == expected
+    lines = "".join(page._other_lines(Plan(tmp_path, (), (), 5, ""), tmp_path) + page.adding(tmp_path))
+    assert "](" not in lines.replace("[METHODS.md](METHODS.md)", "")
 
 
 def test_a_training_that_diverged_is_named(tmp_path):
