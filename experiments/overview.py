@@ -88,8 +88,9 @@ the best one may be best by chance.
 **Controls.** A control is a claim of ours that the paper does not make, for example that a method beats random exits.
 """
 
-ONE_ANSWER = """If you need one answer: use a confidence threshold chosen on held-out examples. Joint and two-stage
-training save about the same on TREC ([ConsistentEE](consistentee.md), main result).
+ONE_ANSWER = """If you need one answer, use a confidence threshold chosen on held-out examples. `mini-ee train joint`
+trains the exits and chooses the threshold. Joint and two-stage training save about the same on TREC
+([ConsistentEE](consistentee.md), main result).
 """
 
 FOUND = (  # they found, we found, agrees
@@ -98,7 +99,7 @@ FOUND = (  # they found, we found, agrees
         "([arXiv:2607.20519](https://arxiv.org/abs/2607.20519)).",
         "A confidence threshold saves more layers on average than the learned policy of "
         "[ConsistentEE](consistentee.md); the interval of the difference is too wide to decide.",
-        "in the mean",
+        "on average",
     ),
     (
         "How well confidence predicts the errors of an exit predicts what early exit saves; calibration error does "
@@ -126,6 +127,11 @@ FOUND = (  # they found, we found, agrees
         "not tested",
     ),
 )
+
+CONTROL = "A *control* is a claim of ours that the paper does not make."
+COMPARISONS = f"""A claim has one or more comparisons. A comparison is *{ABOVE}* if its {1 - LEVEL:.0%} interval lies
+above the difference that the claim requires, *{BELOW}* if it lies below, and otherwise undecided.
+"""
 
 OTHER_PAGES = """## Other pages
 
@@ -164,9 +170,9 @@ def overview_page(cards: dict[str, Card], chart: bool, quick: bool) -> str:
     lines[-1] += f"[How a claim is judged]({JUDGING})"
     lines += [
         "",
-        f"The runs use {SIZE} and two to five tasks. So a verdict says whether an effect shows at this size, not",
+        f"The runs use {SIZE} and two to five tasks. So a verdict is about this size: it says whether an effect",
+        "shows here, not whether a paper is wrong.",
     ]
-    lines += ["whether a paper is wrong."]
     lines += ["", f"![Verdicts on the claims of each paper]({CHART})", ""] if chart else [""]
     lines += [] if quick else [ONE_ANSWER]
     for paper, card in cards.items():
@@ -176,7 +182,8 @@ def overview_page(cards: dict[str, Card], chart: bool, quick: bool) -> str:
         lines += [f"Claims: {counted(card.judged)}.", ""] if counted(card.judged) else []
     lines += ["## All claims", ""]
     if controls:
-        lines += [f"Verdicts of our {controls} controls: {counted(every, True)}.", ""]
+        lines += [f"{CONTROL} Verdicts of our {controls} controls: {counted(every, True)}.", ""]
+    lines += [COMPARISONS]
     for paper, card in cards.items():
         rows = []
         for number, one in enumerate(card.judged, 1):
