@@ -5,6 +5,7 @@ page shows how many seeds each figure has.
 """
 
 import platform
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,16 +48,18 @@ PAGE_TEXT = """# Exits for fine-tuned models, from texts without labels
 
 {models}
 
-*Agreement* is the share of the examples of dev or test whose prediction equals that of the model as transformers
-computes it; for SICK-R, whose number differs by at most a tenth of the standard deviation of the model's numbers.
-*Score* is the accuracy, for SICK-R the Spearman correlation times 100. *Time* is that of model.onnx at batch size 1 on
-one thread, in percent of the same model without exits. *Minutes* are processor time of the whole command, *memory* is
-its peak. After ± is the standard deviation over seeds; a figure without it has one seed. {not_paid}
+*Texts* is the number of texts without labels that the command reads. *Agreement* is the share of the examples of dev or
+test whose prediction equals that of the model as transformers computes it. On SICK-R the model predicts a number; two
+numbers agree if they differ by at most a tenth of the standard deviation of the model's numbers. *Score* is the
+accuracy, for SICK-R the Spearman correlation times 100. *Time* is that of model.onnx at batch size 1 on one thread, in
+percent of the same model without exits. *Guaranteed* counts the seeds with which the command guarantees the agreement.
+*Minutes* are processor time of the whole command, *memory* is its peak. After ± is the standard deviation over seeds; a
+figure without it has one seed. {not_paid}
 
 ![Agreement against layers saved, a panel per task](add-exits.png)
 
-Each line is one seed and shows other thresholds for the same heads, on dev or test. A star is the threshold that the
-command chose on its own texts.
+Each line is one seed: it shows what other thresholds would give with the same heads, on dev or test. A star marks the
+thresholds that the command chose on its own texts.
 
 ## More texts
 
@@ -73,8 +76,9 @@ command chose on its own texts.
 `add-exits` guarantees an agreement of at least {agreement} with 95 % confidence for texts like those that it was given.
 Here {repetitions} repetitions each draw {drawn:,} of {pool:,} texts of SST-2, train heads on {model} and choose
 thresholds. The agreement is measured on all other texts. The guarantee is violated if it is given and the agreement is
-lower than guaranteed. The interval is the 95 % interval of Clopper and Pearson. *No test* is a planted mistake: the
-thresholds only have to reach the agreement on the test texts themselves. The measurement finds this mistake.
+lower than guaranteed; 5 % of the guarantees may be. The interval is the 95 % interval of Clopper and Pearson. In the
+rows *no test* we leave out the statistical test on purpose: the thresholds only have to reach the agreement on the test
+texts themselves. These rows show that the measurement would find such a mistake.
 
 {guarantee}
 
@@ -87,17 +91,19 @@ while the agreement is below `--epsilon {agreement}`.
 
 {shift}
 
-*True agreement* counts all answers; *reported* is what `/metrics` shows for the shadow requests, with its 95 %
-interval. With `--tighten`, it counts from the last change on. *Drift* is the distance between the shares of the exits
-and those of the calibration (0 to 1).
+*True agreement* counts all answers. *Reported* is what `/metrics` shows for the shadow requests, with its 95 %
+interval; with `--tighten`, it counts the requests since the last change. *Drift* compares how many texts exit at each
+exit with how many did in the calibration (0: equal shares, 1: other exits only). *Tightened* is how often thresholds
+were raised.
 
 {shift_verdict}
 
-## One file for four
+## One file runs at four depths
 
 A ModernBERT of the published base shape (22 layers, width 768, vocabulary 50,368) with random weights and exits after
 layers {exits} is one model.onnx. All examples exit at the same exit; all heads up to there are evaluated. Batch size 1,
-{tokens} tokens, one thread; all cases take turns in one process, and medians of processor time count. The bar is {bar}.
+{tokens} tokens, one thread; all cases take turns in one process, and medians of processor time count. The target is a
+difference between time and share of the layers of at most {bar}.
 
 {one_file}
 
@@ -105,8 +111,8 @@ layers {exits} is one model.onnx. All examples exit at the same exit; all heads 
 
 ## Exit 0
 
-A head on the mean of the embeddings, before the first layer, beside the exits that the command chose (`--exits 0,...`):
-agreement {agreement}, {exit_0_texts} texts, {kept_model}.
+Exit 0 is a head on the mean of the embeddings, before the first layer. Here it is added to the exits that the command
+chose (`--exits 0,...`), with agreement {agreement}, {exit_0_texts} texts and {kept_model}.
 
 {exit_0}
 
@@ -114,13 +120,12 @@ agreement {agreement}, {exit_0_texts} texts, {kept_model}.
 
 ## How it was measured
 
-- Models: {fine_tuning}. `BERT-12x128` is the built-in BERT of 12 layers. A plain loop around transformers (AdamW), not
-  this project's training. It is short, so the models are weaker than published ones, most of all on SICK-R.
-- Texts without labels: other rows of the same train file than those of the fine-tuning, without their labels and
-  without repeats. TREC, MRPC and SICK-R are small, so both parts are. The built-in BERT was pretrained on texts of
+{fine_tuning}
+- Texts without labels: examples of the train file that the fine-tuning did not use, without their labels and without
+  repeats. TREC, MRPC and SICK-R are small, so both parts are small. The built-in BERT was pretrained on texts of
   SST-2, TREC and MRPC, without labels.
-- Of SST-2, train has phrases, dev has whole sentences: dev is not quite like the texts of the calibration.
-- dev of SST-2, MRPC and SICK-R, test of TREC; without examples whose text is in train.
+- SST-2 has phrases in train and whole sentences in dev. So dev is not quite like the texts that choose the thresholds.
+- The table reports dev of SST-2, MRPC and SICK-R and test of TREC, without examples whose text is in train.
 - {machine}
 """
 
@@ -251,15 +256,15 @@ def answer(figures: dict) -> str:
     return (
         f"On {len({each['task'] for each in best})} tasks and {len({each['model'] for each in best})} models, "
         f"`mini-ee add-exits` saves {100 * min(saved):.0f} to {100 * max(saved):.0f} % of the layers at its default "
-        f"agreement of {100 * AGREEMENT:.0f} %; on dev or test, {100 * min(agreement):.1f} to "
-        f"{100 * max(agreement):.1f} % of the predictions stay the same, and scores change by "
-        f"{100 * min(changes):+.1f} to {100 * max(changes):+.1f} points. "
+        f"agreement of {100 * AGREEMENT:.0f} %, with the largest number of texts. On dev or test, "
+        f"{100 * min(agreement):.1f} to {100 * max(agreement):.1f} % of the predictions stay the same. With a single "
+        f"seed, scores change by {100 * min(changes):+.1f} to {100 * max(changes):+.1f} points. "
         f"In {level['repetitions']} repetitions with new texts and new heads, the guaranteed agreement was violated "
         f"{level['broken']} times. "
-        f"It covers texts like those that were given: with thresholds from SST-2, the agreement is "
+        f"The guarantee covers only texts like those that were given. With thresholds from SST-2, the agreement is "
         f"{100 * away['MR']['served_agreement']:.1f} % on MR and {100 * away['TREC']['served_agreement']:.1f} % on "
-        f"TREC, and {100 * away['MR']['served_saved']:.0f} and {100 * away['TREC']['served_saved']:.0f} % of the "
-        f"layers are saved instead of {100 * away['SST-2']['served_saved']:.0f} %."
+        f"TREC. Of the layers, {100 * away['MR']['served_saved']:.0f} and {100 * away['TREC']['served_saved']:.0f} % "
+        f"are saved there, compared with {100 * away['SST-2']['served_saved']:.0f} % on SST-2."
     )
 
 
@@ -267,7 +272,7 @@ def not_paid_text(cases: list[dict]) -> str:
     """The calls that left the model as it is."""
     left = [each for each in cases if not each["pays"]]
     named = ", ".join(dict.fromkeys(f"{each['task']} with {each['model']}" for each in left))
-    where = f" ({named}): it says so and leaves the model as it is, which the table shows as 0 % saved" if left else ""
+    where = f" ({named}). Then it exports nothing, and the table shows 0 % saved" if left else ""
     missing = SEEDS * len(MODELS) * sum(map(len, COUNTS.values())) - len(cases)
     more = f" {missing} further calls, of other seeds among them, are not measured yet." if missing else ""
     return f"In {len(left)} of {len(cases)} calls the command finds that exits do not pay{where}.{more}"
@@ -294,10 +299,10 @@ def own_text(figures: dict) -> str:
     return (
         f"In all cases of the first table together, {sum(column(late, 'not_exited')):,} examples did not exit early. "
         f"Their logits differ from those of transformers by at most {max(column(late, 'largest_difference')):.1e} "
-        f"(float32). Without exits (the rule `never`), model.onnx gives transformers' "
-        f'`pipeline("text-classification")` label for {same["never"]:,} of {same["texts"]:,} other texts of '
-        f"{same['task']}; with the exits of the command, for {same['chosen']:,}. `--agreement 1` is refused, because "
-        f"no test on texts can guarantee it."
+        f'(float32). We also compared labels with those of transformers\' `pipeline("text-classification")`. Without '
+        f"exits (the rule `never`), model.onnx gives the same label for {same['never']:,} of {same['texts']:,} other "
+        f"texts of {same['task']}. With the exits of the command, it gives the same label for {same['chosen']:,}. The "
+        f"command refuses `--agreement 1`, because no test on texts can guarantee it."
     )
 
 
@@ -312,26 +317,27 @@ def shift_text(found: list[dict]) -> str:
     tightened = [each["task"] for each in found if each["metrics"]["tightened_total"]]
     home, *away = plain
     less = ", ".join(
-        f"{each['task']} {100 * each['served_saved']:.1f} % (drift {each['metrics']['exit_drift']:.2f})"
+        f"{100 * each['served_saved']:.1f} % on {each['task']} (drift {each['metrics']['exit_drift']:.2f})"
         for each in away
     )
     return (
         f"The reported interval contains the true agreement in {inside} of {len(plain)} cases. "
         f"The agreement is below {AGREEMENT:.0%} on {', '.join(below) or 'none of them'}. "
-        f"The layers saved are {100 * home['served_saved']:.1f} % on {home['task']}, {less}. Other texts exit "
-        f"elsewhere, and the drift shows it without labels and shadow requests. `--tighten` has raised thresholds on "
-        f"{', '.join(tightened) or 'none of them'}; it waits until a test shows that the agreement is too low."
+        f"The layers saved are {100 * home['served_saved']:.1f} % on {home['task']}, {less}. Texts of another kind "
+        f"exit after other layers, and the drift shows this without labels and without shadow requests. `--tighten` "
+        f"raised thresholds on {', '.join(tightened) or 'none of them'}: it waits until a statistical test shows that "
+        f"the agreement is too low."
     )
 
 
 def one_file_text(found: dict) -> str:
-    """Whether the bar is kept."""
+    """Whether the target is reached."""
     worst = max(found["exits"], key=lambda each: abs(each["time"] - each["share"]))
     difference = worst["time"] - worst["share"]
     verdict = "within" if abs(difference) <= BAR else "not within"
     return (
-        f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {verdict} the bar of "
-        f"{100 * BAR:.0f} points. All layers take {found['full_ms']:.0f} ms; the model exported without exits takes "
+        f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {verdict} the target "
+        f"of {100 * BAR:.0f} points. All layers take {found['full_ms']:.0f} ms; the model exported without exits takes "
         f"{found['plain_ms']:.0f} ms."
     )
 
@@ -362,7 +368,12 @@ def page(figures: dict) -> str:
     minutes = sum(column(cases, "processor_minutes")) + sum(
         {(each["task"], each["model"], each["seed"]): each["fine_tuning_minutes"] for each in cases}.values()
     )
-    tuned = ", ".join(f"{rows:,} rows of {task} for {epochs} epochs" for task, (rows, epochs) in TASKS.items())
+    tuned = ", ".join(f"{rows:,} examples of {task} for {epochs} epochs" for task, (rows, epochs) in TASKS.items())
+    tuned = (
+        f"- Models: a plain loop around transformers (AdamW), not this project's training, fine-tunes each model on "
+        f"{tuned}. The training is short, so the models are weaker than published ones, most of all on SICK-R. "
+        f"`BERT-12x128` is the built-in BERT of 12 layers."
+    )
     text = PAGE_TEXT.format(
         answer=answer(figures),
         made_by=made_by_measuring("add-exits"),
@@ -391,7 +402,7 @@ def page(figures: dict) -> str:
         exit_0_texts=f"{max(column(figures['exit-0'], 'texts')):,}",
         exit_0=exit_0_table(figures["exit-0"]),
         exit_0_verdict=exit_0_text(figures["exit-0"]),
-        fine_tuning=tuned,
+        fine_tuning=textwrap.fill(tuned, 118, subsequent_indent="  ", break_on_hyphens=False),
         machine=f"Fine-tuning and calls of the first table took {minutes:.0f} minutes of processor time in all.",
     )
     return wrapped(text)

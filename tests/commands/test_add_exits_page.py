@@ -70,7 +70,7 @@ def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
     assert "SST-2 | MiniLM | 1,000 | 2 | 99.0 ± 0.0 |" in text and "45.0 ± 7.1 |" in text and "1 of 2 |" in text
     assert "| 99%, no test | 2 of 2 | 1 |" in text
     assert "In 1 of 4 calls the command finds that exits do not pay (TREC with MiniLM)" in " ".join(text.split())
-    assert "label for 1,000 of 1,000 other texts" in text and "at most 2.0e-06" in text
+    assert "label for 1,000 of 1,000 other texts" in " ".join(text.split()) and "at most 2.0e-06" in text
     assert (tmp_path / "add-exits.png").exists() and (tmp_path / "add-exits-texts.png").exists()
 
 
