@@ -91,18 +91,19 @@ PAGE_TEXT = """# Embeddings at each depth
 
 {answer}
 
-Made by {made_by} Model: all-MiniLM-L6-v2, {layers} layers. Numbers are percentages; ± is the standard deviation over
-seeds, of which there are {seeds}.
+Made by {made_by} Model: all-MiniLM-L6-v2, {layers} layers. All columns but *layers* are in percent. ± is the standard
+deviation over seeds, of which there are {seeds}.
 
 | embedding | layers | time | Spearman | recall of neighbours | cosine |
 |---|---|---|---|---|---|
 {main}
 
-*Layers*: mean number of layers of a text. *Time*: of one text in ONNX Runtime, relative to the full model. *Spearman*:
-correlation of cosines and gold scores, the mean over six sets. *Recall of neighbours*: share of the full model's ten
-nearest documents that are found, the mean over three sets. *Cosine*: to the full model's embedding, on average. Both
-texts of a pair, and queries and documents, have the same depth or rule. Of each adaptive rule the table has the setting
-whose mean number of layers is nearest to {half}.
+*Layers* is the mean number of layers that a text runs. *Time* is that of one text in ONNX Runtime, relative to the
+full model. *Spearman* is the correlation of the cosines of pairs with their gold scores, on average over six sets.
+*Recall of neighbours* is the share of the full model's ten nearest documents that are found, on average over three
+sets. *Cosine* is the mean cosine to the full model's embedding. Both texts of a pair have the same depth or rule; so
+do queries and documents. A *map* is a linear map from the pooled hidden state to the embedding. An adaptive rule
+chooses the depth for each text; the table shows its setting whose mean number of layers is nearest to {half}.
 
 ![Mean Spearman correlation against the mean number of layers]({picture})
 
@@ -112,17 +113,17 @@ whose mean number of layers is nearest to {half}.
 
 ## Differences
 
-Differences of the mean Spearman correlation in points, with a {level:.0%} interval over seeds and pairs. A
-difference counts as better or worse above if its interval is beyond {margin:.1f} points.
+Differences of the mean Spearman correlation are in points, with a {level:.0%} interval over seeds and pairs. The
+verdicts count a difference as better or worse if its whole interval is more than {margin:.1f} points from 0.
 
-**Trained for every depth, minus trained for one depth**
+**Training for every depth, minus training for one depth**
 
 | embedding | layer | difference | interval |
 |---|---|---|---|
 {one_depth}
 
-**Adaptive depth, minus a fixed depth of the same encoder.** Fixed depths are interpolated at the same mean number of
-layers.
+**Adaptive depth, minus a fixed depth of the same encoder.** The figures of fixed depths are interpolated to the mean
+number of layers of the adaptive rule.
 
 | embedding | rule | layers | time | Spearman | difference | interval |
 |---|---|---|---|---|---|---|
@@ -140,19 +141,21 @@ Recall of the full model's ten nearest documents, the mean over seeds.
 
 ## How it was measured
 
-- Training: {trained_on:,} texts of the train files of SICK-R and SST-2, without labels; the held-out texts and the
-  order differ between seeds. Every training learns from the embedding of the original encoder: 1 - cosine. Maps: 20
-  epochs on a frozen encoder. Encoders: {encoders}; the learning rate was chosen on held-out texts.
-- 2DMSE and Starbucks are trained as their papers say, but at the full size of the embedding, and from the original
-  encoder's embedding instead of labelled pairs (`mini_ee/baselines/matryoshka_2d.py`, `starbucks.py`). A model for one
-  depth (`one_depth.py`) has the same settings and texts. The training is short, and the verdicts hold for it.
+- Training: {trained_on:,} texts of the train files of SICK-R and SST-2, without labels. The held-out texts and the
+  order differ between seeds. The loss of every training is 1 - cosine to the embedding of the original encoder. Maps
+  are trained for 20 epochs on a frozen encoder. Encoders: {encoders}; the learning rate was chosen on held-out texts.
+- 2DMSE and Starbucks are trained as in their papers, with two differences: all embeddings have the full size, and the
+  target is the original encoder's embedding instead of labelled pairs (`mini_ee/baselines/matryoshka_2d.py`,
+  `starbucks.py`). A model for one depth (`one_depth.py`) has the same settings and texts. The training is short, and
+  longer training may change the verdicts.
 - The rule `similarity` stops if the cosine of the embeddings of two exits is large enough. The rule `predictor` stops
   if a learned network predicts a large enough cosine to the full embedding (`cosine_predictor.py`).
 - Sets: all pairs of STS 2012 to 2016 and of SICK-R's test file. Queries are drawn from dev or test, documents from
-  train. Nothing was chosen on these sets. Texts of SST-2 may be among its documents and among the training texts.
+  train. Nothing was chosen on these sets. The same texts of SST-2 may be documents and training texts.
 - Intervals: percentile bootstrap with {resamples} resamples of seeds and pairs, the same pairs on both sides.
-- Time: processor time with batch size 1 and one thread, of {timed} texts drawn from all pairs, seed 0, the fastest of
-  {rounds} rounds. Models for one depth take the time of Starbucks at that depth. The full model takes {full_ms:.1f} ms.
+- Time: processor time of {timed} texts with batch size 1 and one thread. The texts are drawn from all pairs with seed
+  0, and for each text the fastest of {rounds} rounds counts. Models for one depth were not timed: the table shows the
+  time of Starbucks at the same depth. The full model takes {full_ms:.1f} ms.
 """
 
 
@@ -235,9 +238,9 @@ def verdicts(figures: dict) -> list[str]:
         values = " and ".join(f"{points(each)[0]} points ({points(each)[1]})" for each in some)
         depths = " and ".join(map(str, ONE_DEPTHS))
         found.append(
-            f'- **"{NAMES[name]} is no better than models trained for one depth" {holds}** (arXiv:2411.17299 says so '
-            f"of 2D-Matryoshka). After layers {depths} the difference of the mean Spearman correlation is {values}. "
-            f"It is better at {better} and worse at {worse} of {len(some)} depths."
+            f'- **"{NAMES[name]} is no better than models trained for one depth" {holds}** (arXiv:2411.17299 finds '
+            f"this for 2D Matryoshka embeddings). After layers {depths}, the mean Spearman correlation differs by "
+            f"{values}. {NAMES[name]} is better at {better} and worse at {worse} of {len(some)} depths."
             + (" It has one seed, so the interval is over pairs of texts alone." if figures["seeds"][name] == 1 else "")
         )
     groups = [(name, kind) for name in ADAPTIVE for kind in ("similarity", "predictor")]
@@ -247,12 +250,12 @@ def verdicts(figures: dict) -> list[str]:
         if some:
             better, worse = counted(some)
             total, better_in_all = total + len(some), better_in_all + better
-            lines.append(f"{NAMES[name]}, rule {kind}: better at {better}, worse at {worse} of {len(some)} settings")
+            lines.append(f"{NAMES[name]}, rule {kind}: better at {better}, worse at {worse} of {len(some)}")
     word = "holds" if 2 * better_in_all > total else "does not hold"
     found.append(
-        f'- **"Adaptive depth beats fixed depth" {word}.** It is better at {better_in_all} of {total} settings, which '
-        f"are compared with a fixed depth of the same encoder and the same mean number of layers. "
-        f"By encoder and rule: {'; '.join(lines)}."
+        f'- **"Adaptive depth beats fixed depth" {word}.** It is better at {better_in_all} of {total} settings. Each '
+        f"is compared with a fixed depth of the same encoder and the same mean number of layers. "
+        f"Settings by encoder and rule: {'; '.join(lines)}."
     )
     return [textwrap.fill(each, 118, subsequent_indent="  ", break_on_hyphens=False) for each in found]
 
@@ -266,11 +269,12 @@ def answer(figures: dict) -> str:
     settings = [value for key, value in figures["differences"].items() if " " in key]  # of adaptive rules
     better, worse = counted(settings)
     return (
-        f"With a map after layer {first} of {figures['exits'][-1]}, a frozen encoder keeps {maps} of the full model's "
-        f"Spearman correlation in {time_of(figures, 'maps', label):.0%} of its time; without a map it keeps {plain}. "
-        f"If the encoder itself is trained, the same depth keeps {alone} trained for this depth alone, {starbucks} "
-        f"with Starbucks and {twodmse} with 2DMSE. A depth that is chosen text by text scores higher than a fixed "
-        f"depth with as many layers at {better} of {len(settings)} settings, and lower at {worse}."
+        f"A sentence encoder may stop after layer {first} of {figures['exits'][-1]}. With a linear map there, a frozen "
+        f"encoder (`mini-ee train embedding-maps`) keeps {maps} of the full model's Spearman correlation in "
+        f"{time_of(figures, 'maps', label):.0%} of its time. Without the map it keeps {plain}. An encoder that is "
+        f"trained for this depth alone keeps {alone}, with Starbucks {starbucks} and with 2DMSE {twodmse}. A rule can "
+        f"also choose the depth text by text. This scores higher than a fixed depth with as many layers at {better} of "
+        f"{len(settings)} settings, and lower at {worse}."
     )
 
 
