@@ -10,18 +10,20 @@ __all__ = ["PAGE_TEXT", "PARTS", "page"]
 
 PAGE_TEXT = """# One ONNX graph that stops by itself
 
-**Does one graph save as much time as it saves layers?** Nearly. A classifier on SST-2 that runs {layers} of 6 layers
-could be {predicted} times as fast as without exits; three measurements gave {speedups} times, with an accuracy of
-{score} instead of {full}. Of {rows:,} predictions, {labels:,} are those of torch. {passed} of {benched} timed cases
+**Does one graph save as much time as it saves layers?** Nearly. A classifier on SST-2 runs {layers} of 6 layers on
+average. If time were proportional to layers, it would be {predicted} times as fast as without exits (the ideal
+speed-up). In three measurements it was {speedups} times as fast, with an accuracy of {score} instead of {full}. Of
+{rows:,} predictions of exported graphs, {labels:,} are equal to those of torch. {passed} of {benched} timed cases
 reach their target.
 
-| | layers run | speed-up by layers alone | measured speed-up | quality |
+| | mean layers run | ideal speed-up | measured speed-up | quality |
 |---|---|---|---|---|
 | classifier (MiniLM, SST-2) | {layers} of 6 | {predicted} | {speedup} | accuracy {score}, without exits {full} |
 {decoder_row}
 
 `mini-ee export RUN --out DIR` writes the model, its heads and its exit rule as one graph, `model.onnx`. The graph
-stops at the exit that the rule chooses; no code around it is needed. The tutorial shows how to use it.
+stops at the exit that the rule chooses; no code around it is needed. [The tutorial](../tutorial.md) shows how to use
+it.
 
 {made_by} Machine: {cores} cores that other programs used as well, ONNX Runtime {onnxruntime} on the CPU, no GPU.
 
@@ -51,9 +53,9 @@ A case is named after the model, the batch size (b), the number of tokens (t), t
   threshold. Alternative: one graph per segment (`chain`), or `generate` of transformers without exits on the same
   weights (`transformers`). The target of the latter is the share of the layers that are run.
 
-An early exit saves layers only. The embeddings and the heads still have to be computed. The table shows the time
-until all examples exit after N of 6 layers, divided by N/6 of the time of the model exported without exits (MiniLM,
-batch size 1). 1 would be ideal.
+An early exit saves layers only: the embeddings and the heads still have to be computed. In the next table all examples
+exit after N of 6 layers. The table shows their time divided by N/6 of the time of the model exported without exits
+(MiniLM, batch size 1). The ideal is 1.
 
 | heads | exit after layer 2 | exit after layer 4 | exit after layer 6 | model of the first two layers with one head |
 |---|---|---|---|---|
@@ -66,26 +68,27 @@ training examples, 3 epochs, `joint`):
 |---|---|---|---|---|---|
 {price}
 
-With LoRA exits, the stream of each exit starts again from the embeddings. Several branches of the graph use the
-weights of the backbone, so these are stored outside of the branches, and ONNX Runtime does not prepack them. On
-MiniLM at batch size 1, exits after layers 2, 4 and 6 take {lora} times as long as with one graph per segment.
+With LoRAExit, the computation of each exit starts again from the embeddings. So several branches of the graph use the
+weights of the backbone. These weights are stored outside of the branches, and ONNX Runtime does not rearrange them in
+advance for faster products (it does not *prepack* them). On MiniLM at batch size 1, exits after layers 2, 4 and 6 take
+{lora} times as long as with one graph per segment.
 
 ## A classifier, end to end
 
 The run is `joint --exits 2,4,6 --max-train 6000 --epochs 3` on SST-2 with MiniLM. It is exported and measured with
 `mini-ee evaluate DIR --task SST-2 --batch-size 1 --threads 2`. The accuracy on dev is {score} (full model: {full}),
-with {layers} of 6 layers on average. The number of layers alone would give a speed-up of {predicted}. Three
-measurements gave {speedups}.
+with {layers} of 6 layers on average. The ideal speed-up is {predicted}. Three measurements gave {speedups}.
 
 ## A decoder, end to end
 
 The run is `mini-ee train self-supervised --out R`: the built-in decoder with heads after layers {exits}. Its
 thresholds give an agreement of {level} with the full model on text that the decoder generated. It continues the first
 {words} words of {texts} stories that it was not trained on, one story at a time, by at most {new_tokens} tokens. If a
-token exits early, the layers above have no keys and values for it; they are filled by `copy_state` or `recompute`.
-The speed-up compares with the same engine without exits, on the first {timed} stories.
+token exits early, the layers above have no keys and values for it. `copy_state` computes them from the hidden state at
+the exit; `recompute` runs the skipped layers later. The speed-up compares with the same engine without exits, on the
+first {timed} stories. The ideal one is {deepest} divided by the mean number of layers.
 
-| engine | tokens | agreement with the full model | mean layers, of {deepest} | speed-up by layers alone | speed-up |
+| engine | tokens | agreement with the full model | mean layers, of {deepest} | ideal speed-up | speed-up |
 |---|---|---|---|---|---|
 {decoder}
 

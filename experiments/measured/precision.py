@@ -147,12 +147,12 @@ SECTION = """## int8 and float16
 
 `mini-ee export RUN --int8` rounds the weights and the inputs of the linear maps within the layers to 8 bits;
 `--fp16` stores weights and states in 16 bits, for GPUs. MiniLM with exits after layers 2, 4 and 6 was trained by
-`joint` on 2,000 examples of TREC and of SST-2, and each run was exported three times. All three exports stop by the
-run's own threshold. "Equal" is the share of predictions that are those of float32: by the rule, and of the last
-layer. "Moved" is the share of examples that exit after another layer than in float32. The figures are those of ONNX
-Runtime on the CPU with one thread, for int8 and all times one text at a time, on the test set of TREC
-({trec_rows} examples) and the dev set
-of SST-2 ({sst_rows} examples).
+`joint` on 2,000 examples of TREC and of SST-2, and each run was exported three times. All three exports use the run's
+own threshold. "By the rule" is the accuracy with this threshold. "Equal" is the share of examples with the same
+prediction as in float32, with the threshold and at layer 6. "Moved" is the share of examples that exit after another
+layer than in float32. The figures are those of ONNX Runtime on the CPU with one thread, on the test set of TREC
+({trec_rows} examples) and the dev set of SST-2 ({sst_rows} examples). For int8 and for all times, it computes one text
+at a time.
 
 | task | precision | accuracy, layer 2 | layer 4 | layer 6 | by the rule | equal | equal, layer 6 | moved | layers |
 |---|---|---|---|---|---|---|---|---|---|
@@ -168,11 +168,11 @@ layers. Memory is that of a session that has run, in its own process.
 The processor is {processor}, {vnni}. The case `int8` of the section Speed was measured earlier, on a
 processor with VNNI, when weights were rounded to 127 steps on each side of zero; today there are 63.
 
-**Does a guarantee hold on the int8 graph?** `mini-ee calibrate EXPORTED --epsilon {epsilon} --delta {delta}` guarantees
-that at each exit at least {share} of the examples that are as confident agree with the last exit of the same graph. We
-drew {sets} calibration sets, each a quarter of {unseen} training examples that the training did not use, and counted
-how often the guarantee is violated on the other examples. In int8 a prediction depends a little on the other examples
-of its batch; so we recorded batches of one and of {batch}.
+**Does a guarantee hold on the int8 graph?** `mini-ee calibrate EXPORTED --epsilon {epsilon} --delta {delta}`
+guarantees that at each exit at least {share} of the examples that reach the threshold agree with the last exit of the
+same graph. We drew {sets} calibration sets, each a quarter of {unseen} training examples that the training did not
+use, and counted how often the guarantee is violated on the other examples. In int8 a prediction depends a little on
+the other examples of its batch; so we recorded batches of one and of {batch}.
 
 | task | thresholds from | tested on | violated | 95 % interval | examples that exit early |
 |---|---|---|---|---|---|
