@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import shutil
+import time
 from itertools import combinations
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokenizer import Inputs, Tokenizer
+from mini_ee.evaluation import plots, row_evaluation
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.exits.token_exits import TokenExits
-from mini_ee.export import writer
+from mini_ee.export import sessions, writer
+from mini_ee.export.manifest import WEIGHTS
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import Session
 from mini_ee.methods.lora_exits import LoRAExits
@@ -53,10 +56,43 @@ def one_thread_a_graph():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def equal_graphs_share_a_session():
+    """To open a graph takes longer than to run it. Sessions have no state: one serves all folders with equal files."""
+    opened, known = sessions._opened, {}
+
+    def shared(path, options, provider):
+        weights = path.with_name(WEIGHTS)
+        if not path.exists() or not weights.exists() or weights.is_symlink() or weights.stat().st_nlink > 1:
+            return opened(path, options, provider)
+        file, kind = weights.stat(), sessions.ort.InferenceSession
+        key = (path.read_bytes(), file.st_ino, file.st_mtime_ns, file.st_size, provider, options.intra_op_num_threads)
+        key += (options.use_per_session_threads, kind, getattr(kind, "_create_inference_session", None))
+        if key not in known:
+            while len(known) >= 50:
+                del known[next(iter(known))]
+            known[key] = opened(path, options, provider)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "_opened", shared)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_wait_for_the_disk():
     """Tests kill processes but not the machine, so files are complete without fsync."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_pictures_and_short_measurements():
+    """No test reads the pixels of a picture or trusts the seconds of a batch: each batch is timed once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "DPI", 20)
+        patch.setattr(row_evaluation, "TIMED_REPEATS", 1)
+        patch.setattr(row_evaluation.measure_seconds, "__defaults__", (1, time.perf_counter))
         yield
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # matplotlib is optional
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 12  # characters
 
+DPI = 150  # of a picture
+
 
 def text_plot(points: list[tuple[float, float]], x_name: str, y_name: str) -> str:
     """A scatter plot in characters; the axes span the points."""
@@ -304,7 +306,7 @@ def save_figure(figure: "Figure", path: Path) -> None:
         for text in legend.get_texts():
             text.set_parse_math(False)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
+    figure.savefig(buffer, format="png", dpi=DPI)
     write_bytes(path, buffer.getvalue())
 
 

@@ -17,12 +17,11 @@ from mini_ee.training.stages import Batch
 GOLDEN = Path(__file__).parents[1] / "golden"
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 TEXTS = [
-    f"{'very ' * very}{first} {thing} is {'a ' * a}{second}"
+    f"{'very ' * very}{first} {thing} is {second}"
     for thing in THINGS
     for first in GOOD + BAD
     for second in GOOD + BAD
     for very in range(2)
-    for a in range(2)
 ]
 """Texts without labels, for `add_exits`."""
 SEGMENTS = {
