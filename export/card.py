@@ -22,6 +22,7 @@ COMMANDS = {
     "embeddings": ('echo "A text." | mini-ee run DIR', '{"input": "A text."}', "/v1/embeddings"),
 }
 ANSWERS = ('echo "A text." | mini-ee run DIR', '{"text": "A text."}', "/classify")
+PAIRS = (r"printf 'A text.\tAnother.\n' | mini-ee run DIR", '{"text": "A text.", "text_b": "Another."}', "/classify")
 """Of a unit: the command for one text, the body of a request, and its path."""
 
 
@@ -127,7 +128,8 @@ def _measured(manifest: dict) -> list[str]:
 
 
 def _use(manifest: dict) -> str:
-    line, body, path = COMMANDS.get(manifest["unit"], ANSWERS)
+    pairs = manifest.get("task", {}).get("texts") == 2
+    line, body, path = COMMANDS.get(manifest["unit"], PAIRS if pairs else ANSWERS)
     shadow = " --shadow .05" if manifest["unit"] in ("rows", "prompts") and manifest["task"]["label_names"] else ""
     return f"""```bash
 {line}
@@ -135,4 +137,5 @@ mini-ee serve DIR{shadow}
 curl localhost:8000{path} --json '{body}'
 ```
 
-DIR is this folder. Any ONNX Runtime can run `model.onnx`; `manifest.json` names its inputs and outputs."""
+DIR is this folder. Any ONNX Runtime whose version knows opset {manifest["opset"]} can run `model.onnx`; `manifest.json`
+names its inputs and outputs."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from http_server import SENTENCES, THINGS, WORDS
 
 from mini_ee.cli.main import main
+from mini_ee.data.lines import row_of_line, row_of_object
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.export import calibrated, writer
 from mini_ee.export.card import card, guarantee_line
@@ -151,6 +153,16 @@ def test_the_card_advises_only_a_calibration_that_is_possible(runtime, decoder):
     assert "gives its run one; then export the run again" in guarantee_line(decoder.config | none)
     for other in ({"exits": [6]}, {"task": runtime.config["task"] | {"label_names": []}}):
         assert guarantee_line(runtime.config | none | other) == "None."
+
+
+def test_the_commands_of_a_card_have_as_many_texts_as_its_rows(runtime):
+    for count in (1, 2):
+        text = card(runtime.config | {"task": runtime.config["task"] | {"texts": count}})
+        (body,) = re.findall("--json '(.*)'", text)
+        ((printed,),) = [re.findall(r"^(?:echo \"|printf ')(.*?)(?:\\n)?[\"'] \| mini-ee run", text, re.M)]
+        assert len(row_of_object(json.loads(body), count)) == len(
+            row_of_line(printed.replace(r"\t", "\t").encode(), count)
+        )
 
 
 def test_onnx_is_missed_before_any_text_is_read(export, monkeypatch, capsys):
