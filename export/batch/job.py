@@ -122,14 +122,14 @@ class Job:
 
     def _check_columns(self) -> None:
         """Raise WrongArguments if no input has the columns. If only some have not, their errors are reported later."""
-        errors = []
+        first = None
         for path in self.paths:
             reader = self._reader(path)
             for row in reader:
                 if reader.columns or row.error is None:
                     return
-                errors.append(f"{path}:{row.line}: {row.error}")
-        raise WrongArguments(next(iter(errors), f"{self.paths[0]}: expected rows, found none; name a file with rows"))
+                first = first or f"{path}:{row.line}: {row.error}"
+        raise WrongArguments(first or f"{self.paths[0]}: expected rows, found none; name a file with rows")
 
     def _begin(self) -> None:
         """Write job.json, or compare it with the one that is there."""
