@@ -80,12 +80,8 @@ def _exits(manifest: dict) -> str:
 def guarantee_line(manifest: dict) -> str:
     """The guarantee of the rule in words."""
     found = manifest.get("guarantee")
-    if not found and manifest["unit"] in ("tokens", "embeddings"):
-        return "None: `mini-ee calibrate` gives its run one; then export the run again."
-    if not found and (not manifest["task"]["label_names"] or len(manifest["exits"]) == 1):
-        return "None."
     if not found:
-        return "None: `mini-ee calibrate DIR --text FILE --epsilon .95 --delta .05` gives one."
+        return _no_guarantee(manifest)
     if found.get("guarantee") == "conformal":
         what = f"a new text has the full model's prediction with probability {found['epsilon']:g} or more"
     elif "cosine" in found:
@@ -102,6 +98,16 @@ def guarantee_line(manifest: dict) -> str:
         )
         what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} held-out examples"
     return f"{what[0].upper()}{what[1:]}. It holds for texts like those that gave it."
+
+
+def _no_guarantee(manifest: dict) -> str:
+    """How to get a guarantee; calibrated.check_calibratable refuses other exports."""
+    graphs, row_unit = manifest["graphs"], manifest["unit"] not in ("tokens", "embeddings")
+    if row_unit and not manifest["task"]["label_names"] or len(manifest["exits"]) == 1:
+        return "None."
+    if row_unit and "threshold" in graphs["model"]["inputs"] and "model_web" not in graphs:
+        return "None: `mini-ee calibrate DIR --text FILE --epsilon .95 --delta .05` gives one."
+    return "None: `mini-ee calibrate` gives its run one; then export the run again."
 
 
 def _measured(manifest: dict) -> list[str]:
