@@ -25,7 +25,8 @@ class RowThresholds(Rule):
     name = "row-thresholds"
 
     def __init__(self, rule: Rule, thresholds: np.ndarray):
-        check_has_threshold(rule)
+        if not has_threshold(rule):
+            raise ValueError(f"expected a rule with a threshold, found the rule {rule.name}; leave the thresholds out")
         thresholds = np.asarray(thresholds, np.float32)
         if thresholds.ndim != 2:
             raise ValueError(f"expected thresholds of shape (rows, exits - 1), found {thresholds.shape}")
@@ -59,7 +60,6 @@ class RowThresholds(Rule):
         return self.rule.served_by(other)
 
 
-def check_has_threshold(rule: Rule) -> None:
-    """Raise ValueError if the rule compares nothing with a threshold."""
-    if THRESHOLD not in rule.runtime_inputs or rule.plans_from_texts:
-        raise ValueError(f"the rule {rule.name} has no threshold that could differ by row; leave it out")
+def has_threshold(rule: Rule) -> bool:
+    """Whether the rule compares something with a threshold."""
+    return THRESHOLD in rule.runtime_inputs and not rule.plans_from_texts

@@ -16,7 +16,7 @@ import numpy as np
 
 from mini_ee.data.values import shortened
 from mini_ee.export.runtime import Runtime
-from mini_ee.row_thresholds import THRESHOLD, check_has_threshold
+from mini_ee.row_thresholds import THRESHOLD, has_threshold
 from mini_ee.rules import Rule
 from mini_ee.threshold_curve import threshold_for
 
@@ -47,9 +47,7 @@ class RequestThresholds:
         self.fields = self._possible()  # of FIELDS, that a request may have
 
     def _possible(self) -> tuple[str, ...]:
-        try:
-            check_has_threshold(self._rule)
-        except ValueError:
+        if not has_threshold(self._rule):
             return ()
         points = self._curve["points"] if self._curve else []
         return FIELDS[: 1 + bool(points) + bool(points and all(loss is not None for _, _, loss, _ in points))]
@@ -63,8 +61,9 @@ class RequestThresholds:
             return None
         if len(given) > 1:
             raise ValueError(f"expected one of {', '.join(FIELDS)}, found {' and '.join(given)}")
-        check_has_threshold(self._rule)
         ((name, value),) = given.items()
+        if not self.fields:
+            raise ValueError(f"{name} needs a rule with a threshold, found the rule {self._rule.name}; leave it out")
         found = self._numbers(value) if name == THRESHOLD else [self._mapped(name, value)] * self._count
         return np.array(found, np.float32)
 
@@ -92,9 +91,10 @@ class RequestThresholds:
     def _mapped(self, name: str, value: Any) -> float:
         if name not in self.fields:
             missing = "a curve with losses" if "agreement" in self.fields else "a curve of its rule"
+            advice = "the export" if name == "agreement" else "its run on examples with labels and export that again"
             raise ValueError(
                 f"{name} needs {missing}, which this export does not have: give {' or '.join(self.fields)}, or "
-                f"calibrate the run on examples with labels and export it again"
+                f"calibrate {advice}"
             )
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise ValueError(f"expected {name} as a number from 0 to 1, found {shortened(value)}")

@@ -59,7 +59,11 @@ def test_that_test_can_fail(monkeypatch):
 @pytest.mark.parametrize(
     ("rule", "thresholds", "message"),
     [
-        (FixedExit(0), np.zeros((N, 2)), "the rule fixed has no threshold that could differ by row"),
+        (
+            FixedExit(0),
+            np.zeros((N, 2)),
+            "expected a rule with a threshold, found the rule fixed; leave the thresholds out",
+        ),
         (Threshold(0.5), np.zeros(2), r"expected thresholds of shape \(rows, exits - 1\), found \(2,\)"),
         (Threshold(0.5), np.zeros((N, 3)), "expected 2 thresholds for each row, .* found 3"),
         (Threshold(0.5), np.zeros((N - 1, 2)), "expected thresholds for 32 rows, found those of 31"),

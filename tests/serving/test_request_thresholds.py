@@ -69,7 +69,9 @@ def test_the_runtime_takes_thresholds_by_row(runtime):
     assert [each.layers for each in found] == [alone(runtime, *each).layers for each in zip(TEXTS, THRESHOLDS)]
     with pytest.raises(ValueError, match="expected 3 thresholds for each row, one for each exit but the last, found 2"):
         runtime.run(TEXTS, thresholds=values[:, 1:])
-    with pytest.raises(ValueError, match="the rule never has no threshold that could differ by row; leave it out"):
+    with pytest.raises(
+        ValueError, match="expected a rule with a threshold, found the rule never; leave the thresholds out"
+    ):
         runtime.run(TEXTS, rule=NeverExit(), thresholds=values)
 
 
@@ -119,8 +121,12 @@ def test_a_wrong_threshold_is_400_with_one_line(runtime, monkeypatch):
 @pytest.mark.parametrize(
     ("points", "fields", "message"),
     [
-        (None, {"agreement": 0.9}, "agreement needs a curve of its rule, which this export does not have: give thr"),
-        (None, {"max_loss": 0.1}, "max_loss needs a curve of its rule, which this export does not have: give thr"),
+        (None, {"agreement": 0.9}, "a curve of its rule, which this .* have: give threshold, or calibrate the export$"),
+        (
+            None,
+            {"max_loss": 0.1},
+            "max_loss needs a curve of its rule, which this .*, or calibrate its run on examples",
+        ),
         (
             [[0.4, 0.7, None, 1.5]],
             {"max_loss": 0.1},
@@ -174,8 +180,8 @@ def test_a_curve_of_another_rule_maps_nothing_and_a_logit_has_no_limits(runtime,
         RequestThresholds(runtime, Threshold(-0.5, "entropy")).of(threshold=0.5)
     with pytest.raises(ValueError, match='expected threshold as a number, "inf" or "-inf", or a list of 3'):
         RequestThresholds(runtime, Policy(0.5)).of(threshold="high")
-    with pytest.raises(ValueError, match="the rule never has no threshold"):
-        RequestThresholds(runtime, NeverExit()).of(threshold=0.5)
+    with pytest.raises(ValueError, match="agreement needs a rule with a threshold, found the rule never; leave it out"):
+        RequestThresholds(runtime, NeverExit()).of(agreement=0.9)
 
 
 def test_a_row_with_its_own_threshold_is_no_shadow_row(runtime):
