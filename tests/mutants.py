@@ -597,6 +597,18 @@ OF_MODELS = [
     *[("methods.raee_encoders.pooled", always(bug), "encoders.py::test_own_states_are_the_mean_over_the_tokens_of_the_row_after_the_layer[2]") for bug in (lambda hidden, mask, pool: hidden[:, 0], lambda hidden, mask, pool: hidden[:, -1], lambda hidden, mask, pool: hidden.amax(dim=1))],
 ]
 
+LEADERBOARD = "experiments.leaderboard."
+OF_LEADERBOARD = [
+    (LEADERBOARD + "ranking.holm", source("(len(p_values) - place)", "len(p_values)"), "statistics.py::test_holm_rejects_what_adjusted_p_values_reject"),
+    (LEADERBOARD + "ranking.seed_weights", source("max(1, len(seeds) - 1)", "len(seeds)"), "statistics.py::test_the_spread_of_the_draws_is_the_standard_error"),
+    (LEADERBOARD + "ranking.seed_weights", source("{task}, seeds {seeds}", "{task}"), "statistics.py::test_methods_with_other_seeds_have_other_draws_of_seeds"),
+    (LEADERBOARD + "ranking.degrees_of_freedom", always(lambda drawn, spread: math.inf), "statistics.py::test_degrees_of_freedom_are_few_if_seeds_differ_and_many_if_examples_do"),
+    (LEADERBOARD + "ranking.difference", source("own_seeds == foreign_seeds", "False"), "statistics.py::test_a_difference_is_paired_if_the_seeds_are_the_same"),
+    (LEADERBOARD + "ranking.has_interval", source(">= LEAST_SEEDS", ">= 2"), "statistics.py::test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better[2]"),
+    (LEADERBOARD + "exam._partial", source("xy - xz * yz", "xy"), "statistics.py::test_the_exam_tells_easy_from_short[<lambda>-what is easy]"),
+    (LEADERBOARD + "figures.seed_figures", source("reported.passes[", "reported.depth["), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
+]
+
 TORCH = [  # what the package calls
     ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
     ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
@@ -612,6 +624,7 @@ MUTANTS = [
     *[(f"mini_ee.{place}", bug, CONTRACT + test) for place, bug, test in RULES],
     *[(f"mini_ee.{place}", bug, METHODS + test) for place, bug, test in OF_METHODS],
     *[(f"mini_ee.{place}", bug, PARITY + test) for place, bug, test in OF_MODELS],
+    *[(f"mini_ee.{place}", bug, f"commands/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *TORCH,
 ]
 

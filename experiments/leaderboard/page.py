@@ -161,10 +161,11 @@ def _pays(board: Leaderboard, best: str) -> str:
             f"so the best method at 2x {'loses' if lost >= 0 else 'gains'} {percent(abs(lost))} points."
         )
     if CONTROL in board.headline:
-        gap = signed(interval(difference(board.headline[best], board.headline[CONTROL])))
+        gap = interval(difference(board.headline[best], board.headline[CONTROL]))
+        points = signed(gap).removesuffix(f" {NO_INTERVAL}")
         lines.append(
             f"If all examples exit at the same layer of joint training (*{CONTROL}*), the accuracy is "
-            f"{percent(board.headline[CONTROL].mean)} %; the difference is {gap} points."
+            f"{percent(board.headline[CONTROL].mean)} %; the difference is {points} points."
         )
     return f"**Does it pay?** {' '.join(lines)}" if lines else ""
 

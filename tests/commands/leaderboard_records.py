@@ -8,20 +8,22 @@ from mini_ee.recording import Record, Recorded
 EXITS = (1, 2, 3, 4, 5, 6)
 
 
-def drawn_record(chances, rows, random, easy=None, classes=2, exits=EXITS, labels=None, confident=2.0):
+def drawn_record(chances, rows, random, easy=None, classes=2, exits=EXITS, labels=None, again=False):
     """Exit k of each row is right with the probability chances[k]; the same uniform number counts at all exits, so that
-    a row is easy or hard. A right exit has a larger gap between its logits, by `confident` on average.
+    a row is easy or hard. A right exit has a larger gap between its logits. again: every exit starts again from the
+    embeddings, so more layers run than the exit layer says.
     """
     labels = random.integers(0, classes, rows) if labels is None else labels
     hard = random.random(rows) if easy is None else easy
     noise = random.normal(size=(rows, len(exits)))
     right = np.clip(hard[:, None] + 0.05 * noise, 0, 1) < np.array(chances)
-    gap = np.abs(random.normal(1, 0.5, right.shape)) + np.where(right, confident, 0.1)
+    gap = np.abs(random.normal(1, 0.5, right.shape)) + np.where(right, 2.0, 0.1)
     predicted = np.where(right, labels[:, None], (labels[:, None] + 1) % classes)
     logits = np.where(np.arange(classes) == predicted[..., None], gap[..., None], 0)
     flops = np.stack((np.full(right.shape, 1000.0), np.full(right.shape, 10.0)), axis=2)
     measures = {"exit_logit": (gap[:, :-1] - 2).astype(np.float32)}
-    segments = Recorded(tuple(exits), logits.astype(np.float16).astype(np.float32), flops, [1] * len(exits), measures)
+    passes = list(exits) if again else [1] * len(exits)
+    segments = Recorded(tuple(exits), logits.astype(np.float16).astype(np.float32), flops, passes, measures)
     return Record(segments, segments.logits, 1000.0 * len(exits) + 10, labels=labels)
 
 
