@@ -44,7 +44,7 @@ from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {
     "leaderboard-front.png": "Accuracy against the share of the FLOPs, the mean over seeds. Coloured: the methods that "
-    "are best at some share",
+    "are best at some share. Bar: the usual 95 % interval at 2x, the median over methods, if there are enough seeds",
     "leaderboard-methods.png": "Each method alone, and all others in grey: mean accuracy over the tasks against the "
     "share of the FLOPs",
     "leaderboard-hardness.png": "Mean exit layer of each kind of sentence at 2x fewer FLOPs, from plain to doubly "
@@ -109,7 +109,9 @@ def answer(board: Leaderboard) -> list[str]:
     beaten = {worse for better, worse in board.better if better == best}
     open_ = [name for name in ranked[1:] if name not in beaten]
     average = ", on average" if len(board.compared) > 1 else ""
-    between = f" (95 % interval {percent(found.low)} to {percent(found.high)})" if not math.isnan(found.low) else ""
+    between = (
+        f" (95 % interval {percent(found.low)} to {percent(min(found.high, 1))})" if not math.isnan(found.low) else ""
+    )
     lines = [
         f"**Which method for a classifier with half of the FLOPs?** {best} has the highest accuracy: "
         f"{percent(found.mean)} % on {where}{average}{between}."
@@ -129,7 +131,7 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
     if count == 1:
         return "No other method has been run on all of these tasks."
     _, low, high = board.ranks[best]
-    text = f"Its rank is {low} to {high} of {count} (95 % interval). "
+    text = f"Its rank is {low}{f' to {high}' * (low < high)} of {count} (95 % interval). "
     if not open_:
         return text + "It is significantly better than every other method."
     if len(open_) == count - 1:
@@ -194,11 +196,12 @@ LEGEND = f"""*Accuracy at 2x*: of the method's own exit rules, the one with the 
 those with at most half of the FLOPs of its full model; its accuracy on the reported examples, in percent, the mean over
 the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL}: not known with fewer than
 {LEAST_SEEDS} seeds. *Rank*: with the ranks that are possible if only significant differences count (Holm's correction
-over all pairs of methods). *Minus joint*: the paired difference from joint training, in points. *Layers saved*: in
-percent, if at most one point is lost against the full model of joint training with the same seed; a layer that runs
-twice counts twice. *Speed-up at 2x*: measured with batch size 1. *Training s*: processor seconds. *MB added*: compared
-with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the same layer of joint
-training; nothing is trained or timed for it. {NOTHING}: does not apply."""
+over all pairs of methods). *Minus joint*: the paired difference from joint training, in points; its interval is not
+corrected for the number of methods. *Layers saved*: in percent, if at most one point is lost against the full model
+of joint training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: measured with batch size
+1. *Training s*: processor seconds. *MB added*: compared with a fine-tuned model without exits. *{CONTROL}*: a
+control, no method: all examples exit at the same layer of joint training; nothing is trained or timed for it.
+{NOTHING}: does not apply."""
 
 TASK_NOTE = f"""Accuracy in percent ± half of the 95 % interval ({NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds). ▲, ▼:
 better or worse than joint training (Holm's correction over all cells of the table). *At 1 point*: the rule with the
@@ -249,9 +252,12 @@ correlations (Holm's correction over the methods), and the larger one must be ab
 
 def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     """The verdicts in words, the correlations, depth and accuracy by kind, and the usual table."""
-    if not passed:
+    runs = board.tasks[EXAM].runs
+    if not runs:
         return ["Not run yet.", ""]
     order = [name for name in [*board.order, CONTROL] if name in passed]
+    absent = [name for name in board.order if name in runs and name not in passed]
+    without = [f"Some seed has no rule with half of the FLOPs: {listed(absent)}."] if absent else []
     verdicts = {name: each.verdict for name, each in passed.items() if not isinstance(each.correlations, str)}
     easy, short = ([name for name, verdict in verdicts.items() if verdict == which] for which in (EASY, SHORT))
     summary = (
@@ -266,6 +272,7 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
         cells = [found, *[NOTHING] * 3] if alone else [_correlation(found[each]) for each in CORRELATIONS]
         rows.append([name, *cells, passed[name].verdict or NOTHING])
     lines = [*_wrapped([summary, EXAM_NOTE]), *markdown_table(["method", *CORRELATIONS, "exits early on"], rows), ""]
+    lines += _wrapped(without)
     depth = [[name, *(f"{each:.1f}" for each in passed[name].depth)] for name in order]
     right = [[name, *(percent(each) for each in passed[name].accuracy)] for name in order]
     lines += [

@@ -8,7 +8,8 @@ import numpy as np
 from mini_ee.data.reviews import HARDNESS
 from mini_ee.evaluation.plots import new_panels, save_figure
 from mini_ee.experiments.leaderboard.exam import Exam
-from mini_ee.experiments.leaderboard.figures import AREA, CONTROL, REFERENCE, SeedFigures, shares_of
+from mini_ee.experiments.leaderboard.figures import AREA, CONTROL, HEADLINE, REFERENCE, SeedFigures, shares_of
+from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard
 from mini_ee.experiments.pictures import CYCLE, GREY
 
@@ -22,7 +23,8 @@ def draw_all(board: Leaderboard, passed: dict[str, Exam], out: Path, names: list
     out.mkdir(parents=True, exist_ok=True)
     begun = [name for name in board.plan.tasks if board.tasks[name].runs]
     if begun:
-        draw_fronts(out / names[0], {name: task_curves(board, [name]) for name in begun})
+        intervals = {name: _usual_interval(board, name) for name in begun}
+        draw_fronts(out / names[0], {name: task_curves(board, [name]) for name in begun}, intervals)
     if curves := task_curves(board, list(board.compared)):
         draw_methods(out / names[1], {name: curves[name] for name in [*board.order, CONTROL] if name in curves})
     if passed:
@@ -48,6 +50,15 @@ def task_curves(board: Leaderboard, tasks: list[str]) -> dict[str, Curve]:
     return found
 
 
+def _usual_interval(board: Leaderboard, task: str) -> float:
+    """Half of the interval of the accuracy at HEADLINE, in percent, the median over methods; NaN if none has one."""
+    found = [
+        interval(board.drawn[task][name, HEADLINE]) for name in board.order if (name, HEADLINE) in board.drawn[task]
+    ]
+    halves = [100 * (each.high - each.mean) for each in found if not math.isnan(each.high)]
+    return float(np.median(halves)) if halves else math.nan
+
+
 def _score(run: SeedFigures, share: float) -> float:
     return float(run.at[share].mean())
 
@@ -67,8 +78,11 @@ def front(curves: dict[str, Curve]) -> list[str]:
     return sorted(wins, key=lambda name: (-wins[name], name))
 
 
-def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]]) -> None:
-    """A panel for each task. The methods of the front have a colour, the same in all panels; others are grey."""
+def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[str, float]) -> None:
+    """A panel for each task. The methods of the front have a colour, the same in all panels; others are grey.
+
+    intervals: task -> half of the usual interval of a curve, which a bar shows; none if NaN.
+    """
     fronts = {name: front(curves)[: MOST_COLOURED - 2] for name, curves in tasks.items()}
     coloured = dict.fromkeys(method for each in fronts.values() for method in each if method != REFERENCE)
     colours = {method: CYCLE[number % len(CYCLE)] for number, method in enumerate(coloured)}
@@ -82,6 +96,11 @@ def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]]) -> None:
             axes.plot(*curve, style, label=method if own or method == CONTROL else "_other", **look)
         axes.set(title=name, xlabel="% of the full model's FLOPs", ylabel="accuracy in %")
         _zoom(axes, curves)
+        if not math.isnan(half := intervals[name]):
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, max(high, low + 2.5 * half))
+            bar = {"color": DARK, "elinewidth": 1, "capsize": 3, "label": "usual 95 % interval"}
+            axes.errorbar([99], [low + 1.2 * half], [half], fmt="none", **bar)
     entries = {}
     for axes in grid:
         handles, names = axes.get_legend_handles_labels()
