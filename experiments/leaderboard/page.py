@@ -198,8 +198,8 @@ the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL
 {LEAST_SEEDS} seeds. *Rank*: with the ranks that are possible if only significant differences count (Holm's correction
 over all pairs of methods). *Minus joint*: the paired difference from joint training, in points; its interval is not
 corrected for the number of methods. *Layers saved*: in percent, if at most one point is lost against the full model
-of joint training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: measured with batch size
-1. *Training s*: processor seconds. *MB added*: compared with a fine-tuned model without exits. *{CONTROL}*: a
+of joint training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: measured, one example at
+a time. *Training s*: processor seconds. *MB added*: compared with a fine-tuned model without exits. *{CONTROL}*: a
 control, no method: all examples exit at the same layer of joint training; nothing is trained or timed for it.
 {NOTHING}: does not apply."""
 

@@ -205,6 +205,23 @@ def test_a_failure_does_not_stop_the_others(board, monkeypatch, capsys):
     assert [*read_records(board.out / "records/words/sweet.npz")] == [0]
 
 
+def test_quick_trains_each_classifier_with_three_seeds_and_each_decoder_with_one(board, monkeypatch):
+    seeds = {"classifiers": [], "decoders": []}
+    monkeypatch.setattr(protocol, "QUICK_EXAMS", (EXAM,))
+    monkeypatch.setattr(decoders, "QUICK_EXAMS", ())
+
+    def spied(work, *more):
+        seeds["classifiers"] += [seed for job in work for seed in job.seeds]
+        return []
+
+    monkeypatch.setattr(leaderboard, "run_all", spied)
+    monkeypatch.setattr(
+        leaderboard, "run_decoders", lambda out, sources, few, *more: seeds["decoders"].extend(few) or 0
+    )
+    leaderboard.make_leaderboard(quick=True, say=lambda line: None, **board.folders)
+    assert seeds == {"classifiers": [0, 1, 2], "decoders": [0]}
+
+
 def test_what_does_not_fit_is_one_line(board, capsys):
     assert "raee is not in the tables" in refused(capsys, "reproduce", "leaderboard", "--only", "raee", *board.places)
     assert "expected one of" in refused(capsys, "reproduce", "leaderboard", "--only", "no-such", *board.places)
