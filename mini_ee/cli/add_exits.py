@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mini_ee.cli.command_options import add_options, given_options
 
-HELP = "exits for a fine-tuned model as it is, from text without labels: trained, tested and exported"
+HELP = "add exits to a fine-tuned model, from texts without labels; the model itself does not change"
 EXAMPLE = "mini-ee add-exits my-classifier --text inputs.txt --out fast"
 
 
@@ -15,7 +15,7 @@ def add(sub) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="folder of a fine-tuned ...ForSequenceClassification or of a sentence encoder",
+        help="folder of a fine-tuned classifier (...ForSequenceClassification) or of a sentence encoder",
     )
     sub.add_argument(
         "--text",
@@ -23,8 +23,8 @@ def add(sub) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="files of texts like the model's real inputs: a text a line, .jsonl, .csv or .tsv; labels only count with "
-        "--max-loss",
+        help="files of texts like the model's real inputs: one text per line, .jsonl, .csv or .tsv; only --max-loss "
+        "reads labels",
     )
     sub.add_argument("--out", type=Path, default=Path("fast"), metavar="DIR", help="folder to write")
     add_options(sub, AddOptions)

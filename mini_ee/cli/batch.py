@@ -14,7 +14,7 @@ from mini_ee.export.batch.job import Job, JobOptions, summary_lines
 from mini_ee.export.batch.pools import pool_maker
 from mini_ee.export.sessions import versions
 
-HELP = "run the rows of many files through an export, in parts; a job that was killed goes on"
+HELP = "run the rows of many files through an export, in parts; a second call continues a killed job"
 EXAMPLE = "mini-ee batch exported --in 'in/*' --out out"
 OTHERS = "label_column", "regression", "split_file"  # options of labelled tasks
 
@@ -22,9 +22,9 @@ OTHERS = "label_column", "regression", "split_file"  # options of labelled tasks
 def add(sub: ArgumentParser) -> None:
     """Add the options of the command."""
     sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export")
-    inputs = "files, or patterns in quotation marks: .jsonl, .csv, .tsv, .parquet, or .txt with a text a line"
+    inputs = "files, or patterns in quotation marks: .jsonl, .csv, .tsv, .parquet, or .txt with one text per line"
     sub.add_argument("--in", dest="inputs", nargs="+", required=True, metavar="FILE", help=inputs)
-    out = "folder for the parts; that of a job that was killed, to go on"
+    out = "folder for the parts; to continue a killed job, name its folder"
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
     columns = sub.add_argument_group("columns of the inputs, and parts")
     add_options(columns, TaskOptions, lacks=OTHERS)

@@ -25,25 +25,27 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument(
         "--epsilon", type=number, required=True, help="least agreement with the full model, above 0, at most 1"
     )
-    sub.add_argument("--delta", type=number, help="probability that the guarantee fails (default no guarantee)")
+    sub.add_argument(
+        "--delta", type=number, help="largest probability that the guarantee is violated (default no guarantee)"
+    )
     sub.add_argument(
         "--guarantee",
         choices=("exits", "conformal"),
         default="exits",
-        help="guarantee: of each exit's agreement, or (conformal, one threshold) of the final predictions' agreement",
+        help="guarantee: agreement at each exit (exits), or of the final predictions, with one threshold (conformal)",
     )
-    cosine = "cosine to the full embedding that a share of --epsilon of the texts must have, for a sentence encoder"
+    cosine = "least cosine to the full embedding, for at least --epsilon of the texts, if the run is a sentence encoder"
     sub.add_argument("--cosine", type=number, metavar="C", help=cosine)
     measures = (*MEASURES, "exit_logit")
     sub.add_argument("--measure", choices=measures, help=MEASURE)
     sub.add_argument(
-        "--sets", type=positive, metavar="N", help="number of calibration sets on which the guarantee is checked"
+        "--sets", type=positive, metavar="N", help="number of random calibration sets on which the guarantee is checked"
     )
     sub.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="text file: of an export a text a line, or a table; for a decoder its text (default generated text)",
+        help="file: one text per line, or a table, for an export; running text for a decoder (default generated text)",
     )
     prompt = "prompt for a decoder's generated text; may be repeated (default built-in prompts)"
     sub.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)

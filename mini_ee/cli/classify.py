@@ -29,7 +29,9 @@ def add_where(sub: ArgumentParser, device: bool = True, schedules: bool = True) 
         sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     if schedules:
         sub.add_argument(
-            "--schedule", choices=SCHEDULES, help="streams of lora-exits that start together (default restart)"
+            "--schedule",
+            choices=SCHEDULES,
+            help="schedule of lora-exits: exits one by one, in parallel, or in the fastest groups (default restart)",
         )
 
 

@@ -31,7 +31,7 @@ def add(sub: ArgumentParser) -> None:
         "--schedule",
         type=_schedules,
         metavar="S",
-        help="schedules of lora-exits, such as restart,parallel; one table row each (default restart)",
+        help="schedules of lora-exits, such as restart,parallel; one table row for each (default restart)",
     )
     sub.add_argument("--sweep", action="store_true", help="also evaluate other values of each rule's setting")
     sub.add_argument(

@@ -20,8 +20,10 @@ def add(sub: ArgumentParser) -> None:
     from mini_ee.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
-    sub.add_argument("file", type=Path, metavar="FILE", help="file with one text a line, or a JSON object with `text`")
-    out = "file to write: .npy for an array (N, d) of float32, .jsonl for one JSON object a text"
+    sub.add_argument(
+        "file", type=Path, metavar="FILE", help="file with one text per line, or one JSON object with `text` per line"
+    )
+    out = "file to write: .npy for an array (N, d) of float32, .jsonl for one JSON object per text"
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
     sub.add_argument("--batch-size", type=positive, default=32, help="batch size")
     add_where(sub, schedules=False)

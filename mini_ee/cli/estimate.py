@@ -21,7 +21,7 @@ def add(sub: ArgumentParser) -> None:
         metavar="MODEL",
         help="folder of a checkpoint, or a built-in one: bert-12x128 or llama-12x256 (default bert-12x128)",
     )
-    add_task(sub, "folder of a task, of which the train split is read (default the built-in reviews, for bert-12x128)")
+    add_task(sub, "folder of a task; its train split is read (default the built-in reviews, for bert-12x128)")
     sub.add_argument(
         "--text",
         type=Path,
@@ -35,7 +35,7 @@ def add(sub: ArgumentParser) -> None:
         "--picture",
         type=Path,
         metavar="PNG",
-        help="PNG file: agreement with the last layer, and where predictions settle",
+        help="PNG file: agreement with the last layer, and the layer after which predictions stay the same",
     )
 
 

@@ -24,7 +24,7 @@ def add(sub: ArgumentParser) -> None:
         "run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run, of an export or of a decoder's checkpoint"
     )
     add_task(
-        sub, "folder of a task, or for decoders of a benchmark such as HellaSwag (default the task of the training)"
+        sub, "folder of a task; for a decoder also of a benchmark such as HellaSwag (default the task of the training)"
     )
     sub.add_argument("--split", help="split to evaluate (default dev if there is one, else test)")
     sub.add_argument(
@@ -40,7 +40,9 @@ def add(sub: ArgumentParser) -> None:
         help="also evaluate other thresholds, or other values of the setting of --rule (decoders: of epsilon)",
     )
     sub.add_argument(
-        "--overthinking", action="store_true", help="also list examples that are right at an exit, wrong at a later one"
+        "--overthinking",
+        action="store_true",
+        help="also list examples that one exit predicts correctly and a later exit does not",
     )
     sub.add_argument(
         "--neighbours", type=positive, metavar="N", help="number of examples whose neighbours are printed (raee)"
@@ -48,7 +50,9 @@ def add(sub: ArgumentParser) -> None:
     sub.set_defaults(hardness=False)
     if "hardness" in MEASUREMENTS:
         sub.add_argument(
-            "--hardness", action="store_true", help="also measure the memorized layer and its correlations"
+            "--hardness",
+            action="store_true",
+            help="also measure the hardness of examples: the memorized layer and its correlations",
         )
     sub.add_argument(
         "--text", type=Path, metavar="FILE", help="text file whose perplexity is measured too (decoders, --sweep)"

@@ -58,9 +58,12 @@ def add(sub: ArgumentParser) -> None:
     replicas.add_argument("--replicas", type=span, metavar="N", help=number_of)
     guarantee = sub.add_argument_group("the guarantee in service")
     guarantee.add_argument(
-        "--shadow", type=number, metavar="SHARE", help="share of requests that also run to full depth"
+        "--shadow",
+        type=number,
+        metavar="SHARE",
+        help="share of requests that also run all layers, to measure the agreement",
     )
-    epsilon = "agreement to keep (default the one of calibrate --delta or --guarantee conformal)"
+    epsilon = "agreement that is to be kept (default the one of calibrate --delta or --guarantee conformal)"
     guarantee.add_argument("--epsilon", type=number, help=epsilon)
     guarantee.add_argument(
         "--tighten", action="store_true", help="raise thresholds while the agreement is below --epsilon"

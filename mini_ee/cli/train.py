@@ -22,7 +22,9 @@ def add(commands, argv: list[str]) -> None:
     """The sub-commands: the method that argv names, imported for its options, or else all of them by name."""
     about = f"{HELP}\n\n`mini-ee train METHOD --help` shows the options of a method."
     parser = commands.add_parser("train", description=about, example=EXAMPLE)
-    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser, help="name")
+    methods = parser.add_subparsers(
+        dest="method", required=True, metavar="METHOD", parser_class=Parser, help="method, see below"
+    )
     named = [name for name in METHODS if argv[:2] == ["train", name]]
     for name in named or METHODS:
         sub = methods.add_parser(name, example=f"mini-ee train {name} --out run")

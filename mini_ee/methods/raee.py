@@ -4,7 +4,8 @@ Paper: Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework for
 arXiv:2405.15198. The equations as tests: tests/spec/test_3_raee.py.
 
 Symbols:    x, y       an example and its class
-            l or j, z  one of K exits (the paper's m layers); the exit of x
+            l or j     one of the K exits (the paper's m layers)
+            z          the exit that is chosen for x
             $p_i^j$    the probability of the right class at exit j for the collected example i, 0 if exit j is wrong:
                        `values` (N, K) of all N collected examples; (B, k, K) of the k neighbours $v_1 ... v_k$ of each
                        row of a batch
@@ -24,7 +25,7 @@ Deviations from the paper, and what it leaves open:
 4. The paper does not specify the distance of Eq. 5; here it is the squared L2 distance of vectors of length 1.
 5. A model that is read through a prompt may first be fine-tuned on a few examples (`shots`); the paper's is not.
 
-This file imports no torch at the top: the runtime without torch plans with it.
+This file imports no torch at the top, because the runtime without torch uses it to choose exits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -130,7 +131,7 @@ class Retrieval(Rule):
     """
 
     k: int = option(12, "number of neighbours that vote", least=1)
-    tau: float = option(0.9, "least probability with which a neighbour's exit votes, Eq. 4", least=0, most=1)
+    tau: float = option(0.9, "least probability at which a neighbour's exit votes, Eq. 4", least=0, most=1)
     fallback_top: int = option(
         0, "number of best correct exits that vote if no exit of a neighbour reaches tau", least=0, metavar="N"
     )
@@ -233,7 +234,7 @@ class Config(Settings):
     """Settings of the method: of the rule, of the queries, and of the prompt."""
 
     k: int = option(12, "number of neighbours that vote", least=1)
-    tau: float = option(0.9, "least probability with which a neighbour's exit votes, Eq. 4", least=0, most=1)
+    tau: float = option(0.9, "least probability at which a neighbour's exit votes, Eq. 4", least=0, most=1)
     fallback_top: int = option(
         3, "number of best correct exits that vote if no exit of a neighbour reaches tau", least=0, metavar="N"
     )

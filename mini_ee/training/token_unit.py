@@ -23,8 +23,8 @@ class TokenUnit(Unit):
     default_measure = MEASURE
     built_in = BUILT_IN_DECODER
     options = CommonOptions, TextOptions
-    task_help = f"kind of a decoder's text, {' or '.join(KINDS[1:])}"
-    options_help = "of a decoder, if --task is no folder"
+    task_help = "kind of a decoder's training text: continue (the ends of stories) or copy (sentences)"
+    options_help = "text for a decoder, if --task is not a folder"
 
     def wants(self, model_type, task):
         return not is_labelled(task) and (model_type is None or generates(model_type) or task in KINDS)

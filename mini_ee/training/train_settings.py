@@ -20,7 +20,7 @@ class TrainOptions(Settings):
     head_lr: float = option(5e-4, "learning rate of the new parts: heads and policies", least=0)
     batch_size: int = option(32, "batch size, in examples or texts", least=1)
     warmup: float = option(0.1, "share of a stage's steps in which the learning rate rises", least=0, most=1)
-    weight_decay: float = option(0.01, "weight decay of matrices", least=0)
+    weight_decay: float = option(0.01, "weight decay, of matrices only", least=0)
     clip: float = option(1.0, "maximum norm of the gradient; a longer one is clipped", above=0)
     precision: str = option(
         "float32", "autocast precision of the forward pass; weights stay in float32", choices=PRECISIONS
@@ -140,12 +140,14 @@ class AddOptions(Settings):
     agreement: float = option(0.99, "share of predictions that must equal the model's", above=0, most=1)
     max_loss: float | None = option(
         None,
-        "largest loss of accuracy against the model, in place of --agreement, if the texts have labels",
+        "largest loss of accuracy compared with the model; it replaces --agreement, and the texts need labels",
         least=0,
         below=1,
         default_text="none",
     )
-    confidence: float = option(0.95, "confidence of that agreement, or of that loss", above=0, below=1)
+    confidence: float = option(
+        0.95, "confidence level of the guarantee, for --agreement or --max-loss", above=0, below=1
+    )
     exits: tuple[int, ...] | None = option(
         None,
         "layers with a head, such as 0,2,4,6; 0 is the embeddings",
