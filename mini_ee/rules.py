@@ -16,7 +16,7 @@ entries for the rows that do not stop, so at every exit they belong to the rows 
 False: a row whose confidence is NaN does not exit early.
 
 A rule is a frozen dataclass; the command line makes its options from the fields and their help. It holds no state: one
-rule may serve many batches. Exit indices k count from 0 along `exits`; layers count from 1 (exit 0 has run none).
+rule may serve many batches. Exit indices k count from 0 along `exits`. Depths count layers: 0 is the embeddings.
 """
 
 import math

@@ -3,7 +3,7 @@
 Paper: Ziqian Zeng, Yihuai Hong, Hongliang Dai, Huiping Zhuang, Cen Chen, ConsistentEE: A Consistent and Hardness-Guided
 Early Exiting Method for Accelerating Language Models Inference, AAAI 2024, arXiv:2312.11882v2. Eq. 1, the weighted sum,
 is training.stages.depth_weighted_sum, which other methods share; Eq. 2 to 7 are here, for examples and for tokens. The
-equations as tests: tests/spec/test_4_consistent.py. Table 1 is consistent_hardness.py.
+equations as tests: tests/spec/test_4_consistent.py. Table 1 is computed in consistent_hardness.py.
 
 Symbols:   losses       $l_t = H(y, P_t(x))$ of all exits
            depths       the layers t of the exits, L the last
@@ -12,7 +12,7 @@ Symbols:   losses       $l_t = H(y, P_t(x))$ of all exits
            log_exit     $ln P(exit at t)$
 
 A trajectory is determined by the exit at which it ends: the action is Continue at all exits before, Exit there. So
-$P(exit at t) = pi_t prod_{i<t} (1 - pi_i)$. The last exit takes all that are left, so there are only K trajectories.
+$P(exit at t) = pi_t prod_{i<t} (1 - pi_i)$. At the last exit every example stops, so there are only K trajectories.
 
 Deviations from the paper, and what it leaves open:
 1. Eq. 5 multiplies the reward with the probability inside an expectation over that same probability. Maximising this
@@ -22,14 +22,14 @@ Deviations from the paper, and what it leaves open:
 2. Policies are initialised so that all exits are equally likely. If each exit had probability 1/2, hardly any
    trajectory would reach a deep layer.
 3. t and M count layers, also if there are fewer exits than layers.
-4. "Until convergence": after every policy epoch and task step, the held-out examples exit where p > .5, and their mean
-   reward by Eq. 3 decides whether the weights are kept; the first round without an improvement is the last. Eq. 4 would
-   be wrong here: its M depends on the current weights, so an example that the last exit unlearns would gain reward
-   (`--selection learned` uses it nevertheless).
-5. The paper gives no learning rates and epochs. Eq. 1 has those that all methods share here. Policies are small and
-   start from nothing, so they learn faster and longer than the states that they read.
-6. Heads and policies read the mean over tokens by default; the paper's read the first token (`pool`).
-7. On examples, step 4 samples exits from states with dropout, the same states that its losses come from.
+4. "Until convergence": after every policy epoch and task step, the held-out examples exit if p > .5. Their mean reward
+   by Eq. 3 decides whether the weights are kept. Training ends after the first round without an improvement. Eq. 4
+   would be wrong here: its M depends on the current weights, so the reward of an example would rise if the last exit
+   unlearned it (`--selection learned` uses Eq. 4 nevertheless).
+5. The paper gives no learning rates and epochs. Training by Eq. 1 has those that all methods share here. Policies are
+   small and start untrained, so they get more epochs and a higher learning rate than the backbone.
+6. Heads and policies read the mean over tokens by default; those of the paper read the first token (`pool`).
+7. For examples, step 4 computes states with dropout. It samples exits and computes losses from the same states.
 8. Table 1: the loss is that of Eq. 1 on held-out examples; forgetting events are counted from epoch to epoch.
 
 On tokens ("Experimental Settings", the part on generation): step 1 is LoRA on a decoder. Then the decoder is frozen, so

@@ -7,7 +7,7 @@ equations as tests: tests/spec/test_1_lora_exits.py.
 
 Symbols    W (d, d)            a projection of the backbone; `weight` below, (O, I) as torch stores it
            A (d, m), B (m, d)  the two factors of an adapter; m is `rank`
-           k = 1 .. N          exits; here k = 0 .. K - 1, and exit k sits after layer e_k = exits[k]
+           k = 1 .. N          exits; here k = 0 .. K - 1, and exit k comes after layer e_k = exits[k]
            z^k                 logits of exit k; T their temperature
            lambda              weight of the distillation loss (`weight`)
 
@@ -26,8 +26,8 @@ Deviations from the paper, and what it leaves open, with the test that pins it:
 
 Cost, which the paper does not report: adapters differ from layer 1 on, so exit k + 1 cannot continue from the hidden
 states of exit k. Either the streams run side by side through one shared product (Eq. 6; `parallel`), or an example that
-does not stop at an exit starts again from the embeddings (`restart`). `restart` is the default: on a CPU the time goes
-into arithmetic, of which it never needs more. In layer passes:
+does not stop at an exit starts again from the embeddings (`restart`). `restart` is the default: on a CPU the time
+is spent on arithmetic, and `restart` never needs more of it. Layer passes of an example that exits after each layer:
 
     exits at           3    6    9   12
     parallel          12   21   27   30

@@ -1,7 +1,7 @@
 """RAEE's query embeddings: one vector per example, from the model's own states or from a sentence encoder.
 
 Both are callables Inputs -> (B, D) float32, the mean over the tokens of an example, with a name that is unique to the
-encoder. The first token would not do: in a causal decoder it is the same vector for every example.
+encoder. The first token cannot be used: in a causal decoder its state is the same for every example.
 """
 
 from pathlib import Path

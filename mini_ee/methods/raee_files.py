@@ -1,4 +1,4 @@
-"""RAEE's datastore on disk. If a write is killed, the old one or the new one is there. Reading checks everything.
+"""RAEE's datastore on disk. If a write is killed, the old or the new datastore is complete. Reading checks everything.
 
 index.hnsw             the index with the vectors, as hnswlib writes it; with several shards (raee_shards.py)
                        index.0.hnsw, index.1.hnsw, ...

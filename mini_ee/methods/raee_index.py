@@ -1,8 +1,8 @@
 """Checks hnswlib's index file before hnswlib opens it, because hnswlib trusts every number in it.
 
-A checksum detects damage, but not a file that was made wrong together with its checksum, for example in a datastore
-from somebody else. If a link leads to an element that does not exist, or the search begins at one, hnswlib reads
-outside of its memory and the process ends.
+A checksum detects damage. It does not detect a file that was wrong when its checksum was computed, for example in a
+datastore that somebody else made. If a link leads to an element that does not exist, or the search begins at such an
+element, hnswlib reads outside of its memory and the process ends.
 
 hnswlib 0.8.0 writes (`saveIndex` in hnswalg.h), in the machine's own byte order: HEADER; each element as element_type;
 and for each element the size of its upper layers in bytes (4 bytes), then each of them from layer 1 up as layer_type.
