@@ -845,6 +845,13 @@ def test_readme_prints_no_figure_that_is_not_in_the_json():
         assert shown == printed_mean(paper, case, figure), (paper, case, figure)
     examples = read_data(RESULTS / "raee", load_recipe("raee")).mean("TREC encoder fallback 3", "rows")
     assert f"{examples:,.0f} more labelled ones" in text
+    speed_ups = [
+        printed_mean("consistentee", f"TREC {name}", "speed-up at one point") for name in ("joint", "two-stage")
+    ]
+    assert f"{' and '.join(speed_ups)} times as fast" in text
+    for decoder in ("built-in", "stories260K"):
+        speed_up = printed_mean("self-supervised", f"{decoder} copy 0 soft", "speed-up at epsilon .8")
+        assert f"{speed_up} times as fast" in text, decoder
 
 
 def test_a_page_repeats_the_figure_of_another_page():
