@@ -31,6 +31,7 @@ class Reading(NamedTuple):
     breaking_ties_logits: np.ndarray | None = None
     prediction: np.ndarray | None = None  # (N,), index of the largest logit; for regression the number
     token_cost: np.ndarray | None = None  # (N, 2), if tokens exit within a row: mean layers per token, and FLOPs
+    weakest_label: np.ndarray | None = None  # (N,), the measure of several labels at once
 
     def keep(self, rows: np.ndarray) -> "Reading":
         """The logits and costs of some rows. The other fields are for the rule, which has read them."""

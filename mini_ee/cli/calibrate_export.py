@@ -17,7 +17,7 @@ from mini_ee.errors import WrongArguments
 from mini_ee.export.calibrated import check_calibratable, write_calibrated
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import PROVIDERS
-from mini_ee.recording import record
+from mini_ee.recording import predictions, record
 from mini_ee.threshold_curve import threshold_curve
 
 
@@ -36,11 +36,12 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     texts, about = _texts(args, runtime)
     size = args.batch_size or BATCH
     recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
+    labels = Task(runtime.config["method"], tuple(runtime.label_names), (), {}, multi_label=runtime.multi_label)
+    recorded.segments.measures["prediction"] = predictions(recorded.logits, labels)  # of several labels, their set
     rule, answer, guarantee = calibrated(args, runtime, recorded)
     fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement")
     measured = about | {key: answer[key] for key in fields} | {"batch_size": size, "provider": runtime.provider}
     out = args.out or args.run
-    labels = Task(runtime.config["method"], tuple(runtime.label_names), (), {}, multi_label=runtime.multi_label)
     curve = threshold_curve(recorded, rule, labels, None)
     model_id = write_calibrated(runtime, out, rule, guarantee, answer["exit_counts"], measured, curve)
     report(args, runtime.exits, answer, f"rows of {', '.join(about.values())}", say)

@@ -157,6 +157,17 @@ def test_a_server_gives_the_sigmoid_of_every_label_and_counts_the_same_set_as_ag
     assert engine_of(added.exported).rule == added.exported.rule
 
 
+def test_calibrating_its_export_counts_equal_sets_of_labels(added, tmp_path, capsys):
+    """With epsilon 1, every row that calibrated agrees: those that do not are among the fresh ones."""
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    options = ("--text", tmp_path / "texts.txt", "--epsilon", "1", "--out", tmp_path / "new", "--json")
+    assert main(["calibrate", *map(str, (added.out / "exported", *options))]) == 0
+    found, exported = json.loads(capsys.readouterr().out), Runtime(tmp_path / "new", threads=1)
+    pairs = zip(exported.run(TEXTS), exported.run(TEXTS, rule=NeverExit()), strict=True)
+    wrong = sum(not early.agrees(full) for early, full in pairs)
+    assert found["exit_counts"][0] and found["end_to_end"] == pytest.approx(1 - wrong / found["rows_fresh"])
+
+
 def test_classify_prints_the_labels_with_their_probabilities(added, capsys):
     assert main(["classify", str(added.out / "run"), "--text", TEXTS[3]]) == 0
     text = capsys.readouterr().out
