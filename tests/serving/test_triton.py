@@ -31,6 +31,7 @@ import mini_ee.export
 from mini_ee.cli.main import main, parser
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.export import triton
+from mini_ee.export.calibrated import write_calibrated
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Refused
 from mini_ee.rules import FixedExit, Rule, Threshold
@@ -167,6 +168,17 @@ def test_a_second_configuration_has_a_threshold_of_each_row(repository):
         each.layers for text, row in zip(TEXTS, thresholds) for each in runtime.run([text], thresholds=row[None])
     ]
     assert layers.tolist() == expected != [each.layers for each in runtime.run(TEXTS)]
+
+
+def test_a_calibration_changes_the_run_s_own_thresholds_in_both_graphs(repository, tmp_path):
+    runtime, new = Runtime(repository / "classify" / "1", threads=1), tmp_path / "new"
+    measured = {"task": "words", "rows_calibration": 1, "rows_fresh": 1, "end_to_end": 1.0, "mean_layers": 1.0}
+    write_calibrated(runtime, new, Threshold(0.0), None, [1, 0, 0, 0], measured | {"batch_size": 1})
+    session, inputs = onnxruntime.InferenceSession(new / triton.BY_ROW), runtime.encode(TEXTS).batch(slice(None))
+    feeds = {each.name: getattr(inputs, each.name) for each in session.get_inputs() if each.name != "threshold"}
+    (layers,) = session.run(["layers"], feeds | {"threshold": np.full((len(TEXTS), 3), np.nan, np.float32)})
+    own = [each.layers for each in Runtime(new, threads=1).run(TEXTS)]
+    assert layers.tolist() == own != [each.layers for each in runtime.run(TEXTS)]
 
 
 @pytest.mark.parametrize(
