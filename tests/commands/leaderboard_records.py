@@ -44,6 +44,8 @@ def write_leaderboard(folder, tasks, methods, seeds, rows=300, held_out=200):
                     "half": {"speedup": 1.9},
                     "training": training,
                     "megabytes_added": 0.5,
+                    "trained_as": next(iter(methods)),
+                    "made": {"processor": "a"},
                 }
                 made = SeedRecord(
                     drawn_record(chances, rows, random, easy, labels=labels, exits=exits),
