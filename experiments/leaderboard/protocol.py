@@ -67,7 +67,7 @@ EXAMS = (
     Exam("SICK", "SICK", "all-MiniLM-L6-v2", 1500, 4, (1.0, 4.0), "test"),
 )
 QUICK_EXAMS = (Exam("reviews", TOY, None, 300, 4, (1.0,), timed_rows=32),)
-QUICK_METHODS = ("joint", "two-stage", "pabee", "lora-exits", "consistent")
+QUICK_METHODS = ("joint", "two-stage", "pabee", "lora-exits")
 QUICK_SEEDS = 3  # the fewest with which there are intervals
 
 
