@@ -104,7 +104,7 @@ def answer(board: Leaderboard) -> list[str]:
     ranked, state = [name for name in board.order if name in board.ranks], _state(board)
     if not ranked:
         return [f"No method has a figure at half of the FLOPs yet. {state}"]
-    best, where = ranked[0], listed(board.compared)
+    best, where = ranked[0], listed(["the built-in reviews" if name == EXAM else name for name in board.compared])
     found = interval(board.headline[best])
     beaten = {worse for better, worse in board.better if better == best}
     open_ = [name for name in ranked[1:] if name not in beaten]
@@ -125,8 +125,8 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
     if not has_interval(board.headline[best]):
         seeds = min(map(len, board.headline[best].seeds))
         return (
-            f"Not at all yet: {best} has {seeds} seed{'s' * (seeds > 1)} of {board.plan.seeds}. With fewer than "
-            f"{LEAST_SEEDS} no method has an interval, and none is called better than another."
+            f"Not at all yet: {best} has {seeds} seed{'s' * (seeds > 1)} of {board.plan.seeds}, and no method is "
+            f"called better than another. {ENOUGH}"
         )
     if count == 1:
         return "No other method has been run on all of these tasks."
@@ -192,16 +192,18 @@ def _state(board: Leaderboard) -> str:
     return text + (f" Ranks are among those that have been run on {listed(board.compared)}." if board.compared else "")
 
 
+ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of several tasks."
+
 LEGEND = f"""*Accuracy at 2x*: of the method's own exit rules, the one with the best accuracy on held-out examples among
 those with at most half of the FLOPs of its full model; its accuracy on the reported examples, in percent, the mean over
-the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL}: not known with fewer than
-{LEAST_SEEDS} seeds. *Rank*: with the ranks that are possible if only significant differences count (Holm's correction
-over all pairs of methods). *Minus joint*: the paired difference from joint training, in points; its interval is not
-corrected for the number of methods. *Layers saved*: in percent, if at most one point is lost against the full model
-of joint training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: measured, one example at
-a time. *Training s*: processor seconds. *MB added*: compared with a fine-tuned model without exits. *{CONTROL}*: a
-control, no method: all examples exit at the same layer of joint training; nothing is trained or timed for it.
-{NOTHING}: does not apply."""
+the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL}: not known with so few seeds.
+{ENOUGH} *Rank*: with the ranks that are possible if only significant differences count (Holm's correction over all
+pairs of methods). *Minus joint*: the paired difference from joint training, in points; its interval is not corrected
+for the number of methods. *Layers saved*: in percent, if at most one point is lost against the full model of joint
+training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: of that rule, measured with one
+example at a time; it may use fewer FLOPs than it could. *Training s*: processor seconds. *MB added*: compared with a
+fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the same layer of joint
+training; nothing is trained or timed for it. {NOTHING}: does not apply."""
 
 TASK_NOTE = f"""Accuracy in percent ± half of the 95 % interval ({NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds). ▲, ▼:
 better or worse than joint training (Holm's correction over all cells of the table). *At 1 point*: the rule with the
@@ -345,8 +347,8 @@ def _measured_lines(board: Leaderboard) -> list[str]:
     lines += [
         f"- Intervals: {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S seeds S - 1 are "
         f"drawn, so that the variance is unbiased. An interval is the mean ± t times the standard deviation of the "
-        f"draws, with Student's t and Satterthwaite's degrees of freedom. Nothing is called better with fewer than "
-        f"{LEAST_SEEDS} seeds.",
+        f"draws, with Student's t and Satterthwaite's degrees of freedom. {ENOUGH} "
+        f"Without intervals nothing is called better.",
         "- Rules are chosen on held-out training examples, never on the reported ones. Of rules with equal scores the "
         "deepest is chosen.",
         f"- {len(trained)} trainings of classifiers, with those that chose learning rates: "

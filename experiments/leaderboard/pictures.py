@@ -27,8 +27,7 @@ def draw_all(board: Leaderboard, passed: dict[str, Exam], out: Path, names: list
         draw_fronts(out / names[0], {name: task_curves(board, [name]) for name in begun}, intervals)
     if curves := task_curves(board, list(board.compared)):
         draw_methods(out / names[1], {name: curves[name] for name in [*board.order, CONTROL] if name in curves})
-    if passed:
-        order = [name for name in board.order if name in passed]
+    if order := [name for name in board.order if name in passed]:
         draw_hardness(out / names[2], {name: passed[name].depth for name in order})
 
 

@@ -272,8 +272,7 @@ def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
         reference = drawn.get((REFERENCE, figure))
         if method in (REFERENCE, CONTROL) or reference is None:
             continue
-        gap = each if figure == "area" else difference(each, reference)
-        if has_interval(gap):
-            compared[method, figure] = interval(gap)
+        if has_interval(each) and has_interval(reference):
+            compared[method, figure] = interval(each if figure == "area" else difference(each, reference))
     passed = holm([each.p_value for each in compared.values()])
     return {key: BETTER if each.mean > 0 else WORSE for (key, each), is_so in zip(compared.items(), passed) if is_so}

@@ -170,7 +170,7 @@ def test_a_page_with_two_seeds_of_some_methods_says_what_is_there(tmp_path, monk
     text = page.page(board, {}, tmp_path, [])
     words = " ".join(text.split())
     assert "sweet has the highest accuracy" in words and " % on TREC." in words and "95 % interval 8" not in words
-    assert "Not at all yet: sweet has 2 seeds of 5." in words and "±? points" not in words
+    assert "Not at all yet: sweet has 2 seeds of 5, and" in words and "±? points" not in words
     state = "Methods that have been run, of 4: 3 on TREC (2 of 5 seeds) and 1 on SST-2 (1 of 5 seeds). SICK follows."
     assert state in words and "Ranks are among those that have been run on TREC." in words
     assert "Not run yet: pabee." in text and "Not run yet: SICK." in text
@@ -182,7 +182,7 @@ def test_the_exam_is_compared_if_no_other_task_has_been_run(tmp_path, monkeypatc
     monkeypatch.setattr(ranking, "DRAWS", 50)
     write_leaderboard(tmp_path, [EXAM], {"joint": 0.0}, 1, 60, 40)
     board = tables.read_leaderboard(Plan(tmp_path, ("TREC", EXAM), ("joint", "sweet"), 5, "mini-ee reproduce x"))
-    assert board.compared == (EXAM,) and page.answer(board)[0].endswith("% on reviews.")
+    assert board.compared == (EXAM,) and page.answer(board)[0].endswith("% on the built-in reviews.")
 
 
 def test_a_reason_is_each_seed_that_is_missing(tmp_path):

@@ -94,7 +94,9 @@ def test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better(seeds):
     assert math.isnan(found.low) and math.isnan(found.high) and found.p_value == 1
     assert tables.plus_minus(found) == f"{100 * found.mean:.1f} ±?" and page._correlation(found).endswith(" ±?")
     assert ranking.better_pairs(drawn) == set() and not math.isnan(ranking.interval(drawn["five"]).low)
-    assert not ranking.has_interval(ranking.mean_of([drawn["five"], drawn["a"]]))
+    both = ranking.mean_of([drawn["a"], drawn["b"]])
+    assert ranking.has_interval(both) == (seeds == 2)  # two tasks with two seeds each have two degrees of freedom
+    assert ranking.has_interval(ranking.mean_of([drawn["five"], drawn["a"]])) == (seeds == 2)
 
 
 def test_a_difference_of_0_up_to_rounding_is_no_difference():
