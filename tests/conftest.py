@@ -137,6 +137,10 @@ def all_schedules(num_exits):
     return schedules
 
 
+SCHEDULES = ([[0], [1], [2]], [[0, 1, 2]])
+"""restart and parallel with three exits. In graphs each is tested on every second set of adapters; torch runs all."""
+
+
 def random_decoder(kind, num_layers):
     """A small Llama (two query heads share a key head), Gemma or Phi with its vocabulary head."""
     config = {

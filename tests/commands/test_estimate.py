@@ -367,13 +367,13 @@ NUMBERS = {"exits", "agreement", "kept", "saved", "low", "high", "net_saved", "n
 
 
 def test_the_built_in_encoder_and_reviews_are_the_defaults(capsys, tmp_path):
-    found = answer(capsys, "estimate", "--max-rows", 100, "--picture", tmp_path / "estimate.png")
+    found = answer(capsys, "estimate", "--max-rows", 80, "--picture", tmp_path / "estimate.png")
     assert KEYS | {"accuracy", "majority", "rows", "task"} <= found.keys() and NUMBERS == found["estimate"].keys()
-    assert found["model"] == "bert-12x128" and found["unit"] == "rows" and found["rows"] == 100
+    assert found["model"] == "bert-12x128" and found["unit"] == "rows" and found["rows"] == 80
     assert found["layers"] == len(found["agreement"]) == len(found["accuracy"]) == 12 and found["task"] == "reviews"
     assert found["source"] == "reviews, train" and 0 < found["head_layers"] < 0.01
     assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["estimate", "bert-12x128", "--task", "reviews", "--max-rows", "100"]) == 0
+    assert main(["estimate", "bert-12x128", "--task", "reviews", "--max-rows", "80"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == found["advice"] and f"{found['agreement'][3]:.3f}" in shown
 
@@ -470,12 +470,12 @@ def test_a_run_is_no_checkpoint(capsys, checkpoint_folder, words_task, tmp_path)
 def test_real_models_settle_at_the_layers_that_were_measured(capsys, tmp_path):
     """MiniLM's layers know TREC early; heads of stories260K cost more than they save (results/self-supervised.md)."""
     weights, data = Path(SHARED) / "weights", Path(SHARED) / "data"
-    found = answer(capsys, "estimate", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 400)
+    found = answer(capsys, "estimate", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 250)
     assert found["layers"] == 6 and min(found["accuracy"]) > found["majority"] + 0.2
     assert found["agreement"] == sorted(found["agreement"]) and found["advice"].startswith("Early exit should pay")
     stories = tmp_path / "stories.txt"
     stories.write_text((data / "TinyStories" / "tinystories_sample.txt").read_text()[:100_000])
-    found = answer(capsys, "estimate", weights / "stories260K", "--text", stories, "--texts", 60)
+    found = answer(capsys, "estimate", weights / "stories260K", "--text", stories, "--texts", 45)
     assert found["layers"] == 5 and found["agreement"] == sorted(found["agreement"]) and found["agreement"][3] < 0.6
     assert 0.5 < found["head_layers"] < 0.8 and found["few_exits"]["exits"] == [5]
     assert found["advice"].startswith("Early exit will hardly pay")

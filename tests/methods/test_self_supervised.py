@@ -278,8 +278,8 @@ def test_heads_on_stories260k_agree_more_often_the_deeper_they_sit(tmp_path):
     tokenizer = Tokenizer.from_folder(folder, 512)
     prompts = [ids.tolist() for ids in tokenizer.encode(["Once upon a time", "One day, a"]).ids]
     decoder = load_backbone(folder)
-    texts = generated_texts(decoder, prompts, 64, 64)
-    fresh = generated_texts(decoder, prompts, 16, 64, seed=1000)
+    texts = generated_texts(decoder, prompts, 48, 48)
+    fresh = generated_texts(decoder, prompts, 16, 48, seed=1000)
     model = TokenExits(decoder, (1, 2, 3, 4, 5), "copy")
     config = TrainConfig(epochs=4, head_lr=2e-3, batch_size=16)
     history = train_heads(model, texts, fresh, tmp_path, config, penalty=0.0).metrics

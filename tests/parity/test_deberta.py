@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import all_schedules
+from conftest import SCHEDULES, all_schedules
 from safetensors.torch import load_file, save_file
 
 import mini_ee
@@ -724,8 +724,9 @@ def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets, change
     np.testing.assert_allclose(model.ragged(exits, *tensors).numpy(), expected[range(5), exits], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind, targets, change", ADAPTED, ids=str)
-@pytest.mark.parametrize("schedule", [[[0], [1], [2]], [[0, 1, 2]]], ids=["restart", "parallel"])
+@pytest.mark.parametrize(
+    "kind, targets, change, schedule", [(*each, SCHEDULES[n % 2]) for n, each in enumerate(ADAPTED)], ids=str
+)
 def test_onnx_equals_torch_with_adapters(kind, targets, change, schedule, tmp_path):
     model, inputs = lora_model(kind, targets, **change), drawn_inputs()
     segments = model.segments(schedule)

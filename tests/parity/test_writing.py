@@ -406,11 +406,11 @@ def test_on_real_stories_the_gap_writes_better_the_stricter_it_is(capsys, tmp_pa
     monkeypatch.setattr(training_texts, "FOLLOW", 16)
     untimed = lambda points: [point.update(tokens_per_second=1.0) for point, _ in points]  # noqa: E731
     monkeypatch.setattr(measure_compare, "measure_speed", untimed)
-    shared = ("--model", Path(SHARED) / "weights" / "stories260K", "--epochs", 1, "--texts", 40, "--batch-size", 16)
+    shared = ("--model", Path(SHARED) / "weights" / "stories260K", "--epochs", 1, "--texts", 24, "--batch-size", 16)
     text = Path(SHARED) / "data" / "TinyStories" / "tinystories_sample.txt"
     status, _ = ask(capsys, "train", "calm", *shared, "--text", text, "--out", tmp_path / "calm")
     assert status == 0
-    status, answer = ask(capsys, "compare", tmp_path / "calm", "--sweep", "--max-rows", 6)
+    status, answer = ask(capsys, "compare", tmp_path / "calm", "--sweep", "--max-rows", 4)
     (gap,) = (row for row in answer["rows"] if row["measure"] == "gap")
     scores = [point["rouge_l"] for point in gap["curve"]]
     assert status == 0 and scores[0] > scores[4] > scores[-1] and scores[0] > 0.5
