@@ -7,7 +7,7 @@ page.py       OUT/leaderboard.md, from the records alone
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -52,12 +52,13 @@ def make_leaderboard(
     places = Places(out, found, {exam.name: exam.read(found) for exam in chosen}, say)
     number = sum(len(missing(out, job, all_seeds)) for job in work)
     say(f"{len(names)} methods, {len(chosen)} exams, {len(all_seeds)} seeds: {number} records to make.")
+    decoder_seeds = all_seeds[:1] if quick else all_seeds
     threads, failed, waiting = torch.get_num_threads(), [], []
     torch.set_num_threads(1)  # times are of one thread; a second process may use another core
     try:
         for part in filter(None, (all_seeds[:SEARCH_SEEDS], all_seeds[SEARCH_SEEDS:])):
             waiting += run_all([job for job in work if job.seeds[0] in part], all_seeds, places, failed)
-            if tokens and (few := part if not quick else all_seeds[:1] if part[0] == all_seeds[0] else ()):
+            if tokens and (few := [seed for seed in part if seed in decoder_seeds]):
                 number += _decoders(few, only, quick, places, failed)
     finally:
         torch.set_num_threads(threads)
@@ -71,7 +72,7 @@ def make_leaderboard(
     return {"paper": "leaderboard", "page": str(path), "ran": number, "wall_seconds": time.perf_counter() - begin}
 
 
-def _decoders(seeds: tuple[int, ...], only: str | None, quick: bool, places: Places, failed: list[str]) -> int:
+def _decoders(seeds: Sequence[int], only: str | None, quick: bool, places: Places, failed: list[str]) -> int:
     """The number of trainings of decoders that were run."""
     try:
         return run_decoders(places.out, places.sources, seeds, only, quick, places.say)
