@@ -33,7 +33,7 @@ from mini_ee.experiments.verdicts import (
 
 NO_SEED_HAS_IT = Compared(0.0, 0.0, 0.0, verdict=ELSEWHERE)  # all cases were run, and no seed has the figure
 NEVER = f"{MOST_SEEDS} seeds would not decide"
-MORE_ROWS = "no number of seeds would decide: more test examples, or a record of each prediction, are needed"
+MORE_ROWS = "more seeds would not help; more test examples, or records of each prediction, might"
 COLUMNS = ("comparison", "should be larger", "than", f"difference ({1 - LEVEL:.0%} interval)", "seeds", "result")
 
 
