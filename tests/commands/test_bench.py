@@ -3,6 +3,7 @@
 import json
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,12 @@ def quickly(monkeypatch):
         small = replace(getattr(common, name), hidden_size=24, num_attention_heads=2, intermediate_size=32)
         put(monkeypatch, **{name: small})
     put(monkeypatch, medians=lambda runs, *_, **settings: [float(run() is not run) for run in runs])
+    put(monkeypatch, measure_costs=partial(streams.measure_costs, rounds=1))
+
+
+def stories(**changes):
+    """The shape of stories260K, with changes."""
+    return DecoderConfig.from_hugging_face(decoders.STORIES.to_dict() | changes)
 
 
 def test_a_million_rows_are_for_the_benchmark_that_builds_datastores(capsys, monkeypatch):
@@ -139,9 +146,10 @@ def test_an_option_that_a_benchmark_does_not_take_is_refused(capsys, decoder_che
         ),
     ],
 )
-def test_a_benchmark_runs_its_cases_and_compares_each_with_its_limit(capsys, monkeypatch, name, cases):
+def test_a_benchmark_runs_its_cases_and_compares_each_with_its_limit(capsys, monkeypatch, tmp_path, name, cases):
     quickly(monkeypatch)
-    put(monkeypatch, NEW_TOKENS=4, generate_of_transformers=lambda *decoding: int)
+    save_backbone(decoders.random_decoder(stories(num_hidden_layers=12), seed=0), tmp_path / "llama")
+    put(monkeypatch, NEW_TOKENS=4, generate_of_transformers=lambda *decoding: int, BUILT_IN_DECODER=tmp_path / "llama")
     rows, lines = rows_and_lines(capsys, name)
     assert set(cases) <= rows.keys()
     for row in rows.values():
@@ -195,8 +203,7 @@ def test_bench_sgmv_measures_time_and_weights(capsys, monkeypatch):
 
 
 def test_forced_decoding_exits_early_except_for_the_last_token():
-    config = DecoderConfig.from_hugging_face(decoders.STORIES.to_dict() | {"num_hidden_layers": 3})
-    decoder = decoders.random_decoder(config, seed=0)
+    decoder = decoders.random_decoder(stories(num_hidden_layers=3), seed=0)
     settings = {"exits": (2, 3), "heads": [VocabularyHead(decoder, "copy")], "rule": decoders._LastGoesOn(5)}
     (found,) = decoders._decoded(decoder, [[0]], 5, **settings)
     assert found.layers_run == [2, 2, 2, 2, 3]
