@@ -108,10 +108,12 @@ def report(args: Namespace, exits: tuple[int, ...], answer: dict, source: str, s
             row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)
     say(table(rows, headings))
     noun = source.partition(" of ")[0]
+    guaranteed = answer["delta"] is not None or "guarantee" in answer
     say(
         f"Thresholds from {answer['rows_calibration']} {source}. On {answer['rows_fresh']} other {noun} of "
         f"it {answer['end_to_end']:.1%} have the full model's prediction, after {answer['mean_layers']:.2f} layers of "
-        f"{exits[-1]} on average. A guarantee holds for {noun} like these."
+        f"{exits[-1]} on average. "
+        + (f"The guarantee holds for {noun} like these." if guaranteed else "Without --delta there is no guarantee.")
     )
     if below := below_line(answer, exits):
         say(below)

@@ -902,13 +902,21 @@ def test_the_line_about_too_little_agreement_is_printed(capsys, run_folder, task
     assert "\n0.8 at (1, 2, 3)\n" in capsys.readouterr().out
 
 
-def test_calibrate_prints_exit_counts_and_intervals_of_the_papers_thresholds(capsys, run_folder, task_folder, tmp_path):
+def test_calibrate_prints_intervals_of_the_papers_thresholds_and_whether_there_is_a_guarantee(
+    capsys, run_folder, task_folder, tmp_path
+):
     copy = shutil.copytree(run_folder, tmp_path / "run")
     argv = ["calibrate", str(copy), "--task", str(task_folder), "--epsilon", ".5"]
-    for options, bootstrapped in (([], True), (["--delta", ".9"], False)):
+    for options, bootstrapped, guaranteed in (
+        ([], True, False),
+        (["--delta", ".9"], False, True),
+        (["--guarantee", "conformal"], False, True),
+    ):
         assert main([*argv, *options]) == 0
         shown = capsys.readouterr().out
         assert "exit here" in shown and ("bootstraps" in shown) == bootstrapped
+        assert ("Without --delta there is no guarantee." in shown) != guaranteed
+        assert ("The guarantee holds for examples like these." in shown) == guaranteed
 
 
 @pytest.mark.parametrize(
