@@ -48,8 +48,8 @@ in_cpp = pytest.mark.skipif(
 def exported(tmp_path_factory):
     """A folder under a rule that lets rows leave at many exits, and a threshold that lets others leave."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holdout, "TEST_ROWS", 100)
-        run = train("joint", out=tmp_path_factory.mktemp("clients") / "run", epochs=1, max_train=200)
+        patch.setattr(holdout, "TEST_ROWS", 60)
+        run = train("joint", out=tmp_path_factory.mktemp("clients") / "run", epochs=1, max_train=120)
     (curve,) = read_json(run.folder / "metrics.json")["curves"]
     values, _, layers = zip(*curve["points"])
     own, other = (float(np.float32(values[np.searchsorted(layers, mean)])) for mean in (6, 9))
