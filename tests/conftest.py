@@ -30,6 +30,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import Session
 from mini_ee.methods.lora_exits import LoRAExits
 from mini_ee.rules import Threshold
+from mini_ee.training import default_rule
 from mini_ee.training.run_folder import Run
 
 collect_ignore = ["make_golden.py", "make_golden_tokenizers.py", "golden/random_heads.py"]  # these need transformers
@@ -84,6 +85,15 @@ def no_wait_for_the_disk():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_candidates():
+    """A default rule is chosen from fewer rules: each is replayed on all held-out rows of each training."""
+    usual = default_rule.CANDIDATES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default_rule, "CANDIDATES", 25)
+        yield usual
 
 
 @pytest.fixture(scope="session", autouse=True)

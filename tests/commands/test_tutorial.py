@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mini_ee.registry import METHODS
-from mini_ee.training import embedding_unit, holdout, row_unit, train_run
+from mini_ee.training import embedding_unit, holdout, row_unit, train_run, training_text
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -31,11 +31,11 @@ SMALL = {  # beginning of a command -> options that make it small; the last of e
     "mini-ee train consistent": "--max-train 32 --epochs 1 --policy-epochs 2",
     "mini-ee train embedding-maps": "--max-train 100 --epochs 2",
     "mini-ee calibrate": "--texts 16 --new-tokens 16",
-    "mini-ee evaluate": "--max-rows 16",
+    "mini-ee evaluate": "--max-rows 8",
     "mini-ee compare": "--max-rows 8",
 }
 SMALL_METHODS = {"doubt": {"max_train": 40, "epochs": 1}}  # trained in Python: settings that are replaced
-TEST_ROWS, ADDED_TEXTS = 60, 250
+TEST_ROWS, ADDED_TEXTS, HELD_PIECES = 60, 250, 8
 DRAWN = {"add-exits.png"}  # not drawn if exits do not pay
 
 
@@ -61,6 +61,7 @@ def less_training(monkeypatch):
         return found._replace(test=found.test.take(slice(TEST_ROWS)))
 
     monkeypatch.setattr(train_run, "train", train)
+    monkeypatch.setattr(training_text, "HELD_PIECES", HELD_PIECES)
     for unit in (row_unit, embedding_unit):
         monkeypatch.setattr(unit, "split_rows", parts)
     monkeypatch.setitem(sys.modules, "tutorial", None)

@@ -25,6 +25,12 @@ CLASSES = Task("t", ("a", "b"), ("accuracy",), {})
 NUMBERS = Task("t", (), ("pearson",), {})
 THRESHOLDS = sweep(Threshold(math.inf))
 
+
+@pytest.fixture(autouse=True)
+def as_many_candidates_as_usual(few_candidates, monkeypatch):
+    monkeypatch.setattr(default_rules, "CANDIDATES", few_candidates)
+
+
 # ---- The exact test ----
 
 

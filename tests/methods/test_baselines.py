@@ -22,7 +22,8 @@ from mini_ee.early_exit import early_exit
 from mini_ee.exits.row_exits import RowData, RowExits
 from mini_ee.recording import record
 from mini_ee.rules import Patience, PatienceConfidence, Policy, Threshold
-from mini_ee.training.default_rule import CANDIDATES, sweep
+from mini_ee.training import default_rule
+from mini_ee.training.default_rule import sweep
 from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
 from mini_ee.training.policies import OneForAll
@@ -310,7 +311,7 @@ def test_the_rules_are_those_of_the_papers():
         ("right-tool", "max_probability"),
     ):
         assert {(type(rule), rule.measure) for rule in of[name]} == {(Threshold, measure)}
-        assert len(of[name]) == CANDIDATES
+        assert len(of[name]) == default_rule.CANDIDATES
     assert of["pabee"] == [Patience(1), Patience(2)]  # a patience of 3 would leave at the last of 4 exits
     assert {(type(rule), rule.patience) for rule in of["pcee-bert"]} == {(PatienceConfidence, n) for n in (2, 3)}
     assert of["berxit"][0] == Policy(0.5) and {type(rule) for rule in of["berxit"]} == {Policy}
