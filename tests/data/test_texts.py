@@ -448,7 +448,7 @@ def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tm
     rule = calibrate(taken, second["equal"]["epsilon"], measure="breaking_ties")
     assert second["equal"]["end_to_end"] == end_to_end(checked, rule) and second["equal"]["exit_counts"][0] > 0
     assert second["equal"]["mean_layers"] == pytest.approx(np.array([2, 3])[replay(checked, rule).exit_index].mean())
-    assert picture.stat().st_size > 10_000
+    assert picture.stat().st_size > 5000
 
 
 def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(capsys, tmp_path, run_folder, decoder_folder):
