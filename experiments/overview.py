@@ -139,6 +139,7 @@ OTHER_PAGES = """## Other pages
 
 | page | what it shows |
 |---|---|
+| [leaderboard.md](leaderboard.md) | which method to use: all methods under one protocol, computed from records |
 | [METHODS.md](METHODS.md) | each method: paper, what it trains, who decides, file (`reproduce leaderboard`) |
 | [shortest.md](shortest.md) | the results of the default settings |
 | [estimate.md](estimate.md) | how well `mini-ee estimate` predicts the share of the layers saved |
