@@ -104,7 +104,10 @@ def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[
     for axes in grid:
         handles, names = axes.get_legend_handles_labels()
         entries |= dict(zip(names, handles))
-    figure.legend(entries.values(), entries.keys(), frameon=False, fontsize=9, ncols=4, loc="outside lower center")
+    columns = 4 if len(tasks) > 1 else 3
+    figure.legend(
+        entries.values(), entries.keys(), frameon=False, fontsize=9, ncols=columns, loc="outside lower center"
+    )
     save_figure(figure, path)
 
 
