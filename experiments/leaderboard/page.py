@@ -25,7 +25,7 @@ from mini_ee.experiments.leaderboard.figures import (
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, listed, planned
-from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, difference, has_interval, interval
+from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, compare, has_interval, interval
 from mini_ee.experiments.leaderboard.tables import (
     NO_INTERVAL,
     NOT_YET,
@@ -163,7 +163,7 @@ def _pays(board: Leaderboard, best: str) -> str:
             f"so the best method at 2x {'loses' if lost >= 0 else 'gains'} {percent(abs(lost))} points."
         )
     if CONTROL in board.headline:
-        gap = interval(difference(board.headline[best], board.headline[CONTROL]))
+        gap = compare(board.headline[best], board.headline[CONTROL])
         points = signed(gap).removesuffix(f" {NO_INTERVAL}")
         lines.append(
             f"If all examples exit at the same layer of joint training (*{CONTROL}*), the accuracy is "
@@ -174,7 +174,7 @@ def _pays(board: Leaderboard, best: str) -> str:
 
 def _state(board: Leaderboard) -> str:
     """What has been run, if something is missing; else nothing."""
-    plan, begun, complete = board.plan, [], True
+    plan, begun, complete, unequal = board.plan, [], True, False
     for name in plan.tasks:
         task = board.tasks[name]
         runs = {method: len(task.runs[method]) for method in plan.methods if method in task.runs}
@@ -184,11 +184,13 @@ def _state(board: Leaderboard) -> str:
         if runs:
             seeds = " to ".join(map(str, sorted({min(runs.values()), max(runs.values())})))
             begun.append(f"{len(runs)} on {name} ({seeds} of {plan.seeds} seeds)")
+            unequal |= " to " in seeds
     if complete:
         return ""
     waiting = [name for name in plan.tasks if not board.tasks[name].runs]
     text = f"This is preliminary. Methods that have been run, of {len(plan.methods)}: {listed(begun) or 'none'}."
     text += f" {listed(waiting)} follow{'s' * (len(waiting) == 1)}." if begun and waiting else ""
+    text += " Methods with other numbers of seeds differ by their seeds, too." if unequal else ""
     return text + (f" Ranks are among those that have been run on {listed(board.compared)}." if board.compared else "")
 
 
@@ -196,13 +198,13 @@ ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of seve
 
 LEGEND = f"""*Accuracy at 2x*: of the method's own exit rules, the one with the best accuracy on held-out examples among
 those with at most half of the FLOPs of its full model; its accuracy on the reported examples, in percent, the mean over
-the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL}: not known with so few seeds.
-{ENOUGH} *Rank*: with the ranks that are possible if only significant differences count (Holm's correction over all
-pairs of methods). *Minus joint*: the paired difference from joint training, in points; its interval is not corrected
-for the number of methods. *Layers saved*: in percent, if at most one point is lost against the full model of joint
-training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: of that rule, measured with one
-example at a time; it may use fewer FLOPs than it could. *Training s*: processor seconds. *MB added*: compared with a
-fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the same layer of joint
+the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL}: not known with so few seeds. {ENOUGH}
+*Rank*: with the ranks that are possible if only significant differences count (Holm's correction over all pairs of
+methods). *Minus joint*: the difference from joint training in points, paired if the seeds are the same; its interval is
+not corrected for the number of methods. *Layers saved*: in percent, if at most one point is lost against the full model
+of joint training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: of that rule, measured
+with one example at a time; it may use fewer FLOPs than it could. *Training s*: processor seconds. *MB added*: compared
+with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the same layer of joint
 training; nothing is trained or timed for it. {NOTHING}: does not apply."""
 
 TASK_NOTE = f"""Accuracy in percent ± half of the 95 % interval ({NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds). ▲, ▼:

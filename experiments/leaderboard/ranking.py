@@ -142,6 +142,12 @@ def degrees_of_freedom(drawn: Drawn, spread: float) -> float:
 
 
 # ---- Comparisons ----
+def compare(one: Drawn, other: Drawn) -> Interval:
+    """One minus the other; it has an interval if each of the two has enough seeds for one."""
+    found = interval(difference(one, other))
+    return found if has_interval(one) and has_interval(other) else Interval(found.mean, math.nan, math.nan, 1.0)
+
+
 def holm(p_values: Sequence[float], level: float = 1 - LEVEL) -> list[bool]:
     """Which hypotheses are rejected: the smallest p-values while the i-th of m (from 0) is at most level / (m - i)."""
     rejected = [False] * len(p_values)

@@ -21,6 +21,7 @@ from mini_ee.experiments.leaderboard.ranking import (
     Drawn,
     Interval,
     better_pairs,
+    compare,
     difference,
     drawn_figures,
     has_interval,
@@ -161,7 +162,7 @@ def _ranked_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
     rank = "{} ({} to {})".format(*board.ranks[method]) if method in board.ranks else NOTHING
     gap, reference = NOTHING, board.headline.get(REFERENCE)
     if method != REFERENCE:
-        gap = signed(interval(difference(board.headline[method], reference))) if reference else _no_reference(notes)
+        gap = signed(compare(board.headline[method], reference)) if reference else _no_reference(notes)
     return [rank, name, plus_minus(interval(board.headline[method])), gap]
 
 

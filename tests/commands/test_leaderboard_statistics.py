@@ -99,6 +99,14 @@ def test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better(seeds):
     assert ranking.has_interval(ranking.mean_of([drawn["five"], drawn["a"]])) == (seeds == 2)
 
 
+def test_a_method_with_two_seeds_has_no_interval_against_one_with_five():
+    drawn = drawn_of(two=values_of(0.2, seeds=2), five=values_of(seeds=5), other=values_of(seeds=5, seed=1))
+    for one, another in (("two", "five"), ("five", "two")):
+        found = ranking.compare(drawn[one], drawn[another])
+        assert found.mean == drawn[one].mean - drawn[another].mean and math.isnan(found.low) and found.p_value == 1
+    assert not math.isnan(ranking.compare(drawn["five"], drawn["other"]).low)
+
+
 def test_a_difference_of_0_up_to_rounding_is_no_difference():
     equal = Drawn(1e-17, np.full(10, 1e-17), ((1e-17,) * 3,), ((0, 1, 2),))
     assert ranking.interval(equal).p_value == 1
