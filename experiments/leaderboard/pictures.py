@@ -125,6 +125,8 @@ def draw_methods(path: Path, curves: dict[str, Curve]) -> None:
         axes.set_title(method, fontsize=9)
         axes.tick_params(labelsize=7)
         _zoom(axes, curves)
+        if (best := max(curves[method][1])) < axes.get_ylim()[0]:
+            axes.text(0.5, 0.04, f"below: {best:.1f} % at most", transform=axes.transAxes, ha="center", fontsize=7)
         if place % columns:
             axes.set_yticklabels([])
         if place < len(curves) - columns:
@@ -135,9 +137,10 @@ def draw_methods(path: Path, curves: dict[str, Curve]) -> None:
 
 
 def _zoom(axes, curves: dict[str, Curve]) -> None:
-    """The heights at which most curves are; one that fails does not flatten the others."""
+    """The heights at which most curves are, and the best score of each; one that fails does not flatten the others."""
     scores = np.array([score for _, scores in curves.values() for score in scores])
     low, high = float(np.quantile(scores, 0.08)), float(scores.max())
+    low = min(low, *(best for best in (max(scores) for _, scores in curves.values()) if best > 2 * low - high))
     margin = max(0.05 * (high - low), 0.2)
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlim(100 * AREA[0] - 2, 102)

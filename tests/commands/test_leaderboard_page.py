@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from leaderboard_records import drawn_record, write_leaderboard
 
-from mini_ee.experiments.leaderboard import exam, figures, methods_page, page, ranking, tables
+from mini_ee.experiments.leaderboard import exam, figures, methods_page, page, pictures, ranking, tables
 from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, SeedFigures, TaskFigures
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan
 from mini_ee.experiments.leaderboard.ranking import Interval
@@ -239,6 +239,21 @@ def test_a_training_that_diverged_is_named(tmp_path):
     write_json(folder / "joint.json", {"settings": {}, "tried": [], "diverged": {"2": "NaN", "0": "NaN"}})
     plan = Plan(tmp_path / "records", ("TREC",), ("joint", "sweet"), 5, "mini-ee reproduce leaderboard")
     assert plan.missing("TREC") == {"joint": "the training diverged with seed 0, 2", "sweet": "·"}
+
+
+def test_a_panel_shows_the_curve_of_its_method_or_says_that_it_lies_below(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    curves = {f"m{number}": ([20, 60, 100], [80 + number / 9] * 3) for number in range(27)}
+    curves |= {"low": ([20, 60, 100], [79.0, 79.0, 79.0]), "failed": ([20, 60, 100], [50.0, 50.0, 50.0])}
+    figures_drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures_drawn.append(figure))
+    pictures.draw_methods(tmp_path / "a.png", curves)
+    seen = {}
+    for axes in figures_drawn[0].axes:
+        name, texts = axes.get_title(), [text.get_text() for text in axes.texts]
+        seen[name] = axes.get_ylim()[0] < max(curves[name][1]), texts
+    assert seen.pop("failed") == (False, ["below: 50.0 % at most"])
+    assert len(seen) == 28 and all(each == (True, []) for each in seen.values())
 
 
 def test_pictures_are_drawn(board, tmp_path):
