@@ -27,31 +27,25 @@ def forget():  # the next folder's modules are imported anew; torch and its like
     for name in [name for name in sys.modules if name.startswith("mini_ee")]:
         del sys.modules[name]
 """  # no package is found but the one in sys.path[0]
-IMPORT_ALL = """
-import importlib, json
-def told(names):
+LIFE = """
+import importlib, json, os, torch
+torch.set_num_threads(1)
+def errors(names):
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:
             if not isinstance(error, ModuleNotFoundError) or error.name.startswith("mini_ee"):  # not Ray, Triton, ...
                 yield name, f"{type(error).__name__}: {error}"
-for folder, names in json.load(sys.stdin):
-    sys.path[0] = folder
-    print(json.dumps(dict(told(names))))
-    forget()
-"""
-LIFE = """
-import json, os, torch
-torch.set_num_threads(1)
-folders, commands = json.load(sys.stdin)
-for folder in folders:
+for folder, names, commands in json.load(sys.stdin):
     sys.path[0] = folder
     os.chdir(folder)
     from mini_ee.cli.main import main
     for line in commands:
         if status := main(line.split()):
             sys.exit(f"{folder}: {line}: status {status}")
+    with open("errors.json", "w") as file:
+        json.dump(dict(errors(names)), file)
     forget()
 """
 COMMANDS = (
@@ -91,36 +85,23 @@ def without(modules, folder):
 
 
 def modules_in(folder):
+    """The modules of the package in a folder, but those of experiments/."""
     for path in sorted((folder / "mini_ee").rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
-        if path.stem != "__main__":
+        if path.stem != "__main__" and "experiments" not in parts:
             yield ".".join(parts[:-1] if path.stem == "__init__" else parts)
-
-
-def imported_in(folders):
-    """Of each folder: module -> why it is not imported, of those that are not. One process imports them all."""
-    given = json.dumps([(str(folder), list(modules_in(folder))) for folder in folders])
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE + IMPORT_ALL],
-        input=given,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        cwd=folders[0],
-    )
-    return list(map(json.loads, done.stdout.splitlines()))
 
 
 def names_in(path):
     """What a file imports, inside its functions too, and its texts but for docstrings."""
-    tree = ast.parse(path.read_text())
-    report = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in report:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.value
 
 
@@ -140,26 +121,15 @@ def test_no_other_file_names_one_of_them():
             assert not named, f"{path} names {sorted(named)}"
 
 
-def check_imports(groups, tmp_path):
-    """Without each of these groups every module is imported, but of experiments/."""
-    folders = [without(group, tmp_path / str(number)) for number, group in enumerate(groups)]
-    for group, report in zip(groups, imported_in(folders)):
-        report = {name: why for name, why in report.items() if not name.startswith("mini_ee.experiments")}
-        assert not report, f"without {group}: {report}"
-
-
-def test_without_them_every_other_module_is_imported(tmp_path):
-    check_imports([REMOVABLE], tmp_path)
-
-
-def check_life(groups, tmp_path, checkpoint_folder, task_folder):
-    """Without each of these groups joint training of a small BERT is trained, evaluated, exported and run."""
+def check(groups, tmp_path, checkpoint_folder, task_folder):
+    """Without each of these groups joint training of a small BERT is trained, evaluated, exported and run, and every
+    other module is imported, except those of experiments/. One process does it all."""
     folders = [without(group, tmp_path / str(number)) for number, group in enumerate(groups)]
     for folder in folders:
         (folder / "rows.txt").write_text("the film was good\na dull meal\n")
         copytree(task_folder, folder / "words")
         copytree(checkpoint_folder, folder / "model")
-    given = json.dumps((list(map(str, folders)), COMMANDS))
+    given = json.dumps([(str(folder), list(modules_in(folder)), COMMANDS) for folder in folders])
     done = subprocess.run(
         [sys.executable, "-c", ALONE + LIFE], input=given, text=True, capture_output=True, cwd=folders[0]
     )
@@ -167,20 +137,18 @@ def check_life(groups, tmp_path, checkpoint_folder, task_folder):
     for group, folder in zip(groups, folders):
         answers = [json.loads(line)["label"] for line in (folder / "answers.jsonl").read_text().splitlines()]
         assert len(answers) == 2 and set(answers) <= {"bad", "good"}, f"without {group}"
+        assert not json.loads((folder / "errors.json").read_text()), f"without {group}"
 
 
-def test_without_all_of_them_joint_training_lives(tmp_path, checkpoint_folder, task_folder):
-    check_life([REMOVABLE], tmp_path, checkpoint_folder, task_folder)
+def test_without_all_of_them_joint_training_lives_and_every_other_module_is_imported(
+    tmp_path, checkpoint_folder, task_folder
+):
+    check([REMOVABLE], tmp_path, checkpoint_folder, task_folder)
 
 
-slow = pytest.mark.skipif("MINI_EE_SLOW" not in os.environ, reason="slow: set MINI_EE_SLOW=1")
-
-
-@slow
-def test_without_each_of_them_every_other_module_is_imported(tmp_path):
-    check_imports([*GROUPS.values(), *([module] for module in REMOVABLE)], tmp_path)
-
-
-@slow
-def test_without_each_of_them_joint_training_lives(tmp_path, checkpoint_folder, task_folder):
-    check_life([[module] for module in REMOVABLE], tmp_path, checkpoint_folder, task_folder)
+@pytest.mark.skipif("MINI_EE_SLOW" not in os.environ, reason="slow: set MINI_EE_SLOW=1")
+def test_without_each_of_them_joint_training_lives_and_every_other_module_is_imported(
+    tmp_path, checkpoint_folder, task_folder
+):
+    groups = [*GROUPS.values(), *([module] for module in REMOVABLE)]
+    check(groups, tmp_path, checkpoint_folder, task_folder)
