@@ -32,18 +32,18 @@ from mini_ee.training.default_rule import choose, default_rule
 from mini_ee.training.holdout import TEST_ROWS, split_rows
 from mini_ee.training.loop import fit
 from mini_ee.training.method import configured, load_method
-from mini_ee.training.run_folder import build_model, encode
+from mini_ee.training.run_folder import build_model, encode, training_folder
 from mini_ee.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
 from mini_ee.training.state import Saved
 from mini_ee.training.train_run import exits_of, make_request
 from mini_ee.training.train_settings import TrainConfig
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
-RECIPES = ("joint", "two-stage")
+FEW = {"max_train": 24}  # 3 steps an epoch
 
 
 def train(out, checkpoint, task_folder, method="joint", resume=False, **options):
-    return mini_ee.train(method, checkpoint, task_folder, out, resume, **FAST | options)
+    return mini_ee.train(method, checkpoint, task_folder, out, resume, **FAST | FEW | options)
 
 
 def weights(run_folder):
@@ -177,17 +177,10 @@ def test_backbone_and_adapters_learn_at_lr_heads_at_head_lr_and_matrices_alone_d
     assert len({rate for rate, _ in found.values()}) == 2
 
 
-@pytest.mark.parametrize("method", RECIPES)
-def test_a_seed_gives_the_same_weights_twice_and_another_seed_others(tmp_path, checkpoint_folder, task_folder, method):
+def test_a_seed_gives_the_same_weights_twice_and_another_seed_others(tmp_path, checkpoint_folder, task_folder):
+    """Every method and its seed: test_conformance.py, where a training that was killed equals one that was not."""
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        train(
-            tmp_path / name,
-            checkpoint_folder,
-            task_folder,
-            method,
-            epochs=1,
-            seed=seed,
-        )
+        train(tmp_path / name, checkpoint_folder, task_folder, "two-stage", epochs=1, seed=seed)
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
@@ -200,11 +193,13 @@ def test_training_leaves_the_callers_random_state_alone(tmp_path, checkpoint_fol
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("stop_after", [0, 7, 12])
 def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_metrics(
-    tmp_path, checkpoint_folder, task_folder, stop_after, monkeypatch
+    tmp_path, checkpoint_folder, task_folder, monkeypatch
 ):
-    """The clock counts steps, so that the seconds of an epoch are those before the stop and those after it."""
+    """Stopped before the first step, in the first stage and in the second.
+
+    The clock counts steps, so that the seconds of an epoch are those before the stop and those after it.
+    """
     steps, most, step = 0, float("inf"), torch.optim.AdamW.step
 
     def counted(self, *args, **kwargs):
@@ -218,19 +213,22 @@ def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_
     monkeypatch.setattr(state_module.time, "perf_counter", lambda: float(steps))
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
     train(tmp_path / "whole", checkpoint_folder, task_folder, "two-stage")
-    most = steps + stop_after
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run", checkpoint_folder, task_folder, "two-stage")
-    most = float("inf")
-    assert not (tmp_path / "run").exists()
-    if stop_after:
-        train(tmp_path / "run", checkpoint_folder, task_folder, "two-stage", resume=True)
-        assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-        assert read_json(tmp_path / "run" / "metrics.json") == read_json(tmp_path / "whole" / "metrics.json")
-        assert not (tmp_path / "run.training").exists()
-    else:
-        with pytest.raises(FileNotFoundError, match="no unfinished training"):
-            train(tmp_path / "run", checkpoint_folder, task_folder, "two-stage", resume=True)
+    assert steps == 12
+    for stop_after in (0, 4, 7):
+        given = tmp_path / str(stop_after), checkpoint_folder, task_folder, "two-stage"
+        most = steps + stop_after
+        with pytest.raises(KeyboardInterrupt):
+            train(*given)
+        most = float("inf")
+        assert not given[0].exists()
+        if not stop_after:
+            with pytest.raises(FileNotFoundError, match="no unfinished training"):
+                train(*given, resume=True)
+            continue
+        train(*given, resume=True)
+        assert same(weights(given[0]), weights(tmp_path / "whole"))
+        assert read_json(given[0] / "metrics.json") == read_json(tmp_path / "whole" / "metrics.json")
+        assert not training_folder(given[0]).exists()
 
 
 def test_the_seconds_of_an_epoch_do_not_hold_what_is_written(tmp_path, checkpoint_folder, task_folder, monkeypatch):
@@ -313,19 +311,17 @@ def test_an_existing_run_is_never_overwritten(tmp_path, checkpoint_folder, task_
     assert not list((tmp_path / "run").iterdir())
 
 
-@pytest.mark.parametrize("scores, first_is_best", [([0.9, 0.1], True), ([0.1, 0.9], False), ([0.5, 0.5], True)])
-def test_the_best_epoch_is_kept_not_the_last(
-    tmp_path, checkpoint_folder, task_folder, monkeypatch, scores, first_is_best
-):
+def test_the_best_epoch_is_kept_not_the_last(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     monkeypatch.setattr(loop, "schedule", lambda step, total, warmup: 1.0)  # the first epoch of one and of two alike
     train(tmp_path / "one", checkpoint_folder, task_folder, epochs=1)
-    scores = iter(scores)
     scored = replace(
         joint_module.METHOD, recipe=lambda model, config: [joint_stage(model, score=lambda _: next(scores))]
     )
     monkeypatch.setattr(joint_module, "METHOD", scored)
-    train(tmp_path / "two", checkpoint_folder, task_folder, epochs=2)
-    assert same(weights(tmp_path / "one"), weights(tmp_path / "two")) == first_is_best
+    for given, first_is_best in (([0.9, 0.1], True), ([0.1, 0.9], False), ([0.5, 0.5], True)):
+        scores, two = iter(given), tmp_path / str(given)
+        train(two, checkpoint_folder, task_folder, epochs=2)
+        assert same(weights(tmp_path / "one"), weights(two)) == first_is_best
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero():
@@ -628,19 +624,19 @@ def test_metrics_tell_every_epoch_and_exit(tmp_path, checkpoint_folder, task_fol
 
 @pytest.fixture(scope="module")
 def many_rows(task_folder, tmp_path_factory):
-    """The same rows again and again: 62 test the default rule, which is enough for one that exits early."""
+    """The same rows again and again: 78 test the default rule, which is enough for one that exits early."""
     folder = tmp_path_factory.mktemp("many") / "words"
     folder.mkdir()
-    rows = (task_folder / "train.jsonl").read_text() * 13
+    rows = (task_folder / "train.jsonl").read_text() * 4
     (folder / "train.jsonl").write_text(rows)
     return folder
 
 
 def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, many_rows):
-    run = train(tmp_path / "run", checkpoint_folder, many_rows, epochs=2, lr=3e-3)
+    run = train(tmp_path / "run", checkpoint_folder, many_rows, epochs=3, lr=3e-3, max_train=160)
     metrics = read_json(tmp_path / "run" / "metrics.json")
     assert min(metrics["epochs"][-1]["exit_scores"]) > 0.9
-    assert run.rule != NeverExit() and metrics["fallback"]["rows"] == metrics["rows_tested"] == 62
+    assert run.rule != NeverExit() and metrics["fallback"]["rows"] == metrics["rows_tested"] >= 59
 
 
 def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_its_depth():
