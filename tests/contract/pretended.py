@@ -19,6 +19,7 @@ PLAIN = {  # of every device alike: no tensor comes of them
     *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, torch.is_complex),
 }
 MAY_MEET = {"copy_", "module_load", "swap_tensors", "backward", "__set__", "set_", "_has_compatible_shallow_copy_type"}
+NO_TENSOR = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device}  # most arguments
 INDEXED = {"__getitem__", "__setitem__"}  # by indices of the host, or by numbers
 
 
@@ -53,6 +54,8 @@ def placed(x: Tensor, there: bool = True) -> Tensor:
 def gathered(values, found: list) -> None:
     """Append the tensors in `values`."""
     for each in values:
+        if type(each) in NO_TENSOR:
+            continue
         if isinstance(each, Tensor):
             found.append(each)
         elif isinstance(each, (list, tuple)):
@@ -92,15 +95,17 @@ def called(function, args: tuple, kwargs: dict):
             return function(*args, **kwargs)
     name, found = getattr(function, "__name__", ""), []
     with torch._C.DisableTorchFunction():
-        gathered((args, kwargs), found)
-        there = [isinstance(each, Elsewhere) for each in found]
+        gathered(args, found)
+        gathered(kwargs.values(), found)
+        there, to = [isinstance(each, Elsewhere) for each in found], target(name, args, kwargs)
+        if to is None and True not in there:  # the host alone: most calls
+            return function(*args, **kwargs)
         if function in SAYS and there[0]:
             return SAYS[function]
         if name in READ and any(there):
             if not kwargs.get("force"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
             return placed(args[0], False).numpy(force=True)
-        to, host = target(name, args, kwargs), [each for each, far in zip(found, there) if not far and each.dim()]
         if to is not None:
             here = lambda value: "cpu" if isinstance(value, (str, torch.device)) else value  # noqa: E731
             moves = name in ("to", "cuda", "cpu", "type_as")
@@ -109,6 +114,7 @@ def called(function, args: tuple, kwargs: dict):
             if moves and there[0] != to and output is args[0]:  # as a real copy is: never the same object
                 output = output.view_as(output) if output.requires_grad else placed(output, False).clone()
             return mapped(lambda each: placed(each, to), output)
+        host = any(each.dim() for each, far in zip(found, there) if not far)
         if any(there) and host and name not in MAY_MEET and not (name in INDEXED and there[0]):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu")
         output = function(*args, **kwargs)

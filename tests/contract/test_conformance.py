@@ -33,6 +33,7 @@ from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.training import state
 from mini_ee.training import train_run as training
 from mini_ee.training.method import load_method
+from mini_ee.training.run_folder import training_folder
 from mini_ee.training.train_settings import RowOptions, TextOptions, TrainOptions
 
 EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
@@ -41,16 +42,27 @@ UNITS = {name: [unit for unit in load_method(name).units if unit in EXITS] for n
 SHARED = (TrainOptions, RowOptions, TextOptions)
 SHORT = {"consistent": {"policy_epochs": 2, "rounds": 2}, "cat": {"meta_epochs": 2}}
 CASES = [pytest.param(name, unit, id=f"{name}-{unit}") for name, units in UNITS.items() for unit in units]
+PARTS = ("recipe", "model", "policy", "train", "search", "default_rule")
+
+
+def training_of(method, unit):
+    """What is called to train a method: equal for methods that differ in their exit rule alone, as PABEE and joint."""
+    return (unit, *(getattr(load_method(method), part) for part in PARTS))
+
+
+DIFFERENT = list({training_of(*case.values): case for case in reversed(CASES)}.values())[::-1]
+"""A case of each training."""
 ROWS = [name for name, units in UNITS.items() if "rows" in units]
 TOKENS = [name for name, units in UNITS.items() if "tokens" in units]
 WRITTEN = [case for case in CASES if load_method(case.values[0]).train is None]  # from the checkpoint on
-TRAINED = [case for case in CASES if load_method(case.values[0]).has_stages]
+TRAINED = [case for case in DIFFERENT if load_method(case.values[0]).has_stages]
 EXACT = 2e-6
 """Logits of one batch against those of its rows alone, and of a chain against the whole; measured maximum 4.8e-7."""
 ENGINES = 1e-5
 """Logits of ONNX Runtime against torch's; measured maximum 1.1e-6."""
 TEXTS = ("the film was good", "a very very very awful book", "the room is poor and the song is lovely", "dull")
 PROMPTS = ("the film", "a very dull song was", "book")
+NEW_TOKENS = 5
 THRESHOLDS = (1.0, 0.8, 0.6, 0.52, 0.4, 0.2, 0.0)
 
 
@@ -66,13 +78,15 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
     shutil.copy(decoder_checkpoint / "tokenizer.json", decoder)
     stories, draw = root / "stories.txt", random.Random(0)
     stories.write_text("\n\n".join(" ".join(draw.choices(WORDS, k=48)) for _ in range(64)))
-    models, remaining, steps = {"rows": checkpoint_folder, "tokens": decoder}, {}, {}
+    models, remaining, killed = {"rows": checkpoint_folder, "tokens": decoder}, {}, {}
 
     def train(method, unit, out, **more):
-        """As the command does, but for brevity; the model as it was before it was saved is kept."""
+        """As the command does, but for brevity; the model as it was before it was saved is kept, and what kills would
+        have left on disk: each before a step whose predecessor was not saved, so that one would be made again."""
         zero = unit == "rows" and not load_method(method).no_exit_0
         options = {"epochs": 2, "batch_size": 32, "exits": WITH_EXIT_0 if zero else EXITS[unit]}
-        options |= {"text": stories, "epochs": 1, "batch_size": 16, "new_tokens": 4} if unit == "tokens" else {}
+        texts = {"text": stories, "texts": 40, "epochs": 1, "batch_size": 16, "new_tokens": 4}
+        options |= texts if unit == "tokens" else {}
         options |= SHORT.get(method, {})
         lacks = load_method(method).lacks
         model, task = models[unit], task_folder if unit == "rows" else None
@@ -82,19 +96,29 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
             model, options = folder("joint", unit), {}
         options = {name: value for name, value in (options | more).items() if name not in lacks}
         with pytest.MonkeyPatch.context() as patch:
-            saved, step = training.save_run, torch.optim.AdamW.step
-            steps[out] = 0
+            saved, step, save, made, saved_at = training.save_run, torch.optim.AdamW.step, state.State.save, 0, 0
+            killed[out] = []
 
             def save_run(folder, model, *others):
                 remaining[folder] = model
                 saved(folder, model, *others)
 
             def counted(*args, **settings):
-                steps[out] += 1
+                nonlocal made
+                if made > saved_at > 0 and "device" not in more:
+                    killed[out].append(shutil.copytree(training_folder(out), out.with_name(f"{out.name} {made}")))
+                made += 1
+                patch.setattr(state, "SAVE_SECONDS", -1.0 if made % 3 == 1 else math.inf)
                 return step(*args, **settings)
+
+            def save_state(*args):
+                nonlocal saved_at
+                saved_at = made
+                save(*args)
 
             patch.setattr(training, "save_run", save_run)
             patch.setattr(torch.optim.AdamW, "step", counted)
+            patch.setattr(state.State, "save", save_state)
             patch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
             return mini_ee.train(method, model, task, out, **options)
 
@@ -108,12 +132,13 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
         out = root / f"{method}-{unit}.onnx"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(writer, "VERIFIED_TOKENS", 4)
-            mini_ee.export(mini_ee.load_run(folder(method, unit)), out, segments=unit == "rows")
+            texts = [(text,) for text in TEXTS[:2]] if unit == "rows" else PROMPTS[:2]
+            mini_ee.export(mini_ee.load_run(folder(method, unit)), out, texts, segments=unit == "rows")
         return Runtime(out, threads=1)
 
     run = functools.cache(lambda method, unit: mini_ee.load_run(folder(method, unit)))
     return SimpleNamespace(
-        train=train, folder=folder, run=run, exported=exported, remaining=remaining, steps=steps, models=models
+        train=train, folder=folder, run=run, exported=exported, remaining=remaining, killed=killed, models=models
     )
 
 
@@ -141,15 +166,15 @@ def texts_of(run):
 
 def decoded(run, rule, prompts=PROMPTS, missing_kv="copy_state", stop=()):
     """(tokens, layers) that each prompt is continued with."""
-    ids = ids_of(run, prompts)
-    written = gather(run.model.generate(ids, rule, max_new_tokens=8, missing_kv=missing_kv, stop=stop), len(ids))
+    ids, settings = ids_of(run, prompts), {"max_new_tokens": NEW_TOKENS, "missing_kv": missing_kv, "stop": stop}
+    written = gather(run.model.generate(ids, rule, **settings), len(ids))
     return [(each.tokens, each.layers_run) for each in written]
 
 
 def greedy(run, k, prompt):
     """What exit k says token by token, the whole text read anew each time: an oracle without cache and loop."""
     ids, written = ids_of(run, (prompt,))[0], []
-    for _ in range(8):
+    for _ in range(NEW_TOKENS):
         tokens = torch.tensor([ids + written])
         with torch.inference_mode():
             states = run.model.states(tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -197,18 +222,18 @@ def test_rows_run_no_more_layers_as_a_rule_loosens(house, method):
 @pytest.mark.parametrize("method", TOKENS)
 def test_tokens_that_never_leave_are_the_full_model_and_tokens_that_always_leave_the_first_head(house, method):
     run = house.run(method, "tokens")
-    for k, rule in ((0, FixedExit(0)), (0, Threshold(0.0)), (len(run.exits) - 1, NeverExit())):
-        for (tokens, layers), prompt in zip(decoded(run, rule), PROMPTS):
-            assert tokens == greedy(run, k, prompt) and set(layers) == {run.exits[k]}
+    for k, rules in ((0, (FixedExit(0), Threshold(0.0))), (len(run.exits) - 1, (NeverExit(),))):
+        expected = [greedy(run, k, prompt) for prompt in PROMPTS]
+        for rule in rules:
+            assert decoded(run, rule) == [(tokens, [run.exits[k]] * NEW_TOKENS) for tokens in expected]
 
 
 @pytest.mark.parametrize("method", TOKENS)
 def test_a_batch_of_prompts_is_its_prompts_alone(house, method):
     run = house.run(method, "tokens")
-    for rule in (run.rule, Threshold(0.1)):
-        for missing_kv in ("copy_state", "recompute"):
-            together = decoded(run, rule, missing_kv=missing_kv)
-            assert together == [decoded(run, rule, [prompt], missing_kv=missing_kv)[0] for prompt in PROMPTS]
+    for rule, missing_kv in ((run.rule, "copy_state"), (Threshold(0.1), "recompute")):
+        together = decoded(run, rule, missing_kv=missing_kv)
+        assert together == [decoded(run, rule, [prompt], missing_kv=missing_kv)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("method", TOKENS)
@@ -251,30 +276,15 @@ def report(folder):
 
 
 @pytest.mark.parametrize(("method", "unit"), TRAINED)
-def test_a_training_that_is_killed_and_resumed_is_the_one_that_was_not(house, method, unit, tmp_path, monkeypatch):
-    """Each process ends before a step whose predecessor was not saved: that one is made again. LoRA exits are killed
-    twice, the others once."""
-    whole, lives = house.folder(method, unit), 3 if method == "lora-exits" else 2
-    made, kills, life, step = 0, 0, max(house.steps[whole] // lives + 1, 2), torch.optim.AdamW.step
-
-    def counted(self, *args, **settings):
-        nonlocal made
-        if made == life:
-            raise KeyboardInterrupt
-        made += 1
-        state.SAVE_SECONDS = -1.0 if made == life - 1 else math.inf
-        return step(self, *args, **settings)
-
-    monkeypatch.setattr(state, "SAVE_SECONDS", math.inf)
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
-    while not (tmp_path / "run").exists():
-        made = 0
-        try:
-            house.train(method, unit, tmp_path / "run", resume=kills > 0)
-        except KeyboardInterrupt:
-            kills += 1
-    assert kills >= lives - 1
-    assert report(tmp_path / "run") == report(whole)
+def test_a_training_that_is_killed_and_resumed_is_the_one_that_was_not(house, method, unit, tmp_path):
+    """It is killed in the middle. LoRA exits are killed twice, the others once."""
+    last = whole = house.folder(method, unit)
+    for number in range(2 if method == "lora-exits" else 1):
+        left = house.killed[last]
+        last = tmp_path / str(number)
+        shutil.copytree(left[len(left) // 2], training_folder(last))
+        house.train(method, unit, last, resume=True)
+    assert report(last) == report(whole)
 
 
 # ---- The export ----
@@ -294,7 +304,7 @@ def test_onnx_writes_tokens_as_torch_does(house, method):
     run, runtime = house.run(method, "tokens"), house.exported(method, "tokens")
     ids = ids_of(run)
     for rule in (NeverExit(), FixedExit(0), run.rule):
-        steps = runtime.generate(ids, max_new_tokens=8, rule=rule)
+        steps = runtime.generate(ids, max_new_tokens=NEW_TOKENS, rule=rule)
         found = [(each.tokens, each.layers_run) for each in gather(steps, len(ids))]
         assert found == decoded(run, rule, stop=run.model.backbone.config.stop_tokens)
 
@@ -303,7 +313,7 @@ def test_onnx_writes_tokens_as_torch_does(house, method):
 def test_a_worker_answers_each_request_as_if_it_were_alone(house, method, unit):
     """Rows of different requests go on together after each exit; texts begin and end at any time."""
     runtime, texts = house.exported(method, unit), [*(TEXTS if unit == "rows" else PROMPTS)] * 3
-    settings = {"max_new_tokens": 8} if unit == "tokens" else {}
+    settings = {"max_new_tokens": NEW_TOKENS} if unit == "tokens" else {}
     alone = [runtime.run([text], **settings)[0] for text in texts]
     with Worker(engine_of(runtime), batch=3) as worker:
         found = [future.result(60) for future in [worker.submit(text, **settings) for text in texts]]
