@@ -150,7 +150,7 @@ def test_the_penalty_keeps_heads_unsure(tmp_path):
     for penalty in (0.0, 0.5, 0.95):
         model = model_of()
         texts = texts_of(model)
-        found = train_heads(model, texts, texts, tmp_path / str(penalty), replace(QUICK, epochs=10), penalty=penalty)
+        found = train_heads(model, texts, texts, tmp_path / str(penalty), replace(QUICK, epochs=5), penalty=penalty)
         entropies.append(found.metrics[-1]["entropy"])
     assert np.all(np.diff(entropies, axis=0) > 0.05)
 
@@ -257,8 +257,8 @@ def test_a_training_that_diverges_is_an_error(tmp_path):
 
 def test_calibrated_thresholds_drive_generation_and_inf_is_plain_decoding(tmp_path):
     model = model_of()
-    texts = texts_of(model, 30)
-    train_heads(model, texts, texts[:5], tmp_path, replace(QUICK, epochs=20), penalty=0.0)
+    texts = texts_of(model, 20)
+    train_heads(model, texts, texts[:5], tmp_path, replace(QUICK, epochs=10), penalty=0.0)
     observed = observe(record_texts(model, texts), "breaking_ties")
     rule = calibrate(observed, 0.8, measure="breaking_ties")
     assert all(remaining >= 0.8 for remaining in agreement(observed, rule))
