@@ -22,7 +22,7 @@ from mini_ee.statistics import (
 
 def exact(count, trials, p):
     """P(X = count), in fractions."""
-    p = Fraction(p)
+    p = Fraction(p).limit_denominator(10**6)
     return math.comb(trials, count) * p**count * (1 - p) ** (trials - count) if count <= trials else Fraction(0)
 
 
