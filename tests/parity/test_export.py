@@ -332,8 +332,11 @@ def prompt_inputs(kind="bert"):
     return inputs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("exits", [None, (0, 1, 2, 3, 4), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "kind, exits",
+    [("bert", None), ("roberta", (0, 1, 2, 3, 4)), ("albert", (1, 4)), ("elasticbert", (0, 2, 4))],
+    ids=str,
+)
 def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, exits):
     model, inputs = prompt_model(kind, exits), prompt_inputs(kind)
     ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True))
@@ -366,8 +369,7 @@ def test_the_test_of_label_words_can_fail_where_masks_do_not_go_with_their_rows(
 # Decoders that are read through a prompt: whole rows at their last token
 
 
-@pytest.mark.parametrize("kind", DECODER_KINDS)
-@pytest.mark.parametrize("first", [1, 0])
+@pytest.mark.parametrize("kind, first", [("llama", 1), ("llama3", 0), ("gemma", 0), ("phi", 1)])
 def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, kind, first):
     backbone = load_backbone(GOLDEN / kind)
     prompt = SimpleNamespace(prompt=Prompt("{text} so", ("a", "b", "c")), label_tokens=LABEL_TOKENS)
@@ -485,18 +487,22 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     return manifest
 
 
-FEW_TARGETS = ("query", "value")
-ADAPTED = [("bert", FEW_TARGETS), *((kind, EVERY_TARGET) for kind in ("albert", "llama", "phi"))]
+ADAPTED = [
+    ("bert", ("query", "value")),
+    ("albert", EVERY_TARGET),
+    ("llama", (*EVERY_TARGET, "gate")),
+    ("phi", EVERY_TARGET),
+]
 
 
 @pytest.mark.parametrize(
     "kind, targets, schedule",
-    [*((*each, [[0], [1, 2]]) for each in ADAPTED), *(("bert", EVERY_TARGET, each) for each in all_schedules(K))],
+    [(*adapted, schedule) for adapted, schedule in zip(ADAPTED, all_schedules(K))],
     ids=lambda each: str(len(each)) if isinstance(each, tuple) else str(each),
 )
 def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
-    rules, gated = [Planned(PLAN), Threshold(0.7), FixedExit(1)], kind == "llama" and targets is EVERY_TARGET
-    targets = (*targets, "gate") if gated else targets
+    """Each schedule once, each model once; test_bert_family.py has adapters of every kind on other encoders."""
+    rules = [Planned(PLAN), Threshold(0.7), FixedExit(1)]
     manifest = assert_engines_agree(lora_model(kind, targets), tmp_path, make_inputs(LENGTHS), rules, schedule)
     live = {k: [each for each in group if each >= k] for group in schedule for k in group}
     begins = {group[0] for group in schedule}
@@ -523,29 +529,27 @@ def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_oth
         assert_engines_agree(lora_model(), tmp_path, make_inputs(LENGTHS), [Planned(PLAN)], [[0], [1], [2]])
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_a_cascade_of_models_says_what_torch_says(tmp_path, kind):
+def test_a_cascade_of_models_says_what_torch_says(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = MultiModel(backbone_of(kind), EXITS, C).eval()
+        model = MultiModel(backbone_of("llama"), EXITS, C).eval()
     inputs = make_inputs(LENGTHS)
     manifest = assert_engines_agree(model, tmp_path, inputs, [Planned(PLAN), Patience(1), FixedExit(1)])
     assert manifest["layer_passes"] == list(EXITS)
 
 
-POLICIES = {"joint": None, "consistent": PolicyNetworks, "berxit": OneForAll}
-
-
-@pytest.mark.parametrize("method", POLICIES)
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_torch(tmp_path, method, decoder):
-    model = RowExits(backbone_of(decoder), EXITS, C, policy=POLICIES[method]).eval()
+@pytest.mark.parametrize(
+    "method, decoder, policy",
+    [("joint", "llama", None), ("consistent", "gemma", PolicyNetworks), ("berxit", "phi", OneForAll)],
+)
+def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_torch(tmp_path, method, decoder, policy):
+    model = RowExits(backbone_of(decoder), EXITS, C, policy=policy).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.heads.parameters():
             parameter.normal_(0, 0.6, generator=generator)
     inputs = make_inputs(LENGTHS)
-    rules = [Planned(PLAN), Threshold(0.5), *([Policy(0.5)] if POLICIES[method] else [])]
+    rules = [Planned(PLAN), Threshold(0.5), *([Policy(0.5)] if policy else [])]
     manifest = assert_engines_agree(model, tmp_path, inputs, rules)
     write_json(tmp_path / "manifest.json", manifest | WITHOUT_RUN | {"method": method})
     again, *_ = read_every_exit(torch_segments(tmp_path), inputs)
@@ -561,9 +565,8 @@ def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_hav
     assert ("backbone.layers.0.down.weight" in remaining) == (kind == "llama")
 
 
-@pytest.mark.parametrize("policy", [PolicyNetworks, OneForAll])
-def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path, policy):
-    model = RowExits(make_model().backbone, EXITS, C, policy=policy).eval()
+def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path):
+    model = RowExits(make_model().backbone, EXITS, C, policy=PolicyNetworks).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -734,7 +737,7 @@ def sentences(count, texts=1, seed=0):
     return [tuple(" ".join(drawn.choices(WORDS, k=drawn.randint(1, 9))) for _ in range(texts)) for _ in range(count)]
 
 
-TEXTS = sentences(40)
+TEXTS = sentences(20)
 
 
 @pytest.fixture(scope="module")
@@ -788,7 +791,7 @@ def test_what_compare_says_of_a_folders_memory_is_the_weights_once_and_the_graph
     assert run.weight_bytes < Runtime(exported).weight_bytes - graphs < run.weight_bytes + header
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 32])
+@pytest.mark.parametrize("batch_size", [1, 7, 32])  # 32: all of them at once
 def test_the_runtime_answers_like_torch_in_the_order_of_the_texts(exported, run, batch_size):
     answers = Runtime(exported, threads=1).run(TEXTS, batch_size)
     assert len({answer.exit for answer in answers}) == K and len({answer.label for answer in answers}) == C
@@ -954,7 +957,7 @@ def test_that_test_can_fail_where_one_bit_of_a_weight_is_another(case_of, tmp_pa
         assert_weights_are_those_of(case.folder, model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bert", "albert"])  # albert: its layers share their weights
 def test_weights_are_stored_once_the_folder_is_hardly_larger_than_the_run(tmp_path, tokenizer, kind):
     model = make_model(kind, exits=(1, 2, 3, 4), hidden_size=96, intermediate_size=384, vocab_size=4000)
     export(make_run(tokenizer, model), tmp_path / "out", TEXTS[:4])
@@ -974,7 +977,7 @@ def test_the_torch_engine_reads_the_same_folder(exported, run):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_segments_of_a_folder_say_what_the_model_says(case_of, kind):
-    case = case_of(kind, "gelu_new", "mean")
+    case = case_of(kind, "gelu_new" if kind == "bert" else "gelu", "mean")
     write_json(case.folder / "manifest.json", case.manifest | WITHOUT_RUN)
     found, *_ = read_every_exit(torch_segments(case.folder), case.inputs)
     np.testing.assert_allclose(found, case.logits, rtol=0, atol=ATOL)
@@ -1052,10 +1055,9 @@ def test_the_torch_engine_runs_a_float16_folder(precisions, wide_run):
         np.testing.assert_allclose(answer.logits, other.logits, rtol=0, atol=HALF_ATOL)
 
 
-@pytest.mark.parametrize("pool", ["first", "mean"])
-def test_a_regression_on_pairs_leaves_by_patience_and_answers_numbers(tmp_path, tokenizer, pool):
-    run = make_run(tokenizer, make_model(pool=pool, num_labels=1), Patience(1, 2.0), texts=2)
-    texts = sentences(30, texts=2)
+def test_a_regression_on_pairs_leaves_by_patience_and_answers_numbers(tmp_path, tokenizer):
+    run = make_run(tokenizer, make_model(pool="first", num_labels=1), Patience(1, 2.0), texts=2)
+    texts = sentences(20, texts=2)
     manifest = export(run, tmp_path / "out", texts)
     assert manifest["rule"] == run.rule.to_dict() and manifest["graphs"]["model"]["outputs"].keys() == {
         "logits",
@@ -1152,7 +1154,7 @@ def test_graphs_of_large_numbers_may_differ_by_as_much_more(tokenizer, tmp_path)
     assert 1e-4 < verified["max_logit_difference"] < 1
 
 
-@pytest.mark.parametrize("bug", ["tanh gelu for gelu", "the next head", "a layer skipped", "norms without epsilon"])
+@pytest.mark.parametrize("bug", ["tanh gelu for gelu", "norms without epsilon"])  # the smallest differences
 def test_graphs_that_say_something_else_are_told_and_leave_no_folder(run, tmp_path, monkeypatch, bug):
     instead(monkeypatch, *GRAPH_BUGS[bug])
     with pytest.raises(ValueError, match="float32 graphs differ from torch by .* no folder was written"):
@@ -1302,11 +1304,11 @@ def test_a_rule_that_does_not_fit_is_refused(copy, change, message):
     refused(copy, match=message)
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.safetensors"])
-def test_a_file_of_another_run_is_refused(copy, tmp_path, tokenizer, name):
-    export(make_run(tokenizer, make_model(pool="first", activation="relu", hidden_size=48)), tmp_path / "other", TEXTS)
-    shutil.copy(tmp_path / "other" / name, copy / name)
-    refused(copy, match=f"{name}.*export the run again")
+def test_a_file_of_another_run_is_refused(exported, precisions, tmp_path):
+    for name in ("model.onnx", "model.safetensors"):
+        copy = shutil.copytree(exported, tmp_path / name)
+        shutil.copy(precisions / "float32" / name, copy / name)
+        refused(copy, match=f"{name}.*export the run again")
 
 
 def forge(folder, tensors=None, **change):
@@ -1349,8 +1351,9 @@ def test_the_same_weights_in_another_order_are_refused(copy):
     )
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "precision, number", [("float32", np.nan), ("float32", -np.inf), ("float16", np.nan), ("float16", np.inf)]
+)
 def test_forged_weights_that_are_no_numbers_are_refused(precisions, tmp_path, number, precision):
     folder = shutil.copytree(precisions / precision, tmp_path / "copy")
     content = np.fromfile(folder / "model.safetensors", np.uint8)
@@ -1562,14 +1565,14 @@ class Watched(OrtModel):
         return super().run_batch(rule, inputs)
 
 
-def test_ten_thousand_rows_are_run_a_batch_at_a_time(exported):
+def test_a_thousand_rows_are_run_a_batch_at_a_time(exported):
     watched = Watched(exported, read_json(exported / "manifest.json"), threads=1)
-    texts = [(f"the {word}",) for word in WORDS] * 527
-    texts = [*texts[:9_999], ("the film was very " * 10,)]
+    texts = [(f"the {word}",) for word in WORDS] * 53
+    texts = [*texts[:999], ("the film was very " * 10,)]
     answers = Runtime(exported, segments=watched).run(texts, batch_size=64)
-    assert len(answers) == 10_000 and max(rows for rows, _ in watched.given) == 64 and len(watched.given) == 157
+    assert len(answers) == 1_000 and max(rows for rows, _ in watched.given) == 64 and len(watched.given) == 16
     assert sum(tokens > 4 for _, tokens in watched.given) == 1, "the long row widens one batch"
-    for first, later in zip(answers[: len(WORDS)], answers[len(WORDS) * 500 :]):
+    for first, later in zip(answers[: len(WORDS)], answers[len(WORDS) * 50 :]):
         assert (first.label, first.exit) == (later.label, later.exit)
 
 
@@ -1577,13 +1580,13 @@ def test_ten_thousand_rows_are_run_a_batch_at_a_time(exported):
 
 
 def answers_in_threads(runtime, expected, seconds, count=8):
-    """What went wrong while `count` threads asked for their own texts under their own rule, all at once."""
+    """What went wrong, first of all, while `count` threads asked for their own texts under their own rule, at once."""
     wrong, end = [], time.monotonic() + seconds
 
     def ask(number):
         texts, size, rule, answers = expected[number]
         try:
-            while time.monotonic() < end:
+            while not wrong and (not done[number] or time.monotonic() < end):
                 for answer, other in zip(runtime.run(texts, size, rule), answers, strict=True):
                     assert (answer.label, answer.exit) == (other.label, other.exit)
                     np.testing.assert_allclose(answer.logits, other.logits, rtol=0, atol=ATOL)
@@ -1603,13 +1606,13 @@ def answers_in_threads(runtime, expected, seconds, count=8):
 def requested(runtime, count=8):
     rules = [None, Patience(1), Threshold(0.7), NeverExit()]
     for number in range(count):
-        texts, size, rule = sentences(5 + 3 * number, seed=number), number + 1, rules[number % len(rules)]
+        texts, size, rule = sentences(5 + number, seed=number), number + 1, rules[number % len(rules)]
         yield texts, size, rule, runtime.run(texts, size, rule)
 
 
 def test_eight_threads_get_the_answers_that_one_gets(by_segment):
     opened = Runtime(by_segment, threads=1)
-    wrong, done = answers_in_threads(opened, list(requested(opened)), seconds=1)
+    wrong, done = answers_in_threads(opened, list(requested(opened)), seconds=0.2)
     assert not wrong and min(done) > 0
 
 
@@ -1643,27 +1646,7 @@ def python(code, *arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
-def test_the_runtime_needs_no_torch_no_safetensors_and_no_onnx(exported, run):
-    found = python(
-        """
-        from mini_ee.export.runtime import Runtime
-        for answer in Runtime(sys.argv[1], threads=1).run(["the film was lovely", "a dull song"]):
-            print(answer.label, answer.exit)
-        try:
-            import mini_ee.export.writer
-        except ImportError as error:
-            print(error)
-        """,
-        exported,
-    )
-    texts = [("the film was lovely",), ("a dull song",)]
-    expected = [f"{label} {exit}" for label, exit, _ in torch_answers(run, texts)]
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
-    assert lines[:2] == expected and len(lines) == 3 and lines[2].endswith("is blocked")
-
-
-def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, run):
+def test_the_runtime_needs_no_torch_and_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, run):
     found = python(
         """
         import onnxruntime
@@ -1677,6 +1660,10 @@ def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, 
             onnxruntime.InferenceSession(sys.argv[1] + "/model.onnx", providers=["CPUExecutionProvider"])
         except RuntimeError:
             print("others are refused")
+        try:
+            import mini_ee.export.writer
+        except ImportError as error:
+            print(error)
         """,
         exported,
     )
@@ -1684,21 +1671,7 @@ def test_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, 
     expected = [f"{label} {exit}" for label, exit, _ in torch_answers(run, texts)]
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()  # onnxruntime prints some of its own
-    assert lines[:2] == expected and lines[-1] == "others are refused"
-
-
-@pytest.mark.parametrize(("own", "shares"), [(True, True), (False, False)], ids=["own", "called"])
-def test_the_command_shares_threads_in_a_process_of_its_own_alone(exported, own, shares):
-    code = """
-        from mini_ee.cli.main import main
-        from mini_ee.export.sessions import Session
-        own = sys.argv.pop() == "True"
-        for _ in range(2):
-            assert main(None if own else sys.argv[1:]) == 0
-        print(Session.shares_threads)
-    """
-    found = python(code, "run", exported, "--threads", "1", own, input="a dull song\n")
-    assert found.stdout.splitlines()[-1] == str(shares), found.stderr
+    assert lines[:2] == expected and lines[-2] == "others are refused" and lines[-1].endswith("is blocked")
 
 
 def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_them(exported, monkeypatch, capsys):
@@ -1719,16 +1692,24 @@ def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_the
     assert requested("run", exported, own=False) == requested("bench", "onnx", own=False) == []
 
 
-def test_the_command_run_needs_no_torch(exported, run):
+def test_the_command_run_needs_no_torch_and_shares_threads_in_a_process_of_its_own(exported, run):
+    """Called from another program it shares none: the last line of the test above."""
     code = """
         import runpy
         sys.argv = ["mini-ee", "run", sys.argv[1], "--threads", "1"]
-        runpy.run_module("mini_ee", run_name="__main__", alter_sys=True)
+        for _ in range(2):
+            try:
+                runpy.run_module("mini_ee", run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                assert not end.code
+        from mini_ee.export.sessions import Session
+        print(Session.shares_threads)
     """
     found = python(code, exported, input="the film was lovely\n")
     assert (found.returncode, found.stderr) == (0, "")
     (label, exit, _) = next(torch_answers(run, [("the film was lovely",)]))
     assert f'"label": "{label}"' in found.stdout and f'"exit": {exit}' in found.stdout
+    assert found.stdout.endswith("True\n")
 
 
 # Real weights and sentences
