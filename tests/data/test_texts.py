@@ -1,6 +1,7 @@
 """What exits cost a decoder: log-likelihoods by a slow loop, positions that leave as the loop says, and the sweep."""
 
 import copy
+import functools
 import json
 import math
 import os
@@ -123,6 +124,7 @@ def benchmark():
     return Benchmark("tiny", "test", questions, "log_p per character")
 
 
+@functools.cache
 def slow(model, text):
     """log p of the next token, logits, and the policy's logit of every exit: one text, in float64."""
     model, rows = copy.deepcopy(model).double(), []
@@ -193,7 +195,7 @@ def test_accuracy_is_that_of_a_loop_over_options_one_by_one_under_every_rule(wit
         scores, scores_at = [], [[], [], []]
         for context, option in zip(question.contexts, question.options):
             before = encode(question.introduction + "".join(shots) + context).ids
-            text = Text([*before, *encode(option, add_special_tokens=False).ids], len(before) - 1)
+            text = Text((*before, *encode(option, add_special_tokens=False).ids), len(before) - 1)
             rows = slow(run.model, text)
             exits = [left_at(rule, row) for row in rows]
             layers += [k + 1 for k in exits]
@@ -231,7 +233,7 @@ def test_a_cloze_is_right_if_every_token_is_that_of_greedy_decoding(opened):
 
 
 SMALL = {"WRITTEN_TEXTS": 24, "WRITTEN_TOKENS": 12, "TIMED_TOKENS": 6, "TIMED_DECODINGS": 1}
-SMALL |= {"EPSILONS": (0.1, 0.5, 0.9, 1.0)}
+SMALL |= {"EPSILONS": (0.1, 0.5, 0.9, 1.0), "EPSILON_GRID": np.linspace(0.5, 1, 6)}
 
 
 @pytest.fixture(scope="module")
@@ -397,6 +399,7 @@ def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_f
         "PERPLEXITY_TOKENS": 16,
         "TIMED_DECODINGS": 1,
         "EPSILONS": (0.5, 0.9),
+        "EPSILON_GRID": np.linspace(0.5, 1, 6),
     }
     for name, value in small.items():
         monkeypatch.setattr(measure_texts, name, value)
@@ -424,6 +427,7 @@ def test_a_name_is_no_formula(tmp_path):
 def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tmp_path, run_folder, decoder_folder):
     for name, value in {"WRITTEN_TEXTS": 12, "WRITTEN_TOKENS": 8, "EPSILON_GRID": np.array([0.1, 1.0])}.items():
         monkeypatch.setattr(measure_texts, name, value)
+    monkeypatch.setattr(measure_texts, "TIMED_DECODINGS", 1)
     monkeypatch.setattr(measure_compare, "AGREEMENT_LEVEL", 0.1)
     other, picture = tmp_path / "$a_$", tmp_path / "picture.png"
     history = [{"step": step, "loss": 1.0, "agreement": [0.5], "entropy": [3.0 - step]} for step in (0, 1)]
@@ -451,7 +455,10 @@ def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tm
     assert picture.stat().st_size > 5000
 
 
-def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(capsys, tmp_path, run_folder, decoder_folder):
+def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(
+    capsys, monkeypatch, tmp_path, run_folder, decoder_folder
+):
+    monkeypatch.setattr(measure_texts, "TIMED_DECODINGS", 1)
     other = decoder_folder.with_name("decoder-2")
     with torch.random.fork_rng():
         torch.manual_seed(1)

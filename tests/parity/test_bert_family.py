@@ -197,9 +197,9 @@ def random_exits(kind):
     return model
 
 
-def engines(model, segments, folder, precision="float32"):
+def engines(model, segments, folder):
     """The graph and the segments of a model."""
-    manifest = write_graphs(model, segments, NeverExit(), folder, precision, segments=True)
+    manifest = write_graphs(model, segments, NeverExit(), folder, segments=True)
     return [engine(folder, manifest, threads=1) for engine in (OrtModel, OrtSegments)]
 
 
@@ -213,12 +213,15 @@ def test_onnx_equals_torch(kind, tmp_path):
             np.testing.assert_allclose(found, expected, rtol=0, atol=ENGINES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["float16", "int8"])
+@pytest.mark.parametrize(
+    "kind, precision",
+    [("xlm-roberta", "int8"), ("electra", "float16"), ("distilbert", "int8"), ("mpnet", "float16")],
+)
 def test_other_precisions_are_near(kind, precision, tmp_path):
     model, inputs = random_exits(kind), drawn_inputs(kind)
     expected = read_every_exit(model.segments(), inputs)[0]
-    found = read_every_exit(engines(model, model.segments(), tmp_path, precision)[0], inputs)[0]
+    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, precision)
+    found = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)[0]
     np.testing.assert_allclose(found, expected, rtol=0, atol={"float16": 0.02, "int8": 0.2}[precision])
 
 
@@ -234,8 +237,7 @@ def lora_model(kind, targets):
 TARGETS = [("query", "value"), ("key", "attention_output", "up", "down")]
 
 
-@pytest.mark.parametrize("targets", TARGETS, ids="-".join)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, targets", [(kind, TARGETS[n % 2]) for n, kind in enumerate(KINDS)], ids=str)
 def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets):
     model, inputs = lora_model(kind, targets), drawn_inputs(kind)
     expected = torch.stack(model(*tensors(inputs)), 1).numpy()
@@ -275,7 +277,7 @@ def test_peft_computes_what_we_compute(kind, tmp_path):
         torch.testing.assert_close(found, logits, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["distilbert", "mpnet"])  # the least like BERT: its keys, its relative positions
 def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_folder, task_folder, tmp_path, capsys):
     folder = tmp_path / "checkpoint"
     save_backbone(load_backbone(GOLDEN / kind).without_heads(), folder)

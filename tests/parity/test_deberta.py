@@ -601,12 +601,11 @@ def random_deberta(kind, **change):
     return backbone
 
 
-def both_engines(model, folder, precision="float32"):
-    """Logits (B, K, C) of torch, of model.onnx and of the segments."""
-    inputs = drawn_inputs()
-    manifest = write_graphs(model, model.segments(), NeverExit(), folder, precision, segments=True)
-    engines = (model.segments(), OrtModel(folder, manifest, threads=1), OrtSegments(folder, manifest, threads=1))
-    return [read_every_exit(engine, inputs)[0] for engine in engines]
+def logits_of_engines(model, folder, precision="float32", segments=False):
+    """Logits (B, K, C) of torch, of model.onnx and, if `segments` is true, of the segments."""
+    manifest = write_graphs(model, model.segments(), NeverExit(), folder, precision, segments)
+    engines = [engine(folder, manifest, threads=1) for engine in (OrtModel, OrtSegments)[: 1 + segments]]
+    return [read_every_exit(engine, drawn_inputs())[0] for engine in (model.segments(), *engines)]
 
 
 SWITCHES = [
@@ -628,15 +627,15 @@ def test_onnx_equals_torch(kind, change, tmp_path):
     model = RowExits(random_deberta(kind, **change), EXITS, 3).eval()
     for head in model.heads:
         head.dense.weight.normal_(std=0.3), head.out.weight.normal_(std=0.5)
-    expected, whole, chained = both_engines(model, tmp_path)
-    np.testing.assert_allclose(whole, expected, rtol=0, atol=ENGINES)
-    np.testing.assert_allclose(chained, expected, rtol=0, atol=ENGINES)
+    expected, *found = logits_of_engines(model, tmp_path, segments=not change)
+    for each in found:
+        np.testing.assert_allclose(each, expected, rtol=0, atol=ENGINES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_other_precisions_are_near(kind, precision, tmp_path):
-    expected, whole, _ = both_engines(RowExits(random_deberta(kind), EXITS, 3).eval(), tmp_path, precision)
+    expected, whole = logits_of_engines(RowExits(random_deberta(kind), EXITS, 3).eval(), tmp_path, precision)
     np.testing.assert_allclose(whole, expected, rtol=0, atol={"float16": 0.02, "int8": 0.1}[precision])
 
 
@@ -725,7 +724,7 @@ def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets, change
 
 
 @pytest.mark.parametrize(
-    "kind, targets, change, schedule", [(*each, SCHEDULES[n % 2]) for n, each in enumerate(ADAPTED)], ids=str
+    "kind, targets, change, schedule", [(*each, SCHEDULES[n % 2]) for n, each in enumerate(ADAPTED[1:])], ids=str
 )
 def test_onnx_equals_torch_with_adapters(kind, targets, change, schedule, tmp_path):
     model, inputs = lora_model(kind, targets, **change), drawn_inputs()
@@ -780,15 +779,14 @@ def test_peft_computes_what_we_compute(kind, targets, change, tmp_path):
 # ---- From a checkpoint to an export ----
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["joint", "lora-exits"])
+@pytest.mark.parametrize("kind, method", [("deberta", "lora-exits"), ("deberta-v2", "joint")])
 def test_it_is_trained_exported_and_run_as_any_other(kind, method, checkpoint_folder, task_folder, tmp_path, capsys):
     folder = tmp_path / "checkpoint"
     save_backbone(random_deberta(kind, vocab_size=64), folder)
     shutil.copy(checkpoint_folder / "tokenizer.json", folder)
-    more = {"targets": OWN_TABLES} if method == "lora-exits" and kind == "deberta" else {}
+    more = {"targets": OWN_TABLES} if method == "lora-exits" else {}
     with torch.enable_grad():
-        trained = mini_ee.train(method, folder, task_folder, tmp_path / "run", epochs=2, exits=(1, 3), **more)
+        trained = mini_ee.train(method, folder, task_folder, tmp_path / "run", epochs=1, exits=(1, 3), **more)
     texts = ["the film was good", "a very very dull song"]
     inputs, loaded = trained.encode(texts).batch(slice(None)), load_run(tmp_path / "run")
     message, found = (read_every_exit(each.segments(), inputs)[0] for each in (trained, loaded))

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 from copy import copy as copy_of
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,7 +151,10 @@ def case_of(tmp_path_factory):
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_missing_kv = pytest.mark.parametrize("missing_kv", MISSING_KV)  # of graphs by segment
-each_engine = pytest.mark.parametrize("missing_kv", [MODEL, *MISSING_KV])
+ENGINES = (MODEL, *MISSING_KV)
+BY_DEFINITION = {(kind, ENGINES[number % 3]) for number, kind in enumerate(KINDS)} | {("llama", e) for e in ENGINES}
+"""Compared with their definition, logit by logit; every other pair by the text and its exits."""
+AS_TORCH = [(kind, each) for kind in KINDS for each in ENGINES if kind == "llama" or (kind, each) not in BY_DEFINITION]
 
 
 # What is written
@@ -212,14 +214,12 @@ def assert_every_exit_says_what_its_definition_says(case, missing_kv):
     assert {layer for text in written for layer in text.layers_run} == set(EXITS)
 
 
-@each_kind
-@each_engine
+@pytest.mark.parametrize("kind, missing_kv", sorted(BY_DEFINITION))
 def test_every_exit_says_what_its_definition_says_in_a_padded_batch(case_of, kind, missing_kv):
     assert_every_exit_says_what_its_definition_says(case_of(kind), missing_kv)
 
 
-@each_kind
-@each_engine
+@pytest.mark.parametrize("kind, missing_kv", AS_TORCH)
 def test_greedy_text_and_its_exits_are_those_of_torch(case_of, kind, missing_kv):
     case, rules = case_of(kind), [MIXED]
     if kind == "llama":
@@ -269,9 +269,9 @@ def with_policies(method):
 @pytest.mark.parametrize("method", POLICIES)
 def test_policies_decide_as_in_torch(tmp_path, method):
     case = make_case(tmp_path / "exported", with_policies(method))
-    model, rules = case.opened.model, [Policy(cut) for cut in (0.3, 0.5, 0.7)]
-    found = []
-    for rule, missing_kv in product(rules, MISSING_KV):
+    model, found = case.opened.model, []
+    for cut, missing_kv in ((0.3, "copy_state"), (0.5, "recompute"), (0.7, "copy_state")):
+        rule = Policy(cut)
         settings = {
             "exits": EXITS,
             "heads": model.heads,
@@ -434,11 +434,10 @@ GRAPH_BUGS = {
 }
 
 
-@pytest.mark.parametrize("segments", [False, True], ids=["model", "segments"])
 @pytest.mark.parametrize("bug", GRAPH_BUGS)
-def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug, segments):
-    if bug == "padding in slot 0" and not segments:
-        pytest.skip("the token of slot 0 is written after the padding of its own row, and nothing else is padded")
+def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug):
+    """Every second one in graphs by segment; in model.onnx no padding stands in the place of slot 0."""
+    segments = list(GRAPH_BUGS).index(bug) % 2 == 1
     kind, *change = GRAPH_BUGS[bug]
     made = with_policies("consistent") if kind == "policies" else with_heads(load_backbone(GOLDEN / kind))
     instead(monkeypatch, *change)
@@ -717,19 +716,18 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys):
     assert all(row.keys() == {"line", "error"} for row in rows[2:])
 
 
-@pytest.mark.parametrize("method", POLICIES)
-def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys, method):
-    with_policies(method).save(tmp_path / "run", run_folder.parent / "llama")
+def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys):
+    with_policies("calm").save(tmp_path / "run", run_folder.parent / "llama")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["method"], answer["rule"]["name"], answer["exits"]) == (method, "policy", [1, 2, 3])
+    assert (answer["method"], answer["rule"]["name"], answer["exits"]) == ("calm", "policy", [1, 2, 3])
     assert sorted(path.name for path in (tmp_path / "exported").glob("*.onnx")) == ["model.onnx"]
 
 
 # Smaller weights
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "qwen3", "phi3"])
+@pytest.mark.parametrize("kind", ["qwen3", "phi3"])  # others are in test_older_opsets.py
 def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
     right = case_of(kind)
     half = make_case(tmp_path / "exported", right.opened, "float16")
@@ -749,14 +747,14 @@ def test_int8_of_the_built_in_decoder_writes_nearly_the_same(tmp_path):
     model = TokenExits(load_backbone(BUILT_IN_DECODER), (6, 12), "copy").eval()
     made = Made("self-supervised", model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.7))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 16)
+        patch.setattr(writer, "VERIFIED_TOKENS", 8)
         manifest = made.export(tmp_path / "exported", REAL_TEXTS, "int8")
     verified = manifest["verified"]
     assert (
         verified["token_agreement"] > 0.5 and verified["exit_agreement"] > 0.5
     )  # after one other token all may differ
     assert 0.01 < verified["max_logit_difference"] < 2
-    assert all(row.tokens for row in Runtime(tmp_path / "exported", threads=1).run(REAL_TEXTS, max_new_tokens=NEW))
+    assert all(row.tokens for row in Runtime(tmp_path / "exported", threads=1).run(REAL_TEXTS, max_new_tokens=4))
     with pytest.raises(ValueError, match="expected float weights for --engine torch, found int8"):
         torch_segments(tmp_path / "exported")
 

@@ -173,25 +173,25 @@ def assert_same(found, expected):
     np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
 
 
-def assert_stops_as_the_loop(name, folder):
+def assert_stops_as_the_loop(name, folder, only=lambda rule: True):
     model, inputs = made(name), rows()
     last, exit_index = len(model.exits) - 1, set()
     others = (NeverExit(), FixedExit(0), Planned(np.arange(B) % (last + 1)))
     full, *_ = others_expected = [early_exit(model.segments(), other, inputs) for other in others]
-    for number, rule in enumerate(rules_of(name, model, inputs)):
+    for number, rule in enumerate(filter(only, rules_of(name, model, inputs))):
         graph = written(model, rule, folder / str(number))
         expected = early_exit(model.segments(), rule, inputs)
         assert_same(early_exit(graph, rule, inputs), expected)
-        for row in range(4):
-            one = inputs.take([row])
-            assert_same(early_exit(graph, rule, one), early_exit(model.segments(), rule, one))
+        one = inputs.take([number])
+        assert_same(early_exit(graph, rule, one), early_exit(model.segments(), rule, one))
         assert_same(early_exit(graph, Planned(np.full(B, last)), inputs), full)
         if last and "threshold" in rule.runtime_inputs:
             assert_rows_stop_by_their_own_thresholds(model, graph, rule, inputs)
-        for other, same in zip(others, others_expected):
-            assert_same(early_exit(graph, other, inputs), same)
-        whole = early_exit(graph.whole(), NeverExit(), inputs)
-        np.testing.assert_allclose(whole.logits, full.logits, rtol=0, atol=ATOL)
+        if number == 0:  # what does not depend on the rule in the graph
+            for other, same in zip(others, others_expected):
+                assert_same(early_exit(graph, other, inputs), same)
+            whole = early_exit(graph.whole(), NeverExit(), inputs)
+            np.testing.assert_allclose(whole.logits, full.logits, rtol=0, atol=ATOL)
         exit_index |= set(expected.exit_index.tolist())
     assert len(exit_index) >= min(2, last + 1), "the rules have to send rows to several exits"
 
@@ -276,8 +276,9 @@ def op_instead(patch, kind, wires, becomes=None):
 @pytest.mark.parametrize("bug", BUGS)
 def test_that_test_can_fail(tmp_path, monkeypatch, bug):
     BUGS[bug](monkeypatch)
+    kinds = Patience if bug == "a streak that is not kept" else Threshold
     with pytest.raises(AssertionError, match="ot equal"):
-        assert_stops_as_the_loop("bert", tmp_path)
+        assert_stops_as_the_loop("bert", tmp_path, lambda rule: type(rule) is kinds)
 
 
 @pytest.fixture(scope="module")
@@ -374,11 +375,11 @@ def test_bad_input_is_an_error_and_no_answer(written_bert, feeds):
     assert type(error.value).__module__.startswith("onnxruntime")
 
 
-def test_no_rows_and_ten_thousand_rows(written_bert):
+def test_no_rows_and_a_thousand_rows(written_bert):
     case = written_bert
-    many = {name: np.tile(value, (10_000 // B + 1, 1))[:10_000] for name, value in case.feeds.items()}
+    many = {name: np.tile(value, (1_000 // B + 1, 1))[:1_000] for name, value in case.feeds.items()}
     found = output(case, **many)
-    np.testing.assert_array_equal(found.layers, np.tile(output(case).layers, 10_000 // B + 1)[:10_000])
+    np.testing.assert_array_equal(found.layers, np.tile(output(case).layers, 1_000 // B + 1)[:1_000])
     with pytest.raises(Exception, match="empty set"):
         output(case, **{name: value[:0] for name, value in case.feeds.items()})
 

@@ -187,7 +187,7 @@ def test_a_job_that_was_stopped_at_any_write_goes_on_and_ends_equal(capsys, tmp_
     monkeypatch.setattr(
         parts.PartWriter, "write", lambda self, block: written.append(block.part) or computed(self, block)
     )
-    for write in range(12):  # job.json, five parts with their statistics, errors.jsonl
+    for write in (0, 1, 2, 3, 10, 11):  # of twelve: job.json, five parts with their statistics, errors.jsonl
         out = tmp_path / f"out{write}"
         with monkeypatch.context() as patch:
             stopped_at(patch, write)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from mini_ee.training import holdout
 CLIENTS = Path(__file__).parents[2] / "export" / "clients"
 LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
 HEADERS = "/usr/include/onnxruntime"  # where they are elsewhere, CPLUS_INCLUDE_PATH says so
-SENTENCES = 50
+SENTENCES = 25
 ATOL = 1e-5  # of a confidence, printed with six digits
 
 
@@ -48,8 +49,8 @@ in_cpp = pytest.mark.skipif(
 def exported(tmp_path_factory):
     """A folder under a rule that lets rows leave at many exits, and a threshold that lets others leave."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holdout, "TEST_ROWS", 60)
-        run = train("joint", out=tmp_path_factory.mktemp("clients") / "run", epochs=1, max_train=120)
+        patch.setattr(holdout, "TEST_ROWS", 30)
+        run = train("joint", out=tmp_path_factory.mktemp("clients") / "run", epochs=1, max_train=60)
     (curve,) = read_json(run.folder / "metrics.json")["curves"]
     values, _, layers = zip(*curve["points"])
     own, other = (float(np.float32(values[np.searchsorted(layers, mean)])) for mean in (6, 9))
@@ -109,11 +110,15 @@ def test_the_client_in_python_needs_numpy_onnxruntime_and_tokenizers_only():
 @pytest.mark.parametrize(
     "options", [["none such"], ["{folder}", "--threshold", "nan"], ["{folder}", "--threshold", ".9x"]]
 )
-def test_the_client_in_python_refuses_a_missing_folder_and_a_threshold_that_is_no_number(exported, options):
+def test_the_client_in_python_refuses_a_missing_folder_and_a_threshold_that_is_no_number(
+    exported, options, monkeypatch, capsys
+):
     options = [option.format(folder=exported[0]) for option in options]
-    command = [sys.executable, CLIENTS / "classify.py", *options]
-    done = subprocess.run(command, input="", capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "") and options[-1] in done.stderr.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", ["classify.py", *options])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(CLIENTS / "classify.py", run_name="__main__")
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.out) == (2, "") and options[-1] in printed.err.splitlines()[-1]
 
 
 @in_node

@@ -523,7 +523,7 @@ def test_a_worker_whose_thread_has_ended_takes_no_more():
     assert worker.metrics.requests["refused"] == 1
 
 
-def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(runtime, count=2000):
+def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(runtime, count=1000):
     """At 1.5 times what the first segment alone could do: requests are refused, given up, too late. By hand it was run
     once with 100,000."""
     engine, chance, ended, futures, refused = RowEngine(runtime, RULES["threshold"]), random.Random(0), [], [], 0
@@ -567,7 +567,7 @@ def test_nothing_that_a_row_held_outlives_it(runtime):
             worker.submit(text).result(10)
         worker.submit("the film").result(10)
         time.sleep(0.05)
-        gc.collect()
+        gc.collect(1)  # not what was there before
         assert sum(ref() is not None for ref in references) <= 2  # the batch that ran last
 
 
