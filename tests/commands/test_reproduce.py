@@ -150,9 +150,9 @@ def test_a_case_that_no_experiment_makes_is_named():
 # ---- Measures ----
 
 
-def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
-    lora = train("lora-exits", out=tmp_path / "run", exits=(4, 12), max_train=32, epochs=1)
+def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkeypatch, checkpoint_folder):
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 16)
+    lora = train("lora-exits", checkpoint_folder, out=tmp_path / "run", exits=(1, 3), max_train=32, epochs=1)
     ran = []
     monkeypatch.setattr(measures, "medians", lambda ways, name, **_: ran.append([way() for way in ways]) or [2.0] * 5)
     figures, _ = measures.of_streams(lora, toy_task(), None)

@@ -30,6 +30,7 @@ LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")
 SMALL = ("--texts", "24", "--new-tokens", "12", "--batch-size", "8", "--epochs", "4", "--head-lr", "1e-2")
 SMALL = (*SMALL, "--target", "soft")
+BRIEF = (*SMALL, "--texts", "12", "--new-tokens", "8", "--epochs", "1")  # the last of equal options counts
 SETTINGS_OF_RULES = ("threshold", ".5"), ("patience", "1"), ("cut", ".5")
 CONFIDENT = PatienceConfidence(2, 0.01, "breaking_ties")
 
@@ -127,18 +128,18 @@ def calibration_half(model, decoder_folder, count, new_tokens):
 def test_the_default_rule_comes_from_text_that_was_not_learned(decoder_folder, tmp_path, texts):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
     source = ("--prompt", "ab", "--greedy") if texts == "prompt" else ("--text", tmp_path / "text.txt")
-    argv = ("train", "self-supervised", "--model", decoder_folder, *SMALL, "--epochs", 1, *source)
+    argv = ("train", "self-supervised", "--model", decoder_folder, *BRIEF, *source)
     assert main([*map(str, argv), "--out", str(tmp_path / "run")]) == 0
     run = load_run(tmp_path / "run")
-    assert run.rule == calibrate(calibration_half(run.model, decoder_folder, 24, 12), 0.95, measure="breaking_ties")
+    assert run.rule == calibrate(calibration_half(run.model, decoder_folder, 12, 8), 0.95, measure="breaking_ties")
 
 
 def test_train_prints_the_metrics(capsys, decoder_folder, tmp_path):
-    argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "1,3", *SMALL, "--epochs", 1)
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "1,3", *BRIEF)
     found = answer(capsys, *argv, "--out", tmp_path / "run")
     metrics = read_json(tmp_path / "run" / "metrics.json")
     assert found["exits"] == [1, 3, 4] and found["agreement"] == metrics["agreement"]
-    assert found["calibration"] == metrics["calibration"] and found["texts"] == 24
+    assert found["calibration"] == metrics["calibration"] and found["texts"] == 12
     assert {"seed", "threads", "versions", "seconds", "rule", "entropy", "loss", "run"} <= found.keys()
     assert main([*map(str, argv), "--out", str(tmp_path / "again")]) == 0
     shown = capsys.readouterr().out
@@ -169,7 +170,7 @@ def test_a_text_file_teaches_instead(capsys, decoder_folder, tmp_path):
 
 
 def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tmp_path):
-    argv = ("train", "self-supervised", "--model", decoder_folder, "--greedy", "--exits", "2", *SMALL, "--epochs", 1)
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--greedy", "--exits", "2", *BRIEF)
     found = answer(capsys, *argv, "--prompt", "ab", "--prompt", "c", "--out", tmp_path / "run")
     assert found["texts"] == 2
     assert read_json(tmp_path / "run" / "config.json")["text"]["prompt"] == ["ab", "c"]
@@ -178,7 +179,7 @@ def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tm
 @pytest.mark.parametrize("options", [("--texts", 1), ("--texts", 2, "--new-tokens", 45, "--prompt", "a")])
 def test_what_a_training_takes_its_rule_takes_too(capsys, decoder_folder, tmp_path, options):
     """Its thresholds come from other prompts, which are longer, and from two texts at least."""
-    argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "2", *SMALL, "--epochs", 1)
+    argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "2", *BRIEF)
     assert answer(capsys, *argv, *options, "--out", tmp_path / "run")["method"] == "self-supervised"
 
 
@@ -279,19 +280,20 @@ def test_what_fills_skipped_layers_changes_what_is_written(capsys, trained, deco
     ],
 )
 def test_exits_off_is_plain_decoding(capsys, trained, decoder_folder, prompt, rule):
-    found = answer(capsys, "generate", trained, "--prompt", prompt, *rule)
-    plain = answer(capsys, "generate", decoder_folder, "--prompt", prompt)
-    assert found["tokens"] == plain["tokens"] == greedy(decoder_folder, prompt, 48 - found["prompt_tokens"]).tokens
+    argv = ("--prompt", prompt, "--max-new-tokens", 16)
+    found, plain = answer(capsys, "generate", trained, *argv, *rule), answer(capsys, "generate", decoder_folder, *argv)
+    assert found["tokens"] == plain["tokens"] == greedy(decoder_folder, prompt, 16).tokens
     assert set(found["layers"]) == set(plain["layers"]) == {4}
 
 
-@pytest.mark.parametrize("prompt, layer, draft", list(zip(PROMPTS, (1, 2, 3, 3), (4, 1, 7, 2))))
+@pytest.mark.parametrize("prompt, layer, draft", list(zip(PROMPTS, (1, 2, 3), (4, 1, 7))))
 def test_lossless_text_is_the_full_models_greedy_text(capsys, trained, decoder_folder, prompt, layer, draft):
-    found = answer(capsys, "generate", trained, "--prompt", prompt, "--lossless", "--layer", layer, "--draft", draft)
-    assert found["tokens"] == greedy(decoder_folder, prompt, 48 - found["prompt_tokens"]).tokens
+    argv = ("generate", trained, "--prompt", prompt, "--lossless", "--layer", layer, "--draft", draft)
+    found = answer(capsys, *argv, "--max-new-tokens", 20)
+    assert found["tokens"] == greedy(decoder_folder, prompt, 20).tokens
     model, ids = load_run(trained).model, Tokenizer.from_folder(decoder_folder).backend.encode(prompt).ids
     settings = {"exit_layer": layer, "head": model.heads[layer - 1], "draft": draft, "stop": [0]}
-    (expected,) = gather(generate_lossless(model.backbone, [ids], max_new_tokens=48 - len(ids), **settings), 1)
+    (expected,) = gather(generate_lossless(model.backbone, [ids], max_new_tokens=20, **settings), 1)
     assert found["layers"] == expected.layers_run and (found["draft_layer"], found["draft"]) == (layer, draft)
     assert not {"mean_layers", "layers_saved", "rule"} & found.keys()
 
@@ -368,14 +370,14 @@ def test_exits_are_green_to_red_and_the_full_model_has_no_colour(exits):
 
 @pytest.mark.parametrize("measure", ["breaking_ties", "max_probability", "entropy", "breaking_ties_logits"])
 def test_calibrate_keeps_the_guarantee_on_its_half_and_writes_the_rule(capsys, run_folder, decoder_folder, measure):
-    argv = ("calibrate", run_folder, "--epsilon", 0.6, "--measure", measure, "--texts", 30, "--new-tokens", 10)
+    argv = ("calibrate", run_folder, "--epsilon", 0.6, "--measure", measure, "--texts", 20, "--new-tokens", 8)
     found = answer(capsys, *argv)
     model, rule = load_run(run_folder).model, load_run(run_folder).rule
     assert rule.measure == measure and rule.to_dict()["threshold"][:-1] == found["thresholds"]
     backend = Tokenizer.from_folder(decoder_folder).backend
     prompts = [backend.encode(text).ids for text in CALIBRATION_PROMPTS]
-    texts = generated_texts(model.backbone, prompts, 30, 10, stop=[0], seed=2 * 10**6)
-    half = set(np.random.default_rng(0).permutation(30)[:15].tolist())
+    texts = generated_texts(model.backbone, prompts, 20, 8, stop=[0], seed=2 * 10**6)
+    half = set(np.random.default_rng(0).permutation(20)[:10].tolist())
     observed = observe(record_texts(model, texts), measure)
     taken = np.array([group in half for group in observed.groups])
     for k, threshold in enumerate(rule.threshold[:-1]):
@@ -388,8 +390,8 @@ def test_calibrate_keeps_the_guarantee_on_its_half_and_writes_the_rule(capsys, r
 
 
 def test_a_stricter_epsilon_runs_more_layers(capsys, run_folder):
-    argv = ("calibrate", run_folder, "--texts", 30, "--new-tokens", 10, "--epsilon")
-    layers = [answer(capsys, *argv, epsilon)["mean_layers"] for epsilon in (0.2, 0.6, 0.95, 1)]
+    argv = ("calibrate", run_folder, "--texts", 20, "--new-tokens", 8, "--epsilon")
+    layers = [answer(capsys, *argv, epsilon)["mean_layers"] for epsilon in (0.2, 0.6, 1)]
     assert layers == sorted(layers) and layers[0] < layers[-1]
 
 
@@ -401,9 +403,9 @@ def test_calibrate_reads_a_text_file_and_prints_its_table(capsys, run_folder, tm
 
 
 def test_calibrate_reports_how_often_sets_break_the_guarantee(capsys, run_folder):
-    argv = ("calibrate", run_folder, "--epsilon", 0.3, "--texts", 40, "--new-tokens", 10, "--sets", 4)
+    argv = ("calibrate", run_folder, "--epsilon", 0.3, "--texts", 20, "--new-tokens", 8, "--sets", 4)
     broken = answer(capsys, *argv, "--delta", 0.5)["broken"]
-    assert (broken["sets"], broken["groups_a_set"]) == (4, 10)
+    assert (broken["sets"], broken["groups_a_set"]) == (4, 5)
     share = answer(capsys, *argv)["broken"]["paper"]
     assert broken["paper"] == share and main(list(map(str, argv))) == 0
     assert f"the paper's rule breaks the guarantee of 0.3 for {share:.1%} of the sets." in (capsys.readouterr().out)
@@ -460,10 +462,11 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(capsys,
     moved, other = shutil.copytree(decoder_folder, tmp_path / "moved"), decoder_in(tmp_path / "other", seed=1)
     shutil.copytree(decoder_folder, tmp_path / "old")
     out = run_folder.with_name("of-old")
-    argv = ("train", "self-supervised", "--model", tmp_path / "old", "--out", out, "--exits", "2", *SMALL)
+    argv = ("train", "self-supervised", "--model", tmp_path / "old", "--out", out, "--exits", "2", *BRIEF)
     answer(capsys, *argv)
     shutil.rmtree(tmp_path / "old")
-    for name, *options in (("generate", "--prompt", "a"), ("calibrate", "--epsilon", ".9", "--texts", "8")):
+    generated, calibrated = ("--prompt", "a", "--max-new-tokens", "2"), ("--epsilon", ".9", "--texts", "2")
+    for name, *options in (("generate", *generated), ("calibrate", *calibrated)):
         line = refused(capsys, name, out, *options)
         assert "its backbone was in" in line and "give its folder with --model" in line
         with pytest.MonkeyPatch.context() as patch:  # a built-in one is looked for where it is now
@@ -526,9 +529,10 @@ def test_generate_refuses_exits_of_a_plain_decoder(capsys, decoder_folder, argv,
     ],
 )
 def test_generate_takes_every_rule_that_the_heads_can_answer(capsys, trained, decoder_folder, setting, rule):
-    found, model = answer(capsys, "generate", trained, "--prompt", "abc", *setting), load_run(trained).model
+    argv = ("generate", trained, "--prompt", "abc", "--max-new-tokens", 20)
+    found, model = answer(capsys, *argv, *setting), load_run(trained).model
     settings = {"exits": model.exits, "heads": model.heads, "rule": rule}
-    assert (found["tokens"], found["layers"]) == greedy(decoder_folder, "abc", 48 - found["prompt_tokens"], **settings)
+    assert (found["tokens"], found["layers"]) == greedy(decoder_folder, "abc", 20, **settings)
     assert found["rule"] == rule.to_dict() and len(set(found["layers"])) > 1
 
 
