@@ -1,5 +1,6 @@
 """`mini-ee reproduce`: a tiny recipe to its page, pages next to their JSON. Verdicts: test_verdicts.py."""
 
+import functools
 import json
 import math
 import re
@@ -69,7 +70,7 @@ TINY = {
             "name": "reviews {method}",
             "measure": "rows",
             "axes": {"method": {"joint": JOINT, "two-stage": {"method": "two-stage"}}},
-            "options": {"model": None, "task": "reviews", "exits": [2, 12], "max_train": 60, "epochs": 1},
+            "options": {"model": None, "task": "reviews", "exits": [2, 12], "max_train": 40, "epochs": 1},
             "reference": "reviews joint",
         }
     ],
@@ -105,6 +106,13 @@ TINY = {
     ],
     "quick": {},
 }  # fmt: skip
+
+
+@functools.cache
+def committed(paper):
+    """The recipe of a page, and the figures that are committed."""
+    found = load_recipe(paper)
+    return found, read_data(RESULTS / paper, found)
 
 
 # ---- Recipes ----
@@ -173,10 +181,10 @@ def tiny(tmp_path, monkeypatch):
     (tmp_path / "raee.json").write_text(json.dumps(TINY))
     monkeypatch.setattr(recipe, "RECIPES", tmp_path)
     monkeypatch.setattr(reproduce, "PAPERS", ("loraexit", "raee"))  # the first has no page: no row, no recipe read
-    monkeypatch.setattr(measures, "HELD_OUT_ROWS", 100)
-    monkeypatch.setattr(measures, "TRAIN_ROWS", 100)
-    monkeypatch.setattr(row_evaluation, "TIMED_ROWS", 16)
-    monkeypatch.setattr(holdout_module, "TEST_ROWS", 64)
+    monkeypatch.setattr(measures, "HELD_OUT_ROWS", 30)
+    monkeypatch.setattr(measures, "TRAIN_ROWS", 30)
+    monkeypatch.setattr(row_evaluation, "TIMED_ROWS", 4)
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 16)
     return tmp_path / "out"
 
 
@@ -599,9 +607,9 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
 
 @pytest.mark.parametrize("paper", PAGES)
 def test_the_command_runs_what_a_page_shows_and_no_more(paper):
-    found = load_recipe(paper)
+    found, data = committed(paper)
     cases = cases_of(found)
-    seeds_of = {name: sorted(map(int, made["seeds"])) for name, made in read_data(RESULTS / paper, found).found.items()}
+    seeds_of = {name: sorted(map(int, made["seeds"])) for name, made in data.found.items()}
     assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
     assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
@@ -609,8 +617,7 @@ def test_the_command_runs_what_a_page_shows_and_no_more(paper):
 
 @pytest.mark.parametrize("paper", PAGES)
 def test_a_page_shows_what_its_json_contains(paper):
-    found = load_recipe(paper)
-    made = page(paper, found, read_data(RESULTS / paper, found), RESULTS / paper, f"mini-ee reproduce {paper}")
+    made = page(paper, *committed(paper), RESULTS / paper, f"mini-ee reproduce {paper}")
     assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
 
 
@@ -738,8 +745,7 @@ def test_a_page_begins_with_its_answer_two_pictures_and_its_main_table(paper):
 def test_the_overview_shows_what_the_records_contain():
     cards = {}
     for paper in PAPERS:
-        found = load_recipe(paper)
-        data = read_data(RESULTS / paper, found)
+        found, data = committed(paper)
         judged = [judge_claim(claim, data) for claim in found["claims"]]
         cards[paper] = Card(found["title"], answer(found, data), judged)
     assert overview_page(cards, True, False) == (RESULTS / "README.md").read_text()
@@ -843,7 +849,7 @@ def test_readme_prints_no_figure_that_is_not_in_the_json():
     assert printed == README_FIGURES.keys()
     for shown, (paper, case, figure) in README_FIGURES.items():
         assert shown == printed_mean(paper, case, figure), (paper, case, figure)
-    examples = read_data(RESULTS / "raee", load_recipe("raee")).mean("TREC encoder fallback 3", "rows")
+    examples = committed("raee")[1].mean("TREC encoder fallback 3", "rows")
     assert f"{examples:,.0f} more labelled ones" in text
     speed_ups = [
         printed_mean("consistentee", f"TREC {name}", "speed-up at one point") for name in ("joint", "two-stage")
@@ -860,7 +866,7 @@ def test_a_page_repeats_the_figure_of_another_page():
 
 
 def printed_mean(paper: str, case: str, figure: str) -> str:
-    return with_unit(read_data(RESULTS / paper, load_recipe(paper)).mean(case, figure), figure)
+    return with_unit(committed(paper)[1].mean(case, figure), figure)
 
 
 # ---- Measured pages ----
