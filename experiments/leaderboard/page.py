@@ -22,10 +22,11 @@ from mini_ee.experiments.leaderboard.figures import (
     about_value,
     confidence_figures,
 )
+from mini_ee.experiments.leaderboard.legend import ENOUGH, EXAM_NOTE, LEGEND, TASK_LEGEND
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, listed, planned
-from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, compare, has_interval, interval
+from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, Drawn, compare, has_interval, interval, mean_of
 from mini_ee.experiments.leaderboard.tables import (
     NO_INTERVAL,
     NOT_YET,
@@ -43,11 +44,11 @@ from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_
 
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {
-    "leaderboard-front.png": "Accuracy against the share of the FLOPs, the mean over seeds. Coloured: the methods that "
-    "are best at some share. Bar: the usual 95 % interval at 2x, the median over methods, if there are enough seeds",
+    "leaderboard-front.png": "Accuracy on the reported examples against the share of the full model's FLOPs, mean over "
+    "seeds. Coloured: methods that are best at some share. Bar: 95 % interval at 2x, median over methods",
     "leaderboard-methods.png": "Each method alone, and all others in grey: mean accuracy over the tasks against the "
-    "share of the FLOPs",
-    "leaderboard-hardness.png": "Mean exit layer of each kind of sentence at 2x fewer FLOPs, from plain to doubly "
+    "share of the full model's FLOPs",
+    "leaderboard-hardness.png": "Mean exit layer of each kind of sentence at half of the FLOPs, from plain to doubly "
     "negated",
 }
 NAMED = 6  # methods that a sentence lists at most
@@ -77,15 +78,15 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
     lines = [HEADING, "", *_wrapped(answer(board))]
     if board.compared:
-        lines += [*main_table(board), *_wrapped([LEGEND]), *front, *panels]
-    lines += ["## Each task", "", *_wrapped([TASK_NOTE])]
+        lines += [*main_table(board), *_legend(LEGEND), *front, *panels]
+    lines += ["## Each task", "", *_legend(TASK_LEGEND)]
     for name in board.plan.ranked_tasks:
         if board.tasks[name].runs:
             lines += [f"### {name}", "", *_task_lines(board, name)]
     if waiting := [name for name in board.plan.ranked_tasks if not board.tasks[name].runs]:
         lines += [f"Not run yet: {listed(waiting)}.", ""]
     if EXAM in board.plan.tasks:
-        lines += ["## The exam of known hardness", "", *_exam_lines(board, passed), *hardness]
+        lines += ["## Sentences of known hardness", "", *_exam_lines(board, passed), *hardness]
     lines += ["## Decoders", "", *decoders]
     lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan, out)]
     lines += ["## How it was measured", "", *_measured_lines(board)]
@@ -113,11 +114,17 @@ def answer(board: Leaderboard) -> list[str]:
         f" (95 % interval {percent(found.low)} to {percent(min(found.high, 1))})" if not math.isnan(found.low) else ""
     )
     lines = [
-        f"**Which method for a classifier with half of the FLOPs?** {best} has the highest accuracy: "
-        f"{percent(found.mean)} % on {where}{average}{between}."
+        f"**Which method for a classifier with half of the FLOPs?** `{best}` has the highest accuracy: "
+        f"{percent(found.mean)} % on {where}{average}{between}.{_models(board)}"
     ]
     lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)))
-    return [*lines, *filter(None, (_pays(board, best), state))]
+    return [*lines, *filter(None, (_against_reference(board), _pays(board, best), state))]
+
+
+def _models(board: Leaderboard) -> str:
+    """The sentence that names the models of the compared tasks."""
+    names = list(dict.fromkeys(board.plan.models[name] for name in board.compared if name in board.plan.models))
+    return f" The model is {listed(names)}." if names else ""
 
 
 def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> str:
@@ -125,13 +132,13 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
     if not has_interval(board.headline[best]):
         seeds = min(map(len, board.headline[best].seeds))
         return (
-            f"Not at all yet: {best} has {seeds} seed{'s' * (seeds > 1)} of {board.plan.seeds}, and no method is "
+            f"Not at all yet: `{best}` has {seeds} seed{'s' * (seeds > 1)} of {board.plan.seeds}, and no method is "
             f"called better than another. {ENOUGH}"
         )
     if count == 1:
         return "No other method has been run on all of these tasks."
     _, low, high = board.ranks[best]
-    text = f"Its rank is {low}{f' to {high}' * (low < high)} of {count} (95 % interval). "
+    text = f"Its rank is {f'between {low} and {high}' if low < high else low} of {count} (95 % interval). "
     if not open_:
         return text + "It is significantly better than every other method."
     if len(open_) == count - 1:
@@ -141,6 +148,8 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
             f"It is significantly better than {count - 1 - len(open_)} of the other {count - 1} methods, but not than"
         )
         text += f" {listed(open_) if len(open_) <= NAMED else f'{listed(open_[:NAMED])} and {len(open_) - NAMED} more'}"
+    few = sum(not has_interval(board.headline[name]) for name in open_)
+    text += f"; {few} of the others have too few seeds for a test" if few else ""
     times = {
         name: [v for task in board.compared for v in about_figure(board.tasks[task], name, "seconds")]
         for name in (best, *open_)
@@ -148,28 +157,52 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
     timed = {name: math.fsum(each) / len(each) for name, each in times.items() if each}
     if len(timed) > 1:
         quickest = min(timed, key=lambda name: (timed[name], name))
-        text += f". Of these, {quickest} trains fastest, in {number([timed[quickest]])} seconds on one processor core"
+        text += f". Of `{best}` and the methods that it does not beat significantly, `{quickest}` trains fastest: "
+        text += f"{number([timed[quickest]])} processor seconds"
     return text + "."
 
 
+def _against_reference(board: Leaderboard) -> str:
+    """How many methods are better than joint training, how many worse, and how many have too few seeds."""
+    if REFERENCE not in board.headline or not has_interval(board.headline[REFERENCE]) or len(board.ranks) == 1:
+        return ""
+    others = [name for name in board.order if name in board.ranks and name != REFERENCE]
+    few = sum(not has_interval(board.headline[name]) for name in others)
+    better = [name for name in others if (name, REFERENCE) in board.better]
+    worse = [name for name in others if (REFERENCE, name) in board.better]
+    text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} methods with "
+    text += f"enough seeds for a test, {_counted(better)} {'are' if len(better) > 1 else 'is'} significantly better "
+    text += f"and {_counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
+    return text + (f" The other {few} have too few seeds." if few else "")
+
+
 def _pays(board: Leaderboard, best: str) -> str:
-    """The best method against its full model and against a fixed depth."""
+    """The best method against the full model of joint training, against a fixed depth, and in time."""
     lines, tasks = [], board.compared
     if REFERENCE in board.headline:
-        full = math.fsum(board.drawn[name][REFERENCE, "full"].mean for name in tasks) / len(tasks)
-        lost = full - board.headline[best].mean
+        full = mean_of([board.drawn[name][REFERENCE, "full"] for name in tasks])
         lines.append(
-            f"The full model of joint training, without early exits, has {percent(full)} %, "
-            f"so the best method at 2x {'loses' if lost >= 0 else 'gains'} {percent(abs(lost))} points."
+            f"If no example exits early, joint training has an accuracy of {percent(full.mean)} %; with half of the "
+            f"FLOPs, the accuracy of `{best}` is {_difference(board.headline[best], full)}."
         )
     if CONTROL in board.headline:
-        gap = compare(board.headline[best], board.headline[CONTROL])
-        points = signed(gap).removesuffix(f" {NO_INTERVAL}")
         lines.append(
             f"If all examples exit at the same layer of joint training (*{CONTROL}*), the accuracy is "
-            f"{percent(board.headline[CONTROL].mean)} %; the difference is {points} points."
+            f"{percent(board.headline[CONTROL].mean)} %; that of `{best}` is "
+            f"{_difference(board.headline[best], board.headline[CONTROL])}."
         )
+    times = [about_figure(board.tasks[name], best, "half speedup") for name in tasks]
+    if all(times):
+        faster = number([math.fsum(each) / len(each) for each in times])
+        lines.append(f"With one example at a time, `{best}` is {faster} times as fast as its own full model.")
     return f"**Does it pay?** {' '.join(lines)}" if lines else ""
+
+
+def _difference(one: Drawn, other: Drawn) -> str:
+    """A difference in words, with half of its interval if there is one."""
+    points = signed(compare(one, other)).lstrip("+-")
+    half = f" (95 % interval ±{points.partition('±')[2]})" if not points.endswith(NO_INTERVAL) else ""
+    return f"{points.split()[0]} points {'lower' if one.mean < other.mean else 'higher'}{half}"
 
 
 def _state(board: Leaderboard) -> str:
@@ -183,36 +216,16 @@ def _state(board: Leaderboard) -> str:
         complete &= not (not_yet or not_run)
         if runs:
             seeds = " to ".join(map(str, sorted({min(runs.values()), max(runs.values())})))
-            begun.append(f"{len(runs)} on {name} ({seeds} of {plan.seeds} seeds)")
+            begun.append(f"{len(runs)} of {len(plan.methods)} methods on {name} ({seeds} of {plan.seeds} seeds)")
             unequal |= " to " in seeds
     if complete:
         return ""
     waiting = [name for name in plan.tasks if not board.tasks[name].runs]
-    text = f"This is preliminary. Methods that have been run, of {len(plan.methods)}: {listed(begun) or 'none'}."
+    text = f"**What is missing?** Run so far: {listed(begun) or 'none'}."
     text += f" {listed(waiting)} follow{'s' * (len(waiting) == 1)}." if begun and waiting else ""
-    text += " Methods with other numbers of seeds differ by their seeds, too." if unequal else ""
-    return text + (f" Ranks are among those that have been run on {listed(board.compared)}." if board.compared else "")
-
-
-ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of several tasks."
-
-LEGEND = f"""*Accuracy at 2x*: of the method's own exit rules, the one with the best accuracy on held-out examples among
-those with at most half of the FLOPs of its full model; its accuracy on the reported examples, in percent, the mean over
-the tasks. ± is half of the 95 % interval over seeds and examples; {NO_INTERVAL}: not known with so few seeds. {ENOUGH}
-*Rank*: with the ranks that are possible if only significant differences count (Holm's correction over all pairs of
-methods). *Minus joint*: the difference from joint training in points, paired if the seeds are the same; its interval is
-not corrected for the number of methods. *Layers saved*: in percent, if at most one point is lost against the full model
-of joint training with the same seed; a layer that runs twice counts twice. *Speed-up at 2x*: of that rule, measured
-with one example at a time; it may use fewer FLOPs than it could. *Training s*: processor seconds. *MB added*: compared
-with a fine-tuned model without exits. *{CONTROL}*: a control, no method: all examples exit at the same layer of joint
-training; nothing is trained or timed for it. {NOTHING}: does not apply."""
-
-TASK_NOTE = f"""Accuracy in percent ± half of the 95 % interval ({NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds). ▲, ▼:
-better or worse than joint training (Holm's correction over all cells of the table). *At 1 point*: the rule with the
-fewest FLOPs that loses at most one point on held-out examples, against the full model of joint training with the same
-seed. *Area*: mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both
-reach. *EEFP*: how well the largest probability of an exit predicts that it is wrong and a later exit is right (AUROC;
-1: perfectly, .5: not at all), the mean over exits. Speed-ups are of processor time at batch size 1."""
+    if unequal:
+        text += " Some methods have fewer seeds than others, so part of a difference may come from the seeds."
+    return text + (f" Ranks are computed on {listed(board.compared)} alone." if board.compared else "")
 
 
 # ---- Sections ----
@@ -221,7 +234,8 @@ def _task_lines(board: Leaderboard, name: str) -> list[str]:
     if not task.runs:
         return ["Not run yet.", ""]
     rows = len(next(run.full for runs in task.runs.values() for run in runs.values()))
-    lines = [f"{rows:,} reported examples.", "", *task_table(board, name)]
+    model = f" The model is {board.plan.models[name]}." if name in board.plan.models else ""
+    lines = [f"{rows:,} reported examples.{model}", "", *task_table(board, name)]
     return [*lines, *_wrapped(_failure_lines(task))]
 
 
@@ -234,9 +248,10 @@ def _failure_lines(task: TaskFigures) -> list[str]:
     failure, calibration, saved = zip(*points)
     rho = [f"{spearman(np.round(each, 9), np.round(saved, 9)):.2f}" for each in (failure, calibration)]
     return [
-        f"Over the {len(points)} methods with several exits, layers saved have Spearman's correlation {rho[0]} with "
-        f"EEFP and {rho[1]} with the expected calibration error (ECE). The source of EEFP (arXiv:2508.21495) says that "
-        f"the first predicts what early exit saves, and the second does not."
+        f"**Which property of the exits predicts how many layers are saved?** Over {len(points)} methods with several "
+        f"exits, *saved at 1 point* has Spearman's correlation {rho[0]} with EEFP and {rho[1]} with the expected "
+        f"calibration error (ECE), without intervals. The paper that proposed EEFP (arXiv:2508.21495) says that EEFP "
+        f"predicts what early exit saves, and that ECE does not."
     ]
 
 
@@ -248,12 +263,6 @@ def _mean_saved(task: TaskFigures, method: str) -> float | None:
 LEAST_CORRELATED = 6  # trainings
 
 
-EXAM_NOTE = """The built-in sentences are of seven kinds with a known hardness, and hard sentences are also longer.
-Each correlation is Spearman's, with the exit layer at half of the FLOPs: with *hardness* (the kind, 1 to 7) and with
-*length* (words), and the two partial correlations. A verdict needs a significant difference of the two partial
-correlations (Holm's correction over the methods), and the larger one must be above 0."""
-
-
 def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     """The verdicts in words, the correlations, depth and accuracy by kind, and the usual table."""
     runs = board.tasks[EXAM].runs
@@ -261,13 +270,15 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
         return ["Not run yet.", ""]
     order = [name for name in [*board.order, CONTROL] if name in passed]
     absent = [name for name in board.order if name in runs and name not in passed]
-    without = [f"Some seed has no rule with half of the FLOPs: {listed(absent)}."] if absent else []
+    without = [f"Not here, because some seed has no rule with so few FLOPs: {listed(absent)}."] if absent else []
     verdicts = {name: each.verdict for name, each in passed.items() if not isinstance(each.correlations, str)}
     easy, short = ([name for name, verdict in verdicts.items() if verdict == which] for which in (EASY, SHORT))
+    few = sum(len(runs[name]) < LEAST_SEEDS for name in verdicts)
     summary = (
         f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods with several "
         f"exit layers, {_counted(easy)} exit early on what is easy, {_counted(short)} on what is short; for "
-        f"{len(verdicts) - len(easy) - len(short)} it is not decided. A verdict needs {LEAST_SEEDS} seeds."
+        f"{len(verdicts) - len(easy) - len(short)} it is not decided"
+        f"{f' ({few} of them have fewer than {LEAST_SEEDS} seeds)' if few else ''}."
     )
     rows = []
     for name in order:
@@ -280,13 +291,13 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     depth = [[name, *(f"{each:.1f}" for each in passed[name].depth)] for name in order]
     right = [[name, *(percent(each) for each in passed[name].accuracy)] for name in order]
     lines += [
-        "**Mean exit layer of each kind, at 2x fewer FLOPs**",
+        f"**Mean exit layer of each kind at half of the FLOPs, of {board.tasks[EXAM].layers} layers**",
         "",
         *markdown_table(["method", *HARDNESS], depth),
         "",
     ]
     lines += [
-        "**Accuracy of each kind at these exits, in percent**",
+        "**Accuracy of each kind at these exits, in percent** (guessing: 50, since half of each kind is positive)",
         "",
         *markdown_table(["method", *HARDNESS], right),
         "",
@@ -295,7 +306,7 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
         return lines
     return [
         *lines,
-        "**All figures on the built-in sentences** (columns as in [Each task](#each-task))",
+        "**All figures on the built-in reviews** (columns as in [Each task](#each-task))",
         "",
         *_task_lines(board, EXAM),
     ]
@@ -303,7 +314,7 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
 
 def _counted(names: list[str]) -> str:
     """How many, and which if they are few."""
-    return f"{len(names)} ({listed(names)})" if 0 < len(names) <= NAMED else str(len(names))
+    return f"{len(names)} ({listed(names)})" if 0 < len(names) <= NAMED else str(len(names) or "none")
 
 
 def _correlation(found) -> str:
@@ -316,14 +327,18 @@ def _other_lines(plan: Plan, out: Path) -> list[str]:
     lines = []
     for reason in dict.fromkeys(plan.not_rows.values()):
         names = [name for name, each in plan.not_rows.items() if each == reason]
-        lines.append(f"- {reason[0].upper()}{reason[1:]}: {', '.join(names)}.")
+        lines.append(f"- {', '.join(names)}: {reason}.")
     embeddings, raee, add_exits = (link(out, name, name) for name in ("embeddings.md", "raee.md", "add-exits.md"))
     elsewhere = (
-        f"Methods whose tokens can exit are in the section of decoders, those whose embeddings exit are in "
-        f"{embeddings}, RAEE is in {raee}, and exits of a fine-tuned model that stays as it is are in {add_exits}. "
-        f"[METHODS.md](METHODS.md) lists all methods."
+        f"Their figures are elsewhere: tokens in the section on decoders, embeddings in {embeddings}, RAEE in {raee}, "
+        f"and exits that are added to a fine-tuned model in {add_exits}. [METHODS.md](METHODS.md) lists all methods."
     )
     return [*_bullets(lines), "", *_wrapped([elsewhere])]
+
+
+def _legend(columns: dict[str, str]) -> list[str]:
+    """A point for each column."""
+    return [*_bullets([f"- *{name}*: {' '.join(text.split())}" for name, text in columns.items()]), ""]
 
 
 def _bullets(lines: list[str]) -> list[str]:
@@ -345,19 +360,22 @@ def _measured_lines(board: Leaderboard) -> list[str]:
             shared.setdefault(name, {})[method] = None
             made.append(run.about)
     groups = [f"{listed(list(names))} ({name})" for name, names in shared.items() if len(names) > 1]
-    lines = [f"- {name}: {text}." for name, text in board.plan.training.items()]
+    lines = [
+        f"- {listed([name for name, each in board.plan.training.items() if each == text])}: {text}."
+        for text in dict.fromkeys(board.plan.training.values())
+    ]
     lines += [
-        f"- Intervals: {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S seeds S - 1 are "
-        f"drawn, so that the variance is unbiased. An interval is the mean ± t times the standard deviation of the "
-        f"draws, with Student's t and Satterthwaite's degrees of freedom. {ENOUGH} "
-        f"Without intervals nothing is called better.",
-        "- Rules are chosen on held-out training examples, never on the reported ones. Of rules with equal scores the "
-        "deepest is chosen.",
-        f"- {len(trained)} trainings of classifiers, with those that chose learning rates: "
-        f"{math.fsum(trained.values()) / 3600:.1f} processor hours.",
+        f"- Intervals: a bootstrap with {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S "
+        f"seeds, S - 1 are drawn in each, so that the variance is unbiased. An interval is the mean ± t times the "
+        f"standard deviation of the draws, with Student's t and Satterthwaite's degrees of freedom. {ENOUGH} "
+        f"Without an interval, a method is not called better or worse.",
+        "- Rules are chosen on held-out training examples, never on the reported ones. If several rules have the same "
+        "score, the one with the deepest exits is chosen.",
+        f"- All {len(trained)} trainings of classifiers took {math.fsum(trained.values()) / 3600:.1f} processor hours, "
+        f"those for the choice of the learning rate included.",
     ]
     if groups:
-        lines.append(f"- Methods that differ by their rules alone share their trainings: {'; '.join(groups)}.")
+        lines.append(f"- Methods that differ only in their exit rules share a training: {'; '.join(groups)}.")
     for name, path in ABOUT_NAMES.items():
         if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
             lines.append(f"- {name}: {', '.join(values)}.")

@@ -22,6 +22,7 @@ class Plan(NamedTuple):
     command: str
     not_rows: Mapping[str, str] = {}  # method that is in no table of classifiers -> why
     training: Mapping[str, str] = {}  # task -> how methods are trained on it
+    models: Mapping[str, str] = {}  # task -> the model in words
 
     @property
     def ranked_tasks(self) -> tuple[str, ...]:
@@ -46,12 +47,13 @@ class Plan(NamedTuple):
 def planned(out: Path, quick: bool) -> Plan:
     """The plan of the protocol."""
     exams = sorted(protocol.exams(quick), key=lambda each: each.name == EXAM)
-    training = {}
+    training, models = {}, {each.name: each.model or "the built-in BERT of 12 layers" for each in exams}
     for each in exams:
-        model, factors = each.model or "the built-in BERT", [f"{factor:g}" for factor in each.factors]
-        rates = f"learning rates {listed(factors, 'or')} times the method's own"
+        rates = f"the learning rate is {listed([f'{factor:g}' for factor in each.factors], 'or')} times the default"
+        if len(each.factors) > 1:
+            rates += f", chosen by held-out accuracy, mean over exits and {protocol.SEARCH_SEEDS} seeds"
         budget = f"at most {each.max_train:,} training examples, {each.epochs} epochs for each exit"
-        training[each.name] = f"{model}, {budget}, {rates}"
+        training[each.name] = f"{models[each.name]}, {budget}; {rates}"
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}
     return Plan(
         out / "records",
@@ -61,6 +63,7 @@ def planned(out: Path, quick: bool) -> Plan:
         "mini-ee reproduce leaderboard" + (" --quick" if quick else ""),
         reasons,
         training,
+        models,
     )
 
 

@@ -85,11 +85,11 @@ def why_not(name: str) -> str:
     """Why a method has no row in the tables of classifiers; empty if it has one."""
     method = load_method(name)
     if "rows" not in method.units:
-        return f"its {' and '.join(method.units)} exit, which have no label"
+        return f"what exits are {' and '.join(method.units)}, which have no label"
     if method.keeps_model:
-        return "it adds exits to a fine-tuned model, which stays as it is, and learns from its predictions"
+        return "exits are added to a fine-tuned model, which stays as it is, and learn from its predictions"
     if not method.has_stages:
-        return "it has no stages of training: it plans the exits of a trained model from the texts, which no record has"
+        return "nothing is trained; a trained model's exits are planned from the texts, which no record contains"
     return ""
 
 

@@ -44,7 +44,7 @@ TITLES = {
     "area": "area",
     "half speedup": "speed-up at 2x",
     "speedup": "speed-up at 1 point",
-    "seconds": "training s",
+    "seconds": "training, s",
     "megabytes": "MB added",
 }
 MEASURED = ("half speedup", "seconds", "megabytes")  # when the record was made; means over tasks
@@ -148,7 +148,8 @@ def main_table(board: Leaderboard) -> list[str]:
         control = board.headline[CONTROL].mean
         at = sum(board.headline[name].mean > control for name in board.ranks)
         rows.insert(at, [*_ranked_cells(board, CONTROL, notes), *_mean_cells(board, CONTROL, notes)])
-    columns = ["rank", "method", "accuracy at 2x", "minus joint", "full model", "layers saved"]
+    columns = ["rank", "method", "accuracy at 2x, %", "minus joint, points", "full model, %"]
+    columns += ["layers saved at 1 point, %"]
     columns += [*(TITLES[name] for name in MEASURED), "seeds"]
     return [*markdown_table(columns, rows), "", *notes.lines()]
 

@@ -125,11 +125,13 @@ def cells_of(text):
 def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, plan, tmp_path):
     text = page.page(board, exam.exam(board.tasks[EXAM]), tmp_path, [])
     first = text.split("|")[0]
-    assert "**Which method for a classifier with half of the FLOPs?** consistent has the highest accuracy" in first
+    assert "**Which method for a classifier with half of the FLOPs?** `consistent` has the highest accuracy" in first
     assert "significantly better than" in first and "±?" not in text.replace("±?: ", "").replace("(±?", "")
-    state = "This is preliminary. Methods that have been run, of 5: 4 on TREC (3 of 3 seeds), 4 on SST-2 (3 of 3 seeds)"
+    state = "Run so far: 4 of 5 methods on TREC (3 of 3 seeds), 4 of 5 methods on SST-2 (3 of 3 seeds)"
     assert state in " ".join(first.split())
-    assert "not measured" not in text and "- Its tokens exit: sleb." in text
+    better = "of the 3 methods with enough seeds for a test, 1 (consistent) is significantly better and 1 (pabee)"
+    assert better in " ".join(first.split()) and "points higher (95 % interval ±" in " ".join(first.split())
+    assert "not measured" not in text and "- sleb: its tokens exit." in text
     first_table, *_ = sections = re.split(r"^###? ", text, flags=re.MULTILINE)
     assert [section.partition("\n")[0] for section in sections[2:4]] == ["TREC", "SST-2"]
     for section in sections:
@@ -157,7 +159,7 @@ def test_a_page_without_records_says_so(tmp_path):
     plan = Plan(tmp_path / "records", ("TREC", EXAM), ("joint",), 5, "mini-ee reproduce leaderboard")
     board = tables.read_leaderboard(plan)
     text = page.page(board, {}, tmp_path, [])
-    assert "No method has a figure at half of the FLOPs yet. This is preliminary." in text
+    assert "No method has a figure at half of the FLOPs yet. **What is missing?** Run so far: none." in text
     assert "Not run yet: TREC." in text and "Not run yet." in text and "|" not in text.partition("## Each")[0]
 
 
@@ -169,10 +171,10 @@ def test_a_page_with_two_seeds_of_some_methods_says_what_is_there(tmp_path, monk
     board = tables.read_leaderboard(Plan(records, ("TREC", "SST-2", "SICK"), methods, 5, "mini-ee reproduce x"))
     text = page.page(board, {}, tmp_path, [])
     words = " ".join(text.split())
-    assert "sweet has the highest accuracy" in words and " % on TREC." in words and "95 % interval 8" not in words
-    assert "Not at all yet: sweet has 2 seeds of 5, and" in words and "±? points" not in words
-    state = "Methods that have been run, of 4: 3 on TREC (2 of 5 seeds) and 1 on SST-2 (1 of 5 seeds). SICK follows."
-    assert state in words and "Ranks are among those that have been run on TREC." in words
+    assert "`sweet` has the highest accuracy" in words and " % on TREC." in words and "95 % interval 8" not in words
+    assert "Not at all yet: `sweet` has 2 seeds of 5, and" in words and "±? points" not in words
+    state = "3 of 4 methods on TREC (2 of 5 seeds) and 1 of 4 methods on SST-2 (1 of 5 seeds). SICK follows."
+    assert state in words and "Ranks are computed on TREC alone." in words
     assert "Not run yet: pabee." in text and "Not run yet: SICK." in text
     assert not re.search(r"±\d", text) and {cell.split()[-1] for cell in cells_of(text) if "±" in cell} == {"±?"}
     assert "1 (1 to 3)" in text and "·" not in text and "nan" not in words.split()
@@ -218,7 +220,7 @@ def test_the_page_is_equal_to_the_byte_whatever_the_order_in_which_records_were_
             write_record(other.records / f"TREC/{name}.npz", seed, made[seed])
     for each in (plan, other, plan):
         path = page.write_pages(each, each.records.parent, [])
-        assert path.read_bytes() == (tmp_path / "a/leaderboard.md").read_bytes() and b"sweet has" in path.read_bytes()
+        assert path.read_bytes() == (tmp_path / "a/leaderboard.md").read_bytes() and b"`sweet` has" in path.read_bytes()
 
 
 def test_links_lead_to_files_that_exist(tmp_path):

@@ -1,0 +1,53 @@
+"""What the columns of the leaderboard mean: column -> its meaning, and what a verdict on hardness needs."""
+
+from mini_ee.experiments.leaderboard.figures import CONTROL
+from mini_ee.experiments.leaderboard.ranking import LEAST_SEEDS
+from mini_ee.experiments.leaderboard.tables import NO_INTERVAL, NOTHING
+
+ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of several tasks."
+
+LEGEND = {
+    "rank": """by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
+    count (Holm's correction over all pairs of methods).""",
+    "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs of the method's own full
+    model, mean over the tasks. The rule is one of the method's own, the most accurate one on held-out examples. ± is
+    half of the 95 % interval over seeds and examples, {NO_INTERVAL}: too few seeds. {ENOUGH}""",
+    "minus joint": """accuracy at 2x minus that of joint training, computed before rounding. If both have the same
+    seeds, it is paired; else the means over their own seeds are subtracted. The interval is not corrected for the
+    number of methods.""",
+    "full model": "accuracy of the method's own model if no example exits early.",
+    "layers saved at 1 point": """another rule: the one with the fewest FLOPs that loses at most one point on
+    held-out examples, compared with the full model of joint training with the same seed; 0 if every rule loses more. A
+    layer that runs twice counts twice.""",
+    "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
+    one example at a time. It is above 2 if that rule needs much less than half of the FLOPs.""",
+    "training, s": "processor seconds of one training.",
+    "MB added": "compared with a fine-tuned model without exits.",
+    CONTROL: """a control, not a method: all examples exit at the same layer of joint training. Nothing is trained or
+    timed for it.""",
+    NOTHING: "does not apply.",
+}
+
+TASK_LEGEND = {
+    "full model, at 1.5x, at 2x, at 3x": f"""accuracy in percent without early exits, and with at most two thirds, a
+    half and a third of the FLOPs of the method's full model. ± is half of the 95 % interval ({NO_INTERVAL}: fewer than
+    {LEAST_SEEDS} seeds). If few seeds differ a lot, an interval may reach below 0 or above 100 %.""",
+    "▲, ▼": "better or worse than joint training (Holm's correction over all cells of the table).",
+    "saved at 1 point": "layers saved in percent, by the rule of *layers saved at 1 point* (see the first table).",
+    "area": """mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both
+    reach.""",
+    "EEFP": """how well the largest probability of an exit predicts that this exit is wrong and a later one is right
+    (AUROC; 1: perfectly, 0.5: not at all), mean over exits.""",
+    "speed-up at 2x, at 1 point": """of the rules of *at 2x* and *saved at 1 point*, in processor time with one example
+    at a time, compared with the method's own full model.""",
+    "training, s; MB added": "as in the first table.",
+}
+
+EXAM_NOTE = f"""The built-in reviews are generated sentences of seven kinds with a known hardness, from *plain* (1) to
+*doubly negated* (7). Hard sentences are also longer, so we have to tell hardness and length apart. The first two
+columns are Spearman's correlations of the exit layer at half of the FLOPs with the *hardness* (1 to 7) and with the
+*length* in words. If one is positive, harder or longer sentences exit later. The other two are partial correlations:
+with hardness among sentences of equal length, and with length among sentences of equal hardness. ± is half of the 95 %
+interval ({NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds). A method exits early on what is easy if the partial
+correlation with hardness is significantly larger than that with length (Holm's correction over the methods), and its
+interval lies above 0. It exits early on what is short if the same holds the other way round."""
