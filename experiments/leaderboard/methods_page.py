@@ -10,7 +10,7 @@ import numpy as np
 
 from mini_ee.data.files import write_bytes
 from mini_ee.experiments.leaderboard.figures import rules_for
-from mini_ee.experiments.leaderboard.plan import listed
+from mini_ee.experiments.leaderboard.plan import EXAM, listed
 from mini_ee.experiments.leaderboard.protocol import trained_parts
 from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
@@ -29,7 +29,7 @@ ARXIV, ANTHOLOGY = (
     re.compile(r"\b(\d{4}\.[a-z-]+-[a-z]+\.\d+|[A-Z]\d\d-\d{4})\b"),
 )
 UNITS = {"rows": "example", "prompts": "example", "tokens": "token", "embeddings": "embedding"}
-PLANNED = "known before the model runs"
+PLANNED = "decided before the model runs"
 
 
 class About(NamedTuple):
@@ -149,12 +149,12 @@ def methods_page(board: Leaderboard) -> str:
         "paper",
         "what it does",
         "trains",
-        "who decides",
-        "exits",
+        "exit rule",
+        "what exits",
         "file",
         "lines",
         "deviations",
-        "at 2x",
+        "accuracy at 2x, %",
         "rank",
     ]
     rows = []
@@ -172,9 +172,11 @@ def methods_page(board: Leaderboard) -> str:
         )
     there = (board.plan.records.parent / "leaderboard.md").exists()
     source = "[leaderboard.md](leaderboard.md)" if there else "leaderboard.md, which is not written yet"
-    note = f"""{len(METHODS)} methods. *Trains*: what each stage of a classifier's training changes. *Who decides*: the
-exit rules that the method proposes (`mini_ee/rules.py`). *Lines*: of code, in the file and those whose names begin with
-its name. *Deviations*: numbered points in the head of the file, which say what differs from the paper or what the paper
-leaves open. *At 2x* and *rank*: from {source}; empty without a rank there.
-Made by `{board.plan.command}`."""
-    return "\n".join([HEADING, "", wrapped(note), *markdown_table(columns, rows), ""])
+    tasks = listed(["the built-in reviews" if task == EXAM else task for task in board.compared])
+    note = f"""All {len(METHODS)} methods of the registry, `mini_ee/registry.py`: those in mini_ee/methods first, then
+    the baselines. *Trains*: the parts that each stage of the training changes. *Exit rule*: the kinds of rules that the
+    method proposes (`mini_ee/rules.py`). *Lines*: lines of code in its file, and in files whose name continues that of
+    its file. *Deviations*: how many numbered points the head of the file lists, where it differs from the paper or the
+    paper leaves something open. *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains
+    both; empty without a rank there. Made by `{board.plan.command}`."""
+    return "\n".join([HEADING, "", wrapped(" ".join(note.split())), *markdown_table(columns, rows), ""])

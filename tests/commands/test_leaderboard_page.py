@@ -290,7 +290,7 @@ def test_the_methods_page_is_as_the_command_would_write_it(board):
 
 def test_the_methods_page_has_each_method_of_the_registry_once(board):
     text = methods_page.methods_page(board)
-    assert "| what it does | trains | who decides |" in text
+    assert "| what it does | trains | exit rule |" in text
     rows = rows_of_methods(text)
     assert [row[0].strip(" `") for row in rows] == [*METHODS]
     for row in rows:
