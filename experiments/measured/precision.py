@@ -152,14 +152,14 @@ own threshold. "By the rule" is the accuracy with this threshold. "Equal" is the
 prediction as in float32, with the threshold and at layer 6. "Moved" is the share of examples that exit after another
 layer than in float32. The figures are those of ONNX Runtime on the CPU with one thread, on the test set of TREC
 ({trec_rows} examples) and the dev set of SST-2 ({sst_rows} examples). For int8 and for all times, it computes one text
-at a time.
+at a time. The accuracies differ from those in other sections, because each of these runs learned from other examples.
 
 | task | precision | accuracy, layer 2 | layer 4 | layer 6 | by the rule | equal | equal, layer 6 | moved | layers |
 |---|---|---|---|---|---|---|---|---|---|
 {quality}
 
-Times are medians of processor time, measured in turns and divided by those of float32; ms per text is for all
-layers. Memory is that of a session that has run, in its own process.
+Times are medians of processor time on {timed} texts of each task, measured in turns and divided by those of float32; ms
+per text is for all layers. Memory is that of a session that has run, in its own process.
 
 | task | precision | ms per text | time, all layers | time, by the rule | disk, MB | private memory, MB | resident, MB |
 |---|---|---|---|---|---|---|---|
@@ -207,6 +207,7 @@ def section(figures: dict) -> str:
         quality=markdown_rows(quality),
         cost=markdown_rows(cost),
         guarantees=markdown_rows(guarantees),
+        timed=TIMED_TEXTS,
         processor=found["name"],
         vnni="with VNNI" if found["vnni"] else "without VNNI, the instructions for products of int8",
         epsilon=f"{EPSILON:g}".removeprefix("0"),
