@@ -26,41 +26,46 @@ OVERVIEW_HEADING, JUDGING_HEADING = "# Results", "# How a claim is judged"
 CHART = "verdicts.png"
 SIZE = "models of 5 to 12 small layers"
 
+IN_INTERVAL, BOTH_SIDES, ONE_SIDE = (f"{100 * each:g} %" for each in (1 - LEVEL, LEVEL, LEVEL / 2))
+
 JUDGING_PAGE = f"""{JUDGING_HEADING}
 
-A verdict is about our models and data: {SIZE}, two to five tasks. It says whether an effect shows at this size, not
-whether a paper is wrong. `mini-ee reproduce` computes every verdict from the records of the runs.
+**When does a claim of a paper hold here?** If in each of its comparisons the {IN_INTERVAL} interval of the difference
+lies on the claimed side. A verdict is about our models and data: {SIZE}, two to five tasks. It says whether an effect
+shows at this size, not whether a paper is wrong. `mini-ee reproduce` computes every verdict from the records of the
+runs. The leaderboard has statistics of its own, which its page explains.
 
-**One comparison** is the difference of two figures. A claim needs the first figure to be the larger one, so if a loss
-should be lower, the other side is named first. Both sides are run with the same seeds, at least {LEAST_SEEDS}. If a
-claim makes the same comparison in several settings, such as tasks, kinds of head or heads, we take the mean over the
-settings for each seed; the page lists these parts below the mean. Then we report the mean difference over the seeds
-and an interval that contains the true difference with a probability of at least {1 - LEVEL:.0%}. A difference is
-*{ABOVE}* if the whole interval lies above the required difference, and *{BELOW}* if it lies below. The required
-difference is 0 unless the claim gives another. Exact counts, such as bytes, may be equal on all seeds and still decide.
+**One comparison** is the difference of two figures, for example of two accuracies. They are ordered so that the claim
+needs the first one to be larger: if a method should lose less, the loss of the other method is named first. Both
+figures have the same seeds, at least {LEAST_SEEDS}. If a claim makes the same comparison in several settings, such as
+tasks, kinds of head or heads, we take the mean over the settings for each seed; the page lists these parts below the
+mean. Then we report the mean difference over the seeds and an interval that contains the true difference with a
+probability of at least {IN_INTERVAL}. A difference is *{ABOVE}* if the whole interval lies above the required
+difference, and *{BELOW}* if it lies below. The required difference is 0 unless the claim gives another. An exact count,
+such as a number of bytes, may be the same with every seed; then the difference alone decides.
 
-**What an interval covers.** It covers two errors:
+**What an interval covers.** It covers two standard errors:
 
-- The seeds: their choice changes the training, the held-out set and generated texts. From S differences with the
-  standard deviation s we get the error s / sqrt(S), and Student's t with S - 1 degrees of freedom.
+- The seeds: their choice changes the training, the held-out set and generated texts. If S differences have the standard
+  deviation s, the standard error is s / sqrt(S), with Student's t for S - 1 degrees of freedom.
 - The test examples: all seeds share them, so this error does not shrink with more seeds. Old records contain figures
   and no predictions, so we use a bound. A share p of N test examples has a variance of at most p (1 - p) / N. For a
   difference on the same examples, we add the variances of both sides. That is exact if the errors of the two models are
-  independent. It is too large if they tend to be wrong on the same examples, as models of the same data are. We assume
-  that they do not tend to be wrong on different examples.
+  independent. The sum is too large if both models tend to be wrong on the same examples, as models of the same data
+  are. It would be too small if one tended to be wrong where the other is right; we assume that this is not so.
 
-If S differences give t s / sqrt(S) for the seeds, and 1.96 times the other error is e, the interval reaches
-sqrt((t s)^2 / S + e^2) to both sides. A proof is in the file verdicts.py. The second error counts for accuracies and
+With t as above and the standard error r from the test examples, the interval is the mean difference
+± sqrt((t s)^2 / S + (1.96 r)^2). A proof is in the file verdicts.py. The second error counts for accuracies and
 shares of layers on a task's test examples. Decoders generate new texts for each seed, so the first error covers
 the texts; speed-ups, bytes, entropies, perplexities and correlations have the first error alone.
 
-**One claim** has one decision. It *{HOLDS}* if every comparison is {ABOVE}. This needs no correction for their number:
-if one of them is in truth not above, the claim holds by chance in at most {LEVEL / 2:.1%} of the cases. It is the
-opposite with *{FAILS}*: one comparison that is {BELOW} is enough, and the more comparisons there are, the more likely
-one of them is below by chance. So we use Holm's correction. With n comparisons, the first one has to be below with an
-interval at the level {LEVEL:.0%} / n instead of {LEVEL:.0%}, the next one with {LEVEL:.0%} / (n - 1), and so on. A true
-claim then fails by chance in at most {LEVEL / 2:.1%} of the cases. Some claims name other settings to be tried. Such a
-claim fails only after these have been run.
+**One claim** has one decision. It *{HOLDS}* if every comparison is {ABOVE}. No correction for their number is needed:
+if one of them is in truth not above, the claim holds by chance in at most {ONE_SIDE} of the cases. For *{FAILS}* it is
+the opposite: one comparison that is {BELOW} is enough, and the more comparisons there are, the more likely one of them
+is below by chance. So we use Holm's correction. With n comparisons, the first one has to be below with an interval at
+the level {BOTH_SIDES} / n instead of {BOTH_SIDES}, the next one with {BOTH_SIDES} / (n - 1), and so on. A true claim
+then fails by chance in at most {ONE_SIDE} of the cases. Some claims name other settings to be tried. Such a claim fails
+only after these have been run.
 
 **Otherwise a claim cannot be decided**, for one of three reasons:
 
@@ -71,26 +76,28 @@ claim fails only after these have been run.
   for example because no example exits at that layer.
 - *{CONSTANT}*: every seed gives the same two figures, so nothing is known about their spread.
 
-*{MISSING}* and *{FEW}* mean that the command was stopped, or ran with fewer seeds. Then the verdict is given
+*{MISSING}* and *{FEW}* mean that the command was stopped, or ran with fewer seeds. Then there is a verdict
 only if the missing runs cannot change it.
 
-**How many seeds would decide.** This is an estimate for the total number of seeds. It takes the measured mean
-difference and spread of each comparison as the true ones. With that number of seeds, an interval then excludes the
-required difference with a probability of {CHANCE:.0%}, for each comparison and not for the claim. With three to ten
-seeds both are known roughly. We do not count above {MOST_SEEDS} seeds.
+**How many seeds would decide.** This is an estimate of the total number of seeds. It takes the measured mean
+difference and spread of each comparison as the true ones. With that number of seeds, an interval excludes the
+required difference with a probability of {100 * CHANCE:g} %, for each comparison and not for the claim. With three to
+ten seeds, mean and spread are known only roughly. We do not count above {MOST_SEEDS} seeds.
 
 **Best of several settings.** Settings that were tried are compared on the same kind of data and on the seeds that all
 of them have, which is often one seed. They are ranked by the figure that is compared, mostly one of the test set, so
 the best one may be best by chance.
 
-**Tables.** In tables, ± is the standard deviation over seeds.
+**Tables.** In the tables of the four papers, ± is the standard deviation over seeds. On the leaderboard, it is half of
+the {IN_INTERVAL} interval.
 
-**Controls.** A control is a claim of ours that the paper does not make, for example that a method beats random exits.
+**Controls.** A control is a claim of ours that the paper does not make, for example that a method is more accurate than
+exits at random.
 """
 
 ONE_ANSWER = """If you need one answer, use a confidence threshold chosen on held-out examples. `mini-ee train joint`
 trains the exits and chooses the threshold. Joint and two-stage training save about the same on TREC
-([ConsistentEE](consistentee.md), main result).
+([ConsistentEE](consistentee.md), main result). The [leaderboard](leaderboard.md) compares all methods for classifiers.
 """
 
 FOUND = (  # they found, we found, agrees
@@ -104,8 +111,9 @@ FOUND = (  # they found, we found, agrees
     (
         "How well confidence predicts the errors of an exit predicts what early exit saves; calibration error does "
         "not ([arXiv:2508.21495](https://arxiv.org/abs/2508.21495)).",
-        "We report layers saved and violated [guarantees](guarantees.md), and no calibration error.",
-        "not tested",
+        "The [leaderboard](leaderboard.md#sentences-of-known-hardness) has the correlations of both with the layers "
+        "saved. They have no intervals, so they decide nothing.",
+        "not decided",
     ),
     (
         "If training data are limited, exits that share weights are on average 2.3 points less accurate than "
@@ -129,7 +137,7 @@ FOUND = (  # they found, we found, agrees
 )
 
 CONTROL = "A *control* is a claim of ours that the paper does not make."
-COMPARISONS = f"""A claim has one or more comparisons. A comparison is *{ABOVE}* if its {1 - LEVEL:.0%} interval lies
+COMPARISONS = f"""A claim has one or more comparisons. A comparison is *{ABOVE}* if its {IN_INTERVAL} interval lies
 above the difference that the claim requires, *{BELOW}* if it lies below, and otherwise undecided.
 """
 
@@ -140,7 +148,7 @@ OTHER_PAGES = """## Other pages
 | page | what it shows |
 |---|---|
 | [leaderboard.md](leaderboard.md) | which method to use: all methods under one protocol, computed from records |
-| [METHODS.md](METHODS.md) | each method: paper, what it trains, who decides, file (`reproduce leaderboard`) |
+| [METHODS.md](METHODS.md) | each method: paper, what it trains, its exit rule, its file (`reproduce leaderboard`) |
 | [shortest.md](shortest.md) | the results of the default settings |
 | [estimate.md](estimate.md) | how well `mini-ee estimate` predicts the share of the layers saved |
 | [onnx.md](onnx.md) | the exported ONNX graph: speed, equality with torch, size, memory |
@@ -172,7 +180,8 @@ def overview_page(cards: dict[str, Card], chart: bool, quick: bool) -> str:
     lines += [
         "",
         f"The runs use {SIZE} and two to five tasks. So a verdict is about this size: it says whether an effect",
-        "shows here, not whether a paper is wrong.",
+        "shows here, not whether a paper is wrong. Figures are means over seeds; each page names the models, the data",
+        "and the number of seeds.",
     ]
     lines += ["", f"![Verdicts on the claims of each paper]({CHART})", ""] if chart else [""]
     lines += [] if quick else [ONE_ANSWER]
