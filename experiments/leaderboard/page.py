@@ -89,7 +89,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
         lines += ["## Sentences of known hardness", "", *_exam_lines(board, passed), *hardness]
     lines += ["## Decoders", "", *decoders]
     lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan, out)]
-    lines += ["## How it was measured", "", *_measured_lines(board)]
+    lines += ["## How it was measured", "", *_measured_lines(board), *_wrapped([other_figures(out)])]
     lines += ["## How to add a method", "", *_wrapped(adding(out))]
     made = made_by(board.plan.command, "the records in records/")
     return "\n".join([*lines, *_wrapped([f"{made} It trains what has no record, and then computes this page."])])
@@ -400,6 +400,16 @@ ABOUT_NAMES = {
     "Python": ("made", "python"),
     "Commits": ("made", "commit"),
 }
+
+
+def other_figures(out: Path) -> str:
+    """Why other pages have other figures for the same methods."""
+    lora, consistent = link(out, "LoRAExit", "loraexit.md"), link(out, "ConsistentEE", "consistentee.md")
+    return (
+        f"The pages of {lora} and {consistent} have other figures for the same methods. Their models learn from other "
+        f"numbers of examples at other learning rates, and *at one point* means there: compared with the last exit of "
+        f"two-stage training, not of joint training."
+    )
 
 
 def adding(out: Path) -> list[str]:

@@ -230,6 +230,7 @@ def test_links_lead_to_files_that_exist(tmp_path):
         (tmp_path / folder).mkdir(exist_ok=True)
         assert link(tmp_path / folder, "R", "raee.md#a") == expected
     lines = "".join(page._other_lines(Plan(tmp_path, (), (), 5, ""), tmp_path) + page.adding(tmp_path))
+    lines += page.other_figures(tmp_path)
     assert "](" not in lines.replace("[METHODS.md](METHODS.md)", "")
 
 
