@@ -133,18 +133,21 @@ def decoder_section(out: Path, quick: bool) -> list[str]:
 CAPTION = (
     "Layers saved on new text at 90 % agreement with the full model (dots, 95 % interval), and decoding time saved"
 )
-INTRODUCTION = f"""Here tokens exit. All methods learn the same texts in as many epochs. The rates lr and head_lr are
-chosen from one grid with the first seed: those with the lowest perplexity on calibration text if thresholds on the gap
-between the two most probable tokens run at most {SHARE:.0%} of the layers.
-*Agreement* is the share of tokens whose prediction is that of the method's own full model. The rule of a row is the one
-of the method's own rules that saves most layers on calibration text among those with {LEVEL:.0%} agreement; its figures
-are of new text. A method without rules of its own has a threshold on that gap for each exit.
+AT_LEVEL, WITH_SHARE = f"{100 * LEVEL:g} % agreement", f"{100 * SHARE:g} % of the layers"
+INTRODUCTION = f"""Here the tokens of a decoder exit. All methods learn from the same texts in as many epochs. The
+learning rates lr and head_lr are chosen from one grid with the first seed: those with the lowest perplexity on
+calibration text, with thresholds on the gap between the two most probable tokens that run at most {WITH_SHARE}.
 
-A method that trains the decoder changes the full model, and agreement does not show whether it became worse. So compare
-perplexities: of the full model, under the rule, and with the method's best rule within {SHARE:.0%} of the layers
-(a rule there may be that all tokens exit after one layer).
-*Speed-up* is processor time at batch size 1 without exits over that with exits, with both ways to fill in missing keys
-and values. An interval is over seeds and texts; {NO_INTERVAL}: not known with fewer than {LEAST_SEEDS} seeds.
+*Agreement* is the share of tokens whose prediction is that of the method's own full model. A row shows the rule that
+saves most layers on calibration text, among the method's own rules with {AT_LEVEL} there; its figures are of new text.
+A method without rules of its own has a threshold on that gap for each exit.
+
+A method that trains the decoder changes the full model, and agreement does not show whether the full model became
+worse. So compare perplexities: of the full model, with the rule, and with the method's best rule that runs at most
+{WITH_SHARE} (perhaps all tokens exit after one layer).
+
+*Speed-up* is processor time without exits divided by that with exits, one text at a time, with both ways to compute
+missing keys and values. An interval is over seeds and texts; {NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds.
 {NO_RULE}: no rule of the method does that."""
 
 
@@ -156,16 +159,16 @@ def _answer(exam: DecoderExam, found: dict[str, Figures]) -> str:
     """Which method saves most, and which others are not shown to save less."""
     saved = {name: each for name, each in _drawn(exam, found, f"saved {LEVEL:g}").items() if each.mean > 0}
     if not saved:
-        return f"No method saves layers at {LEVEL:.0%} agreement."
+        return f"No method saves layers at {AT_LEVEL}."
     order = sorted(saved, key=lambda name: -saved[name].mean)
     worse = {worse for better, worse in better_pairs(saved) if better == order[0]}
     if not has_interval(saved[order[0]]):
         return (
-            f"{order[0]} saves most layers at {LEVEL:.0%} agreement, {percent(saved[order[0]].mean)} %. With fewer "
+            f"{order[0]} saves most layers at {AT_LEVEL}, {percent(saved[order[0]].mean)} %. With fewer "
             f"than {LEAST_SEEDS} seeds no method is called better than another."
         )
     similar = [name for name in order[1:] if name not in worse]
-    text = f"**{order[0]}** saves most layers at {LEVEL:.0%} agreement: {plus_minus(interval(saved[order[0]]))} %."
+    text = f"**{order[0]}** saves most layers at {AT_LEVEL}: {plus_minus(interval(saved[order[0]]))} %."
     if not similar:
         return text + " All others save significantly less (Holm's correction over all pairs)."
     return text + f" Not shown to save less: {', '.join(similar)} (Holm's correction over all pairs)."
@@ -184,7 +187,7 @@ def _order(found: dict[str, Figures]) -> list[str]:
 def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> list[str]:
     names = ["method", "layers saved, %", "agreement, %", "perplexity", "perplexity of the full model"]
     names += [
-        f"perplexity with {SHARE:.0%} of the layers",
+        f"perplexity with {WITH_SHARE}",
         *(f"speed-up, {fill}" for fill in MISSING_KV),
         "Rouge-L",
         "seeds",
@@ -210,7 +213,11 @@ def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> li
 
 
 def _levels_table(exam: DecoderExam, found: dict[str, Figures]) -> list[str]:
-    names = ["method", "agreement after each exit, %", *(f"layers saved at {level:.0%}, %" for level in LEVELS)]
+    names = [
+        "method",
+        "agreement after each exit, %",
+        *(f"layers saved at {100 * level:g} % agreement, %" for level in LEVELS),
+    ]
     rows = []
     for name in _order(found):
         each = found[name]
