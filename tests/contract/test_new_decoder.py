@@ -22,6 +22,7 @@ from mini_ee.cli.main import main
 from mini_ee.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.exits.generation import generate
 from mini_ee.exits.token_exits import TokenExits
+from mini_ee.export import writer
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import FixedExit, NeverExit, Threshold, rule_from_dict
 from mini_ee.training.run_folder import load_run
@@ -213,7 +214,7 @@ def test_text_with_early_exits_is_that_of_the_definition_without_a_cache(folder,
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
-    options = ["--model", folder, "--exits", "1,2,3", "--texts", 200, "--new-tokens", 8, "--epochs", 2, "--out", out]
+    options = ["--model", folder, "--exits", "1,2,3", "--texts", 96, "--new-tokens", 8, "--epochs", 4, "--out", out]
     assert main([str(word) for word in ("train", "self-supervised", *options)]) == 0
     return out
 
@@ -233,7 +234,9 @@ def test_its_heads_learn_to_agree_with_it_and_the_run_writes(trained, folder):
 def runtime(trained, tmp_path_factory):
     """The run as an export, which writes with three exit layers. The export itself compares it with torch."""
     out = tmp_path_factory.mktemp("exported") / "exported"
-    assert main([*map(str, ("export", trained, "--out", out, "--threshold", "0.9,0.5,0", "--segments"))]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "VERIFIED_TOKENS", 8)
+        assert main([*map(str, ("export", trained, "--out", out, "--threshold", "0.9,0.5,0", "--segments"))]) == 0
     return Runtime(out, threads=1)
 
 
@@ -260,7 +263,7 @@ def test_graphs_by_segment_write_what_the_run_writes_where_states_are_recomputed
 
 
 def test_a_classifier_on_it_is_trained_and_exported(folder, task_folder, tmp_path):
-    options = ["--model", folder, "--task", task_folder, "--exits", "1,3", "--epochs", 10, "--lr", 3e-3]
+    options = ["--model", folder, "--task", task_folder, "--exits", "1,3", "--epochs", 4, "--lr", 3e-3]
     assert main([*map(str, ("train", "joint", *options, "--batch-size", 8, "--out", tmp_path / "run"))]) == 0
     assert main([*map(str, ("export", tmp_path / "run", "--out", tmp_path / "exported", "--threshold", "0.8,0"))]) == 0
     run, texts = load_run(tmp_path / "run"), ["the film was good", "the book was very very awful", "a dull song"]

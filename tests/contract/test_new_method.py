@@ -155,12 +155,13 @@ def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, 
     assert [(each["label"], each["layers"]) for each in written] == [(each.label, each.layers) for each in expected]
 
 
-def test_it_teaches_tokens_too(package, decoder_checkpoint, tmp_path, capsys):
+def test_it_teaches_tokens_too(package, decoder_checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
     out, model = tmp_path / "run", tmp_path / "model"
     config = random_decoder("llama", 2).config
     save_backbone(Decoder(replace(config, max_position_embeddings=64)), model)
     shutil.copy(decoder_checkpoint / "tokenizer.json", model)
-    options = ["--model", model, "--exits", "1,2", "--texts", 160, "--new-tokens", 8, "--epochs", 1]
+    options = ["--model", model, "--exits", "1,2", "--texts", 24, "--new-tokens", 8, "--epochs", 1]
     answer(capsys, "train", "doubt", *options, "--out", out, "--caution", 4)
     run = load_run(out)
     assert run.unit == "tokens" and len(run.generate(["the film"], max_new_tokens=4)) == 1

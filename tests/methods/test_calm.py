@@ -182,7 +182,7 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(calm, "agreement", lambda model, some: wanted)
     stage = calm.recipe(model, NoConfig())[1]
     assert stage.make_targets(model, states) is wanted  # recipe looks it up when it is called
-    history = learn_classifier(model, TextData(calm_texts(60, 16)), tmp_path, epochs=60, head_lr=0.1)
+    history = learn_classifier(model, TextData(calm_texts(60, 16)), tmp_path, epochs=30, head_lr=0.1)
     with torch.no_grad():
         logits = model.exit_logits(list(states.states.unbind(1))).numpy() > 0
     assert (logits == wanted).mean() > 0.95
@@ -239,7 +239,7 @@ def test_calibration_stops_at_the_first_rule_that_fails():
 
 
 def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(monkeypatch):
-    model, texts, read = calm_model(), calm_texts(60, 8), []
+    model, texts, read = calm_model(), calm_texts(40, 8), []
     monkeypatch.setattr(calm, "record_texts", lambda model, some: read.extend(some) or record_texts(model, some))
     backend = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     source = SimpleNamespace(follow=4, tokenizer=SimpleNamespace(backend=backend))

@@ -73,7 +73,15 @@ def test_adapters_are_as_the_settings_say(checkpoint_folder):
 
 
 def trained(out, checkpoint_folder, task_folder, distill, epochs=1):
-    options = {"epochs": epochs, "lr": 1e-2, "head_lr": 1e-2, "batch_size": 8, "exits": EXITS, "rank": 2}
+    options = {
+        "epochs": epochs,
+        "lr": 1e-2,
+        "head_lr": 1e-2,
+        "batch_size": 8,
+        "exits": EXITS,
+        "rank": 2,
+        "max_train": 24,
+    }
     return train("lora-exits", checkpoint_folder, task_folder, out, distill=distill, **options)
 
 
