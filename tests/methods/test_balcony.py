@@ -217,11 +217,11 @@ def test_all_engines_write_the_same_text_with_both_ways_to_fill_keys(tmp_path, d
     monkeypatch.setattr(writer, "VERIFIED_TOKENS", 8)
     mini_ee.export(run, tmp_path / "out", segments=True)  # compares texts under exits that are drawn
     ids = [[5, 9, 13], [7]]
+    runtimes = [Runtime(tmp_path / "out", segments=engine) for engine in (None, torch_segments(tmp_path / "out"))]
     for rule in (FixedExit(0), FixedExit(1)):
         for missing_kv in MISSING_KV:
             expected = gather(run.model.generate(ids, rule, max_new_tokens=6, missing_kv=missing_kv, stop=()), 2)
-            for engine in (None, torch_segments(tmp_path / "out")):
-                runtime = Runtime(tmp_path / "out", segments=engine)
+            for runtime in runtimes:
                 steps = decode(runtime.segments(2, 9, missing_kv), ids, 6, rule)
                 assert gather(steps, 2) == expected
 

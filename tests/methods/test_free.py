@@ -304,11 +304,12 @@ def test_exported_tokens_catch_up_on_both_engines(trained, tmp_path):
     mini_ee.export(trained, tmp_path / "exported")
     ids = [trained.tokenizer.backend.encode(prompt).ids for prompt in ("the film was", "dull")]
     engine = torch_segments(tmp_path / "exported")
-    for rule in (Threshold(0.02, "breaking_ties"), trained.rule):
-        for missing_kv in MISSING_KV:
+    for missing_kv in MISSING_KV:
+        settings = {"threads": 1, "missing_kv": missing_kv}
+        runtimes = [Runtime(tmp_path / "exported", **settings, segments=segments) for segments in (None, engine)]
+        for rule in (Threshold(0.02, "breaking_ties"), trained.rule):
             expected = gather(trained.model.generate(ids, rule, max_new_tokens=8, missing_kv=missing_kv, stop=()), 2)
-            for segments in (None, engine):
-                runtime = Runtime(tmp_path / "exported", threads=1, missing_kv=missing_kv, segments=segments)
+            for runtime in runtimes:
                 assert gather(runtime.generate(ids, max_new_tokens=8, rule=rule), 2) == expected
     assert Runtime(tmp_path / "exported").missing_kv == "recompute"  # as the run does
 

@@ -81,7 +81,7 @@ def test_each_stage_trains_one_model(model):
 
 
 def test_a_run_of_it_is_trained_written_and_read(tmp_path, checkpoint_folder, task_folder):
-    options = {"epochs": 12, "lr": 3e-3, "head_lr": 1e-2, "batch_size": 8, "exits": EXITS, "max_train": 45}
+    options = {"epochs": 8, "lr": 5e-3, "head_lr": 1e-2, "batch_size": 8, "exits": EXITS, "max_train": 45}
     run = mini_ee.train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", **options)
     again = load_run(tmp_path / "run")
     assert isinstance(again.model, MultiModel) and again.config["method"] == "multi-model"
