@@ -1,5 +1,6 @@
 """Models, records and batches that the tests of several methods share."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from conftest import BAD, GOOD, THINGS, random_decoder, tensors
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.data.decoder_texts import Text
 from mini_ee.exits.token_exits import TokenExits
+from mini_ee.export import add_exits
+from mini_ee.methods.self_supervised import METHOD
 from mini_ee.recording import Record, Recorded
 from mini_ee.training.policies import OneForAll
 from mini_ee.training.stages import Batch
@@ -17,11 +20,8 @@ from mini_ee.training.stages import Batch
 GOLDEN = Path(__file__).parents[1] / "golden"
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 TEXTS = [
-    f"{'very ' * very}{first} {thing} is {second}"
-    for thing in THINGS
-    for first in GOOD + BAD
-    for second in GOOD + BAD
-    for very in range(2)
+    f"{'very ' * (number % 2)}{first} {thing} is {second}"
+    for number, (thing, first, second) in enumerate(product(THINGS, GOOD + BAD, GOOD + BAD))
 ]
 """Texts without labels, for `add_exits`."""
 SEGMENTS = {
@@ -33,6 +33,15 @@ SEGMENTS = {
     "no rows": [0, 0, 0],
     "one segment": [6],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_epochs_and_no_picture():
+    """`add_exits` trains its heads for fewer epochs than by default, and draws no curve."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(add_exits, "can_draw", lambda: False)
+        patch.setitem(METHOD.defaults["rows"], "epochs", 12)
+        yield
 
 
 def gradients(loss, model):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from method_cases import TEXTS
+from method_cases import TEXTS, few_epochs_and_no_picture  # noqa: F401
 
 import mini_ee
 from mini_ee.backbones.hub import load_backbone, read_tensors, write_tensors
@@ -17,6 +17,7 @@ from mini_ee.data.files import read_json, write_json
 from mini_ee.data.text_files import read_texts, rows_of_file
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
+from mini_ee.evaluation.plots import can_draw
 from mini_ee.export import add_exits as add_exits_module
 from mini_ee.export.add_exits import card, line_of
 from mini_ee.export.runtime import Runtime
@@ -34,7 +35,9 @@ def call(model, out, agreement, **options):
 
 @pytest.fixture(scope="module")
 def added(tmp_path_factory, classifier_folder):
-    return call(classifier_folder, tmp_path_factory.mktemp("added") / "fast", 0.9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(add_exits_module, "can_draw", can_draw)
+        return call(classifier_folder, tmp_path_factory.mktemp("added") / "fast", 0.9)
 
 
 def test_what_does_not_exit_early_gets_the_models_own_logits(added, classifier_folder):
@@ -81,11 +84,25 @@ def test_more_layers_run_if_more_must_agree(added, classifier_folder, tmp_path):
     assert strict.summary["guarantee"] is None and "is not guaranteed" in line_of(strict.summary)
 
 
-def test_texts_are_cut_where_the_models_own_tokenizer_cuts_them(added, classifier_folder, tmp_path):
-    assert added.run.config["max_length"] == load_backbone(classifier_folder).config.max_tokens
-    folder = shutil.copytree(classifier_folder, tmp_path / "shorter")
+@pytest.fixture(scope="module")
+def shorter(classifier_folder, tmp_path_factory):
+    """A run with named exits, of a model that reads 6 tokens; a first call was killed before its first state."""
+    out = tmp_path_factory.mktemp("shorter")
+    folder = shutil.copytree(classifier_folder, out / "model")
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 6}')
-    assert mini_ee.add_exits(folder, TEXTS[::2], tmp_path / "fast", agreement=0.9).config["max_length"] == 6
+    (out / "fast" / "run.training").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(add_exits_module, "LEAST_SAVED", 1.0)  # nothing is exported
+        return mini_ee.add_exits(folder, TEXTS[::2], out / "fast", agreement=0.9, exits=(1, 2, 3))
+
+
+def test_texts_are_cut_where_the_models_own_tokenizer_cuts_them(added, shorter, classifier_folder):
+    assert added.run.config["max_length"] == load_backbone(classifier_folder).config.max_tokens
+    assert shorter.config["max_length"] == 6
+
+
+def test_the_exits_that_are_named_are_kept_by_a_call_after_one_that_was_killed_before_its_first_state(shorter):
+    assert shorter.exits == (1, 2, 3)
 
 
 def test_the_card_and_the_line_say_what_was_measured(added):
@@ -197,7 +214,8 @@ def test_numbers_agree_within_the_tolerance(numbers):
     )
 
 
-def test_by_default_the_tolerance_is_a_tenth_of_the_deviation_of_the_numbers(regression_folder, tmp_path):
+def test_by_default_the_tolerance_is_a_tenth_of_the_deviation_of_the_numbers(regression_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(add_exits_module, "LEAST_SAVED", 1.0)  # nothing is exported
     found = call(regression_folder, tmp_path / "fast", 0.8)
     task = add_exits_module._task((), tuple((text,) for text in TEXTS))
     texts = split_rows(task, 0, int(0.6 * len(TEXTS))).train.texts
@@ -222,13 +240,18 @@ def test_the_curve_has_a_point_per_threshold_and_is_drawn(added):
     assert any(point["rule"]["threshold"] >= added.summary["rule"]["threshold"] for point in curve)
 
 
-def test_if_it_does_not_pay_nothing_is_exported(classifier_folder, tmp_path, monkeypatch, capsys):
+def test_if_it_does_not_pay_nothing_is_exported_and_the_summary_is_printed(
+    classifier_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(add_exits_module, "LEAST_SAVED", 0.95)
-    (tmp_path / "in.txt").write_text("\n".join(TEXTS))
-    argv = ["add-exits", classifier_folder, "--text", tmp_path / "in.txt", "--out", tmp_path / "fast"]
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS[::2]))
+    argv = ["add-exits", classifier_folder, "--text", tmp_path / "in.txt", "--out", tmp_path / "fast", "--json"]
     assert main([str(word) for word in argv]) == 0
-    assert "Early exit does not pay here" in capsys.readouterr().out
-    summary = read_json(tmp_path / "fast" / "summary.json")
+    printed, summary = capsys.readouterr(), read_json(tmp_path / "fast" / "summary.json")
+    assert "Early exit does not pay here" in printed.err
+    answer = json.loads(printed.out)
+    assert answer["out"] == str(tmp_path / "fast") and answer["exits"][-1] == 3
+    assert summary["agreement"] == answer["agreement"]
     assert summary["pays"] is False and summary["curve"] and not (tmp_path / "fast" / "exported").exists()
     assert card(summary) == (tmp_path / "fast" / "README.md").read_text()
 
@@ -250,15 +273,6 @@ def test_a_call_that_was_killed_before_the_export_goes_on_with_it(classifier_fol
         call(classifier_folder, tmp_path / "fast", 0.9)
 
 
-def test_the_exits_that_are_named_are_kept(classifier_folder, tmp_path):
-    assert call(classifier_folder, tmp_path / "fast", 0.9, exits=(1, 2, 3)).run.exits == (1, 2, 3)
-
-
-def test_a_call_that_was_killed_before_its_first_state_can_be_made_again(tmp_path, classifier_folder):
-    (tmp_path / "fast" / "run.training").mkdir(parents=True)
-    assert mini_ee.add_exits(classifier_folder, TEXTS[::2], tmp_path / "fast", agreement=0.9).exits[-1] == 3
-
-
 @pytest.mark.parametrize(("argv", "message"), REFUSED)
 def test_wrong_input_is_one_line(argv, message, tmp_path, classifier_folder, checkpoint_folder, capsys):
     arguments = argv(tmp_path, classifier_folder, checkpoint_folder)
@@ -267,12 +281,3 @@ def test_wrong_input_is_one_line(argv, message, tmp_path, classifier_folder, che
     assert len(error.splitlines()) == 1
     assert re.search(message, error), error
     assert not (tmp_path / "fast" / "exported").exists()
-
-
-def test_the_command_prints_the_summary_as_json(tmp_path, classifier_folder, capsys):
-    (tmp_path / "in.txt").write_text("\n".join(TEXTS[::2]))
-    argv = ["add-exits", classifier_folder, "--text", tmp_path / "in.txt", "--out", tmp_path / "fast", "--json"]
-    assert main([str(word) for word in argv]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["out"] == str(tmp_path / "fast") and answer["exits"][-1] == 3
-    assert read_json(tmp_path / "fast" / "summary.json")["agreement"] == answer["agreement"]
