@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import BAD, GOOD, THINGS, tensors
+from method_cases import few_epochs_and_no_picture  # noqa: F401
 
 import mini_ee
 from mini_ee.backbones.hub import load_backbone, read_tensors, write_tensors

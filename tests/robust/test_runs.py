@@ -67,7 +67,7 @@ def test_a_run_is_read_back_as_it_was_and_loading_draws_no_random_numbers(run_fo
 
 def test_a_byte_flipped_anywhere_in_a_run_is_an_error_or_changes_nothing(run_folder, tmp_path):
     rng, expected, refusals = random.Random(0), answers(load_run(run_folder)), 0
-    for number in range(160):
+    for number in range(80):
         folder = shutil.copytree(run_folder, tmp_path / str(number))
         path = rng.choice(sorted(folder.iterdir()))
         content = bytearray(path.read_bytes())
@@ -82,7 +82,7 @@ def test_a_byte_flipped_anywhere_in_a_run_is_an_error_or_changes_nothing(run_fol
             assert np.array_equal(answers(run), expected)
             assert run.config == load_run(run_folder).config
         shutil.rmtree(folder)
-    assert refusals > 120
+    assert refusals > 60
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.json", "model.safetensors", "tokenizer.json"])
