@@ -99,8 +99,16 @@ def few_candidates():
 @pytest.fixture(scope="session", autouse=True)
 def small_pictures_and_short_measurements():
     """No test reads the pixels of a picture or trusts the seconds of a batch: each batch is timed once."""
+    panels = plots.new_panels
+
+    def not_arranged(*sizes, **settings):
+        figure, axes = panels(*sizes, **settings)
+        figure.set_layout_engine("none")  # to arrange the panels takes as long as to draw them
+        return figure, axes
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "DPI", 20)
+        patch.setattr(plots, "new_panels", not_arranged)
         patch.setattr(row_evaluation, "TIMED_REPEATS", 1)
         patch.setattr(row_evaluation.measure_seconds, "__defaults__", (1, time.perf_counter))
         yield
