@@ -57,7 +57,7 @@ from mini_ee.training.train_settings import TrainOptions
 from mini_ee.training.unit import load_unit
 
 LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
-FAST = ("--epochs", "2", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
+FAST = ("--epochs", "1", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "1"))  # moments; 20 by hand
 
 
@@ -222,15 +222,14 @@ def test_a_tasks_own_metric_is_printed_by_its_name(capsys, checkpoint_folder, ta
         lines = (f"x\t{int(row['label'] == 'good')}\t\t{row['sentence']}\n" for row in rows)
         (folder / f"{split}.tsv").write_text("".join(lines))
     run = tmp_path / "run"
-    result = answer(capsys, "train", "joint", "--model", checkpoint_folder, *given, *FAST, "--out", run)
+    train("joint", "--model", checkpoint_folder, *given, *FAST, "--out", run)
+    shown, result = capsys.readouterr().out, read_json(run / "metrics.json")["hold_out"]
     assert result["score"] == result["matthews"]
+    assert f"held-out examples: matthews {result['matthews']:.3f}," in shown
     for command in ("evaluate", "compare"):
         assert main([command, str(run), *map(str, given)]) == 0
         shown = capsys.readouterr().out
         assert "matthews" in shown and not re.search(r"\bscore\b", shown)
-    shutil.rmtree(run)
-    assert main([*map(str, ("train", "joint", "--model", checkpoint_folder, *given, *FAST, "--out", run))]) == 0
-    assert f"held-out examples: matthews {result['matthews']:.3f}," in capsys.readouterr().out
 
 
 def test_tensors_of_another_head_are_reported_if_they_are_not_used(capsys, checkpoint_folder, task_folder, tmp_path):
@@ -238,7 +237,7 @@ def test_tensors_of_another_head_are_reported_if_they_are_not_used(capsys, check
     tensors = checkpoint.read_tensors(folder / "model.safetensors")
     tensors |= {"classifier.weight": torch.zeros(2, 16), "classifier.bias": torch.zeros(2)}
     checkpoint.write_tensors(folder / "model.safetensors", tensors)
-    options = ("--model", folder, "--task", task_folder, *FAST)
+    options = ("--model", folder, "--task", task_folder, *FAST, "--max-train", 16)
     message = f"{folder}: 2 tensors of another head were left out (classifier.bias, classifier.weight).\n"
     assert main([*map(str, ("train", "lora-exits", *options, "--out", tmp_path / "lora"))]) == 0
     assert message in capsys.readouterr().out
@@ -387,12 +386,12 @@ def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
 ):
     out, exported, task = tmp_path / "run", tmp_path / "exported", ("--task", task_folder)
     rate = 3e-2 if method == "lora-exits" else 1e-2
-    options = ("--exits", "1,2,3", "--epochs", 8, "--batch-size", 16, "--lr", rate, "--head-lr", rate, "--out", out)
-    options += ("--max-train", 45)  # so that more than one example chooses the epoch
+    options = ("--exits", "1,3", "--epochs", 8, "--batch-size", 16, "--lr", rate, "--head-lr", rate, "--out", out)
+    options += ("--max-train", 45, "--seed", 1)  # so that more than one example chooses the epoch
     answer(capsys, "train", method, "--model", decoder_checkpoint, *task, *options)
     layer = ["--rule", "fixed", "--layer", "3"]
     result = answer(capsys, "evaluate", str(out), *task, *layer)
-    assert result["score"] > 0.7 and len(result["per_exit_accuracy"]) == 3
+    assert result["score"] > 0.7 and len(result["per_exit_accuracy"]) == 2
     answer(capsys, "export", str(out), *task, "--out", str(exported))
     assert answer(capsys, "evaluate", str(exported), *task, *layer)["score"] == result["score"]
     if method == "lora-exits":
@@ -430,9 +429,8 @@ def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_
     ],
 )
 def test_a_rule_may_be_given_instead_of_the_runs_own(capsys, run_folder, task_folder, options, depth):
-    assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] <= depth
-    if "2" not in options[:2]:
-        assert answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"] == depth
+    mean_layers = answer(capsys, "evaluate", run_folder, "--task", task_folder, *options)["mean_layers"]
+    assert mean_layers == depth or ("2" in options[:2] and mean_layers < depth)
 
 
 @pytest.mark.parametrize(("batch", "turn"), [(1, 16), (5, 3), (32, 1)])
@@ -656,13 +654,12 @@ def test_compare_chooses_rules_on_held_out_examples_against_the_best_full_model(
                 assert all(row[name][key] == replayed[key] for key in ("score", "mean_layers", "exit_counts"))
 
 
-@pytest.mark.parametrize("method", ["joint", "lora-exits"])
+@pytest.mark.parametrize("folder", ["run_folder", "lora_folder"])
 def test_low_and_high_range_are_the_best_scores_for_a_third_and_two_thirds_of_the_flops(
-    capsys, small, task_folder, tmp_path, method
+    capsys, task_folder, folder, request
 ):
     """Of the full model's FLOPs: if no example exits early, a LoRA run computes that model and not its streams."""
-    folder = tmp_path / "run"
-    train(method, *small, "--out", folder)
+    folder = request.getfixturevalue(folder)
     capsys.readouterr()
     (row,) = answer(capsys, "compare", folder, "--task", task_folder, "--sweep")["rows"]
     points, _ = hold_out_curve(folder, load_task(task_folder))
@@ -686,10 +683,11 @@ def test_a_training_that_diverges_in_its_last_step_is_an_error(capsys, small, tm
     assert "the training diverged; train again with a smaller --lr" in line
 
 
-def test_compare_groups_runs_that_differ_only_in_their_seeds(capsys, run_folder, small, task_folder, tmp_path):
-    answer(capsys, "train", "joint", *small, "--seed", 7, "--out", tmp_path / "seed")
+def test_compare_groups_runs_that_differ_only_in_their_seeds(
+    capsys, run_folder, second_folder, small, task_folder, tmp_path
+):
     answer(capsys, "train", "joint", *small, "--seed", 8, "--pool", "first", "--out", tmp_path / "pool")
-    runs = run_folder, tmp_path / "seed", tmp_path / "pool", run_folder
+    runs = run_folder, second_folder, tmp_path / "pool", run_folder
     result = answer(capsys, "compare", *runs, "--task", task_folder, "--sweep")
     rows = result["rows"][:2]
     (group,) = result["over_seeds"]
@@ -951,7 +949,8 @@ def test_a_text_of_100000_characters_is_cut_and_counted(capsys, run_folder):
 
 def test_the_demo_writes_a_report_that_the_next_one_replaces(capsys, tmp_path, checkpoint_folder, small, monkeypatch):
     """The first is on the built-in reviews, whose hardness is known; the second draws in text, without matplotlib."""
-    monkeypatch.setattr(holdout_module, "TEST_ROWS", 100)
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 40)
+    monkeypatch.setattr(evaluation, "TIMED_ROWS", 32)
     out = tmp_path / "demo"
     result = answer(capsys, "demo", "--model", checkpoint_folder, "--max-train", 60, *FAST, "--out", out)
     assert [row["layer"] for row in result["rows"]] == [1, 2, 3]

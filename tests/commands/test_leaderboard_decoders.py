@@ -35,7 +35,7 @@ from mini_ee.training import training_text
 from mini_ee.training.method import load_method
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
-TINY = decoders.DecoderExam("tiny", "tiny", "stories.txt", 16, 1, decoders.RATES[:2], new_tokens=8, recorded_texts=6)
+TINY = decoders.DecoderExam("tiny", "tiny", "stories.txt", 12, 1, decoders.RATES[:2], new_tokens=8, recorded_texts=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +46,8 @@ def small():
         patch.setattr(section, "EXAMS", (TINY,))
         patch.setattr(decoders, "token_methods", lambda: ["joint", "pabee", "sleb"])
         patch.setattr(decoding_figures, "TIMED_TEXTS", 1)
+        patch.setattr(decoders, "DRAFTED_TEXTS", 2)
+        patch.setattr(decoders, "LOSSLESS_TEXTS", 2)
         patch.setattr(training_text, "HELD_STORIES", 10)
         patch.setattr(calibration, "intervals", lambda observed, *_: np.zeros((observed.confidence.shape[1], 2)))
         yield
@@ -74,7 +76,9 @@ def run(out, sources, seeds=(0,), only=None):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, sources):
     out = tmp_path_factory.mktemp("results")
-    ran, lines = run(out, sources)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding_figures, "ROUNDS", 1)
+        ran, lines = run(out, sources)
     assert ran == 2 and [line for line in lines if "seed 0" in line] == ["tiny joint, seed 0", "tiny sleb, seed 0"]
     return out
 
