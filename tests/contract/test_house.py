@@ -142,6 +142,11 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path):
+    return list(ast.walk(tree_of(path)))
+
+
 NAMES = set(map(name_of, MODULES))
 
 
@@ -152,7 +157,7 @@ def imported(path, inside=True):
 
 
 def _imported(path, inside):
-    for node in ast.walk(tree_of(path)) if inside else tree_of(path).body:
+    for node in nodes_of(path) if inside else tree_of(path).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -166,19 +171,19 @@ def _imported(path, inside):
 def functions():
     """(file, function) of every function there is."""
     for path in MODULES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 yield path, node
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_go_down_the_floors(path):
-    own = room_of(name_of(path))
-    for name in imported(path):
-        if name.startswith("mini_ee."):
-            room = room_of(name.removeprefix("mini_ee."))
-            level = room == own or own in GROUND and room in GROUND
-            assert level or FLOOR[room] < FLOOR[own], f"{name_of(path)} imports {name}, which is not below it"
+def test_imports_go_down_the_floors():
+    for path in MODULES:
+        own = room_of(name_of(path))
+        for name in imported(path):
+            if name.startswith("mini_ee."):
+                room = room_of(name.removeprefix("mini_ee."))
+                level = room == own or own in GROUND and room in GROUND
+                assert level or FLOOR[room] < FLOOR[own], f"{name_of(path)} imports {name}, which is not below it"
 
 
 def test_methods_do_not_import_each_other():
@@ -187,13 +192,12 @@ def test_methods_do_not_import_each_other():
         assert not set(imported(path)) & set(METHODS.values()) - {module}, f"{module} imports another method"
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_the_torch_free_floor_imports_no_torch(name):
+def test_the_torch_free_floor_imports_no_torch():
     """At once, by itself or through what it imports."""
-    paths, requested = {name_of(path): path for path in MODULES}, [name]
+    paths, requested = {name_of(path): path for path in MODULES}, [*WITHOUT_TORCH]
     for module in requested:
         for other in imported(paths[module], inside=False):
-            assert other.split(".")[0] not in HEAVY, f"{module}, which {name} imports, imports {other}"
+            assert other.split(".")[0] not in HEAVY, f"{module}, which must be free of it, imports {other}"
             other = other.removeprefix("mini_ee.")
             requested += [other] if other in paths and other not in requested else []
 
@@ -229,7 +233,7 @@ def test_what_leaves_and_when_do_not_ask_which_backbone_it_is():
     for path in MODULES:
         if path.parent.name in ("backbones", "bench", "measured") or path.name == "registry.py":
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 kinds = ast.unparse(node.args[1])
                 assert not re.search("Bert|Llama|Backbone|Decoder|Encoder", kinds), f"{path}: isinstance of {kinds}"
@@ -304,12 +308,12 @@ def test_the_package_ships_nothing_above_20_megabytes():
     assert all(path.stat().st_size < 20e6 for path in (ROOT / "weights").rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "weights").glob("*.py"))], ids=name_of)
-def test_nothing_is_unpickled_and_public_things_are_explained(path):
-    source = path.read_text()
-    assert not re.search(r"\bpickle|torch\.load\(|strict=False|TODO|FIXME", source)
-    assert ast.get_docstring(tree_of(path)) or not source
-    for node in tree_of(path).body:
-        explained = path.parent.name == "cli" and getattr(node, "name", "") == "add"  # by the HELP of the command
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not explained:
-            assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+def test_nothing_is_unpickled_and_public_things_are_explained():
+    for path in (*MODULES, *sorted((ROOT / "weights").glob("*.py"))):
+        source = path.read_text()
+        assert not re.search(r"\bpickle|torch\.load\(|strict=False|TODO|FIXME", source), path
+        assert ast.get_docstring(tree_of(path)) or not source, path
+        for node in tree_of(path).body:
+            explained = path.parent.name == "cli" and getattr(node, "name", "") == "add"  # by the HELP of the command
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not explained:
+                assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"

@@ -4,9 +4,8 @@ Help strings have their own tests, in tests/commands/test_cli.py.
 """
 
 import ast
+import re
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("mini_ee", "export", "experiments", "weights", "tests")
@@ -64,10 +63,14 @@ def names_in(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_are_the_fields_terms(path):
-    puzzles = names_in(path.read_text()) & BETTER.keys()
-    assert not puzzles, {name: BETTER[name] for name in puzzles}
+def test_names_are_the_fields_terms():
+    """Only files that contain such a word at all are parsed."""
+    word, puzzles = re.compile(rf"\b_*({'|'.join(BETTER)})\b"), {}
+    for path in SOURCES:
+        source = path.read_text()
+        names = names_in(source) & BETTER.keys() if word.search(source) else ()
+        puzzles |= {f"{path.relative_to(ROOT)}: {name}": BETTER[name] for name in names}
+    assert not puzzles
 
 
 def test_a_private_name_would_be_found():
