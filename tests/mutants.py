@@ -492,7 +492,7 @@ RULES = [
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
     ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
-    ("training.stages.depth_weighted_sum", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1[mean]"),
+    ("training.stages.depth_weighted_sum", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
 ]
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
