@@ -616,10 +616,11 @@ def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
 
 @pytest.mark.parametrize(
     ("engine", "precision"),
-    [("onnx", ()), ("onnx", ("--int8",)), ("onnx", ("--fp16",)), ("torch", ()), ("torch", ("--fp16",))],
+    [("onnx", ()), ("onnx", ("--fp16",)), ("torch", ("--fp16",))],
     ids=str,
 )
 def test_a_prompted_run_is_served_without_torch_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision):
+    """In int8, and in float32 by torch: the tests of a decoder and of named exits."""
     is_served_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision)
 
 
