@@ -124,8 +124,10 @@ def _check_weights(path: Path, expected: dict) -> None:
         name = min(differ, key=lambda name: found.get(name, [])[:2] == expected.get(name, [])[:2])
         both = f"{name} as {expected.get(name)} (dtype, shape, offset), found {found.get(name)}"
         raise ValueError(f"{path}: {MANIFEST} has {both}; export the run again")
+    data = np.memmap(path, np.uint8, "r")
     for name, (dtype, shape, offset) in found.items():
-        if dtype in EXPONENTS and not _finite(np.memmap(path, DTYPES[dtype], "r", offset, math.prod(shape)), dtype):
+        end = offset + math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+        if dtype in EXPONENTS and not _finite(data[offset:end].view(DTYPES[dtype]), dtype):
             raise ValueError(f"{path}: {name} must be finite, found NaN or infinity; export the run again")
 
 
