@@ -97,6 +97,15 @@ def few_candidates():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def short_verifications():
+    """An export compares graphs and torch on fewer texts and tokens; tests of graphs compare what they are about."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, count in {"VERIFIED_TEXTS": 20, "ROUNDED_TEXTS": 64, "VERIFIED_TOKENS": 8}.items():
+            patch.setattr(writer, name, count)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def small_pictures_and_short_measurements():
     """No test reads the pixels of a picture or trusts the seconds of a batch: each batch is timed once."""
     panels = plots.new_panels

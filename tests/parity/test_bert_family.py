@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SCHEDULES, all_schedules, tensors
+from conftest import all_schedules, tensors
 from safetensors.torch import load_file, save_file
 
 import mini_ee
@@ -251,10 +251,11 @@ def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets):
     np.testing.assert_allclose(found, expected[range(5), exits], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind, schedule", [(kind, SCHEDULES[n % 2]) for n, kind in enumerate(KINDS)], ids=str)
-def test_onnx_equals_torch_with_adapters(kind, schedule, tmp_path):
+@pytest.mark.parametrize("kind", ["electra", "mpnet"])
+def test_onnx_equals_torch_with_adapters(kind, tmp_path):
+    """In parallel; the two that are trained below restart."""
     model, inputs = lora_model(kind, TARGETS[1]), drawn_inputs(kind)
-    segments = model.segments(schedule)
+    segments = model.segments([[0, 1, 2]])
     expected, *_ = read_every_exit(segments, inputs)
     for engine in engines(model, segments, tmp_path):
         np.testing.assert_allclose(read_every_exit(engine, inputs)[0], expected, rtol=0, atol=ENGINES)

@@ -203,7 +203,7 @@ def test_one_graph_and_segments_say_what_torch_says(kind, step, tmp_path):
 @pytest.mark.parametrize("method", ["palbert", "cat"])
 def test_segments_that_carry_more_than_hidden_states_are_verified_too(t5_folder, task_folder, tmp_path, method):  # noqa: F811
     """The hidden states of a row are one more than its tokens: the start token's."""
-    run = mini_ee.train(method, t5_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
+    run = mini_ee.train(method, t5_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1, max_train=24)
     assert mini_ee.export(run, tmp_path / "exported", segments=True)["verified"]["max_logit_difference"] < ENGINES
 
 

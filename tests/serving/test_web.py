@@ -394,7 +394,7 @@ def decoder_run(model, tokenizer, rule):
 def export_decoder(run, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "VERIFIED_TOKENS", 3)  # the pages below write more
-        patch.setattr(page, "CURVE_TOKENS", 24)
+        patch.setattr(page, "CURVE_TOKENS", 16)
         export(run, folder, PROMPTS, web=True)
     return folder
 
