@@ -25,7 +25,7 @@ TEXT, NOTEBOOK = (ROOT / "tutorial.md").read_text(), json.loads((ROOT / "tutoria
 BLOCKS = run_tutorial.blocks_of(TEXT)
 NUMBERED = [section for section in dict.fromkeys(block.section for block in BLOCKS) if section[0].isdigit()]
 SMALL = {  # beginning of a command -> options that make it small; the last of equal options counts
-    "mini-ee train two-stage --exits 12": "--max-train 60 --epochs 4",  # its predictions must differ
+    "mini-ee train two-stage --exits 12": "--max-train 40 --epochs 3",  # its predictions must differ
     "mini-ee train two-stage": "--max-train 20 --epochs 1",
     "mini-ee train lora-exits": "--max-train 16 --epochs 1",
     "mini-ee train self-supervised": "--texts 6 --new-tokens 12 --epochs 1",
