@@ -50,14 +50,18 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
         if len(runs[0].full) != len(rows):
             raise ValueError(f"{method}: expected the {len(rows)} test reviews, found {len(runs[0].full)} examples")
     depths = {method: np.array([run.depth[EXAM_SHARE] for run in runs]) for method, runs in whole.items()}
-    several = {method: each for method, each in depths.items() if (each != each[:, :1]).any(axis=1).all()}
+    one_layer = {method: int((each == each[:, :1]).all(axis=1).sum()) for method, each in depths.items()}  # seeds
+    several = {method: each for method, each in depths.items() if not one_layer[method]}
     drawn = drawn_correlations(task, several, kind, words)
     found = {}
     for method, runs in whole.items():
         right = np.array([run.at[EXAM_SHARE] for run in runs])
         by_kind = [[float(each[:, kind == k].mean()) for k in range(len(HARDNESS))] for each in (depths[method], right)]
-        correlations = {name: interval(each) for name, each in drawn[method].items()} if method in drawn else ONE_LAYER
-        found[method] = Exam(*by_kind, correlations, OPEN if method in drawn else "")
+        if method in drawn:
+            found[method] = Exam(*by_kind, {name: interval(each) for name, each in drawn[method].items()}, OPEN)
+        else:
+            which = "" if one_layer[method] == len(runs) else f"with {one_layer[method]} of {len(runs)} seeds, "
+            found[method] = Exam(*by_kind, which + ONE_LAYER, "")
     names = [method for method in several if method != CONTROL and has_interval(drawn[method]["gap"])]
     gaps = {method: found[method].correlations for method in names}
     passed = holm([gap["gap"].p_value for gap in gaps.values()])  # type: ignore[index]  # these have correlations

@@ -276,8 +276,8 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     few = sum(len(runs[name]) < LEAST_SEEDS for name in verdicts)
     summary = (
         f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods with several "
-        f"exit layers, {_counted(easy)} exit early on what is easy, {_counted(short)} on what is short; for "
-        f"{len(verdicts) - len(easy) - len(short)} it is not decided"
+        f"exit layers with each seed, {_counted(easy)} exit early on what is easy, {_counted(short)} on what is short; "
+        f"for {len(verdicts) - len(easy) - len(short)} it is not decided"
         f"{f' ({few} of them have fewer than {LEAST_SEEDS} seeds)' if few else ''}."
     )
     rows = []

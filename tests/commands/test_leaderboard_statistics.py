@@ -189,3 +189,10 @@ def test_one_or_two_seeds_decide_nothing_in_the_exam(seeds):
 def test_a_fixed_depth_has_no_correlation():
     task, rows, *_ = exam_task(lambda kind, words: -20.0)
     assert exam.exam(task, rows)["x"].correlations == exam.ONE_LAYER
+
+
+def test_a_fixed_depth_with_one_seed_is_said_to_be_of_that_seed():
+    task, rows, *_ = exam_task(lambda kind, words: 1 + kind)
+    task.runs["x"][1].depth[exam.EXAM_SHARE][:] = 3
+    found = exam.exam(task, rows)["x"]
+    assert (found.correlations, found.verdict) == ("with 1 of 3 seeds, " + exam.ONE_LAYER, "")
