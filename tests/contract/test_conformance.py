@@ -17,6 +17,7 @@ import torch
 from conftest import WORDS, random_decoder
 
 import mini_ee
+from mini_ee import statistics
 from mini_ee.backbones.hub import save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
 from mini_ee.cli.main import main
@@ -30,7 +31,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving import Worker, engine_of
 from mini_ee.registry import METHODS
 from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
-from mini_ee.training import state
+from mini_ee.training import default_rule, state
 from mini_ee.training import train_run as training
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import training_folder
@@ -120,6 +121,9 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
             patch.setattr(torch.optim.AdamW, "step", counted)
             patch.setattr(state.State, "save", save_state)
             patch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
+            patch.setattr(default_rule, "CANDIDATES", 8)
+            patch.setattr(statistics, "FEW", 0)  # the number of examples that a guarantee needs is approximate ...
+            patch.setattr(default_rule, "rows_needed", statistics.rows_needed.__wrapped__)  # ... and not remembered
             return mini_ee.train(method, model, task, out, **options)
 
     @functools.cache
@@ -133,7 +137,7 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(writer, "VERIFIED_TOKENS", 4)
             texts = [(text,) for text in TEXTS[:2]] if unit == "rows" else PROMPTS[:2]
-            mini_ee.export(mini_ee.load_run(folder(method, unit)), out, texts, segments=unit == "rows")
+            mini_ee.export(mini_ee.load_run(folder(method, unit)), out, texts=texts, segments=unit == "rows")
         return Runtime(out, threads=1)
 
     run = functools.cache(lambda method, unit: mini_ee.load_run(folder(method, unit)))

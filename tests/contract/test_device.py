@@ -10,7 +10,6 @@ from test_conformance import DIFFERENT, PROMPTS, answers, decoded, house  # noqa
 
 from mini_ee.cli.main import main
 from mini_ee.exits.decoding import MISSING_KV
-from mini_ee.training import default_rule
 
 A_GPU = nullcontext if torch.cuda.is_available() else pretended
 SHORT = {"rows": {"epochs": 1, "max_train": 32}, "tokens": {"texts": 20}}
@@ -34,21 +33,13 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
 
 
 @pytest.mark.parametrize("method, unit", DIFFERENT)
-def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(
-    house,  # noqa: F811
-    method,
-    unit,
-    task_folder,
-    tmp_path,
-    monkeypatch,
-):
+def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method, unit, task_folder, tmp_path):  # noqa: F811
     def found():
         if unit == "rows":
             return answers(run, run.rule)
         return [decoded(run, run.rule, PROMPTS[:2], missing_kv=missing_kv) for missing_kv in MISSING_KV]
 
     with A_GPU():
-        monkeypatch.setattr(default_rule, "CANDIDATES", 3)
         short = SHORT[unit] if method != "raee" else {}
         run = house.train(method, unit, tmp_path / "run", device="cuda", **short)
         here = found()
