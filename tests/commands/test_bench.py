@@ -211,7 +211,7 @@ def test_forced_decoding_exits_early_except_for_the_last_token():
 
 def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_path):
     quickly(monkeypatch)
-    put(monkeypatch, SECONDS=0.1, ROUNDS=1, FITTED=40, SATURATING=16, LOADS=(0.1, 0.8, 1.0))
+    put(monkeypatch, SECONDS=0.05, ROUNDS=1, FITTED=40, SATURATING=16, LOADS=(0.1, 0.8))
     cases = rows_of(capsys, "serve", "--picture", str(tmp_path / "loads.png"))
     kinds = ("rebatch", "graph", "rebatch bursts", "graph bursts")
     assert list(cases) == [f"minilm goodput {kind}" for kind in kinds]
