@@ -577,7 +577,8 @@ def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
 
 
 def test_a_run_of_consistent_exits_by_its_policy_and_is_swept_over_the_cut(capsys, tmp_path, small, task_folder):
-    answer(capsys, "train", "consistent", *small, *LOOSE, "--rounds", 1, "--out", tmp_path / "run")
+    brief = ("--rounds", 1, "--policy-epochs", 2)
+    answer(capsys, "train", "consistent", *small, *LOOSE, *brief, "--out", tmp_path / "run")
     assert isinstance(load_run(tmp_path / "run").rule, Policy)
     half = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder, "--rule", "policy")
     assert half["rule"] == Policy(0.5).to_dict()
@@ -643,13 +644,13 @@ def test_compare_chooses_rules_on_held_out_examples_against_the_best_full_model(
     assert any(row["per_exit_score"][0] != row["full_score"] for row in rows)
     for row, (points, _), best in zip(rows, curves, bests):
         assert row["chosen_on"] == "hold-out" and row["full_score"] == row["per_exit_score"][-1]
+        run, dev = load_run(row["run"]), task.split("dev")
+        recorded = record(run.segments(), run.encode(dev.texts), 32)
         for name, loss in (("no_loss", 0.0), ("one_point", 0.01)):
             good = [point for point in points if point["score"] >= best - loss - 1e-9]
             found = min(good, key=lambda point: point["flops_ratio"], default={})
             assert row[name].get("rule") == found.get("rule")
             if found:  # its figures are those of the reported rows
-                run, dev = load_run(row["run"]), task.split("dev")
-                recorded = record(run.segments(), run.encode(dev.texts), 32)
                 replayed = summary(recorded.replay(rule_from_dict(found["rule"])), recorded, task, dev.labels)
                 assert all(row[name][key] == replayed[key] for key in ("score", "mean_layers", "exit_counts"))
 
