@@ -150,7 +150,7 @@ def test_so_many_rows_guarantee_a_rule_that_loses_nothing_four_times_in_five(dif
     rows = rows_needed(differing, MAX_LOSS, 1 - ALPHA)
 
     def guaranteed(rows):
-        counts = np.random.default_rng(1).multinomial(rows, [differing / 2, differing / 2, 1 - differing], size=600)
+        counts = np.random.default_rng(1).multinomial(rows, [differing / 2, differing / 2, 1 - differing], size=300)
         return (p_values_of_counts(counts[:, 0], counts[:, 1], rows, MAX_LOSS) <= ALPHA).mean()
 
     assert guaranteed(rows) > statistics.POWER - 0.05
