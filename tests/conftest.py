@@ -126,6 +126,10 @@ def small_pictures_and_short_measurements():
 def pytest_collection_modifyitems(items):
     """The tutorial first: it takes longest, and with `-n` the others run at the same time."""
     items.sort(key=lambda item: item.path.name != "test_tutorial.py")
+    if "MINI_EE_SLOW" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: set MINI_EE_SLOW=1, as .ci/run does"))
 
 
 def pytest_collection_finish():

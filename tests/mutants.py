@@ -696,6 +696,7 @@ def named(row):
     return pytest.param(row, file, id=f"{row} {place} {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row, file", [*map(named, range(len(MUTANTS)))])
 def test_a_planted_bug_is_caught(row, file):
     errors = errors_in(file)[row]

@@ -209,6 +209,7 @@ def test_forced_decoding_exits_early_except_for_the_last_token():
     assert found.layers_run == [2, 2, 2, 2, 3]
 
 
+@pytest.mark.slow
 def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_path):
     quickly(monkeypatch)
     put(monkeypatch, SECONDS=0.05, ROUNDS=1, FITTED=40, SATURATING=16, LOADS=(0.1, 0.8))

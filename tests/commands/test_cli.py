@@ -1230,6 +1230,7 @@ def test_a_full_disk_is_one_line_and_writes_no_run(capsys, tmp_path, small, monk
     assert "No space left" in line and "state.safetensors" in line and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_training_is_resumed_to_the_weights_of_one_that_was_not(tmp_path, small):
     """kill -9 while it trains or writes, once it has a state. One without a state may leave an empty folder."""
     command, whole = [*map(str, ("train", "joint", *small, "--threads", 1, "--epochs", 3))], tmp_path / "whole"

@@ -229,15 +229,15 @@ def test_it_continues_a_prompt_with_words(capsys):
 
 @pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
 def test_its_loss_on_held_out_stories_is_the_one_in_its_recipe(built_in):
-    """The weights are those that the recipe measured. MINI_EE_SLOW=1 measures them on all stories again."""
+    """The weights are those that the recipe measured. MINI_EE_FULL=1 measures them on all stories again."""
     decoder, tokenizer = built_in
     assert file_sha256(BUILT_IN_DECODER / "model.safetensors").startswith("2a8833dd1232d5c0")
     _, held_out = pretrain_llama.read_stories(Path(SHARED) / "data" / "TinyStories" / "tinystories_sample.txt")
     recipe = read_json(BUILT_IN_DECODER / "recipe.json")["held_out"]
     assert recipe["perplexity"] == pytest.approx(math.exp(recipe["loss"]), abs=0.01)
     assert recipe["perplexity"] < MOST_PERPLEXITY < math.exp(recipe["unigram_loss"])
-    slow = "MINI_EE_SLOW" in os.environ
-    stories, loss = (held_out, recipe["loss"]) if slow else (held_out[:8], 2.0524)
+    full = "MINI_EE_FULL" in os.environ
+    stories, loss = (held_out, recipe["loss"]) if full else (held_out[:8], 2.0524)
     documents = [tokenizer.encode(text).ids + [0] for text in stories]
     found = pretrain_llama.held_out_scores(decoder, documents, sum(len(text.encode()) for text in stories))
     assert found["loss"] == pytest.approx(loss, abs=1e-3)

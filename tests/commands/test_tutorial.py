@@ -91,6 +91,7 @@ def run(page, folder):
     return run_tutorial.run_page(run_tutorial.blocks_of(page), folder / "page.md", folder, small)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_prints_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(METHODS, "doubt", "tutorial")  # section 14 adds it; no later test may find it

@@ -13,6 +13,7 @@ import torch
 
 from mini_ee import __version__
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
 
@@ -66,9 +67,13 @@ def test_the_wheel_contains_every_module_and_every_other_file(installed):
     assert sorted(expected - found) == []
 
 
-def test_readmes_python_runs(installed):
-    """In one process, with fewer examples to train on and to test the default rule, which is one of fewer."""
+def test_readmes_python_and_the_demo_run(installed, checkpoint_folder, task_folder):
+    """In one process, with fewer examples to train on and to test the default rule, which is one of fewer; the demo on
+    a small model."""
     train, session = re.findall(r"```python\n(import .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     fewer = "from mini_ee.training import default_rule, holdout\nholdout.TEST_ROWS, default_rule.CANDIDATES = 20, 5\n"
-    printed = run(installed, fewer + train.replace("max_train=600", "max_train=20") + session)
+    argv = ["demo", "--model", str(checkpoint_folder), "--task", str(task_folder), "--epochs", "1"]
+    demo = f"from mini_ee.cli.main import main\nmain({argv!r})\n"
+    printed = run(installed, fewer + train.replace("max_train=600", "max_train=20") + session + demo)
     assert "layers: A charming film." in printed and re.search(r"^\[array\(\[.*?\]", printed, re.M)
+    assert "Report: mini-ee-demo/report.md\n" in printed and (installed[0] / "mini-ee-demo" / "report.md").is_file()

@@ -279,6 +279,7 @@ def report(folder):
     return config, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "unit"), TRAINED)
 def test_a_training_that_is_killed_and_resumed_is_the_one_that_was_not(house, method, unit, tmp_path):
     """It is killed in the middle. LoRA exits are killed twice, the others once."""

@@ -32,6 +32,7 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
         assert output.detach().cpu().numpy().shape == (4, 2) and output.cpu().device.type == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, unit", DIFFERENT)
 def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method, unit, task_folder, tmp_path):  # noqa: F811
     def found():

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from chromium import CHROMIUM, Chromium
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 EQUATIONS = {  # page of a paper -> a part of one of its formulas

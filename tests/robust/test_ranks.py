@@ -142,6 +142,7 @@ def weights(run):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "methods"), [(2, ("joint", "self-supervised")), (3, ("lora-exits", "consistent"))])
 def test_so_many_ranks_give_the_weights_of_one_process(tmp_path, models, task_folder, world, methods):
     alone, several = tmp_path / "alone", tmp_path / "several"
@@ -156,6 +157,7 @@ def test_so_many_ranks_give_the_weights_of_one_process(tmp_path, models, task_fo
             assert one["loss"] == pytest.approx(other["loss"], abs=SAME), method
 
 
+@pytest.mark.slow
 def test_raee_tunes_on_all_ranks_and_the_first_collects(tmp_path, models, task_folder):
     assert on_ranks(2, collect, tmp_path / "run", models[0], task_folder) == [0, 0]
     collect(tmp_path / "alone", models[0], task_folder)
@@ -246,6 +248,7 @@ def killed(tmp_path_factory, models, task_folder):
     return *printed, out
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_with_one_line(killed):
     output, errors, out = killed
     assert not output and not out.exists()
@@ -261,6 +264,7 @@ def whole(tmp_path_factory, models, task_folder):
     return read_json(out / "metrics.json")["per_exit_accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_another_number_of_ranks_resumes_to_an_equal_score(tmp_path, killed, whole, models, task_folder, world):
     shutil.copytree(training_folder(killed[-1]), tmp_path / "run.training")
@@ -273,6 +277,7 @@ def test_another_number_of_ranks_resumes_to_an_equal_score(tmp_path, killed, who
     assert answer["per_exit_accuracy"] == whole
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_that_fails_prints_its_error(tmp_path):
     assert on_ranks(2, fail, tmp_path / "printed") == [1, 1]
     printed = (tmp_path / "printed").read_text()

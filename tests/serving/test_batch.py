@@ -203,6 +203,7 @@ def test_a_job_that_was_stopped_at_any_write_goes_on_and_ends_equal(capsys, tmp_
         assert (out / "errors.jsonl").read_bytes() == (tmp_path / "whole" / "errors.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_and_go_on_after_a_kill(tmp_path, runtime, inputs):
     (inputs / "c.txt").write_text("\n".join(TEXTS * 40) + "\n")
     command = [sys.executable, "-m", "mini_ee", *map(str, batch(runtime, tmp_path / "one", f"{inputs}/*"))]

@@ -21,6 +21,7 @@ from mini_ee.export.writer import export
 from mini_ee.rules import PatienceConfidence, Threshold
 from mini_ee.training import holdout
 
+pytestmark = pytest.mark.slow
 CLIENTS = Path(__file__).parents[2] / "export" / "clients"
 LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
 HEADERS = "/usr/include/onnxruntime"  # where they are elsewhere, CPLUS_INCLUDE_PATH says so

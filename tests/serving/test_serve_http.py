@@ -248,7 +248,7 @@ def test_what_a_shutdown_does_not_wait_for_is_503_without_a_traceback(runtime, d
         asking = threading.Thread(target=lambda: ended.extend(together(port, [{"text": LONG_TEXT}] * 3)))
         asking.start()
         time.sleep(0.3)
-        threading.Timer(1.5, go.set).start()  # so that the worker's thread ends at last
+        threading.Timer(1.2, go.set).start()  # so that the worker's thread ends at last
     asking.join()
     assert [(status, answer["error"]) for status, answer, _ in ended] == [(503, ENDING)] * 3
     with serving(slowed(engine_of(decoder, room=1), 0.3)) as (_, port):
@@ -310,8 +310,8 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decode
 
 
 def test_a_stream_whose_deadline_passes_ends_with_an_error(decoder, caplog):
-    with serving(slowed(engine_of(decoder), 0.1)) as (worker, port):
-        body = {"text": PROMPTS[0], "max_new_tokens": 30, "stream": True, "deadline_ms": 1000}
+    with serving(slowed(engine_of(decoder), 0.05)) as (worker, port):
+        body = {"text": PROMPTS[0], "max_new_tokens": 30, "stream": True, "deadline_ms": 500}
         status, stream, _ = ask(port, body, "/generate")
     *pieces, last = map(json.loads, stream.splitlines())
     assert status == 200 and 0 < len(pieces) < 30 and last == {"error": LATE} and not caplog.text
@@ -720,6 +720,7 @@ def test_a_wrong_number_of_replicas_is_refused(capsys, replicas, message):
 
 
 # ---- The page ----
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("curl"), reason="the page asks by curl")
 def test_the_pages_from_a_run_to_a_running_server_run_as_they_stand(tmp_path, monkeypatch):
     """export/README.md first; then export/serving/README.md, with the run that is there."""
