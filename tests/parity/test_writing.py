@@ -391,6 +391,7 @@ def test_a_short_text_is_told(decoder_folder, capsys, tmp_path):
 @pytest.mark.skipif(not SHARED, reason="needs the real stories260K and TinyStories (2026-11)")
 def test_on_real_stories_the_gap_writes_better_the_stricter_it_is(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(training_texts, "FOLLOW", 16)
+    monkeypatch.setattr(default_rule, "PASSING", (0.01, 0.15, 0.7))
     untimed = lambda points: [point.update(tokens_per_second=1.0) for point, _ in points]  # noqa: E731
     monkeypatch.setattr(measure_compare, "measure_speed", untimed)
     shared = ("--model", Path(SHARED) / "weights" / "stories260K", "--epochs", 1, "--texts", 24, "--batch-size", 16)
@@ -400,4 +401,4 @@ def test_on_real_stories_the_gap_writes_better_the_stricter_it_is(capsys, tmp_pa
     status, answer = ask(capsys, "compare", tmp_path / "calm", "--sweep", "--max-rows", 4)
     (gap,) = (row for row in answer["rows"] if row["measure"] == "gap")
     scores = [point["rouge_l"] for point in gap["curve"]]
-    assert status == 0 and scores[0] > scores[4] > scores[-1] and scores[0] > 0.5
+    assert status == 0 and scores[0] > scores[1] > scores[2] and scores[0] > 0.5
