@@ -26,6 +26,7 @@ from mini_ee.rules import Threshold
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import build_model
 
+pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"
 OF_ENCODERS = ("backbone", "exit-tax", "batch")
 MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
@@ -209,7 +210,6 @@ def test_forced_decoding_exits_early_except_for_the_last_token():
     assert found.layers_run == [2, 2, 2, 2, 3]
 
 
-@pytest.mark.slow
 def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_path):
     quickly(monkeypatch)
     put(monkeypatch, SECONDS=0.05, ROUNDS=1, FITTED=40, SATURATING=16, LOADS=(0.1, 0.8))

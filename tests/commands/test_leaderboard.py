@@ -29,6 +29,7 @@ from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import build_model, encode
 from mini_ee.training.train_run import exits_of, make_request
 
+pytestmark = pytest.mark.slow
 FEW = ("joint", "pabee", "pcee-bert", "sweet", "raee")  # each plan looks at all methods
 EXAM = protocol.Exam("words", "words", "tiny", 30, 2, (1.0,), timed_rows=4)
 OWN = '''"""Own: joint training, with a threshold on the entropy."""

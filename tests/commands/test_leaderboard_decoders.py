@@ -34,6 +34,7 @@ from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training import training_text
 from mini_ee.training.method import load_method
 
+pytestmark = pytest.mark.slow
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TINY = decoders.DecoderExam("tiny", "tiny", "stories.txt", 12, 1, decoders.RATES[:2], new_tokens=8, recorded_texts=6)
 

@@ -140,6 +140,7 @@ def check(groups, tmp_path, checkpoint_folder, task_folder):
         assert not json.loads((folder / "errors.json").read_text()), f"without {group}"
 
 
+@pytest.mark.slow
 def test_without_all_of_them_joint_training_lives_and_every_other_module_is_imported(
     tmp_path, checkpoint_folder, task_folder
 ):
