@@ -380,6 +380,7 @@ def test_retrieval_over_a_cascade_is_exported_with_the_deepest_models_states(
     assert found["exit_counts"] == expected["exit_counts"] and found["score"] == expected["score"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["joint", "multi-model", "lora-exits"])
 def test_a_decoder_is_trained_read_and_served_as_an_encoder_is(
     capsys, tmp_path, decoder_checkpoint, task_folder, method
@@ -592,6 +593,7 @@ def test_a_run_of_consistent_exits_by_its_policy_and_is_swept_over_the_cut(capsy
     assert {point["rule"]["name"] for point in row["curve"]} == {"never", "threshold"}
 
 
+@pytest.mark.slow
 def test_compare_sweeps_every_run_and_draws_their_curves(capsys, run_folder, task_folder, tmp_path):
     picture = tmp_path / "curves.png"
     result = answer(capsys, "compare", run_folder, "--task", task_folder, "--sweep", "--picture", picture)
@@ -628,6 +630,7 @@ def hold_out_curve(folder, task):
     return points, points[0]["score"]
 
 
+@pytest.mark.slow
 def test_compare_chooses_rules_on_held_out_examples_against_the_best_full_model(
     capsys, run_folder, second_folder, small, task_folder, tmp_path
 ):
@@ -948,6 +951,7 @@ def test_a_text_of_100000_characters_is_cut_and_counted(capsys, run_folder):
     assert result["rows_truncated"] == 1
 
 
+@pytest.mark.slow
 def test_the_demo_writes_a_report_that_the_next_one_replaces(capsys, tmp_path, checkpoint_folder, small, monkeypatch):
     """The first is on the built-in reviews, whose hardness is known; the second draws in text, without matplotlib."""
     monkeypatch.setattr(holdout_module, "TEST_ROWS", 40)

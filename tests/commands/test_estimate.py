@@ -366,6 +366,7 @@ KEYS |= {
 NUMBERS = {"exits", "agreement", "kept", "saved", "low", "high", "net_saved", "net_low", "net_high"}
 
 
+@pytest.mark.slow
 def test_the_built_in_encoder_and_reviews_are_the_defaults(capsys, tmp_path):
     found = answer(capsys, "estimate", "--max-rows", 80, "--picture", tmp_path / "estimate.png")
     assert KEYS | {"accuracy", "majority", "rows", "task"} <= found.keys() and NUMBERS == found["estimate"].keys()
@@ -383,6 +384,7 @@ def test_agreement_and_advice_are_printed(capsys, checkpoint_folder, words_task)
     assert shown.splitlines()[-1] == found["advice"] and f"{found['agreement'][1]:.3f}" in shown
 
 
+@pytest.mark.slow
 def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(Decoder, "room", lambda self, prompts: 9)  # tokens of a text, instead of 64
     found = answer(capsys, "estimate", "llama-12x256", "--texts", 40, "--picture", tmp_path / "estimate.png")

@@ -188,6 +188,7 @@ def tiny(tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder):
     pytest.importorskip("matplotlib")
     (experiment,) = TINY["experiments"]

@@ -392,6 +392,7 @@ def test_evaluate_takes_a_plain_decoder(capsys, decoder_folder, run_folder, hell
     assert plain["log_likelihood"] == pytest.approx(full["log_likelihood"], abs=ATOL)
 
 
+@pytest.mark.slow
 def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_folder, hellaswag):
     small = {
         "WRITTEN_TEXTS": 12,

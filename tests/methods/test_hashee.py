@@ -314,6 +314,7 @@ def test_graphs_whole_and_by_segment_answer_and_cost_as_torch_does(kind, pool, p
 
 
 # ---- On the command line ----
+@pytest.mark.slow
 def test_it_is_trained_evaluated_compared_and_exported(checkpoint_folder, task_folder, tmp_path, capsys):
     def answer(*argv):
         capsys.readouterr()

@@ -80,6 +80,7 @@ def test_each_stage_trains_one_model(model):
     assert all(name.startswith(f"models.{k}.") for k, own in enumerate(learn) for name in own)
 
 
+@pytest.mark.slow
 def test_a_run_of_it_is_trained_written_and_read(tmp_path, checkpoint_folder, task_folder):
     options = {"epochs": 8, "lr": 5e-3, "head_lr": 1e-2, "batch_size": 8, "exits": EXITS, "max_train": 45}
     run = mini_ee.train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", **options)

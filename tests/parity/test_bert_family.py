@@ -278,6 +278,7 @@ def test_peft_computes_what_we_compute(kind, tmp_path):
         torch.testing.assert_close(found, logits, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet"])  # the least like BERT: its keys, its relative positions
 def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_folder, task_folder, tmp_path, capsys):
     folder = tmp_path / "checkpoint"

@@ -779,6 +779,7 @@ def test_peft_computes_what_we_compute(kind, targets, change, tmp_path):
 # ---- From a checkpoint to an export ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, method", [("deberta", "lora-exits"), ("deberta-v2", "joint")])
 def test_it_is_trained_exported_and_run_as_any_other(kind, method, checkpoint_folder, task_folder, tmp_path, capsys):
     folder = tmp_path / "checkpoint"

@@ -531,6 +531,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_of, task_folder, tmp_path, capsys):
     method, *more = OPTIONS[kind]

@@ -479,6 +479,7 @@ def test_peft_computes_what_we_compute(tmp_path):
 # ---- From a checkpoint to an export ----
 
 
+@pytest.mark.slow
 def test_it_is_trained_exported_and_run_as_any_other(checkpoint_folder, task_folder, tmp_path, capsys):
     folder = tmp_path / "checkpoint"
     save_backbone(random_modernbert(), folder)

@@ -175,6 +175,7 @@ def models(kind):
     yield lora, {"schedule": [[0, 1], [2]]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, step", [("t5", 1), ("t5-v1.1", 2)])
 def test_one_graph_and_segments_say_what_torch_says(kind, step, tmp_path):
     """Label words of both kinds, for their vocabulary heads differ; the other two of one kind each."""
@@ -255,6 +256,7 @@ LORA = ("--targets", "query,cross_key,up")
 RAEE = ("--template", "{text} so it was", "--words", "0=awful,1=great", "--shots", 2, "--include-embeddings")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, more, engine",
     [("joint", (), "torch"), ("lora-exits", LORA, "onnx"), ("raee", RAEE, "onnx")],

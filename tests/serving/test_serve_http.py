@@ -240,6 +240,7 @@ def test_a_large_body_takes_a_place_while_it_comes(runtime):
     assert statuses == [b"400", b"400", b"503"]  # blanks are no JSON
 
 
+@pytest.mark.slow
 def test_what_a_shutdown_does_not_wait_for_is_503_without_a_traceback(runtime, decoder, monkeypatch, caplog):
     monkeypatch.setattr(server, "DRAIN", 1)
     engine, go, _ = held_encoding(slowed(engine_of(runtime), 0.05))
@@ -564,6 +565,7 @@ def test_several_texts_in_a_request_are_answered_in_their_order(runtime, decoder
     assert [each["text"] for each in answer["answers"]] == [each.text for each in alone]
 
 
+@pytest.mark.slow
 def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
     with serving(slowed(engine_of(runtime), 0.3), max_open=4) as (worker, port):
         first = threading.Thread(target=ask, args=(port, {"texts": ["the film"] * 3}))
