@@ -1,8 +1,6 @@
 """Markdown as HTML: tables, formulas, highlighted code, and links that lead to pages of the site."""
 
-import builtins
 import html
-import keyword
 import posixpath
 import re
 from collections import Counter
@@ -15,40 +13,19 @@ from markdown_it.token import Token
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexer import inherit
-from pygments.lexers import PythonLexer, get_lexer_by_name
-from pygments.token import Token as Kind
+from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_CELL = 60  # characters of a cell that must not become narrow
 ALERT = re.compile(r"\[!(\w+)\](\n?)")  # of GitHub: the first line of a block quote
 FILE_NAME = re.compile(r"[\w./-]*\w\.(?:py|md)\b")
-SPECIAL = (*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "lazy", "sentinel", "frozendict")
-
-
-class Python(PythonLexer):
-    """The same tokens, in half of the time: Pygments tries 50 patterns before that of a plain name."""
-
-    tokens = {
-        "root": [
-            (r"(?<=\S) +", Kind.Text),
-            (r"[][(){},]|:(?!=)", Kind.Punctuation),
-            (r"\.(?!\d)|=(?!=)", Kind.Operator),
-            (rf"(?!(?:{'|'.join(SPECIAL)})\b)[a-z]\w*(?![\w'\"])", Kind.Name),
-            inherit,
-        ]
-    }
-
-
-PYTHON = Python()
 
 
 def highlighted(code: str, language: str) -> str:
     """Code as HTML, a line a line."""
     try:
-        lexer = PYTHON if language == "python" else get_lexer_by_name(language)
-        return highlight(code, lexer, HtmlFormatter(nowrap=True))
+        return highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
     except ClassNotFound:
         return html.escape(code)
 

@@ -124,7 +124,7 @@ def answer(board: Leaderboard) -> list[str]:
 def _models(board: Leaderboard) -> str:
     """The sentence that names the models of the compared tasks."""
     names = list(dict.fromkeys(board.plan.models[name] for name in board.compared if name in board.plan.models))
-    return f" The model is {listed(names)}." if names else ""
+    return f" The model{' is' if len(names) == 1 else 's are'} {listed(names)}." if names else ""
 
 
 def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> str:
@@ -275,9 +275,9 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     easy, short = ([name for name, verdict in verdicts.items() if verdict == which] for which in (EASY, SHORT))
     few = sum(len(runs[name]) < LEAST_SEEDS for name in verdicts)
     summary = (
-        f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods with several "
-        f"exit layers with each seed, {_counted(easy)} exit early on what is easy, {_counted(short)} on what is short; "
-        f"for {len(verdicts) - len(easy) - len(short)} it is not decided"
+        f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods that use "
+        f"several exit layers with each seed, {_counted(easy)} exit early on what is easy, "
+        f"{_counted(short)} on what is short; for {len(verdicts) - len(easy) - len(short)} it is not decided"
         f"{f' ({few} of them have fewer than {LEAST_SEEDS} seeds)' if few else ''}."
     )
     rows = []

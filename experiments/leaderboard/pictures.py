@@ -98,7 +98,7 @@ def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[
         if not math.isnan(half := intervals[name]):
             low, high = axes.get_ylim()
             axes.set_ylim(low, max(high, low + 2.5 * half))
-            bar = {"color": DARK, "elinewidth": 1, "capsize": 3, "label": "usual 95 % interval"}
+            bar = {"color": DARK, "elinewidth": 1, "capsize": 3, "label": "95 % interval (median)"}
             axes.errorbar([99], [low + 1.2 * half], [half], fmt="none", **bar)
     entries = {}
     for axes in grid:

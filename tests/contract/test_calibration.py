@@ -322,8 +322,8 @@ def test_quarters_are_drawn_of_four_groups_at_least(output):
 
 
 def test_of_sets_drawn_by_text_the_papers_rule_breaks_many_and_delta_few():
-    found = broken_guarantees(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=60)
-    assert found["paper"] > 0.3 and found["delta"] <= DELTA + 2 * (DELTA * (1 - DELTA) / 60) ** 0.5
+    found = broken_guarantees(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=100)
+    assert found["paper"] > 0.3 and found["delta"] <= DELTA + 2 * (DELTA * (1 - DELTA) / 100) ** 0.5
     assert "delta" not in broken_guarantees(pool(rows_alone, 2), EPSILON, sets=2)
 
 

@@ -147,7 +147,7 @@ def test_without_all_of_them_joint_training_lives_and_every_other_module_is_impo
     check([REMOVABLE], tmp_path, checkpoint_folder, task_folder)
 
 
-@pytest.mark.skipif("MINI_EE_FULL" not in os.environ, reason="takes minutes: set MINI_EE_FULL=1")
+@pytest.mark.skipif("MINI_EE_FULL" not in os.environ, reason="removes each method alone: set MINI_EE_FULL=1")
 def test_without_each_of_them_joint_training_lives_and_every_other_module_is_imported(
     tmp_path, checkpoint_folder, task_folder
 ):

@@ -7,17 +7,14 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
-import threading
 import time
-from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import mini_ee
 import mini_ee.exits.heads as heads
@@ -25,8 +22,6 @@ from mini_ee.backbones.hub import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.training import ranks
-from mini_ee.training.run_folder import training_folder
-from mini_ee.training.state import STATE
 from mini_ee.training.train_settings import PRECISIONS
 
 SAME = 1e-6  # between weights; measured max 3.3e-7
@@ -41,6 +36,17 @@ METHODS = {
     "self-supervised": TEXTS,
 }
 LONG = {"epochs": 8, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 9}  # of what is killed
+
+
+WITHOUT_DROPOUT = """
+import faulthandler
+import sys
+import mini_ee.exits.heads
+from mini_ee.cli.main import main
+mini_ee.exits.heads.HEAD_DROPOUT = 0.0
+faulthandler.dump_traceback_later(25, repeat=True)  # torchrun kills after 30 s what hangs
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,20 +115,15 @@ def as_rank(rank, world, port, job, *given):
     job(*given)
 
 
-def forks():
-    """Processes that have loaded what takes long to load."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "mini_ee.methods.raee_collect"])
-    return context
-
-
 def on_ranks(world, job, *given):
     """Run a job on so many ranks; returns their exit codes."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "mini_ee.methods.raee_collect"])  # what takes long is loaded once
     started = [
-        forks().Process(target=as_rank, args=(rank, world, port, job, *given), daemon=True) for rank in range(world)
+        context.Process(target=as_rank, args=(rank, world, port, job, *given), daemon=True) for rank in range(world)
     ]
     for each in started:
         each.start()
@@ -205,53 +206,40 @@ def test_ranks_draw_apart_and_the_first_as_one_process_does(monkeypatch):
 # Ends
 
 
-def as_command(out, model, task):
-    """`mini-ee train` as torchrun starts it, without dropout; its process writes its id."""
-    heads.HEAD_DROPOUT = 0.0
-    torch.set_num_threads(1)
-    pid_file(out, os.environ["RANK"]).write_text(str(os.getpid()))
-    sys.exit(main(["train", "joint", *options(model, task, out)]))
-
-
-def pid_file(out, rank):
-    return out.with_name(f"pid_of_rank_{rank}")
-
-
-def kill_the_second(out):
-    """Once a state of the training was saved."""
-    while not training_folder(out).joinpath(STATE).exists():
-        time.sleep(0.01)
-    os.kill(int(pid_file(out, 1).read_text()), signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, models, task_folder):
-    """A training on two ranks whose second one is killed: what the ranks printed, and the run's name.
-
-    torchrun's agent starts and watches the ranks; here they are forks of a process that has loaded torch.
-    """
+    """A training on two ranks whose second one is killed: the torchrun that ended, its seconds, and the run's name."""
     out = tmp_path_factory.mktemp("killed") / "run"
-    forks()
-    logs = DefaultLogsSpecs(log_dir=str(out.with_name("logs")), redirects=Std.ALL)
-    config = LaunchConfig(1, 1, 2, run_id="killed", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
-    config = replace(config, start_method="forkserver", logs_specs=logs, monitor_interval=0.05)
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
-    killer = threading.Thread(target=kill_the_second, args=(out,), daemon=True)
-    killer.start()
-    with pytest.raises(ChildFailedError):
-        elastic_launch(config, as_command)(out, models[0], task_folder)
-    for each, handler in before.items():
-        signal.signal(each, handler)
-    killer.join(10)
-    assert not killer.is_alive()
-    printed = ("".join(path.read_text() for path in out.parent.rglob(f"{name}.log")) for name in ("stdout", "stderr"))
-    return *printed, out
+    (script := out.with_name("without_dropout.py")).write_text(WITHOUT_DROPOUT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    command += ["train", "joint", *options(models[0], task_folder, out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, command)), env=environment, **pipes) as torchrun:
+        while not (out.with_name("run.training") / "state.safetensors").exists() and torchrun.poll() is None:
+            time.sleep(0.01)
+        os.kill(pid_of_rank(1, torchrun.pid), signal.SIGKILL)
+        begin = time.monotonic()
+        printed = torchrun.communicate(timeout=60)
+    return torchrun.returncode, printed, time.monotonic() - begin, out
+
+
+def pid_of_rank(rank, parent):
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    (pid,) = [
+        pid for pid in children if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    return int(pid)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="ranks are found in Linux's /proc")
 
 
 @pytest.mark.slow
+@needs_proc
 def test_a_killed_rank_ends_all_with_one_line(killed):
-    output, errors, out = killed
-    assert not output and not out.exists()
+    status, (output, errors), seconds, out = killed
+    assert status == 1 and seconds < 60 and not output and not out.exists()
     lines = [line for line in errors.splitlines() if line.startswith("mini-ee")]
     assert lines == [f"mini-ee train: {ranks.ENDED}"], errors
 
@@ -265,9 +253,10 @@ def whole(tmp_path_factory, models, task_folder):
 
 
 @pytest.mark.slow
+@needs_proc
 @pytest.mark.parametrize("world", [1, 3])
 def test_another_number_of_ranks_resumes_to_an_equal_score(tmp_path, killed, whole, models, task_folder, world):
-    shutil.copytree(training_folder(killed[-1]), tmp_path / "run.training")
+    shutil.copytree(killed[3].with_name("run.training"), tmp_path / "run.training")
     given = tmp_path / "run", models[0], task_folder
     if world == 1:
         resume(*given)
