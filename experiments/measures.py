@@ -40,6 +40,7 @@ from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import medians
 from mini_ee.experiments.bench.streams import bare_streams, over_adapters
+from mini_ee.experiments.records import SeedRecord, rounded
 from mini_ee.methods.consistent_hardness import hardness_in_training
 from mini_ee.methods.lora_exits_streams import parallel, restart
 from mini_ee.methods.raee import exit_values
@@ -54,6 +55,7 @@ from mini_ee.training.stages import task_loss
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed
+STORED_ROWS = 500  # held-out rows of a record
 ROUNDING = 1e-5  # larger than the rounding error of a reference's score in the JSON, smaller than one row's share
 CURVE_POINTS = 24  # at most, of a curve in the JSON
 CONFIDENCE_MEASURE = "breaking_ties"
@@ -70,10 +72,11 @@ Measured = tuple[dict[str, float], dict[str, list[float]]]
 # ---- Rows ----
 
 
-def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
-    """A classifier: its exits, and the savings of rules that are chosen on the held-out set.
+def of_rows(run: Run, task: Task, reference: dict | None) -> tuple:
+    """A classifier: its exits, the savings of rules that are chosen on the held-out set, and its record, if it has one.
 
-    reference: figures of the model, with the same seed, from which a loss is counted; default: of this run.
+    reference: figures of the model, with the same seed, from which a loss is counted; default: of this run. The figures
+    of the reported rows are those that the record gives with the rules in its `about`. A regression has no record.
     """
     seed = run.config["seed"]
     _, rows = rows_of(task, None, None, seed)
@@ -81,6 +84,9 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     encoded, whole = run.encode(rows.texts), run.whole_model()
     reported = record(run.segments(), encoded, BATCH_SIZE, "reading", whole)
     chosen_on = record(run.segments(), run.encode(held_out.texts), BATCH_SIZE, "reading", whole)
+    if not task.regression:
+        reported = rounded(reported._replace(labels=rows.labels))
+        chosen_on = rounded(chosen_on._replace(labels=held_out.labels))
     figures = _exits(run, task, rows, reported) | _training(run)
     scores = exit_scores(chosen_on, task, held_out.labels)
     figures |= {f"hold-out score after {layer}": score for layer, score in zip(run.exits, scores)}
@@ -96,7 +102,9 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     if has_policy:
         by_policy = summary(reported.replay(Policy()), reported, task, rows.labels)
         figures |= {"policy score": by_policy["score"], "policy saved": by_policy["layers_saved"]}
-    picked, lists, chosen = _picked(run, task, rows, reported, (chosen_on, held_out), reference)
+    picked, offered, chosen = _picked(run, task, rows, reported, (chosen_on, held_out), reference)
+    keys = {"saved": "layers_saved", "score": "score", "operations": "flops_ratio"}
+    lists = {f"curve {name}": [point[key] for point in offered] for name, key in keys.items()}
     figures |= {f"hold-out saved {name}": point["layers_saved"] for name, point in chosen.items()}
     figures |= _trained_rows(run, task, Policy() if has_policy else run.rule)
     order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
@@ -106,7 +114,13 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured:
     for (name, point), each in zip(picked.items(), seconds):
         figures |= {f"score {name}": point["score"], f"saved {name}": point["layers_saved"]}
         figures |= {f"operations {name}": point["flops_ratio"], f"speed-up {name}": float(full / each)}
-    return figures | _at_equal_flops(lists), lists
+    figures |= _at_equal_flops(lists)
+    if task.regression:
+        return figures, lists
+    rules = {name: point["rule"] for name, point in picked.items()} | {"default": run.rule.to_dict()}
+    about = {"rules": rules, "curve": [point["rule"] for point in offered]}
+    stored = chosen_on.take(np.arange(min(STORED_ROWS, len(held_out))))
+    return figures, lists, SeedRecord(reported, stored, about)
 
 
 def _at_equal_flops(lists: dict[str, list[float]]) -> dict[str, float]:
@@ -137,7 +151,7 @@ def _training(run: Run) -> dict[str, float]:
 
 def _picked(
     run: Run, task: Task, rows: Split, reported: Record, held_out: tuple, reference: dict
-) -> tuple[dict, dict, dict]:
+) -> tuple[dict, list, dict]:
     """Points of the reported split for the rules chosen on the held-out set, a curve of rules that it offers, and the
     points of the chosen rules on the held-out set itself, by which settings can be chosen, such as a price of layers.
     """
@@ -153,12 +167,7 @@ def _picked(
             chosen[f"at {name.replace('_', ' ')}"] = found or never
     picked = {name: on_reported(point) for name, point in chosen.items()}
     offered = [on_reported(point) for point in points[:: max(1, len(points) // CURVE_POINTS)]]
-    lists = {
-        "curve saved": [point["layers_saved"] for point in offered],
-        "curve score": [point["score"] for point in offered],
-        "curve operations": [point["flops_ratio"] for point in offered],
-    }
-    return picked, lists, chosen
+    return picked, offered, chosen
 
 
 def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:

@@ -33,6 +33,11 @@ class PageData(NamedTuple):
     test_rows: dict[str, int] = {}  # task -> test examples, for records that do not contain their number
     others: dict[str, "PageData"] = {}  # page -> its records, if this page prints some of their figures
 
+    @property
+    def trained(self) -> dict[str, Case]:
+        """The cases without those that are selected from others."""
+        return {name: case for name, case in self.cases.items() if not case.of}
+
     def values(self, case: str, figure: str) -> dict[str, float]:
         """Seed -> figure, of the seeds that have it."""
         seeds = self.found[case]["seeds"].items()
@@ -65,13 +70,27 @@ class PageData(NamedTuple):
 
 
 def read_data(folder: Path, recipe: dict) -> PageData:
-    """The records of a recipe's cases under a folder, and those of the pages that its `bridges` name."""
+    """The records of a recipe's cases under a folder, and those of the pages that its answer and its `bridges` name."""
     cases = cases_of(recipe)
-    found = {name: read_case(folder, case) for name, case in cases.items()}
-    pages = dict.fromkeys(re.findall(r"\{([\w-]+): ", " ".join(recipe.get("bridges", []))))
-    others = {page: read_data(folder.parent / page, load_recipe(page) | {"bridges": []}) for page in pages}
+    found = {name: read_case(folder, case) for name, case in cases.items() if not case.of}
+    found |= {name: _selected(case, found) for name, case in cases.items() if case.of}
+    texts = " ".join(recipe.get("answer", []) + recipe.get("bridges", []))
+    pages = dict.fromkeys(re.findall(r"\{([\w-]+): ", texts))
+    own = {"answer": [], "bridges": []}
+    others = {page: read_data(folder.parent / page, load_recipe(page) | own) for page in pages}
     names = recipe.get("figure_names", {}), recipe.get("case_names", {})
     return PageData(cases, found, *names, recipe.get("test_rows", {}), others)
+
+
+def _selected(case: Case, found: dict[str, dict]) -> dict:
+    """The record of a case that is selected from others. A seed is left out if one of them lacks it, or the figure."""
+    records = {name: found[name]["seeds"] for name in case.of}
+    chosen, seeds = {}, set.intersection(*map(set, records.values()))
+    for seed in sorted(seeds, key=int):
+        figures = {name: made[seed]["figures"] for name, made in records.items()}
+        if all(case.by in each for each in figures.values()):
+            chosen[seed] = max(figures, key=lambda name: figures[name][case.by])
+    return {"seeds": {seed: records[name][seed] for seed, name in chosen.items()}, "selected": chosen}
 
 
 def is_share(figure: str) -> bool:

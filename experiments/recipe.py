@@ -1,7 +1,8 @@
 """Recipes: the experiments, claims, tables and pictures of a result page, as data (recipes/*.json).
 
 An experiment is a pattern for names and some axes. Each combination of values on the axes gives a case. A case is one
-training, repeated with several seeds, and its measurement.
+training, repeated with several seeds, and its measurement. If the experiment has "select", a case is one of several
+others that differ in a setting: for each seed the one that is selected on held-out examples.
 """
 
 from itertools import product
@@ -25,6 +26,8 @@ class Case(NamedTuple):
     reference: str | None = None  # the case whose last exit a loss of accuracy is measured against
     reads: str | None = None  # a text whose perplexity is measured
     seeds: int | None = None  # number of seeds on the page; None: 3, or 1 with --quick
+    of: tuple[str, ...] = ()  # if it is selected: the cases of which each seed has the one with the largest figure
+    by: str = ""  # that figure, of held-out examples
 
     def sources(self) -> list[str]:
         """The names of the task and the texts that the case reads."""
@@ -55,7 +58,11 @@ def cases_of(recipe: dict) -> dict[str, Case]:
             reference = experiment.get("reference")
             reference = reference and reference.format(**chosen)
             seeds = options.pop("seeds", experiment.get("seeds"))
-            case = Case(name, experiment["measure"], options, reference, experiment.get("reads"), seeds)
+            select = experiment.get("select", {"of": [], "by": ""})
+            of = tuple(each.format(**chosen) for each in select["of"])
+            case = Case(
+                name, experiment["measure"], options, reference, experiment.get("reads"), seeds, of, select["by"]
+            )
             if found.setdefault(name, case) != case:
                 raise ValueError(f"two experiments make the case {name!r} with different settings")
     return found
@@ -83,7 +90,8 @@ def select(recipe: dict, only: str) -> dict:
 
 
 def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
-    """The cases that claims, tables and pictures of the recipe read, and their references, in the order of the recipe.
+    """The cases that claims, tables and pictures of the recipe read, those from which one is selected, and their
+    references, in the order of the recipe.
 
     Raises ValueError if one is named that no experiment makes.
     """
@@ -103,6 +111,7 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
                     named |= {series["case"].format(**series | row) for row in panel["rows"].values()}
                 else:
                     named |= {filled(series["case"], value, series) for value in series.get("over", [None])}
+    named |= {each for name in named if name in cases for each in cases[name].of}
     if unknown := sorted(named - cases.keys()):
         raise ValueError(f"no experiment makes {', '.join(unknown)}")
     named |= {cases[name].reference for name in named if cases[name].reference}

@@ -66,6 +66,11 @@ def read_about(path: Path) -> dict[int, dict]:
     return {int(name.partition("/")[0]): json.loads(value.tobytes())["about"] for name, value in found.items()}
 
 
+def rounded(recorded: Record) -> Record:
+    """The record as it is read back from a file. Raises ValueError like `write_record`."""
+    return _from_part(*_to_arrays(recorded))
+
+
 def _load(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
     if not path.exists():
         return {}
@@ -103,26 +108,30 @@ def _from_arrays(arrays: dict[str, np.ndarray], seed: int) -> SeedRecord:
     found = json.loads(arrays[f"{seed}/about"].tobytes())
     parts = []
     for part in PARTS:
-        prefix, constants = f"{seed}/{part}/", found["parts"][part]
+        prefix = f"{seed}/{part}/"
         own = {name.removeprefix(prefix): values for name, values in arrays.items() if name.startswith(prefix)}
-        logits, groups, labels = own["logits"].astype(np.float32), own.get("groups"), None
-        if groups is None:
-            logits = _predicting(logits, own["predictions"])
-            right = own["right"]
-            labels = own["predictions"][np.arange(len(right)), right.argmax(axis=1)].astype(np.int64)
-            two_classes = logits.shape[2] == 2  # then all exits agree, and the label is the other class
-            others = 1 - own["predictions"][:, 0] if two_classes else np.full(len(right), UNKNOWN)
-            labels = np.where(right.any(axis=1), labels, others)
-        measures = {
-            name.removeprefix("measures/"): values.astype(np.float32) if values.dtype.kind == "f" else values
-            for name, values in own.items()
-            if name.startswith("measures/")
-        }
-        flops, passes = own["flops"].astype(np.float64), constants["layer_passes"]
-        exits = tuple(constants["exits"])
-        segments = Recorded(exits, logits, flops, passes, measures, constants["state_flops"])
-        parts.append(Record(segments, logits, constants["full_flops"], groups, labels))
+        parts.append(_from_part(own, found["parts"][part]))
     return SeedRecord(*parts, found["about"])
+
+
+def _from_part(arrays: dict[str, np.ndarray], constants: dict) -> Record:
+    """The record of which `_to_arrays` made these."""
+    logits, groups, labels = arrays["logits"].astype(np.float32), arrays.get("groups"), None
+    if groups is None:
+        logits = _predicting(logits, arrays["predictions"])
+        right = arrays["right"]
+        labels = arrays["predictions"][np.arange(len(right)), right.argmax(axis=1)].astype(np.int64)
+        two_classes = logits.shape[2] == 2  # then all exits agree, and the label is the other class
+        others = 1 - arrays["predictions"][:, 0] if two_classes else np.full(len(right), UNKNOWN)
+        labels = np.where(right.any(axis=1), labels, others)
+    measures = {
+        name.removeprefix("measures/"): values.astype(np.float32) if values.dtype.kind == "f" else values
+        for name, values in arrays.items()
+        if name.startswith("measures/")
+    }
+    flops, passes = arrays["flops"].astype(np.float64), constants["layer_passes"]
+    segments = Recorded(tuple(constants["exits"]), logits, flops, passes, measures, constants["state_flops"])
+    return Record(segments, logits, constants["full_flops"], groups, labels)
 
 
 def _predicting(logits: np.ndarray, predictions: np.ndarray) -> np.ndarray:

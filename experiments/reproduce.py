@@ -49,7 +49,8 @@ def reproduce(
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
     found = Sources(sources, folder / "runs")
-    cases = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
+    named = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
+    cases = {name: case for name, case in named.items() if not case.of}
     check_is_page(out / f"{paper}.md", f"# {recipe['title']}")
     for name, heading in (("README.md", OVERVIEW_HEADING), (JUDGING, JUDGING_HEADING)):
         check_is_page(out / name, heading)

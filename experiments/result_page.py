@@ -29,7 +29,7 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
     judged = [judge_claim(claim, data) for claim in recipe["claims"]]
     pictures = [_picture_lines(each, paper) for each in recipe["pictures"] if (folder / each["file"]).exists()]
     tables = [_table_lines(table, data, main=not number) for number, table in enumerate(recipe["tables"])]
-    run, total = sum(bool(each["seeds"]) for each in data.found.values()), len(data.cases)
+    run, total = sum(bool(data.found[name]["seeds"]) for name in data.trained), len(data.trained)
     lines = [f"# {recipe['title']}", "", *_paragraphs(answer(recipe, data))]
     if run < total:
         lines += [
@@ -111,7 +111,7 @@ def _table_lines(table: dict, data: PageData, main: bool = False) -> list[str]:
 
 def _machine_lines(data: PageData) -> list[str]:
     """A list: machine, commits, core hours, and the data with their checksums; what old records lack is named."""
-    runs = [(name, one) for name, each in data.found.items() for one in each["seeds"].values()]
+    runs = [(name, one) for name in data.trained for one in data.found[name]["seeds"].values()]
     if not runs:
         return []
     about = {key: _several(str(one["how"].get(key, NOT_RECORDED)) for _, one in runs) for key in MADE_WITH}
@@ -148,7 +148,7 @@ def _core_hours(runs: list[dict]) -> str:
 
 def _rank_lines(ranks: dict, data: PageData) -> list[str]:
     """Spearman's correlation between the means of two figures over the cases."""
-    pairs = [[data.mean(case, ranks[key]) for key in ("x", "y")] for case in data.cases]
+    pairs = [[data.mean(case, ranks[key]) for key in ("x", "y")] for case in data.trained]
     means = [pair for pair in pairs if None not in pair]
     if len(means) < 3:
         return [f"{ranks['text']}: {MISSING}."]
@@ -170,7 +170,7 @@ def _dropped(data: PageData) -> list[str]:
 
 def _training_lines(data: PageData) -> list[str]:
     """The settings that most cases share, then a row for each case: its other settings, and the value it chose."""
-    run = {name: case for name, case in data.cases.items() if data.found[name]["seeds"]}
+    run = {name: case for name, case in data.trained.items() if data.found[name]["seeds"]}
     given = {name: {k: _setting(v) for k, v in case.options.items() if not is_choice(v)} for name, case in run.items()}
     often = Counter(setting for each in given.values() for setting in each.items())
     shared = {key: value for (key, value), cases in often.items() if len(run) > 2 and 2 * cases > len(run)}
@@ -187,6 +187,18 @@ def _training_lines(data: PageData) -> list[str]:
         tried = "; ".join(f"{_given(each)}: {printed(each['hold-out'], 'hold-out')}" for each in found.get("tried", []))
         chosen = f"{_given(found['chosen'])} ({tried})" if "chosen" in found else ""
         lines.append(markdown_row([name, len(found["seeds"]), own, *([chosen] if chose else [])]))
+    return [*lines, *_selection_lines(data)]
+
+
+def _selection_lines(data: PageData) -> list[str]:
+    """For each selected case, how often each of its candidates was selected, and by which figure."""
+    lines = []
+    for name, case in data.cases.items():
+        if chosen := data.found[name].get("selected"):
+            listed = ", ".join(
+                f"{each} ({count} of {len(chosen)} seeds)" for each, count in Counter(chosen.values()).items()
+            )
+            lines += ["", f"*{data.name_of_case(name)}*, selected for each seed by {data.name_of(case.by)}: {listed}."]
     return lines
 
 

@@ -6,6 +6,7 @@ OUT/PAPER/CASE.json    settings, values chosen on the held-out set; for each see
                        processor time in seconds, checksums of the data, the number of test rows, and of those that were
                        dropped because a training row has the same text
 OUT/PAPER/runs/        unfinished trainings; removed once they are measured
+OUT/records/PAPER/     CASE.npz, of a classifier: what every exit says of each reported example, and rules (records.py)
 """
 
 import os
@@ -34,6 +35,7 @@ from mini_ee.data.tasks import Task, load_task, toy_task
 from mini_ee.errors import WrongArguments
 from mini_ee.experiments.measures import MEASUREMENTS, READ_A_TASK
 from mini_ee.experiments.recipe import Case, is_choice
+from mini_ee.experiments.records import write_record
 from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import Run, load_run, training_folder
 from mini_ee.training.state import STATE
@@ -109,6 +111,11 @@ def file_of(folder: Path, name: str) -> Path:
     return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", name) + ".json")
 
 
+def record_of(folder: Path, name: str) -> Path:
+    """The file with the outputs of every exit for each reported example of a case."""
+    return folder.parent / "records" / folder.name / file_of(folder, name).with_suffix(".npz").name
+
+
 def read_case(folder: Path, case: Case) -> dict:
     """The JSON of a case; without seeds if there is none, or if it was made with other settings or another text."""
     path = file_of(folder, case.name)
@@ -182,7 +189,10 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             if "chosen" not in record:
                 record["chosen"] = _chosen(path, case, record, seed, sources, say)
         run = trained(at / "run", case.options | record.get("chosen", {}), seed, sources)
-        figures, lists = MEASUREMENTS[case.measure](run, measured_on, reference)
+        figures, lists, *records = MEASUREMENTS[case.measure](run, measured_on, reference)
+        for made in records:
+            about = {"settings": case.options | record.get("chosen", {}), "how": how_made()}
+            write_record(record_of(folder, case.name), seed, made._replace(about=made.about | about))
         record["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},

@@ -31,6 +31,7 @@ from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.overview import Card, judging_page, overview_page
 from mini_ee.experiments.page_data import PageData, cell, filled_in, is_share, read_data, with_unit
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
+from mini_ee.experiments.records import read_records, write_record
 from mini_ee.experiments.result_page import _core_hours, _machine_lines, _table_lines, _training_lines, answer, page
 from mini_ee.experiments.trainings import read_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
@@ -229,7 +230,12 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert "<b>2. too few seeds</b> (comparisons: 1 undecided) · control: Two</summary>" in text
     assert (tiny / "judging.md").read_text() == judging_page() and (tiny / "verdicts.png").stat().st_size > 400
     drawn = (tiny / "raee" / "fig.png").read_bytes()
-    assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures stay
+    assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures and records stay
+    stored = read_records(tiny / "records" / "raee" / "reviews-joint.npz")[0]
+    rule = rule_from_dict(stored.about["rules"]["at one point"])
+    layers = stored.reported.replay(rule).cost.depth.mean()
+    assert layers == pytest.approx(3 - 3 * figures["saved at one point"], rel=1e-4)  # the JSON has five digits
+    assert stored.about["settings"]["lr"] == made["chosen"]["lr"]
 
     def refuse(*args, **settings):
         raise AssertionError("trained again")
@@ -330,6 +336,63 @@ def test_of_one_claim_only_what_it_compares_is_run():
     cases = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))
     methods = ("two-stage", "consistent alpha 0.07", "pabee", "berxit")  # the first is what all are measured against
     assert set(cases) == {f"{task} {method}" for task in ("TREC", "SST-2") for method in methods}
+
+
+def test_held_out_examples_select_a_setting_for_each_seed(tmp_path):
+    """By what a rule saves on them, not on the reported examples; only of seeds that all settings have."""
+    figures = {  # alpha -> seed -> saved on the held-out and on the reported examples
+        "0.1": {"0": (0.4, 0.1), "1": (0.2, 0.9), "2": (0.5, 0.5), "10": (0.1, 0.2)},
+        "0.2": {"0": (0.3, 0.8), "1": (0.3, 0.2), "10": (0.3, 0.4)},
+    }
+    axes = {"alpha": {alpha: {"alpha": float(alpha)} for alpha in figures}}
+    options = {"method": "consistent", "task": "reviews"}
+    select = {"of": ["{task} alpha 0.1", "{task} alpha 0.2"], "by": "hold-out saved"}
+    own = TINY | {
+        "experiments": [
+            {"name": "reviews alpha {alpha}", "measure": "rows", "axes": axes, "options": options},
+            {
+                "name": "{task} chosen",
+                "measure": "rows",
+                "axes": {"task": {"reviews": {}}},
+                "options": options,
+                "select": select,
+            },
+        ],
+        "answer": ["It saves {reviews chosen | saved}."],
+        "claims": [],
+        "tables": [],
+        "pictures": [],
+    }
+    cases = cases_of(own)
+    for alpha, seeds in figures.items():
+        case = cases[f"reviews alpha {alpha}"]
+        made = {
+            seed: MADE | {"figures": {"hold-out saved": held_out, "saved": saved}, "core_seconds": 3600}
+            for seed, (held_out, saved) in seeds.items()
+        }
+        write_json(trainings.file_of(tmp_path, case.name), trainings.read_case(tmp_path, case) | {"seeds": made})
+    data = read_data(tmp_path, own)
+    assert data.values("reviews chosen", "saved") == {"0": 0.1, "1": 0.2, "10": 0.4}
+    assert [*data.trained] == ["reviews alpha 0.1", "reviews alpha 0.2"]
+    text = page("raee", own, data, tmp_path, "command")
+    assert "It saves 23.3 %." in text and "7 core hours for 7 runs" in text and "cases have been run" not in text
+    listed = "reviews alpha 0.1 (1 of 3 seeds), reviews alpha 0.2 (2 of 3 seeds)"
+    assert f"*reviews chosen*, selected for each seed by hold-out saved: {listed}." in text
+
+
+def test_a_selected_case_is_not_trained_but_those_it_is_selected_from_are(tiny, monkeypatch):
+    (experiment,) = TINY["experiments"]
+    select = {"of": ["reviews joint", "reviews two-stage"], "by": "hold-out full"}
+    chosen = {key: value for key, value in experiment.items() if key != "reference"}
+    chosen |= {"name": "chosen", "axes": {"task": {"reviews": {}}}, "select": select}
+    claim = {"text": "One", "paper": "", "compare": [{"more": "chosen", "than": 0.1, "figure": "full"}]}
+    own = TINY | {"experiments": [experiment, chosen], "answer": [], "claims": [claim], "tables": [], "pictures": []}
+    (tiny.parent / "raee.json").write_text(json.dumps(own))
+    ran = []
+    monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    assert main(["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]) == 0
+    assert ran == [("reviews joint", 0), ("reviews two-stage", 0)]
 
 
 def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
@@ -610,9 +673,9 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
 def test_the_command_runs_what_a_page_shows_and_no_more(paper):
     found, data = committed(paper)
     cases = cases_of(found)
-    seeds_of = {name: sorted(map(int, made["seeds"])) for name, made in data.found.items()}
-    assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in cases.items()}
-    assert len([*(RESULTS / paper).glob("*.json")]) == len(cases)
+    seeds_of = {name: sorted(map(int, data.found[name]["seeds"])) for name in data.trained}
+    assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in data.trained.items()}
+    assert len([*(RESULTS / paper).glob("*.json")]) == len(data.trained)
     assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
 
 
@@ -626,15 +689,14 @@ def test_a_page_shows_what_its_json_contains(paper):
 def test_a_page_without_runs_shows_that_none_was_run(paper, tmp_path):
     """It is written after the first case of a fresh folder, when all others are missing."""
     found = load_recipe(paper)
-    made = page(paper, found, read_data(tmp_path, found), tmp_path, f"mini-ee reproduce {paper}")
-    assert (
-        f"0 of {len(cases_of(found))} cases have been run; `·` stands for the others." in made and "| nan" not in made
-    )
+    data = read_data(tmp_path, found)
+    made = page(paper, found, data, tmp_path, f"mini-ee reproduce {paper}")
+    assert f"0 of {len(data.trained)} cases have been run; `·` stands for the others." in made and "| nan" not in made
 
 
 def test_a_model_for_each_exit_is_measured_as_exits_are(tmp_path, checkpoint_folder, task_folder):
     run = train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
-    figures, _ = measures.of_rows(run, load_task(task_folder), None)
+    figures, *_ = measures.of_rows(run, load_task(task_folder), None)
     assert 0 < figures["full"] <= 1 and "policy saved" not in figures
 
 
@@ -660,7 +722,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
     least = full if own else max(point["score"] for point in points)
     monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: [1.0] * len(runs))
-    figures, _ = measures.of_rows(run, task, None if own else {"full": 1.0, "hold-out full": least})
+    figures, lists, made = measures.of_rows(run, task, None if own else {"full": 1.0, "hold-out full": least})
     assert figures["hold-out full"] == full != there == figures["full"]
     assert (figures["reference"], figures["reference hold-out"]) == (there if own else 1.0, least)
     for name, loss in (("no loss", 0.0), ("one point", 0.01)):
@@ -674,6 +736,16 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     assert [figures[f"hold-out score after {layer}"] for layer in run.exits] == list(scores)
     losses = [each["loss"] for each in row_evaluation.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
     assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
+    stored = write_record(tmp_path / "one.npz", 0, made)  # figures and curves come from it again, without the model
+    for name, rule in stored.about["rules"].items():
+        again = summary(stored.reported.replay(rule_from_dict(rule)), stored.reported, task, dev.labels)
+        prefix, suffix = ("default ", "") if name == "default" else ("", f" {name}")
+        assert figures[f"{prefix}score{suffix}"] == again["score"]
+        assert figures[f"{prefix}saved{suffix}"] == again["layers_saved"]
+    rules = map(rule_from_dict, stored.about["curve"])
+    again = [summary(stored.reported.replay(rule), stored.reported, task, dev.labels) for rule in rules]
+    assert lists["curve score"] == [each["score"] for each in again] and len(again) > 2
+    assert lists["curve saved"] == [each["layers_saved"] for each in again]
 
 
 def test_savings_are_measured_on_the_reported_split_at_the_held_out_threshold(tmp_path, checkpoint_folder):
@@ -699,7 +771,7 @@ def test_if_no_example_exits_early_the_model_without_exits_is_timed(
     monkeypatch.setattr(measures, "rules_of", lambda run, on, task: [NeverExit()])
     timed = []
     monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: timed.extend(runs) or [1.0] * len(runs))
-    figures, _ = measures.of_rows(run, load_task(task_folder), None)
+    figures, *_ = measures.of_rows(run, load_task(task_folder), None)
     assert figures["operations at one point"] == 1 and figures["saved at one point"] == 0
     assert {segments.exits for segments, *_ in timed} == {(3,)}
 
