@@ -118,6 +118,7 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> tuple:
     if task.regression:
         return figures, lists
     rules = {name: point["rule"] for name, point in picked.items()} | {"default": run.rule.to_dict()}
+    rules |= {"policy": Policy().to_dict()} if has_policy else {}
     about = {"rules": rules, "curve": [point["rule"] for point in offered]}
     stored = chosen_on.take(np.arange(min(STORED_ROWS, len(held_out))))
     return figures, lists, SeedRecord(reported, stored, about)
