@@ -4,20 +4,15 @@ Rules are chosen on training rows that no exit was trained on. Figures are of th
 contains another one.
 """
 
-import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.baselines import sleb
-from mini_ee.baselines.adainfer import right_of, svm
 from mini_ee.calibration import observe
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, subset
-from mini_ee.data.tokenizer import Encoded, Inputs
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.comparison import compare_tokens, rules_of
 from mini_ee.evaluation.probes import Costs, probe_rows, rows_to_read
@@ -36,22 +31,19 @@ from mini_ee.evaluation.row_evaluation import (
 from mini_ee.evaluation.savings_estimate import savings_at, suitability, threshold_at
 from mini_ee.evaluation.token_evaluation import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.exits.generation import Sampling
-from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import medians
 from mini_ee.experiments.bench.streams import bare_streams, over_adapters
 from mini_ee.experiments.records import SeedRecord, rounded
+from mini_ee.experiments.retrieval_measures import of_compared, of_retrieval
 from mini_ee.methods.consistent_hardness import hardness_in_training
 from mini_ee.methods.lora_exits_streams import parallel, restart
-from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import untrained_rows
-from mini_ee.methods.raee_controls import ablation, controls, embed_all
-from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
-from mini_ee.rules import NeverExit, Policy, Threshold, rule_from_dict
+from mini_ee.recording import Record, exit_scores, record, summary
+from mini_ee.rules import NeverExit, Policy, rule_from_dict
 from mini_ee.training.default_rule import choose
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.run_folder import Run
-from mini_ee.training.stages import task_loss
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed
@@ -59,12 +51,10 @@ STORED_ROWS = 500  # held-out rows of a record
 ROUNDING = 1e-5  # larger than the rounding error of a reference's score in the JSON, smaller than one row's share
 CURVE_POINTS = 24  # at most, of a curve in the JSON
 CONFIDENCE_MEASURE = "breaking_ties"
-PRUNED, PRUNED_ROWS = 1 / 3, 256  # share of the layers that SLEB removes, about as RAEE skips; rows of its search
 FLOPS_SHARES = {"at a third": 1 / 3, "at two thirds": 2 / 3}  # of the full model's FLOPs, for scores at equal cost
 SAVED_PERCENT = (10, 20, 30, 50, 60)  # of the layers, at which generated texts are compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
 STREAM_BATCHES, STREAM_SECONDS = (1, 2, 4, 8), 4.0  # batch sizes whose streams are timed; least time for each
-PROFILE_NEIGHBOURS = 8  # RAEE, Fig. 2
 
 Measured = tuple[dict[str, float], dict[str, list[float]]]
 
@@ -246,124 +236,6 @@ def of_streams(run: Run, task: Task, reference: dict | None) -> Measured:
         for way, seconds in zip(ways, medians([*ways.values()], f"{count} rows", seconds_a_case=STREAM_SECONDS)):
             figures[f"{way}, {count} rows"] = seconds * 1e3
     return figures, {}
-
-
-# ---- RAEE ----
-
-
-def of_retrieval(run: Run, task: Task, reference: dict | None) -> Measured:
-    """RAEE and its controls; its score for several k and sizes of the datastore."""
-    seed = run.config["seed"]
-    _, rows = rows_of(task, None, None, seed)
-    encoded = run.encode(rows.texts)
-    recorded = record(run.segments(), encoded, BATCH_SIZE, "reading", run.whole_model())
-    found = summary(recorded.replay(plan_rows(run.rule, encoded, BATCH_SIZE)), recorded, task, rows.labels)
-    given = run.rule, recorded, encoded, task, rows.labels, BATCH_SIZE, seed
-    found_controls = controls(*given)
-    figures = {
-        "score": found["score"],
-        "layers": found["mean_layers"],
-        "saved": found["layers_saved"],
-        "full": found_controls["full_model"]["score"],
-        "majority": float(np.bincount(rows.labels.astype(int)).max() / len(rows)),
-        "best single layer": found_controls["best_single_layer"]["score"],
-        "kNN votes": found_controls["knn_labels"]["score"],
-        "kNN votes weighted": found_controls["knn_weighted"]["score"],
-        "random layers": found_controls["random_layers"]["score"],
-        "oracle": found_controls["oracle"]["score"],
-        "oracle layers": found_controls["oracle"]["mean_layers"],
-        "rows": float(len(run.rule.datastore)),
-    }
-    for point in ablation(*given):
-        names = []
-        if point["database"] == "100%":
-            names.append(f"k {point['k']}")
-        if point["k"] == run.rule.k:
-            names.append(f"store {point['database']}")
-        for name in names:
-            figures |= {f"score {name}": point["score"], f"layers {name}": point["mean_layers"]}
-    for name, distance in profile_distances(run, recorded, encoded, rows.labels).items():
-        figures[f"profile distance, {name}"] = distance
-    order = timed_batches(encoded, 1)
-    full, early = measure_seconds(
-        [(run.whole_model(), NeverExit(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
-    )
-    return figures | {"speed-up": float(full / early)}, {}
-
-
-def profile_distances(run: Run, recorded: Record, encoded: Encoded, labels: np.ndarray) -> dict[str, float]:
-    """RAEE's Fig. 2 as numbers: means over rows and exits of |v - p|, where p are the values of a row and v are the
-    mean values of its neighbours, or of as many collected rows drawn at random.
-    """
-    own, store = exit_values(recorded.logits, labels), run.rule.datastore
-    near = store.search(embed_all(run.rule, encoded, BATCH_SIZE)[0], PROFILE_NEIGHBOURS).rows
-    drawn = np.random.default_rng(run.config["seed"]).integers(len(store), size=near.shape)
-    distances = (np.abs(store.values[rows].mean(axis=1) - own).mean() for rows in (near, drawn))
-    return dict(zip(("neighbours", "by lot"), map(float, distances)))
-
-
-def of_compared(run: Run, task: Task, reference: dict | None) -> Measured:
-    """AdaInfer, CALM and SLEB on RAEE's model, through the same prompt, with the seconds to prepare each of them.
-
-    Their labelled rows are drawn from the rows of which RAEE's datastore is built.
-    """
-    seed, model = run.config["seed"], run.model
-    _, rows = rows_of(task, None, None, seed)
-    known = subset(untrained_rows(run, task), HELD_OUT_ROWS, seed)
-    encoded, encoded_known = run.encode(rows.texts), run.encode(known.texts)
-    recorded = record(run.segments(), encoded, BATCH_SIZE, "reading", run.whole_model())
-    begin = time.perf_counter()
-    fitted = record(run.segments(), encoded_known, BATCH_SIZE, "reading")._replace(labels=known.labels)
-    rule = svm(fitted, right_of(fitted)["gold"])
-    fitting = time.perf_counter() - begin
-    adainfer = summary(recorded.replay(rule), recorded, task, rows.labels)
-    begin = time.perf_counter()
-    few = np.random.default_rng(seed).permutation(len(known))[:PRUNED_ROWS]
-    layers = _sleb_layers(run, encoded_known.batch(few), torch.from_numpy(known.labels[few]))
-    pruning = time.perf_counter() - begin
-    pruned = PromptModel(sleb.with_layers(model.backbone, layers), run.tokenizer, (len(layers),)).eval()
-    short = record(pruned.segments(), encoded, BATCH_SIZE, "reading")
-    gaps = summary(recorded.replay(_gap_for(fitted, len(layers))), recorded, task, rows.labels)
-    sizes = {path.name: path.stat().st_size / 1e6 for path in (run.folder / "datastore").iterdir()}
-    return {
-        "full": exit_scores(recorded, task, rows.labels)[-1],
-        "AdaInfer": adainfer["score"],
-        "AdaInfer layers": adainfer["mean_layers"],
-        "AdaInfer seconds": fitting,
-        "CALM": gaps["score"],
-        "CALM layers": gaps["mean_layers"],
-        "SLEB": exit_scores(short, task, rows.labels)[-1],
-        "SLEB layers": float(len(layers)),
-        "SLEB seconds": pruning,
-        "RAEE seconds": read_json(run.folder / "metrics.json")["seconds"],
-        "RAEE index megabytes": sizes.pop("index.hnsw"),
-        "RAEE values megabytes": sum(sizes.values()),
-    }, {}
-
-
-def _gap_for(seen: Record, layers: int) -> Threshold:
-    """CALM for an answer of one token: the threshold on the gap between the two most probable label words, among the
-    percentiles of the gaps of these rows, with which their mean number of layers is nearest to `layers`.
-    """
-    gaps = np.quantile(seen.confidence(CONFIDENCE_MEASURE), np.linspace(0, 1, 101))
-    rules = [Threshold(float(gap), CONFIDENCE_MEASURE) for gap in gaps]
-    return min(rules, key=lambda rule: abs(seen.replay(rule).layers_run.mean() - layers))
-
-
-@torch.inference_mode()
-def _sleb_layers(run: Run, inputs: Inputs, labels: torch.Tensor) -> list[int]:
-    """The layers that SLEB's search keeps, with the loss of the label words instead of that of the next token."""
-    backbone = run.model.backbone
-    layers = list(range(backbone.config.num_hidden_layers))
-
-    def loss(remaining: list[int]) -> float:
-        short = PromptModel(sleb.with_layers(backbone, remaining), run.tokenizer, (len(remaining),)).eval()
-        logits = short(*(torch.from_numpy(x) for x in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)))
-        return task_loss(logits, labels).item()
-
-    for _ in range(sleb.Config(share=PRUNED).count(len(layers))):
-        layers.remove(min(layers[1:-1], key=lambda removed: loss([layer for layer in layers if layer != removed])))
-    return layers
 
 
 # ---- Heads on a decoder ----

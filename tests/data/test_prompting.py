@@ -23,7 +23,7 @@ from mini_ee.data.tasks import Split, Task, load_task, toy_task
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.prompt_exits import PromptModel, draw_shots
-from mini_ee.experiments import measures
+from mini_ee.experiments import retrieval_measures
 from mini_ee.methods.raee import exit_values
 from mini_ee.methods.raee_collect import few_shot
 from mini_ee.methods.raee_encoders import OwnStates
@@ -539,7 +539,7 @@ def test_the_layers_go_without_which_the_label_words_of_rows_are_missed_least():
         for _ in range(2):  # a third of 7
             others = [[layer for layer in kept_layers if layer != gone] for gone in kept_layers[1:-1]]
             kept_layers = min(others, key=missed)
-        assert measures._sleb_layers(run, encoded.batch(slice(None)), labels) == kept_layers
+        assert retrieval_measures._sleb_layers(run, encoded.batch(slice(None)), labels) == kept_layers
 
 
 # Few shots

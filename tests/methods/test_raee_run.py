@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,11 @@ from mini_ee.data.tasks import holdout, load_task
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.prompt_exits import draw_shots
-from mini_ee.experiments import measures
+from mini_ee.experiments import retrieval_measures
 from mini_ee.methods.raee import Retrieval
 from mini_ee.methods.raee_controls import controls
 from mini_ee.methods.raee_datastore import exact_search
-from mini_ee.recording import read_every_exit, record
+from mini_ee.recording import Recorded, read_every_exit, record
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.run_folder import load_run, training_folder
 
@@ -311,7 +312,7 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
     opened, rows = load_run(own), task.split(task.default_split)
     encoded, store = opened.encode(rows.texts), opened.rule.datastore
     recorded = record(opened.segments(), encoded, 8)
-    found = measures.profile_distances(opened, recorded, encoded, rows.labels)
+    found = retrieval_measures.profile_distances(opened, recorded, encoded, rows.labels)
     apart, by_lot = [], []
     lot = np.random.default_rng(0).integers(len(store), size=(len(rows), min(8, len(store))))
     for row, label in enumerate(rows.labels):
@@ -322,6 +323,23 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
             report.append(np.abs(np.mean([store.values[each] for each in some], axis=0) - values).mean())
     assert found["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
     assert found["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6) and found["by lot"] != found["neighbours"]
+
+
+def test_a_record_has_each_figure_of_single_rows_whose_mean_is_the_figure(monkeypatch, tuned, task):
+    """The figures come from the controls and tables of `mini-ee evaluate`, the values of rows from their plans."""
+    run = load_run(tuned)
+    run = run._replace(rule=replace(run.rule, k=4))  # one of those of the tables
+    read = record(run.segments(), run.encode(task.split("dev").texts), 8)
+    logits = np.random.default_rng(0).normal(size=read.logits.shape)  # those of a small model are all alike
+    drawn = read._replace(segments=Recorded(read.segments.exits, logits, *read.segments.costs[:2]), logits=logits)
+    monkeypatch.setattr(retrieval_measures, "record", lambda *_: drawn)
+    figures, _, made = retrieval_measures.of_retrieval(run, task, None)
+    values = made.about["values"]
+    assert {"full", "saved", "kNN votes", "random layers", "oracle", "score k 2", "score store 20%"} <= values.keys()
+    assert values.keys() >= {name for name in figures if name.startswith("score")}
+    for name, each in values.items():
+        assert np.mean(each) == pytest.approx(figures[name], abs=1e-5) and len(each) == len(task.split("dev"))
+    assert len({tuple(values[name]) for name in ("score", "full", "kNN votes", "oracle")}) == 4
 
 
 def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(capsys, base, own, task_folder, task):
@@ -463,7 +481,7 @@ def test_a_run_without_shots_names_the_checkpoint_and_holds_no_weights(prompted,
 
 def test_adainfer_reads_the_same_model_through_the_same_prompt(tuned, task):
     run = load_run(tuned)
-    found, _ = measures.of_compared(run, task, None)
+    found, _, made = retrieval_measures.of_compared(run, task, None)
     rows, known = task.split("dev"), collecting.untrained_rows(run, task)
     fitted = record(run.segments(), run.encode(known.texts), 8)
     rule = svm(fitted, fitted.predictions[:, :-1] == known.labels[:, None])
@@ -477,11 +495,13 @@ def test_adainfer_reads_the_same_model_through_the_same_prompt(tuned, task):
         layers.append(k + 1)
     assert found["AdaInfer"] == pytest.approx(np.mean(right)) and found["AdaInfer layers"] == np.mean(layers)
     assert found["SLEB layers"] == 2 and found["RAEE index megabytes"] > 0
+    assert made.about["values"]["AdaInfer"] == right  # of each row, not only their mean
+    assert all(np.mean(values) == pytest.approx(found[name]) for name, values in made.about["values"].items())
 
 
 def test_calm_through_a_prompt_runs_as_many_layers_as_sleb_on_rows_that_it_may_see(tuned, task):
     run = load_run(tuned)
-    found, _ = measures.of_compared(run, task, None)
+    found, _, made = retrieval_measures.of_compared(run, task, None)
 
     def left(split):
         output = [list(p_of_label_words(run.model.backbone, run.tokenizer, ids)) for ids in run.encode(split.texts).ids]
@@ -495,7 +515,7 @@ def test_calm_through_a_prompt_runs_as_many_layers_as_sleb_on_rows_that_it_may_s
     gap = min(np.percentile(seen, range(101)), key=lambda gap: abs(depth(seen, gap).mean() - 2))
     layers = depth(gaps, gap)
     right = [each[at - 1].argmax() == label for each, at, label in zip(output, layers, task.split("dev").labels)]
-    assert found["CALM layers"] == layers.mean() and found["CALM"] == pytest.approx(np.mean(right))
+    assert found["CALM layers"] == layers.mean() and made.about["values"]["CALM"] == right
 
 
 def test_with_shots_the_backbone_is_the_runs_own_and_its_shots_are_not_in_the_datastore(tuned, checkpoint_folder, task):

@@ -1,0 +1,196 @@
+"""Measurements of RAEE's runs for its page, and of the methods that it is compared with on its model."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mini_ee.baselines import sleb
+from mini_ee.baselines.adainfer import right_of, svm
+from mini_ee.data.files import read_json
+from mini_ee.data.tasks import Task, subset
+from mini_ee.data.tokenizer import Encoded, Inputs
+from mini_ee.evaluation.row_evaluation import measure_seconds, rows_of, timed_batches
+from mini_ee.exits.prompt_exits import PromptModel
+from mini_ee.experiments.records import SeedRecord
+from mini_ee.methods.raee import exit_values
+from mini_ee.methods.raee_collect import untrained_rows
+from mini_ee.methods.raee_controls import (
+    KS,
+    SHUFFLES,
+    ablation,
+    best_single_exit,
+    controls,
+    embed_all,
+    knn_labels,
+    parts_of,
+    shuffled_plan,
+)
+from mini_ee.methods.raee_datastore import Neighbours
+from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
+from mini_ee.rules import NeverExit, Threshold
+from mini_ee.training.run_folder import Run
+from mini_ee.training.stages import task_loss
+
+BATCH_SIZE = 32
+HELD_OUT_ROWS = 2500  # read at most, drawn with the seed
+PRUNED, PRUNED_ROWS = 1 / 3, 256  # share of the layers that SLEB removes, about as RAEE skips; rows of its search
+PROFILE_NEIGHBOURS = 8  # RAEE, Fig. 2
+GAP = "breaking_ties"
+
+
+def of_retrieval(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, SeedRecord]:
+    """RAEE and its controls; its score for several k and sizes of the datastore; and the record of all exits."""
+    seed = run.config["seed"]
+    _, rows = rows_of(task, None, None, seed)
+    encoded = run.encode(rows.texts)
+    recorded = record(run.segments(), encoded, BATCH_SIZE, "reading", run.whole_model())
+    found = summary(recorded.replay(plan_rows(run.rule, encoded, BATCH_SIZE)), recorded, task, rows.labels)
+    given = run.rule, recorded, encoded, task, rows.labels, BATCH_SIZE, seed
+    found_controls = controls(*given)
+    figures = {
+        "score": found["score"],
+        "layers": found["mean_layers"],
+        "saved": found["layers_saved"],
+        "full": found_controls["full_model"]["score"],
+        "majority": float(np.bincount(rows.labels.astype(int)).max() / len(rows)),
+        "best single layer": found_controls["best_single_layer"]["score"],
+        "kNN votes": found_controls["knn_labels"]["score"],
+        "kNN votes weighted": found_controls["knn_weighted"]["score"],
+        "random layers": found_controls["random_layers"]["score"],
+        "oracle": found_controls["oracle"]["score"],
+        "oracle layers": found_controls["oracle"]["mean_layers"],
+        "rows": float(len(run.rule.datastore)),
+    }
+    for point in ablation(*given):
+        for name in _ablation_names(point["database"], point["k"], run.rule.k):
+            figures |= {f"score {name}": point["score"], f"layers {name}": point["mean_layers"]}
+    for name, distance in profile_distances(run, recorded, encoded, rows.labels).items():
+        figures[f"profile distance, {name}"] = distance
+    order = timed_batches(encoded, 1)
+    full, early = measure_seconds(
+        [(run.whole_model(), NeverExit(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
+    )
+    values = retrieval_values(run, recorded, encoded, rows.labels)
+    return figures | {"speed-up": float(full / early)}, {}, _with_values(recorded, rows.labels, values)
+
+
+def retrieval_values(run: Run, recorded: Record, encoded: Encoded, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """Figure -> its value for each of the N examples, mostly whether RAEE or a control is right."""
+    rule, seed, every = run.rule, run.config["seed"], np.arange(len(labels))
+    queries, store = embed_all(rule, encoded, BATCH_SIZE)[0], rule.datastore
+    near = store.search(queries, rule.k)
+    right, plan = recorded.predictions == labels[:, None], rule.chosen(near)
+    shuffled = [right[every, shuffled_plan(plan, seed + number)] for number in range(SHUFFLES)]
+    votes, weights = store.labels[near.rows], rule.weights_and_votes(near)[0]
+    values = {
+        "score": right[every, plan],
+        "saved": 1 - np.array(run.exits)[plan] / run.exits[-1],
+        "full": right[:, -1],
+        "best single layer": right[:, best_single_exit(store.values)],
+        "kNN votes": knn_labels(votes) == labels,
+        "kNN votes weighted": knn_labels(votes, weights) == labels,
+        "random layers": np.mean(shuffled, axis=0),
+        "oracle": right.any(axis=1),
+    }
+    for name, part in parts_of(store, seed):
+        found = part.search(queries, max(KS))
+        for k in KS:
+            plan = replace(rule, datastore=part).chosen(Neighbours(found.rows[:, :k], found.distances[:, :k]))
+            values |= {f"score {each}": right[every, plan] for each in _ablation_names(name, k, rule.k)}
+    return values
+
+
+def _ablation_names(database: str, k: int, own_k: int) -> list[str]:
+    """The names of a figure of the ablation: of the whole datastore by k, of RAEE's own k by the part of it."""
+    return [f"k {k}"] * (database == "100%") + [f"store {database}"] * (k == own_k)
+
+
+def _with_values(recorded: Record, labels: np.ndarray, values: dict[str, np.ndarray]) -> SeedRecord:
+    """The record of the reported examples, and figures of each of them that no rule of ours gives."""
+    listed = {name: np.round(np.asarray(each, float), 5).tolist() for name, each in values.items()}
+    recorded = recorded._replace(labels=labels)
+    return SeedRecord(recorded, recorded.take(np.arange(0)), {"values": listed})
+
+
+def profile_distances(run: Run, recorded: Record, encoded: Encoded, labels: np.ndarray) -> dict[str, float]:
+    """RAEE's Fig. 2 as numbers: means over rows and exits of |v - p|, where p are the values of a row and v are the
+    mean values of its neighbours, or of as many collected rows drawn at random.
+    """
+    own, store = exit_values(recorded.logits, labels), run.rule.datastore
+    near = store.search(embed_all(run.rule, encoded, BATCH_SIZE)[0], PROFILE_NEIGHBOURS).rows
+    drawn = np.random.default_rng(run.config["seed"]).integers(len(store), size=near.shape)
+    distances = (np.abs(store.values[rows].mean(axis=1) - own).mean() for rows in (near, drawn))
+    return dict(zip(("neighbours", "by lot"), map(float, distances)))
+
+
+def of_compared(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, SeedRecord]:
+    """AdaInfer, CALM and SLEB on RAEE's model, through the same prompt, with the seconds to prepare each of them, and
+    the record of all exits.
+
+    Their labelled rows are drawn from the rows of which RAEE's datastore is built.
+    """
+    seed, model = run.config["seed"], run.model
+    _, rows = rows_of(task, None, None, seed)
+    known = subset(untrained_rows(run, task), HELD_OUT_ROWS, seed)
+    encoded, encoded_known = run.encode(rows.texts), run.encode(known.texts)
+    recorded = record(run.segments(), encoded, BATCH_SIZE, "reading", run.whole_model())
+    begin = time.perf_counter()
+    fitted = record(run.segments(), encoded_known, BATCH_SIZE, "reading")._replace(labels=known.labels)
+    rule = svm(fitted, right_of(fitted)["gold"])
+    fitting = time.perf_counter() - begin
+    by_svm = recorded.replay(rule)
+    adainfer = summary(by_svm, recorded, task, rows.labels)
+    begin = time.perf_counter()
+    few = np.random.default_rng(seed).permutation(len(known))[:PRUNED_ROWS]
+    layers = _sleb_layers(run, encoded_known.batch(few), torch.from_numpy(known.labels[few]))
+    pruning = time.perf_counter() - begin
+    pruned = PromptModel(sleb.with_layers(model.backbone, layers), run.tokenizer, (len(layers),)).eval()
+    short = record(pruned.segments(), encoded, BATCH_SIZE, "reading")
+    by_gap = recorded.replay(_gap_for(fitted, len(layers)))
+    gaps = summary(by_gap, recorded, task, rows.labels)
+    predicted = {"full": recorded.predictions[:, -1], "SLEB": short.predictions[:, -1]}
+    predicted |= {"AdaInfer": by_svm.logits.argmax(axis=1), "CALM": by_gap.logits.argmax(axis=1)}
+    values = {name: each == rows.labels for name, each in predicted.items()}
+    sizes = {path.name: path.stat().st_size / 1e6 for path in (run.folder / "datastore").iterdir()}
+    figures = {
+        "full": exit_scores(recorded, task, rows.labels)[-1],
+        "AdaInfer": adainfer["score"],
+        "AdaInfer layers": adainfer["mean_layers"],
+        "AdaInfer seconds": fitting,
+        "CALM": gaps["score"],
+        "CALM layers": gaps["mean_layers"],
+        "SLEB": exit_scores(short, task, rows.labels)[-1],
+        "SLEB layers": float(len(layers)),
+        "SLEB seconds": pruning,
+        "RAEE seconds": read_json(run.folder / "metrics.json")["seconds"],
+        "RAEE index megabytes": sizes.pop("index.hnsw"),
+        "RAEE values megabytes": sum(sizes.values()),
+    }
+    return figures, {}, _with_values(recorded, rows.labels, values)
+
+
+def _gap_for(seen: Record, layers: int) -> Threshold:
+    """CALM for an answer of one token: the threshold on the gap between the two most probable label words, among the
+    percentiles of the gaps of these rows, with which their mean number of layers is nearest to `layers`.
+    """
+    gaps = np.quantile(seen.confidence(GAP), np.linspace(0, 1, 101))
+    rules = [Threshold(float(gap), GAP) for gap in gaps]
+    return min(rules, key=lambda rule: abs(seen.replay(rule).layers_run.mean() - layers))
+
+
+@torch.inference_mode()
+def _sleb_layers(run: Run, inputs: Inputs, labels: torch.Tensor) -> list[int]:
+    """The layers that SLEB's search keeps, with the loss of the label words instead of that of the next token."""
+    backbone = run.model.backbone
+    layers = list(range(backbone.config.num_hidden_layers))
+
+    def loss(remaining: list[int]) -> float:
+        short = PromptModel(sleb.with_layers(backbone, remaining), run.tokenizer, (len(remaining),)).eval()
+        logits = short(*(torch.from_numpy(x) for x in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)))
+        return task_loss(logits, labels).item()
+
+    for _ in range(sleb.Config(share=PRUNED).count(len(layers))):
+        layers.remove(min(layers[1:-1], key=lambda removed: loss([layer for layer in layers if layer != removed])))
+    return layers
