@@ -33,7 +33,8 @@ from mini_ee.experiments.verdicts import (
 
 NO_SEED_HAS_IT = Compared(0.0, 0.0, 0.0, verdict=ELSEWHERE)  # all cases were run, and no seed has the figure
 NEVER = f"{MOST_SEEDS} seeds would not decide"
-MORE_ROWS = "more seeds would not help; more test examples, or records of each prediction, might"
+MORE_ROWS = "more seeds would not help; more test examples might"
+OR_RECORDS = "more seeds would not help; more test examples, or records of each prediction, might"
 COLUMNS = ("comparison", "should be larger", "than", f"difference ({1 - LEVEL:.0%} interval)", "seeds", "result")
 
 
@@ -56,7 +57,8 @@ class Judged(NamedTuple):
     def _what_decides(self) -> str:
         if (expected := forecast(self.comparisons)) is None or expected.seeds == ALL_SEEDS:
             exact = forecast([each and each._replace(row_error=0.0) for each in self.comparisons])
-            return MORE_ROWS if exact and exact.seeds != ALL_SEEDS else NEVER
+            recorded = all(each is None or each.recorded for each in self.comparisons)
+            return (MORE_ROWS if recorded else OR_RECORDS) if exact and exact.seeds != ALL_SEEDS else NEVER
         because = f", because of {expected.below} of {len(self.comparisons)} comparisons"
         because = because if expected.verdict == FAILS and len(self.comparisons) > 1 else ""
         return f"with about {expected.seeds} seeds in total it probably {expected.verdict}{because}"
@@ -93,28 +95,45 @@ def compare_cases(compare: dict, data: PageData) -> Compared | None:
     if not seeds:
         return NO_SEED_HAS_IT if run >= LEAST_SEEDS else None
     more, than = ([values[seed] if values is not None else compare["than"] for seed in seeds] for values in both)
-    found = compared(more, than, compare.get("by", 0.0), compare.get("exact", False), _row_error(compare, data, seeds))
+    row_error, recorded = _row_error(compare, data, seeds)
+    found = compared(more, than, compare.get("by", 0.0), compare.get("exact", False), row_error)
+    found = found._replace(recorded=recorded)
     return found._replace(verdict=ELSEWHERE) if found.seeds < LEAST_SEEDS <= run else found
 
 
-def _row_error(compare: dict, data: PageData, seeds: list[str]) -> float:
-    """A bound on the standard error of the difference that comes from the test examples; 0 for figures without one.
-
-    A share p of N examples has a variance of at most p (1 - p) / N. On the same examples, the variances of both sides
-    add up if the sides are independent; models of the same data are right on the same examples more often than
-    independent ones, so that the sum is a bound. Shares of the same task are averaged first: they have the same
-    examples. Tasks are independent.
+def _row_error(compare: dict, data: PageData, seeds: list[str]) -> tuple[float, bool]:
+    """The standard error of the difference that comes from the test examples, 0 for figures without one; and whether
+    it is exact, not a bound. Tasks are independent.
     """
+    by_task: dict[tuple[str, int], list[tuple[float, tuple[str, str]]]] = {}
+    for sign, side in ((1, "more"), (-1, "than")):
+        pairs = sides(compare, side)
+        for pair in pairs:
+            by_task.setdefault(data.rows(*pair), []).append((sign / len(pairs), pair))
+    found = [_row_variance(parts, rows, data, seeds) for (_, rows), parts in by_task.items() if rows]
+    return sum(variance for variance, _ in found) ** 0.5, all(recorded for _, recorded in found)
+
+
+def _row_variance(parts: list, rows: int, data: PageData, seeds: list[str]) -> tuple[float, bool]:
+    """The variance of a weighted sum of figures of one task, from N examples; whether all are recorded by example.
+
+    parts: (weight, (case, figure)), with a positive weight on one side of the comparison and a negative one on the
+    other. If all are recorded: the variance over the examples of the sum of their values, the mean over seeds, divided
+    by N. Otherwise a bound: a share p has a variance of at most p (1 - p) / N. On the same examples, the variances of
+    both sides add up if the sides are independent; models of the same data are right on the same examples more often
+    than independent ones. The shares of a side are averaged first.
+    """
+    examples = [[data.examples(*pair, seed) for seed in seeds] for _, pair in parts]
+    if all(each is not None for one in examples for each in one):
+        total = sum(weight * np.mean(one, axis=0) for (weight, _), one in zip(parts, examples))
+        return float(np.var(total, ddof=1)) / rows, True
     variance = 0.0
-    for side in ("more", "than"):
-        pairs, tasks = sides(compare, side), dict[tuple[str, int], list[float]]()
-        for case, figure in pairs:
-            values = data.values(case, figure)
-            tasks.setdefault(data.rows(case, figure), []).append(float(np.mean([values[seed] for seed in seeds])))
-        for (_, rows), shares in tasks.items():
-            share, weight = float(np.mean(shares)), len(shares) / len(pairs)
-            variance += weight**2 * share * (1 - share) / rows if rows else 0.0
-    return variance**0.5
+    for sign in (1, -1):
+        own = [(sign * weight, data.values(*pair)) for weight, pair in parts if sign * weight > 0]
+        if own:
+            share = float(np.mean([values[seed] for _, values in own for seed in seeds]))
+            variance += sum(weight for weight, _ in own) ** 2 * share * (1 - share) / rows
+    return variance, False
 
 
 def _side(data: PageData, compare: dict, side: str) -> dict[str, float] | None:

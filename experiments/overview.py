@@ -48,11 +48,13 @@ such as a number of bytes, may be the same with every seed; then the difference 
 
 - The seeds: their choice changes the training, the held-out set and generated texts. If S differences have the standard
   deviation s, the standard error is s / sqrt(S), with Student's t for S - 1 degrees of freedom.
-- The test examples: all seeds share them, so this error does not shrink with more seeds. Old records contain figures
-  and no predictions, so we use a bound. A share p of N test examples has a variance of at most p (1 - p) / N. For a
-  difference on the same examples, we add the variances of both sides. That is exact if the errors of the two models are
-  independent. The sum is too large if both models tend to be wrong on the same examples, as models of the same data
-  are. It would be too small if one tended to be wrong where the other is right; we assume that this is not so.
+- The test examples: all seeds share them, so this error does not shrink with more seeds. If the runs of both sides have
+  records of each prediction, we compute the difference of each test example, the mean over the seeds. Its variance
+  divided by the number N of examples is the square of the standard error. Old runs have figures and no records, so we
+  use a bound. A share p of N test examples has a variance of at most p (1 - p) / N. For a difference on the same
+  examples, we add the variances of both sides. That is exact if the errors of the two models are independent. The sum
+  is too large if both models tend to be wrong on the same examples, as models of the same data are. It would be too
+  small if one tended to be wrong where the other is right; we assume that this is not so.
 
 With t as above and the standard error r from the test examples, the interval is the mean difference
 ± sqrt((t s)^2 / S + (1.96 r)^2). A proof is in the file verdicts.py. The second error counts for accuracies and

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.experiments.example_values import example_values
 from mini_ee.experiments.measures import READ_A_TASK
 from mini_ee.experiments.recipe import Case, cases_of, load_recipe
-from mini_ee.experiments.trainings import read_case
+from mini_ee.experiments.trainings import read_case, record_of
 
+ROUNDING = 1e-4  # of a figure in the JSON, at most
 NOT_RUN, NO_FIGURE = "·", "none"  # cells of a case that was not run; of one that was run and lacks the figure
 SHARE = re.compile(  # figures that are shares of 1, printed in percent
     r"((policy|default|decoded) )?(score|saved|agreement)( .+)?|full|hold-out( .+)?|majority|reference|overthought"
@@ -32,6 +34,7 @@ class PageData(NamedTuple):
     case_names: dict[str, str] = {}  # pattern in a case's name -> what the page prints for it, applied in this order
     test_rows: dict[str, int] = {}  # task -> test examples, for records that do not contain their number
     others: dict[str, "PageData"] = {}  # page -> its records, if this page prints some of their figures
+    folder: Path | None = None  # of the JSON files; None: there are no records of single examples
 
     @property
     def trained(self) -> dict[str, Case]:
@@ -56,6 +59,22 @@ class PageData(NamedTuple):
         made = self.found[case]["seeds"].values()
         return task, min((each.get("test_rows", self.test_rows.get(task, 0)) for each in made), default=0)
 
+    def examples(self, case: str, figure: str, seed: str) -> np.ndarray | None:
+        """(N,): a figure of each reported example, of which the figure is the mean; None if it is not recorded.
+
+        Raises ValueError if the record is not that of the run that gave the figure.
+        """
+        if self.folder is None:
+            return None
+        path = record_of(self.folder, self.found[case].get("selected", {}).get(seed, case))
+        values = example_values(path, int(seed), figure)
+        if values is not None and abs(values.mean() - self.values(case, figure)[seed]) > ROUNDING:
+            raise ValueError(
+                f"{path}: expected the examples of seed {seed} of {case}, found another mean of {figure!r}; remove the "
+                f"record and the JSON of the case, so that it is run again"
+            )
+        return values
+
     def name_of(self, figure: str) -> str:
         """The name of a figure on the page, if the recipe gives one; otherwise its key."""
         for pattern, name in self.figure_names.items():
@@ -79,7 +98,7 @@ def read_data(folder: Path, recipe: dict) -> PageData:
     own = {"answer": [], "bridges": []}
     others = {page: read_data(folder.parent / page, load_recipe(page) | own) for page in pages}
     names = recipe.get("figure_names", {}), recipe.get("case_names", {})
-    return PageData(cases, found, *names, recipe.get("test_rows", {}), others)
+    return PageData(cases, found, *names, recipe.get("test_rows", {}), others, folder)
 
 
 def _selected(case: Case, found: dict[str, dict]) -> dict:

@@ -3,8 +3,8 @@
 A comparison is the mean over S seeds of a difference d of two figures; `required` is what it must exceed.
 
     s           the standard deviation over seeds
-    r           row_error: a bound on the standard error from the test examples, which all seeds share; 0 if the seeds
-                have test examples of their own, or if the figure has another unit
+    r           row_error: the standard error from the test examples, which all seeds share, or a bound on it; 0 if the
+                seeds have test examples of their own, or if the figure has another unit
     interval    mean d +- sqrt(t^2 s^2 / S + z^2 r^2) at level a; t and z: two-sided quantiles at a of Student's t with
                 S - 1 degrees of freedom and of the normal distribution
 
@@ -51,6 +51,7 @@ class Compared(NamedTuple):
     row_error: float = 0.0
     seeds: float = LEAST_SEEDS
     required: float = 0.0
+    recorded: bool = False  # row_error comes from the values of single examples, and is not a bound
     verdict: str = ""  # ABOVE, BELOW, or why it is neither; a claim sets it (`judged`), unless it cannot be tested
 
     def half_width(self, level: float = LEVEL) -> float:
@@ -99,7 +100,7 @@ def compared(
     if not verdict and len(pairs) == 1 and not exact and (not row_error or not differences.any()):
         verdict = CONSTANT
     means = float(np.mean(more)), float(np.mean(than)), float(differences.mean())
-    return Compared(*means, spread, row_error, seeds, by, verdict)
+    return Compared(*means, spread, row_error, seeds, by, verdict=verdict)
 
 
 def judged(comparisons: list[Compared | None]) -> list[Compared | None]:

@@ -26,10 +26,11 @@ from mini_ee.evaluation.probes import Costs
 from mini_ee.evaluation.token_evaluation import EPSILONS
 from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, trainings
 from mini_ee.experiments.claims import judge_claim
+from mini_ee.experiments.example_values import example_values
 from mini_ee.experiments.markdown import fold_sections
 from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.overview import Card, judging_page, overview_page
-from mini_ee.experiments.page_data import PageData, cell, filled_in, is_share, read_data, with_unit
+from mini_ee.experiments.page_data import TEST_SHARE, PageData, cell, filled_in, is_share, read_data, with_unit
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
 from mini_ee.experiments.records import read_records, write_record
 from mini_ee.experiments.result_page import _core_hours, _machine_lines, _table_lines, _training_lines, answer, page
@@ -742,6 +743,10 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
         prefix, suffix = ("default ", "") if name == "default" else ("", f" {name}")
         assert figures[f"{prefix}score{suffix}"] == again["score"]
         assert figures[f"{prefix}saved{suffix}"] == again["layers_saved"]
+    shares = {name: value for name, value in figures.items() if TEST_SHARE.fullmatch(name) and name != "majority"}
+    assert shares.keys() >= {"full", "score after 1", "score at one point", "saved at no loss", "score at two thirds"}
+    for name, value in shares.items():  # each example's own, of which the figure is the mean
+        assert example_values(tmp_path / "one.npz", 0, name).mean() == pytest.approx(value, abs=1e-12), name
     rules = map(rule_from_dict, stored.about["curve"])
     again = [summary(stored.reported.replay(rule), stored.reported, task, dev.labels) for rule in rules]
     assert lists["curve score"] == [each["score"] for each in again] and len(again) > 2

@@ -3,14 +3,15 @@
 import itertools
 import math
 import statistics
+from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mini_ee.experiments import student
-from mini_ee.experiments.claims import MORE_ROWS, NEVER, Judged, claim_lines, compare_cases, counted, judge_claim
+from mini_ee.experiments import page_data, student
+from mini_ee.experiments.claims import NEVER, OR_RECORDS, Judged, claim_lines, compare_cases, counted, judge_claim
 from mini_ee.experiments.page_data import PageData
 from mini_ee.experiments.recipe import Case, comparisons_of, parts_of, sides
 from mini_ee.experiments.verdicts import (
@@ -307,6 +308,74 @@ def test_the_error_from_test_examples_is_that_of_two_independent_shares_and_smal
     )
 
 
+def recorded_data(monkeypatch, values: dict[str, np.ndarray], **rows: int) -> PageData:
+    """Case -> (seeds, N): whether each example is right. The records contain it as long as `values` do."""
+    of_file = {case.replace(" ", "-"): case for case in values}
+    means = {case: {"score": {str(k): one.mean() for k, one in enumerate(each)}} for case, each in values.items()}
+
+    def recorded(path: Path, seed: int, figure: str) -> np.ndarray | None:
+        return values[case][seed] if (case := of_file[path.stem]) in values else None
+
+    monkeypatch.setattr(page_data, "example_values", recorded)
+    return data_of(means, **rows)._replace(folder=Path("results/page"))
+
+
+def test_with_records_the_error_is_that_of_the_differences_of_examples(monkeypatch):
+    """Models that are right on nearly the same examples, on two tasks, against 4,000 simulated test sets."""
+    draws = np.random.default_rng(0)
+
+    def test_set(rows: int) -> list[np.ndarray]:
+        """Of one task: (seeds, rows) of ours and of the base. A seed changes one example of seven."""
+        easy = draws.random(rows) < 0.8
+        ours, base = np.tile(easy, (3, 1)), np.tile(easy & (draws.random(rows) < 0.95), (3, 1))
+        return [np.where(draws.random(each.shape) < 0.15, ~each, each).astype(float) for each in (ours, base)]
+
+    sizes = {"A": 400, "B": 100}
+    values = {
+        f"{task} {side}": each for task, rows in sizes.items() for side, each in zip(("ours", "base"), test_set(rows))
+    }
+    compare = {"more": "{task} ours", "than": "{task} base", "figure": "score", "over": {"task": ["A", "B"]}}
+    data = recorded_data(monkeypatch, values, **sizes)
+    found = compare_cases(compare, data)
+    simulated = [
+        np.mean([ours.mean() - base.mean() for ours, base in map(test_set, sizes.values())]) for _ in range(4000)
+    ]
+    assert found.recorded and found.row_error == pytest.approx(np.std(simulated), rel=0.25)
+    without = compare_cases(compare, data._replace(folder=None))
+    assert not without.recorded and without.row_error > 2 * found.row_error
+    one_side = compare_cases({**compare, "than": 0.5}, data)
+    bound = compare_cases({**compare, "than": 0.5}, data._replace(folder=None))
+    assert one_side.recorded and one_side.row_error < bound.row_error
+    values.pop("B base")  # a run of before: the bound for its task alone
+    mixed = compare_cases(compare, data)
+    assert not mixed.recorded and found.row_error < mixed.row_error < without.row_error
+
+
+def test_a_record_of_another_run_is_refused(monkeypatch):
+    data = recorded_data(monkeypatch, {"A ours": np.ones((3, 9))}, A=9)
+    monkeypatch.setattr(page_data, "example_values", lambda *_: np.r_[np.ones(8), 0.0])
+    with pytest.raises(
+        ValueError, match="A-ours.npz: expected the examples of seed 0 of A ours, found another mean of"
+    ):
+        compare_cases({"more": "A ours", "than": 0.5, "figure": "score"}, data)
+
+
+def test_a_selected_case_has_the_examples_of_the_setting_that_was_selected(monkeypatch):
+    data = recorded_data(monkeypatch, {"A ours": np.ones((3, 4))}, A=4)
+    data.found["A ours"]["selected"] = {"0": "A alpha 1", "1": "A alpha 2", "2": "A alpha 1"}
+    files = []
+    monkeypatch.setattr(page_data, "example_values", lambda path, seed, _: files.append((path.stem, seed)))
+    compare_cases({"more": "A ours", "than": 0.5, "figure": "score"}, data)
+    assert files == [("A-alpha-1", 0), ("A-alpha-2", 1), ("A-alpha-1", 2)]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_records_are_advised_only_where_they_are_missing(recorded):
+    found = compared([0.51, 0.53, 0.49], [0.5, 0.5, 0.5], row_error=0.2)._replace(recorded=recorded)
+    words = Judged({}, judged([found]), WIDE).in_words()
+    assert "more seeds would not help; more test examples" in words and ("records" in words) != recorded
+
+
 def test_figures_on_the_same_test_examples_share_their_error():
     """The mean of two exits of one task is a share of the same rows: its error is not that of twice as many."""
     data = data_of({"A ours": {f"score after {k}": dict.fromkeys("012", 0.8) for k in (1, 2)}}, A=100)
@@ -356,7 +425,7 @@ def test_no_number_of_seeds_decides_if_the_error_from_test_examples_is_too_large
         (found,) = judged([compared([0.2, 0.4, 0.0], [0.0] * 3, row_error=row_error)])
         assert (forecast([found]) is not None) == decided
     words = Judged({}, [found], WIDE).in_words()
-    assert words == f"cannot be decided: {WIDE} ({MORE_ROWS})"
+    assert words == f"cannot be decided: {WIDE} ({OR_RECORDS})"
     (close,) = judged([compared([0.201, 0.4, -0.4], [0.0, 0.0, 0.1], row_error=1.0)])
     assert NEVER in Judged({}, [close], WIDE).in_words()
 

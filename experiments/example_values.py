@@ -1,0 +1,73 @@
+"""A figure of single reported examples: from the record of a run, the values of which the figure is the mean."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.experiments.measures import FLOPS_SHARES
+from mini_ee.experiments.records import SeedRecord, read_records
+from mini_ee.recording import ExitResult
+from mini_ee.rules import rule_from_dict
+
+PREFIXES = {"default ": "default", "policy ": "policy"}  # of a figure -> the name of its rule in the record
+
+
+@lru_cache(maxsize=64)
+def _records(path: Path, changed: int) -> dict[int, SeedRecord]:
+    return read_records(path)
+
+
+def example_values(path: Path, seed: int, figure: str) -> np.ndarray | None:
+    """(N,): the values of the reported examples; None if there is no record, or if it does not have the figure."""
+    if not path.exists():
+        return None
+    made = _records(path, path.stat().st_mtime_ns).get(seed)
+    return None if made is None else _values(made, figure)
+
+
+def _values(made: SeedRecord, figure: str) -> np.ndarray | None:
+    if figure in (listed := made.about.get("values", {})):
+        return np.array(listed[figure], np.float64)
+    if "rules" not in made.about:
+        return None
+    exits, labels = made.reported.segments.exits, made.reported.labels
+    assert labels is not None
+    right = made.reported.predictions == labels[:, None]
+    at_exit = {f"score after {layer}": k for k, layer in enumerate(exits)} | {"full": len(exits) - 1}
+    if figure in at_exit:
+        return right[:, at_exit[figure]].astype(np.float64)
+    of_result: dict[str, Callable[[ExitResult], np.ndarray]] = {
+        "score": lambda result: right[np.arange(len(right)), result.exit_index].astype(np.float64),
+        "saved": lambda result: 1 - result.cost.depth / exits[-1],
+    }
+    for what, values in of_result.items():
+        for prefix, rule in PREFIXES.items():
+            if figure == prefix + what and rule in made.about["rules"]:
+                return values(made.reported.replay(rule_from_dict(made.about["rules"][rule])))
+        name = figure.removeprefix(f"{what} ")
+        if name in FLOPS_SHARES and what == "score":
+            return _at_share(made, values, FLOPS_SHARES[name])
+        if name != figure and name in made.about["rules"]:
+            return values(made.reported.replay(rule_from_dict(made.about["rules"][name])))
+    return None
+
+
+def _at_share(made: SeedRecord, values: Callable[[ExitResult], np.ndarray], share: float) -> np.ndarray | None:
+    """Interpolated between the two rules of the curve with FLOPs around the share; None if there are none."""
+    results = [made.reported.replay(rule_from_dict(rule)) for rule in made.about["curve"]]
+    flops = np.array([_flops(made, *each) for each in zip(made.about["curve"], results)])
+    order = np.argsort(flops, kind="stable")
+    if not flops.min() <= share <= flops.max():
+        return None
+    above = int(np.searchsorted(flops[order], share))
+    low, high = order[max(above - 1, 0)], order[above]
+    weight = 0.0 if flops[high] == flops[low] else (share - flops[low]) / (flops[high] - flops[low])
+    return (1 - weight) * values(results[low]) + weight * values(results[high])
+
+
+def _flops(made: SeedRecord, rule: dict, result: ExitResult) -> float:
+    """Relative to the full model, which runs without exits if no example exits early."""
+    full = rule["name"] == "never" and (result.cost.depth == made.reported.segments.exits[-1]).all()
+    return 1.0 if full else float(result.cost.flops.mean()) / made.reported.full_flops
