@@ -12,7 +12,7 @@ from mini_ee.experiments.claims import claim_lines, counted, judge_claim
 from mini_ee.experiments.markdown import folded, made_by, markdown_row, markdown_table
 from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, filled_in, printed
 from mini_ee.experiments.recipe import is_choice
-from mini_ee.experiments.trainings import MADE_WITH
+from mini_ee.experiments.trainings import MADE_WITH, record_of
 from mini_ee.experiments.verdicts import MISSING
 
 DIFFERS = "What differs from the paper"
@@ -110,7 +110,9 @@ def _table_lines(table: dict, data: PageData, main: bool = False) -> list[str]:
 
 
 def _machine_lines(data: PageData) -> list[str]:
-    """A list: machine, commits, core hours, and the data with their checksums; what old records lack is named."""
+    """A list: machine, commits, core hours, the data with their checksums, and the cases that have records of single
+    examples; what old runs lack is named.
+    """
     runs = [(name, one) for name in data.trained for one in data.found[name]["seeds"].values()]
     if not runs:
         return []
@@ -123,7 +125,11 @@ def _machine_lines(data: PageData) -> list[str]:
         for source in data.cases[name].sources():
             sums.setdefault(source, []).append(one.get("data", {}).get(source, NOT_RECORDED))
     listed = "; ".join(f"{source}: {_several(found)}" for source, found in sorted(sums.items()))
-    return [*lines, *([f"- Data, with their sha256: {listed}."] if listed else [])]
+    lines += [f"- Data, with their sha256: {listed}."] if listed else []
+    names = {name for name, _ in runs}
+    stored = [name for name in names if data.folder and record_of(data.folder, name).exists()]
+    count = f"{len(stored)} of {len(names)} cases, in results/records/"
+    return lines + ([f"- Records (what every exit says of each test example): {count}."] if stored else [])
 
 
 def _several(values: Iterable[str]) -> str:

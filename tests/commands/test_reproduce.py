@@ -216,6 +216,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert seed["data"] == {"reviews": json_sha256({name: rows.sha256() for name, rows in task.splits.items()})}
     assert f"sha256: reviews: {seed['data']['reviews']}." in text and trainings.processor() in text
     assert " core hours for 2 runs, with everything." in text
+    assert "- Records (what every exit says of each test example): 2 of 2 cases, in results/records/." in text
     assert {each["lr"] for each in made["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
     assert made["chosen"]["lr"] == max(made["tried"], key=lambda each: each["hold-out"])["lr"]
     assert f"| joint | {100 * figures['full']:.1f} | {100 * figures['saved at one point']:.1f} |" in text
