@@ -147,7 +147,7 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
         text += (
             f"It is significantly better than {count - 1 - len(open_)} of the other {count - 1} methods, but not than"
         )
-        text += f" {listed(open_) if len(open_) <= NAMED else f'{listed(open_[:NAMED])} and {len(open_) - NAMED} more'}"
+        text += f" {listed(open_ if len(open_) <= NAMED else [*open_[:NAMED], f'{len(open_) - NAMED} more'])}"
     few = sum(not has_interval(board.headline[name]) for name in open_)
     text += f"; {few} of the others have too few seeds for a test" if few else ""
     times = {

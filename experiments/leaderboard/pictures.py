@@ -15,6 +15,7 @@ from mini_ee.experiments.pictures import CYCLE, GREY
 
 Curve = tuple[list[float], list[float]]  # shares of the FLOPs and accuracies, both in percent
 DARK = "#444444"
+NEUTRAL = "#555555"  # of the cycle, too close to DARK
 MOST_COLOURED = len(CYCLE)
 
 
@@ -84,15 +85,19 @@ def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[
     """
     fronts = {name: front(curves)[: MOST_COLOURED - 2] for name, curves in tasks.items()}
     coloured = dict.fromkeys(method for each in fronts.values() for method in each if method != REFERENCE)
-    colours = {method: CYCLE[number % len(CYCLE)] for number, method in enumerate(coloured)}
-    colours |= {REFERENCE: DARK}
+    hues = [colour for colour in CYCLE if colour != NEUTRAL]
+    looks = {
+        method: {"color": hues[number % len(hues)], "linestyle": "-" if number < len(hues) else "--"}
+        for number, method in enumerate(coloured)
+    } | {REFERENCE: {"color": DARK, "linestyle": "-"}}
     figure, grid = new_panels(len(tasks), min(2, len(tasks)), width=5.2, height=3.9)
     for axes, (name, curves) in zip(grid, tasks.items()):
         for method, curve in curves.items():
             own = method in fronts[name] or method == REFERENCE
-            look = {"color": colours[method], "linewidth": 2, "zorder": 3} if own else {"color": GREY, "linewidth": 0.7}
-            style = ":" if method == CONTROL else "-"
-            axes.plot(*curve, style, label=method if own or method == CONTROL else "_other", **look)
+            plain = {"color": GREY, "linewidth": 0.7, "markersize": 3, "linestyle": ":" if method == CONTROL else "-"}
+            look = looks[method] | {"linewidth": 2, "zorder": 3} if own else plain
+            label = method if own or method == CONTROL else "_other"
+            axes.plot(*curve, label=label, marker=_marker(curve), **look)
         axes.set(title=name, xlabel="% of the full model's FLOPs", ylabel="accuracy in %")
         _zoom(axes, curves)
         if not math.isnan(half := intervals[name]):
@@ -121,7 +126,7 @@ def draw_methods(path: Path, curves: dict[str, Curve]) -> None:
                 axes.plot(*curve, color="#c8c8c8", linewidth=0.6, zorder=1)
         if REFERENCE in curves and method != REFERENCE:
             axes.plot(*curves[REFERENCE], color=DARK, linewidth=1, linestyle="--", zorder=2, label=REFERENCE)
-        axes.plot(*curves[method], color="#D55E00", linewidth=2, zorder=3)
+        axes.plot(*curves[method], color="#D55E00", linewidth=2, zorder=3, marker=_marker(curves[method]))
         axes.set_title(method, fontsize=9)
         axes.tick_params(labelsize=7)
         _zoom(axes, curves)
@@ -134,6 +139,11 @@ def draw_methods(path: Path, curves: dict[str, Curve]) -> None:
     figure.supxlabel("% of the full model's FLOPs (dashed: joint training)", fontsize=9)
     figure.supylabel("mean accuracy in %", fontsize=9)
     save_figure(figure, path)
+
+
+def _marker(curve: Curve) -> str | None:
+    """A curve of one point is not a line."""
+    return "o" if len(curve[0]) == 1 else None
 
 
 def _zoom(axes, curves: dict[str, Curve]) -> None:
