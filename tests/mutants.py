@@ -609,6 +609,11 @@ OF_LEADERBOARD = [
     (LEADERBOARD + "figures.seed_figures", source("reported.passes[", "reported.depth["), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
 ]
 
+OF_PAGES = [
+    ("experiments.claims._row_variance", source("np.mean(one, axis=0)", "one[0]"), "verdicts.py::test_with_records_the_error_is_that_of_the_differences_of_examples"),
+    ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
+]
+
 TORCH = [  # what the package calls
     ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
     ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
@@ -625,6 +630,7 @@ MUTANTS = [
     *[(f"mini_ee.{place}", bug, METHODS + test) for place, bug, test in OF_METHODS],
     *[(f"mini_ee.{place}", bug, PARITY + test) for place, bug, test in OF_MODELS],
     *[(f"mini_ee.{place}", bug, f"commands/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
+    *[(f"mini_ee.{place}", bug, f"commands/test_{test}") for place, bug, test in OF_PAGES],
     *TORCH,
 ]
 
