@@ -62,7 +62,7 @@ Measured = tuple[dict[str, float], dict[str, list[float]]]
 # ---- Rows ----
 
 
-def of_rows(run: Run, task: Task, reference: dict | None) -> tuple:
+def of_rows(run: Run, task: Task, reference: dict | None) -> Measured | tuple[dict, dict, SeedRecord]:
     """A classifier: its exits, the savings of rules that are chosen on the held-out set, and its record, if it has one.
 
     reference: figures of the model, with the same seed, from which a loss is counted; default: of this run. The figures
