@@ -16,11 +16,18 @@ PREFIXES = {"default ": "default", "policy ": "policy"}  # of a figure -> the na
 
 @lru_cache(maxsize=64)
 def _records(path: Path, changed: int) -> dict[int, SeedRecord]:
-    return read_records(path)
+    try:
+        return read_records(path)
+    except ValueError as error:
+        what = "remove it and the JSON of its case, so that it is run again"
+        raise ValueError(f"{path}: expected records of runs, found a damaged file; {what}") from error
 
 
 def example_values(path: Path, seed: int, figure: str) -> np.ndarray | None:
-    """(N,): the values of the reported examples; None if there is no record, or if it does not have the figure."""
+    """(N,): the values of the reported examples; None if there is no record, or if it does not have the figure.
+
+    Raises ValueError if the file is damaged.
+    """
     if not path.exists():
         return None
     made = _records(path, path.stat().st_mtime_ns).get(seed)

@@ -10,7 +10,7 @@ from mini_ee.baselines import sleb
 from mini_ee.baselines.adainfer import right_of, svm
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Task, subset
-from mini_ee.data.tokenizer import Encoded, Inputs
+from mini_ee.data.tokenizer import Inputs
 from mini_ee.evaluation.row_evaluation import measure_seconds, rows_of, timed_batches
 from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.experiments.records import SeedRecord
@@ -19,16 +19,15 @@ from mini_ee.methods.raee_collect import untrained_rows
 from mini_ee.methods.raee_controls import (
     KS,
     SHUFFLES,
-    ablation,
     best_single_exit,
-    controls,
+    earliest_right_exit,
     embed_all,
     knn_labels,
     parts_of,
     shuffled_plan,
 )
 from mini_ee.methods.raee_datastore import Neighbours
-from mini_ee.recording import Record, exit_scores, plan_rows, record, summary
+from mini_ee.recording import Record, exit_scores, record, summary
 from mini_ee.rules import NeverExit, Threshold
 from mini_ee.training.run_folder import Run
 from mini_ee.training.stages import task_loss
@@ -42,69 +41,53 @@ GAP = "breaking_ties"
 
 def of_retrieval(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, SeedRecord]:
     """RAEE and its controls; its score for several k and sizes of the datastore; and the record of all exits."""
-    seed = run.config["seed"]
-    _, rows = rows_of(task, None, None, seed)
+    _, rows = rows_of(task, None, None, run.config["seed"])
     encoded = run.encode(rows.texts)
     recorded = record(run.segments(), encoded, BATCH_SIZE, "reading", run.whole_model())
-    found = summary(recorded.replay(plan_rows(run.rule, encoded, BATCH_SIZE)), recorded, task, rows.labels)
-    given = run.rule, recorded, encoded, task, rows.labels, BATCH_SIZE, seed
-    found_controls = controls(*given)
-    figures = {
-        "score": found["score"],
-        "layers": found["mean_layers"],
-        "saved": found["layers_saved"],
-        "full": found_controls["full_model"]["score"],
-        "majority": float(np.bincount(rows.labels.astype(int)).max() / len(rows)),
-        "best single layer": found_controls["best_single_layer"]["score"],
-        "kNN votes": found_controls["knn_labels"]["score"],
-        "kNN votes weighted": found_controls["knn_weighted"]["score"],
-        "random layers": found_controls["random_layers"]["score"],
-        "oracle": found_controls["oracle"]["score"],
-        "oracle layers": found_controls["oracle"]["mean_layers"],
-        "rows": float(len(run.rule.datastore)),
-    }
-    for point in ablation(*given):
-        for name in _ablation_names(point["database"], point["k"], run.rule.k):
-            figures |= {f"score {name}": point["score"], f"layers {name}": point["mean_layers"]}
-    for name, distance in profile_distances(run, recorded, encoded, rows.labels).items():
+    queries, _ = embed_all(run.rule, encoded, BATCH_SIZE)
+    values = retrieval_values(run, recorded, queries, rows.labels)
+    figures = {name: float(np.mean(each)) for name, each in values.items()}
+    figures["majority"] = float(np.bincount(rows.labels.astype(int)).max() / len(rows))
+    figures["rows"] = float(len(run.rule.datastore))
+    for name, distance in profile_distances(run, recorded, queries, rows.labels).items():
         figures[f"profile distance, {name}"] = distance
     order = timed_batches(encoded, 1)
     full, early = measure_seconds(
         [(run.whole_model(), NeverExit(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
     )
-    values = retrieval_values(run, recorded, encoded, rows.labels)
     return figures | {"speed-up": float(full / early)}, {}, _with_values(recorded, rows.labels, values)
 
 
-def retrieval_values(run: Run, recorded: Record, encoded: Encoded, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """Figure -> its value for each of the N examples, mostly whether RAEE or a control is right."""
-    rule, seed, every = run.rule, run.config["seed"], np.arange(len(labels))
-    queries, store = embed_all(rule, encoded, BATCH_SIZE)[0], rule.datastore
+def retrieval_values(run: Run, recorded: Record, queries: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """Figure -> its values (N,), of which it is the mean: whether RAEE or a control is right, or layers.
+
+    queries (N, D): the embeddings of the examples. Controls and tables: raee_controls.py.
+    """
+    rule, store, seed, every = run.rule, run.rule.datastore, run.config["seed"], np.arange(len(labels))
     near = store.search(queries, rule.k)
-    right, plan = recorded.predictions == labels[:, None], rule.chosen(near)
-    shuffled = [right[every, shuffled_plan(plan, seed + number)] for number in range(SHUFFLES)]
+    right, depth, plan = recorded.predictions == labels[:, None], np.array(run.exits), rule.chosen(near)
     votes, weights = store.labels[near.rows], rule.weights_and_votes(near)[0]
+    shuffled = [right[every, shuffled_plan(plan, seed + number)] for number in range(SHUFFLES)]
     values = {
         "score": right[every, plan],
-        "saved": 1 - np.array(run.exits)[plan] / run.exits[-1],
+        "layers": depth[plan],
+        "saved": 1 - depth[plan] / depth[-1],
         "full": right[:, -1],
         "best single layer": right[:, best_single_exit(store.values)],
         "kNN votes": knn_labels(votes) == labels,
         "kNN votes weighted": knn_labels(votes, weights) == labels,
         "random layers": np.mean(shuffled, axis=0),
         "oracle": right.any(axis=1),
+        "oracle layers": depth[earliest_right_exit(right)],
     }
-    for name, part in parts_of(store, seed):
+    for part_name, part in parts_of(store, seed):
         found = part.search(queries, max(KS))
         for k in KS:
             plan = replace(rule, datastore=part).chosen(Neighbours(found.rows[:, :k], found.distances[:, :k]))
-            values |= {f"score {each}": right[every, plan] for each in _ablation_names(name, k, rule.k)}
+            names = [f"k {k}"] * (part_name == "100%") + [f"store {part_name}"] * (k == rule.k)
+            for name in names:
+                values |= {f"score {name}": right[every, plan], f"layers {name}": depth[plan]}
     return values
-
-
-def _ablation_names(database: str, k: int, own_k: int) -> list[str]:
-    """The names of a figure of the ablation: of the whole datastore by k, of RAEE's own k by the part of it."""
-    return [f"k {k}"] * (database == "100%") + [f"store {database}"] * (k == own_k)
 
 
 def _with_values(recorded: Record, labels: np.ndarray, values: dict[str, np.ndarray]) -> SeedRecord:
@@ -114,12 +97,12 @@ def _with_values(recorded: Record, labels: np.ndarray, values: dict[str, np.ndar
     return SeedRecord(recorded, recorded.take(np.arange(0)), {"values": listed})
 
 
-def profile_distances(run: Run, recorded: Record, encoded: Encoded, labels: np.ndarray) -> dict[str, float]:
+def profile_distances(run: Run, recorded: Record, queries: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """RAEE's Fig. 2 as numbers: means over rows and exits of |v - p|, where p are the values of a row and v are the
     mean values of its neighbours, or of as many collected rows drawn at random.
     """
     own, store = exit_values(recorded.logits, labels), run.rule.datastore
-    near = store.search(embed_all(run.rule, encoded, BATCH_SIZE)[0], PROFILE_NEIGHBOURS).rows
+    near = store.search(queries, PROFILE_NEIGHBOURS).rows
     drawn = np.random.default_rng(run.config["seed"]).integers(len(store), size=near.shape)
     distances = (np.abs(store.values[rows].mean(axis=1) - own).mean() for rows in (near, drawn))
     return dict(zip(("neighbours", "by lot"), map(float, distances)))

@@ -259,6 +259,23 @@ def test_a_panel_shows_the_curve_of_its_method_or_says_that_it_lies_below(tmp_pa
     assert len(seen) == 28 and all(each == (True, []) for each in seen.values())
 
 
+def test_methods_of_the_front_look_different_though_they_are_more_than_the_colours(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    shares = [100 * share for share in AREA]
+    tasks = {
+        task: {f"{task}{best}": (shares, [80.0 + (best == at) for at in range(len(shares))]) for best in range(6)}
+        for task in "AB"
+    }
+    tasks["A"] |= {"joint": (shares, [70.0] * len(shares)), "one point": ([100.0], [75.0])}
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    pictures.draw_fronts(tmp_path / "a.png", tasks, {"A": math.nan, "B": math.nan})
+    lines = [line for axes in drawn[0].axes for line in axes.lines]
+    looks = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in lines if line.get_linewidth() == 2}
+    assert len(looks) == len(set(looks.values())) == 13
+    assert {len(line.get_xdata()) for line in lines if line.get_marker() == "o"} == {1}
+
+
 def test_pictures_are_drawn(board, tmp_path):
     passed = exam.exam(board.tasks[EXAM])
     small = board._replace(plan=board.plan._replace(tasks=("TREC",), methods=("joint", "consistent")))

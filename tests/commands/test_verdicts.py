@@ -12,6 +12,7 @@ import pytest
 
 from mini_ee.experiments import page_data, student
 from mini_ee.experiments.claims import NEVER, OR_RECORDS, Judged, claim_lines, compare_cases, counted, judge_claim
+from mini_ee.experiments.example_values import example_values
 from mini_ee.experiments.page_data import PageData
 from mini_ee.experiments.recipe import Case, comparisons_of, parts_of, sides
 from mini_ee.experiments.verdicts import (
@@ -358,6 +359,15 @@ def test_a_record_of_another_run_is_refused(monkeypatch):
         ValueError, match="A-ours.npz: expected the examples of seed 0 of A ours, found another mean of"
     ):
         compare_cases({"more": "A ours", "than": 0.5, "figure": "score"}, data)
+
+
+def test_a_damaged_record_is_named_with_what_to_remove(tmp_path):
+    (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(
+        ValueError, match="a.npz: expected records of runs, found a damaged file; remove it and the JSON"
+    ):
+        example_values(tmp_path / "a.npz", 0, "score")
+    assert example_values(tmp_path / "none.npz", 0, "score") is None
 
 
 def test_a_selected_case_has_the_examples_of_the_setting_that_was_selected(monkeypatch):

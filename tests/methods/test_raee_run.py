@@ -23,9 +23,9 @@ from mini_ee.errors import WrongArguments
 from mini_ee.exits.prompt_exits import draw_shots
 from mini_ee.experiments import retrieval_measures
 from mini_ee.methods.raee import Retrieval
-from mini_ee.methods.raee_controls import controls
+from mini_ee.methods.raee_controls import ablation, controls, embed_all
 from mini_ee.methods.raee_datastore import exact_search
-from mini_ee.recording import Recorded, read_every_exit, record
+from mini_ee.recording import Recorded, plan_rows, read_every_exit, record, summary
 from mini_ee.training.holdout import split_rows
 from mini_ee.training.run_folder import load_run, training_folder
 
@@ -312,7 +312,8 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
     opened, rows = load_run(own), task.split(task.default_split)
     encoded, store = opened.encode(rows.texts), opened.rule.datastore
     recorded = record(opened.segments(), encoded, 8)
-    found = retrieval_measures.profile_distances(opened, recorded, encoded, rows.labels)
+    queries, _ = embed_all(opened.rule, encoded, 8)
+    found = retrieval_measures.profile_distances(opened, recorded, queries, rows.labels)
     apart, by_lot = [], []
     lot = np.random.default_rng(0).integers(len(store), size=(len(rows), min(8, len(store))))
     for row, label in enumerate(rows.labels):
@@ -325,20 +326,32 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
     assert found["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6) and found["by lot"] != found["neighbours"]
 
 
-def test_a_record_has_each_figure_of_single_rows_whose_mean_is_the_figure(monkeypatch, tuned, task):
-    """The figures come from the controls and tables of `mini-ee evaluate`, the values of rows from their plans."""
-    run = load_run(tuned)
+def test_figures_of_a_page_are_those_of_evaluate_and_the_means_of_single_rows(monkeypatch, tuned, task):
+    run, rows = load_run(tuned), task.split("dev")
     run = run._replace(rule=replace(run.rule, k=4))  # one of those of the tables
-    read = record(run.segments(), run.encode(task.split("dev").texts), 8)
+    encoded = run.encode(rows.texts)
+    read = record(run.segments(), encoded, 8)
     logits = np.random.default_rng(0).normal(size=read.logits.shape)  # those of a small model are all alike
     drawn = read._replace(segments=Recorded(read.segments.exits, logits, *read.segments.costs[:2]), logits=logits)
     monkeypatch.setattr(retrieval_measures, "record", lambda *_: drawn)
     figures, _, made = retrieval_measures.of_retrieval(run, task, None)
+    given = run.rule, drawn, encoded, task, rows.labels, 8, run.config["seed"]
+    by_rule = summary(drawn.replay(plan_rows(run.rule, encoded, 8)), drawn, task, rows.labels)
+    expected = {"score": by_rule["score"], "layers": by_rule["mean_layers"], "saved": by_rule["layers_saved"]}
+    keys = {"full": "full_model", "kNN votes": "knn_labels", "kNN votes weighted": "knn_weighted"}
+    keys |= {name: name.replace(" ", "_") for name in ("best single layer", "random layers", "oracle")}
+    of_controls = controls(*given)
+    expected |= {name: of_controls[key]["score"] for name, key in keys.items()}
+    expected["oracle layers"] = of_controls["oracle"]["mean_layers"]
+    for point in ablation(*given):
+        for name, shown in ((f"k {point['k']}", "100%"), (f"store {point['database']}", point["database"])):
+            if point["database"] == shown and (name.startswith("k") or point["k"] == 4):
+                expected |= {f"score {name}": point["score"], f"layers {name}": point["mean_layers"]}
     values = made.about["values"]
-    assert {"full", "saved", "kNN votes", "random layers", "oracle", "score k 2", "score store 20%"} <= values.keys()
-    assert values.keys() >= {name for name in figures if name.startswith("score")}
-    for name, each in values.items():
-        assert np.mean(each) == pytest.approx(figures[name], abs=1e-5) and len(each) == len(task.split("dev"))
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert figures[name] == pytest.approx(value) and np.mean(values[name]) == pytest.approx(value, abs=1e-5), name
+        assert len(values[name]) == len(rows)
     assert len({tuple(values[name]) for name in ("score", "full", "kNN votes", "oracle")}) == 4
 
 
