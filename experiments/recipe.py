@@ -22,7 +22,8 @@ class Case(NamedTuple):
 
     name: str
     measure: str
-    options: dict  # of `mini_ee.train`; {"choose": [...]}: the value is chosen on the held-out set
+    options: dict  # of `mini_ee.train`; {"choose": [...]}: the value is chosen on the held-out set, among numbers and
+    # beyond them (see trainings.next_to_try), or among settings of one or several options
     reference: str | None = None  # the case whose last exit a loss of accuracy is measured against
     reads: str | None = None  # a text whose perplexity is measured
     seeds: int | None = None  # number of seeds on the page; None: 3, or 1 with --quick

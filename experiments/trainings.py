@@ -188,10 +188,10 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         if any(is_choice(value) for value in case.options.values()):
             if "chosen" not in record:
                 record["chosen"] = _chosen(path, case, record, seed, sources, say)
-        run = trained(at / "run", case.options | record.get("chosen", {}), seed, sources)
+        run = trained(at / "run", _settled(case, record.get("chosen", {})), seed, sources)
         figures, lists, *records = MEASUREMENTS[case.measure](run, measured_on, reference)
         for made in records:
-            about = {"settings": case.options | record.get("chosen", {}), "how": how_made()}
+            about = {"settings": _settled(case, record.get("chosen", {})), "how": how_made()}
             write_record(record_of(folder, case.name), seed, made._replace(about=made.about | about))
         record["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
@@ -255,26 +255,53 @@ def _checksums(case: Case, measured_on, sources: Sources) -> dict[str, str]:
 
 
 def _chosen(path: Path, case: Case, record: dict, seed: int, sources: Sources, say) -> dict:
-    """The value with the best held-out score. The JSON lists all that were tried; the best run is that of this seed."""
+    """The settings with the best held-out score. Choices are made one after the other; until its turn, a choice has its
+    first value. The JSON lists all that were tried; the best run is that of this seed.
+    """
     at = _trainings(path, case, seed)
-    ((name, choice),) = ((name, value) for name, value in case.options.items() if is_choice(value))
+    choices = {name: value["choose"] for name, value in case.options.items() if is_choice(value)}
     if record.get("tried with seed") != seed:  # other seeds have other held-out sets
         record |= {"tried": [], "tried with seed": seed}
-    tried = record["tried"]
-    while value := next_to_try(choice["choose"], {each[name]: each["hold-out"] for each in tried}):
-        try:
-            run = trained(at / f"try-{len(tried)}", case.options | {name: value}, seed, sources)
-            metrics = read_json(run.folder / "metrics.json")
-            scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
-        except Diverged:
-            scores = [0.0]
-        tried.append({name: value, "hold-out": _short(float(np.mean(scores)))})
-        say(f"  {name} {value}: held-out score {tried[-1]['hold-out']:.3f}, mean over all exits")
-        write_json(path, record)
-    best = max(range(len(tried)), key=lambda number: tried[number]["hold-out"])
-    if (at / f"try-{best}").exists() and not (at / "run").exists():
-        (at / f"try-{best}").rename(at / "run")
-    return {name: tried[best][name]}
+    tried, best = record["tried"], {}
+    for name, values in choices.items():
+        best |= _settings(name, values[0])
+    for name, values in choices.items():
+        others = {key: value for key, value in best.items() if key not in _settings(name, values[0])}
+        while value := _untried(name, values, alike := [each for each in tried if others.items() <= each.items()]):
+            settings = best | _settings(name, value)
+            try:
+                run = trained(at / f"try-{len(tried)}", _settled(case, settings), seed, sources)
+                metrics = read_json(run.folder / "metrics.json")
+                scores = metrics.get("agreement") or metrics["per_exit_accuracy"]
+            except Diverged:
+                scores = [0.0]
+            tried.append(settings | {"hold-out": _short(float(np.mean(scores)))})
+            listed = ", ".join(f"{key} {each}" for key, each in settings.items())
+            say(f"  {listed}: held-out score {tried[-1]['hold-out']:.3f}, mean over all exits")
+            write_json(path, record)
+        chosen = max(alike, key=lambda each: each["hold-out"])
+        best = {key: value for key, value in chosen.items() if key != "hold-out"}
+    number = tried.index(chosen)
+    if (at / f"try-{number}").exists() and not (at / "run").exists():
+        (at / f"try-{number}").rename(at / "run")
+    return best
+
+
+def _settled(case: Case, chosen: dict) -> dict:
+    """The options of the case, with chosen settings in place of its choices."""
+    return {name: value for name, value in case.options.items() if not is_choice(value)} | chosen
+
+
+def _settings(name: str, value) -> dict:
+    """The options that a value of a choice stands for: those that it lists, or that of the choice's name."""
+    return value if isinstance(value, dict) else {name: value}
+
+
+def _untried(name: str, values: list, tried: list[dict]) -> dict | float | None:
+    """The next value of a choice to try, behind those that were tried with equal other settings."""
+    if isinstance(values[0], dict):
+        return next((each for each in values if not any(each.items() <= one.items() for one in tried)), None)
+    return next_to_try(values, {each[name]: each["hold-out"] for each in tried})
 
 
 def next_to_try(values: list[float], scores: dict[float, float]) -> float | None:

@@ -430,6 +430,46 @@ def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
     assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
 
 
+def test_choices_are_made_one_after_the_other_and_none_is_trained_twice(tmp_path, monkeypatch):
+    """T is chosen at the first rate and rank, then the rate at that T, then rank and alpha together."""
+    trained = []
+
+    class Made:
+        config = {}
+
+        def __init__(self, folder):
+            self.folder = folder
+
+    def train(method, out, seed, task, resume, lr, temperature, rank, alpha):
+        trained.append((lr, temperature, rank, alpha))
+        out.mkdir(parents=True)
+        score = (temperature == 10.0) + ((rank, alpha) == narrow) - abs(np.log2(lr / 4.0)) / 2
+        (out / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [score]}))
+        return Made(out)
+
+    def measured(run, *about):
+        return {"full": read_json(run.folder / "metrics.json")["per_exit_accuracy"][0]}, {}
+
+    monkeypatch.setattr(trainings, "train", train)
+    monkeypatch.setattr(trainings, "load_run", Made)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
+    wide, narrow = (64, 128.0), (8, 16.0)
+    choices = {
+        "T": {"choose": [{"temperature": 2.0}, {"temperature": 10.0}, {"temperature": 20.0}]},
+        "lr": {"choose": [4.0, 2.0, 8.0]},
+        "size": {"choose": [{"rank": rank, "alpha": alpha} for rank, alpha in (wide, narrow)]},
+    }
+    case = Case("a", "rows", {"method": "lora-exits", "task": "reviews"} | choices)
+    trainings.run_case(tmp_path, case, 0, trainings.Sources(tmp_path, tmp_path), lambda text: None)
+    assert trained[:3] == [(4.0, T, *wide) for T in (2.0, 10.0, 20.0)]
+    assert trained[3:] == [(2.0, 10.0, *wide), (8.0, 10.0, *wide), (4.0, 10.0, *narrow)]
+    made = read_json(tmp_path / "a.json")
+    assert made["seeds"]["0"]["figures"]["full"] == 2.0  # the best of the tried runs is not trained again
+    assert made["chosen"] == {"temperature": 10.0, "lr": 4.0, "rank": 8, "alpha": 16.0}
+    names = ("lr", "temperature", "rank", "alpha")
+    assert [tuple(each[name] for name in names) for each in made["tried"]] == trained
+
+
 @pytest.mark.parametrize(
     "best, tried",
     [
