@@ -90,6 +90,7 @@ def _to_arrays(recorded: Record) -> tuple[dict[str, np.ndarray], dict]:
         raise ValueError("expected classes or tokens, found a regression")
     flops, layer_passes, state_flops = segments.costs
     arrays = {"logits": logits.astype(np.float16), "flops": flops.astype(np.float32)}
+    arrays["full"] = np.broadcast_to(np.asarray(recorded.full, np.float64), len(logits))
     for name, values in segments.measures.items():
         kind = np.float32 if name == "token_cost" else np.float16  # FLOPs are beyond float16
         arrays[f"measures/{name}"] = values.astype(kind if values.dtype.kind == "f" else np.int32)
@@ -101,7 +102,7 @@ def _to_arrays(recorded: Record) -> tuple[dict[str, np.ndarray], dict]:
         arrays["right"] = recorded.predictions == recorded.labels[:, None]
         arrays["predictions"] = recorded.predictions.astype(np.int8)
     constants = {"exits": segments.exits, "layer_passes": layer_passes, "state_flops": state_flops}
-    return arrays, constants | {"full_flops": recorded.full_flops}
+    return arrays, constants
 
 
 def _from_arrays(arrays: dict[str, np.ndarray], seed: int) -> SeedRecord:
@@ -131,7 +132,7 @@ def _from_part(arrays: dict[str, np.ndarray], constants: dict) -> Record:
     }
     flops, passes = arrays["flops"].astype(np.float64), constants["layer_passes"]
     segments = Recorded(tuple(constants["exits"]), logits, flops, passes, measures, constants["state_flops"])
-    return Record(segments, logits, constants["full_flops"], groups, labels)
+    return Record(segments, logits, arrays["full"], groups, labels)
 
 
 def _predicting(logits: np.ndarray, predictions: np.ndarray) -> np.ndarray:

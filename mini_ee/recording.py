@@ -146,15 +146,21 @@ class Record(NamedTuple):
 
     segments: Recorded
     logits: np.ndarray  # (N, K, C); for recorded texts see exits/token_exits.py, record_texts
-    full_flops: float  # mean over rows: all layers, last head only
+    full: np.ndarray | float  # (N,), FLOPs of the full model: all layers, last head only; a number: equal for all rows
     groups: np.ndarray | None = None  # (N,), the text of each token; None: every row is a sample of its own
     labels: np.ndarray | None = None  # (N,), if rules may be fitted to labels
+
+    @property
+    def full_flops(self) -> float:
+        """FLOPs of the full model, the mean over the rows."""
+        return float(np.mean(self.full))
 
     def take(self, rows: np.ndarray) -> "Record":
         """Some of the rows: an index or a mask (N,)."""
         some = self.segments.take(rows)
+        full = self.full[rows] if isinstance(self.full, np.ndarray) else self.full
         groups, labels = (each if each is None else each[rows] for each in (self.groups, self.labels))
-        return Record(some, some.logits, self.full_flops, groups, labels)
+        return Record(some, some.logits, full, groups, labels)
 
     def at(self, columns: list[int]) -> "Record":
         """Some of the exits, the last among them, as if the model had no others."""
@@ -203,7 +209,7 @@ def record(
             read_and_measure(segments, inputs) if known is None else (known[rows], _flops(segments, inputs), {})
         )
         costs = [whole.flops(k, inputs) for k in range(len(whole.exits))]
-        full.append(len(rows) * (sum(advance for advance, _ in costs) + costs[-1][1]))
+        full.append(np.full(len(rows), sum(advance for advance, _ in costs) + costs[-1][1]))
     # The batches hold the rows by length. Row i of the data set is row back[i] of the concatenated batches: the argsort
     # of a permutation is its inverse.
     back = np.argsort(np.concatenate(order))
@@ -214,7 +220,7 @@ def record(
     omits_logits = type(segments).read_state is not Segments.read_state
     state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if omits_logits else None
     recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
-    return Record(recorded, logits, sum(full) / len(encoded))
+    return Record(recorded, logits, np.concatenate(full)[back])
 
 
 def exited_rows(

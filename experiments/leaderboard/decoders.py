@@ -319,7 +319,7 @@ def token_record(model: TokenExits, texts: Sequence[Text]) -> Record:
     logits = np.concatenate((found.logits, full.logits), axis=1)
     prediction = np.concatenate((found.predictions, full.predictions), axis=1)
     segments = Recorded((layers, last), logits, flops, [layers, last - layers], {"prediction": prediction})
-    return Record(segments, logits, full.full_flops, found.groups)
+    return Record(segments, logits, full.full, found.groups)
 
 
 def _with_measures(recorded: Record, names: set[str]) -> Record:

@@ -34,6 +34,7 @@ class Exam(NamedTuple):
 
     depth: list[float]  # by kind, mean over seeds
     accuracy: list[float]  # by kind
+    full: list[float]  # by kind, of the full model
     correlations: dict[str, Interval] | str  # by name of CORRELATIONS, or why there are none
     verdict: str  # EASY, SHORT or OPEN; empty without correlations
 
@@ -55,8 +56,9 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
     drawn = drawn_correlations(task, several, kind, words)
     found = {}
     for method, runs in whole.items():
-        right = np.array([run.at[EXAM_SHARE] for run in runs])
-        by_kind = [[float(each[:, kind == k].mean()) for k in range(len(HARDNESS))] for each in (depths[method], right)]
+        right, full = np.array([run.at[EXAM_SHARE] for run in runs]), np.array([run.full for run in runs])
+        each_kind = [kind == k for k in range(len(HARDNESS))]
+        by_kind = [[float(each[:, k].mean()) for k in each_kind] for each in (depths[method], right, full)]
         if method in drawn:
             found[method] = Exam(*by_kind, {name: interval(each) for name, each in drawn[method].items()}, OPEN)
         else:

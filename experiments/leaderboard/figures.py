@@ -9,7 +9,9 @@ accuracies.
     saved         layers saved by the rule with the fewest FLOPs that loses at most ONE_POINT on the held-out examples,
                   against the full model of joint training with the same seed; 0 if every rule loses more. A layer
                   that an example runs twice, because exits start again from the embeddings, counts twice
-    area          mean difference from joint training over the shares of AREA that both reach (ELUE, Liu et al. 2022)
+    lost          accuracy that this rule loses on the reported examples, against the same full model
+    area          mean difference from joint training over the shares of AREA that both reach (ELUE, Liu et al. 2022),
+                  if these are at least half of them
 """
 
 import math
@@ -30,14 +32,15 @@ from mini_ee.rules import FixedExit, NeverExit, Rule
 from mini_ee.training.default_rule import choose
 
 REFERENCE = "joint"  # the method whose full model a loss is counted from, and whose curve others are compared with
-CONTROL = "fixed depth"  # the exits of joint training, all examples at the same one
+CONTROL = "fixed depth"  # the exits of joint training, the same for all examples; see _fixed_depths
 BUDGETS = {"at 1.5x": 2 / 3, "at 2x": 1 / 2, "at 3x": 1 / 3}  # figure -> share of the full model's FLOPs
 HEADLINE = "at 2x"
 AREA = tuple(k / 20 for k in range(4, 21))  # shares of the full model's FLOPs from .2 to 1
 ONE_POINT = 0.01
 SLACK = 1e-9  # of a share or a score: more than the rounding error, less than one example
 SCORES = ("full", *BUDGETS)
-FIGURES = (*SCORES, "saved", "area")
+FIGURES = (*SCORES, "saved", "lost", "area")
+PARTS = 1024  # the control's parts of the examples are whole numbers of them, so that sums are exact
 ABOUT = {  # figures that a record's `about` contains -> where
     "speedup": ("one_point", "speedup"),
     "half speedup": ("half", "speedup"),
@@ -66,10 +69,11 @@ class SeedFigures(NamedTuple):
     about: dict
     full: np.ndarray  # (N,) bool, whether the full model is right
     held_out_full: float  # held-out score of the full model
-    at: dict[float, np.ndarray]  # share of the FLOPs -> (N,) bool, whether the exit of the example is right
+    at: dict[float, np.ndarray]  # share of the FLOPs -> (N,), whether the exit of the example is right: 0, 1 or between
     depth: dict[float, np.ndarray]  # share -> (N,), the exit layer
     flops: dict[float, float]  # share -> mean share on the reported examples
     passes_at_one_point: np.ndarray | None  # (N,), layers run; None if every rule loses more
+    at_one_point: np.ndarray  # (N,) bool, whether the exit of that rule is right; of the full model if there is none
     exits: tuple[int, ...]
     failure: float  # EEFP: how well the largest probability of an exit predicts its failures, the mean over exits
     calibration: float  # ECE: the calibration error of the exits, the mean; both NaN if there is one exit
@@ -105,8 +109,7 @@ def task_figures(task: str, records: dict[str, dict[int, SeedRecord]], missing: 
     }
     if REFERENCE in runs:
         runs[CONTROL] = {
-            seed: seed_figures(made._replace(about={}), CONTROL, reference[seed])
-            for seed, made in records[REFERENCE].items()
+            seed: _fixed_depths(made._replace(about={}), reference[seed]) for seed, made in records[REFERENCE].items()
         }
     found: dict[tuple[str, str], Values | str] = {}
     for method in (*runs, *missing):
@@ -160,6 +163,7 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
     picked = sorted({r for r in (*within.values(), cheapest, 0) if r is not None})
     reported, place = replay_all(made.reported, [rules[r] for r in picked]), {r: at for at, r in enumerate(picked)}
     chosen = {share: place[r] for share, r in within.items() if r is not None}
+    at_one_point = place[0 if cheapest is None else cheapest]
     return SeedFigures(
         about=made.about,
         full=reported.right[place[0]],
@@ -167,11 +171,36 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
         at={share: reported.right[at] for share, at in chosen.items()},
         depth={share: reported.depth[at] for share, at in chosen.items()},
         flops={share: float(reported.flops[at]) for share, at in chosen.items()},
-        passes_at_one_point=None if cheapest is None else reported.passes[place[cheapest]],
+        passes_at_one_point=None if cheapest is None else reported.passes[at_one_point],
+        at_one_point=reported.right[at_one_point],
         exits=made.reported.segments.exits,
         failure=_failure(made.reported),
         calibration=_calibration(made.reported),
     )
+
+
+def _fixed_depths(made: SeedRecord, reference: float) -> SeedFigures:
+    """The control: all examples exit at the same layer. So that no FLOPs are left over, a random part of them exits at
+    the next deeper layer; the expected values count.
+    """
+    rules = rules_for(CONTROL, made.held_out)  # from deep to shallow
+    held_out, reported = replay_all(made.held_out, rules), replay_all(made.reported, rules)
+    at, depth, flops = {}, {}, {}
+    for share in _shares():
+        inside = next((r for r in range(len(rules)) if _within(held_out.flops, share, r)), None)
+        if inside is None:
+            continue
+        everywhere = PARTS * np.eye(len(rules), dtype=np.int64)  # all parts of the examples at one depth
+        candidates = everywhere[inside:]
+        if inside:
+            room = (share - held_out.flops[inside]) / (held_out.flops[inside - 1] - held_out.flops[inside])
+            deeper = math.floor(room * PARTS)
+            mixed = ((PARTS - deeper) * everywhere[inside] + deeper * everywhere[inside - 1]) // PARTS
+            candidates = np.concatenate((mixed[None], candidates))
+        best = candidates[np.argmax(candidates @ held_out.right.sum(axis=1))]
+        at[share], depth[share] = best @ reported.right / PARTS, best @ reported.depth / PARTS
+        flops[share] = float(best @ reported.flops) / PARTS
+    return seed_figures(made, CONTROL, reference)._replace(at=at, depth=depth, flops=flops)
 
 
 def _failure(reported: Record) -> float:
@@ -227,9 +256,11 @@ def _figure(runs: dict[str, dict[int, SeedFigures]], method: str, figure: str) -
         passes = {seed: run.passes_at_one_point for seed, run in own.items()}
         saved = {seed: np.zeros(rows) if each is None else layers - each for seed, each in passes.items()}
         return _values(own, saved, layers)
+    if figure == "lost":
+        return _values(own, {seed: reference[seed].full - 1.0 * run.at_one_point for seed, run in own.items()})
     shares = shares_of([*own.values(), *(reference[seed] for seed in own)])
-    if not shares:
-        return "it has no rule with fewer FLOPs"
+    if 2 * len(shares) < len(AREA):
+        return "it reaches less than half of these shares of the FLOPs"
     more = {
         seed: sum((run.at[share].astype(float) - reference[seed].at[share] for share in shares), np.zeros(1))
         for seed, run in own.items()

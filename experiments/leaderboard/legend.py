@@ -7,11 +7,11 @@ from mini_ee.experiments.leaderboard.tables import NO_INTERVAL, NOTHING
 ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of several tasks."
 
 LEGEND = {
-    "rank": """by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
-    count (Holm's correction over all pairs of methods).""",
-    "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs of the method's own full
-    model, mean over the tasks. The rule is one of the method's own, the most accurate one on held-out examples. ± is
-    half of the 95 % interval over seeds and examples, {NO_INTERVAL}: too few seeds. {ENOUGH}""",
+    "rank": f"""by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
+    count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x.""",
+    "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs (2x fewer) of the method's
+    own full model, mean over the tasks. The rule is one of the method's own, the most accurate one on held-out
+    examples. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}: too few seeds. {ENOUGH}""",
     "minus joint": """accuracy at 2x minus that of joint training, computed before rounding. If both have the same
     seeds, it is paired; else the means over their own seeds are subtracted. The interval is not corrected for the
     number of methods.""",
@@ -19,12 +19,15 @@ LEGEND = {
     "layers saved at 1 point": """another rule: the one with the fewest FLOPs that loses at most one point on
     held-out examples, compared with the full model of joint training with the same seed; 0 if every rule loses more. A
     layer that runs twice counts twice.""",
+    "lost at 1 point": """accuracy that this rule loses on the reported examples, compared with the same full model. It
+    can be more than one point, because the rule was chosen on other examples.""",
     "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
     one example at a time. It is above 2 if that rule needs much less than half of the FLOPs.""",
     "training, s": "processor seconds of one training.",
     "MB added": "compared with a fine-tuned model without exits.",
-    CONTROL: """a control, not a method: all examples exit at the same layer of joint training. Nothing is trained or
-    timed for it.""",
+    CONTROL: """a control, not a method: all examples exit at the same layer of joint training. If that leaves FLOPs
+    over, a random part of them exits at the next layer; the expected accuracy counts. Nothing is trained or timed for
+    it.""",
     NOTHING: "does not apply.",
 }
 
@@ -33,9 +36,10 @@ TASK_LEGEND = {
     half and a third of the FLOPs of the method's full model. ± is half of the 95 % interval ({NO_INTERVAL}: fewer than
     {LEAST_SEEDS} seeds). If few seeds differ a lot, an interval may reach below 0 or above 100 %.""",
     "▲, ▼": "better or worse than joint training (Holm's correction over all cells of the table).",
-    "saved at 1 point": "layers saved in percent, by the rule of *layers saved at 1 point* (see the first table).",
+    "saved at 1 point, lost at 1 point": """layers saved in percent, and points lost, by the rule of *layers saved at 1
+    point* (see the first table).""",
     "area": """mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both
-    reach.""",
+    reach, if these are at least half of them.""",
     "EEFP": """how well the largest probability of an exit predicts that this exit is wrong and a later one is right
     (AUROC; 1: perfectly, 0.5: not at all), mean over exits.""",
     "speed-up at 2x, at 1 point": """of the rules of *at 2x* and *saved at 1 point*, in processor time with one example
@@ -43,11 +47,12 @@ TASK_LEGEND = {
     "training, s; MB added": "as in the first table.",
 }
 
-EXAM_NOTE = f"""The built-in reviews are generated sentences of seven kinds with a known hardness, from *plain* (1) to
-*doubly negated* (7). Hard sentences are also longer, so we have to tell hardness and length apart. The first two
-columns are Spearman's correlations of the exit layer at half of the FLOPs with the *hardness* (1 to 7) and with the
-*length* in words. If one is positive, harder or longer sentences exit later. The other two are partial correlations:
-with hardness among sentences of equal length, and with length among sentences of equal hardness. ± is half of the 95 %
-interval ({NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds). A method exits early on what is easy if the partial
-correlation with hardness is significantly larger than that with length (Holm's correction over the methods), and its
-interval lies above 0. It exits early on what is short if the same holds the other way round."""
+EXAM_NOTE = f"""The built-in reviews are generated sentences of seven kinds. Their hardness is assigned by how they
+are built, from *plain* (1) to *doubly negated* (7); accuracy need not fall in this order. Hard sentences are also
+longer, so we have to tell hardness and length apart. The first two columns are Spearman's correlations of the exit
+layer at half of the FLOPs with the *hardness* (1 to 7) and with the *length* in words. If one is positive, harder or
+longer sentences exit later. The other two are partial correlations: with hardness among sentences of equal length,
+and with length among sentences of equal hardness. ± is half of the 95 % interval ({NO_INTERVAL}: fewer than
+{LEAST_SEEDS} seeds). A method exits early on what is easy if the partial correlation with hardness is significantly
+larger than that with length (Holm's correction over the methods), and its interval lies above 0. It exits early on
+what is short if the same holds the other way round."""

@@ -10,6 +10,7 @@ from mini_ee.data.files import write_bytes
 from mini_ee.data.metrics import spearman
 from mini_ee.data.reviews import HARDNESS
 from mini_ee.evaluation.plots import can_draw
+from mini_ee.experiments.leaderboard.answer import answer, counted
 from mini_ee.experiments.leaderboard.decoder_section import decoder_section
 from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam
 from mini_ee.experiments.leaderboard.figures import (
@@ -18,40 +19,38 @@ from mini_ee.experiments.leaderboard.figures import (
     REFERENCE,
     TaskFigures,
     Values,
-    about_figure,
     about_value,
     confidence_figures,
 )
 from mini_ee.experiments.leaderboard.legend import ENOUGH, EXAM_NOTE, LEGEND, TASK_LEGEND
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
-from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, Plan, listed, planned
-from mini_ee.experiments.leaderboard.ranking import DRAWS, LEAST_SEEDS, Drawn, compare, has_interval, interval, mean_of
+from mini_ee.experiments.leaderboard.plan import EXAM, Plan, listed, planned
+from mini_ee.experiments.leaderboard.ranking import (
+    DRAWS,
+    LEAST_SEEDS,
+)
 from mini_ee.experiments.leaderboard.tables import (
     NO_INTERVAL,
-    NOT_YET,
     NOTHING,
     Leaderboard,
     main_table,
-    number,
     percent,
     read_leaderboard,
-    signed,
     task_table,
-    why_fewer,
 )
 from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_table, wrapped
 
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {
     "leaderboard-front.png": "Accuracy on the reported examples against the share of the full model's FLOPs, mean over "
-    "seeds. Coloured: methods that are best at some share. Bar: 95 % interval at 2x, median over methods",
-    "leaderboard-methods.png": "Each method alone, and all others in grey: mean accuracy over the tasks against the "
-    "share of the full model's FLOPs",
+    "seeds: at each share the rule with the best held-out accuracy within it. Coloured: methods that are best at some "
+    "share up to two thirds, often by less than the interval. Bar at 50 %: 95 % interval, median over methods",
+    "leaderboard-methods.png": "Each method alone, and all others in grey: accuracy against the share of the full "
+    "model's FLOPs, mean over seeds and over the tasks of the ranks",
     "leaderboard-hardness.png": "Mean exit layer of each kind of sentence at half of the FLOPs, from plain to doubly "
     "negated",
 }
-NAMED = 6  # methods that a sentence lists at most
 
 
 def write_page(out: Path, quick: bool) -> Path:
@@ -99,135 +98,6 @@ def _wrapped(paragraphs: list[str]) -> list[str]:
     return [line for text in paragraphs for line in (*wrapped(text).splitlines(), "")]
 
 
-# ---- The answer ----
-def answer(board: Leaderboard) -> list[str]:
-    """The first lines of the page: which method, how sure, whether it pays, and what has not been run."""
-    ranked, state = [name for name in board.order if name in board.ranks], _state(board)
-    if not ranked:
-        return [f"No method has a figure at half of the FLOPs yet. {state}"]
-    best, where = ranked[0], listed(["the built-in reviews" if name == EXAM else name for name in board.compared])
-    found = interval(board.headline[best])
-    beaten = {worse for better, worse in board.better if better == best}
-    open_ = [name for name in ranked[1:] if name not in beaten]
-    average = ", on average" if len(board.compared) > 1 else ""
-    between = (
-        f" (95 % interval {percent(found.low)} to {percent(min(found.high, 1))})" if not math.isnan(found.low) else ""
-    )
-    lines = [
-        f"**Which method for a classifier with half of the FLOPs?** `{best}` has the highest accuracy: "
-        f"{percent(found.mean)} % on {where}{average}{between}.{_models(board)}"
-    ]
-    lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)))
-    return [*lines, *filter(None, (_against_reference(board), _pays(board, best), state))]
-
-
-def _models(board: Leaderboard) -> str:
-    """The sentence that names the models of the compared tasks."""
-    names = list(dict.fromkeys(board.plan.models[name] for name in board.compared if name in board.plan.models))
-    return f" The model{' is' if len(names) == 1 else 's are'} {listed(names)}." if names else ""
-
-
-def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> str:
-    """Which methods the best one is better than, and which not."""
-    if not has_interval(board.headline[best]):
-        seeds = min(map(len, board.headline[best].seeds))
-        return (
-            f"Not at all yet: `{best}` has {seeds} seed{'s' * (seeds > 1)} of {board.plan.seeds}, and no method is "
-            f"called better than another. {ENOUGH}"
-        )
-    if count == 1:
-        return "No other method has been run on all of these tasks."
-    _, low, high = board.ranks[best]
-    text = f"Its rank is {f'between {low} and {high}' if low < high else low} of {count} (95 % interval). "
-    if not open_:
-        return text + "It is significantly better than every other method."
-    if len(open_) == count - 1:
-        text += "It is not significantly better than any other method"
-    else:
-        text += (
-            f"It is significantly better than {count - 1 - len(open_)} of the other {count - 1} methods, but not than"
-        )
-        text += f" {listed(open_ if len(open_) <= NAMED else [*open_[:NAMED], f'{len(open_) - NAMED} more'])}"
-    few = sum(not has_interval(board.headline[name]) for name in open_)
-    text += f"; {few} of the others have too few seeds for a test" if few else ""
-    times = {
-        name: [v for task in board.compared for v in about_figure(board.tasks[task], name, "seconds")]
-        for name in (best, *open_)
-    }
-    timed = {name: math.fsum(each) / len(each) for name, each in times.items() if each}
-    if len(timed) > 1:
-        quickest = min(timed, key=lambda name: (timed[name], name))
-        text += f". Of `{best}` and the methods that it does not beat significantly, `{quickest}` trains fastest: "
-        text += f"{number([timed[quickest]])} processor seconds"
-    return text + "."
-
-
-def _against_reference(board: Leaderboard) -> str:
-    """How many methods are better than joint training, how many worse, and how many have too few seeds."""
-    if REFERENCE not in board.headline or not has_interval(board.headline[REFERENCE]) or len(board.ranks) == 1:
-        return ""
-    others = [name for name in board.order if name in board.ranks and name != REFERENCE]
-    few = sum(not has_interval(board.headline[name]) for name in others)
-    better = [name for name in others if (name, REFERENCE) in board.better]
-    worse = [name for name in others if (REFERENCE, name) in board.better]
-    text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} methods with "
-    text += f"enough seeds for a test, {_counted(better)} {'are' if len(better) > 1 else 'is'} significantly better "
-    text += f"and {_counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
-    return text + (f" The other {few} have too few seeds." if few else "")
-
-
-def _pays(board: Leaderboard, best: str) -> str:
-    """The best method against the full model of joint training, against a fixed depth, and in time."""
-    lines, tasks = [], board.compared
-    if REFERENCE in board.headline:
-        full = mean_of([board.drawn[name][REFERENCE, "full"] for name in tasks])
-        lines.append(
-            f"If no example exits early, joint training has an accuracy of {percent(full.mean)} %; with half of the "
-            f"FLOPs, the accuracy of `{best}` is {_difference(board.headline[best], full)}."
-        )
-    if CONTROL in board.headline:
-        lines.append(
-            f"If all examples exit at the same layer of joint training (*{CONTROL}*), the accuracy is "
-            f"{percent(board.headline[CONTROL].mean)} %; that of `{best}` is "
-            f"{_difference(board.headline[best], board.headline[CONTROL])}."
-        )
-    times = [about_figure(board.tasks[name], best, "half speedup") for name in tasks]
-    if all(times):
-        faster = number([math.fsum(each) / len(each) for each in times])
-        lines.append(f"With one example at a time, `{best}` is {faster} times as fast as its own full model.")
-    return f"**Does it pay?** {' '.join(lines)}" if lines else ""
-
-
-def _difference(one: Drawn, other: Drawn) -> str:
-    """A difference in words, with half of its interval if there is one."""
-    points = signed(compare(one, other)).lstrip("+-")
-    half = f" (95 % interval ±{points.partition('±')[2]})" if not points.endswith(NO_INTERVAL) else ""
-    return f"{points.split()[0]} points {'lower' if one.mean < other.mean else 'higher'}{half}"
-
-
-def _state(board: Leaderboard) -> str:
-    """What has been run, if something is missing; else nothing."""
-    plan, begun, complete, unequal = board.plan, [], True, False
-    for name in plan.tasks:
-        task = board.tasks[name]
-        runs = {method: len(task.runs[method]) for method in plan.methods if method in task.runs}
-        not_yet = [method for method, count in runs.items() if NOT_YET in why_fewer(plan, task, method)]
-        not_run = sum(plan.missing(name).get(method) == NOT_RUN for method in plan.methods)
-        complete &= not (not_yet or not_run)
-        if runs:
-            seeds = " to ".join(map(str, sorted({min(runs.values()), max(runs.values())})))
-            begun.append(f"{len(runs)} of {len(plan.methods)} methods on {name} ({seeds} of {plan.seeds} seeds)")
-            unequal |= " to " in seeds
-    if complete:
-        return ""
-    waiting = [name for name in plan.tasks if not board.tasks[name].runs]
-    text = f"**What is missing?** Run so far: {listed(begun) or 'none'}."
-    text += f" {listed(waiting)} follow{'s' * (len(waiting) == 1)}." if begun and waiting else ""
-    if unequal:
-        text += " Some methods have fewer seeds than others, so part of a difference may come from the seeds."
-    return text + (f" Ranks are computed on {listed(board.compared)} alone." if board.compared else "")
-
-
 # ---- Sections ----
 def _task_lines(board: Leaderboard, name: str) -> list[str]:
     task = board.tasks[name]
@@ -250,8 +120,8 @@ def _failure_lines(task: TaskFigures) -> list[str]:
     return [
         f"**Which property of the exits predicts how many layers are saved?** Over {len(points)} methods with several "
         f"exits, *saved at 1 point* has Spearman's correlation {rho[0]} with EEFP and {rho[1]} with the expected "
-        f"calibration error (ECE), without intervals. The paper that proposed EEFP (arXiv:2508.21495) says that EEFP "
-        f"predicts what early exit saves, and that ECE does not."
+        f"calibration error (ECE). The paper that proposed EEFP (arXiv:2508.21495) says that EEFP predicts what early "
+        f"exit saves, and that ECE does not. So few methods, of which some share a training, do not decide it."
     ]
 
 
@@ -275,9 +145,9 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     easy, short = ([name for name, verdict in verdicts.items() if verdict == which] for which in (EASY, SHORT))
     few = sum(len(runs[name]) < LEAST_SEEDS for name in verdicts)
     summary = (
-        f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods that use "
-        f"several exit layers with each seed, {_counted(easy)} exit early on what is easy, "
-        f"{_counted(short)} on what is short; for {len(verdicts) - len(easy) - len(short)} it is not decided"
+        f"**Does a method exit early on what is easy, or on what is short?** Of {len(verdicts)} methods whose examples "
+        f"exit at several layers in every seed, {counted(easy)} exit early on what is easy, "
+        f"{counted(short)} on what is short; for {len(verdicts) - len(easy) - len(short)} it is not decided"
         f"{f' ({few} of them have fewer than {LEAST_SEEDS} seeds)' if few else ''}."
     )
     rows = []
@@ -296,6 +166,8 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
         *markdown_table(["method", *HARDNESS], depth),
         "",
     ]
+    if REFERENCE in passed:
+        right.append([f"*{REFERENCE}, full model*", *(percent(each) for each in passed[REFERENCE].full)])
     lines += [
         "**Accuracy of each kind at these exits, in percent** (guessing: 50, since half of each kind is positive)",
         "",
@@ -312,11 +184,6 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     ]
 
 
-def _counted(names: list[str]) -> str:
-    """How many, and which if they are few."""
-    return f"{len(names)} ({listed(names)})" if 0 < len(names) <= NAMED else str(len(names) or "none")
-
-
 def _correlation(found) -> str:
     half = NO_INTERVAL if math.isnan(found.high) else f"±{found.high - found.mean:.2f}"
     return f"{found.mean:.2f} {half}".replace("-0.00", "0.00")
@@ -330,7 +197,7 @@ def _other_lines(plan: Plan, out: Path) -> list[str]:
         lines.append(f"- {', '.join(names)}: {reason}.")
     embeddings, raee, add_exits = (link(out, name, name) for name in ("embeddings.md", "raee.md", "add-exits.md"))
     elsewhere = (
-        f"Their figures are elsewhere: tokens in the section on decoders, embeddings in {embeddings}, RAEE in {raee}, "
+        f"Their figures are elsewhere: tokens in [Decoders](#decoders), embeddings in {embeddings}, RAEE in {raee}, "
         f"and exits that are added to a fine-tuned model in {add_exits}. [METHODS.md](METHODS.md) lists all methods."
     )
     return [*_bullets(lines), "", *_wrapped([elsewhere])]

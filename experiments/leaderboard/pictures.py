@@ -8,7 +8,8 @@ import numpy as np
 from mini_ee.data.reviews import HARDNESS
 from mini_ee.evaluation.plots import new_panels, save_figure
 from mini_ee.experiments.leaderboard.exam import Exam
-from mini_ee.experiments.leaderboard.figures import AREA, CONTROL, HEADLINE, REFERENCE, SeedFigures, shares_of
+from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, HEADLINE, REFERENCE, SeedFigures, shares_of
+from mini_ee.experiments.leaderboard.plan import listed
 from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard
 from mini_ee.experiments.pictures import CYCLE, GREY
@@ -17,6 +18,7 @@ Curve = tuple[list[float], list[float]]  # shares of the FLOPs and accuracies, b
 DARK = "#444444"
 NEUTRAL = "#555555"  # of the cycle, too close to DARK
 MOST_COLOURED = len(CYCLE)
+FRONT = tuple(share for share in AREA if share <= BUDGETS["at 1.5x"])  # where a third of the FLOPs or more are saved
 
 
 def draw_all(board: Leaderboard, passed: dict[str, Exam], out: Path, names: list[str]) -> None:
@@ -27,7 +29,8 @@ def draw_all(board: Leaderboard, passed: dict[str, Exam], out: Path, names: list
         intervals = {name: _usual_interval(board, name) for name in begun}
         draw_fronts(out / names[0], {name: task_curves(board, [name]) for name in begun}, intervals)
     if curves := task_curves(board, list(board.compared)):
-        draw_methods(out / names[1], {name: curves[name] for name in [*board.order, CONTROL] if name in curves})
+        ordered = {name: curves[name] for name in [*board.order, CONTROL] if name in curves}
+        draw_methods(out / names[1], ordered, listed(board.compared))
     if order := [name for name in board.order if name in passed]:
         draw_hardness(out / names[2], {name: passed[name].depth for name in order})
 
@@ -64,9 +67,9 @@ def _score(run: SeedFigures, share: float) -> float:
 
 
 def front(curves: dict[str, Curve]) -> list[str]:
-    """The methods that are best at some share, those at most shares first; the control does not count."""
+    """The methods that are best at some share of FRONT, those at most shares first; the control does not count."""
     wins: dict[str, int] = {}
-    for share in AREA:
+    for share in FRONT:
         at = {
             name: scores[shares.index(100 * share)]
             for name, (shares, scores) in curves.items()
@@ -98,13 +101,14 @@ def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[
             look = looks[method] | {"linewidth": 2, "zorder": 3} if own else plain
             label = method if own or method == CONTROL else "_other"
             axes.plot(*curve, label=label, marker=_marker(curve), **look)
+        axes.axvline(50, color=GREY, linewidth=0.7, zorder=0)
         axes.set(title=name, xlabel="% of the full model's FLOPs", ylabel="accuracy in %")
         _zoom(axes, curves)
         if not math.isnan(half := intervals[name]):
             low, high = axes.get_ylim()
             axes.set_ylim(low, max(high, low + 2.5 * half))
             bar = {"color": DARK, "elinewidth": 1, "capsize": 3, "label": "95 % interval (median)"}
-            axes.errorbar([99], [low + 1.2 * half], [half], fmt="none", **bar)
+            axes.errorbar([50], [low + 1.2 * half], [half], fmt="none", **bar)
     entries = {}
     for axes in grid:
         handles, names = axes.get_legend_handles_labels()
@@ -116,8 +120,8 @@ def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[
     save_figure(figure, path)
 
 
-def draw_methods(path: Path, curves: dict[str, Curve]) -> None:
-    """A panel for each method: its curve, joint training's, and all others in grey."""
+def draw_methods(path: Path, curves: dict[str, Curve], tasks: str) -> None:
+    """A panel for each method: its curve, joint training's, and all others in grey. tasks: their names."""
     columns = min(5, len(curves))
     figure, grid = new_panels(len(curves), columns, width=2.3, height=2)
     for place, (axes, method) in enumerate(zip(grid, curves)):
@@ -127,6 +131,7 @@ def draw_methods(path: Path, curves: dict[str, Curve]) -> None:
         if REFERENCE in curves and method != REFERENCE:
             axes.plot(*curves[REFERENCE], color=DARK, linewidth=1, linestyle="--", zorder=2, label=REFERENCE)
         axes.plot(*curves[method], color="#D55E00", linewidth=2, zorder=3, marker=_marker(curves[method]))
+        axes.axvline(50, color="#c8c8c8", linewidth=0.6, zorder=0)
         axes.set_title(method, fontsize=9)
         axes.tick_params(labelsize=7)
         _zoom(axes, curves)
@@ -137,7 +142,7 @@ def draw_methods(path: Path, curves: dict[str, Curve]) -> None:
         if place < len(curves) - columns:
             axes.set_xticklabels([])
     figure.supxlabel("% of the full model's FLOPs (dashed: joint training)", fontsize=9)
-    figure.supylabel("mean accuracy in %", fontsize=9)
+    figure.supylabel(f"accuracy in % ({tasks})", fontsize=9)
     save_figure(figure, path)
 
 

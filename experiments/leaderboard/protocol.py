@@ -85,11 +85,11 @@ def why_not(name: str) -> str:
     """Why a method has no row in the tables of classifiers; empty if it has one."""
     method = load_method(name)
     if "rows" not in method.units:
-        return f"what exits are {' and '.join(method.units)}, which have no label"
+        return f"the exits give {' and '.join(method.units)}, which have no label"
     if method.keeps_model:
-        return "exits are added to a fine-tuned model, which stays as it is, and learn from its predictions"
+        return "the exits are added to a fine-tuned model, which stays as it is, and learn from its predictions"
     if not method.has_stages:
-        return "nothing is trained; a trained model's exits are planned from the texts, which no record contains"
+        return "nothing is trained; the exits are planned from the texts, which records do not contain"
     return ""
 
 

@@ -41,6 +41,7 @@ TITLES = {
     "at 2x": "at 2x",
     "at 3x": "at 3x",
     "saved": "saved at 1 point",
+    "lost": "lost at 1 point",
     "area": "area",
     "half speedup": "speed-up at 2x",
     "speedup": "speed-up at 1 point",
@@ -149,7 +150,7 @@ def main_table(board: Leaderboard) -> list[str]:
         at = sum(board.headline[name].mean > control for name in board.ranks)
         rows.insert(at, [*_ranked_cells(board, CONTROL, notes), *_mean_cells(board, CONTROL, notes)])
     columns = ["rank", "method", "accuracy at 2x, %", "minus joint, points", "full model, %"]
-    columns += ["layers saved at 1 point, %"]
+    columns += ["layers saved at 1 point, %", "lost at 1 point, points"]
     columns += [*(TITLES[name] for name in MEASURED), "seeds"]
     return [*markdown_table(columns, rows), "", *notes.lines()]
 
@@ -159,7 +160,7 @@ def _ranked_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
     name = f"*{method}*" if method == CONTROL else method
     if method not in board.headline:
         why = _why_no_mean(board, method, HEADLINE, notes)
-        return [why, name, why, why]
+        return [NOTHING, name, why, why]
     rank = "{} ({} to {})".format(*board.ranks[method]) if method in board.ranks else NOTHING
     gap, reference = NOTHING, board.headline.get(REFERENCE)
     if method != REFERENCE:
@@ -174,7 +175,7 @@ def _no_reference(notes: Notes) -> str:
 def _mean_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
     """Means over the tasks of the headline, and the number of seeds."""
     cells = []
-    for figure in ("full", "saved"):
+    for figure in ("full", "saved", "lost"):
         found = [each for name in board.compared if (each := board.drawn[name].get((method, figure)))]
         complete = len(found) == len(board.compared)
         cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, notes))
@@ -217,7 +218,8 @@ def task_table(board: Leaderboard, name: str) -> list[str]:
         cells.append(_failure(task, method, notes))
         for figure in MEASURED_ON_TASK:
             values = _measured(task, method, figure) if method != CONTROL else []
-            cells.append(notes.number(values) if isinstance(values, str) else number(values) if values else NOTHING)
+            cell = notes.number(values) if isinstance(values, str) else number(values) if values else NOTHING
+            cells.append(cell + (_zeros(task, method, notes) if figure == "speedup" and values else ""))
         rows.append([*cells, _seeds(board.plan, task, method, notes)])
     titles = [TITLES[figure] for figure in FIGURES], [TITLES[figure] for figure in MEASURED_ON_TASK]
     columns = ["method", *titles[0], "EEFP", *titles[1], "seeds"]
@@ -231,10 +233,11 @@ def _failure(task: TaskFigures, method: str, notes: Notes) -> str:
 
 
 def _zeros(task: TaskFigures, method: str, notes: Notes) -> str:
-    """The number of a note if some seeds count as 0 layers saved."""
+    """The number of a note if the full model of some seeds counts, which saves no layers."""
     runs = task.runs[method].values()
     lost = sum(run.passes_at_one_point is None for run in runs)
-    return f" {notes.number(f'{lost} of {len(runs)} seeds lose more with every rule, and count as 0')}" if lost else ""
+    why = f"{lost} of {len(runs)} seeds lose more with every rule; of them the full model counts, which saves 0 layers"
+    return f" {notes.number(why)}" if lost else ""
 
 
 def _seeds(plan: Plan, task: TaskFigures, method: str, notes: Notes) -> str:
@@ -272,7 +275,7 @@ def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
     compared = {}
     for (method, figure), each in drawn.items():
         reference = drawn.get((REFERENCE, figure))
-        if method in (REFERENCE, CONTROL) or reference is None:
+        if method in (REFERENCE, CONTROL) or figure == "lost" or reference is None:
             continue
         if has_interval(each) and has_interval(reference):
             compared[method, figure] = interval(each if figure == "area" else difference(each, reference))

@@ -329,7 +329,7 @@ def record_texts(
     of_heads = 2.0 * head + np.outer(layers, [*[model.own_layers] * (len(passes) - 1), False])
     flops = np.stack([np.outer(layers, passes), of_heads], axis=2)
     recorded = Recorded(model.exits, answers, flops, passes, columns)
-    return Record(recorded, answers, float(flops[:, :, 0].sum(1).mean() + 2.0 * head), groups)
+    return Record(recorded, answers, flops[:, :, 0].sum(1) + 2.0 * head, groups)
 
 
 def _read_exits(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from leaderboard_records import drawn_record, write_leaderboard
 
-from mini_ee.experiments.leaderboard import exam, figures, methods_page, page, pictures, ranking, tables
+from mini_ee.experiments.leaderboard import answer, exam, figures, methods_page, page, pictures, ranking, tables
 from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, SeedFigures, TaskFigures
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan
 from mini_ee.experiments.leaderboard.ranking import Interval
@@ -72,13 +72,44 @@ def test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops(mad
         assert (run.at[most] == (result.logits.argmax(axis=1) == reported.labels)).all()
         assert (run.depth[most] == result.cost.depth).all()
     cheapest = min((point for point in points if point[2] >= 0.84), key=lambda point: point[1])
-    assert (run.passes_at_one_point == reported.replay(cheapest[3]).cost.layer_passes).all()
-    assert figures.seed_figures(made, "pcee-bert", reference=1.2).passes_at_one_point is None
+    result = reported.replay(cheapest[3])
+    assert (run.passes_at_one_point == result.cost.layer_passes).all()
+    assert (run.at_one_point == (result.logits.argmax(axis=1) == reported.labels)).all()
+    none = figures.seed_figures(made, "pcee-bert", reference=1.2)
+    assert none.passes_at_one_point is None and (none.at_one_point == none.full).all()
+
+
+@pytest.mark.parametrize("cheap_exits", [True, False])
+def test_the_control_uses_all_flops_that_are_allowed(cheap_exits):
+    """Half of six layers and a head is less than three layers and a head: nearly all examples exit at the third layer.
+
+    cheap_exits: accuracy rises with depth; else the second exit is best, and all examples exit there.
+    """
+    chances = np.linspace(0.5, 0.95, 6) if cheap_exits else np.array([0.5, 0.95, 0.6, 0.6, 0.6, 0.6])
+    made = SeedRecord(*(drawn_record(chances, rows, np.random.default_rng(rows)) for rows in (400, 300)), {})
+    run = figures.task_figures("TREC", {"joint": {0: made}}, {}).runs[CONTROL][0]
+    right = made.reported.predictions == made.reported.labels[:, None]
+    costs = (1000 * np.arange(1, 7) + 10) / 6010
+    for share in {*BUDGETS.values(), *AREA}:
+        inside = int((costs <= share + 1e-9).sum()) - 1
+        assert (inside >= 0) == (share in run.at)
+        if inside < 0 or share == 1:
+            continue
+        deeper = (share - costs[inside]) / (costs[inside + 1] - costs[inside])
+        expected = (1 - deeper) * right[:, inside] + deeper * right[:, inside + 1]
+        depth = inside + 1 + deeper
+        if not cheap_exits and inside:
+            expected, depth = right[:, 1], 2
+        assert np.abs(run.at[share] - expected).max() < 2 / figures.PARTS
+        assert np.abs(run.depth[share] - depth).max() < 2 / figures.PARTS
+        assert run.flops[share] <= share + 1e-9
+    assert run.depth[0.5][0] == pytest.approx(3 - 0.005, abs=0.001) or not cheap_exits
 
 
 def test_saved_layers_and_area_are_means_over_seeds_and_examples(made):
     reference = figures.seed_figures(made, "joint", 0.8)
-    better = reference._replace(at={share: right | (np.arange(150) < 60) for share, right in reference.at.items()})
+    at = {share: right | (np.arange(150) < 60) for share, right in reference.at.items()}
+    better = reference._replace(at=at, full=~reference.full)
     runs = {"joint": {0: reference, 3: reference}, "x": {0: better, 3: reference._replace(passes_at_one_point=None)}}
     saved, area = (figures._figure(runs, "x", name) for name in ("saved", "area"))
     assert saved.seeds == (0, 3) and saved.by_seed[1] == 0
@@ -86,6 +117,10 @@ def test_saved_layers_and_area_are_means_over_seeds_and_examples(made):
     shares = [share for share in AREA if share in reference.at]
     gain = np.mean([better.at[share].mean() - reference.at[share].mean() for share in shares])
     assert area.by_seed == pytest.approx([gain, 0])
+    lost = figures._figure(runs, "x", "lost")
+    assert lost.by_seed == pytest.approx([reference.full.mean() - reference.at_one_point.mean()] * 2)
+    few = {0: reference._replace(at={share: reference.at[share] for share in shares[-5:]})}
+    assert "less than half of these shares" in figures._figure({**runs, "x": few}, "x", "area")
     assert "joint training has no record with seed 3" == figures._figure({**runs, "joint": {0: reference}}, "x", "area")
     costly = {0: better._replace(at={}), 3: better}
     assert figures._figure({**runs, "x": costly}, "x", "at 2x") == "1 of 2 seeds have no rule with so few FLOPs"
@@ -122,10 +157,19 @@ def cells_of(text):
     return [cell.strip() for line in lines for cell in line.strip("|").split("|")]
 
 
-def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, plan, tmp_path):
+def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, plan, tmp_path, monkeypatch):
     text = page.page(board, exam.exam(board.tasks[EXAM]), tmp_path, [])
     first = text.split("|")[0]
     assert "**Which method for a classifier with half of the FLOPs?** `consistent` has the highest accuracy" in first
+    assert "No method is clearly the best" not in first and "`consistent` trains fastest" not in first
+    assert "**Is it the best elsewhere?** On reviews, it has the highest accuracy, too: " in first
+    worse = answer._elsewhere(board, "joint")
+    assert "On reviews, `consistent` has the highest accuracy" in worse and re.search(
+        r"`joint` is \d.+ points lower", worse
+    )
+    assert re.search(
+        r"that of joint training with its own rule is [\d.]+ points (high|low)er", first.replace("\n", " ")
+    )
     assert "significantly better than" in first and "±?" not in text.replace("±?: ", "").replace("(±?", "")
     state = "Run so far: 4 of 5 methods on TREC (3 of 3 seeds), 4 of 5 methods on SST-2 (3 of 3 seeds)"
     assert state in " ".join(first.split())
@@ -143,6 +187,11 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     assert board.order[0] == "consistent" and board.order[-1] == "lora-exits"
     assert CONTROL in board.headline and CONTROL not in board.ranks
     alone = board._replace(ranks={"consistent": (1, 1, 1)}, headline={"consistent": board.headline["consistent"]})
+    tied = board._replace(better=set())
+    assert "No method is clearly the best. `consistent` has" in page.answer(tied)[0]
+    assert page.answer(tied)[1].endswith("`joint` trains fastest, in about 10.0 processor seconds.")
+    monkeypatch.setattr(answer, "SAME_TIME", 1.15)
+    assert page.answer(tied)[1].endswith("`two-stage` and `joint` train fastest, in about 10.0 processor seconds.")
     assert page.answer(alone)[1].endswith("No other method has been run on all of these tasks.")
 
 
@@ -193,7 +242,8 @@ def test_a_reason_is_each_seed_that_is_missing(tmp_path):
     (tmp_path / "leaderboard" / "TREC").mkdir(parents=True)
     write_json(tmp_path / "leaderboard/TREC/joint.json", {"settings": {}, "tried": [], "diverged": {"2": "NaN"}})
     plan = Plan(tmp_path / "records", ("TREC",), ("joint",), 5, "mini-ee reproduce x")
-    run = SeedFigures({"training": {"seconds": 1.0}}, np.ones(2), 1, {}, {}, {}, None, (6,), math.nan, math.nan)
+    training, right = {"training": {"seconds": 1.0}}, np.ones(2)
+    run = SeedFigures(training, right, 1, {}, {}, {}, None, right, (6,), math.nan, math.nan)
     for count, why in (
         (2, f"the training diverged with seed 2; {tables.NOT_YET}"),
         (4, "diverged with seed 2"),
@@ -231,7 +281,7 @@ def test_links_lead_to_files_that_exist(tmp_path):
         assert link(tmp_path / folder, "R", "raee.md#a") == expected
     lines = "".join(page._other_lines(Plan(tmp_path, (), (), 5, ""), tmp_path) + page.adding(tmp_path))
     lines += page.other_figures(tmp_path)
-    assert "](" not in lines.replace("[METHODS.md](METHODS.md)", "")
+    assert "](" not in lines.replace("[METHODS.md](METHODS.md)", "").replace("[Decoders](#decoders)", "")
 
 
 def test_a_training_that_diverged_is_named(tmp_path):
@@ -250,7 +300,7 @@ def test_a_panel_shows_the_curve_of_its_method_or_says_that_it_lies_below(tmp_pa
     curves |= {"low": ([20, 60, 100], [79.0, 79.0, 79.0]), "failed": ([20, 60, 100], [50.0, 50.0, 50.0])}
     figures_drawn = []
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures_drawn.append(figure))
-    pictures.draw_methods(tmp_path / "a.png", curves)
+    pictures.draw_methods(tmp_path / "a.png", curves, "TREC")
     seen = {}
     for axes in figures_drawn[0].axes:
         name, texts = axes.get_title(), [text.get_text() for text in axes.texts]

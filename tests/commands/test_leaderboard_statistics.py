@@ -148,8 +148,8 @@ def exam_task(depth_of, seeds=3):
     for seed in range(seeds):
         depth = np.clip(np.round(depth_of(kind, words) + random.normal(0, 1.5, 400)), 1, 12)
         right = random.random(400) < 0.9 - 0.05 * kind
-        share = exam.EXAM_SHARE
-        runs[seed] = SeedFigures({}, right, 0.8, {share: right}, {share: depth}, {share: 0.4}, None, (12,), 0.5, 0.1)
+        at, depths, flops = ({exam.EXAM_SHARE: each} for each in (right, depth, 0.4))
+        runs[seed] = SeedFigures({}, right, 0.8, at, depths, flops, None, right, (12,), 0.5, 0.1)
     return TaskFigures(EXAM, {"x": runs}, {}), rows, kind, words
 
 
