@@ -1,6 +1,7 @@
 """The first lines of the leaderboard: which method, how sure, whether it is the best elsewhere, and whether it pays."""
 
 import math
+import statistics
 
 from mini_ee.experiments.leaderboard.figures import CONTROL, HEADLINE, REFERENCE, about_figure
 from mini_ee.experiments.leaderboard.legend import ENOUGH
@@ -121,7 +122,12 @@ def _against_reference(board: Leaderboard) -> str:
     text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} methods with "
     text += f"enough seeds for a test, {counted(better)} {'are' if len(better) > 1 else 'is'} significantly better "
     text += f"and {counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
-    return text + (f" The other {few} have too few seeds." if few else "")
+    text += f" The other {few} have too few seeds." if few else ""
+    gaps = [compare(board.headline[name], board.headline[REFERENCE]) for name in others]
+    if halves := [each.high - each.mean for each in gaps if not math.isnan(each.high)]:
+        half = percent(statistics.median(halves))
+        text += f" The 95 % interval of a difference from joint training is ±{half} points (median over the methods)."
+    return text
 
 
 def _pays(board: Leaderboard, best: str) -> str:

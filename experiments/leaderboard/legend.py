@@ -9,6 +9,7 @@ ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of seve
 LEGEND = {
     "rank": f"""by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
     count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x.""",
+    "method": "[METHODS.md](METHODS.md) says what each one does, and where its code is.",
     "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs (2x fewer) of the method's
     own full model, mean over the tasks. The rule is one of the method's own, the most accurate one on held-out
     examples. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}: too few seeds. {ENOUGH}""",

@@ -105,7 +105,7 @@ def _task_lines(board: Leaderboard, name: str) -> list[str]:
         return ["Not run yet.", ""]
     rows = len(next(run.full for runs in task.runs.values() for run in runs.values()))
     model = f" The model is {board.plan.models[name]}." if name in board.plan.models else ""
-    lines = [f"{rows:,} reported examples.{model}", "", *task_table(board, name)]
+    lines = [f"{rows:,} reported examples, {task.layers} layers.{model}", "", *task_table(board, name)]
     return [*lines, *_wrapped(_failure_lines(task))]
 
 
