@@ -202,7 +202,8 @@ def _selection_lines(data: PageData) -> list[str]:
     for name, case in data.cases.items():
         if chosen := data.found[name].get("selected"):
             listed = ", ".join(
-                f"{each} ({count} of {len(chosen)} seeds)" for each, count in Counter(chosen.values()).items()
+                f"{data.name_of_case(each)} ({count} of {len(chosen)} seeds)"
+                for each, count in Counter(chosen.values()).items()
             )
             lines += ["", f"*{data.name_of_case(name)}*, selected for each seed by {data.name_of(case.by)}: {listed}."]
     return lines
