@@ -163,6 +163,7 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     assert "**Which method for a classifier with half of the FLOPs?** `consistent` has the highest accuracy" in first
     assert "No method is clearly the best" not in first and "`consistent` trains fastest" not in first
     assert "**Is it the best elsewhere?** On reviews, it has the highest accuracy, too: " in first
+    assert "| *joint, full model* |" in text
     worse = answer._elsewhere(board, "joint")
     assert "On reviews, `consistent` has the highest accuracy" in worse and re.search(
         r"`joint` is \d.+ points lower", worse
@@ -196,6 +197,22 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     monkeypatch.setattr(answer, "SAME_TIME", 1.15)
     assert page.answer(tied)[1].endswith("`two-stage` and `joint` train fastest, in about 10.0 processor seconds.")
     assert page.answer(alone)[1].endswith("No other method has been run on all of these tasks.")
+
+
+def test_a_method_that_loses_more_with_every_rule_or_has_no_rule_at_2x_has_a_note(board):
+    runs = {seed: run._replace(passes_at_one_point=None) for seed, run in board.tasks["TREC"].runs["pabee"].items()}
+    task = board.tasks["TREC"]._replace(runs=board.tasks["TREC"].runs | {"pabee": runs})
+    lines = tables.task_table(board._replace(tasks=board.tasks | {"TREC": task}), "TREC")
+    (row,) = (dict(zip(cells_of(lines[0]), cells_of(line))) for line in lines if line.startswith("| pabee"))
+    notes = {row[name].partition("[")[2].rstrip("]") for name in ("saved at 1 point", "speed-up at 1 point")}
+    assert [line[: line.index(".")] for line in lines if "3 of 3 seeds lose more with every rule" in line] == [*notes]
+    found = board.tasks["TREC"].found | {("pabee", "at 2x"): "no rule"}
+    costly = board._replace(
+        tasks=board.tasks | {"TREC": board.tasks["TREC"]._replace(found=found)},
+        headline={name: each for name, each in board.headline.items() if name != "pabee"},
+        ranks={name: each for name, each in board.ranks.items() if name != "pabee"},
+    )
+    assert [line for line in tables.main_table(costly) if line.startswith("| – | pabee | [1] | [1] |")]
 
 
 def test_marks_are_against_joint_training_and_need_three_seeds(board):

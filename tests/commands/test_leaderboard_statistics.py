@@ -149,7 +149,8 @@ def exam_task(depth_of, seeds=3):
         depth = np.clip(np.round(depth_of(kind, words) + random.normal(0, 1.5, 400)), 1, 12)
         right = random.random(400) < 0.9 - 0.05 * kind
         at, depths, flops = ({exam.EXAM_SHARE: each} for each in (right, depth, 0.4))
-        runs[seed] = SeedFigures({}, right, 0.8, at, depths, flops, None, right, (12,), 0.5, 0.1)
+        full = right | (kind == 6)
+        runs[seed] = SeedFigures({}, full, 0.8, at, depths, flops, None, right, (12,), 0.5, 0.1)
     return TaskFigures(EXAM, {"x": runs}, {}), rows, kind, words
 
 
@@ -176,7 +177,7 @@ def test_the_exam_tells_easy_from_short(depth_of, verdict):
         partial.append(np.corrcoef(*residuals)[0, 1])
     assert found.correlations["hardness at equal length"].mean == pytest.approx(np.mean(partial))
     assert found.depth[2] == pytest.approx(np.mean([depth[kind == 2].mean() for depth in depths]))
-    assert found.accuracy[6] < found.accuracy[0]
+    assert found.accuracy[6] < found.accuracy[0] and (found.full[6], found.full[0]) == (1.0, found.accuracy[0])
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
