@@ -54,7 +54,8 @@ CONFIDENCE_MEASURE = "breaking_ties"
 FLOPS_SHARES = {"at a third": 1 / 3, "at two thirds": 2 / 3}  # of the full model's FLOPs, for scores at equal cost
 SAVED_PERCENT = (10, 20, 30, 50, 60)  # of the layers, at which generated texts are compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
-STREAM_BATCHES, STREAM_SECONDS = (1, 2, 4, 8), 4.0  # batch sizes whose streams are timed; least time for each
+STREAM_BATCHES = (1, 2, 4, 8)  # batch sizes whose streams are timed
+STREAM_SECONDS, STREAM_SECONDS_ON_A_GPU = 4.0, 1.0  # least time for each of them
 
 Measured = tuple[dict[str, float], dict[str, list[float]]]
 
@@ -66,7 +67,8 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured | tuple[di
     """A classifier: its exits, the savings of rules that are chosen on the held-out set, and its record, if it has one.
 
     reference: figures of the model, with the same seed, from which a loss is counted; default: of this run. The figures
-    of the reported rows are those that the record gives with the rules in its `about`. A regression has no record.
+    of the reported rows are those that the record gives with the rules in its `about`. A regression has no record. The
+    run may be on a GPU; then it is moved to the CPU, where it is timed.
     """
     seed = run.config["seed"]
     _, rows = rows_of(task, None, None, seed)
@@ -97,6 +99,8 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured | tuple[di
     lists = {f"curve {name}": [point[key] for point in offered] for name, key in keys.items()}
     figures |= {f"hold-out saved {name}": point["layers_saved"] for name, point in chosen.items()}
     figures |= _trained_rows(run, task, Policy() if has_policy else run.rule)
+    run.model.to("cpu")
+    whole = run.whole_model()
     order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
     for point in picked.values():
         timed.append((whole if is_full(point) else run.segments(), rule_from_dict(point["rule"]), encoded))
@@ -216,9 +220,11 @@ def of_estimate(run: Run, task: Task, reference: dict | None) -> Measured:
 # ---- LoRAExit's streams ----
 
 
-def of_streams(run: Run, task: Task, reference: dict | None) -> Measured:
+def of_streams(run: Run, task: Task, reference: dict | None, least: float = STREAM_SECONDS) -> Measured:
     """Milliseconds until all exits have predicted for a small batch: with parallel streams (SGMV, a loop over the
     adapters, no adapters), with one stream after the other, and for the model without exits.
+
+    least: seconds of measurement for each batch size.
     """
     K, figures = len(run.exits), {}
     _, rows = rows_of(task, None, STREAM_BATCHES[-1], run.config["seed"])
@@ -233,7 +239,7 @@ def of_streams(run: Run, task: Task, reference: dict | None) -> Measured:
             "no adapters": partial(bare_streams, run.model, inputs),
             "full model": partial(early_exit, run.whole_model(), NeverExit(), inputs),
         }
-        for way, seconds in zip(ways, medians([*ways.values()], f"{count} rows", seconds_a_case=STREAM_SECONDS)):
+        for way, seconds in zip(ways, medians([*ways.values()], f"{count} rows", seconds_a_case=least)):
             figures[f"{way}, {count} rows"] = seconds * 1e3
     return figures, {}
 
@@ -304,10 +310,13 @@ def of_writing(run: Run, text: Path | None, reference: dict | None, sampling: Sa
 
 
 # measurements that read a task; the others read a text, or nothing
-READ_A_TASK = ("rows", "streams", "prompts", "compared through prompts", "estimate")
+ON_A_GPU = "streams on a GPU"
+READ_ON_THE_DEVICE = ("rows", ON_A_GPU)  # measurements of a run on the device of its training
+READ_A_TASK = ("rows", "streams", ON_A_GPU, "prompts", "compared through prompts", "estimate")
 MEASUREMENTS = {
     "rows": of_rows,
     "streams": of_streams,
+    ON_A_GPU: partial(of_streams, least=STREAM_SECONDS_ON_A_GPU),
     "prompts": of_retrieval,
     "compared through prompts": of_compared,
     "estimate": of_estimate,

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 
+import torch
 from filelock import FileLock
 
 from mini_ee.data.files import write_bytes
 from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.claims import judge_claim
 from mini_ee.experiments.markdown import check_is_page
+from mini_ee.experiments.measures import ON_A_GPU
 from mini_ee.experiments.overview import (
     CHART,
     JUDGING_HEADING,
@@ -21,7 +23,7 @@ from mini_ee.experiments.overview import (
 )
 from mini_ee.experiments.page_data import read_data
 from mini_ee.experiments.pictures import draw, draw_verdicts
-from mini_ee.experiments.recipe import PAPERS, cases_named, cases_of, load_recipe, select
+from mini_ee.experiments.recipe import PAPERS, Case, cases_named, cases_of, load_recipe, select
 from mini_ee.experiments.result_page import JUDGING, answer, page
 from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
@@ -35,6 +37,7 @@ def reproduce(
     seeds: tuple[int, int | None] = (0, None),
     sources: Path | None = None,
     out: Path | None = None,
+    device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> dict:
     """Train and measure what is missing, then write OUT/PAPER.md with its pictures, OUT/README.md and OUT/judging.md.
@@ -42,23 +45,22 @@ def reproduce(
     seeds: the first seed, and the number of seeds of each case; None: as many as the page of the case shows. All cases
     run with the first seed before any runs with the second. Results of an earlier call are used again, also if that
     call was interrupted. A case that another process is running is left to that process, so several calls share the
-    work. Raises WrongArguments, before anything runs, if a model or a task is missing, or if a page would overwrite
-    another file.
+    work. device: of the trainings; times are of the CPU. Cases that need a GPU are left out if there is none. Raises
+    WrongArguments, before anything runs, if a model, a task or the device is missing, or a page is another file.
     """
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
-    found = Sources(sources, folder / "runs")
-    named = cases_named(recipe if only is None else select(recipe, only), cases_of(recipe))
-    cases = {name: case for name, case in named.items() if not case.of}
+    found = Sources(sources, folder / "runs", device)
+    cases = _possible(cases_named(recipe if only is None else select(recipe, only), cases_of(recipe)), say)
     check_is_page(out / f"{paper}.md", f"# {recipe['title']}")
     for name, heading in (("README.md", OVERVIEW_HEADING), (JUDGING, JUDGING_HEADING)):
         check_is_page(out / name, heading)
     (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
     runs = [(case, first + k) for case in cases.values() for k in range(count or case.seeds or usual)]
     runs.sort(key=itemgetter(1))
-    missing = [(case, seed) for case, seed in runs if not is_done(folder, case, seed)]
-    for case, _ in missing:
+    missing = [case for case, seed in runs if not is_done(folder, case, seed)]
+    for case in missing:
         found.check(case)
     folder.mkdir(parents=True, exist_ok=True)
     say(f"{len(cases)} cases, {len(runs)} runs with all seeds; {len(missing)} to run.")
@@ -87,6 +89,15 @@ def reproduce(
         write_overview(out, quick)
     say(f"Page: {path}")
     return {"paper": paper, "page": str(path), "ran": ran, "wall_seconds": time.perf_counter() - begin}
+
+
+def _possible(cases: dict[str, Case], say: Callable[[str], None]) -> dict[str, Case]:
+    """Those that are trained, without those that need a GPU, if there is none."""
+    cases = {name: case for name, case in cases.items() if not case.of}
+    unable = [name for name, case in cases.items() if case.measure == ON_A_GPU and not torch.cuda.is_available()]
+    if unable:
+        say(f"{len(unable)} of {len(cases)} cases need a GPU and are left out: {', '.join(unable)}.")
+    return {name: case for name, case in cases.items() if name not in unable}
 
 
 def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:

@@ -119,6 +119,8 @@ def _machine_lines(data: PageData) -> list[str]:
     about = {key: _several(str(one["how"].get(key, NOT_RECORDED)) for _, one in runs) for key in MADE_WITH}
     threads = f"{about['threads']} thread{'' if about['threads'] == '1' else 's'}"
     lines = [f"- Machine: {about['machine']}, {threads}; processor: {about['processor']}; torch {about['torch']}."]
+    gpus = {gpu: len({name for name, one in runs if one["how"].get("gpu") == gpu}) for gpu in _gpus(runs)}
+    lines += [f"- Trained on a GPU ({gpu}): {count} of {len(data.trained)} cases." for gpu, count in gpus.items()]
     lines += [f"- Commits: {about['commit']}.", f"- {_core_hours([one for _, one in runs])}"]
     sums = {}
     for name, one in runs:
@@ -130,6 +132,10 @@ def _machine_lines(data: PageData) -> list[str]:
     stored = [name for name in names if data.folder and record_of(data.folder, name).exists()]
     count = f"{len(stored)} of {len(names)} cases, in results/records/"
     return lines + ([f"- Records (what every exit says of each test example): {count}."] if stored else [])
+
+
+def _gpus(runs: list[tuple[str, dict]]) -> list[str]:
+    return sorted({one["how"]["gpu"] for _, one in runs if "gpu" in one["how"]})
 
 
 def _several(values: Iterable[str]) -> str:

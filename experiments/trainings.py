@@ -33,13 +33,13 @@ from mini_ee.data.files import (
 )
 from mini_ee.data.tasks import Task, load_task, toy_task
 from mini_ee.errors import WrongArguments
-from mini_ee.experiments.measures import MEASUREMENTS, READ_A_TASK
+from mini_ee.experiments.measures import MEASUREMENTS, ON_A_GPU, READ_A_TASK, READ_ON_THE_DEVICE
 from mini_ee.experiments.recipe import Case, is_choice
 from mini_ee.experiments.records import write_record
 from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import Run, load_run, training_folder
 from mini_ee.training.state import STATE
-from mini_ee.training.train_run import train
+from mini_ee.training.train_run import check_device, train
 
 MADE_WITH = ("commit", "torch", "machine", "threads", "processor")  # keys of a seed's "how" that the page prints
 DIGITS = 5  # of a figure in the JSON
@@ -54,11 +54,14 @@ class CaseLocked(Exception):
 class Sources:
     """Where models and tasks are: DIR/weights/NAME, DIR/data/NAME (default of DIR: $MINI_EE_SHARED, or ../shared).
 
-    made: folder for tasks that are derived from others.
+    made: folder for tasks that are derived from others. device: of the trainings. Raises WrongArguments if torch cannot
+    use it.
     """
 
-    def __init__(self, folder: Path | None, made: Path):
+    def __init__(self, folder: Path | None, made: Path, device: str = "cpu"):
         self.folder, self.made = folder or Path(os.environ.get("MINI_EE_SHARED", "../shared")), made
+        self.device = device
+        check_device(device)
 
     def find(self, kind: str, name: str) -> Path:
         """The folder of a model or a task, or the file of a text. Raises WrongArguments if it does not exist."""
@@ -180,7 +183,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             shutil.rmtree(at, ignore_errors=True)  # left by a process that was killed before it removed the folder
             return
         say(f"{case.name}, seed {seed}")
-        begin = sum(os.times()[:4])
+        begin, device = sum(os.times()[:4]), "cuda" if case.measure == ON_A_GPU else sources.device
         measured_on, dropped = _read(case, sources)
         if dropped:
             say(f"  {dropped} test examples are dropped: training examples have the same texts")
@@ -189,9 +192,11 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             if "chosen" not in record:
                 record["chosen"] = _chosen(path, case, record, seed, sources, say)
         run = trained(at / "run", _settled(case, record.get("chosen", {})), seed, sources)
+        if device != "cpu" and case.measure in READ_ON_THE_DEVICE:
+            run.model.to(device)
         figures, lists, *records = MEASUREMENTS[case.measure](run, measured_on, reference)
         for made in records:
-            about = {"settings": _settled(case, record.get("chosen", {})), "how": how_made()}
+            about = {"settings": _settled(case, record.get("chosen", {})), "how": how_made(device)}
             write_record(record_of(folder, case.name), seed, made._replace(about=made.about | about))
         record["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
@@ -204,7 +209,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             ),
             "data": _checksums(case, measured_on, sources),
             "core_seconds": round(sum(os.times()[:4]) - begin, 1),
-            "how": how_made() | {name: run.config.get(name) for name in ("settings", "training")},
+            "how": how_made(device) | {name: run.config.get(name) for name in ("settings", "training")},
         }
         write_json(path, record)
         shutil.rmtree(at)
@@ -328,7 +333,7 @@ def trained(folder: Path, options: dict, seed: int, sources: Sources) -> Run:
     unfinished = (training_folder(folder) / STATE).exists()
     if not unfinished:
         shutil.rmtree(training_folder(folder), ignore_errors=True)
-    return train(method, out=folder, resume=unfinished, seed=seed, **sources.options(given))
+    return train(method, out=folder, resume=unfinished, seed=seed, device=sources.device, **sources.options(given))
 
 
 def _short(value: float) -> float:
@@ -343,8 +348,8 @@ def processor() -> str:
     return platform.processor() or "unknown"
 
 
-def how_made() -> dict:
-    """Commit, torch version, machine, processor and threads of this process."""
+def how_made(device: str = "cpu") -> dict:
+    """Commit, torch version, machine, processor and threads of this process, and the GPU, if the device is one."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = subprocess.run(git, capture_output=True, text=True)
     return {
@@ -353,4 +358,4 @@ def how_made() -> dict:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "processor": processor(),
         "threads": torch.get_num_threads(),
-    }
+    } | ({} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)})

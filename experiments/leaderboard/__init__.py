@@ -29,19 +29,21 @@ def make_leaderboard(
     seeds: tuple[int, int | None] = (0, None),
     sources: Path | None = None,
     out: Path | None = None,
+    device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> dict:
     """Train and record what is missing, with one thread, then write OUT/leaderboard.md from all records.
 
     only: a method; seeds: the first seed, and their number. A training that another process runs is left to it, so
-    several calls share the work. A training that fails is named in a line, and the others go on. Raises WrongArguments,
-    before anything runs, if a model or a task is missing, or a method is unknown; ValueError at the end, if one failed.
+    several calls share the work. device: of the trainings; times of rules are of the CPU. A training that fails is
+    named in a line, and the others go on. Raises WrongArguments, before anything runs, if a model, a task or the device
+    is missing, or a method is unknown; ValueError at the end, if one failed.
     """
     begin, out = time.perf_counter(), out or Path("results-quick" if quick else "results")
     tokens = only is None or only in token_methods()
     names = [] if only and tokens and why_not(only) else methods(quick, only)
     all_seeds = tuple(range(seeds[0], seeds[0] + (seeds[1] or seed_count(quick))))
-    found = Sources(sources, out / "leaderboard")
+    found = Sources(sources, out / "leaderboard", device)
     chosen = exams(quick)
     work = [job for exam in chosen for job in jobs(trainings_of(exam, found), names, all_seeds)]
     # A table with few seeds before one with many, and the built-in model first, because it is the smallest.

@@ -262,6 +262,7 @@ def _checksums(board: Leaderboard) -> dict[str, list[str]]:
 
 ABOUT_NAMES = {
     "Processor": ("made", "processor"),
+    "GPU, for the training of some exams": ("made", "gpu"),
     "torch": ("made", "torch"),
     "numpy": ("made", "numpy"),
     "Python": ("made", "python"),

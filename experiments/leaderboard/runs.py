@@ -169,7 +169,9 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         say(f"  no record: {error}")
         return
     task, state = places.tasks[name], _read_state(places.out, training)
+    run.model.to(places.sources.device)
     read = _read(run, task, training.exam)
+    run.model.to("cpu")  # where rules are timed
     about |= {
         "settings": training.settings,
         "rates": {rate: training.at(factor)[rate] for rate in training.rates} | {"factor": factor},
@@ -177,7 +179,8 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         "trained_as": run.config["method"],
         "held_out": {"selection": len(read.selection.labels), "default_rule_tested_on": len(read.tested.labels)},
         "data": {"train": task.split("train").sha256(), task.default_split: rows_of(task, None, None, 0)[1].sha256()},
-        "made": how_made() | {"numpy": np.__version__, "python": platform.python_version(), "processor": processor()},
+        "made": how_made(places.sources.device)
+        | {"numpy": np.__version__, "python": platform.python_version(), "processor": processor()},
     }
     full = float(exit_scores(read.held_out, task, read.held_out.labels, "accuracy")[-1])
     for method in sorted(methods, key=lambda method: method != REFERENCE):

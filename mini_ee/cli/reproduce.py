@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mini_ee.cli.command_options import positive
@@ -46,6 +47,11 @@ def add(sub: ArgumentParser) -> None:
         help="folder of weights/ and data/ (default $MINI_EE_SHARED or ../shared)",
     )
     sub.add_argument(
+        "--device",
+        default="cpu",
+        help="device of the trainings: cpu, cuda, cuda:1, ...; times are measured on the CPU (default cpu)",
+    )
+    sub.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the pages (default results, with --quick results-quick)"
     )
 
@@ -59,12 +65,12 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
 
     places = {"sources": args.sources, "out": args.out, "say": say}
     if args.paper in MEASURED:
-        if args.only is not None or args.quick or args.seeds:
-            raise WrongArguments(f"--only, --quick and --seeds are for papers; {args.paper} has --measure PART")
+        if args.only is not None or args.quick or args.seeds or args.device != "cpu":
+            given = "--only, --quick, --seeds and --device"
+            raise WrongArguments(f"{given} are for papers; {args.paper} has --measure PART")
         return make_page(args.paper, args.measure, **places)
     if args.measure is not None:
         raise WrongArguments(f"--measure is for {', '.join(MEASURED)}; {args.paper} runs what is missing; leave it out")
     seeds = (args.seed, args.seeds)
-    if args.paper == LEADERBOARD:
-        return make_leaderboard(only=args.only, quick=args.quick, seeds=seeds, **places)
-    return reproduce(args.paper, only=args.only, quick=args.quick, seeds=seeds, **places)
+    make = make_leaderboard if args.paper == LEADERBOARD else partial(reproduce, args.paper)
+    return make(only=args.only, quick=args.quick, seeds=seeds, device=args.device, **places)

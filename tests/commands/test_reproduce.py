@@ -441,7 +441,7 @@ def test_choices_are_made_one_after_the_other_and_none_is_trained_twice(tmp_path
         def __init__(self, folder):
             self.folder = folder
 
-    def train(method, out, seed, task, resume, lr, temperature, rank, alpha):
+    def train(method, out, seed, task, resume, device, lr, temperature, rank, alpha):
         trained.append((lr, temperature, rank, alpha))
         out.mkdir(parents=True)
         score = (temperature == 10.0) + ((rank, alpha) == narrow) - abs(np.log2(lr / 4.0)) / 2
@@ -661,6 +661,69 @@ def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_s
     assert [each and each["hold-out full"] for each in made] == [None, 0.1, None, 0.3]
     assert main([*command[:-2], "2", "--json"]) == 0  # the second seed is counted from the reference's second
     assert made[5]["hold-out full"] == 0.5
+
+
+def test_runs_are_trained_and_read_on_the_named_device_and_its_gpu_is_recorded(tiny, monkeypatch):
+    trained_on, read_on = [], []
+    model = SimpleNamespace(to=read_on.append)
+
+    def train(method, out, device, **options):
+        trained_on.append(device)
+        out.mkdir(parents=True)
+        return SimpleNamespace(config={}, model=model)
+
+    monkeypatch.setattr(trainings, "train", train)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setattr(trainings, "check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: ({"full": 0.5, "hold-out full": 0.5}, {}))
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
+    assert main([*command, "--device", "cuda:1"]) == 0
+    assert trained_on == read_on == ["cuda:1", "cuda:1"]
+    made = [read_json(path)["seeds"]["0"]["how"] for path in (tiny / "raee").glob("*.json")]
+    assert [each["gpu"] for each in made] == ["the card cuda:1"] * 2
+    assert "Trained on a GPU (the card cuda:1): 2 of 2 cases." in (tiny / "raee.md").read_text()
+    shutil.rmtree(tiny / "raee")
+    assert main(command) == 0 and trained_on[2:] == ["cpu", "cpu"] and len(read_on) == 2
+    assert "gpu" not in read_json(next((tiny / "raee").glob("*.json")))["seeds"]["0"]["how"]
+    assert "Trained on" not in (tiny / "raee.md").read_text()
+
+
+def test_cases_that_need_a_gpu_are_left_out_without_one_and_use_it_also_if_others_are_trained_on_the_cpu(
+    tiny, monkeypatch, capsys
+):
+    (experiment,) = TINY["experiments"]
+    streams = {"name": "streams", "axes": {}, "measure": measures.ON_A_GPU, "options": {"task": "reviews"}}
+    claim = {"text": "One", "paper": "", "compare": [{"more": "streams", "than": 0.1, "figure": "full"}]}
+    own = TINY | {"experiments": [experiment, streams], "claims": [*TINY["claims"], claim]}
+    (tiny.parent / "raee.json").write_text(json.dumps(own))
+    ran = []
+    monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(command) == 0 and "1 of 3 cases need a GPU and are left out: streams." in capsys.readouterr().out
+    assert ran == [("reviews joint", 0), ("reviews two-stage", 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(command) == 0 and ran[2:] == [("streams", 0)]
+    used = []
+    monkeypatch.setattr(
+        trainings, "trained", lambda *about: SimpleNamespace(config={}, model=SimpleNamespace(to=used.append))
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
+    monkeypatch.setitem(trainings.MEASUREMENTS, measures.ON_A_GPU, lambda *about: ({}, {}))
+    case = Case("streams", measures.ON_A_GPU, {"task": "reviews"})
+    (tmp := tiny / "raee" / "runs" / "streams" / trainings.json_sha256(case.options)[:12] / "0").mkdir(parents=True)
+    trainings.run_case(tiny / "raee", case, 0, trainings.Sources(tiny, tiny), lambda text: None)
+    made = read_json(tiny / "raee" / "streams.json")["seeds"]["0"]["how"]
+    assert used == ["cuda"] and made["gpu"] == "the card cuda" and not tmp.exists()
+
+
+@pytest.mark.parametrize("paper", ["raee", "leaderboard"])
+def test_a_device_that_cannot_be_used_is_refused_before_anything_is_written(paper, tmp_path, capsys):
+    assert main(["reproduce", paper, "--quick", "--out", str(tmp_path / "out"), "--device", "tpu"]) == 2
+    assert "--device tpu: cannot be used here (expected cpu, cuda or cuda:N); use cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_path, monkeypatch):
@@ -1047,8 +1110,11 @@ def test_a_measured_page_does_not_replace_another_file(measured_page, tmp_path, 
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        (["shards", "--quick"], "--only, --quick and --seeds are for papers; shards has --measure PART"),
-        (["shards", "--only", "Table 1"], "--only, --quick and --seeds are for papers; shards has --measure PART"),
+        (["shards", "--quick"], "--only, --quick, --seeds and --device are for papers; shards has --measure PART"),
+        (
+            ["shards", "--only", "Table 1"],
+            "--only, --quick, --seeds and --device are for papers; shards has --measure PART",
+        ),
         (["raee", "--measure"], "raee runs what is missing; leave it out"),
     ],
 )

@@ -124,6 +124,7 @@ WIDE = {  # functions with more parameters than that
     "generate": "the ways to decode are named one by one, as in transformers' generate",
     "generate_lossless": "as generate",
     "generated_texts": "as generate, which it calls",
+    "reproduce": "as the options of the command",
 }
 
 
