@@ -95,6 +95,7 @@ def compare_cases(compare: dict, data: PageData) -> Compared | None:
     if not seeds:
         return NO_SEED_HAS_IT if run >= LEAST_SEEDS else None
     more, than = ([values[seed] if values is not None else compare["than"] for seed in seeds] for values in both)
+    more = [value * compare.get("times", 1) for value in more]
     row_error, recorded = _row_error(compare, data, seeds)
     found = compared(more, than, compare.get("by", 0.0), compare.get("exact", False), row_error)
     found = found._replace(recorded=recorded)
@@ -255,6 +256,7 @@ def _compared_names(compare: dict, data: PageData) -> str:
     """The figure, and the cases of both sides; the second side may be a number."""
     more, than = (sides(compare, side) for side in ("more", "than"))
     first, figure = _case_names(more, data), _figure_names(more, data)
+    figure = f"{compare['times']:g} times {figure}" if "times" in compare else figure
     if not than:
         return f"{figure}: {first}, against a number"
     second, other = _case_names(than, data), _figure_names(than, data)

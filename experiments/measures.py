@@ -312,7 +312,8 @@ def of_writing(run: Run, text: Path | None, reference: dict | None, sampling: Sa
 # measurements that read a task; the others read a text, or nothing
 ON_A_GPU = "streams on a GPU"
 READ_ON_THE_DEVICE = ("rows", ON_A_GPU)  # measurements of a run on the device of its training
-READ_A_TASK = ("rows", "streams", ON_A_GPU, "prompts", "compared through prompts", "estimate")
+TIMES_ALONE = ("streams", ON_A_GPU)  # whose figures do not depend on what the examples are
+READ_A_TASK = ("rows", *TIMES_ALONE, "prompts", "compared through prompts", "estimate")
 MEASUREMENTS = {
     "rows": of_rows,
     "streams": of_streams,

@@ -74,7 +74,7 @@ only after these have been run.
 - *{WIDE}*: the required difference lies inside an interval. The page says how many seeds would probably
   decide, or that no number of seeds would: then the error from the test examples is too large. More test examples make
   it smaller, and a record of each prediction makes its bound smaller.
-- *{ELSEWHERE}*: the claim is about a GPU or a larger model, or too few seeds have the figure,
+- *{ELSEWHERE}*: the claim is about a larger model, or too few seeds have the figure,
   for example because no example exits at that layer.
 - *{CONSTANT}*: every seed gives the same two figures, so nothing is known about their spread.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from mini_ee.data.metrics import spearman
 from mini_ee.experiments.claims import claim_lines, counted, judge_claim
 from mini_ee.experiments.markdown import folded, made_by, markdown_row, markdown_table
+from mini_ee.experiments.measures import TIMES_ALONE
 from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, filled_in, printed
 from mini_ee.experiments.recipe import is_choice
 from mini_ee.experiments.trainings import MADE_WITH, record_of
@@ -172,7 +173,7 @@ def _dropped(data: PageData) -> list[str]:
     counts = {}
     for name, case in data.cases.items():
         for one in data.found[name]["seeds"].values():
-            if count := one.get("test_rows_dropped", 0):
+            if (count := one.get("test_rows_dropped", 0)) and case.measure not in TIMES_ALONE:
                 counts[case.options["task"]] = count
     listed = ", ".join(f"{count} of {task}" for task, count in sorted(counts.items()))
     return (

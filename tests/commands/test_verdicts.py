@@ -284,6 +284,18 @@ def test_a_part_is_named_by_its_cases_and_by_its_figure_if_parts_have_different_
     assert "| B ours: mean of 2 figures (score 1, ...), against full | 65.0 % |" in text
 
 
+def test_a_claim_can_say_how_many_times_as_much_is_required():
+    """At most one and a half times as long: 1.5 times the time of one example is more than that of eight."""
+    data = data_of({"A": {"1 rows": {"0": 2.0, "1": 2.2, "2": 2.4}, "8 rows": {"0": 2.1, "1": 2.5, "2": 2.6}}})
+    more, than = ({"case": "A", "figure": f"{count} rows"} for count in (1, 8))
+    claim = {"text": "T", "paper": "P", "compare": [{"more": more, "times": 1.5, "than": than}]}
+    answer = judge_claim(claim, data)
+    assert answer.verdict == HOLDS and answer.comparisons[0].difference == pytest.approx(3.3 - 2.4)
+    assert "| A: 1.5 times 1 rows, against 8 rows | 3.30 | 2.40 | +0.900" in "\n".join(claim_lines(1, answer, data))
+    del claim["compare"][0]["times"]
+    assert judge_claim(claim, data).verdict == WIDE
+
+
 def test_settings_of_a_claim_and_of_a_comparison_are_combined_and_figures_can_depend_on_them():
     claim = {"over": {"task": ["A", "B"]}, "compare": [{"more": "{task} m", "than": 1, "figure": "score at {cost}"}]}
     claim["compare"][0]["over"] = {"cost": ["a third", "half"]}

@@ -9,7 +9,9 @@ from pretended import DEVICE, pretended
 from test_conformance import DIFFERENT, PROMPTS, answers, decoded, house  # noqa: F401
 
 from mini_ee.cli.main import main
+from mini_ee.data.tasks import load_task
 from mini_ee.exits.decoding import MISSING_KV
+from mini_ee.experiments import measures
 
 A_GPU = nullcontext if torch.cuda.is_available() else pretended
 SHORT = {"rows": {"epochs": 1, "max_train": 32}, "tokens": {"texts": 20}}
@@ -54,3 +56,31 @@ def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method
             assert found() == here
             command = ("generate", "--prompt", "the film", "--max-new-tokens", "3")
         assert main([command[0], str(tmp_path / "run"), *command[1:], "--device", "cuda"]) == 0
+
+
+@pytest.mark.slow
+def test_the_exits_of_an_experiment_are_read_where_it_was_trained_and_timed_on_the_cpu(
+    house,  # noqa: F811
+    task_folder,
+    tmp_path,
+    monkeypatch,
+):
+    found = {"record": set(), "measure_seconds": set()}
+
+    def noted(name):
+        function = getattr(measures, name)
+
+        def called(*args, **settings):
+            found[name] |= {each.device.type for each in run.model.parameters()}
+            return function(*args, **settings)
+
+        return called
+
+    with A_GPU():
+        run = house.train("joint", "rows", tmp_path / "run", device="cuda", **SHORT["rows"])
+        run.model.to("cuda")
+        for name in found:
+            monkeypatch.setattr(measures, name, noted(name))
+        figures, _, made = measures.of_rows(run, load_task(task_folder), None)
+    assert found == {"record": {"cuda"}, "measure_seconds": {"cpu"}}
+    assert figures["speed-up at one point"] > 0 and len(made.reported.labels) == 20

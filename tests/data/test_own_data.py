@@ -266,7 +266,10 @@ def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_pat
     data = PageData({"a": first}, {"a": read_json(trainings.file_of(tmp_path, "a"))})
     recipe = dict.fromkeys(("tables", "pictures", "claims", "differs", "next"), [])
     text = page("x", recipe | {"title": "t", "source": "s", "about": "a"}, data, tmp_path, "command")
-    assert "Test examples that also occur in the train split, word for word, are dropped: 2 of twice." in text
+    dropped = "Test examples that also occur in the train split, word for word, are dropped: 2 of twice."
+    assert dropped in text
+    timed = PageData({"a": first._replace(measure="streams")}, data.found)  # no example counts for a time
+    assert dropped not in page("x", recipe | {"title": "t", "source": "s", "about": "a"}, timed, tmp_path, "command")
 
 
 def test_a_case_is_not_compared_with_one_of_other_test_rows(tmp_path, monkeypatch):
