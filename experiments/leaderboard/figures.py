@@ -279,9 +279,17 @@ def _values(seeds: dict[int, SeedFigures], values: dict[int, np.ndarray], scale:
 
 
 def about_figure(task: TaskFigures, method: str, name: str) -> list[float]:
-    """A figure that the records of a method contain, of each seed that has it."""
-    found = [about_value(run.about, ABOUT[name]) for _, run in sorted(task.runs.get(method, {}).items())]
+    """A figure that the records of a method contain, of each seed that has it. The seconds of a training are those of
+    the CPU: the trainings that share a GPU slow each other down.
+    """
+    runs = [run for _, run in sorted(task.runs.get(method, {}).items())]
+    found = [about_value(run.about, ABOUT[name]) for run in runs if name != "seconds" or trained_on(run.about) is None]
     return [float(value) for value in found if value is not None]
+
+
+def trained_on(about: dict) -> str | None:
+    """The GPU of a training; None if it was trained on the CPU."""
+    return about_value(about, ("made", "gpu"))
 
 
 def confidence_figures(task: TaskFigures, method: str) -> tuple[float, float] | None:

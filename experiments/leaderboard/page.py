@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from mini_ee.experiments.leaderboard.figures import (
     Values,
     about_value,
     confidence_figures,
+    trained_on,
 )
 from mini_ee.experiments.leaderboard.legend import ENOUGH, EXAM_NOTE, LEGEND, TASK_LEGEND
 from mini_ee.experiments.leaderboard.methods_page import write_methods
@@ -243,6 +245,8 @@ def _measured_lines(board: Leaderboard) -> list[str]:
     ]
     if groups:
         lines.append(f"- Methods that differ only in their exit rules share a training: {'; '.join(groups)}.")
+    for gpu, count in sorted(Counter(filter(None, map(trained_on, made))).items()):
+        lines.append(f"- Trained on a GPU ({gpu}): {count} of {len(made)} records. Their seconds are in no table.")
     for name, path in ABOUT_NAMES.items():
         if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
             lines.append(f"- {name}: {', '.join(values)}.")
@@ -262,7 +266,6 @@ def _checksums(board: Leaderboard) -> dict[str, list[str]]:
 
 ABOUT_NAMES = {
     "Processor": ("made", "processor"),
-    "GPU, for the training of some exams": ("made", "gpu"),
     "torch": ("made", "torch"),
     "numpy": ("made", "numpy"),
     "Python": ("made", "python"),

@@ -13,6 +13,7 @@ from mini_ee.experiments.leaderboard.figures import (
     about_figure,
     confidence_figures,
     read_task,
+    trained_on,
 )
 from mini_ee.experiments.leaderboard.plan import NOT_RUN, Plan, listed
 from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS
@@ -266,8 +267,11 @@ def _measured(task: TaskFigures, method: str, figure: str) -> list[float] | str:
     reason = task.found[method, HEADLINE if runs and figure == "half speedup" else "full"]
     if isinstance(reason, str):
         return reason
+    timed = [run for run in runs.values() if figure != "seconds" or trained_on(run.about) is None]
+    if runs and not timed:
+        return "every seed was trained on a GPU, and times of trainings are given for the CPU"
     values = about_figure(task, method, figure)
-    return values if runs and len(values) == len(runs) else "not measured with every seed when the records were made"
+    return values if runs and len(values) == len(timed) else "not measured with every seed when the records were made"
 
 
 def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:

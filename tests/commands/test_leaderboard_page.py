@@ -249,6 +249,26 @@ def test_a_page_with_two_seeds_of_some_methods_says_what_is_there(tmp_path, monk
     assert "1 (1 to 3)" in text and "·" not in text and "nan" not in words.split()
 
 
+def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    write_leaderboard(tmp_path / "records", ["TREC"], {"joint": 0.0, "two-stage": 0.03}, 3, rows=60, held_out=60)
+    made = {name: tmp_path / "records" / "TREC" / f"{name}.npz" for name in ("joint", "two-stage")}
+    for name, seeds in (("joint", (0,)), ("two-stage", (0, 1, 2))):
+        for seed, each in read_records(made[name]).items():
+            if seed in seeds:
+                each.about["training"]["seconds"], each.about["made"]["gpu"] = 999.0, "G100"
+                write_record(made[name], seed, each)
+    monkeypatch.setattr(ranking, "DRAWS", 50)
+    board = tables.read_leaderboard(Plan(tmp_path / "records", ("TREC",), ("joint", "two-stage"), 3, "a command"))
+    task = board.tasks["TREC"]
+    assert figures.about_figure(task, "joint", "seconds") == [10.0, 10.0]
+    assert len(figures.about_figure(task, "joint", "megabytes")) == 3
+    assert tables._measured(task, "joint", "seconds") == [10.0, 10.0]
+    assert tables._measured(task, "two-stage", "seconds").startswith("every seed was trained on a GPU")
+    text = " ".join("\n".join(page._measured_lines(board)).split())
+    assert "- Trained on a GPU (G100): 4 of 6 records. Their seconds are in no table." in text
+
+
 def test_the_exam_is_compared_if_no_other_task_has_been_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ranking, "DRAWS", 50)
     write_leaderboard(tmp_path, [EXAM], {"joint": 0.0}, 1, 60, 40)
