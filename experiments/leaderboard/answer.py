@@ -77,7 +77,7 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
         )
         text += f" {listed(open_ if len(open_) <= NAMED else [*open_[:NAMED], f'{len(open_) - NAMED} more'])}"
     few = sum(not has_interval(board.headline[name]) for name in open_)
-    text += f"; {few} of the others have too few seeds for a test" if few else ""
+    text += f"; {few} of the others {'has' if few == 1 else 'have'} too few seeds for a test" if few else ""
     times = {
         name: [v for task in board.compared for v in about_figure(board.tasks[task], name, "seconds")]
         for name in (best, *open_)
@@ -122,7 +122,7 @@ def _against_reference(board: Leaderboard) -> str:
     text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} methods with "
     text += f"enough seeds for a test, {counted(better)} {'are' if len(better) > 1 else 'is'} significantly better "
     text += f"and {counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
-    text += f" The other {few} have too few seeds." if few else ""
+    text += f" The other {'one has' if few == 1 else f'{few} have'} too few seeds." if few else ""
     gaps = [compare(board.headline[name], board.headline[REFERENCE]) for name in others]
     if halves := [each.high - each.mean for each in gaps if not math.isnan(each.high)]:
         half = percent(statistics.median(halves))

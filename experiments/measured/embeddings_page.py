@@ -113,7 +113,7 @@ chooses the depth for each text; the table shows its setting whose mean number o
 
 ## Differences
 
-Differences of the mean Spearman correlation are in points, with a {level:.0%} interval over seeds and pairs. The
+Differences of the mean Spearman correlation are in points, with a {level:g} % interval over seeds and pairs. The
 verdicts count a difference as better or worse if its whole interval is more than {margin:.1f} points from 0.
 
 **Training for every depth, minus training for one depth**
@@ -315,7 +315,7 @@ def page(figures: dict) -> str:
     fields |= {
         "seeds": seeds_line(figures),
         "half": f"{figures['exits'][-1] / 2:g}",
-        "level": LEVEL,
+        "level": 100 * LEVEL,
         "margin": 100 * MARGIN,
     }
     fields["full_ms"] = figures["times"]["starbucks"][f"fixed {figures['exits'][-1]}"]
