@@ -35,7 +35,14 @@ NO_SEED_HAS_IT = Compared(0.0, 0.0, 0.0, verdict=ELSEWHERE)  # all cases were ru
 NEVER = f"{MOST_SEEDS} seeds would not decide"
 MORE_ROWS = "more seeds would not help; more test examples might"
 OR_RECORDS = "more seeds would not help; more test examples, or records of each prediction, might"
-COLUMNS = ("comparison", "should be larger", "than", f"difference ({100 * (1 - LEVEL):g} % interval)", "seeds", "result")
+COLUMNS = (
+    "comparison",
+    "should be larger",
+    "than",
+    f"difference ({100 * (1 - LEVEL):g} % interval)",
+    "seeds",
+    "result",
+)
 
 
 class Judged(NamedTuple):

@@ -24,7 +24,8 @@ LEGEND = {
     can be more than one point, because the rule was chosen on other examples.""",
     "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
     one example at a time. It is above 2 if that rule needs much less than half of the FLOPs.""",
-    "training, s": "processor seconds of one training.",
+    "training, s": """processor seconds of one training, mean over the tasks on which each method was trained on the
+    CPU.""",
     "MB added": "compared with a fine-tuned model without exits.",
     CONTROL: """a control, not a method: all examples exit at the same layer of joint training. If that leaves FLOPs
     over, a random part of them exits at the next layer; the expected accuracy counts. Nothing is trained or timed for

@@ -36,6 +36,7 @@ from mini_ee.experiments.markdown import markdown_table, wrapped
 BETTER, WORSE = "▲", "▼"  # than the reference, after Holm's correction over the table
 NOTHING, NO_INTERVAL = "–", "±?"  # a cell that does not apply; half of an interval that is not known
 NOT_YET = "the other seeds have not been run yet"
+ON_A_GPU = "every seed was trained on a GPU, and times of trainings are given for the CPU"
 TITLES = {
     "full": "full model",
     "at 1.5x": "at 1.5x",
@@ -181,16 +182,26 @@ def _mean_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
         complete = len(found) == len(board.compared)
         cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, notes))
     for figure in MEASURED if method != CONTROL else ():
-        by_task = [_measured(board.tasks[name], method, figure) for name in board.compared]
+        names = (_timed_tasks(board) if figure == "seconds" else ()) or board.compared
+        by_task = [_measured(board.tasks[name], method, figure) for name in names]
         if all(isinstance(each, list) for each in by_task):
             cells.append(number([math.fsum(each) / len(each) for each in by_task]))
         else:
-            why = next((name, each) for name, each in zip(board.compared, by_task) if isinstance(each, str))
+            why = next((name, each) for name, each in zip(names, by_task) if isinstance(each, str))
             cells.append(notes.number("{}: {}".format(*why)))
     if method == CONTROL:  # it is not measured, and nothing is trained for it
         cells += [NOTHING] * len(MEASURED)
     counts = sorted({len(board.tasks[name].runs.get(method, {})) for name in board.compared})
     return [*cells, " to ".join(map(str, [counts[0], counts[-1]] if len(counts) > 1 else counts))]
+
+
+def _timed_tasks(board: Leaderboard) -> tuple[str, ...]:
+    """The tasks of the headline on which each method has a training on the CPU."""
+    return tuple(
+        name
+        for name in board.compared
+        if not any(_measured(board.tasks[name], method, "seconds") == ON_A_GPU for method in board.order)
+    )
 
 
 def _why_no_mean(board: Leaderboard, method: str, figure: str, notes: Notes) -> str:
@@ -269,7 +280,7 @@ def _measured(task: TaskFigures, method: str, figure: str) -> list[float] | str:
         return reason
     timed = [run for run in runs.values() if figure != "seconds" or trained_on(run.about) is None]
     if runs and not timed:
-        return "every seed was trained on a GPU, and times of trainings are given for the CPU"
+        return ON_A_GPU
     values = about_figure(task, method, figure)
     return values if runs and len(values) == len(timed) else "not measured with every seed when the records were made"
 

@@ -265,6 +265,13 @@ def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tm
     assert len(figures.about_figure(task, "joint", "megabytes")) == 3
     assert tables._measured(task, "joint", "seconds") == [10.0, 10.0]
     assert tables._measured(task, "two-stage", "seconds").startswith("every seed was trained on a GPU")
+    assert tables._timed_tasks(board) == ()
+    write_leaderboard(tmp_path / "records", ["SST-2"], {"joint": 0.0, "two-stage": 0.03}, 3, rows=60, held_out=60)
+    both = Plan(tmp_path / "records", ("TREC", "SST-2"), ("joint", "two-stage"), 3, "a command")
+    mixed = tables.read_leaderboard(both)
+    assert tables._timed_tasks(mixed) == ("SST-2",)
+    notes = tables.Notes()
+    assert [tables._mean_cells(mixed, name, notes)[4] for name in ("joint", "two-stage")] == ["10.0", "11.0"]
     text = " ".join("\n".join(page._measured_lines(board)).split())
     assert "- Trained on a GPU (G100): 4 of 6 records. Their seconds are in no table." in text
 
