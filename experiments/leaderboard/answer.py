@@ -14,6 +14,7 @@ from mini_ee.experiments.leaderboard.tables import (
     number,
     percent,
     signed,
+    timed_tasks,
     why_fewer,
 )
 
@@ -41,7 +42,8 @@ def answer(board: Leaderboard) -> list[str]:
     )
     lines = [
         f"**Which method for a classifier with half of the FLOPs?** {tie}`{best}` has the highest accuracy: "
-        f"{percent(found.mean)} % on {where}{average}{between}.{_models(board)}"
+        f"{percent(found.mean)} % on {where}{average}{between}.{_models(board)} "
+        f"`mini-ee train {best}` trains it."
     ]
     lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)))
     return [*lines, *filter(None, (_elsewhere(board, best), _against_reference(board), _pays(board, best), state))]
@@ -69,17 +71,18 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
         text = f"If only significant differences count, its rank is anything from {low} to {high} of {count}. "
     if not open_:
         return text + "It is significantly better than every other method."
+    tested = [name for name in open_ if has_interval(board.headline[name])]
     if len(open_) == count - 1:
         text += "It is not significantly better than any other method"
     else:
         text += (
             f"It is significantly better than {count - 1 - len(open_)} of the other {count - 1} methods, but not than"
         )
-        text += f" {listed(open_ if len(open_) <= NAMED else [*open_[:NAMED], f'{len(open_) - NAMED} more'])}"
-    few = sum(not has_interval(board.headline[name]) for name in open_)
-    text += f"; {few} of the others {'has' if few == 1 else 'have'} too few seeds for a test" if few else ""
+        text += f" {listed(tested if len(tested) <= NAMED else [*tested[:NAMED], f'{len(tested) - NAMED} more'])}"
+    few = len(open_) - len(tested)
+    text += f"; the other {'one has' if few == 1 else f'{few} have'} too few seeds for a test" if few else ""
     times = {
-        name: [v for task in board.compared for v in about_figure(board.tasks[task], name, "seconds")]
+        name: [v for task in timed_tasks(board) for v in about_figure(board.tasks[task], name, "seconds")]
         for name in (best, *open_)
     }
     timed = {name: math.fsum(each) / len(each) for name, each in times.items() if each}
@@ -87,7 +90,8 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
         least = min(timed.values())
         quickest = [f"`{name}`" for name, each in timed.items() if each <= least * SAME_TIME]
         text += f". Of `{best}` and the methods that it does not beat significantly, {listed(quickest)} "
-        text += f"train{'s' * (len(quickest) == 1)} fastest, in about {number([least])} processor seconds"
+        text += f"train{'s' * (len(quickest) == 1)} fastest, in about {number([least])} processor seconds (on "
+        text += f"{listed(timed_tasks(board) or board.compared)})"
     return text + "."
 
 
@@ -108,7 +112,11 @@ def _elsewhere(board: Leaderboard, best: str) -> str:
             lines.append(
                 f"On {name}{about}, `{top}` has the highest accuracy, {percent(drawn[top].mean)} %; `{best}` is {gap}."
             )
-    return f"**Is it the best elsewhere?** {' '.join(lines)} Ranks do not count this." if lines else ""
+        if control := board.drawn[name].get((CONTROL, HEADLINE)):
+            gap = _difference(drawn[best], control)
+            lines.append(f"Compared with all examples at one layer of joint training, `{best}` is {gap}.")
+        lines.append(f"Ranks do not count {name}.")
+    return f"**Is it the best elsewhere?** {' '.join(lines)}" if lines else ""
 
 
 def _against_reference(board: Leaderboard) -> str:
@@ -146,6 +154,10 @@ def _pays(board: Leaderboard, best: str) -> str:
         if REFERENCE in board.headline and REFERENCE != best:
             text += f"; that of joint training with its own rule is {_difference(board.headline[REFERENCE], control)}"
         lines.append(f"{text}; that of `{best}` is {_difference(board.headline[best], control)}.")
+        lower = [name for name in board.ranks if round(board.headline[name].mean - control.mean, DIGITS) < 0]
+        if lower:
+            are = "is" if len(lower) == 1 else "are"
+            lines.append(f"{len(lower)} of the {len(board.ranks)} methods {are} less accurate than the fixed depth.")
     times = [about_figure(board.tasks[name], best, "half speedup") for name in tasks]
     if all(times):
         faster = number([math.fsum(each) / len(each) for each in times])

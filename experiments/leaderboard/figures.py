@@ -279,12 +279,19 @@ def _values(seeds: dict[int, SeedFigures], values: dict[int, np.ndarray], scale:
 
 
 def about_figure(task: TaskFigures, method: str, name: str) -> list[float]:
-    """A figure that the records of a method contain, of each seed that has it. The seconds of a training are those of
-    the CPU: the trainings that share a GPU slow each other down.
+    """A figure that the records of a method contain, of each seed that has it.
+
+    The seconds of a training are those of the CPU: the trainings that share a GPU slow each other down. The speed-up at
+    one point of a seed whose every rule loses more is that of its full model, 1.
     """
     runs = [run for _, run in sorted(task.runs.get(method, {}).items())]
-    found = [about_value(run.about, ABOUT[name]) for run in runs if name != "seconds" or trained_on(run.about) is None]
-    return [float(value) for value in found if value is not None]
+    if name == "seconds":
+        runs = [run for run in runs if trained_on(run.about) is None]
+    found = [(about_value(run.about, ABOUT[name]), run) for run in runs]
+    full = name == "speedup"
+    return [
+        1.0 if full and run.passes_at_one_point is None else float(value) for value, run in found if value is not None
+    ]
 
 
 def trained_on(about: dict) -> str | None:

@@ -9,10 +9,13 @@ ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of seve
 LEGEND = {
     "rank": f"""by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
     count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x.""",
-    "method": "[METHODS.md](METHODS.md) says what each one does, and where its code is.",
+    "method": """[METHODS.md](METHODS.md) says what each one does, and where its code is. All start from the same
+    checkpoint.""",
     "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs (2x fewer) of the method's
-    own full model, mean over the tasks. The rule is one of the method's own, the most accurate one on held-out
-    examples. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}: too few seeds. {ENOUGH}""",
+    own full model, heads included, mean over the tasks. The reported examples are those of the test or dev split that
+    are not in the train split, at most 2,000. The rule is one of the method's own, the most accurate one on held-out
+    examples, on which FLOPs are counted, too. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}:
+    too few seeds. {ENOUGH}""",
     "minus joint": """accuracy at 2x minus that of joint training, computed before rounding. If both have the same
     seeds, it is paired; else the means over their own seeds are subtracted. The interval is not corrected for the
     number of methods.""",
@@ -41,9 +44,9 @@ TASK_LEGEND = {
     "saved at 1 point, lost at 1 point": """layers saved in percent, and points lost, by the rule of *layers saved at 1
     point* (see the first table).""",
     "area": """mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both
-    reach, if these are at least half of them.""",
-    "EEFP": """how well the largest probability of an exit predicts that this exit is wrong and a later one is right
-    (AUROC; 1: perfectly, 0.5: not at all), mean over exits.""",
+    reach, if these are at least half of them. It uses the seeds that both have, so it can differ from the columns.""",
+    "EEFP": """early-exit failure prediction: how well the largest probability of an exit predicts that this exit is
+    wrong and a later one is right (AUROC; 1: perfectly, 0.5: not at all), mean over exits.""",
     "speed-up at 2x, at 1 point": """of the rules of *at 2x* and *saved at 1 point*, in processor time with one example
     at a time, compared with the method's own full model.""",
     "training, s; MB added": "as in the first table.",

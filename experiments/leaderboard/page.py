@@ -77,7 +77,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     """The page as Markdown. out: the folder of its pictures; one that was not drawn is left out."""
     pictures = {name: [f"![{text}]({name})", "", f"*{text}.*", ""] for name, text in PICTURES.items()}
     front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
-    lines = [HEADING, "", *_wrapped(answer(board))]
+    lines = [HEADING, "", *_wrapped([*answer(board), _fine_tuned_already(out)])]
     if board.compared:
         lines += [*main_table(board), *_legend(LEGEND), *front, *panels]
     lines += ["## Each task", "", *_legend(TASK_LEGEND)]
@@ -191,6 +191,13 @@ def _correlation(found) -> str:
     return f"{found.mean:.2f} {half}".replace("-0.00", "0.00")
 
 
+def _fine_tuned_already(out: Path) -> str:
+    return (
+        f"**Is your model fine-tuned already?** These methods train the model together with its exits. "
+        f"`mini-ee add-exits` leaves it as it is; {link(out, 'its results', 'add-exits.md')} are on another page."
+    )
+
+
 def _other_lines(plan: Plan, out: Path) -> list[str]:
     """The methods that are in no table of classifiers, by the reason."""
     lines = []
@@ -241,7 +248,7 @@ def _measured_lines(board: Leaderboard) -> list[str]:
         "- Rules are chosen on held-out training examples, never on the reported ones. If several rules have the same "
         "score, the one with the deepest exits is chosen.",
         f"- All {len(trained)} trainings of classifiers took {math.fsum(trained.values()) / 3600:.1f} processor hours, "
-        f"those for the choice of the learning rate included.",
+        f"those for the choice of the learning rate and those on a GPU included.",
     ]
     if groups:
         lines.append(f"- Methods that differ only in their exit rules share a training: {'; '.join(groups)}.")

@@ -97,7 +97,9 @@ def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[
     for axes, (name, curves) in zip(grid, tasks.items()):
         for method, curve in curves.items():
             own = method in fronts[name] or method == REFERENCE
-            plain = {"color": GREY, "linewidth": 0.7, "markersize": 3, "linestyle": ":" if method == CONTROL else "-"}
+            plain = {"color": GREY, "linewidth": 0.7, "markersize": 3, "linestyle": "-"}
+            if method == CONTROL:
+                plain |= {"color": DARK, "linewidth": 1.5, "linestyle": ":"}
             look = looks[method] | {"linewidth": 2, "zorder": 3} if own else plain
             label = method if own or method == CONTROL else "_other"
             axes.plot(*curve, label=label, marker=_marker(curve), **look)

@@ -182,7 +182,7 @@ def _mean_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
         complete = len(found) == len(board.compared)
         cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, notes))
     for figure in MEASURED if method != CONTROL else ():
-        names = (_timed_tasks(board) if figure == "seconds" else ()) or board.compared
+        names = (timed_tasks(board) if figure == "seconds" else ()) or board.compared
         by_task = [_measured(board.tasks[name], method, figure) for name in names]
         if all(isinstance(each, list) for each in by_task):
             cells.append(number([math.fsum(each) / len(each) for each in by_task]))
@@ -195,7 +195,7 @@ def _mean_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
     return [*cells, " to ".join(map(str, [counts[0], counts[-1]] if len(counts) > 1 else counts))]
 
 
-def _timed_tasks(board: Leaderboard) -> tuple[str, ...]:
+def timed_tasks(board: Leaderboard) -> tuple[str, ...]:
     """The tasks of the headline on which each method has a training on the CPU."""
     return tuple(
         name
@@ -205,9 +205,9 @@ def _timed_tasks(board: Leaderboard) -> tuple[str, ...]:
 
 
 def _why_no_mean(board: Leaderboard, method: str, figure: str, notes: Notes) -> str:
-    """A cell of a mean over tasks: the number of the first reason."""
+    """A cell of a mean over tasks: the number of the reasons of all tasks."""
     found = {name: board.tasks[name].found[method, figure] for name in board.compared}
-    return notes.number(next(f"{name}: {reason}" for name, reason in found.items() if isinstance(reason, str)))
+    return notes.number("; ".join(f"{name}: {reason}" for name, reason in found.items() if isinstance(reason, str)))
 
 
 # ---- Tables of a task ----

@@ -164,7 +164,19 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     assert "No method is clearly the best" not in first and "`consistent` trains fastest" not in first
     assert "**Is it the best elsewhere?** On reviews, it has the highest accuracy, too: " in first
     assert "| *joint, full model* |" in text
+    control = board.headline[CONTROL].mean
+    lower = sum(board.headline[name].mean < control for name in board.ranks)
+    are = "is" if lower == 1 else "are"
+    assert f"{lower} of the 4 methods {are} less accurate than the fixed depth." in " ".join(first.split()) and lower
     worse = answer._elsewhere(board, "joint")
+    assert re.search(r"Compared with all examples at one layer of joint training, `joint` is [\d.]+ points", worse)
+    open_ = answer._certainty(
+        board._replace(headline=board.headline | {"pabee": board.headline["pabee"]._replace(seeds=((0,), (0,)))}),
+        "two-stage",
+        ["joint", "pabee"],
+        4,
+    )
+    assert "of the other 3 methods, but not than joint; the other one has too few seeds for a test" in open_
     assert "On reviews, `consistent` has the highest accuracy" in worse and re.search(
         r"`joint` is \d.+ points lower", worse
     )
@@ -193,9 +205,10 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     alone = board._replace(ranks={"consistent": (1, 1, 1)}, headline={"consistent": board.headline["consistent"]})
     tied = board._replace(better=set())
     assert "No method is clearly the best. `consistent` has" in page.answer(tied)[0]
-    assert page.answer(tied)[1].endswith("`joint` trains fastest, in about 10.0 processor seconds.")
+    assert page.answer(tied)[1].endswith("`joint` trains fastest, in about 10.0 processor seconds (on TREC and SST-2).")
     monkeypatch.setattr(answer, "SAME_TIME", 1.15)
-    assert page.answer(tied)[1].endswith("`two-stage` and `joint` train fastest, in about 10.0 processor seconds.")
+    quick = "`two-stage` and `joint` train fastest, in about 10.0 processor seconds (on TREC and SST-2)."
+    assert page.answer(tied)[1].endswith(quick)
     assert page.answer(alone)[1].endswith("No other method has been run on all of these tasks.")
 
 
@@ -206,6 +219,7 @@ def test_a_method_that_loses_more_with_every_rule_or_has_no_rule_at_2x_has_a_not
     (row,) = (dict(zip(cells_of(lines[0]), cells_of(line))) for line in lines if line.startswith("| pabee"))
     notes = {row[name].partition("[")[2].rstrip("]") for name in ("saved at 1 point", "speed-up at 1 point")}
     assert [line[: line.index(".")] for line in lines if "3 of 3 seeds lose more with every rule" in line] == [*notes]
+    assert row["speed-up at 1 point"].startswith("1.00 [") and not row["speed-up at 2x"].startswith("1.00")
     found = board.tasks["TREC"].found | {("pabee", "at 2x"): "no rule"}
     costly = board._replace(
         tasks=board.tasks | {"TREC": board.tasks["TREC"]._replace(found=found)},
@@ -255,23 +269,28 @@ def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tm
     made = {name: tmp_path / "records" / "TREC" / f"{name}.npz" for name in ("joint", "two-stage")}
     for name, seeds in (("joint", (0,)), ("two-stage", (0, 1, 2))):
         for seed, each in read_records(made[name]).items():
-            if seed in seeds:
-                each.about["training"]["seconds"], each.about["made"]["gpu"] = 999.0, "G100"
-                write_record(made[name], seed, each)
+            each.about["training"]["seconds"] = 50.0
+            each.about["made"] |= {"gpu": "G100"} if seed in seeds else {}
+            write_record(made[name], seed, each)
     monkeypatch.setattr(ranking, "DRAWS", 50)
     board = tables.read_leaderboard(Plan(tmp_path / "records", ("TREC",), ("joint", "two-stage"), 3, "a command"))
     task = board.tasks["TREC"]
-    assert figures.about_figure(task, "joint", "seconds") == [10.0, 10.0]
+    assert figures.about_figure(task, "joint", "seconds") == [50.0, 50.0]
     assert len(figures.about_figure(task, "joint", "megabytes")) == 3
-    assert tables._measured(task, "joint", "seconds") == [10.0, 10.0]
+    assert tables._measured(task, "joint", "seconds") == [50.0, 50.0]
     assert tables._measured(task, "two-stage", "seconds").startswith("every seed was trained on a GPU")
-    assert tables._timed_tasks(board) == ()
+    assert tables.timed_tasks(board) == ()
     write_leaderboard(tmp_path / "records", ["SST-2"], {"joint": 0.0, "two-stage": 0.03}, 3, rows=60, held_out=60)
     both = Plan(tmp_path / "records", ("TREC", "SST-2"), ("joint", "two-stage"), 3, "a command")
     mixed = tables.read_leaderboard(both)
-    assert tables._timed_tasks(mixed) == ("SST-2",)
+    assert tables.timed_tasks(mixed) == ("SST-2",)
     notes = tables.Notes()
     assert [tables._mean_cells(mixed, name, notes)[4] for name in ("joint", "two-stage")] == ["10.0", "11.0"]
+    times = answer._certainty(mixed._replace(better=set()), "two-stage", ["joint"], 2)
+    assert times.endswith("`joint` trains fastest, in about 10.0 processor seconds (on SST-2).")
+    found = {name: task._replace(found=task.found | {("joint", "full"): name}) for name, task in mixed.tasks.items()}
+    tables._why_no_mean(mixed._replace(tasks=found), "joint", "full", notes)
+    assert "1. TREC: TREC; SST-2: SST-2" in notes.lines()
     text = " ".join("\n".join(page._measured_lines(board)).split())
     assert "- Trained on a GPU (G100): 4 of 6 records. Their seconds are in no table." in text
 
@@ -280,7 +299,9 @@ def test_the_exam_is_compared_if_no_other_task_has_been_run(tmp_path, monkeypatc
     monkeypatch.setattr(ranking, "DRAWS", 50)
     write_leaderboard(tmp_path, [EXAM], {"joint": 0.0}, 1, 60, 40)
     board = tables.read_leaderboard(Plan(tmp_path, ("TREC", EXAM), ("joint", "sweet"), 5, "mini-ee reproduce x"))
-    assert board.compared == (EXAM,) and page.answer(board)[0].endswith("% on the built-in reviews.")
+    assert board.compared == (EXAM,) and page.answer(board)[0].endswith(
+        "% on the built-in reviews. `mini-ee train joint` trains it."
+    )
 
 
 def test_a_reason_is_each_seed_that_is_missing(tmp_path):
