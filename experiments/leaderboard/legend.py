@@ -16,9 +16,8 @@ LEGEND = {
     are not in the train split, at most 2,000. The rule is one of the method's own, the most accurate one on held-out
     examples, on which FLOPs are counted, too. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}:
     too few seeds. {ENOUGH}""",
-    "minus joint": """accuracy at 2x minus that of joint training, computed before rounding. If both have the same
-    seeds, it is paired; else the means over their own seeds are subtracted. The interval is not corrected for the
-    number of methods.""",
+    "minus joint": """accuracy at 2x minus that of joint training, paired: on the seeds that both have. So it can differ
+    from the first column. The interval is not corrected for the number of methods.""",
     "full model": "accuracy of the method's own model if no example exits early.",
     "layers saved at 1 point": """another rule: the one with the fewest FLOPs that loses at most one point on
     held-out examples, compared with the full model of joint training with the same seed; 0 if every rule loses more. A

@@ -3,6 +3,8 @@
 Draws      Seeds and examples are drawn with replacement, all methods of a task with the same draws, so that differences
            are paired. Of S seeds S - 1 are drawn: then the variance is unbiased (Rao and Wu 1988), which counts if
            there are three or five. Methods with other seeds have other draws of seeds. Tasks are independent.
+Difference on each task on the seeds that both methods have, because a seed also chooses the training and held-out
+           examples; on their own seeds if they share none.
 Intervals  mean +- t x standard deviation of the draws. Student's t has few degrees of freedom if most of the variance
            is between seeds, and many if it is between examples (Satterthwaite 1946). With fewer than LEAST_SEEDS seeds
            on one task there is no interval: one seed does not show its variance, and two give half widths above 100
@@ -38,6 +40,7 @@ class Drawn(NamedTuple):
     draws: np.ndarray  # (DRAWS,)
     by_seed: tuple[tuple[float, ...], ...]  # the figure of each seed, of each task; divided by the number of tasks
     seeds: tuple[tuple[int, ...], ...]  # of each task
+    columns: tuple[tuple[str, np.ndarray], ...] = ()  # of each task: its name, and (DRAWS, S) the figure of each seed
 
 
 class Interval(NamedTuple):
@@ -70,7 +73,7 @@ def drawn_mean(by_seed: np.ndarray, means: np.ndarray, task: str, seeds: tuple[i
     """The mean over seeds of a figure: by_seed (DRAWS, S) with drawn examples, means (S,) with all examples."""
     weights = seed_weights(task, seeds)
     draws = (by_seed * weights).sum(axis=1) / weights.sum(axis=1)
-    return Drawn(math.fsum(means) / len(seeds), draws, (tuple(means.tolist()),), (seeds,))
+    return Drawn(math.fsum(means) / len(seeds), draws, (tuple(means.tolist()),), (seeds,), ((task, by_seed),))
 
 
 def drawn_numbers(key: str, draws: int, count: int) -> np.ndarray:
@@ -95,11 +98,14 @@ def mean_of(tasks: Sequence[Drawn]) -> Drawn:
     count = len(tasks)
     by_seed = tuple(tuple(value / count for value in each) for task in tasks for each in task.by_seed)
     mean, draws = (sum(each) / count for each in ([t.mean for t in tasks], [t.draws for t in tasks]))
-    return Drawn(float(mean), np.asarray(draws), by_seed, tuple(seeds for task in tasks for seeds in task.seeds))
+    seeds = tuple(seeds for task in tasks for seeds in task.seeds)
+    columns = tuple(column for task in tasks for column in task.columns)
+    return Drawn(float(mean), np.asarray(draws), by_seed, seeds, columns)
 
 
 def difference(one: Drawn, other: Drawn) -> Drawn:
-    """One minus the other, paired: the same draws, and seed by seed if both have the same seeds."""
+    """One minus the other, paired: the same draws, and on each task seed by seed on those that both have, if any."""
+    one, other = _on_seeds_of(one, other), _on_seeds_of(other, one)
     by_seed: list[tuple[float, ...]] = []
     seeds: list[tuple[int, ...]] = []
     for own, foreign, own_seeds, foreign_seeds in zip(one.by_seed, other.by_seed, one.seeds, other.seeds):
@@ -110,6 +116,18 @@ def difference(one: Drawn, other: Drawn) -> Drawn:
             by_seed += [own, foreign]
             seeds += [own_seeds, foreign_seeds]
     return Drawn(one.mean - other.mean, one.draws - other.draws, tuple(by_seed), tuple(seeds))
+
+
+def _on_seeds_of(one: Drawn, other: Drawn) -> Drawn:
+    """A figure on the seeds that the other has, too; on a task where they share none, on its own."""
+    if one.seeds == other.seeds or not one.columns:
+        return one
+    tasks = []
+    for (task, drawn), means, own, foreign in zip(one.columns, one.by_seed, one.seeds, other.seeds):
+        at = [k for k, seed in enumerate(own) if seed in foreign] or [*range(len(own))]
+        all_means = np.array(means)[at] * len(one.seeds)  # by_seed is divided by the number of tasks
+        tasks.append(drawn_mean(drawn[:, at], all_means, task, tuple(own[k] for k in at)))
+    return mean_of(tasks)
 
 
 # ---- Intervals ----

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mini_ee.experiments.leaderboard.figures import (
     CONTROL,
@@ -183,12 +183,10 @@ def _mean_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
         cells.append(percent(mean_of(found).mean) if complete else _why_no_mean(board, method, figure, notes))
     for figure in MEASURED if method != CONTROL else ():
         names = (timed_tasks(board) if figure == "seconds" else ()) or board.compared
-        by_task = [_measured(board.tasks[name], method, figure) for name in names]
-        if all(isinstance(each, list) for each in by_task):
-            cells.append(number([math.fsum(each) / len(each) for each in by_task]))
-        else:
-            why = next((name, each) for name, each in zip(names, by_task) if isinstance(each, str))
-            cells.append(notes.number("{}: {}".format(*why)))
+        by_task = {name: _measured(board.tasks[name], method, figure) for name in names}
+        lists = [each for each in by_task.values() if isinstance(each, list)]
+        complete = len(lists) == len(names)
+        cells.append(number([math.fsum(each) / len(each) for each in lists]) if complete else _why(by_task, notes))
     if method == CONTROL:  # it is not measured, and nothing is trained for it
         cells += [NOTHING] * len(MEASURED)
     counts = sorted({len(board.tasks[name].runs.get(method, {})) for name in board.compared})
@@ -205,9 +203,17 @@ def timed_tasks(board: Leaderboard) -> tuple[str, ...]:
 
 
 def _why_no_mean(board: Leaderboard, method: str, figure: str, notes: Notes) -> str:
-    """A cell of a mean over tasks: the number of the reasons of all tasks."""
-    found = {name: board.tasks[name].found[method, figure] for name in board.compared}
-    return notes.number("; ".join(f"{name}: {reason}" for name, reason in found.items() if isinstance(reason, str)))
+    """A cell of a mean over tasks that some task lacks."""
+    return _why({name: board.tasks[name].found[method, figure] for name in board.compared}, notes)
+
+
+def _why(by_task: dict[str, Any], notes: Notes) -> str:
+    """The number of the reasons, each with its tasks."""
+    tasks: dict[str, list[str]] = {}
+    for name, reason in by_task.items():
+        if isinstance(reason, str):
+            tasks.setdefault(reason, []).append(name)
+    return notes.number("; ".join(f"{listed(names)}: {reason}" for reason, names in tasks.items()))
 
 
 # ---- Tables of a task ----

@@ -291,6 +291,7 @@ def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tm
     found = {name: task._replace(found=task.found | {("joint", "full"): name}) for name, task in mixed.tasks.items()}
     tables._why_no_mean(mixed._replace(tasks=found), "joint", "full", notes)
     assert "1. TREC: TREC; SST-2: SST-2" in notes.lines()
+    assert tables._why({"A": "no", "B": [1.0], "C": "no"}, notes) == "[2]" and "2. A and C: no" in notes.lines()
     text = " ".join("\n".join(page._measured_lines(board)).split())
     assert "- Trained on a GPU (G100): 4 of 6 records. Their seconds are in no table." in text
 

@@ -72,19 +72,38 @@ def test_a_difference_is_paired_if_the_seeds_are_the_same():
     assert paired.draws.std() < drawn["a"].draws.std() / 2
 
 
-def test_methods_with_other_seeds_have_other_draws_of_seeds():
+def test_a_difference_is_of_the_seeds_that_both_have_and_of_all_if_they_share_none():
     """The same figures under the numbers of other seeds are of other trainings."""
     by_seed = np.repeat(np.array([0.2, 0.4, 0.5, 0.6, 0.8])[:, None], 20, axis=1)
     names = {"a": (0, 1, 2, 3, 4), "same": (0, 1, 2, 3, 4), "other": (5, 6, 7, 8, 9), "overlap": (0, 1, 2, 3, 5)}
     drawn = drawn_of(
         **{name: Values(seeds, by_seed) for name, seeds in names.items()}, few=Values((0, 1, 2), by_seed[1:4])
     )
-    spread = {name: ranking.difference(each, drawn["a"]).draws.std() for name, each in drawn.items()}
+    found = {name: ranking.difference(each, drawn["a"]) for name, each in drawn.items()}
     error = by_seed[:, 0].std(ddof=1) / 5**0.5
-    assert spread["same"] == 0
-    assert [spread["other"], spread["overlap"]] == pytest.approx([error * 2**0.5] * 2, rel=0.05)
-    few = by_seed[1:4, 0].std(ddof=1) / 3**0.5
-    assert spread["few"] == pytest.approx((error**2 + few**2) ** 0.5, rel=0.05)
+    assert found["same"].draws.std() == found["overlap"].draws.std() == 0
+    assert found["other"].draws.std() == pytest.approx(error * 2**0.5, rel=0.05)
+    few = by_seed[1:4, 0] - by_seed[:3, 0]  # of seeds 0, 1 and 2
+    assert found["few"].draws.std() == pytest.approx(few.std(ddof=1) / 3**0.5, rel=0.05)
+    assert found["few"].mean == pytest.approx(few.mean()) and found["few"].seeds == ((0, 1, 2),)
+    back = ranking.difference(drawn["a"], drawn["few"])
+    assert back.mean == pytest.approx(-few.mean()) and (back.draws == -found["few"].draws).all()
+
+
+def test_a_difference_over_tasks_is_on_each_task_of_the_seeds_that_both_have():
+    figures = {"A": ([0.2, 0.4, 0.9], [0.1, 0.2, 0.3]), "B": ([0.5, 0.6], [0.2, 0.1, 0.7])}
+    both = []
+    for task, each in figures.items():
+        values = [Values(tuple(range(len(some))), np.repeat(np.array(some)[:, None], 20, axis=1)) for some in each]
+        found = ranking.drawn_figures(TaskFigures(task, {}, {(name, "x"): one for name, one in zip("ab", values)}))
+        both.append([found[name, "x"] for name in "ab"])
+    one, other = (ranking.mean_of([task[at] for task in both]) for at in (0, 1))
+    found = ranking.difference(one, other)
+    on_a, on_b = np.array([0.1, 0.2, 0.6]), np.array([0.3, 0.5])
+    assert found.mean == pytest.approx((on_a.mean() + on_b.mean()) / 2) and found.seeds == ((0, 1, 2), (0, 1))
+    assert np.concatenate(found.by_seed) == pytest.approx(np.concatenate((on_a, on_b)) / 2)
+    error = (on_a.var(ddof=1) / 3 + on_b.var(ddof=1) / 2) ** 0.5 / 2
+    assert found.draws.std() == pytest.approx(error, rel=0.05)
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -103,7 +122,8 @@ def test_a_method_with_two_seeds_has_no_interval_against_one_with_five():
     drawn = drawn_of(two=values_of(0.2, seeds=2), five=values_of(seeds=5), other=values_of(seeds=5, seed=1))
     for one, another in (("two", "five"), ("five", "two")):
         found = ranking.compare(drawn[one], drawn[another])
-        assert found.mean == drawn[one].mean - drawn[another].mean and math.isnan(found.low) and found.p_value == 1
+        gap = np.mean(drawn[one].by_seed[0][:2]) - np.mean(drawn[another].by_seed[0][:2])
+        assert found.mean == pytest.approx(gap) and math.isnan(found.low) and found.p_value == 1
     assert not math.isnan(ranking.compare(drawn["five"], drawn["other"]).low)
 
 
