@@ -223,7 +223,7 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
         backbone := load_backbone(training.exam.model_folder(sources)), (backbone.config.num_hidden_layers,)
     )
     calibration, reported = texts_of(training, decoder, sources, seed)
-    about: dict[str, Any] = {"settings": training.settings, "how": how_made(), "cpu_seconds": {}}
+    about: dict[str, Any] = {"settings": training.settings, "how": how_made(sources.device), "cpu_seconds": {}}
     with cpu_seconds(about, "search"):
         about |= _chosen_rates(out, training, seed, sources, calibration, at, say)
     searched = len(about["tried"]) if about["tried"] and about["tried"][0]["seed"] == seed else 0

@@ -179,8 +179,7 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         "trained_as": run.config["method"],
         "held_out": {"selection": len(read.selection.labels), "default_rule_tested_on": len(read.tested.labels)},
         "data": {"train": task.split("train").sha256(), task.default_split: rows_of(task, None, None, 0)[1].sha256()},
-        "made": how_made(places.sources.device)
-        | {"numpy": np.__version__, "python": platform.python_version(), "processor": processor()},
+        "made": how_made(places.sources.device) | {"numpy": np.__version__, "python": platform.python_version()},
     }
     full = float(exit_scores(read.held_out, task, read.held_out.labels, "accuracy")[-1])
     for method in sorted(methods, key=lambda method: method != REFERENCE):
@@ -280,14 +279,6 @@ def _timed(points: dict[str, dict | None], run: Run, task: Task, count: int) -> 
     for name, each in zip(names, seconds):
         answer[name] |= {"speedup": full / each, "seconds": each, "full_seconds": full, "timed_rows": len(rows)}
     return answer
-
-
-def processor() -> str:
-    """The name of the processor, as Linux gives it, or its kind."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 # ---- The state of a training ----

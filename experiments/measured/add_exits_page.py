@@ -4,7 +4,6 @@ The measurements are in add_exits_cases, add_exits_guarantee and one_file. All c
 page shows how many seeds each figure has.
 """
 
-import platform
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,7 +31,7 @@ from mini_ee.experiments.trainings import how_made
 BAR = 0.03  # largest difference between the time at an exit and its share of the layers
 
 PARTS = {
-    "models": lambda sources, work: model_cases(sources, work) | {"how": how_made() | {"processor": processor()}},
+    "models": lambda sources, work: model_cases(sources, work) | {"how": how_made()},
     "exit-0": exit_0_cases,
     "same-labels": same_labels,
     "guarantee": guarantee,
@@ -128,14 +127,6 @@ chose (`--exits 0,...`), with agreement {agreement}, {exit_0_texts} texts and {k
 - The table reports dev of SST-2, MRPC and SICK-R and test of TREC, without examples whose text is in train.
 - {machine}
 """
-
-
-def processor() -> str:
-    """The name of the processor."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 # ---- Numbers ----

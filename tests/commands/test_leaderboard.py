@@ -19,6 +19,7 @@ from mini_ee.data.tokenizer import Tokenizer, batches
 from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.comparison import method_rules
 from mini_ee.experiments import leaderboard
+from mini_ee.experiments import trainings as experiment_trainings
 from mini_ee.experiments.leaderboard import decoders, protocol, runs
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
@@ -161,6 +162,25 @@ def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
     assert (pabee.reported.logits == pcee.reported.logits).all()
     assert pabee.about["one_point"]["rule"]["name"] in ("patience", "never")
     assert pcee.about["one_point"]["rule"]["name"] in ("patience-confidence", "never")
+
+
+def test_exits_are_read_on_the_device_of_the_training_and_rules_are_timed_on_the_cpu(board, monkeypatch):
+    moved, real = [], (runs.trained, runs._read, runs._own)
+
+    def trained(folder, options, seed, sources):
+        run = real[0](folder, options, seed, Sources(sources.folder, sources.made))
+        run.model.to = lambda device: moved.append(device)
+        return run
+
+    monkeypatch.setattr(runs, "trained", trained)
+    monkeypatch.setattr(runs, "_read", lambda *args: moved.append("read") or real[1](*args))
+    monkeypatch.setattr(runs, "_own", lambda *args: moved.append("timed") or real[2](*args))
+    monkeypatch.setattr(experiment_trainings, "check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
+    board.run("--only", "joint", "--seeds", "1", "--device", "cuda:1")
+    assert moved == ["cuda:1", "read", "cpu", "timed"]
+    about = read_records(board.out / "records/words/joint.npz")[0].about
+    assert about["made"]["gpu"] == "the card cuda:1" and about["made"]["processor"]
 
 
 def test_the_default_rule_is_that_of_the_run(board, monkeypatch):
