@@ -199,6 +199,7 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
     """For each kind of data of the claim, the best of the other settings and its own, on the seeds that all have.
 
     Cases have the same kind of data if they share the task, the model and the case that their loss is measured against.
+    Settings with fewer seeds than LEAST_SEEDS have a line of their own, so that the others are compared on all seeds.
     """
     figure, groups, lines = tried["figure"], {}, []
     side = "than" if tried.get("least") else "more"
@@ -210,7 +211,7 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
         if data.values(name, figure):
             kind = case.reference, case.options.get("task"), case.options.get("model")
             groups.setdefault(kind, {})[name] = data.values(name, figure)
-    for values in groups.values():
+    for values in (part for group in groups.values() for part in _by_seeds(group, own)):
         if len(values) < 2 or not set(values) & set(tried["cases"]) or (own and not own & set(values)):
             continue
         shared = sorted(set.intersection(*map(set, values.values())))
@@ -226,6 +227,20 @@ def _tried_lines(claim: dict, tried: dict, data: PageData) -> list[str]:
             line += f"; the claim's own, *{data.name_of_case(mine[0])}*: {with_unit(means[mine[0]], figure)}"
         lines += [f"{line}.", ""]
     return lines
+
+
+def _by_seeds(values: dict[str, dict[str, float]], own: set[str]) -> list[dict[str, dict[str, float]]]:
+    """The settings with LEAST_SEEDS seeds or more, and the others, each next to the claim's own; all together if its
+    own have fewer, or if it has none.
+    """
+    several = {name for name, each in values.items() if len(each) >= LEAST_SEEDS}
+    mine = own & values.keys()
+    if not mine or not mine <= several or len(several) == len(values):
+        return [values]
+    return [
+        {name: each for name, each in values.items() if (name in several) == which or name in mine}
+        for which in (True, False)
+    ]
 
 
 def _comparison_row(compare: dict, comparison: Compared, data: PageData) -> list:

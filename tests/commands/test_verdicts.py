@@ -221,6 +221,23 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
         assert "Best of" not in "\n".join(claim_lines(1, answer, data))
 
 
+def test_settings_with_one_seed_do_not_reduce_the_others_to_it():
+    """Three have three seeds, two have one: those two are compared with the claim's own on their seed."""
+    values = {"own": (0.3, 0.1, 0.2), "b": (0.1, 0.3, 0.5), "c": (0.4, 0.1, 0.1), "d": (0.35,), "e": (0.2,)}
+    data = data_of({name: {"x": {str(k): v for k, v in enumerate(each)}} for name, each in values.items()})
+    compare = {"more": "own", "than": 0.9, "figure": "x"}
+    claim = {"text": "", "paper": "", "compare": [compare], "tried": {"cases": list("bcde"), "figure": "x"}}
+    for name, case in data.cases.items():
+        data.cases[name] = case._replace(options={})
+    lines = [line for line in claim_lines(1, judge_claim(claim, data), data) if line.startswith("Best of")]
+    assert [line.partition(":")[0] for line in lines] == [
+        "Best of 3 settings on 3 seeds, by this figure itself",
+        "Best of 3 settings on one seed, by this figure itself",
+    ]
+    assert "*b*, x 0.30; the claim's own, *own*: 0.20." in lines[0]
+    assert "*d*, x 0.35; the claim's own, *own*: 0.30." in lines[1]
+
+
 @pytest.mark.parametrize(
     ("having", "run", "verdict"),
     [
