@@ -601,9 +601,10 @@ LEADERBOARD = "experiments.leaderboard."
 OF_LEADERBOARD = [
     (LEADERBOARD + "ranking.holm", source("(len(p_values) - place)", "len(p_values)"), "statistics.py::test_holm_rejects_what_adjusted_p_values_reject"),
     (LEADERBOARD + "ranking.seed_weights", source("max(1, len(seeds) - 1)", "len(seeds)"), "statistics.py::test_the_spread_of_the_draws_is_the_standard_error"),
-    (LEADERBOARD + "ranking.seed_weights", source("{task}, seeds {seeds}", "{task}"), "statistics.py::test_methods_with_other_seeds_have_other_draws_of_seeds"),
+    (LEADERBOARD + "ranking.seed_weights", source("{task}, seeds {seeds}", "{task}"), "statistics.py::test_a_difference_is_of_the_seeds_that_both_have_and_of_all_if_they_share_none"),
     (LEADERBOARD + "ranking.degrees_of_freedom", always(lambda drawn, spread: math.inf), "statistics.py::test_degrees_of_freedom_are_few_if_seeds_differ_and_many_if_examples_do"),
     (LEADERBOARD + "ranking.difference", source("own_seeds == foreign_seeds", "False"), "statistics.py::test_a_difference_is_paired_if_the_seeds_are_the_same"),
+    (LEADERBOARD + "ranking._on_seeds_of", source("[at] * len(one.seeds)", "[at]"), "statistics.py::test_a_difference_over_tasks_is_on_each_task_of_the_seeds_that_both_have"),
     (LEADERBOARD + "ranking.has_interval", source("LEAST_SEEDS - 1", "1"), "statistics.py::test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better[2]"),
     (LEADERBOARD + "exam._partial", source("xy - xz * yz", "xy"), "statistics.py::test_the_exam_tells_easy_from_short[<lambda>-what is easy]"),
     (LEADERBOARD + "figures.seed_figures", source("reported.passes[", "reported.depth["), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),

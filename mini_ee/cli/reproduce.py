@@ -49,7 +49,7 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument(
         "--device",
         default="cpu",
-        help="device of the trainings: cpu, cuda, cuda:1, ...; times are measured on the CPU (default cpu)",
+        help="device of the trainings: cpu, cuda, cuda:1, ...; times are measured on the CPU",
     )
     sub.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the pages (default results, with --quick results-quick)"
