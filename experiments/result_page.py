@@ -121,7 +121,7 @@ def _machine_lines(data: PageData) -> list[str]:
     threads = f"{about['threads']} thread{'' if about['threads'] == '1' else 's'}"
     lines = [f"- Machine: {about['machine']}, {threads}; processor: {about['processor']}; torch {about['torch']}."]
     gpus = {gpu: len({name for name, one in runs if one["how"].get("gpu") == gpu}) for gpu in _gpus(runs)}
-    lines += [f"- Trained on a GPU ({gpu}): {count} of {len(data.trained)} cases." for gpu, count in gpus.items()]
+    lines += [f"- Run on a GPU ({gpu}): {count} of {len(data.trained)} cases." for gpu, count in gpus.items()]
     lines += [f"- Commits: {about['commit']}.", f"- {_core_hours([one for _, one in runs])}"]
     sums = {}
     for name, one in runs:

@@ -693,11 +693,11 @@ def test_runs_are_trained_and_read_on_the_named_device_and_its_gpu_is_recorded(t
     assert trained_on == read_on == ["cuda:1", "cuda:1"]
     made = [read_json(path)["seeds"]["0"]["how"] for path in (tiny / "raee").glob("*.json")]
     assert [each["gpu"] for each in made] == ["the card cuda:1"] * 2
-    assert "Trained on a GPU (the card cuda:1): 2 of 2 cases." in (tiny / "raee.md").read_text()
+    assert "Run on a GPU (the card cuda:1): 2 of 2 cases." in (tiny / "raee.md").read_text()
     shutil.rmtree(tiny / "raee")
     assert main(command) == 0 and trained_on[2:] == ["cpu", "cpu"] and len(read_on) == 2
     assert "gpu" not in read_json(next((tiny / "raee").glob("*.json")))["seeds"]["0"]["how"]
-    assert "Trained on" not in (tiny / "raee.md").read_text()
+    assert "on a GPU" not in (tiny / "raee.md").read_text()
 
 
 def test_cases_that_need_a_gpu_are_left_out_without_one_and_use_it_also_if_others_are_trained_on_the_cpu(
