@@ -12,6 +12,7 @@ from mini_ee.experiments.recipe import Case, cases_of, load_recipe
 from mini_ee.experiments.trainings import read_case, record_of
 
 ROUNDING = 1e-4  # of a figure in the JSON, at most
+TRAIN_SECONDS = "train seconds"  # a figure
 NOT_RUN, NO_FIGURE = "·", "none"  # cells of a case that was not run; of one that was run and lacks the figure
 SHARE = re.compile(  # figures that are shares of 1, printed in percent
     r"((policy|default|decoded) )?(score|saved|agreement)( .+)?|full|hold-out( .+)?|majority|reference|overthought"
@@ -42,8 +43,10 @@ class PageData(NamedTuple):
         return {name: case for name, case in self.cases.items() if not case.of}
 
     def values(self, case: str, figure: str) -> dict[str, float]:
-        """Seed -> figure, of the seeds that have it."""
+        """Seed -> figure, of the seeds that have it. Seconds of trainings on a GPU are left out: others are a CPU's."""
         seeds = self.found[case]["seeds"].items()
+        if figure == TRAIN_SECONDS:
+            seeds = [(seed, made) for seed, made in seeds if "gpu" not in made["how"]]
         return {seed: made["figures"][figure] for seed, made in seeds if figure in made["figures"]}
 
     def mean(self, case: str, figure: str) -> float | None:

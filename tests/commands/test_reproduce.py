@@ -344,6 +344,15 @@ def test_a_cell_shows_mean_and_standard_deviation_and_how_many_seeds_have_its_fi
     assert cell([1234.0, 1236.0, 1238.0], "steps", 3, 0) == "1,236 ±2" and cell([12.34], "train seconds", 1) == "12.3"
 
 
+def test_seconds_of_a_training_on_a_gpu_are_not_averaged_with_those_of_a_processor():
+    figures = {"full": 0.5, "train seconds": 20.0}
+    on_a_gpu = {"figures": figures, "how": MADE["how"] | {"gpu": "NVIDIA H200"}}
+    seeds = {"0": on_a_gpu, "1": MADE | {"figures": figures | {"train seconds": 300.0}}}
+    data = PageData({}, {"joint": {"seeds": seeds}, "two-stage": {"seeds": {"0": on_a_gpu}}})
+    assert data.values("joint", "train seconds") == {"1": 300.0} and data.mean("two-stage", "train seconds") is None
+    assert data.values("joint", "full") == {"0": 0.5, "1": 0.5}
+
+
 def test_of_one_claim_only_what_it_compares_is_run():
     of_paper = recipe.load_recipe("consistentee")
     cases = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))
