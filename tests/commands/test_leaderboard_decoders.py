@@ -17,6 +17,7 @@ from mini_ee.data.decoder_texts import Text
 from mini_ee.data.files import sole_writer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.token_exits import TokenExits, record_texts
+from mini_ee.experiments import trainings
 from mini_ee.experiments.leaderboard import decoder_section as section
 from mini_ee.experiments.leaderboard import decoders, decoding_figures
 from mini_ee.experiments.leaderboard.token_rules import (
@@ -28,7 +29,7 @@ from mini_ee.experiments.leaderboard.token_rules import (
     rule_within,
     score_of_rates,
 )
-from mini_ee.experiments.records import SeedRecord, read_records, write_record
+from mini_ee.experiments.records import SeedRecord, read_about, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.rules import FixedExit, NeverExit, Threshold
 from mini_ee.training import training_text
@@ -125,6 +126,17 @@ def test_another_process_has_the_training_that_it_runs(results, sources):
     assert ran == 0 and lines[-1] == "1 trainings are left to other processes."
     with pytest.raises(WrongArguments, match="expected one of joint, pabee, sleb"):
         run(results, sources, only="raee")
+
+
+def test_a_record_names_the_gpu_that_trained(tmp_path, sources, monkeypatch):
+    real = decoders.trained
+    monkeypatch.setattr(decoders, "trained", lambda folder, options, seed, _: real(folder, options, seed, sources))
+    monkeypatch.setattr(trainings, "check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
+    monkeypatch.setattr(decoding_figures, "ROUNDS", 1)
+    run(tmp_path, Sources(sources.folder, sources.made, "cuda:1"), only="sleb")
+    (training,) = decoders.trainings(False, "sleb")
+    assert read_about(training.record(tmp_path))[0]["how"]["gpu"] == "the card cuda:1"
 
 
 def test_rates_are_chosen_with_the_first_seed_by_ln_p(results, sources):
