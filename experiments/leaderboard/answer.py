@@ -75,9 +75,9 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
     if len(open_) == count - 1:
         text += "It is not significantly better than any other method"
     else:
-        text += (
-            f"It is significantly better than {count - 1 - len(open_)} of the other {count - 1} methods, but not than"
-        )
+        beaten = [name for name in board.order if name in board.ranks and name not in (best, *open_)]
+        which = f" ({listed(beaten)})" if len(beaten) <= NAMED else ""
+        text += f"It is significantly better than {len(beaten)} of the other {count - 1} methods{which}, but not than"
         text += f" {listed(tested if len(tested) <= NAMED else [*tested[:NAMED], f'{len(tested) - NAMED} more'])}"
     few = len(open_) - len(tested)
     text += f"; the other {'one has' if few == 1 else f'{few} have'} too few seeds for a test" if few else ""
@@ -166,10 +166,11 @@ def _pays(board: Leaderboard, best: str) -> str:
 
 
 def _difference(one: Drawn, other: Drawn) -> str:
-    """A difference in words, with half of its interval if there is one."""
+    """A difference in words, on the seeds of both, with half of its interval if there is one."""
     points = signed(compare(one, other)).lstrip("+-")
     half = f" (95 % interval ±{points.partition('±')[2]})" if not points.endswith(NO_INTERVAL) else ""
-    return f"{points.split()[0]} points {'lower' if one.mean < other.mean else 'higher'}{half}"
+    text = f"{points.split()[0]} points {'lower' if one.mean < other.mean else 'higher'}"
+    return text + (" on the seeds that both have" if one.seeds != other.seeds else "") + half
 
 
 def _state(board: Leaderboard) -> str:

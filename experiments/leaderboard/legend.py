@@ -8,7 +8,8 @@ ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of seve
 
 LEGEND = {
     "rank": f"""by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
-    count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x.""",
+    count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x, or a
+    control.""",
     "method": """[METHODS.md](METHODS.md) says what each one does, and where its code is. All start from the same
     checkpoint.""",
     "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs (2x fewer) of the method's
@@ -17,7 +18,7 @@ LEGEND = {
     examples, on which FLOPs are counted, too. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}:
     too few seeds. {ENOUGH}""",
     "minus joint": """accuracy at 2x minus that of joint training, paired: on the seeds that both have. So it can differ
-    from the first column. The interval is not corrected for the number of methods.""",
+    from a subtraction in the column before. The interval is not corrected for the number of methods.""",
     "full model": "accuracy of the method's own model if no example exits early.",
     "layers saved at 1 point": """another rule: the one with the fewest FLOPs that loses at most one point on
     held-out examples, compared with the full model of joint training with the same seed; 0 if every rule loses more. A
@@ -26,12 +27,13 @@ LEGEND = {
     can be more than one point, because the rule was chosen on other examples.""",
     "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
     one example at a time. It is above 2 if that rule needs much less than half of the FLOPs.""",
-    "training, s": """processor seconds of one training, mean over the tasks on which each method was trained on the
-    CPU.""",
+    "training, s": """processor seconds of one training, mean over the tasks on which all methods have a training on
+    the CPU.""",
     "MB added": "compared with a fine-tuned model without exits.",
+    "seeds": "the fewest and the most on one of the tasks; the table of each task has its own.",
     CONTROL: """a control, not a method: all examples exit at the same layer of joint training. If that leaves FLOPs
-    over, a random part of them exits at the next layer; the expected accuracy counts. Nothing is trained or timed for
-    it.""",
+    over, a random part of them exits at the next layer; the expected accuracy counts. Nothing is trained, added or
+    timed for it.""",
     NOTHING: "does not apply.",
 }
 

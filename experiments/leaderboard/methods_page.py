@@ -178,5 +178,5 @@ def methods_page(board: Leaderboard) -> str:
     method proposes (`mini_ee/rules.py`). *Lines*: lines of code in its file, and in files whose name continues that of
     its file. *Deviations*: how many numbered points the head of the file lists, where it differs from the paper or the
     paper leaves something open. *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains
-    both; empty without a rank there. Made by `{board.plan.command}`."""
+    both and says why a method has none. Made by `{board.plan.command}`."""
     return "\n".join([HEADING, "", wrapped(" ".join(note.split())), *markdown_table(columns, rows), ""])

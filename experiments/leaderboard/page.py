@@ -47,9 +47,10 @@ HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {
     "leaderboard-front.png": "Accuracy on the reported examples against the share of the full model's FLOPs, mean over "
     "seeds: at each share the rule with the best held-out accuracy within it. Coloured: methods that are best at some "
-    "share up to two thirds, often by less than the interval. Bar at 50 %: 95 % interval, median over methods",
+    "share from 20 to 65 %, in steps of 5, often by less than the interval. Bar at 50 %: 95 % interval, median over "
+    "methods",
     "leaderboard-methods.png": "Each method alone, and all others in grey: accuracy against the share of the full "
-    "model's FLOPs, mean over seeds and over the tasks of the ranks",
+    "model's FLOPs, mean over seeds and over the tasks of the ranks. A method that lacks one of them has no panel",
     "leaderboard-hardness.png": "Mean exit layer of each kind of sentence at half of the FLOPs, from plain to doubly "
     "negated",
 }
@@ -77,7 +78,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     """The page as Markdown. out: the folder of its pictures; one that was not drawn is left out."""
     pictures = {name: [f"![{text}]({name})", "", f"*{text}.*", ""] for name, text in PICTURES.items()}
     front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
-    lines = [HEADING, "", *_wrapped([*answer(board), _fine_tuned_already(out)])]
+    lines = [HEADING, "", *_wrapped([*answer(board), _is_a_decoder(decoders), _fine_tuned_already(out)])]
     if board.compared:
         lines += [*main_table(board), *_legend(LEGEND), *front, *panels]
     lines += ["## Each task", "", *_legend(TASK_LEGEND)]
@@ -196,6 +197,11 @@ def _fine_tuned_already(out: Path) -> str:
         f"**Is your model fine-tuned already?** These methods train the model together with its exits. "
         f"`mini-ee add-exits` leaves it as it is; {link(out, 'its results', 'add-exits.md')} are on another page."
     )
+
+
+def _is_a_decoder(decoders: list[str]) -> str:
+    run = "has its own tables" if any(line.startswith("|") for line in decoders) else "has no runs yet"
+    return f"**Is your model a decoder?** The section [Decoders](#decoders) {run}."
 
 
 def _other_lines(plan: Plan, out: Path) -> list[str]:

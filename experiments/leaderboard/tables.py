@@ -143,8 +143,8 @@ def main_table(board: Leaderboard) -> list[str]:
     """A line for each method, by the headline; the control stands where its score is."""
     notes, rows = Notes(), []
     for method in board.order:
-        if any(board.tasks[name].found.get((method, HEADLINE), NOT_RUN) == NOT_RUN for name in board.compared):
-            notes.not_run.append(method)
+        if lacks := [name for name in board.compared if _not_run(board.tasks[name], method, HEADLINE)]:
+            notes.not_run.append(f"{method} (on {listed(lacks)})")
         else:
             rows.append([*_ranked_cells(board, method, notes), *_mean_cells(board, method, notes)])
     if CONTROL in board.headline:
@@ -155,6 +155,10 @@ def main_table(board: Leaderboard) -> list[str]:
     columns += ["layers saved at 1 point, %", "lost at 1 point, points"]
     columns += [*(TITLES[name] for name in MEASURED), "seeds"]
     return [*markdown_table(columns, rows), "", *notes.lines()]
+
+
+def _not_run(task: TaskFigures, method: str, figure: str) -> bool:
+    return task.found.get((method, figure), NOT_RUN) == NOT_RUN
 
 
 def _ranked_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
@@ -223,12 +227,14 @@ def task_table(board: Leaderboard, name: str) -> list[str]:
     marks = _marks(drawn)
     rows = []
     for method in [*board.order, *[CONTROL] * (CONTROL in task.runs)]:
-        if task.found.get((method, "full"), NOT_RUN) == NOT_RUN:
+        if _not_run(task, method, "full"):
             notes.not_run.append(method)
             continue
         cells = [f"*{method}*" if method == CONTROL else method]
         for figure in FIGURES:
-            if (method, figure) in drawn:
+            if (method, figure) == (REFERENCE, "area"):  # it is compared with itself
+                cells.append(NOTHING)
+            elif (method, figure) in drawn:
                 cell = plus_minus(interval(drawn[method, figure]), marks.get((method, figure), ""))
                 cells.append(cell + (_zeros(task, method, notes) if figure == "saved" else ""))
             else:

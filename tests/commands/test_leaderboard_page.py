@@ -162,6 +162,8 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     first = text.split("|")[0]
     assert "**Which method for a classifier with half of the FLOPs?** `consistent` has the highest accuracy" in first
     assert "No method is clearly the best" not in first and "`consistent` trains fastest" not in first
+    assert "**Is your model a decoder?** The section [Decoders](#decoders) has no runs yet." in first
+    assert "has its own tables." in page.page(board, {}, tmp_path, ["| a |"])
     assert "**Is it the best elsewhere?** On reviews, it has the highest accuracy, too: " in first
     assert "| *joint, full model* |" in text
     control = board.headline[CONTROL].mean
@@ -170,13 +172,17 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     assert f"{lower} of the 4 methods {are} less accurate than the fixed depth." in " ".join(first.split()) and lower
     worse = answer._elsewhere(board, "joint")
     assert re.search(r"Compared with all examples at one layer of joint training, `joint` is [\d.]+ points", worse)
+    monkeypatch.setattr(ranking, "DRAWS", 300)  # as in the board
+    few = board.headline["pabee"]._replace(seeds=((0,), (0,)))
+    gaps = [answer._difference(board.headline["joint"], other) for other in (few, board.headline["pabee"])]
+    assert ["on the seeds that both have" in gap for gap in gaps] == [True, False]
     open_ = answer._certainty(
-        board._replace(headline=board.headline | {"pabee": board.headline["pabee"]._replace(seeds=((0,), (0,)))}),
+        board._replace(headline=board.headline | {"pabee": few}),
         "two-stage",
         ["joint", "pabee"],
         4,
     )
-    assert "of the other 3 methods, but not than joint; the other one has too few seeds for a test" in open_
+    assert "better than 1 of the other 3 methods (consistent), but not than joint; the other one has too few" in open_
     assert "On reviews, `consistent` has the highest accuracy" in worse and re.search(
         r"`joint` is \d.+ points lower", worse
     )
@@ -198,8 +204,11 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
         assert not {"", "·", "nan"} & {*cells_of(section)}
         for number in re.findall(r"\[(\d+)\](?!\()", "".join(cells_of(section))):
             assert f"\n{number}. " in section
-    for section in (first_table, *sections[2:4]):
-        assert "lora-exits" not in cells_of(section) and "Not run yet: lora-exits." in section
+    for section, where in ((first_table, " (on TREC and SST-2)"), (sections[2], ""), (sections[3], "")):
+        assert "lora-exits" not in cells_of(section) and f"Not run yet: lora-exits{where}." in section
+        columns = next(cells_of(line) for line in section.splitlines() if line.startswith("|"))
+        joint = next(cells_of(line) for line in section.splitlines() if re.match(r"\|( \d.*\|)? joint \|", line))
+        assert joint[columns.index("minus joint, points" if section is first_table else "area")] == tables.NOTHING
     assert board.order[0] == "consistent" and board.order[-1] == "lora-exits"
     assert CONTROL in board.headline and CONTROL not in board.ranks
     alone = board._replace(ranks={"consistent": (1, 1, 1)}, headline={"consistent": board.headline["consistent"]})
