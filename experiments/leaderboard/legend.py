@@ -8,8 +8,7 @@ ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of seve
 
 LEGEND = {
     "rank": f"""by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
-    count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x, or a
-    control.""",
+    count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x, or a control.""",
     "method": """[METHODS.md](METHODS.md) says what each one does, and where its code is. All start from the same
     checkpoint.""",
     "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs (2x fewer) of the method's
