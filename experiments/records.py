@@ -4,11 +4,20 @@ A file holds all seeds of a method on a task. Numbers are stored as float16, so 
 was read back. Labels are not stored, because the data sets are not ours: `right` says where an exit is right. The label
 of an example is then the prediction of an exit that is right. If every exit is wrong, it is the other one of two
 classes, else UNKNOWN. Scores are equal.
+
+The file is an npz of two arrays of bytes, compressed with LZMA:
+
+about     JSON. Of each seed: what its writer says, what is equal for all examples, the dtype and shape of its arrays
+outputs   the arrays of all seeds, name by name: of all numbers of an array the first byte, then the second, and so on
+
+If two methods differ by their rules alone, their outputs are the same. The file of one of them then names the other one
+instead of the arrays.
 """
 
+import hashlib
 import io
 import json
-from collections.abc import Callable
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,40 +39,50 @@ class SeedRecord(NamedTuple):
     about: dict  # JSON: settings, what was tried, default rule, processor seconds, versions
 
 
-def write_record(path: Path, seed: int, made: SeedRecord) -> SeedRecord:
+class Stored(NamedTuple):
+    """A seed in a file."""
+
+    about: dict  # of the SeedRecord
+    parts: dict[str, dict]  # what is equal for all examples of a part
+    arrays: dict[str, np.ndarray]  # by PART/NAME
+    sha256: str  # of parts and arrays
+    outputs_of: str | None = None  # the method in whose file the arrays are
+
+
+def write_record(path: Path, seed: int, made: SeedRecord, shared: Path | None = None) -> SeedRecord:
     """Add a seed to the file, atomically, or replace it; returns the record as `read_records` reads it.
 
-    Raises ValueError if labels are missing, or if the task is a regression.
+    shared: the file of a method with the same training, in the same folder. If it has the same outputs, they are not
+    stored again. Raises ValueError if labels are missing, or if the task is a regression.
     """
-    arrays, about = {}, {"about": made.about, "parts": {}}
+    arrays, parts = {}, {}
     for part, recorded in zip(PARTS, made[:2]):
-        some, constants = _to_arrays(recorded)
-        arrays |= {f"{seed}/{part}/{name}": values for name, values in some.items()}
-        about["parts"][part] = constants
-    arrays[f"{seed}/about"] = np.frombuffer(json.dumps(about, sort_keys=True).encode(), np.uint8)
+        some, parts[part] = _to_arrays(recorded)
+        arrays |= {f"{part}/{name}": np.ascontiguousarray(values) for name, values in some.items()}
+    parts = json.loads(json.dumps(parts))  # as it is read back
+    own = Stored(made.about, parts, arrays, _sha256(parts, arrays))
+    if shared not in (None, path) and own.sha256 in _by_sha256(shared, outputs=False):
+        own = own._replace(arrays={}, outputs_of=shared.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        others = {name: values for name, values in _load(path).items() if not name.startswith(f"{seed}/")}
-        content = io.BytesIO()
-        np.savez_compressed(content, **dict(sorted((others | arrays).items())))
-        write_bytes(path, content.getbuffer())
+        write_bytes(path, _packed(_load(path) | {seed: own}))
     return read_records(path)[seed]
 
 
 def read_records(path: Path) -> dict[int, SeedRecord]:
-    """Seed -> record; empty if there is no file. Raises ValueError if the file is damaged."""
-    arrays = _load(path)
+    """Seed -> record; empty if there is no file. A seed whose outputs were in the file of another method is left out if
+    that file has others now. Raises ValueError if a file is damaged.
+    """
+    complete = _complete(path)
     try:
-        seeds = sorted({int(name.partition("/")[0]) for name in arrays})
-        return {seed: _from_arrays(arrays, seed) for seed in seeds}
+        return {seed: _from_stored(stored) for seed, stored in complete.items()}
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: expected records of runs; remove the file, so that they are made again") from error
 
 
 def read_about(path: Path) -> dict[int, dict]:
-    """Seed -> `about` of its record, without its arrays. Raises ValueError like `read_records`."""
-    found = _load(path, lambda name: name.endswith("/about"))
-    return {int(name.partition("/")[0]): json.loads(value.tobytes())["about"] for name, value in found.items()}
+    """Seed -> `about` of what `read_records` reads, without its arrays. Raises ValueError like it."""
+    return {seed: stored.about for seed, stored in _complete(path, outputs=False).items()}
 
 
 def rounded(recorded: Record) -> Record:
@@ -71,16 +90,90 @@ def rounded(recorded: Record) -> Record:
     return _from_part(*_to_arrays(recorded))
 
 
-def _load(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
+# ---- Files ----
+
+
+def _complete(path: Path, outputs: bool = True) -> dict[int, Stored]:
+    """What `_load` finds, with arrays from the files of other methods. Seeds that have no arrays there are left out."""
+    found = _load(path, outputs)
+    names = {stored.outputs_of for stored in found.values()} - {None}
+    others = {name: _by_sha256(path.with_stem(name), outputs) for name in names}
+    complete = {}
+    for seed, stored in sorted(found.items()):
+        if stored.outputs_of is None:
+            complete[seed] = stored
+        elif other := others[stored.outputs_of].get(stored.sha256):
+            complete[seed] = other._replace(about=stored.about)
+    return complete
+
+
+def _load(path: Path, outputs: bool = True) -> dict[int, Stored]:
+    """Seed -> what the file has of it. outputs: with its arrays."""
     if not path.exists():
         return {}
     check_regular(path)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files if wanted(name)}
-    except Exception as error:  # zip, zlib and numpy raise many kinds
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
+            seeds = {int(seed): Stored(**each) for seed, each in json.loads(found["about"].tobytes()).items()}
+            content = found["outputs"] if outputs else None
+        return seeds if content is None else _unpacked(seeds, content)
+    except Exception as error:  # zip, lzma, json and numpy raise many kinds
         message = f"{path}: expected records of runs, found a damaged file; remove it, so that they are made again"
         raise ValueError(message) from error
+
+
+def _packed(seeds: dict[int, Stored]) -> memoryview:
+    """The content of a file."""
+    about, outputs = {}, []
+    for seed, each in seeds.items():
+        kinds = {name: (values.dtype.str, values.shape) for name, values in each.arrays.items()}
+        about[seed] = each._replace(arrays=kinds)._asdict()
+    for name, seed in _order(seeds):
+        values = seeds[seed].arrays[name]
+        outputs.append(values.reshape(-1, 1).view(np.uint8).T.ravel())
+    members = {"about": np.frombuffer(json.dumps(about, sort_keys=True).encode(), np.uint8)}
+    members["outputs"] = np.concatenate([np.empty(0, np.uint8), *outputs])
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as file:
+        for name, values in members.items():
+            with file.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, values, allow_pickle=False)
+    return content.getbuffer()
+
+
+def _unpacked(seeds: dict[int, Stored], content: np.ndarray) -> dict[int, Stored]:
+    """The seeds with their arrays. Raises ValueError if they are others than `content` has."""
+    at = 0
+    for name, seed in _order(seeds):
+        kind, shape = seeds[seed].arrays[name]
+        size, count = np.dtype(kind).itemsize, int(np.prod(shape))
+        numbers = np.ascontiguousarray(content[at : at + size * count].reshape(size, count).T)
+        seeds[seed].arrays[name] = numbers.view(kind).reshape(shape)
+        at += size * count
+    if at != len(content):
+        raise ValueError(f"expected {at} bytes, found {len(content)}")
+    return seeds
+
+
+def _order(seeds: dict[int, Stored]) -> list[tuple[str, int]]:
+    """(name, seed) of all arrays, in the order of the file: what is alike is near to each other."""
+    return sorted((name, seed) for seed, each in seeds.items() for name in each.arrays)
+
+
+def _sha256(parts: dict, arrays: dict[str, np.ndarray]) -> str:
+    found = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for name, values in sorted(arrays.items()):
+        found.update(f"{name} {values.dtype.str} {values.shape}".encode())
+        found.update(values)
+    return found.hexdigest()
+
+
+def _by_sha256(path: Path, outputs: bool) -> dict[str, Stored]:
+    """sha256 -> what a file has itself; nothing if there is no file."""
+    return {stored.sha256: stored for stored in _load(path, outputs).values() if stored.outputs_of is None}
+
+
+# ---- Arrays ----
 
 
 def _to_arrays(recorded: Record) -> tuple[dict[str, np.ndarray], dict]:
@@ -105,14 +198,13 @@ def _to_arrays(recorded: Record) -> tuple[dict[str, np.ndarray], dict]:
     return arrays, constants
 
 
-def _from_arrays(arrays: dict[str, np.ndarray], seed: int) -> SeedRecord:
-    found = json.loads(arrays[f"{seed}/about"].tobytes())
+def _from_stored(stored: Stored) -> SeedRecord:
     parts = []
     for part in PARTS:
-        prefix = f"{seed}/{part}/"
-        own = {name.removeprefix(prefix): values for name, values in arrays.items() if name.startswith(prefix)}
-        parts.append(_from_part(own, found["parts"][part]))
-    return SeedRecord(*parts, found["about"])
+        prefix = f"{part}/"
+        own = {name.removeprefix(prefix): each for name, each in stored.arrays.items() if name.startswith(prefix)}
+        parts.append(_from_part(own, stored.parts[part]))
+    return SeedRecord(*parts, stored.about)
 
 
 def _from_part(arrays: dict[str, np.ndarray], constants: dict) -> Record:

@@ -120,6 +120,12 @@ def test_a_finished_record_is_not_made_again_and_a_deleted_one_alone_is(board):
         others = {path.name: path.read_bytes() for path in folder.glob("*.npz") if path.stem != deleted}
         assert others.items() <= before.items() and len(others) == 3
         before[f"{deleted}.npz"] = (folder / f"{deleted}.npz").read_bytes()
+    assert len(np.load(folder / "joint.npz")["outputs"]) and not len(np.load(folder / "pabee.npz")["outputs"])
+    (folder / "joint.npz").unlink()  # those of pabee and pcee-bert, too
+    board.run("--seeds", "1")
+    assert board.begun == [("joint", 5e-5, 0)]
+    assert all([*read_records(folder / name)] == [0] for name in before)
+    assert (folder / "sweet.npz").read_bytes() == before["sweet.npz"]
 
 
 def test_a_killed_search_goes_on(board, two_rates, monkeypatch):

@@ -1,9 +1,12 @@
 """Records of runs: a rule gives the same on what was written and on what was recorded; damage is one line."""
 
+import json
+import zipfile
+
 import numpy as np
 import pytest
 
-from mini_ee.experiments.records import SeedRecord, read_records, write_record
+from mini_ee.experiments.records import SeedRecord, read_about, read_records, write_record
 from mini_ee.recording import Record, Recorded
 from mini_ee.rules import Patience, Policy, Threshold
 
@@ -65,3 +68,46 @@ def test_damage_is_one_line(tmp_path):
         read_records(path)
     with pytest.raises(ValueError, match="found a regression"):
         write_record(tmp_path / "b.npz", 0, SeedRecord(drawn(4, 0, 1), drawn(4, 0, 1), {}))
+
+
+def test_outputs_that_another_method_has_are_not_stored_again(tmp_path):
+    first, second = tmp_path / "joint.npz", tmp_path / "pabee.npz"
+    for seed in (0, 1):
+        write_record(first, seed, made(seed), first)
+        read = write_record(second, seed, made(seed)._replace(about={"patience": seed}), first)
+        assert read.about == {"patience": seed}
+    assert second.stat().st_size < first.stat().st_size / 3
+    one, other = read_records(first), read_records(second)
+    assert [*other] == [*read_about(second)] == [0, 1] and read_about(second)[1] == {"patience": 1}
+    for part in (0, 1):
+        assert (one[1][part].logits == other[1][part].logits).all()
+        assert one[1][part].replay(Policy()).exit_index.tolist() == other[1][part].replay(Policy()).exit_index.tolist()
+
+    write_record(first, 1, made(2))  # trained again, with other outputs
+    assert [*read_records(second)] == [*read_about(second)] == [0]
+    write_record(second, 1, made(1), first)  # has outputs of its own now
+    assert (read_records(second)[1].reported.logits == drawn(40, 1).logits).all() and [*read_about(second)] == [0, 1]
+    first.unlink()
+    assert [*read_records(second)] == [*read_about(second)] == [1]
+
+
+@pytest.mark.parametrize("kind, shape", [("<f2", [39, 3, 3]), ("|O", [40, 3, 3])])
+def test_arrays_that_are_not_in_the_file_are_one_line(tmp_path, kind, shape):
+    path = tmp_path / "a.npz"
+    write_record(path, 0, made(0))
+    with np.load(path) as arrays:
+        about, outputs = json.loads(arrays["about"].tobytes()), arrays["outputs"]
+    assert about["0"]["arrays"]["reported/logits"] == ["<f2", [40, 3, 3]]
+    about["0"]["arrays"]["reported/logits"] = [kind, shape]
+    np.savez(path, about=np.frombuffer(json.dumps(about).encode(), np.uint8), outputs=outputs)
+    with pytest.raises(ValueError, match="damaged file; remove it"):
+        read_records(path)
+
+
+def test_the_same_records_are_the_same_bytes(tmp_path):
+    for name, seeds in (("a", (0, 1)), ("b", (1, 0))):
+        for seed in seeds:
+            write_record(tmp_path / f"{name}.npz", seed, made(seed))
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a.npz") as file:
+        assert {each.compress_type for each in file.infolist()} == {zipfile.ZIP_LZMA}
