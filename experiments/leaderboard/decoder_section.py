@@ -1,6 +1,7 @@
 """The decoders' section of the leaderboard, from their records: tables, intervals and a picture, in seconds."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 PICTURE = "leaderboard-decoders.png"
 NO_RULE = "–"
+MADE = ("processor", "torch", "commit")
 COPIED, RECOMPUTED = MISSING_KV
 
 
@@ -44,6 +46,7 @@ class Figures(NamedTuple):
     method: str
     exits: tuple[int, ...]
     agreement: np.ndarray  # (S, K), of each exit
+    head_layers: float  # the FLOPs of the last exit's head, in layers
 
     def mean(self, read: Callable[[dict], float | None]) -> float | None:
         """The mean over seeds of a figure in `about`; None if a seed has none."""
@@ -77,18 +80,20 @@ def read_exam(out: Path, exam: DecoderExam, quick: bool) -> dict[str, Figures]:
                 first, *_ = own.values()
                 agreement = np.array([_agreement(each.reported) for each in own.values()])
                 abouts = [each.about for each in own.values()]
-                found[method] = Figures((*own,), values, abouts, method, first.reported.segments.exits, agreement)
+                exits, heads = first.reported.segments.exits, _head_layers(first.reported)
+                found[method] = Figures((*own,), values, abouts, method, exits, agreement, heads)
     return found
 
 
 def _of_seed(reported: Record, rules: dict[str, dict | None]) -> dict[str, np.ndarray]:
-    """Name -> the mean of each text: what every rule saves, its agreement and ln p."""
+    """Name -> the mean of each text: layers and FLOPs that every rule saves, its agreement and ln p."""
     _, text, sizes = np.unique(reported.groups, return_inverse=True, return_counts=True)
     layers, found = reported.segments.exits[-1], {}
     every: dict[str, Rule] = {name: rule_from_dict(rule) for name, rule in rules.items() if rule is not None}
     for name, rule in (every | {"full": NeverExit()}).items():
         got = outcome(reported, rule)
-        for kind, values in (("saved", 1 - got.depth / layers), ("agreement", got.agrees), ("ln p", got.log_p)):
+        kinds = {"saved": 1 - got.depth / layers, "FLOPs": 1 - got.flops, "agreement": got.agrees, "ln p": got.log_p}
+        for kind, values in kinds.items():
             found[f"{kind} {name}"] = np.bincount(text, values.astype(np.float64)) / sizes
     return found
 
@@ -96,6 +101,12 @@ def _of_seed(reported: Record, rules: dict[str, dict | None]) -> dict[str, np.nd
 def _agreement(reported: Record) -> list[float]:
     predictions = reported.predictions
     return (predictions == predictions[:, -1:]).mean(axis=0).tolist()
+
+
+def _head_layers(reported: Record) -> float:
+    """The FLOPs of the last exit's head, divided by those of a layer of the full model."""
+    head, full = reported.segments.costs[0][:, -1, 1].mean(), reported.full.mean()
+    return float(head / (full - head) * reported.segments.exits[-1])
 
 
 def drawn(found: Figures, name: str, folder: str) -> Drawn | None:
@@ -146,8 +157,9 @@ A method that trains the decoder changes the full model, and agreement does not 
 worse. So compare perplexities: of the full model, with the rule, and with the method's best rule that runs at most
 {WITH_SHARE} (perhaps all tokens exit after one layer).
 
-*Speed-up* is processor time without exits divided by that with exits, one text at a time, with both ways to compute
-missing keys and values. An interval is over seeds and texts; {NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds.
+*FLOPs saved* counts the heads, too: at every exit where a token does not stop, the head has read the whole vocabulary
+for nothing. *Speed-up* is processor time without exits divided by that with exits, one text at a time, with both ways
+to compute missing keys and values. An interval is over seeds and texts; {NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds.
 {NO_RULE}: no rule of the method does that."""
 
 
@@ -156,19 +168,28 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _answer(exam: DecoderExam, found: dict[str, Figures]) -> str:
-    """Which method saves most, and which others are not shown to save less."""
-    saved = {name: each for name, each in _drawn(exam, found, f"saved {LEVEL:g}").items() if each.mean > 0}
-    if not saved:
+    """Which method saves most layers, and which one most FLOPs."""
+    kinds = {"saved": f"layers at {AT_LEVEL}", "FLOPs": "FLOPs with these rules"}
+    saved = {kind: _drawn(exam, found, f"{kind} {LEVEL:g}") for kind in kinds}
+    if not any(each.mean > 0 for each in saved["saved"].values()):
         return f"No method saves layers at {AT_LEVEL}."
+    return " ".join(_most(saved[kind], what) for kind, what in kinds.items())
+
+
+def _most(drawn_of: dict[str, Drawn], what: str) -> str:
+    """Which method saves most, and which others are not shown to save less."""
+    saved = {name: each for name, each in drawn_of.items() if each.mean > 0}
+    if not saved:
+        return f"No method saves {what}."
     order = sorted(saved, key=lambda name: -saved[name].mean)
     worse = {worse for better, worse in better_pairs(saved) if better == order[0]}
     if not has_interval(saved[order[0]]):
         return (
-            f"{order[0]} saves most layers at {AT_LEVEL}, {percent(saved[order[0]].mean)} %. With fewer "
-            f"than {LEAST_SEEDS} seeds no method is called better than another."
+            f"{order[0]} saves most {what}, {percent(saved[order[0]].mean)} %. With fewer than {LEAST_SEEDS} seeds no "
+            f"method is called better than another."
         )
     similar = [name for name in order[1:] if name not in worse]
-    text = f"**{order[0]}** saves most layers at {AT_LEVEL}: {plus_minus(interval(saved[order[0]]))} %."
+    text = f"**{order[0]}** saves most {what}: {plus_minus(interval(saved[order[0]]))} %."
     if not similar:
         return text + " All others save significantly less (Holm's correction over all pairs)."
     return text + f" Not shown to save less: {', '.join(similar)} (Holm's correction over all pairs)."
@@ -185,8 +206,9 @@ def _order(found: dict[str, Figures]) -> list[str]:
 
 
 def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> list[str]:
-    names = ["method", "layers saved, %", "agreement, %", "perplexity", "perplexity of the full model"]
+    names = ["method", "layers saved, %", "FLOPs saved, %", "agreement, %", "perplexity"]
     names += [
+        "perplexity of the full model",
         f"perplexity with {WITH_SHARE}",
         *(f"speed-up, {fill}" for fill in MISSING_KV),
         "Rouge-L",
@@ -195,18 +217,21 @@ def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> li
     rows = []
     for name in _order(found):
         each, own = found[name], {}
-        for figure in (f"saved {LEVEL:g}", f"agreement {LEVEL:g}", f"ln p {LEVEL:g}", "ln p full", f"ln p {WITHIN}"):
+        kinds = ("saved", "FLOPs", "agreement", "ln p")
+        for figure in (*(f"{kind} {LEVEL:g}" for kind in kinds), "ln p full", f"ln p {WITHIN}"):
             one = drawn(each, figure, exam.folder)
             own[figure] = None if one is None else interval(one)
         never = not each.values[f"saved {LEVEL:g}"].any()
-        cells = [NO_RULE if never else plus_minus(own[figure]) for figure in [*own][:2]]
+        cells = [NO_RULE if never else plus_minus(own[figure]) for figure in [*own][:3]]
         cells += [NO_RULE if never else _perplexity(own[f"ln p {LEVEL:g}"]), _perplexity(own["ln p full"])]
         cells += [_perplexity(own[f"ln p {WITHIN}"]), *(_times(each.decoding(fill, "speedup")) for fill in MISSING_KV)]
         rows.append([name, *cells, _share(each.decoding(COPIED, "rouge_l")), len(each.seeds)])
     every = [name for training in trainings(quick) if training.exam == exam for name in training.methods]
     missing = [name for name in every if name not in found]
     original = np.mean([about["original"]["perplexity"] for each in found.values() for about in each.abouts])
-    note = f"The decoder before any training has a perplexity of {original:.2f} on these texts. Rouge-L (0 to 100) "
+    heads = np.mean([each.head_layers for each in found.values()])
+    note = f"A head costs as many FLOPs as {heads:.2g} of the {next(iter(found.values())).exits[-1]} layers. "
+    note += f"The decoder before any training has a perplexity of {original:.2f} on these texts. Rouge-L (0 to 100) "
     note += f"compares generated text with that of the full model, with {COPIED}."
     note += f" Not run yet: {listed(missing)}." if missing else ""
     return [*markdown_table(names, rows), "", *_paragraphs(note)]
@@ -272,13 +297,25 @@ def _cost_table(found: dict[str, Figures]) -> list[str]:
         seen.append(each.abouts)
         sharing = ", ".join(other for other, figures in found.items() if figures.abouts == each.abouts)
         rates = ", ".join(f"{key} {rate:g}" for key, rate in each.abouts[0]["rates"].items())
-        seconds = [each.mean(lambda about, part=part: about["cpu_seconds"][part]) for part in ("training", "decoding")]
+        training = [about["cpu_seconds"]["training"] for about in each.abouts if "gpu" not in about["how"]]
+        seconds = f"{np.mean(training):.0f}" if training else NO_RULE
+        decoding = f"{each.mean(lambda about: about['cpu_seconds']['decoding']):.0f}"
         total += math.fsum(value for about in each.abouts for value in about["cpu_seconds"].values())
         agreement = each.mean(lambda about: about["original"]["agreement"])
-        rows.append([sharing, rates or NO_RULE, _share(agreement), *(f"{value:.0f}" for value in seconds)])
+        rows.append([sharing, rates or NO_RULE, _share(agreement), seconds, decoding])
     names = ["trained once", "rates", "full model agrees with the original, %", "training, s", "measuring decoding, s"]
-    note = f"Processor seconds of one seed; {total / 3600:.2f} core hours for all seeds, with the search for rates."
-    return [*_paragraphs(note), *markdown_table(names, rows), ""]
+    note = f"""Processor seconds of one seed; {total / 3600:.2f} core hours for all seeds, with the search for rates.
+    {_made(seen)}"""
+    return [*_paragraphs(" ".join(note.split())), *markdown_table(names, rows), ""]
+
+
+def _made(seen: list[list[dict]]) -> str:
+    """With what the records were made. seen: `about` of the seeds of each training."""
+    made = [about["how"] for abouts in seen for about in abouts]
+    text = "; ".join(f"{name}: {', '.join(sorted({each[name] for each in made}))}" for name in MADE)
+    for gpu, count in sorted(Counter(each["gpu"] for each in made if "gpu" in each).items()):
+        text += f". Trained on a GPU ({gpu}): {count} of {len(made)} trainings, whose seconds are not in the table"
+    return f"Made with {text}."
 
 
 def _perplexity(found: Interval | None) -> str:

@@ -27,6 +27,7 @@ class Outcome(NamedTuple):
 
     agrees: np.ndarray  # (N,) bool
     depth: np.ndarray  # (N,), layers run
+    flops: np.ndarray  # (N,), compared with the full model, heads included
     log_p: np.ndarray  # (N,), ln p of the next token at the exit
 
     @property
@@ -35,11 +36,11 @@ class Outcome(NamedTuple):
 
 
 def outcome(recorded: Record, rule: Rule) -> Outcome:
-    """Each token's agreement, depth and ln p at the exit where the rule stops it."""
-    at, predictions = np.arange(len(recorded.logits)), recorded.predictions
-    exit_index = recorded.replay(rule).exit_index
-    agrees = predictions[at, exit_index] == predictions[:, -1]
-    return Outcome(agrees, np.array(recorded.segments.exits)[exit_index], recorded.logits[at, exit_index, 0])
+    """Each token's agreement, depth, FLOPs and ln p at the exit where the rule stops it."""
+    at, predictions, result = np.arange(len(recorded.logits)), recorded.predictions, recorded.replay(rule)
+    agrees = predictions[at, result.exit_index] == predictions[:, -1]
+    depth = np.array(recorded.segments.exits)[result.exit_index]
+    return Outcome(agrees, depth, result.cost.flops / recorded.full, recorded.logits[at, result.exit_index, 0])
 
 
 def own_rules(method: Method, calibration: Record) -> list[Rule]:

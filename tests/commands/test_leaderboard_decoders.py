@@ -200,6 +200,8 @@ def test_a_rule_on_a_record_that_was_read_back_exits_as_in_decoding(tmp_path, ex
     assert predicted.tolist() == [token for each in written for token in each.tokens]
     assert found.agreement == (predicted == full.predictions[:, -1]).mean()
     assert np.allclose(found.log_p, full.logits[np.arange(len(exit_index)), exit_index, 0], rtol=2e-3)
+    paid = [costs[: k + 1].sum() for costs, k in zip(read.segments.costs[0], exit_index)]  # layers and heads
+    assert np.allclose(found.flops, paid / read.full, rtol=1e-3) and found.flops.max() > 1 > found.flops.min()
 
 
 def test_the_rule_at_a_level_saves_most_among_those_that_reach_it(exits):
@@ -280,7 +282,7 @@ def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
 # ---- The section ----
 
 
-def test_the_section_is_made_from_records_alone_and_names_what_is_missing(results, tmp_path):
+def test_the_section_is_made_from_records_alone_and_names_what_is_missing(results, sources, tmp_path):
     assert section.decoder_section(tmp_path, False) == ["Not run yet.", ""]
     lines = section.decoder_section(results, False)
     assert lines == section.decoder_section(results, False) and (results / section.PICTURE).stat().st_size > 1000
@@ -292,13 +294,61 @@ def test_the_section_is_made_from_records_alone_and_names_what_is_missing(result
         rules = made.about["methods"][name]["rules"]
         own = outcome(made.reported, section.rule_from_dict(rules["0.9"]))
         assert each.values["saved 0.9"].mean() == pytest.approx(1 - own.depth.mean() / 5)
+        assert each.values["FLOPs 0.9"].mean() == pytest.approx(1 - own.flops.mean())
         candidates = own_rules(load_method(name), made.held_out)
         assert json.loads(json.dumps(rule_at(candidates, made.held_out, 0.9).to_dict())) == rules["0.9"]
         assert f"{np.exp(-made.reported.logits[:, -1, 0].mean()):.2f} ±?" in "".join(
             line for line in lines if line.startswith(f"| {name} |")
         )
+    config = json.loads((sources.folder / "weights" / "tiny" / "config.json").read_text())
+    hidden, inner, letters = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    tokens = 47 - (TINY.new_tokens - 1) / 2  # that a token attends to, on average
+    layer = 2 * (3 * hidden**2 + 3 * hidden * inner + 2 * tokens * hidden)  # keys and values have half of the width
+    text = " ".join(lines)
+    assert found["joint"].head_layers == pytest.approx(2 * hidden * letters / layer, rel=1e-6)
+    assert f"A head costs as many FLOPs as {found['joint'].head_layers:.2g} of the 5 layers." in text
+    made_with = found["joint"].abouts[0]["how"]
+    assert (
+        f"Made with processor: {made_with['processor']}; torch: {made_with['torch']}; commit: {made_with['commit']}."
+        in text
+    )
     (results / "records" / "decoders-tiny" / "sleb.npz").rename(tmp_path / "sleb.npz")
     lines = section.decoder_section(results, False)
     (tmp_path / "sleb.npz").rename(results / "records" / "decoders-tiny" / "sleb.npz")
     assert not [line for line in lines if line.startswith("| sleb")]
     assert "Not run yet: sleb." in " ".join(lines) and "nan" not in " ".join(lines).split()
+
+
+def test_seconds_of_trainings_on_a_gpu_are_not_in_the_table(results):
+    (joint, sleb) = (section.read_exam(results, TINY, False)[name] for name in ("joint", "sleb"))
+    on_a_gpu = [about | {"how": about["how"] | {"gpu": "G100"}} for about in joint.abouts]
+    cost = {"training": 90.0, "decoding": 5.0}
+    both = [
+        each | {"cpu_seconds": cost | {"training": value}} for each, value in zip([*on_a_gpu, *joint.abouts], (9, 70))
+    ]
+    (line,) = (
+        line for line in section._cost_table({"joint": joint._replace(abouts=both)}) if line.startswith("| joint")
+    )
+    assert line.endswith("| 70 | 5 |")
+    lines = section._cost_table({"joint": joint._replace(abouts=on_a_gpu), "sleb": sleb})
+    (line,) = (line for line in lines if line.startswith("| joint"))
+    assert line.split(" | ")[-2] == "–"
+    assert "Trained on a GPU (G100): 1 of 2 trainings, whose seconds are not in the table." in " ".join(lines)
+
+
+def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
+    def figures(name, layers, flops):
+        draw = np.random.default_rng(0).normal(0, 0.01, (2, 3, 20))
+        values = {"saved 0.9": layers + draw[0], "FLOPs 0.9": flops + draw[1]}
+        return section.Figures((0, 1, 2), values, [], name, (3, 5), np.zeros((3, 2)), 0.5)
+
+    found = {"deep": figures("deep", 0.4, -0.1), "heads": figures("heads", 0.3, 0.2), "few": figures("few", 0.1, 0.05)}
+    text = section._answer(TINY, found)
+    assert (
+        text.startswith("**deep** saves most layers at 90 % agreement: 40.")
+        and "**heads** saves most FLOPs with" in text
+    )
+    assert text.count("All others save significantly less") == 2
+    none = {"deep": figures("deep", 0.4, -0.1)}
+    assert section._answer(TINY, none).endswith("No method saves FLOPs with these rules.")
+    assert section._answer(TINY, {"none": figures("none", -1, -1)}) == "No method saves layers at 90 % agreement."
