@@ -57,8 +57,16 @@ class Figures(NamedTuple):
         """The mean of a figure of decoding; None if some seed has no rule that saves layers."""
         return self.mean(lambda about: about["methods"][self.method]["decoding"].get(fill, {}).get(name))
 
+    @property
+    def saves(self) -> bool:
+        """Whether some token exits early with the rule of the main table."""
+        return bool(self.values[f"saved {LEVEL:g}"].any())
+
     def lossless(self, name: str) -> float | None:
         return self.mean(lambda about: about["lossless"].get(name))
+
+
+Decoders = dict[DecoderExam, dict[str, Figures]]
 
 
 # ---- From records to figures ----
@@ -121,10 +129,22 @@ def drawn(found: Figures, name: str, folder: str) -> Drawn | None:
 # ---- The section ----
 
 
-def decoder_section(out: Path, quick: bool) -> list[str]:
-    """Markdown lines of the section, without its heading; writes its picture into `out`."""
+def read_decoders(out: Path, quick: bool) -> Decoders:
+    """The figures of all decoders that have a record."""
     exams = {exam: read_exam(out, exam, quick) for exam in (QUICK_EXAMS if quick else EXAMS)}
-    run = {exam: found for exam, found in exams.items() if found}
+    return {exam: found for exam, found in exams.items() if found}
+
+
+def flops_saved(run: Decoders) -> tuple[str, dict[str, str]]:
+    """The name of the first decoder, and for each method the FLOPs that it saves on it, in percent with an interval."""
+    for exam, found in run.items():
+        saved = _drawn(exam, {name: each for name, each in found.items() if each.saves}, f"FLOPs {LEVEL:g}")
+        return exam.name, {method: plus_minus(interval(each)) for method, each in saved.items()}
+    return "", {}
+
+
+def decoder_section(out: Path, run: Decoders, quick: bool) -> list[str]:
+    """Markdown lines of the section, without its heading; writes its picture into `out`."""
     if not run:
         return ["Not run yet.", ""]
     lines = _paragraphs(INTRODUCTION)
@@ -221,9 +241,8 @@ def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> li
         for figure in (*(f"{kind} {LEVEL:g}" for kind in kinds), "ln p full", f"ln p {WITHIN}"):
             one = drawn(each, figure, exam.folder)
             own[figure] = None if one is None else interval(one)
-        never = not each.values[f"saved {LEVEL:g}"].any()
-        cells = [NO_RULE if never else plus_minus(own[figure]) for figure in [*own][:3]]
-        cells += [NO_RULE if never else _perplexity(own[f"ln p {LEVEL:g}"]), _perplexity(own["ln p full"])]
+        cells = [plus_minus(own[figure]) if each.saves else NO_RULE for figure in [*own][:3]]
+        cells += [_perplexity(own[f"ln p {LEVEL:g}"]) if each.saves else NO_RULE, _perplexity(own["ln p full"])]
         cells += [_perplexity(own[f"ln p {WITHIN}"]), *(_times(each.decoding(fill, "speedup")) for fill in MISSING_KV)]
         rows.append([name, *cells, _share(each.decoding(COPIED, "rouge_l")), len(each.seeds)])
     every = [name for training in trainings(quick) if training.exam == exam for name in training.methods]
@@ -339,7 +358,7 @@ def _times(value: float | None) -> str:
 # ---- The picture ----
 
 
-def draw_saved(path: Path, exams: dict[DecoderExam, dict[str, Figures]]) -> None:
+def draw_saved(path: Path, exams: Decoders) -> None:
     """A panel per decoder, a line per method: layers saved with their interval, and time saved with each fill."""
     most = max(map(len, exams.values()))
     figure, grid = new_panels(len(exams), len(exams), width=4.8, height=1.4 + 0.27 * most)

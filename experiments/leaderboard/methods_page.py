@@ -14,6 +14,7 @@ from mini_ee.experiments.leaderboard.plan import EXAM, listed
 from mini_ee.experiments.leaderboard.protocol import trained_parts
 from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
+from mini_ee.experiments.leaderboard.token_rules import LEVEL
 from mini_ee.experiments.markdown import check_is_page, markdown_table, wrapped
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
@@ -135,14 +136,14 @@ def _example() -> Record:
     return Record(segments, logits, 6.0, labels=random.integers(0, 2, 40))
 
 
-def write_methods(board: Leaderboard, out: Path) -> None:
-    """Write OUT/METHODS.md."""
+def write_methods(board: Leaderboard, out: Path, decoder: str, saved: dict[str, str]) -> None:
+    """Write OUT/METHODS.md. saved: the FLOPs that methods save on this decoder, in percent."""
     path = out / "METHODS.md"
     check_is_page(path, HEADING)
-    write_bytes(path, methods_page(board).encode())
+    write_bytes(path, methods_page(board, decoder, saved).encode())
 
 
-def methods_page(board: Leaderboard) -> str:
+def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str:
     """The page as Markdown, a line for each method of the registry."""
     columns = [
         "method",
@@ -156,6 +157,7 @@ def methods_page(board: Leaderboard) -> str:
         "deviations",
         "accuracy at 2x, %",
         "rank",
+        "FLOPs saved by tokens, %",
     ]
     rows = []
     for name in METHODS:
@@ -168,15 +170,18 @@ def methods_page(board: Leaderboard) -> str:
         paper = f"{head.paper}{', ' if head.link else ''}{head.link}"
         rows.append(
             [f"`{name}`", paper, f"{head.name}: {head.what}", trains(name, method), decides(name, method), units]
-            + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations, figure, rank]
+            + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations]
+            + [figure, rank, saved.get(name, "")]
         )
     there = (board.plan.records.parent / "leaderboard.md").exists()
     source = "[leaderboard.md](leaderboard.md)" if there else "leaderboard.md, which is not written yet"
     tasks = listed(["the built-in reviews" if task == EXAM else task for task in board.compared])
+    tokens = f"the decoder {decoder}" if decoder else "no decoder yet"
     note = f"""All {len(METHODS)} methods of the registry, `mini_ee/registry.py`: those in mini_ee/methods first, then
     the baselines. *Trains*: the parts that each stage of the training changes. *Exit rule*: the kinds of rules that the
     method proposes (`mini_ee/rules.py`). *Lines*: lines of code in its file, and in files whose name continues that of
     its file. *Deviations*: how many numbered points the head of the file lists, where it differs from the paper or the
     paper leaves something open. *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains
-    both and says why a method has none. Made by `{board.plan.command}`."""
+    both and says why a method has none. *FLOPs saved by tokens*: on {tokens}, with a rule that
+    keeps {100 * LEVEL:g} % of the predictions, from the same page. Made by `{board.plan.command}`."""
     return "\n".join([HEADING, "", wrapped(" ".join(note.split())), *markdown_table(columns, rows), ""])

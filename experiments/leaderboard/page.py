@@ -12,7 +12,7 @@ from mini_ee.data.metrics import spearman
 from mini_ee.data.reviews import HARDNESS
 from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.leaderboard.answer import answer, counted
-from mini_ee.experiments.leaderboard.decoder_section import decoder_section
+from mini_ee.experiments.leaderboard.decoder_section import Decoders, decoder_section, flops_saved, read_decoders
 from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam
 from mini_ee.experiments.leaderboard.figures import (
     ABOUT,
@@ -58,19 +58,19 @@ PICTURES = {
 
 def write_page(out: Path, quick: bool) -> Path:
     """Write OUT/leaderboard.md with its pictures, and OUT/METHODS.md. Takes seconds; nothing is trained."""
-    return write_pages(planned(out, quick), out, decoder_section(out, quick))
+    return write_pages(planned(out, quick), out, read_decoders(out, quick), quick)
 
 
-def write_pages(plan: Plan, out: Path, decoders: list[str]) -> Path:
-    """The same for a plan. decoders: the lines of their section."""
+def write_pages(plan: Plan, out: Path, decoders: Decoders, quick: bool) -> Path:
+    """The same for a plan and these decoders."""
     path = out / "leaderboard.md"
     check_is_page(path, HEADING)
     board = read_leaderboard(plan)
     passed = exam(board.tasks[EXAM]) if EXAM in board.tasks and board.tasks[EXAM].runs else {}
     if can_draw():
         draw_all(board, passed, out, list(PICTURES))
-    write_bytes(path, page(board, passed, out, decoders).encode())
-    write_methods(board, out)
+    write_bytes(path, page(board, passed, out, decoder_section(out, decoders, quick)).encode())
+    write_methods(board, out, *flops_saved(decoders))
     return path
 
 

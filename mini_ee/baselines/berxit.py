@@ -2,7 +2,8 @@
 
 The learning-to-exit module is one linear map for all exits, OneForAll of training/policies.py.
 
-Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression, EACL 2021.
+Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression, EACL 2021,
+2021.eacl-main.8.
 """
 
 import torch

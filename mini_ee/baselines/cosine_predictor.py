@@ -7,7 +7,8 @@ pooled hidden state s_k, and a text exits if the prediction is above the cut of 
 
 Symbols:   f_k: a network of two layers for exit k; c_k: 1 - the loss of the map of exit k, see embedding_stages.py.
 
-Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression, EACL 2021.
+Paper: Xin et al., BERxiT: Early Exiting for BERT with Better Fine-Tuning and Extension to Regression, EACL 2021,
+2021.eacl-main.8.
 
 Deviations:
 1. BERxiT has one linear map for all exits. Cosines differ more between exits than between texts, so each exit has a

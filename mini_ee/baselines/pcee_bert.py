@@ -1,6 +1,7 @@
 """PCEE-BERT (Zhang et al. 2022, Findings of NAACL): joint training; exit if consecutive exits are confident.
 
-Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early Exiting, Findings of NAACL 2022.
+Source: PCEE-BERT: Accelerating BERT Inference via Patient and Confident Early Exiting, Findings of NAACL 2022,
+2022.findings-naacl.25.
 """
 
 import math

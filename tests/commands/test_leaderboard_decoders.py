@@ -283,9 +283,12 @@ def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
 
 
 def test_the_section_is_made_from_records_alone_and_names_what_is_missing(results, sources, tmp_path):
-    assert section.decoder_section(tmp_path, False) == ["Not run yet.", ""]
-    lines = section.decoder_section(results, False)
-    assert lines == section.decoder_section(results, False) and (results / section.PICTURE).stat().st_size > 1000
+    def written():
+        return section.decoder_section(results, section.read_decoders(results, False), False)
+
+    assert section.decoder_section(tmp_path, section.read_decoders(tmp_path, False), False) == ["Not run yet.", ""]
+    lines = written()
+    assert lines == written() and (results / section.PICTURE).stat().st_size > 1000
     table = {line.split(" | ")[0].strip("| "): line for line in lines if line.startswith("| ")}
     assert {"joint", "pabee", "sleb", "joint, lossless", "joint, pabee"} <= table.keys()
     found = section.read_exam(results, TINY, False)
@@ -307,13 +310,14 @@ def test_the_section_is_made_from_records_alone_and_names_what_is_missing(result
     text = " ".join(lines)
     assert found["joint"].head_layers == pytest.approx(2 * hidden * letters / layer, rel=1e-6)
     assert f"A head costs as many FLOPs as {found['joint'].head_layers:.2g} of the 5 layers." in text
-    made_with = found["joint"].abouts[0]["how"]
-    assert (
-        f"Made with processor: {made_with['processor']}; torch: {made_with['torch']}; commit: {made_with['commit']}."
-        in text
-    )
+    cells = {name: next(line for line in lines if line.startswith(f"| {name} |")).split(" | ")[2] for name in found}
+    saved = {name: cells[name] for name in ("joint", "pabee") if cells[name] != "–"}
+    assert saved and section.flops_saved({TINY: found}) == ("tiny", saved) and cells["sleb"] == "–"
+    assert section.flops_saved({}) == ("", {})
+    processor, version, commit = (found["joint"].abouts[0]["how"][name] for name in ("processor", "torch", "commit"))
+    assert f"Made with processor: {processor}; torch: {version}; commit: {commit}." in text
     (results / "records" / "decoders-tiny" / "sleb.npz").rename(tmp_path / "sleb.npz")
-    lines = section.decoder_section(results, False)
+    lines = written()
     (tmp_path / "sleb.npz").rename(results / "records" / "decoders-tiny" / "sleb.npz")
     assert not [line for line in lines if line.startswith("| sleb")]
     assert "Not run yet: sleb." in " ".join(lines) and "nan" not in " ".join(lines).split()

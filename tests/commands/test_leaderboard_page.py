@@ -337,7 +337,7 @@ def test_a_reason_is_each_seed_that_is_missing(tmp_path):
 def test_the_page_is_equal_to_the_byte_whatever_the_order_in_which_records_were_made(tmp_path, monkeypatch):
     monkeypatch.setattr(ranking, "DRAWS", 50)
     monkeypatch.setattr(page, "can_draw", lambda: False)
-    monkeypatch.setattr(page, "write_methods", lambda board, out: None)
+    monkeypatch.setattr(page, "write_methods", lambda *given: None)
     methods = {"joint": 0.0, "sweet": 0.1}
     plan = Plan(tmp_path / "a/records", ("TREC",), tuple(methods), 3, "mini-ee reproduce x")
     write_leaderboard(plan.records, plan.tasks, methods, 3, 60, 40)
@@ -347,7 +347,7 @@ def test_the_page_is_equal_to_the_byte_whatever_the_order_in_which_records_were_
         for seed in reversed(made):
             write_record(other.records / f"TREC/{name}.npz", seed, made[seed])
     for each in (plan, other, plan):
-        path = page.write_pages(each, each.records.parent, [])
+        path = page.write_pages(each, each.records.parent, {}, False)
         assert path.read_bytes() == (tmp_path / "a/leaderboard.md").read_bytes() and b"`sweet` has" in path.read_bytes()
 
 
@@ -430,22 +430,25 @@ def rows_of_methods(text):
 def test_the_methods_page_is_as_the_command_would_write_it(board):
     """But for lines of code and figures: `mini-ee reproduce leaderboard` writes results/METHODS.md anew."""
     written = rows_of_methods((ROOT / "results" / "METHODS.md").read_text())
-    made = rows_of_methods(methods_page.methods_page(board))
+    made = rows_of_methods(methods_page.methods_page(board, "small", {"sleb": "9.5 ±0.3"}))
     assert [row[:7] for row in written] == [row[:7] for row in made]
 
 
 def test_the_methods_page_has_each_method_of_the_registry_once(board):
-    text = methods_page.methods_page(board)
+    text = methods_page.methods_page(board, "small", {"sleb": "9.5 ±0.3"})
     assert "| what it does | trains | exit rule |" in text
     rows = rows_of_methods(text)
     assert [row[0].strip(" `") for row in rows] == [*METHODS]
     for row in rows:
-        assert len(row) == 11 and all(cell.strip() for cell in row[:9]), row
+        assert len(row) == 12 and all(cell.strip() for cell in row[:9]), row
         file = re.search(r"\(\.\./(.+)\)", row[6])[1]
         assert (ROOT / file).exists() and 0 < int(row[7]) <= 2000 and int(row[8]) >= 0
         assert re.search(r"\b(19|20)\d\d\b", row[1])
     by_name = {row[0].strip(" `"): row for row in rows}
     assert by_name["consistent"][9].strip() and not by_name["sleb"][9].strip()
+    assert by_name["sleb"][11].strip() == "9.5 ±0.3" and not by_name["consistent"][11].strip()
+    assert "on the decoder small, with a rule that keeps 90 % of the predictions" in " ".join(text.split())
+    assert "on no decoder yet" in " ".join(methods_page.methods_page(board, "", {}).split())
     parts = {name: by_name[name][3].strip() for name in ("two-stage", "consistent", "sleb")}
     assert parts["two-stage"] == "backbone and heads → heads" and parts["sleb"].startswith("nothing")
     assert parts["consistent"] == "backbone and heads → policy, in turns"
