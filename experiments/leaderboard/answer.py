@@ -114,7 +114,7 @@ def _elsewhere(board: Leaderboard, best: str) -> str:
             )
         if control := board.drawn[name].get((CONTROL, HEADLINE)):
             gap = _difference(drawn[best], control)
-            lines.append(f"Compared with all examples at one layer of joint training, `{best}` is {gap}.")
+            lines.append(f"Compared with a fixed depth of joint training (see below), `{best}` is {gap}.")
         lines.append(f"Ranks do not count {name}.")
     return f"**Is it the best elsewhere?** {' '.join(lines)}" if lines else ""
 
@@ -127,9 +127,12 @@ def _against_reference(board: Leaderboard) -> str:
     few = sum(not has_interval(board.headline[name]) for name in others)
     better = [name for name in others if (name, REFERENCE) in board.better]
     worse = [name for name in others if (REFERENCE, name) in board.better]
-    text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} methods with "
-    text += f"enough seeds for a test, {counted(better)} {'are' if len(better) > 1 else 'is'} significantly better "
-    text += f"and {counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
+    enough = " and enough seeds for a test" if few else ""
+    text = (
+        f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} other methods "
+    )
+    text += f"with an accuracy there{enough}, {counted(better)} {'are' if len(better) > 1 else 'is'} significantly "
+    text += f"better and {counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
     text += f" The other {'one has' if few == 1 else f'{few} have'} too few seeds." if few else ""
     gaps = [compare(board.headline[name], board.headline[REFERENCE]) for name in others]
     if halves := [each.high - each.mean for each in gaps if not math.isnan(each.high)]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.evaluation.plots import can_draw, new_panels, save_figure
 from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.experiments.leaderboard.decoders import EXAMS, QUICK_EXAMS, DecoderExam, trainings
@@ -34,6 +35,7 @@ from mini_ee.rules import NeverExit, Rule, rule_from_dict
 PICTURE = "leaderboard-decoders.png"
 NO_RULE = "–"
 MADE = ("processor", "torch", "commit")
+NO_EXITS = {"speedup": 1.0, "agreement": 1.0, "rouge_l": 1.0}  # decoding in full, compared with itself
 COPIED, RECOMPUTED = MISSING_KV
 
 
@@ -54,8 +56,9 @@ class Figures(NamedTuple):
         return None if None in found else float(np.mean(found))
 
     def decoding(self, fill: str, name: str) -> float | None:
-        """The mean of a figure of decoding; None if some seed has no rule that saves layers."""
-        return self.mean(lambda about: about["methods"][self.method]["decoding"].get(fill, {}).get(name))
+        """The mean of a figure of decoding; None if no seed has a rule that saves layers."""
+        found = [about["methods"][self.method]["decoding"] for about in self.abouts]
+        return float(np.mean([each.get(fill, NO_EXITS)[name] for each in found])) if any(found) else None
 
     @property
     def saves(self) -> bool:
@@ -88,6 +91,10 @@ def read_exam(out: Path, exam: DecoderExam, quick: bool) -> dict[str, Figures]:
                 first, *_ = own.values()
                 agreement = np.array([_agreement(each.reported) for each in own.values()])
                 abouts = [each.about for each in own.values()]
+                for fill in MISSING_KV:
+                    if any(about["methods"][method]["decoding"] for about in abouts):
+                        speeds = [about["methods"][method]["decoding"].get(fill, NO_EXITS) for about in abouts]
+                        values[f"speed-up {fill}"] = np.array([[each["speedup"]] for each in speeds])
                 exits, heads = first.reported.segments.exits, _head_layers(first.reported)
                 found[method] = Figures((*own,), values, abouts, method, exits, agreement, heads)
     return found
@@ -147,13 +154,14 @@ def decoder_section(out: Path, run: Decoders, quick: bool) -> list[str]:
     """Markdown lines of the section, without its heading; writes its picture into `out`."""
     if not run:
         return ["Not run yet.", ""]
-    lines = _paragraphs(INTRODUCTION)
+    lines = [*_paragraphs(_pays(run)), *_paragraphs(INTRODUCTION)]
     if can_draw():
         out.mkdir(parents=True, exist_ok=True)
         draw_saved(out / PICTURE, run)
         lines += [f"![{CAPTION}]({PICTURE})", "", f"*{CAPTION}.*", ""]
     for exam, found in run.items():
-        lines += [f"### {exam.name}", "", *_paragraphs(_answer(exam, found)), *_main_table(exam, found, quick)]
+        lines += [f"### {exam.name}", "", *_paragraphs(_about(exam, found)), *_paragraphs(_answer(exam, found))]
+        lines += _main_table(exam, found, quick)
         lines += folded("Agreement by exit, and other levels", _levels_table(exam, found))
         lines += folded("Missing keys and values: both fills", _fills_table(found))
         lines += folded("Lossless decoding", _lossless_table(found))
@@ -162,29 +170,70 @@ def decoder_section(out: Path, run: Decoders, quick: bool) -> list[str]:
 
 
 CAPTION = (
-    "Layers saved on new text at 90 % agreement with the full model (dots, 95 % interval), and decoding time saved"
+    "Layers saved on new text at 90 % agreement with the full model (dots, 95 % interval), FLOPs saved with the heads "
+    "(circles), and decoding time saved, 1 - 1 / speed-up"
 )
 AT_LEVEL, WITH_SHARE = f"{100 * LEVEL:g} % agreement", f"{100 * SHARE:g} % of the layers"
 INTRODUCTION = f"""Here the tokens of a decoder exit. All methods learn from the same texts in as many epochs. The
-learning rates lr and head_lr are chosen from one grid with the first seed: those with the lowest perplexity on
-calibration text, with thresholds on the gap between the two most probable tokens that run at most {WITH_SHARE}.
+learning rates lr (of the decoder) and head_lr (of the heads) come from one grid. With the first seed, we keep the pair
+with the lowest perplexity on calibration text if at most {WITH_SHARE} run.
 
-*Agreement* is the share of tokens whose prediction is that of the method's own full model. A row shows the rule that
-saves most layers on calibration text, among the method's own rules with {AT_LEVEL} there; its figures are of new text.
-A method without rules of its own has a threshold on that gap for each exit.
+A row shows the rule of the method that saves most layers on calibration text among those with {AT_LEVEL} there.
+*Agreement* is the share of tokens whose prediction is that of the method's own full model. A method without rules of
+its own has a threshold for each exit, on the gap between the two most probable tokens. If no rule qualifies with a
+seed, the full model counts. {NO_RULE}: no rule qualifies with any seed.
 
-A method that trains the decoder changes the full model, and agreement does not show whether the full model became
-worse. So compare perplexities: of the full model, with the rule, and with the method's best rule that runs at most
-{WITH_SHARE} (perhaps all tokens exit after one layer).
+Layers, FLOPs, agreement and perplexity are of given text: each token is predicted after the tokens that the text has.
+Speed-up and Rouge-L are of text that the decoder writes itself, greedily, after 40 given tokens. If a method writes
+other text, the two can differ.
 
-*FLOPs saved* counts the heads, too: at every exit where a token does not stop, the head has read the whole vocabulary
-for nothing. *Speed-up* is processor time without exits divided by that with exits, one text at a time, with both ways
-to compute missing keys and values. An interval is over seeds and texts; {NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds.
-{NO_RULE}: no rule of the method does that."""
+*FLOPs saved* counts heads: each exit that a token passes costs one product with the whole vocabulary. Time saved can be
+smaller still, because rules and the missing keys and values take time, too. A token that exits has no keys and values
+in the layers above, which later tokens need. With *{COPIED}*, they are computed from its state at the exit. With
+*{RECOMPUTED}*, the layers above run on it later, which gives the keys and values of the full model.
+
+A method that trains the decoder changes the full model, and agreement does not show whether that became worse. So
+compare perplexities: of the full model, with the rule, and with the method's best rule that runs at most {WITH_SHARE}
+(it may be a fixed depth).
+
+*Speed-up* is processor time without exits divided by that with exits, one text at a time. An interval is over seeds and
+texts, that of a speed-up over seeds; {NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds."""
 
 
 def _paragraphs(text: str) -> list[str]:
     return [*wrapped(text).splitlines(), ""]
+
+
+def _pays(run: Decoders) -> str:
+    """Which method decodes fastest on each decoder, what that costs, and how many methods save time at all."""
+    text = "**Does it save time?**"
+    for exam, found in run.items():
+        speeds = {
+            (name, fill): one for fill in MISSING_KV for name, one in _drawn(exam, found, f"speed-up {fill}").items()
+        }
+        if not speeds:
+            text += f" On {exam.name}, no method has a rule."
+            continue
+        (name, fill), best = max(speeds.items(), key=lambda item: item[1].mean)
+        before, after = (math.exp(-found[name].values[f"ln p {rule}"].mean()) for rule in ("full", f"{LEVEL:g}"))
+        faster = {name for (name, _), one in speeds.items() if has_interval(one) and interval(one).low > 1}
+        text += (
+            f" On {exam.name}, `{name}` decodes fastest, at {best.mean:.2f} times the speed without exits ({fill}); "
+            f"its perplexity goes from {before:.2f} to {after:.2f}. Faster than without exits, by their 95 % "
+            f"intervals: {len(faster) or 'none'} of {len({name for name, _ in speeds})} methods."
+        )
+    return text
+
+
+def _about(exam: DecoderExam, found: dict[str, Figures]) -> str:
+    """The model and the texts."""
+    layers = next(iter(found.values())).exits[-1]
+    model = exam.weights or f"the built-in decoder, weights/{BUILT_IN_DECODER.name}"
+    texts = exam.text.partition("/")[0] if exam.text else "texts that it generates"
+    return (
+        f"The model is {model}, with {layers} layers. It learns from {exam.texts:,} texts ({texts}); figures are of "
+        f"{exam.recorded_texts} other texts for each seed, {exam.new_tokens} tokens each."
+    )
 
 
 def _answer(exam: DecoderExam, found: dict[str, Figures]) -> str:
@@ -243,13 +292,16 @@ def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> li
             own[figure] = None if one is None else interval(one)
         cells = [plus_minus(own[figure]) if each.saves else NO_RULE for figure in [*own][:3]]
         cells += [_perplexity(own[f"ln p {LEVEL:g}"]) if each.saves else NO_RULE, _perplexity(own["ln p full"])]
-        cells += [_perplexity(own[f"ln p {WITHIN}"]), *(_times(each.decoding(fill, "speedup")) for fill in MISSING_KV)]
+        cells += [
+            _perplexity(own[f"ln p {WITHIN}"]),
+            *(_speed(drawn(each, f"speed-up {fill}", exam.folder)) for fill in MISSING_KV),
+        ]
         rows.append([name, *cells, _share(each.decoding(COPIED, "rouge_l")), len(each.seeds)])
     every = [name for training in trainings(quick) if training.exam == exam for name in training.methods]
     missing = [name for name in every if name not in found]
     original = np.mean([about["original"]["perplexity"] for each in found.values() for about in each.abouts])
     heads = np.mean([each.head_layers for each in found.values()])
-    note = f"A head costs as many FLOPs as {heads:.2g} of the {next(iter(found.values())).exits[-1]} layers. "
+    note = f"One head costs as many FLOPs as {heads:.2g} layers. "
     note += f"The decoder before any training has a perplexity of {original:.2f} on these texts. Rouge-L (0 to 100) "
     note += f"compares generated text with that of the full model, with {COPIED}."
     note += f" Not run yet: {listed(missing)}." if missing else ""
@@ -268,13 +320,13 @@ def _levels_table(exam: DecoderExam, found: dict[str, Figures]) -> list[str]:
         exits = zip(each.exits[:-1], each.agreement.mean(axis=0))
         by_exit = ", ".join(f"layer {layer}: {percent(share)}" for layer, share in exits)
         saved = [drawn(each, f"saved {level:g}", exam.folder) for level in LEVELS]
-        rows.append([name, by_exit, *(NO_RULE if one is None else plus_minus(interval(one)) for one in saved)])
+        rows.append([name, by_exit, *(plus_minus(interval(one)) if one and one.mean else NO_RULE for one in saved)])
     return [*markdown_table(names, rows), ""]
 
 
 def _fills_table(found: dict[str, Figures]) -> list[str]:
     """Agreement of generated tokens, Rouge-L and speed with both fills, and their gaps."""
-    names = ["method", *(f"agreement, {fill}, %" for fill in MISSING_KV), "gap, points"]
+    names = ["method", *(f"agreement while writing, {fill}, %" for fill in MISSING_KV), "gap, points"]
     names += [*(f"Rouge-L, {fill}" for fill in MISSING_KV), f"time of {RECOMPUTED} / time of {COPIED}"]
     rows = []
     for name in _order(found):
@@ -285,7 +337,7 @@ def _fills_table(found: dict[str, Figures]) -> list[str]:
         gap = NO_RULE if None in agreement else f"{100 * (agreement[1] - agreement[0]):.1f}"
         time = NO_RULE if None in speed else f"{speed[0] / speed[1]:.2f}"
         rows.append([name, *map(_share, agreement), gap, *map(_share, rouge), time])
-    note = "Agreement: the share of generated tokens that the full model predicts after the same text."
+    note = "Agreement while writing: the share of the written tokens that the full model predicts after the same text."
     return [*_paragraphs(note), *markdown_table(names, rows), ""]
 
 
@@ -302,7 +354,8 @@ def _lossless_table(found: dict[str, Figures]) -> list[str]:
         rows.append([f"{name}, lossless", *cells])
     rows.sort(key=lambda row: -float(row[-1][:-1]))
     note = """The text is that of the full model: an exit drafts tokens, and the layers above verify them in one block
-    (`mini-ee generate --lossless`). The exit is the one that saves most layers on calibration text."""
+    (`mini-ee generate --lossless`). The exit is the one that saves most layers on calibration text with each
+    seed. *drafted tokens*: those that were accepted."""
     names = ["method", "drafts after layer", "drafted tokens, %", "texts equal to the full model's, %", "speed-up"]
     return [*_paragraphs(" ".join(note.split())), *markdown_table(names, rows), ""]
 
@@ -351,6 +404,14 @@ def _share(value: float | None) -> str:
     return NO_RULE if value is None else percent(value)
 
 
+def _speed(found: Drawn | None) -> str:
+    """A speed-up with its interval over seeds."""
+    if found is None:
+        return NO_RULE
+    at = interval(found)
+    return f"{at.mean:.2f}x {f'±{at.high - at.mean:.2f}' if has_interval(found) else NO_INTERVAL}"
+
+
 def _times(value: float | None) -> str:
     return NO_RULE if value is None else f"{value:.2f}x"
 
@@ -363,7 +424,7 @@ def draw_saved(path: Path, exams: Decoders) -> None:
     most = max(map(len, exams.values()))
     figure, grid = new_panels(len(exams), len(exams), width=4.8, height=1.4 + 0.27 * most)
     for axes, (exam, found) in zip(grid, exams.items()):
-        order = _order(found)[::-1]
+        order = [name for name in _order(found)[::-1] if found[name].saves]
         for line, name in enumerate(order):
             each = found[name]
             one = drawn(each, f"saved {LEVEL:g}", exam.folder)
@@ -372,6 +433,9 @@ def draw_saved(path: Path, exams: Decoders) -> None:
             label = {"label": "layers"} if not line else {}
             axes.plot([100 * at.low, 100 * at.high], [line, line], "-", color=CYCLE[0], linewidth=1.6)
             axes.plot(100 * at.mean, line, "o", color=CYCLE[0], markersize=6, **label)
+            label = {"label": "FLOPs"} if not line else {}
+            flops = 100 * each.values[f"FLOPs {LEVEL:g}"].mean()
+            axes.plot(flops, line, "o", color=CYCLE[0], markerfacecolor="white", markersize=5, **label)
             for fill, marker, colour in zip(MISSING_KV, "<x", (CYCLE[1], CYCLE[6])):
                 if speed := each.decoding(fill, "speedup"):
                     axes.plot(100 * (1 - 1 / speed), line, marker, color=colour, markersize=6)
@@ -380,5 +444,5 @@ def draw_saved(path: Path, exams: Decoders) -> None:
         axes.axvline(0, color=GREY, linewidth=0.8, zorder=0)
         axes.set_yticks(range(len(order)), order)
         axes.set(xlabel="saved, % of the full model", title=exam.name)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     save_figure(figure, path)

@@ -17,11 +17,12 @@ LEGEND = {
     examples, on which FLOPs are counted, too. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}:
     too few seeds. {ENOUGH}""",
     "minus joint": """accuracy at 2x minus that of joint training, paired: on the seeds that both have. So it can differ
-    from a subtraction in the column before. The interval is not corrected for the number of methods.""",
+    from a subtraction in the column before. The interval is not corrected for the number of methods. ▲, ▼:
+    significantly better or worse than joint training, with Holm's correction over all pairs of methods.""",
     "full model": "accuracy of the method's own model if no example exits early.",
-    "layers saved at 1 point": """another rule: the one with the fewest FLOPs that loses at most one point on
-    held-out examples, compared with the full model of joint training with the same seed; 0 if every rule loses more. A
-    layer that runs twice counts twice.""",
+    "layers saved at 1 point": """another rule: the one with the fewest FLOPs among those that lose at most one point
+    on held-out examples. The loss is relative to the full model of joint training with the same seed. 0 if every rule
+    loses more. A layer that runs twice counts twice.""",
     "lost at 1 point": """accuracy that this rule loses on the reported examples, compared with the same full model. It
     can be more than one point, because the rule was chosen on other examples.""",
     "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
@@ -43,8 +44,9 @@ TASK_LEGEND = {
     "▲, ▼": "better or worse than joint training (Holm's correction over all cells of the table).",
     "saved at 1 point, lost at 1 point": """layers saved in percent, and points lost, by the rule of *layers saved at 1
     point* (see the first table).""",
-    "area": """mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 % that both
-    reach, if these are at least half of them. It uses the seeds that both have, so it can differ from the columns.""",
+    "area": """mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 %. It is
+    given if both methods reach at least half of these shares. It uses the seeds that both have, so it can differ from
+    the columns.""",
     "EEFP": """early-exit failure prediction: how well the largest probability of an exit predicts that this exit is
     wrong and a later one is right (AUROC; 1: perfectly, 0.5: not at all), mean over exits.""",
     "speed-up at 2x, at 1 point": """of the rules of *at 2x* and *saved at 1 point*, in processor time with one example

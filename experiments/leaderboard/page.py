@@ -46,13 +46,15 @@ from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {
     "leaderboard-front.png": "Accuracy on the reported examples against the share of the full model's FLOPs, mean over "
-    "seeds: at each share the rule with the best held-out accuracy within it. Coloured: methods that are best at some "
-    "share from 20 to 65 %, in steps of 5, often by less than the interval. Bar at 50 %: 95 % interval, median over "
-    "methods",
+    "seeds: at each share, also at 100 %, the rule with the best held-out accuracy within it. Coloured in a panel: "
+    "methods that are best there at some share from 20 to 65 %, in steps of 5, often by less than the interval; joint "
+    "training and fixed depth are in every panel. Bar at 50 %: the length of a 95 % interval, median over methods; "
+    "where it stands on the axis means nothing",
     "leaderboard-methods.png": "Each method alone, and all others in grey: accuracy against the share of the full "
-    "model's FLOPs, mean over seeds and over the tasks of the ranks. A method that lacks one of them has no panel",
+    "model's FLOPs, mean over seeds and over the tasks of the ranks. Dashed: joint training. A method that lacks one "
+    "of the tasks has no panel; one that reaches only 100 % is a dot",
     "leaderboard-hardness.png": "Mean exit layer of each kind of sentence at half of the FLOPs, from plain to doubly "
-    "negated",
+    "negated: reviews, mean over seeds",
 }
 
 
@@ -90,7 +92,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     if EXAM in board.plan.tasks:
         lines += ["## Sentences of known hardness", "", *_exam_lines(board, passed), *hardness]
     lines += ["## Decoders", "", *decoders]
-    lines += ["## Methods that are not in these tables", "", *_other_lines(board.plan, out)]
+    lines += ["## Methods without a rank", "", *_other_lines(board.plan, out)]
     lines += ["## How it was measured", "", *_measured_lines(board), *_wrapped([other_figures(out)])]
     lines += ["## How to add a method", "", *_wrapped(adding(out))]
     made = made_by(board.plan.command, "the records in records/")

@@ -171,6 +171,7 @@ def _ranked_cells(board: Leaderboard, method: str, notes: Notes) -> list[str]:
     gap, reference = NOTHING, board.headline.get(REFERENCE)
     if method != REFERENCE:
         gap = signed(compare(board.headline[method], reference)) if reference else _no_reference(notes)
+        gap += BETTER if (method, REFERENCE) in board.better else WORSE if (REFERENCE, method) in board.better else ""
     return [rank, name, plus_minus(interval(board.headline[method])), gap]
 
 

@@ -307,9 +307,11 @@ def test_the_section_is_made_from_records_alone_and_names_what_is_missing(result
     hidden, inner, letters = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     tokens = 47 - (TINY.new_tokens - 1) / 2  # that a token attends to, on average
     layer = 2 * (3 * hidden**2 + 3 * hidden * inner + 2 * tokens * hidden)  # keys and values have half of the width
-    text = " ".join(lines)
+    text = " ".join(line for line in lines if line)
     assert found["joint"].head_layers == pytest.approx(2 * hidden * letters / layer, rel=1e-6)
-    assert f"A head costs as many FLOPs as {found['joint'].head_layers:.2g} of the 5 layers." in text
+    assert f"One head costs as many FLOPs as {found['joint'].head_layers:.2g} layers." in text
+    assert "The model is tiny, with 5 layers. It learns from 12 texts (stories.txt);" in text
+    assert "figures are of 6 other texts for each seed, 8 tokens each." in text
     cells = {name: next(line for line in lines if line.startswith(f"| {name} |")).split(" | ")[2] for name in found}
     saved = {name: cells[name] for name in ("joint", "pabee") if cells[name] != "–"}
     assert saved and section.flops_saved({TINY: found}) == ("tiny", saved) and cells["sleb"] == "–"
@@ -343,7 +345,13 @@ def test_seconds_of_trainings_on_a_gpu_are_not_in_the_table(results):
 def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
     def figures(name, layers, flops):
         draw = np.random.default_rng(0).normal(0, 0.01, (2, 3, 20))
-        values = {"saved 0.9": layers + draw[0], "FLOPs 0.9": flops + draw[1]}
+        values = {"saved 0.9": layers + draw[0], "FLOPs 0.9": flops + draw[1], "ln p full": np.full((3, 20), -1.0)}
+        speeds = np.array([[1.0], [1.01], [0.99]])
+        values |= {
+            "speed-up copy_state": speeds + flops,
+            "speed-up recompute": speeds - 0.5,
+            "ln p 0.9": layers - draw[0],
+        }
         return section.Figures((0, 1, 2), values, [], name, (3, 5), np.zeros((3, 2)), 0.5)
 
     found = {"deep": figures("deep", 0.4, -0.1), "heads": figures("heads", 0.3, 0.2), "few": figures("few", 0.1, 0.05)}
@@ -353,6 +361,25 @@ def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
         and "**heads** saves most FLOPs with" in text
     )
     assert text.count("All others save significantly less") == 2
+    assert section._pays({TINY: found}).startswith(
+        "**Does it save time?** On tiny, `heads` decodes fastest, at 1.20 times the speed without exits (copy_state); "
+        "its perplexity goes from 2.72 to 0.7"
+    )
+    assert section._pays({TINY: found}).endswith("by their 95 % intervals: 2 of 3 methods.")
     none = {"deep": figures("deep", 0.4, -0.1)}
     assert section._answer(TINY, none).endswith("No method saves FLOPs with these rules.")
     assert section._answer(TINY, {"none": figures("none", -1, -1)}) == "No method saves layers at 90 % agreement."
+
+
+def test_a_seed_without_a_rule_decodes_in_full(results, tmp_path):
+    (joint, _) = decoders.trainings(False)
+    made = read_records(joint.record(results))[0]
+    methods = {name: each | {"decoding": {}} for name, each in made.about["methods"].items()}
+    for seed, each in enumerate((made, made._replace(about=made.about | {"methods": methods}))):
+        write_record(joint.record(tmp_path), seed, each)
+    found, measured = section.read_exam(tmp_path, TINY, False)["joint"], made.about["methods"]["joint"]["decoding"]
+    for fill in ("copy_state", "recompute"):
+        assert found.values[f"speed-up {fill}"].tolist() == [[measured[fill]["speedup"]], [1.0]]
+        assert found.decoding(fill, "rouge_l") == pytest.approx((measured[fill]["rouge_l"] + 1) / 2)
+    sleb = section.read_exam(results, TINY, False)["sleb"]
+    assert sleb.decoding("copy_state", "rouge_l") is None and "speed-up copy_state" not in sleb.values
