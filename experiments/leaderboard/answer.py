@@ -13,6 +13,7 @@ from mini_ee.experiments.leaderboard.tables import (
     Leaderboard,
     number,
     percent,
+    plus_minus,
     signed,
     timed_tasks,
     why_fewer,
@@ -42,17 +43,18 @@ def answer(board: Leaderboard) -> list[str]:
     )
     lines = [
         f"**Which method for a classifier with half of the FLOPs?** {tie}`{best}` has the highest accuracy: "
-        f"{percent(found.mean)} % on {where}{average}{between}.{_models(board)} "
+        f"{percent(found.mean)} % on {where}{average}{between}.{_trained(board)} "
         f"`mini-ee train {best}` trains it."
     ]
     lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)))
-    return [*lines, *filter(None, (_elsewhere(board, best), _against_reference(board), _pays(board, best), state))]
+    others = _elsewhere(board, best), _against_reference(board), _pays(board, best), _at_one_point(board, best), state
+    return [*lines, *filter(None, others)]
 
 
-def _models(board: Leaderboard) -> str:
-    """The sentence that names the models of the compared tasks."""
-    names = list(dict.fromkeys(board.plan.models[name] for name in board.compared if name in board.plan.models))
-    return f" The model{' is' if len(names) == 1 else 's are'} {listed(names)}." if names else ""
+def _trained(board: Leaderboard) -> str:
+    """The sentence that says what is trained on the compared tasks, on how many examples."""
+    texts = [board.plan.training[name].partition(";")[0] for name in board.compared if name in board.plan.training]
+    return f" Model and training: {listed(list(dict.fromkeys(texts)))}." if texts else ""
 
 
 def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> str:
@@ -166,6 +168,22 @@ def _pays(board: Leaderboard, best: str) -> str:
         faster = number([math.fsum(each) / len(each) for each in times])
         lines.append(f"With one example at a time, `{best}` is {faster} times as fast as its own full model.")
     return f"**Does it pay?** {' '.join(lines)}" if lines else ""
+
+
+def _at_one_point(board: Leaderboard, best: str) -> str:
+    """Which method saves most layers if one point may be lost, and how many the best one at half of the FLOPs saves."""
+    found = {name: [board.drawn[task].get((name, "saved")) for task in board.compared] for name in board.order}
+    saved = {name: mean_of(each) for name, each in found.items() if each and None not in each}
+    if len(saved) < 2:
+        return ""
+    most = max(saved, key=lambda name: (round(saved[name].mean, DIGITS), name == best))
+    text = (
+        "**May one point be lost?** With the rule that needs the fewest FLOPs among those that lose at most one point "
+    )
+    text += f"on held-out examples, `{most}` saves most layers: {plus_minus(interval(saved[most]))} %."
+    if most != best and best in saved:
+        text += f" The share that `{best}` saves is {_difference(saved[best], saved[most])}."
+    return text
 
 
 def _difference(one: Drawn, other: Drawn) -> str:

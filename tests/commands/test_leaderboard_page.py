@@ -193,6 +193,16 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     half = sorted(each.high - each.mean for each in gaps)[1]  # of three
     assert f"from joint training is ±{100 * half:.1f} points (median over the methods)" in first.replace("\n", " ")
     assert "significantly better than" in first and "±?" not in text.replace("±?: ", "").replace("(±?", "")
+    saved = {
+        name: np.mean([board.tasks[task].found[name, "saved"].by_seed.mean() for task in board.compared])
+        for name in board.ranks
+    }
+    most = max(saved, key=saved.get)
+    plan = board.plan._replace(training=dict.fromkeys(board.compared, "a BERT, at most 9 examples; the rate is 1"))
+    assert (
+        "Model and training: a BERT, at most 9 examples. `mini-ee train" in answer.answer(board._replace(plan=plan))[0]
+    )
+    assert f"`{most}` saves most layers: {100 * saved[most]:.1f} ±" in " ".join(first.split())
     state = "Run so far: 4 of 5 methods on TREC (3 of 3 seeds), 4 of 5 methods on SST-2 (3 of 3 seeds)"
     assert state in " ".join(first.split())
     better = "of the 3 other methods with an accuracy there, 1 (consistent) is significantly better and 1 (pabee)"
