@@ -130,10 +130,10 @@ def _against_reference(board: Leaderboard) -> str:
     better = [name for name in others if (name, REFERENCE) in board.better]
     worse = [name for name in others if (REFERENCE, name) in board.better]
     enough = " and enough seeds for a test" if few else ""
-    text = (
-        f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} other methods "
+    text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} other "
+    text += (
+        f"methods with an accuracy there{enough}, {counted(better)} {'are' if len(better) > 1 else 'is'} significantly "
     )
-    text += f"with an accuracy there{enough}, {counted(better)} {'are' if len(better) > 1 else 'is'} significantly "
     text += f"better and {counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
     text += f" The other {'one has' if few == 1 else f'{few} have'} too few seeds." if few else ""
     gaps = [compare(board.headline[name], board.headline[REFERENCE]) for name in others]
@@ -177,10 +177,8 @@ def _at_one_point(board: Leaderboard, best: str) -> str:
     if len(saved) < 2:
         return ""
     most = max(saved, key=lambda name: (round(saved[name].mean, DIGITS), name == best))
-    text = (
-        "**May one point be lost?** With the rule that needs the fewest FLOPs among those that lose at most one point "
-    )
-    text += f"on held-out examples, `{most}` saves most layers: {plus_minus(interval(saved[most]))} %."
+    text = "**May one point be lost?** With the rule that needs the fewest FLOPs among those that lose at most one "
+    text += f"point on held-out examples, `{most}` saves most layers: {plus_minus(interval(saved[most]))} %."
     if most != best and best in saved:
         text += f" The share that `{best}` saves is {_difference(saved[best], saved[most])}."
     return text

@@ -184,8 +184,8 @@ its own has a threshold for each exit, on the gap between the two most probable 
 seed, the full model counts. {NO_RULE}: no rule qualifies with any seed.
 
 Layers, FLOPs, agreement and perplexity are of given text: each token is predicted after the tokens that the text has.
-Speed-up and Rouge-L are of text that the decoder writes itself, greedily, after 40 given tokens. If a method writes
-other text, the two can differ.
+Speed-up and Rouge-L are of text that the decoder writes itself, greedily, after the beginning of a text. If a method
+writes other text, the two can differ.
 
 *FLOPs saved* counts heads: each exit that a token passes costs one product with the whole vocabulary. Time saved can be
 smaller still, because rules and the missing keys and values take time, too. A token that exits has no keys and values
