@@ -130,11 +130,10 @@ def _against_reference(board: Leaderboard) -> str:
     better = [name for name in others if (name, REFERENCE) in board.better]
     worse = [name for name in others if (REFERENCE, name) in board.better]
     enough = " and enough seeds for a test" if few else ""
+    are = "are" if len(better) > 1 else "is"
     text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} other "
-    text += (
-        f"methods with an accuracy there{enough}, {counted(better)} {'are' if len(better) > 1 else 'is'} significantly "
-    )
-    text += f"better and {counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
+    text += f"methods with an accuracy there{enough}, {counted(better)} {are} significantly better and "
+    text += f"{counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
     text += f" The other {'one has' if few == 1 else f'{few} have'} too few seeds." if few else ""
     gaps = [compare(board.headline[name], board.headline[REFERENCE]) for name in others]
     if halves := [each.high - each.mean for each in gaps if not math.isnan(each.high)]:

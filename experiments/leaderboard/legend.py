@@ -44,9 +44,9 @@ TASK_LEGEND = {
     "▲, ▼": "better or worse than joint training (Holm's correction over all cells of the table).",
     "saved at 1 point, lost at 1 point": """layers saved in percent, and points lost, by the rule of *layers saved at 1
     point* (see the first table).""",
-    "area": """mean difference from joint training in points, over the shares of the FLOPs from 20 to 100 %. It is
-    given if both methods reach at least half of these shares. It uses the seeds that both have, so it can differ from
-    the columns.""",
+    "area": """mean difference from joint training in points. Of the shares of the FLOPs from 20 to 100 %, those count
+    that both methods reach; there is no area if these are less than half. It uses the seeds that both have, so it can
+    differ from the columns.""",
     "EEFP": """early-exit failure prediction: how well the largest probability of an exit predicts that this exit is
     wrong and a later one is right (AUROC; 1: perfectly, 0.5: not at all), mean over exits.""",
     "speed-up at 2x, at 1 point": """of the rules of *at 2x* and *saved at 1 point*, in processor time with one example

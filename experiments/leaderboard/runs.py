@@ -182,7 +182,7 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         "made": how_made(places.sources.device) | {"numpy": np.__version__, "python": platform.python_version()},
     }
     full = float(exit_scores(read.held_out, task, read.held_out.labels, "accuracy")[-1])
-    for method in sorted(methods, key=lambda method: (method != REFERENCE, method != training.name)):
+    for method in sorted(methods, key=lambda method: method != training.name):  # its file has the outputs of all
         own = about | {"method": method, "held_out_full": full}
         of_reference = read_about(record_path(places.out, name, REFERENCE)).get(seed, {})
         own |= _own(method, run, read, task, of_reference.get("held_out_full", full), training.exam.timed_rows)
