@@ -10,8 +10,8 @@ The file is an npz of two arrays of bytes, compressed with LZMA:
 about     JSON. Of each seed: what its writer says, what is equal for all examples, the dtype and shape of its arrays
 outputs   the arrays of all seeds, name by name: of all numbers of an array the first byte, then the second, and so on
 
-If two methods differ by their rules alone, their outputs are the same. The file of one of them then names the other one
-instead of the arrays.
+If two methods differ by their rules alone, their outputs are the same. Then one of them has the arrays, and the file of
+the other one, in the same folder, contains its name instead.
 """
 
 import hashlib
@@ -49,11 +49,11 @@ class Stored(NamedTuple):
     outputs_of: str | None = None  # the method in whose file the arrays are
 
 
-def write_record(path: Path, seed: int, made: SeedRecord, shared: Path | None = None) -> SeedRecord:
+def write_record(path: Path, seed: int, made: SeedRecord) -> SeedRecord:
     """Add a seed to the file, atomically, or replace it; returns the record as `read_records` reads it.
 
-    shared: the file of a method with the same training, in the same folder. If it has the same outputs, they are not
-    stored again. Raises ValueError if labels are missing, or if the task is a regression.
+    Outputs that another file of the folder has are not stored again. Raises ValueError if labels are missing, if the
+    task is a regression, or if a file of the folder is damaged.
     """
     arrays, parts = {}, {}
     for part, recorded in zip(PARTS, made[:2]):
@@ -61,10 +61,10 @@ def write_record(path: Path, seed: int, made: SeedRecord, shared: Path | None = 
         arrays |= {f"{part}/{name}": np.ascontiguousarray(values) for name, values in some.items()}
     parts = json.loads(json.dumps(parts))  # as it is read back
     own = Stored(made.about, parts, arrays, _sha256(parts, arrays))
-    if shared not in (None, path) and own.sha256 in _by_sha256(shared, outputs=False):
-        own = own._replace(arrays={}, outputs_of=shared.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
+    with FileLock(path.parent / "records.lock"):  # so that no two files name each other
+        if found := [other for other in _others(path) if own.sha256 in _by_sha256(other, outputs=False)]:
+            own = own._replace(arrays={}, outputs_of=found[0].stem)
         write_bytes(path, _packed(_load(path) | {seed: own}))
     return read_records(path)[seed]
 
@@ -91,6 +91,11 @@ def rounded(recorded: Record) -> Record:
 
 
 # ---- Files ----
+
+
+def _others(path: Path) -> list[Path]:
+    """The other record files of the folder."""
+    return [other for other in sorted(path.parent.glob("*.npz")) if other != path]
 
 
 def _complete(path: Path, outputs: bool = True) -> dict[int, Stored]:

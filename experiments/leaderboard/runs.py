@@ -182,12 +182,12 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         "made": how_made(places.sources.device) | {"numpy": np.__version__, "python": platform.python_version()},
     }
     full = float(exit_scores(read.held_out, task, read.held_out.labels, "accuracy")[-1])
-    for method in sorted(methods, key=lambda method: method != training.name):  # its file has the outputs of all
+    for method in methods:
         own = about | {"method": method, "held_out_full": full}
         of_reference = read_about(record_path(places.out, name, REFERENCE)).get(seed, {})
         own |= _own(method, run, read, task, of_reference.get("held_out_full", full), training.exam.timed_rows)
         record = SeedRecord(read.reported, read.held_out, own)
-        write_record(record_path(places.out, name, method), seed, record, record_path(places.out, name, training.name))
+        write_record(record_path(places.out, name, method), seed, record)
         half, point = own["half"], own["one_point"]
         line = f"  {method}: accuracy {half['accuracy']:.3f} with half of the FLOPs; " if half else f"  {method}: "
         say(f"{line}{point['layers_saved']:.1%} of the layers saved at one point, measured {point['speedup']:.2f}x")

@@ -73,8 +73,8 @@ def test_damage_is_one_line(tmp_path):
 def test_outputs_that_another_method_has_are_not_stored_again(tmp_path):
     first, second = tmp_path / "joint.npz", tmp_path / "pabee.npz"
     for seed in (0, 1):
-        write_record(first, seed, made(seed), first)
-        read = write_record(second, seed, made(seed)._replace(about={"patience": seed}), first)
+        write_record(first, seed, made(seed))
+        read = write_record(second, seed, made(seed)._replace(about={"patience": seed}))
         assert read.about == {"patience": seed}
     assert second.stat().st_size < first.stat().st_size / 3
     one, other = read_records(first), read_records(second)
@@ -85,7 +85,7 @@ def test_outputs_that_another_method_has_are_not_stored_again(tmp_path):
 
     write_record(first, 1, made(2))  # trained again, with other outputs
     assert [*read_records(second)] == [*read_about(second)] == [0]
-    write_record(second, 1, made(1), first)  # has outputs of its own now
+    write_record(second, 1, made(1))  # has outputs of its own now
     assert (read_records(second)[1].reported.logits == drawn(40, 1).logits).all() and [*read_about(second)] == [0, 1]
     first.unlink()
     assert [*read_records(second)] == [*read_about(second)] == [1]
@@ -107,7 +107,7 @@ def test_arrays_that_are_not_in_the_file_are_one_line(tmp_path, kind, shape):
 def test_the_same_records_are_the_same_bytes(tmp_path):
     for name, seeds in (("a", (0, 1)), ("b", (1, 0))):
         for seed in seeds:
-            write_record(tmp_path / f"{name}.npz", seed, made(seed))
-    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
-    with zipfile.ZipFile(tmp_path / "a.npz") as file:
+            write_record(tmp_path / name / "joint.npz", seed, made(seed))
+    assert (tmp_path / "a" / "joint.npz").read_bytes() == (tmp_path / "b" / "joint.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a" / "joint.npz") as file:
         assert {each.compress_type for each in file.infolist()} == {zipfile.ZIP_LZMA}
