@@ -43,7 +43,6 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
         lines += [f"{whose}{controls}[How a claim is judged]({JUDGING})", ""]
     lines += sum(pictures[:TOP_PICTURES], [])
     lines += [*sum(tables[:1], []), TABLES_NOTE + (f" {NONE_NOTE}" if f"| {NO_FIGURE} " in str(tables[:1]) else ""), ""]
-    lines += _paragraphs([recipe["not_final"]] if recipe.get("not_final") else [])
     lines += _paragraphs([filled_in(each, data) for each in recipe.get("bridges", [])])
     if ranks := recipe.get("ranks"):
         lines += [*_rank_lines(ranks, data), ""]
