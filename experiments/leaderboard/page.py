@@ -24,7 +24,7 @@ from mini_ee.experiments.leaderboard.figures import (
     confidence_figures,
     trained_on,
 )
-from mini_ee.experiments.leaderboard.legend import ENOUGH, EXAM_NOTE, LEGEND, TASK_LEGEND
+from mini_ee.experiments.leaderboard.legend import ENOUGH, EXAM_NOTE, LEGEND, PREDICTION_NOTE, TASK_LEGEND
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan, listed, planned
@@ -91,6 +91,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
         lines += [f"Not run yet: {listed(waiting)}.", ""]
     if EXAM in board.plan.tasks:
         lines += ["## Sentences of known hardness", "", *_exam_lines(board, passed), *hardness]
+    lines += _prediction_lines(board)
     lines += ["## Decoders", "", *decoders]
     lines += ["## Methods without a rank", "", *_other_lines(board.plan, out)]
     lines += ["## How it was measured", "", *_measured_lines(board), *_wrapped([other_figures(out)])]
@@ -110,23 +111,29 @@ def _task_lines(board: Leaderboard, name: str) -> list[str]:
         return ["Not run yet.", ""]
     rows = len(next(run.full for runs in task.runs.values() for run in runs.values()))
     model = f" The model is {board.plan.models[name]}." if name in board.plan.models else ""
-    lines = [f"{rows:,} reported examples, {task.layers} layers.{model}", "", *task_table(board, name)]
-    return [*lines, *_wrapped(_failure_lines(task))]
+    return [f"{rows:,} reported examples, {task.layers} layers.{model}", "", *task_table(board, name)]
 
 
-def _failure_lines(task: TaskFigures) -> list[str]:
-    """Does EEFP predict what early exit saves better than the calibration error does, over the methods?"""
-    found = {name: confidence_figures(task, name) for name in task.runs if name != CONTROL}
-    points = [(*both, each) for name, both in found.items() if both and (each := _mean_saved(task, name)) is not None]
-    if len({point[:2] for point in points}) < LEAST_CORRELATED:  # methods that share a training have equal ones
+def _prediction_lines(board: Leaderboard) -> list[str]:
+    """Does EEFP predict what early exit saves better than the calibration error does, over the methods of a task?"""
+    rows = []
+    for name, task in board.tasks.items():
+        found = {method: confidence_figures(task, method) for method in task.runs if method != CONTROL}
+        saved = {method: _mean_saved(task, method) for method in found}
+        points = [(*both, saved[method]) for method, both in found.items() if both and saved[method] is not None]
+        if len({point[:2] for point in points}) < LEAST_CORRELATED:  # methods that share a training have equal ones
+            continue
+        failure, calibration, layers = np.round(list(zip(*points)), 9)
+        rho = [f"{spearman(each, layers):.2f}" for each in (failure, calibration)]
+        rows.append([name, *rho, str(len(points))])
+    if not rows:
         return []
-    failure, calibration, saved = zip(*points)
-    rho = [f"{spearman(np.round(each, 9), np.round(saved, 9)):.2f}" for each in (failure, calibration)]
     return [
-        f"**Which property of the exits predicts how many layers are saved?** Over {len(points)} methods with several "
-        f"exits, *saved at 1 point* has Spearman's correlation {rho[0]} with EEFP and {rho[1]} with the expected "
-        f"calibration error (ECE). The paper that proposed EEFP (arXiv:2508.21495) says that EEFP predicts what early "
-        f"exit saves, and that ECE does not. So few methods, of which some share a training, do not decide it."
+        "## Does a property of the exits predict how many layers are saved?",
+        "",
+        *_wrapped([PREDICTION_NOTE]),
+        *markdown_table(["task", "correlation with EEFP", "with ECE", "methods"], rows),
+        "",
     ]
 
 

@@ -259,6 +259,23 @@ def test_marks_are_against_joint_training_and_need_three_seeds(board):
         assert not [key for key in tables._marks(few) if key[1] != "area"]
 
 
+def test_properties_of_exits_are_correlated_with_saved_layers_if_there_are_enough_trainings(board):
+    trec = board.tasks["TREC"]
+    runs, found = {CONTROL: trec.runs["joint"]}, {(CONTROL, "saved"): trec.found["joint", "saved"]}
+    order = [3, 1, 2, 6, 5, 4]  # of the saved layers; EEFP has it backwards, ECE is the number of the method
+    for number, place in enumerate(order):
+        of_method = {"failure": 1 - place / 10, "calibration": number / 10}
+        name = f"method {number}"
+        runs[name] = {seed: run._replace(**of_method) for seed, run in trec.runs["joint"].items()}
+        found[name, "saved"] = found[CONTROL, "saved"]._replace(values=np.full((3, 1), place / 10), scale=1.0)
+    task = trec._replace(runs=runs, found=found)
+    lines = page._prediction_lines(board._replace(tasks={"TREC": task}))
+    off = sum((number + 1 - place) ** 2 for number, place in enumerate(order))
+    assert lines[-2] == f"| TREC | -1.00 | {1 - 6 * off / (6 * 35):.2f} | 6 |"
+    fewer = task._replace(runs={name: each for name, each in runs.items() if name != "method 3"})
+    assert page._prediction_lines(board._replace(tasks={"TREC": fewer})) == []
+
+
 def test_a_page_without_records_says_so(tmp_path):
     plan = Plan(tmp_path / "records", ("TREC", EXAM), ("joint",), 5, "mini-ee reproduce leaderboard")
     board = tables.read_leaderboard(plan)
