@@ -74,6 +74,13 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
     return found
 
 
+def sentences_by_kind() -> list[int]:
+    """How many of the reported reviews are of each kind."""
+    found = _built_in().hardness
+    assert found is not None
+    return [list(found).count(name) for name in HARDNESS]
+
+
 def _built_in() -> Split:
     task, _ = toy_task().without_seen_rows()
     return task.split(task.default_split)

@@ -13,7 +13,7 @@ from mini_ee.data.reviews import HARDNESS
 from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.leaderboard.answer import answer, counted
 from mini_ee.experiments.leaderboard.decoder_section import Decoders, decoder_section, flops_saved, read_decoders
-from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam
+from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam, sentences_by_kind
 from mini_ee.experiments.leaderboard.figures import (
     ABOUT,
     CONTROL,
@@ -171,6 +171,7 @@ def _exam_lines(board: Leaderboard, passed: dict[str, Exam]) -> list[str]:
     lines = [*_wrapped([summary, EXAM_NOTE]), *markdown_table(["method", *CORRELATIONS, "exits early on"], rows), ""]
     lines += _wrapped(without)
     depth = [[name, *(f"{each:.1f}" for each in passed[name].depth)] for name in order]
+    depth.append(["*number of sentences*", *map(str, sentences_by_kind())])
     right = [[name, *(percent(each) for each in passed[name].accuracy)] for name in order]
     lines += [
         f"**Mean exit layer of each kind at half of the FLOPs, of {board.tasks[EXAM].layers} layers**",

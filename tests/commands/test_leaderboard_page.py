@@ -166,6 +166,8 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     assert "has its own tables." in page.page(board, {}, tmp_path, ["| a |"])
     assert "**Is it the best elsewhere?** On reviews, it has the highest accuracy, too: " in first
     assert "| *joint, full model* |" in text
+    (counts,) = (cells_of(line)[1:] for line in text.splitlines() if line.startswith("| *number of sentences* |"))
+    assert sum(map(int, counts)) == len(board.tasks[EXAM].runs["joint"][0].full) and len(set(counts)) > 1
     control = board.headline[CONTROL].mean
     lower = sum(board.headline[name].mean < control for name in board.ranks)
     are = "is" if lower == 1 else "are"
