@@ -1,6 +1,7 @@
 """results/METHODS.md: a line for each method of the registry, from its file and the leaderboard, so it cannot age."""
 
 import ast
+import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.confidence import MEASURES
 from mini_ee.data.files import write_bytes
 from mini_ee.experiments.leaderboard.figures import rules_for
 from mini_ee.experiments.leaderboard.plan import EXAM, listed
@@ -19,6 +21,7 @@ from mini_ee.experiments.markdown import check_is_page, markdown_table, wrapped
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.registry import RULES as METHOD_RULES
+from mini_ee.rules import RULES, rule_class
 from mini_ee.training.method import Method, load_method
 
 HEADING = "# Methods"
@@ -114,7 +117,7 @@ def decides(name: str, method: Method) -> str:
         if module == METHODS[name]:
             return rule if method.candidates else f"{rule}, {PLANNED}"
     if "embeddings" in method.units and method.candidates is None:
-        return "policy" if method.policy else "fixed depth"
+        return "policy" if method.policy else "fixed"
     if method.search:
         return f"a search, {PLANNED}"
     if isinstance(exits := method.exits(6) if callable(method.exits) else (), tuple) and exits == (6,):
@@ -179,9 +182,19 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
     tokens = f"the decoder {decoder}" if decoder else "no decoder yet"
     note = f"""All {len(METHODS)} methods of the registry, `mini_ee/registry.py`: those in mini_ee/methods first, then
     the baselines. *Trains*: the parts that each stage of the training changes. *Exit rule*: the kinds of rules that the
-    method proposes (`mini_ee/rules.py`). *Lines*: lines of code in its file, and in files whose name continues that of
-    its file. *Deviations*: how many numbered points the head of the file lists, where it differs from the paper or the
-    paper leaves something open. *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains
-    both and says why a method has none. *FLOPs saved by tokens*: on {tokens}, with a rule that
-    keeps {100 * LEVEL:g} % of the predictions, from the same page. Made by `{board.plan.command}`."""
-    return "\n".join([HEADING, "", wrapped(" ".join(note.split())), *markdown_table(columns, rows), ""])
+    method proposes, explained below the table. *Lines*: lines of code in its file, and in files whose name continues
+    that of its file. *Deviations*: how many numbered points the head of the file lists, where it differs from the paper
+    or the paper leaves something open. *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which
+    explains both and says why a method has none. *FLOPs saved by tokens*: on {tokens}, with a rule that keeps {
+        100 * LEVEL:g} % of the predictions, from the same page. Made by `{board.plan.command}`."""
+    lines = [HEADING, "", wrapped(" ".join(note.split())), *markdown_table(columns, rows), ""]
+    return "\n".join([*lines, "## Exit rules", "", *_rule_lines([row[columns.index("exit rule")] for row in rows]), ""])
+
+
+def _rule_lines(used: list[str]) -> list[str]:
+    """A line for each kind of rule and confidence measure of these cells: how its class or function explains it."""
+    words = set(re.findall(r"[\w-]+", " ".join(used)))
+    rules = {name: rule_class(name) for name in (*RULES, *METHOD_RULES)}
+    explained = rules | {name: measure for name, (measure, *_) in MEASURES.items()}
+    first = {name: (inspect.getdoc(each) or "").partition("\n\n")[0] for name, each in explained.items()}
+    return [f"- *{name}*: {' '.join(text.split())}" for name, text in first.items() if name in words]

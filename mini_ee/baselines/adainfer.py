@@ -46,9 +46,10 @@ MAX_STEPS, DUALITY_GAP = 20_000, 1e-5  # of the solver: it stops once primal and
 # ---- The rule ----
 @dataclass(frozen=True)
 class Svm(Rule):
-    """Exit if gap breaking_ties + top max_probability + bias is above the margin: -inf means always, inf never.
+    """Exit if gap * breaking_ties + top * max_probability + bias is above the margin, with numbers that are fitted.
 
-    gap, top, bias: a number for each exit but the last. Raises ValueError if they are not.
+    gap, top, bias: a number for each exit but the last; raises ValueError if they are not. margin: -inf means always,
+    inf never.
     """
 
     gap: tuple[float, ...]
