@@ -53,7 +53,7 @@ def max_probability(logits: np.ndarray) -> np.ndarray:
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:
-    """Minus the entropy of the softmax, in nats."""
+    """Minus the entropy of the softmax, in nats: larger is more confident."""
     log_p = log_softmax(logits)
     p = np.exp(log_p)
     # If p is 0, ln p may be -inf, and 0 x -inf is NaN; the limit of p ln p is 0.

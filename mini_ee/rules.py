@@ -177,7 +177,7 @@ class NeverExit(Rule):
 
 @dataclass(frozen=True)
 class FixedExit(Rule):
-    """Every row exits at the same exit. `exit` is an index into exits, from 0."""
+    """All rows exit at the same exit, which is chosen in advance. `exit` is an index into exits, from 0."""
 
     exit: int = option(help="exit layer of every example or token", flag="--layer")
     name = "fixed"
@@ -276,9 +276,9 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class Patience(Rule):
-    """Exit if `patience` consecutive exits repeat the prediction of the exit before them.
+    """Exit if `patience` consecutive exits repeat the prediction of the exit before them: patience + 1 equal ones.
 
-    Source: PABEE (Zhou et al. 2020): patience t needs t + 1 equal predictions. For regression (C = 1) two
+    Source: PABEE (Zhou et al. 2020). For regression (C = 1) two
     predictions are equal if they differ by less than `tolerance`.
     """
 
@@ -317,9 +317,9 @@ class Patience(Rule):
 
 @dataclass(frozen=True)
 class PatienceConfidence(Rule):
-    """Exit if `patience` consecutive exits were confident, whatever they predicted.
+    """Exit if at `patience` consecutive exits the confidence measure is at least the threshold, whatever they predict.
 
-    Source: PCEE-BERT (Zhang et al. 2022). Confident: `measure` is at least `threshold`, the same for all exits.
+    Source: PCEE-BERT (Zhang et al. 2022). All exits have the same `measure` and `threshold`.
     """
 
     patience: int = option(help="number of consecutive exits that must agree (patience) or be confident")
@@ -352,7 +352,7 @@ class PatienceConfidence(Rule):
 
 @dataclass(frozen=True)
 class Policy(Rule):
-    """Exit if the exit probability, the sigmoid of the policy's exit_logit, is above the cut.
+    """Exit if the exit probability, which a small trained network predicts at each exit, is above the cut.
 
     Sources: ConsistentEE (a policy network), BERxiT (the certainty of a learning-to-exit module); both use .5.
     0 means always, 1 never. Raises ValueError for a cut outside [0, 1], and if the model has no policy.
@@ -390,7 +390,7 @@ class Policy(Rule):
 
 @dataclass(frozen=True)
 class QExit(Rule):
-    """Exit if the cumulative exit probability, 1 - prod (1 - sigmoid(exit_logit)), is above q.
+    """Exit if 1 - prod (1 - p) is above q: the product over the exits so far, p the exit probability as in *policy*.
 
     Source: PALBERT (Balagansky and Gavrilov 2022). 0 means always, 1 never. Raises ValueError for a q outside [0, 1],
     and if the model has no policy. The memory is -ln prod (1 - sigmoid(exit_logit)), a sum of softplus over exits.

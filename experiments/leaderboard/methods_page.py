@@ -33,7 +33,7 @@ ARXIV, ANTHOLOGY = (
     re.compile(r"\b(\d{4}\.[a-z-]+-[a-z]+\.\d+|[A-Z]\d\d-\d{4})\b"),
 )
 UNITS = {"rows": "example", "prompts": "example", "tokens": "token", "embeddings": "embedding"}
-PLANNED = "decided before the model runs"
+PLANNED, INSIDE = "decided before the model runs", "tokens exit inside the model"
 
 
 class About(NamedTuple):
@@ -121,7 +121,7 @@ def decides(name: str, method: Method) -> str:
     if method.search:
         return f"a search, {PLANNED}"
     if isinstance(exits := method.exits(6) if callable(method.exits) else (), tuple) and exits == (6,):
-        return "tokens exit inside the model"
+        return INSIDE
     rules = rules_for(name, _example())
     return ", ".join(dict.fromkeys(_kind(rule.to_dict()) for rule in rules if rule.name != "never"))
 
@@ -167,12 +167,20 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
         path, method = source_of(name), load_method(name)
         head = about(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
         file = "/".join(METHODS[name].split(".")) + ".py"
-        units = ", ".join(dict.fromkeys(UNITS[unit] for unit in method.units))
+        rule = decides(name, method)
+        units = ["token"] if rule == INSIDE else ["–"] if method.search else [UNITS[unit] for unit in method.units]
         figure = plus_minus(interval(board.headline[name])) if name in board.headline else ""
         rank = "{} ({} to {})".format(*board.ranks[name]) if name in board.ranks else ""
         paper = f"{head.paper}{', ' if head.link else ''}{head.link}"
         rows.append(
-            [f"`{name}`", paper, f"{head.name}: {head.what}", trains(name, method), decides(name, method), units]
+            [
+                f"`{name}`",
+                paper,
+                f"{head.name}: {head.what}",
+                trains(name, method),
+                rule,
+                ", ".join(dict.fromkeys(units)),
+            ]
             + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations]
             + [figure, rank, saved.get(name, "")]
         )
@@ -181,20 +189,24 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
     tasks = listed(["the built-in reviews" if task == EXAM else task for task in board.compared])
     tokens = f"the decoder {decoder}" if decoder else "no decoder yet"
     note = f"""All {len(METHODS)} methods of the registry, `mini_ee/registry.py`: those in mini_ee/methods first, then
-    the baselines. *Trains*: the parts that each stage of the training changes. *Exit rule*: the kinds of rules that the
-    method proposes, explained below the table. *Lines*: lines of code in its file, and in files whose name continues
-    that of its file. *Deviations*: how many numbered points the head of the file lists, where it differs from the paper
-    or the paper leaves something open. *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which
-    explains both and says why a method has none. *FLOPs saved by tokens*: on {tokens}, with a rule that keeps {
-        100 * LEVEL:g} % of the predictions, from the same page. Made by `{board.plan.command}`."""
+    the baselines. *Trains*: the parts that the training changes; → leads to a stage that changes others. *What exits*:
+    – if the method removes layers. *Exit rule*: the kinds of rules that the method proposes, explained below the table.
+    *Lines*: lines of code in its file, and in files whose name continues that of its file. *Deviations*: how many
+    numbered points the head of the file lists, where it differs from the paper or the paper leaves something open.
+    *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains both and says why a method
+    has none. *FLOPs saved by tokens*: on {tokens}, with a rule that keeps {100 * LEVEL:g} % of the predictions, from
+    the same page. It is negative if the heads cost more than the layers save. Made by `{board.plan.command}`."""
     lines = [HEADING, "", wrapped(" ".join(note.split())), *markdown_table(columns, rows), ""]
     return "\n".join([*lines, "## Exit rules", "", *_rule_lines([row[columns.index("exit rule")] for row in rows]), ""])
 
 
 def _rule_lines(used: list[str]) -> list[str]:
-    """A line for each kind of rule and confidence measure of these cells: how its class or function explains it."""
+    """A line for each kind of rule, then for each confidence measure of these cells: how its code explains it."""
     words = set(re.findall(r"[\w-]+", " ".join(used)))
     rules = {name: rule_class(name) for name in (*RULES, *METHOD_RULES)}
-    explained = rules | {name: measure for name, (measure, *_) in MEASURES.items()}
-    first = {name: (inspect.getdoc(each) or "").partition("\n\n")[0] for name, each in explained.items()}
-    return [f"- *{name}*: {' '.join(text.split())}" for name, text in first.items() if name in words]
+    lines = []
+    for explained in (rules, {name: measure for name, (measure, *_) in MEASURES.items()}):
+        first = {name: (inspect.getdoc(each) or "").partition("\n\n")[0] for name, each in explained.items()}
+        lines += [f"- *{name}*: {' '.join(text.split())}" for name, text in first.items() if name in words]
+        lines += ["", "Confidence measures:", ""] if explained is rules else []
+    return lines

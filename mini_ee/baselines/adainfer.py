@@ -46,7 +46,7 @@ MAX_STEPS, DUALITY_GAP = 20_000, 1e-5  # of the solver: it stops once primal and
 # ---- The rule ----
 @dataclass(frozen=True)
 class Svm(Rule):
-    """Exit if gap * breaking_ties + top * max_probability + bias is above the margin, with numbers that are fitted.
+    """Exit if gap * breaking_ties + top * max_probability + bias is above the margin: a linear SVM of two measures.
 
     gap, top, bias: a number for each exit but the last; raises ValueError if they are not. margin: -inf means always,
     inf never.

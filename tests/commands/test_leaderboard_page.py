@@ -477,7 +477,7 @@ def test_the_methods_page_has_each_method_of_the_registry_once(board):
         assert re.search(r"\b(19|20)\d\d\b", row[1])
     by_name = {row[0].strip(" `"): row for row in rows}
     assert by_name["consistent"][9].strip() and not by_name["sleb"][9].strip()
-    explained = [line.split("*")[1] for line in text.partition("## Exit rules")[2].splitlines() if line]
+    explained = re.findall(r"^- \*([\w-]+)\*: ", text.partition("## Exit rules")[2], re.MULTILINE)
     named = {word for row in rows for cell in row[4].split(", ") for word in cell.removeprefix("threshold on ").split()}
     assert {"raee", "adainfer", "q-exit", "entropy", "fixed"} <= set(explained) - {"threshold"} <= named
     assert "- *patience*: Exit if `patience` consecutive exits repeat the prediction" in text
