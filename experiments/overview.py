@@ -39,10 +39,11 @@ runs. The leaderboard has statistics of its own, which its page explains.
 needs the first one to be larger: if a method should lose less, the loss of the other method is named first. Both
 figures have the same seeds, at least {LEAST_SEEDS}. If a claim makes the same comparison in several settings, such as
 tasks, kinds of head or heads, we take the mean over the settings for each seed; the page lists these parts below the
-mean. Then we report the mean difference over the seeds and an interval that contains the true difference with a
-probability of at least {IN_INTERVAL}. A difference is *{ABOVE}* if the whole interval lies above the required
-difference, and *{BELOW}* if it lies below. The required difference is 0 unless the claim gives another. An exact count,
-such as a number of bytes, may be the same with every seed; then the difference alone decides.
+mean. The mean uses the seeds that all of its parts have, a part all of its own. Then we report the mean difference
+over the seeds and an interval that contains the true difference with a probability of at least {IN_INTERVAL}. A
+difference is *{ABOVE}* if the whole interval lies above the required difference, and *{BELOW}* if it lies below. The
+required difference is 0 unless the claim gives another. An exact count, such as a number of bytes, may be the same
+with every seed; then the difference alone decides.
 
 **What an interval covers.** It covers two standard errors:
 
