@@ -54,13 +54,12 @@ def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -
             lines += folded("Words used in the comparisons", [recipe["names"]])
     lines += ["## Appendix", ""]
     lines += folded("The method and its source", [f"{recipe['about']} *{recipe['source']}.*"])
-    lines += folded("How it was trained", [*_training_lines(data), "", *_machine_lines(data)])
+    dropped = [f"- {sentence}" for sentence in _dropped(data)]
+    lines += folded("How it was trained", [*_training_lines(data), "", *_machine_lines(data), *dropped])
     for key, title in (("differs", recipe.get("differs_title", DIFFERS)), ("next", "What to try next")):
         lines += folded(title, [f"- {each}" for each in recipe[key]])
-    if tables[1:] or _dropped(data):
-        lines += folded(
-            f"More tables ({len(tables[1:])})", [NONE_NOTE, "", *_paragraphs(_dropped(data)), *sum(tables[1:], [])]
-        )
+    if tables[1:]:
+        lines += folded(f"More tables ({len(tables[1:])})", [NONE_NOTE, "", *sum(tables[1:], [])])
     if more := pictures[TOP_PICTURES:]:
         lines += folded(f"More pictures ({len(more)})", sum(more, []))
     made = made_by(command, f"the records in {paper}/")
