@@ -354,7 +354,7 @@ class PatienceConfidence(Rule):
 class Policy(Rule):
     """Exit if the exit probability, which a small trained network predicts at each exit, is above the cut.
 
-    Sources: ConsistentEE (a policy network), BERxiT (the certainty of a learning-to-exit module); both use .5.
+    Sources: ConsistentEE (a policy network), BERxiT (certainty); both use .5. The probability is sigmoid(exit_logit).
     0 means always, 1 never. Raises ValueError for a cut outside [0, 1], and if the model has no policy.
     """
 
@@ -390,7 +390,7 @@ class Policy(Rule):
 
 @dataclass(frozen=True)
 class QExit(Rule):
-    """Exit if 1 - prod (1 - p) is above q: the product over the exits so far, p the exit probability as in *policy*.
+    """Exit if 1 - prod (1 - p) is above q: a product over the exits so far, where p is the policy's exit probability.
 
     Source: PALBERT (Balagansky and Gavrilov 2022). 0 means always, 1 never. Raises ValueError for a q outside [0, 1],
     and if the model has no policy. The memory is -ln prod (1 - sigmoid(exit_logit)), a sum of softplus over exits.

@@ -124,9 +124,9 @@ def chosen_exit(distribution: np.ndarray) -> np.ndarray:
 # ---- The rule ----
 @dataclass(frozen=True)
 class Retrieval(Rule):
-    """Exit where the k nearest collected examples were right with the highest probability, their weighted sum.
+    """Exit where the k nearest collected examples vote most: their weighted probabilities of the right label, summed.
 
-    Algorithm 3.2, lines 2 to 8.
+    Algorithm 3.2, lines 2 to 8. A probability below tau does not count (Eq. 4).
 
     include_embeddings: layer 0 is an exit too, if the datastore has values for it. The settings are in a run's
     config.json; `with_datastore` adds the datastore and the encoder of the queries, which `plan` needs.

@@ -4,12 +4,14 @@ without a reason. Nothing is trained."""
 import ast
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from leaderboard_records import drawn_record, write_leaderboard
 
+from mini_ee.data.tasks import toy_task
 from mini_ee.experiments.leaderboard import answer, exam, figures, methods_page, page, pictures, ranking, tables
 from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, SeedFigures, TaskFigures
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan
@@ -166,8 +168,11 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     assert "has its own tables." in page.page(board, {}, tmp_path, ["| a |"])
     assert "**Is it the best elsewhere?** On reviews, it has the highest accuracy, too: " in first
     assert "| *joint, full model* |" in text
-    (counts,) = (cells_of(line)[1:] for line in text.splitlines() if line.startswith("| *number of sentences* |"))
-    assert sum(map(int, counts)) == len(board.tasks[EXAM].runs["joint"][0].full) and len(set(counts)) > 1
+    depths = [cells_of(line) for line in text.partition("**Mean exit layer of each kind")[2].splitlines()]
+    kinds, (counts,) = depths[2][1:], (row[1:] for row in depths if row[:1] == ["*number of sentences*"])
+    reviews = toy_task().without_seen_rows()[0]
+    known = Counter(reviews.split(reviews.default_split).hardness)
+    assert {kind: int(count) for kind, count in zip(kinds, counts)} == known
     control = board.headline[CONTROL].mean
     lower = sum(board.headline[name].mean < control for name in board.ranks)
     are = "is" if lower == 1 else "are"
@@ -477,6 +482,8 @@ def test_the_methods_page_has_each_method_of_the_registry_once(board):
         assert re.search(r"\b(19|20)\d\d\b", row[1])
     by_name = {row[0].strip(" `"): row for row in rows}
     assert by_name["consistent"][9].strip() and not by_name["sleb"][9].strip()
+    exits = {name: by_name[name][5].strip() for name in ("hashee", "sleb", "joint")}
+    assert exits == {"hashee": "token", "sleb": "–", "joint": "example, token"}
     explained = re.findall(r"^- \*([\w-]+)\*: ", text.partition("## Exit rules")[2], re.MULTILINE)
     named = {word for row in rows for cell in row[4].split(", ") for word in cell.removeprefix("threshold on ").split()}
     assert {"raee", "adainfer", "q-exit", "entropy", "fixed"} <= set(explained) - {"threshold"} <= named

@@ -947,6 +947,13 @@ def test_a_page_begins_with_its_answer_two_pictures_and_its_main_table(paper):
     assert claims.count("<details>") == claims.count("</details>") >= len(load_recipe(paper)["claims"])
 
 
+def test_dropped_examples_are_listed_with_the_data_also_if_there_is_one_table():
+    made = page("estimate", *committed("estimate"), RESULTS / "estimate", "command")
+    trained = made.partition("<summary>How it was trained</summary>")[2].partition("</details>")[0]
+    assert "- Test examples that also occur in the train split, word for word, are dropped: 561 of MPQA" in trained
+    assert "More tables" not in made
+
+
 def test_the_overview_shows_what_the_records_contain():
     cards = {}
     for paper in PAPERS:
