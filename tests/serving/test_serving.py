@@ -68,7 +68,7 @@ def test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(
 
 
 def answers_are_those_at_batch_1(runtime, rule, rebatch, max_wait):
-    texts = [random.Random(3).choice(SENTENCES) for _ in range(60)] + SENTENCES
+    texts = random.Random(3).choices(SENTENCES, k=60) + SENTENCES
     found, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=max_wait)
     alone = runtime.run(texts, batch_size=1, rule=rule)
     assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
