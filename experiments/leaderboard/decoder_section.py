@@ -2,152 +2,36 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.evaluation.plots import can_draw, new_panels, save_figure
 from mini_ee.exits.decoding import MISSING_KV
-from mini_ee.experiments.leaderboard.decoders import EXAMS, QUICK_EXAMS, DecoderExam, trainings
+from mini_ee.experiments.leaderboard.decoders import DecoderExam, trainings
 from mini_ee.experiments.leaderboard.plan import listed
 from mini_ee.experiments.leaderboard.ranking import (
-    DIGITS,
     LEAST_SEEDS,
     Drawn,
     Interval,
     better_pairs,
-    drawn_mean,
-    example_counts,
     has_interval,
     interval,
 )
 from mini_ee.experiments.leaderboard.tables import NO_INTERVAL, percent, plus_minus
-from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, SHARE, WITHIN, outcome
+from mini_ee.experiments.leaderboard.token_figures import Decoders, Figures, drawn, drawn_figures
+from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, SHARE, WITHIN
 from mini_ee.experiments.markdown import folded, markdown_table, wrapped
 from mini_ee.experiments.pictures import CYCLE, GREY
-from mini_ee.experiments.records import read_records
-from mini_ee.recording import Record
-from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 PICTURE = "leaderboard-decoders.png"
 NO_RULE = "–"
 MADE = ("processor", "torch", "commit")
-NO_EXITS = {"speedup": 1.0, "agreement": 1.0, "rouge_l": 1.0}  # decoding in full, compared with itself
 COPIED, RECOMPUTED = MISSING_KV
 
 
-class Figures(NamedTuple):
-    """A method on a decoder, over S seeds and T texts each."""
-
-    seeds: tuple[int, ...]
-    values: dict[str, np.ndarray]  # name -> (S, T), means over the tokens of a text
-    abouts: list[dict]  # of each seed
-    method: str
-    exits: tuple[int, ...]
-    agreement: np.ndarray  # (S, K), of each exit
-    head_layers: float  # the FLOPs of the last exit's head, in layers
-
-    def mean(self, read: Callable[[dict], float | None]) -> float | None:
-        """The mean over seeds of a figure in `about`; None if a seed has none."""
-        found = [read(about) for about in self.abouts]
-        return None if None in found else float(np.mean(found))
-
-    def decoding(self, fill: str, name: str) -> float | None:
-        """The mean of a figure of decoding; None if no seed has a rule that saves layers."""
-        found = [about["methods"][self.method]["decoding"] for about in self.abouts]
-        return float(np.mean([each.get(fill, NO_EXITS)[name] for each in found])) if any(found) else None
-
-    @property
-    def saves(self) -> bool:
-        """Whether some token exits early with the rule of the main table."""
-        return bool(self.values[f"saved {LEVEL:g}"].any())
-
-    def lossless(self, name: str) -> float | None:
-        return self.mean(lambda about: about["lossless"].get(name))
-
-
-Decoders = dict[DecoderExam, dict[str, Figures]]
-
-
-# ---- From records to figures ----
-
-
-def read_exam(out: Path, exam: DecoderExam, quick: bool) -> dict[str, Figures]:
-    """Method -> its figures, of all methods that have a record with the present settings."""
-    found = {}
-    for training in trainings(quick):
-        if training.exam != exam:
-            continue
-        made = read_records(training.record(out))
-        made = {seed: each for seed, each in made.items() if each.about["settings"] == training.settings}
-        for method in training.methods:
-            if own := {seed: each for seed, each in made.items() if method in each.about["methods"]}:
-                parts = [_of_seed(each.reported, each.about["methods"][method]["rules"]) for each in own.values()]
-                shared = set.intersection(*(set(part) for part in parts))
-                values = {name: np.stack([part[name] for part in parts]) for name in sorted(shared)}
-                first, *_ = own.values()
-                agreement = np.array([_agreement(each.reported) for each in own.values()])
-                abouts = [each.about for each in own.values()]
-                for fill in MISSING_KV:
-                    if any(about["methods"][method]["decoding"] for about in abouts):
-                        speeds = [about["methods"][method]["decoding"].get(fill, NO_EXITS) for about in abouts]
-                        values[f"speed-up {fill}"] = np.array([[each["speedup"]] for each in speeds])
-                exits, heads = first.reported.segments.exits, _head_layers(first.reported)
-                found[method] = Figures((*own,), values, abouts, method, exits, agreement, heads)
-    return found
-
-
-def _of_seed(reported: Record, rules: dict[str, dict | None]) -> dict[str, np.ndarray]:
-    """Name -> the mean of each text: layers and FLOPs that every rule saves, its agreement and ln p."""
-    _, text, sizes = np.unique(reported.groups, return_inverse=True, return_counts=True)
-    layers, found = reported.segments.exits[-1], {}
-    every: dict[str, Rule] = {name: rule_from_dict(rule) for name, rule in rules.items() if rule is not None}
-    for name, rule in (every | {"full": NeverExit()}).items():
-        got = outcome(reported, rule)
-        kinds = {"saved": 1 - got.depth / layers, "FLOPs": 1 - got.flops, "agreement": got.agrees, "ln p": got.log_p}
-        for kind, values in kinds.items():
-            found[f"{kind} {name}"] = np.bincount(text, values.astype(np.float64)) / sizes
-    return found
-
-
-def _agreement(reported: Record) -> list[float]:
-    predictions = reported.predictions
-    return (predictions == predictions[:, -1:]).mean(axis=0).tolist()
-
-
-def _head_layers(reported: Record) -> float:
-    """The FLOPs of the last exit's head, divided by those of a layer of the full model."""
-    head, full = reported.segments.costs[0][:, -1, 1].mean(), reported.full.mean()
-    return float(head / (full - head) * reported.segments.exits[-1])
-
-
-def drawn(found: Figures, name: str, folder: str) -> Drawn | None:
-    """A figure with its draws of seeds and texts; None if some seed has no such rule."""
-    if name not in found.values:
-        return None
-    values = found.values[name]
-    by_seed = np.round(example_counts(folder, values.shape[1]) @ values.T / values.shape[1], DIGITS)
-    return drawn_mean(by_seed, values.mean(axis=1), folder, found.seeds)
-
-
 # ---- The section ----
-
-
-def read_decoders(out: Path, quick: bool) -> Decoders:
-    """The figures of all decoders that have a record."""
-    exams = {exam: read_exam(out, exam, quick) for exam in (QUICK_EXAMS if quick else EXAMS)}
-    return {exam: found for exam, found in exams.items() if found}
-
-
-def flops_saved(run: Decoders) -> tuple[str, dict[str, str]]:
-    """The name of the first decoder, and for each method the FLOPs that it saves on it, in percent with an interval."""
-    for exam, found in run.items():
-        saved = _drawn(exam, {name: each for name, each in found.items() if each.saves}, f"FLOPs {LEVEL:g}")
-        return exam.name, {method: plus_minus(interval(each)) for method, each in saved.items()}
-    return "", {}
 
 
 def decoder_section(out: Path, run: Decoders, quick: bool) -> list[str]:
@@ -196,8 +80,9 @@ A method that trains the decoder changes the full model, and agreement does not 
 compare perplexities: of the full model, with the rule, and with the method's best rule that runs at most {WITH_SHARE}
 (it may be a fixed depth).
 
-*Speed-up* is processor time without exits divided by that with exits, one text at a time. An interval is over seeds and
-texts, that of a speed-up over seeds; {NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds."""
+*Speed-up* is processor time without exits divided by that with exits, one text at a time. Tokens per second depend on
+the machine, so records have this ratio alone. An interval is over seeds and texts, that of a speed-up over seeds;
+{NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds."""
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -209,7 +94,9 @@ def _pays(run: Decoders) -> str:
     text = "**Does it save time?**"
     for exam, found in run.items():
         speeds = {
-            (name, fill): one for fill in MISSING_KV for name, one in _drawn(exam, found, f"speed-up {fill}").items()
+            (name, fill): one
+            for fill in MISSING_KV
+            for name, one in drawn_figures(exam, found, f"speed-up {fill}").items()
         }
         if not speeds:
             text += f" On {exam.name}, no method has a rule."
@@ -239,7 +126,7 @@ def _about(exam: DecoderExam, found: dict[str, Figures]) -> str:
 def _answer(exam: DecoderExam, found: dict[str, Figures]) -> str:
     """Which method saves most layers, and which one most FLOPs."""
     kinds = {"saved": f"layers at {AT_LEVEL}", "FLOPs": "FLOPs with these rules"}
-    saved = {kind: _drawn(exam, found, f"{kind} {LEVEL:g}") for kind in kinds}
+    saved = {kind: drawn_figures(exam, found, f"{kind} {LEVEL:g}") for kind in kinds}
     if not any(each.mean > 0 for each in saved["saved"].values()):
         return f"No method saves layers at {AT_LEVEL}."
     return " ".join(_most(saved[kind], what) for kind, what in kinds.items())
@@ -262,11 +149,6 @@ def _most(drawn_of: dict[str, Drawn], what: str) -> str:
     if not similar:
         return text + " All others save significantly less (Holm's correction over all pairs)."
     return text + f" Not shown to save less: {', '.join(similar)} (Holm's correction over all pairs)."
-
-
-def _drawn(exam: DecoderExam, found: dict[str, Figures], name: str) -> dict[str, Drawn]:
-    pairs = {method: drawn(each, name, exam.folder) for method, each in found.items()}
-    return {method: each for method, each in pairs.items() if each is not None}
 
 
 def _order(found: dict[str, Figures]) -> list[str]:
@@ -304,6 +186,8 @@ def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> li
     note = f"One head costs as many FLOPs as {heads:.2g} layers. "
     note += f"The decoder before any training has a perplexity of {original:.2f} on these texts. Rouge-L (0 to 100) "
     note += f"compares generated text with that of the full model, with {COPIED}."
+    if idle := [name for name in found if not found[name].saves]:
+        note += f" {listed(idle)}: less than {AT_LEVEL} in every seed if some layers are left out, so all layers run."
     note += f" Not run yet: {listed(missing)}." if missing else ""
     return [*markdown_table(names, rows), "", *_paragraphs(note)]
 
@@ -355,14 +239,16 @@ def _lossless_table(found: dict[str, Figures]) -> list[str]:
     rows.sort(key=lambda row: -float(row[-1][:-1]))
     note = """The text is that of the full model: an exit drafts tokens, and the layers above verify them in one block
     (`mini-ee generate --lossless`). The exit is the one that saves most layers on calibration text with each
-    seed. *drafted tokens*: those that were accepted."""
+    seed. *drafted tokens*: those that were accepted. Methods that share a training share a row."""
+    if one_exit := [name for name, each in found.items() if each.lossless("speedup") is None]:
+        note += f" No row: {listed(one_exit)}, without an exit that could draft."
     names = ["method", "drafts after layer", "drafted tokens, %", "texts equal to the full model's, %", "speed-up"]
     return [*_paragraphs(" ".join(note.split())), *markdown_table(names, rows), ""]
 
 
 def _cost_table(found: dict[str, Figures]) -> list[str]:
     """The rates and the processor seconds of each training, and the hours of all."""
-    rows, seen, total = [], [], 0.0
+    rows, seen = [], []
     for name, each in found.items():
         if each.abouts in seen:
             continue
@@ -370,23 +256,34 @@ def _cost_table(found: dict[str, Figures]) -> list[str]:
         sharing = ", ".join(other for other, figures in found.items() if figures.abouts == each.abouts)
         rates = ", ".join(f"{key} {rate:g}" for key, rate in each.abouts[0]["rates"].items())
         training = [about["cpu_seconds"]["training"] for about in each.abouts if "gpu" not in about["how"]]
-        seconds = f"{np.mean(training):.0f}" if training else NO_RULE
+        seconds = f"{np.mean(training):.0f}" if training else "on a GPU"
         decoding = f"{each.mean(lambda about: about['cpu_seconds']['decoding']):.0f}"
-        total += math.fsum(value for about in each.abouts for value in about["cpu_seconds"].values())
         agreement = each.mean(lambda about: about["original"]["agreement"])
-        rows.append([sharing, rates or NO_RULE, _share(agreement), seconds, decoding])
+        rows.append([sharing, rates or "none", _share(agreement), seconds, decoding])
     names = ["trained once", "rates", "full model agrees with the original, %", "training, s", "measuring decoding, s"]
-    note = f"""Processor seconds of one seed; {total / 3600:.2f} core hours for all seeds, with the search for rates.
-    {_made(seen)}"""
-    return [*_paragraphs(" ".join(note.split())), *markdown_table(names, rows), ""]
+    note = f"Processor seconds of one seed, of trainings on the CPU. {_hours(seen)} {_made(seen)}"
+    return [*_paragraphs(note), *markdown_table(names, rows), ""]
+
+
+def _hours(seen: list[list[dict]]) -> str:
+    """The processor hours of all seeds, of trainings on the CPU and on a GPU."""
+    every = [about for abouts in seen for about in abouts]
+    parts = []
+    for where, gpu in (("on the CPU", False), ("on a GPU (hours of the process that drives it)", True)):
+        own = [about["cpu_seconds"].values() for about in every if ("gpu" in about["how"]) == gpu]
+        hours = math.fsum(seconds for each in own for seconds in each) / 3600
+        parts += [f"{hours:.2f} core hours for {len(own)} {where}"] if own else []
+    return f"All seeds, with the search for rates, recording and decoding: {' and '.join(parts)}."
 
 
 def _made(seen: list[list[dict]]) -> str:
     """With what the records were made. seen: `about` of the seeds of each training."""
     made = [about["how"] for abouts in seen for about in abouts]
     text = "; ".join(f"{name}: {', '.join(sorted({each[name] for each in made}))}" for name in MADE)
+    sums = {item for abouts in seen for about in abouts for item in about["data"].items()}
+    text += "".join(f"; texts: {name}, sha256 {value}" for name, value in sorted(sums))
     for gpu, count in sorted(Counter(each["gpu"] for each in made if "gpu" in each).items()):
-        text += f". Trained on a GPU ({gpu}): {count} of {len(made)} trainings, whose seconds are not in the table"
+        text += f". Trained on a GPU ({gpu}): {count} of {len(made)} trainings"
     return f"Made with {text}."
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone
 from mini_ee.data.decoder_texts import Text
-from mini_ee.data.files import sole_writer
+from mini_ee.data.files import file_sha256, sole_writer
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.token_exits import TokenExits, record_texts
@@ -224,6 +224,8 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
     )
     calibration, reported = texts_of(training, decoder, sources, seed)
     about: dict[str, Any] = {"settings": training.settings, "how": how_made(sources.device), "cpu_seconds": {}}
+    text = training.exam.text
+    about["data"] = {text: file_sha256(sources.find("data", text))} if text else {}
     with cpu_seconds(about, "search"):
         about |= _chosen_rates(out, training, seed, sources, calibration, at, say)
     searched = len(about["tried"]) if about["tried"] and about["tried"][0]["seed"] == seed else 0

@@ -77,6 +77,7 @@ class SeedFigures(NamedTuple):
     exits: tuple[int, ...]
     failure: float  # EEFP: how well the largest probability of an exit predicts its failures, the mean over exits
     calibration: float  # ECE: the calibration error of the exits, the mean; both NaN if there is one exit
+    least_flops: float  # the smallest share of the FLOPs that some rule needs on the held-out examples
 
 
 class TaskFigures(NamedTuple):
@@ -176,6 +177,7 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
         exits=made.reported.segments.exits,
         failure=_failure(made.reported),
         calibration=_calibration(made.reported),
+        least_flops=float(chosen_on.flops.min()),
     )
 
 

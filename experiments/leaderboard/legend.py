@@ -56,7 +56,8 @@ TASK_LEGEND = {
 
 PREDICTION_NOTE = """The paper that proposed EEFP (arXiv:2508.21495) says that EEFP predicts what early exit saves, and
 that the expected calibration error (ECE) does not. The table has Spearman's correlation of both with *saved at 1
-point*, over the methods with several exits. So few methods, of which some share a training, do not decide it."""
+point*, over the methods with several exits. So few methods, of which some share a training, do not decide it. We knew
+only the paper's abstract, so the definition of EEFP in [Each task](#each-task) is ours."""
 EXAM_NOTE = f"""The built-in reviews are generated sentences of seven kinds. Their hardness is assigned by how they
 are built, from *plain* (1) to *doubly negated* (7); accuracy need not fall in this order. Hard sentences are also
 longer, so we have to tell hardness and length apart. The first two columns are Spearman's correlations of the exit

@@ -1,8 +1,6 @@
 """results/leaderboard.md: which method for a classifier at half the FLOPs, and how sure is that? Made from records."""
 
 import math
-import textwrap
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,26 +10,15 @@ from mini_ee.data.metrics import spearman
 from mini_ee.data.reviews import HARDNESS
 from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.leaderboard.answer import answer, counted
-from mini_ee.experiments.leaderboard.decoder_section import Decoders, decoder_section, flops_saved, read_decoders
+from mini_ee.experiments.leaderboard.decoder_section import decoder_section
 from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam, sentences_by_kind
-from mini_ee.experiments.leaderboard.figures import (
-    ABOUT,
-    CONTROL,
-    REFERENCE,
-    TaskFigures,
-    Values,
-    about_value,
-    confidence_figures,
-    trained_on,
-)
-from mini_ee.experiments.leaderboard.legend import ENOUGH, EXAM_NOTE, LEGEND, PREDICTION_NOTE, TASK_LEGEND
+from mini_ee.experiments.leaderboard.figures import CONTROL, REFERENCE, TaskFigures, Values, confidence_figures
+from mini_ee.experiments.leaderboard.legend import EXAM_NOTE, LEGEND, PREDICTION_NOTE, TASK_LEGEND
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan, listed, planned
-from mini_ee.experiments.leaderboard.ranking import (
-    DRAWS,
-    LEAST_SEEDS,
-)
+from mini_ee.experiments.leaderboard.provenance import bullets, measured_lines, minutes_to_add
+from mini_ee.experiments.leaderboard.ranking import LEAST_SEEDS
 from mini_ee.experiments.leaderboard.tables import (
     NO_INTERVAL,
     NOTHING,
@@ -41,6 +28,7 @@ from mini_ee.experiments.leaderboard.tables import (
     read_leaderboard,
     task_table,
 )
+from mini_ee.experiments.leaderboard.token_figures import Decoders, flops_saved, read_decoders
 from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_table, wrapped
 
 HEADING = "# Leaderboard: early-exit methods for classifiers"
@@ -94,8 +82,8 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     lines += _prediction_lines(board)
     lines += ["## Decoders", "", *decoders]
     lines += ["## Methods without a rank", "", *_other_lines(board.plan, out)]
-    lines += ["## How it was measured", "", *_measured_lines(board), *_wrapped([other_figures(out)])]
-    lines += ["## How to add a method", "", *_wrapped(adding(out))]
+    lines += ["## How it was measured", "", *measured_lines(board), *_wrapped([other_figures(out)])]
+    lines += ["## How to add a method", "", *_wrapped(adding(out, minutes_to_add(board)))]
     made = made_by(board.plan.command, "the records in records/")
     return "\n".join([*lines, *_wrapped([f"{made} It trains what has no record, and then computes this page."])])
 
@@ -225,94 +213,36 @@ def _other_lines(plan: Plan, out: Path) -> list[str]:
         f"Their figures are elsewhere: tokens in [Decoders](#decoders), embeddings in {embeddings}, RAEE in {raee}, "
         f"and exits that are added to a fine-tuned model in {add_exits}. [METHODS.md](METHODS.md) lists all methods."
     )
-    return [*_bullets(lines), "", *_wrapped([elsewhere])]
+    return [*bullets(lines), "", *_wrapped([elsewhere])]
 
 
 def _legend(columns: dict[str, str]) -> list[str]:
     """A point for each column."""
-    return [*_bullets([f"- *{name}*: {' '.join(text.split())}" for name, text in columns.items()]), ""]
-
-
-def _bullets(lines: list[str]) -> list[str]:
-    return [line for each in lines for line in textwrap.wrap(each, 118, subsequent_indent="  ", break_on_hyphens=False)]
-
-
-def _measured_lines(board: Leaderboard) -> list[str]:
-    """Seeds, hours, machines, commits and checksums, from the records."""
-    shared: dict[str, dict[str, None]] = {}
-    trained: dict[tuple, float] = {}  # also those that chose a rate
-    made = []
-    for task in board.tasks.values():
-        for method, seed, run in ((m, s, run) for m, runs in task.runs.items() for s, run in runs.items() if run.about):
-            name = run.about.get("trained_as", method)
-            for each in run.about.get("tried", []):
-                trained[task.task, name, each["seed"], each["factor"]] = each.get("seconds") or 0.0
-            seconds, factor = (about_value(run.about, path) for path in (ABOUT["seconds"], ("rates", "factor")))
-            trained[task.task, name, seed, factor] = seconds or 0.0
-            shared.setdefault(name, {})[method] = None
-            made.append(run.about)
-    groups = [f"{listed(list(names))} ({name})" for name, names in shared.items() if len(names) > 1]
-    lines = [
-        f"- {listed([name for name, each in board.plan.training.items() if each == text])}: {text}."
-        for text in dict.fromkeys(board.plan.training.values())
-    ]
-    lines += [
-        f"- Intervals: a bootstrap with {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S "
-        f"seeds, S - 1 are drawn in each, so that the variance is unbiased. An interval is the mean ± t times the "
-        f"standard deviation of the draws, with Student's t and Satterthwaite's degrees of freedom. {ENOUGH} "
-        f"Without an interval, a method is not called better or worse.",
-        "- Rules are chosen on held-out training examples, never on the reported ones. If several rules have the same "
-        "score, the one with the deepest exits is chosen.",
-        f"- All {len(trained)} trainings of classifiers took {math.fsum(trained.values()) / 3600:.1f} processor hours, "
-        f"those for the choice of the learning rate and those on a GPU included.",
-    ]
-    if groups:
-        lines.append(f"- Methods that differ only in their exit rules share a training: {'; '.join(groups)}.")
-    for gpu, count in sorted(Counter(filter(None, map(trained_on, made))).items()):
-        lines.append(f"- Trained on a GPU ({gpu}): {count} of {len(made)} records. Their seconds are in no table.")
-    for name, path in ABOUT_NAMES.items():
-        if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
-            lines.append(f"- {name}: {', '.join(values)}.")
-    lines += [f"- Checksums (sha256) of {name}: {'; '.join(sums)}." for name, sums in _checksums(board).items() if sums]
-    return [*_bullets(lines), ""]
-
-
-def _checksums(board: Leaderboard) -> dict[str, list[str]]:
-    """Task -> the checksums of its splits, as the records have them."""
-    found = {}
-    for name, task in board.tasks.items():
-        abouts = [run.about for runs in task.runs.values() for run in runs.values()]
-        splits = {(split, value[:16]) for about in abouts for split, value in about.get("data", {}).items()}
-        found[name] = [f"{split} {value}" for split, value in sorted(splits)]
-    return found
-
-
-ABOUT_NAMES = {
-    "Processor": ("made", "processor"),
-    "torch": ("made", "torch"),
-    "numpy": ("made", "numpy"),
-    "Python": ("made", "python"),
-    "Commits": ("made", "commit"),
-}
+    return [*bullets([f"- *{name}*: {' '.join(text.split())}" for name, text in columns.items()]), ""]
 
 
 def other_figures(out: Path) -> str:
     """Why other pages have other figures for the same methods."""
-    lora, consistent = link(out, "LoRAExit", "loraexit.md"), link(out, "ConsistentEE", "consistentee.md")
+    names = {"LoRAExit": "loraexit.md", "ConsistentEE": "consistentee.md", "RAEE": "raee.md"}
+    names |= {"self-supervised exits": "self-supervised.md", "the shortest commands": "shortest.md"}
+    names |= {"the estimate": "estimate.md", "added exits": "add-exits.md"}
+    papers = listed([link(out, *each) for each in names.items()])
     return (
-        f"The pages of {lora} and {consistent} have other figures for the same methods. Their models learn from other "
-        f"numbers of examples at other learning rates, and *at one point* means there: compared with the last exit of "
-        f"two-stage training, not of joint training."
+        f"The pages of {papers} have other figures for the same methods. Their models learn from other numbers of "
+        f"examples, most of them at other learning rates, some have exits at other layers, and *at one point* means on "
+        f"the pages of LoRAExit and ConsistentEE: compared with the last exit of two-stage training, not of joint "
+        f"training. They learn from 1,500 examples here because "
+        f"3,000 double the time of all trainings."
     )
 
 
-def adding(out: Path) -> list[str]:
-    """How to add a method."""
+def adding(out: Path, minutes: str) -> list[str]:
+    """How to add a method. minutes: a sentence on what that takes."""
     guide = link(out, "CONTRIBUTING.md", "../CONTRIBUTING.md#how-to-add-something")
     return [
         f"Write one file as {guide} says, add its line to the registry, and run `mini-ee reproduce leaderboard --only "
         f"my-method`. It trains the method on every task with every seed, writes records/TASK/my-method.npz, and draws "
-        f"this page with it.",
+        f"this page with it.{minutes}",
         "A contribution contains the file with its paper, symbols and numbered deviations, a test of its equations, "
         "the records of all tasks and seeds, and this page as the command writes it. Nobody needs to train the other "
         "methods again: they are computed from their records.",

@@ -14,12 +14,12 @@ from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.baselines.dynamic_exit_layer import DynamicExits
 from mini_ee.baselines.sleb import ShortDecoder
 from mini_ee.data.decoder_texts import Text
-from mini_ee.data.files import sole_writer
+from mini_ee.data.files import file_sha256, sole_writer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.experiments import trainings
 from mini_ee.experiments.leaderboard import decoder_section as section
-from mini_ee.experiments.leaderboard import decoders, decoding_figures
+from mini_ee.experiments.leaderboard import decoders, decoding_figures, token_figures
 from mini_ee.experiments.leaderboard.token_rules import (
     GAP,
     gap_rules,
@@ -45,7 +45,7 @@ def small():
     """A tiny exam, three methods, few texts, and no intervals of thresholds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoders, "EXAMS", (TINY,))
-        patch.setattr(section, "EXAMS", (TINY,))
+        patch.setattr(token_figures, "EXAMS", (TINY,))
         patch.setattr(decoders, "token_methods", lambda: ["joint", "pabee", "sleb"])
         patch.setattr(decoding_figures, "TIMED_TEXTS", 1)
         patch.setattr(decoders, "DRAFTED_TEXTS", 2)
@@ -284,18 +284,21 @@ def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
 
 def test_the_section_is_made_from_records_alone_and_names_what_is_missing(results, sources, tmp_path):
     def written():
-        return section.decoder_section(results, section.read_decoders(results, False), False)
+        return section.decoder_section(results, token_figures.read_decoders(results, False), False)
 
-    assert section.decoder_section(tmp_path, section.read_decoders(tmp_path, False), False) == ["Not run yet.", ""]
+    assert section.decoder_section(tmp_path, token_figures.read_decoders(tmp_path, False), False) == [
+        "Not run yet.",
+        "",
+    ]
     lines = written()
     assert lines == written() and (results / section.PICTURE).stat().st_size > 1000
     table = {line.split(" | ")[0].strip("| "): line for line in lines if line.startswith("| ")}
     assert {"joint", "pabee", "sleb", "joint, lossless", "joint, pabee"} <= table.keys()
-    found = section.read_exam(results, TINY, False)
+    found = token_figures.read_exam(results, TINY, False)
     for name, each in found.items():
         made = read_records(results / "records" / "decoders-tiny" / f"{each.abouts[0]['settings']['method']}.npz")[0]
         rules = made.about["methods"][name]["rules"]
-        own = outcome(made.reported, section.rule_from_dict(rules["0.9"]))
+        own = outcome(made.reported, token_figures.rule_from_dict(rules["0.9"]))
         assert each.values["saved 0.9"].mean() == pytest.approx(1 - own.depth.mean() / 5)
         assert each.values["FLOPs 0.9"].mean() == pytest.approx(1 - own.flops.mean())
         candidates = own_rules(load_method(name), made.held_out)
@@ -314,10 +317,13 @@ def test_the_section_is_made_from_records_alone_and_names_what_is_missing(result
     assert "figures are of 6 other texts for each seed, 8 tokens each." in text
     cells = {name: next(line for line in lines if line.startswith(f"| {name} |")).split(" | ")[2] for name in found}
     saved = {name: cells[name] for name in ("joint", "pabee") if cells[name] != "–"}
-    assert saved and section.flops_saved({TINY: found}) == ("tiny", saved) and cells["sleb"] == "–"
-    assert section.flops_saved({}) == ("", {})
+    assert saved and token_figures.flops_saved({TINY: found}) == ("tiny", saved) and cells["sleb"] == "–"
+    assert token_figures.flops_saved({}) == ("", {})
     processor, version, commit = (found["joint"].abouts[0]["how"][name] for name in ("processor", "torch", "commit"))
-    assert f"Made with processor: {processor}; torch: {version}; commit: {commit}." in text
+    read = file_sha256(sources.folder / "data" / "stories.txt")
+    assert f"processor: {processor}; torch: {version}; commit: {commit}; texts: stories.txt, sha256 {read}." in text
+    assert "sleb: less than 90 % agreement in every seed if some layers are left out, so all layers run." in text
+    assert "share a row. No row: sleb, without an exit that could draft." in text
     (results / "records" / "decoders-tiny" / "sleb.npz").rename(tmp_path / "sleb.npz")
     lines = written()
     (tmp_path / "sleb.npz").rename(results / "records" / "decoders-tiny" / "sleb.npz")
@@ -326,7 +332,7 @@ def test_the_section_is_made_from_records_alone_and_names_what_is_missing(result
 
 
 def test_seconds_of_trainings_on_a_gpu_are_not_in_the_table(results):
-    (joint, sleb) = (section.read_exam(results, TINY, False)[name] for name in ("joint", "sleb"))
+    (joint, sleb) = (token_figures.read_exam(results, TINY, False)[name] for name in ("joint", "sleb"))
     on_a_gpu = [about | {"how": about["how"] | {"gpu": "G100"}} for about in joint.abouts]
     cost = {"training": 90.0, "decoding": 5.0}
     both = [
@@ -338,8 +344,10 @@ def test_seconds_of_trainings_on_a_gpu_are_not_in_the_table(results):
     assert line.endswith("| 70 | 5 |")
     lines = section._cost_table({"joint": joint._replace(abouts=on_a_gpu), "sleb": sleb})
     (line,) = (line for line in lines if line.startswith("| joint"))
-    assert line.split(" | ")[-2] == "–"
-    assert "Trained on a GPU (G100): 1 of 2 trainings, whose seconds are not in the table." in " ".join(lines)
+    assert line.split(" | ")[-2] == "on a GPU"
+    assert "Trained on a GPU (G100): 1 of 2 trainings." in " ".join(lines)
+    hours = section._hours([[{"how": {}, "cpu_seconds": {"training": 3600.0, "decoding": 1800.0}}], on_a_gpu, on_a_gpu])
+    assert "1.50 core hours for 1 on the CPU and 0.00 core hours for 2 on a GPU" in hours
 
 
 def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
@@ -352,7 +360,7 @@ def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
             "speed-up recompute": speeds - 0.5,
             "ln p 0.9": layers - draw[0],
         }
-        return section.Figures((0, 1, 2), values, [], name, (3, 5), np.zeros((3, 2)), 0.5)
+        return token_figures.Figures((0, 1, 2), values, [], name, (3, 5), np.zeros((3, 2)), 0.5)
 
     found = {"deep": figures("deep", 0.4, -0.1), "heads": figures("heads", 0.3, 0.2), "few": figures("few", 0.1, 0.01)}
     text = section._answer(TINY, found)
@@ -377,9 +385,12 @@ def test_a_seed_without_a_rule_decodes_in_full(results, tmp_path):
     methods = {name: each | {"decoding": {}} for name, each in made.about["methods"].items()}
     for seed, each in enumerate((made, made._replace(about=made.about | {"methods": methods}))):
         write_record(joint.record(tmp_path), seed, each)
-    found, measured = section.read_exam(tmp_path, TINY, False)["joint"], made.about["methods"]["joint"]["decoding"]
+    found, measured = (
+        token_figures.read_exam(tmp_path, TINY, False)["joint"],
+        made.about["methods"]["joint"]["decoding"],
+    )
     for fill in ("copy_state", "recompute"):
         assert found.values[f"speed-up {fill}"].tolist() == [[measured[fill]["speedup"]], [1.0]]
         assert found.decoding(fill, "rouge_l") == pytest.approx((measured[fill]["rouge_l"] + 1) / 2)
-    sleb = section.read_exam(results, TINY, False)["sleb"]
+    sleb = token_figures.read_exam(results, TINY, False)["sleb"]
     assert sleb.decoding("copy_state", "rouge_l") is None and "speed-up copy_state" not in sleb.values

@@ -12,7 +12,17 @@ import pytest
 from leaderboard_records import drawn_record, write_leaderboard
 
 from mini_ee.data.tasks import toy_task
-from mini_ee.experiments.leaderboard import answer, exam, figures, methods_page, page, pictures, ranking, tables
+from mini_ee.experiments.leaderboard import (
+    answer,
+    exam,
+    figures,
+    methods_page,
+    page,
+    pictures,
+    provenance,
+    ranking,
+    tables,
+)
 from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, SeedFigures, TaskFigures
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan
 from mini_ee.experiments.leaderboard.ranking import Interval
@@ -73,6 +83,7 @@ def test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops(mad
         result = reported.replay(best[3])
         assert (run.at[most] == (result.logits.argmax(axis=1) == reported.labels)).all()
         assert (run.depth[most] == result.cost.depth).all()
+    assert run.least_flops == pytest.approx(min(point[1] for point in points))
     cheapest = min((point for point in points if point[2] >= 0.84), key=lambda point: point[1])
     result = reported.replay(cheapest[3])
     assert (run.passes_at_one_point == result.cost.layer_passes).all()
@@ -337,8 +348,35 @@ def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tm
     tables._why_no_mean(mixed._replace(tasks=found), "joint", "full", notes)
     assert "1. TREC: TREC; SST-2: SST-2" in notes.lines()
     assert tables._why({"A": "no", "B": [1.0], "C": "no"}, notes) == "[2]" and "2. A and C: no" in notes.lines()
-    text = " ".join("\n".join(page._measured_lines(board)).split())
-    assert "- Trained on a GPU (G100): 4 of 6 records. Their seconds are in no table." in text
+    text = " ".join("\n".join(provenance.measured_lines(board)).split())
+    assert "- Trained on a GPU (G100): 4 of 6 records. Their training seconds are in no table." in text
+
+
+def test_the_page_says_how_long_trainings_took_where_exits_are_and_how_often_the_largest_rate_won(tmp_path):
+    """In hours: joint training takes 1 on TREC and 2 on SST-2; SWEET takes 2 on TREC, on SST-2 a third on a GPU."""
+    hours = {("TREC", "joint"): 1, ("TREC", "sweet"): 2, ("SST-2", "joint"): 2, ("SST-2", "sweet"): 1 / 3}
+    for (task, name), each in hours.items():
+        gpu, chosen = {"gpu": "G100"} if each < 1 else {}, 1.0 if (task, name) == ("TREC", "sweet") else 4.0
+        tried = [{"factor": factor, "seed": 0, "seconds": 3600 * each} for factor in (1.0, 4.0)]
+        about = {"training": {"seconds": 3600 * each}, "rates": {"factor": chosen}, "tried": tried, "made": gpu}
+        for seed in (0, 1):
+            random, exits = np.random.default_rng(seed), (1, 2, 3) if name == "joint" else (1, 3)
+            chances, labels = np.linspace(0.6, 0.9, len(exits)), np.arange(40) % 2
+            parts = (drawn_record(chances, 40, random, exits=exits, labels=labels) for _ in range(2))
+            write_record(tmp_path / task / f"{name}.npz", seed, SeedRecord(*parts, about | {"trained_as": name}))
+    plan = Plan(tmp_path, ("TREC", "SST-2"), ("joint", "sweet"), 2, "a command")
+    board = tables.Leaderboard(
+        plan, {name: figures.read_task(tmp_path / name, {}) for name in plan.tasks}, {}, (), {}, set(), {}
+    )
+    text = " ".join("\n".join(provenance.measured_lines(board)).split())
+    assert "12 trainings of classifiers" in text and "sweet after 1 of 3." in text and "joint after" not in text
+    least = min(run.least_flops for task in board.tasks.values() for run in task.runs["sweet"].values())
+    assert f"The rule of sweet with the fewest FLOPs needs {100 * least:.1f} % of them, so it has no accuracy" in text
+    assert "9 took 15.0 processor hours on the CPU and 3 took 1.0 processor hours on a GPU" in text
+    assert "All of them on one core would take about 27 hours" in text  # on SST-2 twice as long as on TREC
+    assert "In 3 of 4 searches the largest of the tried learning rates" in text
+    added = provenance.minutes_to_add(board)
+    assert "With 6 trainings as long as those of joint training, that takes about 540 core minutes" in added
 
 
 def test_the_exam_is_compared_if_no_other_task_has_been_run(tmp_path, monkeypatch):
@@ -357,7 +395,7 @@ def test_a_reason_is_each_seed_that_is_missing(tmp_path):
     write_json(tmp_path / "leaderboard/TREC/joint.json", {"settings": {}, "tried": [], "diverged": {"2": "NaN"}})
     plan = Plan(tmp_path / "records", ("TREC",), ("joint",), 5, "mini-ee reproduce x")
     training, right = {"training": {"seconds": 1.0}}, np.ones(2)
-    run = SeedFigures(training, right, 1, {}, {}, {}, None, right, (6,), math.nan, math.nan)
+    run = SeedFigures(training, right, 1, {}, {}, {}, None, right, (6,), math.nan, math.nan, 1.0)
     for count, why in (
         (2, f"the training diverged with seed 2; {tables.NOT_YET}"),
         (4, "diverged with seed 2"),
@@ -393,7 +431,7 @@ def test_links_lead_to_files_that_exist(tmp_path):
     for folder, expected in (("results", "[R](raee.md#a)"), ("results-quick", "[R](../results/raee.md#a)"), (".", "R")):
         (tmp_path / folder).mkdir(exist_ok=True)
         assert link(tmp_path / folder, "R", "raee.md#a") == expected
-    lines = "".join(page._other_lines(Plan(tmp_path, (), (), 5, ""), tmp_path) + page.adding(tmp_path))
+    lines = "".join(page._other_lines(Plan(tmp_path, (), (), 5, ""), tmp_path) + page.adding(tmp_path, ""))
     lines += page.other_figures(tmp_path)
     assert "](" not in lines.replace("[METHODS.md](METHODS.md)", "").replace("[Decoders](#decoders)", "")
 

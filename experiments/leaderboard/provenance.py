@@ -1,0 +1,209 @@
+"""How the leaderboard's classifiers were measured: exits, rates, hours, machines and checksums, from the records."""
+
+import math
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mini_ee.experiments.leaderboard.figures import (
+    ABOUT,
+    BUDGETS,
+    CONTROL,
+    HEADLINE,
+    REFERENCE,
+    about_value,
+    trained_on,
+)
+from mini_ee.experiments.leaderboard.legend import ENOUGH
+from mini_ee.experiments.leaderboard.plan import listed
+from mini_ee.experiments.leaderboard.ranking import DRAWS
+from mini_ee.experiments.leaderboard.tables import Leaderboard, percent
+
+ABOUT_NAMES = {
+    "Processor": ("made", "processor"),
+    "torch": ("made", "torch"),
+    "numpy": ("made", "numpy"),
+    "Python": ("made", "python"),
+    "Commits": ("made", "commit"),
+}
+
+
+class Trained(NamedTuple):
+    """One training, also one that only chose a rate."""
+
+    task: str
+    name: str  # of the first method that it serves
+    seed: int
+    factor: float | None  # of the default learning rates
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.task, self.name
+
+
+def bullets(lines: list[str]) -> list[str]:
+    """A Markdown list."""
+    return [line for each in lines for line in textwrap.wrap(each, 118, subsequent_indent="  ", break_on_hyphens=False)]
+
+
+def measured_lines(board: Leaderboard) -> list[str]:
+    """The section of the page."""
+    made = [about for _, _, _, about in _abouts(board)]
+    shared: dict[str, dict[str, None]] = {}
+    for _, method, _, about in _abouts(board):
+        shared.setdefault(about.get("trained_as", method), {})[method] = None
+    groups = [f"{listed(list(names))} ({name})" for name, names in shared.items() if len(names) > 1]
+    lines = [
+        f"- {listed([name for name, each in board.plan.training.items() if each == text])}: {text}."
+        for text in dict.fromkeys(board.plan.training.values())
+    ]
+    lines += _exits(board) + _edges(board)
+    lines += [
+        f"- Intervals: a bootstrap with {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S "
+        f"seeds, S - 1 are drawn in each, so that the variance is unbiased. An interval is the mean ± t times the "
+        f"standard deviation of the draws, with Student's t and Satterthwaite's degrees of freedom. {ENOUGH} "
+        f"Without an interval, a method is not called better or worse.",
+        "- Rules are chosen on held-out training examples, never on the reported ones. If several rules have the same "
+        "score, the one with the deepest exits is chosen.",
+    ]
+    lines += _hours(board)
+    if groups:
+        lines.append(f"- Methods that differ only in their exit rules share a training: {'; '.join(groups)}.")
+    for gpu, count in sorted(Counter(filter(None, map(trained_on, made))).items()):
+        lines.append(
+            f"- Trained on a GPU ({gpu}): {count} of {len(made)} records. Their training seconds are in no table. "
+            f"Their speed-ups are those of the CPU of the same machine, while other trainings ran on it."
+        )
+    for name, path in ABOUT_NAMES.items():
+        if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
+            lines.append(f"- {name}: {', '.join(values)}.")
+    lines += [f"- Checksums (sha256) of {name}: {'; '.join(sums)}." for name, sums in _checksums(board).items() if sums]
+    return [*bullets(lines), ""]
+
+
+def minutes_to_add(board: Leaderboard) -> str:
+    """How long `--only` takes for a new method, measured by the trainings of joint training."""
+    count = {pair: number for pair, number in Counter(each.pair for each in _seconds(board)).items()}
+    own = {task: number for (task, name), number in count.items() if name == REFERENCE}
+    each = {task: seconds for (task, name), seconds in _all_on_the_cpu(board).items() if name == REFERENCE}
+    if not own or own.keys() != each.keys():
+        return ""
+    minutes = math.fsum(own[task] * each[task] for task in own) / 60
+    return (
+        f" With {sum(own.values())} trainings as long as those of {REFERENCE} training, that takes about {minutes:.0f} "
+        f"core minutes; recording and timing take more."
+    )
+
+
+# ---- Parts ----
+def _abouts(board: Leaderboard) -> Iterator[tuple[str, str, int, dict]]:
+    """Task, method, seed and `about` of all records."""
+    for task in board.tasks.values():
+        for method, runs in task.runs.items():
+            yield from ((task.task, method, seed, run.about) for seed, run in runs.items() if run.about)
+
+
+def _exits(board: Leaderboard) -> list[str]:
+    """Which methods have exits at other layers than all, and which of them need more than half of the FLOPs."""
+    others: dict[str, dict[str, None]] = {}
+    least: dict[str, list[float]] = defaultdict(list)
+    for task in board.tasks.values():
+        for method, runs in task.runs.items():
+            for run in runs.values():
+                if method != CONTROL and 1 < len(run.exits) < run.exits[-1]:
+                    layers = f"{listed([str(layer) for layer in run.exits[:-1]])} of {run.exits[-1]}"
+                    others.setdefault(method, {})[layers] = None
+                    least[method].append(run.least_flops)
+    if not others:
+        return []
+    line = (
+        f"- Exits come after every layer. If an exit starts again from the embeddings, it runs all its layers again; "
+        f"then, and if a method chooses its exits, they are its default ones: "
+        f"{'; '.join(f'{method} after {listed(list(where))}' for method, where in others.items())}."
+    )
+    for method, shares in least.items():
+        if min(shares) > BUDGETS[HEADLINE]:
+            line += (
+                f" The rule of {method} with the fewest FLOPs needs {percent(min(shares))} % of them, so it has no "
+                f"accuracy at 2x with these exits."
+            )
+    return [line]
+
+
+def _edges(board: Leaderboard) -> list[str]:
+    """In how many searches the largest of the learning rates was the best one."""
+    chosen: dict[tuple[str, str], bool] = {}
+    for task, method, _, about in _abouts(board):
+        tried = {each["factor"] for each in about.get("tried", [])}
+        if len(tried) > 1:
+            largest = about_value(about, ("rates", "factor")) == max(tried)
+            chosen[task, about.get("trained_as", method)] = largest
+    if not chosen:
+        return []
+    return [
+        f"- In {sum(chosen.values())} of {len(chosen)} searches the largest of the tried learning rates is chosen. A "
+        f"still larger one might be better there, most of all for methods with a low rank."
+    ]
+
+
+def _seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
+    """Training -> its processor seconds, and whether it ran on a GPU. The search of a seed ran where the seed ran."""
+    found, on_a_gpu = {}, {}
+    for task, method, seed, about in _abouts(board):
+        name = about.get("trained_as", method)
+        on_a_gpu[task, name, seed] = trained_on(about) is not None
+        for each in about.get("tried", []):
+            found[Trained(task, name, each["seed"], each["factor"])] = each.get("seconds") or 0.0
+        seconds, factor = (about_value(about, path) for path in (ABOUT["seconds"], ("rates", "factor")))
+        found[Trained(task, name, seed, factor)] = seconds or 0.0
+    return {each: (value, on_a_gpu.get((*each.pair, each.seed), False)) for each, value in found.items()}
+
+
+def _all_on_the_cpu(board: Leaderboard) -> dict[tuple[str, str], float]:
+    """(task, training) -> seconds of one training on the CPU, the mean over those that ran there. If none did, they are
+    estimated from another task, by the ratio of the methods that were trained there on both tasks.
+    """
+    values = defaultdict(list)
+    for each, (seconds, on_a_gpu) in _seconds(board).items():
+        values[each.pair] += [] if on_a_gpu else [seconds]
+    means = {pair: math.fsum(seconds) / len(seconds) for pair, seconds in values.items() if seconds}
+    found = dict(means)
+    for task, name in values.keys() - means.keys():
+        bases = [other for other, each in means if each == name]
+        shared = {base: [each for other, each in means if other == base and (task, each) in means] for base in bases}
+        if base := max(shared, key=lambda base: len(shared[base]), default=None):
+            if of_both := sorted(shared[base]):
+                ratio = [math.fsum(means[at, each] for each in of_both) for at in (task, base)]
+                found[task, name] = means[base, name] * ratio[0] / ratio[1]
+    return found
+
+
+def _hours(board: Leaderboard) -> list[str]:
+    """The processor hours of all trainings, on the CPU and on a GPU, and what the CPU alone would take."""
+    trained = _seconds(board)
+    parts = []
+    for where, gpu in (("on the CPU", False), ("on a GPU, of the process that drives it", True)):
+        own = [seconds for seconds, on_a_gpu in trained.values() if on_a_gpu == gpu]
+        parts += [f"{len(own)} took {math.fsum(own) / 3600:.1f} processor hours {where}"] if own else []
+    line = f"- Of all {len(trained)} trainings of classifiers, those for the choice of the learning rate included, "
+    line += f"{' and '.join(parts)}. Recording and timing took more."
+    if any(on_a_gpu for _, on_a_gpu in trained.values()):
+        each, count = _all_on_the_cpu(board), Counter(one.pair for one in trained)
+        if each.keys() == count.keys():
+            hours = math.fsum(each[pair] * number for pair, number in count.items()) / 3600
+            line += (
+                f" All of them on one core would take about {hours:.0f} hours, estimated from the trainings of the "
+                f"same method on the CPU, on this task or on another one."
+            )
+    return [line]
+
+
+def _checksums(board: Leaderboard) -> dict[str, list[str]]:
+    """Task -> the checksums of its splits, as the records have them."""
+    found = {}
+    for name, task in board.tasks.items():
+        abouts = [run.about for runs in task.runs.values() for run in runs.values()]
+        splits = {(split, value[:16]) for about in abouts for split, value in about.get("data", {}).items()}
+        found[name] = [f"{split} {value}" for split, value in sorted(splits)]
+    return found
