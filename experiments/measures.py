@@ -188,8 +188,9 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
 # ---- The estimate before training ----
 
 
-def of_estimate(run: Run, task: Task, reference: dict | None) -> Measured:
-    """The estimate of `mini-ee estimate` for the checkpoint, and the savings of trained exits at the same agreement.
+def of_estimate(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, SeedRecord]:
+    """The estimate of `mini-ee estimate` for the checkpoint, the savings of trained exits at the same agreement, and
+    the record of the trained exits, from which these savings are computed.
 
     The threshold of the trained exits is chosen on the held-out set; their layers are of the reported split.
     """
@@ -201,12 +202,14 @@ def of_estimate(run: Run, task: Task, reference: dict | None) -> Measured:
     _, reported = rows_of(task, None, None, seed)
     held_out = subset(holdout(task.split("train"), seed)[1], HELD_OUT_ROWS, seed)
     chosen_on, measured_on = (
-        record(run.segments(), run.encode(some.texts), BATCH_SIZE, "reading") for some in (held_out, reported)
+        record(run.segments(), run.encode(some.texts), BATCH_SIZE, "reading")._replace(labels=some.labels)
+        for some in (held_out, reported)
     )
-    observed = observe(measured_on)
+    chosen_on, measured_on = rounded(chosen_on), rounded(measured_on)
     rule = threshold_at(observe(chosen_on))
-    measured = savings_at(observed, rule, run.exits, Costs(0.0, 0.0))
-    return {
+    measured = savings_at(observe(measured_on), rule, run.exits, Costs(0.0, 0.0))
+    stored = chosen_on.take(np.arange(min(STORED_ROWS, len(held_out))))
+    figures = {
         "estimate": answer["estimate"]["saved"],
         "estimate, low": answer["estimate"]["low"],
         "estimate, high": answer["estimate"]["high"],
@@ -214,7 +217,8 @@ def of_estimate(run: Run, task: Task, reference: dict | None) -> Measured:
         "measured": measured.saved,
         "agreement": measured.agreement,
         "full": exit_scores(measured_on, task, reported.labels)[-1],
-    }, {}
+    }
+    return figures, {}, SeedRecord(measured_on, stored, {"rules": {"at 95 % agreement": rule.to_dict()}, "curve": []})
 
 
 # ---- LoRAExit's streams ----

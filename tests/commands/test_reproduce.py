@@ -32,7 +32,7 @@ from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.overview import Card, judging_page, overview_page
 from mini_ee.experiments.page_data import TEST_SHARE, PageData, cell, filled_in, is_share, read_data, with_unit
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
-from mini_ee.experiments.records import read_records, write_record
+from mini_ee.experiments.records import read_records, rounded, write_record
 from mini_ee.experiments.result_page import _core_hours, _machine_lines, _table_lines, _training_lines, answer, page
 from mini_ee.experiments.trainings import read_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
@@ -885,14 +885,23 @@ def test_savings_are_measured_on_the_reported_split_at_the_held_out_threshold(tm
     run = train("joint", checkpoint_folder, folder, tmp_path / "run", exits=(1, 2, 3), max_train=30, epochs=1)
     draw_weights(run)
     task = load_task(folder)
-    figures, _ = measures.of_estimate(run, task, None)
+    figures, _, made = measures.of_estimate(run, task, None)
     (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
-    some, others, there = (record(run.segments(), run.encode(rows.texts), 8) for rows in (held, fitted, dev))
+    some, others, there = (
+        rounded(record(run.segments(), run.encode(rows.texts), 8)._replace(labels=rows.labels))
+        for rows in (held, fitted, dev)
+    )
     rules = [savings_estimate.threshold_at(observe(on)) for on in (some, others, there)]
     found = [savings_estimate.savings_at(observe(there), rule, (1, 2, 3), Costs(0.0, 0.0)) for rule in rules]
     assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
     assert len({each.saved for each in found}) == 3
     assert figures["full"] == exit_scores(there, task, dev.labels)[-1]
+    stored = write_record(tmp_path / "one.npz", 0, made)  # the figures come from it again, without the model
+    result = stored.reported.replay(rule_from_dict(stored.about["rules"]["at 95 % agreement"]))
+    assert 1 - result.cost.depth.mean() / 3 == pytest.approx(figures["measured"])
+    agrees = result.logits.argmax(axis=1) == stored.reported.predictions[:, -1]
+    assert agrees.mean() == pytest.approx(figures["agreement"])
+    assert example_values(tmp_path / "one.npz", 0, "full").mean() == pytest.approx(figures["full"])
 
 
 @pytest.mark.parametrize("method", ["multi-model", "lora-exits"])
