@@ -14,6 +14,7 @@ from leaderboard_records import drawn_record, write_leaderboard
 from mini_ee.data.tasks import toy_task
 from mini_ee.experiments.leaderboard import (
     answer,
+    decoder_section,
     exam,
     figures,
     methods_page,
@@ -31,6 +32,7 @@ from mini_ee.experiments.markdown import link
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.registry import METHODS
 from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, QExit, Threshold
+from mini_ee.training import default_rule
 from mini_ee.training.default_rule import sweep
 
 METHODS_OF_TEST = {"joint": 0.0, "two-stage": 0.03, "pabee": -0.02, "consistent": 0.1}
@@ -506,6 +508,24 @@ def test_the_methods_page_is_as_the_command_would_write_it(board):
     written = rows_of_methods((ROOT / "results" / "METHODS.md").read_text())
     made = rows_of_methods(methods_page.methods_page(board, "small", {"sleb": "9.5 ±0.3"}))
     assert [row[:7] for row in written] == [row[:7] for row in made]
+
+
+@pytest.mark.slow
+def test_both_pages_have_the_figures_of_the_records(monkeypatch, few_candidates):
+    """The leaderboard to the byte. Of METHODS.md all but the lines of code, which change with every edit."""
+    pytest.importorskip("matplotlib")
+    written = {}
+    for module in (page, methods_page):
+        monkeypatch.setattr(module, "write_bytes", lambda path, content: written.update({path.name: content.decode()}))
+    monkeypatch.setattr(default_rule, "CANDIDATES", few_candidates)  # as many as outside of tests
+    monkeypatch.setattr(page, "draw_all", lambda *_: None)
+    monkeypatch.setattr(decoder_section, "draw_saved", lambda *_: None)
+    page.write_page(results := ROOT / "results", quick=False)
+    command = "write the pages anew: mini-ee reproduce leaderboard"
+    assert written["leaderboard.md"] == (results / "leaderboard.md").read_text(), command
+    old, new = (rows_of_methods(text) for text in ((results / "METHODS.md").read_text(), written["METHODS.md"]))
+    lines = 7  # the column
+    assert [row[:lines] + row[lines + 1 :] for row in old] == [row[:lines] + row[lines + 1 :] for row in new], command
 
 
 def test_the_methods_page_has_each_method_of_the_registry_once(board):
