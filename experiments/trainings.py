@@ -55,12 +55,12 @@ class Sources:
     """Where models and tasks are: DIR/weights/NAME, DIR/data/NAME (default of DIR: $MINI_EE_SHARED, or ../shared).
 
     made: folder for tasks that are derived from others. device: of the trainings. Raises WrongArguments if torch cannot
-    use it.
+    use it. `found` has what was looked up: (kind, name) -> path.
     """
 
     def __init__(self, folder: Path | None, made: Path, device: str = "cpu"):
         self.folder, self.made = folder or Path(os.environ.get("MINI_EE_SHARED", "../shared")), made
-        self.device = device
+        self.device, self.found = device, {}
         check_device(device)
 
     def find(self, kind: str, name: str) -> Path:
@@ -73,6 +73,7 @@ class Sources:
                 f"{found}: no such file or folder; give --sources a folder with weights/ and data/ that contain what "
                 f"the recipe names, or use --quick, which needs none of them"
             )
+        self.found[kind, name] = found
         return found
 
     def _sentences(self) -> Path:

@@ -1,4 +1,5 @@
-"""Pages of measurements: OUT/NAME.md is made from OUT/NAME.json, which `--measure` writes.
+"""Pages of measurements: OUT/NAME.md is made from OUT/NAME.json, which `--measure` writes. Each page ends with how its
+parts were measured: processor, core hours, versions, and checksums of the data.
 
 The module of a page, NAME_page in this folder, has
     PARTS        part -> function (sources, work) that measures it and returns keys of the JSON, among them the name of
@@ -8,6 +9,7 @@ The module of a page, NAME_page in this folder, has
     draw         (figures, folder) -> None: writes the pictures of the page; only pages with pictures have it
 """
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,9 +17,10 @@ from pathlib import Path
 from filelock import FileLock
 
 from mini_ee import WrongArguments
-from mini_ee.data.files import read_json, write_bytes, write_json
-from mini_ee.experiments.markdown import check_is_page
+from mini_ee.data.files import file_sha256, json_sha256, read_json, write_bytes, write_json
+from mini_ee.experiments.markdown import check_is_page, folded, wrapped
 
+MADE = "measured"  # key of the JSON: part -> how it was measured
 MEASURED = ("onnx", "guarantees", "shards", "serving", "embeddings", "add-exits")
 
 
@@ -33,7 +36,7 @@ def make_page(
     measure: names of parts; empty: all parts; None: only write the page. Raises WrongArguments, before anything
     is measured, if a part is unknown, the page would overwrite another file, or the JSON does not exist.
     """
-    module, out = import_module(f"{__name__}.{name.replace('-', '_')}_page"), out or Path("results")
+    module, out = _module(name), out or Path("results")
     json_path, page_path, parts = out / f"{name}.json", out / f"{name}.md", list(module.PARTS)
     if unknown := [part for part in measure or () if part not in parts]:
         raise WrongArguments(f"--measure: expected some of {', '.join(parts)}; found {', '.join(unknown)}")
@@ -43,7 +46,7 @@ def make_page(
     measured = [] if measure is None else [part for part in parts if part in (measure or parts)]
     for part in measured:
         say(f"{name}: measuring {part}")
-        _measure(module.PARTS[part], json_path, sources)
+        _measure(part, module.PARTS[part], json_path, sources)
     figures = read_json(json_path)
     missing = [part for part in parts if part not in figures]
     if missing:
@@ -51,17 +54,57 @@ def make_page(
     else:
         if hasattr(module, "draw"):
             module.draw(figures, out)
-        write_bytes(page_path, module.page(figures).encode())
+        write_bytes(page_path, page_of(name, figures).encode())
         say(f"Page: {page_path}")
     return {"paper": name, "page": None if missing else str(page_path), "measured": measured}
 
 
-def _measure(part: Callable, json_path: Path, sources: Path | None) -> None:
+def page_of(name: str, figures: dict) -> str:
+    """The whole page of the figures of all its parts."""
+    module = _module(name)
+    return f"{module.page(figures).rstrip()}\n\n{_how_measured(list(module.PARTS), figures.get(MADE, {}))}"
+
+
+def _module(name: str):
+    return import_module(f"{__name__}.{name.replace('-', '_')}_page")
+
+
+def _measure(name: str, part: Callable, json_path: Path, sources: Path | None) -> None:
     """Measure one part and add it to the JSON. Other processes may measure other parts at the same time."""
-    from mini_ee.experiments.trainings import Sources
+    from mini_ee.experiments.trainings import Sources, how_made
 
     work = json_path.parent / json_path.stem / "runs"
     work.mkdir(parents=True, exist_ok=True)
-    found = part(Sources(sources, work), work)
+    begin, read = sum(os.times()[:4]), Sources(sources, work)
+    found = part(read, work)
+    made = how_made() | {
+        "core_hours": float(f"{(sum(os.times()[:4]) - begin) / 3600:.3g}"),  # of this process and those it started
+        "data": {each: _sha256(path) for (kind, each), path in read.found.items() if kind == "data"},
+    }
     with FileLock(json_path.with_suffix(".lock")):
-        write_json(json_path, (read_json(json_path) if json_path.exists() else {}) | found)
+        figures = read_json(json_path) if json_path.exists() else {}
+        write_json(json_path, figures | found | {MADE: figures.get(MADE, {}) | {name: made}})
+
+
+def _sha256(path: Path) -> str:
+    """Of a file its own; of a folder that of its files' names and checksums."""
+    if path.is_file():
+        return file_sha256(path)
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return json_sha256({each.relative_to(path).as_posix(): file_sha256(each) for each in files})
+
+
+def _how_measured(parts: list[str], made: dict[str, dict]) -> str:
+    """The last section of a page. Parts that were measured before this was recorded are named."""
+    lines, sums = [], {}
+    for name in (name for name in parts if name in made):
+        how = made[name]
+        hours = f"{how['core_hours']:g} core hours" if "core_hours" in how else "core hours not recorded"
+        line = f"- {name}: {hours}; {how['processor']}, {how['machine']}; torch {how['torch']}; commit {how['commit']}."
+        lines.append(line)
+        sums |= how.get("data", {})
+    if without := [name for name in parts if name not in made]:
+        what = "measured before processor, core hours and checksums were recorded"
+        lines.append(f"- {', '.join(without)}: {what}.")
+    lines += [f"- Checksum (sha256) of {name}: {sums[name]}." for name in sorted(sums)]
+    return wrapped("\n".join(folded("How each part was measured", lines)))

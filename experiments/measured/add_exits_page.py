@@ -12,6 +12,7 @@ import numpy as np
 
 from mini_ee.evaluation.plots import can_draw, new_figure, new_panels, save_figure
 from mini_ee.experiments.markdown import made_by_measuring, markdown_table, wrapped
+from mini_ee.experiments.measured import MADE
 from mini_ee.experiments.measured.add_exits_cases import (
     AGREEMENT,
     COUNTS,
@@ -26,12 +27,11 @@ from mini_ee.experiments.measured.add_exits_cases import (
 from mini_ee.experiments.measured.add_exits_guarantee import OF, guarantee
 from mini_ee.experiments.measured.fine_tuning import MODELS, SEEDS, TASKS
 from mini_ee.experiments.measured.one_file import EXITS, TOKENS, one_file
-from mini_ee.experiments.trainings import how_made
 
 BAR = 0.03  # largest difference between the time at an exit and its share of the layers
 
 PARTS = {
-    "models": lambda sources, work: model_cases(sources, work) | {"how": how_made()},
+    "models": model_cases,
     "exit-0": exit_0_cases,
     "same-labels": same_labels,
     "guarantee": guarantee,
@@ -53,7 +53,8 @@ numbers agree if they differ by at most a tenth of the standard deviation of the
 accuracy, for SICK-R the Spearman correlation times 100. *Time* is that of model.onnx at batch size 1 on one thread, in
 percent of the same model without exits. *Guaranteed* counts the seeds with which the command guarantees the agreement.
 *Minutes* are processor time of the whole command, *memory* is its peak. After ± is the standard deviation over seeds; a
-figure without it has one seed. {not_paid}
+figure without it has one seed. {not_paid} Other pages have other figures for these tasks, because there the exits are
+trained with labels, most of them together with the model.
 
 ![Agreement against layers saved, a panel per task](add-exits.png)
 
@@ -355,7 +356,7 @@ def exit_0_text(found: list[dict]) -> str:
 
 def page(figures: dict) -> str:
     """results/add-exits.md."""
-    cases, size, made = figures["models"], figures["guarantee"], figures["how"]
+    cases, size, made = figures["models"], figures["guarantee"], figures[MADE]["models"]
     minutes = sum(column(cases, "processor_minutes")) + sum(
         {(each["task"], each["model"], each["seed"]): each["fine_tuning_minutes"] for each in cases}.values()
     )

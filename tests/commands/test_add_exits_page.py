@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mini_ee.data.files import read_json, write_json
-from mini_ee.experiments.measured import make_page
+from mini_ee.experiments.measured import make_page, page_of
 from mini_ee.experiments.measured.add_exits_cases import stored
 from mini_ee.experiments.measured.add_exits_guarantee import summary
 from mini_ee.experiments.measured.add_exits_page import (
@@ -11,7 +11,6 @@ from mini_ee.experiments.measured.add_exits_page import (
     models_table,
     number,
     one_file_text,
-    page,
     shift_text,
 )
 
@@ -55,12 +54,21 @@ FIGURES = {
         **{"exits": [{"layer": 6, "share": 6 / 22, "time": 0.32, "ms": 80.0}], "full_ms": 250.0, "plain_ms": 249.0},
         "tokens": 128,
     },
-    "how": {"processor": "A processor", "machine": "x86_64, 2 cores"},
+    "measured": {
+        "models": {
+            "processor": "A processor",
+            "machine": "x86_64, 2 cores",
+            "torch": "2",
+            "commit": "c0",
+            "core_hours": 0.5,
+        }
+        | {"data": {"TREC": "abc"}}
+    },
 }
 
 
 def test_the_page_is_made_from_its_json():
-    assert page(read_json(RESULTS / "add-exits.json")) == (RESULTS / "add-exits.md").read_text()
+    assert page_of("add-exits", read_json(RESULTS / "add-exits.json")) == (RESULTS / "add-exits.md").read_text()
 
 
 def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
@@ -71,6 +79,10 @@ def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
     assert "| 99%, no test | 2 of 2 | 1 |" in text
     assert "In 1 of 4 calls the command finds that exits do not pay (TREC with MiniLM)" in " ".join(text.split())
     assert "label for 1,000 of 1,000 other texts" in " ".join(text.split()) and "at most 2.0e-06" in text
+    how = text.partition("How each part was measured")[2]
+    assert "- models: 0.5 core hours; A processor, x86_64, 2 cores; torch 2; commit c0.\n" in how
+    assert "- exit-0, same-labels, guarantee, shift, one-file: measured before processor, core hours" in how
+    assert "- Checksum (sha256) of TREC: abc.\n" in how
     assert (tmp_path / "add-exits.png").exists() and (tmp_path / "add-exits-texts.png").exists()
 
 

@@ -20,7 +20,7 @@ from mini_ee.early_exit import early_exit
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
-from mini_ee.experiments.measured import onnx_page, onnx_parts, serving_page
+from mini_ee.experiments.measured import onnx_parts, page_of, serving_page
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import Threshold
 from mini_ee.training.method import load_method
@@ -252,14 +252,14 @@ def test_half_of_the_layers_are_saved_under_the_load(tmp_path, monkeypatch):
 
 def test_the_page_of_onnx_is_made_of_the_committed_figures():
     figures = read_json(RESULTS / "onnx.json")
-    made = onnx_page.page(figures)
+    made = page_of("onnx", figures)
     assert made == (RESULTS / "onnx.md").read_text(), "write the page anew: mini-ee reproduce onnx"
     assert all(each["labels"] == each["layers"] == each["rows"] for each in figures["parity"])
 
 
 def test_the_page_of_serving_is_made_of_the_committed_figures():
     figures = read_json(RESULTS / "serving.json")
-    made = serving_page.page(figures)
+    made = page_of("serving", figures)
     assert made == (RESULTS / "serving.md").read_text(), "write the page anew: mini-ee reproduce serving"
     assert all(row["holds"] for name in serving_page.PARTS for row in figures[name])
 

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 
 from mini_ee.data.files import read_json
+from mini_ee.experiments.measured import page_of
 from mini_ee.experiments.measured.embeddings_figures import Figures
-from mini_ee.experiments.measured.embeddings_page import page
 from mini_ee.experiments.measured.embeddings_runs import NEIGHBOURS, figures_of, read_pairs, scaled
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_the_page_is_made_from_its_json():
-    assert page(read_json(RESULTS / "embeddings.json")) == (RESULTS / "embeddings.md").read_text()
+    assert page_of("embeddings", read_json(RESULTS / "embeddings.json")) == (RESULTS / "embeddings.md").read_text()
 
 
 def test_recall_counts_the_full_models_nearest_documents():

@@ -1107,9 +1107,14 @@ def test_sections_after_the_first_ones_are_folded():
 
 @pytest.fixture
 def measured_page(monkeypatch):
-    """A page of two parts in place of shards."""
+    """A page of two parts in place of shards; the first one counts the letters of a file of the data."""
+
+    def first(sources, work):
+        assert sources.find("weights", "model").exists()
+        return {"first": len((sources.find("data", "one") / "a.txt").read_text())}
+
     parts = {
-        "first": lambda sources, work: {"first": 1, "about": str(sources.folder)},
+        "first": first,
         "second": lambda *_: {"second": 2},
     }
     text = "# Two parts\n\n{first} {second}\n"
@@ -1119,7 +1124,10 @@ def measured_page(monkeypatch):
 
 
 def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, tmp_path, capsys):
-    command = ["reproduce", "shards", "--out", str(tmp_path), "--sources", "here", "--json"]
+    (one := tmp_path / "here" / "data" / "one").mkdir(parents=True)
+    (tmp_path / "here" / "weights" / "model").mkdir(parents=True)
+    (one / "a.txt").write_text("a")
+    command = ["reproduce", "shards", "--out", str(tmp_path), "--sources", str(tmp_path / "here"), "--json"]
     assert main(command) == 2 and "`mini-ee reproduce shards --measure` writes it" in capsys.readouterr().err
     assert main([*command, "--measure", "third"]) == 2
     assert "--measure: expected some of first, second; found third" in capsys.readouterr().err
@@ -1127,8 +1135,14 @@ def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, t
     answer = json.loads(capsys.readouterr().out)
     assert answer["page"] is None and answer["measured"] == ["first"] and not (tmp_path / "shards.md").exists()
     assert main([*command, "--measure", "second"]) == 0
-    assert read_json(tmp_path / "shards.json", signed="first") == {"first": 1, "about": "here", "second": 2}
-    assert (tmp_path / "shards.md").read_text() == "# Two parts\n\n1 2\n"
+    made = read_json(tmp_path / "shards.json", signed="first")
+    about = made.pop("measured")
+    assert made == {"first": 1, "second": 2} and set(about) == {"first", "second"}
+    sums = {"one": json_sha256({"a.txt": file_sha256(one / "a.txt")})}
+    assert [about[part]["data"] for part in about] == [sums, {}] and about["first"]["core_hours"] < 0.1
+    text = (tmp_path / "shards.md").read_text()
+    assert text.startswith("# Two parts\n\n1 2\n") and f"sha256) of one: {sums['one']}." in text
+    assert f"- second: {about['second']['core_hours']:g} core hours; {trainings.processor()}, " in text
     capsys.readouterr()
     for measure, parts in (([], []), (["--measure"], ["first", "second"])):
         assert main([*command, *measure]) == 0

@@ -13,6 +13,7 @@ import mini_ee.training.default_rule as default_rules
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Task
 from mini_ee.experiments.measured import guarantees_page as guarantees
+from mini_ee.experiments.measured import page_of
 from mini_ee.recording import Record, Recorded, predictions
 from mini_ee.rules import NeverExit, Patience, Threshold
 from mini_ee.statistics import fixed_sequence, p_values_of_counts, paired_p_values, rows_needed
@@ -457,7 +458,7 @@ def test_a_regression_is_guaranteed_in_mean_absolute_error():
 
 def test_the_page_is_made_of_the_figures_that_are_kept_and_the_guarantees_hold():
     figures = read_json(RESULTS / "guarantees.json")
-    made = guarantees.page(figures)
+    made = page_of("guarantees", figures)
     assert made == (RESULTS / "guarantees.md").read_text(), "write the page anew: mini-ee reproduce guarantees"
     assert all(each["guaranteed"] and each["exceeded"] <= 0.05 for each in figures["default"])
     usual, finer, _ = guarantees.by_kind(figures["repeated"])

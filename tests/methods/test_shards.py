@@ -10,7 +10,7 @@ import mini_ee
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokenizer import Encoded
-from mini_ee.experiments.measured.shards_page import page
+from mini_ee.experiments.measured import page_of
 from mini_ee.export.runtime import Runtime
 from mini_ee.methods.raee_datastore import Collected, Datastore, build
 
@@ -181,7 +181,9 @@ def test_a_run_and_what_is_exported_of_it_have_the_shards_that_were_asked_for(tm
 
 def test_the_page_is_made_of_the_figures_that_are_kept_and_recall_is_at_least_99_percent():
     figures = read_json(RESULTS / "shards.json")
-    assert page(figures) == (RESULTS / "shards.md").read_text(), "write the page anew: mini-ee reproduce shards"
+    assert page_of("shards", figures) == (RESULTS / "shards.md").read_text(), (
+        "write the page anew: mini-ee reproduce shards"
+    )
     assert [case["shards"] for case in figures["cases"]] == [1, 2, 4, 8] and figures["rows"] == 67_349
     assert all(case["recall"] >= 0.99 for case in figures["cases"])
 
