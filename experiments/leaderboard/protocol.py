@@ -151,6 +151,8 @@ def _planned(name: str, exam: Exam, folder: Path) -> tuple[tuple, Training]:
     # If exits start again from the embeddings, each costs all its layers again, and more of them save less.
     few = own_exits or len(set(model.segments().from_embeddings)) > 1
     exits = exits_of(request, layers) if few else tuple(range(1, layers + 1))
+    if not own_exits and 2 * exits[0] >= layers:  # with its head, the first exit would need more than half of the FLOPs
+        exits = (layers // 3, layers)
     options = {"model": exam.model, "task": exam.task, "max_train": exam.max_train}
     options |= {} if own_exits else {"exits": list(exits)}
     options |= {} if "epochs" in method.lacks else {"epochs": epochs_of(model, stages, exam.epochs)}

@@ -119,7 +119,7 @@ def _exits(board: Leaderboard) -> list[str]:
         return []
     line = (
         f"- Exits come after every layer. If an exit starts again from the embeddings, it runs all its layers again; "
-        f"then, and if a method chooses its exits, they are its default ones: "
+        f"then, and if a method chooses its exits, there are fewer: "
         f"{'; '.join(f'{method} after {listed(list(where))}' for method, where in others.items())}."
     )
     for method, shares in least.items():

@@ -273,6 +273,14 @@ def test_a_method_of_ones_own_needs_no_more_than_its_line(board, monkeypatch, tm
     assert about["method"] == "own" and about["one_point"]["rule"].get("measure", "entropy") == "entropy"
 
 
+def test_the_first_exit_of_each_method_costs_less_than_half_of_the_layers(tmp_path):
+    """So that there can be an accuracy at 2x, also if an exit starts again from the embeddings."""
+    (exam,) = protocol.QUICK_EXAMS
+    found = {each.name: each.options.get("exits") for each in protocol.trainings_of(exam, Sources(tmp_path, tmp_path))}
+    assert found["joint"] == [*range(1, 13)] and found["lora-exits"] == [4, 12]
+    assert all(2 * exits[0] < exits[-1] for exits in found.values() if exits)
+
+
 # ---- Rules replayed from records ----
 ROWS = 48
 FITTED = ("variance", "temperature", "frame", "table")  # these are not drawn
