@@ -19,7 +19,7 @@ def _records(path: Path, changed: int) -> dict[int, SeedRecord]:
     try:
         return read_records(path)
     except ValueError as error:
-        what = "remove it and the JSON of its case, so that it is run again"
+        what = "remove it, so that its case is run again"
         raise ValueError(f"{path}: expected records of runs, found a damaged file; {what}") from error
 
 

@@ -63,12 +63,12 @@ Measured = tuple[dict[str, float], dict[str, list[float]]]
 # ---- Rows ----
 
 
-def of_rows(run: Run, task: Task, reference: dict | None) -> Measured | tuple[dict, dict, SeedRecord]:
-    """A classifier: its exits, the savings of rules that are chosen on the held-out set, and its record, if it has one.
+def of_rows(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, SeedRecord]:
+    """A classifier: its exits, the savings of rules that are chosen on the held-out set, and its record.
 
     reference: figures of the model, with the same seed, from which a loss is counted; default: of this run. The figures
-    of the reported rows are those that the record gives with the rules in its `about`. A regression has no record. The
-    run may be on a GPU; then it is moved to the CPU, where it is timed.
+    of the reported rows are those that the record gives with the rules in its `about`. The run may be on a GPU; then it
+    is moved to the CPU, where it is timed.
     """
     seed = run.config["seed"]
     _, rows = rows_of(task, None, None, seed)
@@ -76,9 +76,8 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured | tuple[di
     encoded, whole = run.encode(rows.texts), run.whole_model()
     reported = record(run.segments(), encoded, BATCH_SIZE, "reading", whole)
     chosen_on = record(run.segments(), run.encode(held_out.texts), BATCH_SIZE, "reading", whole)
-    if not task.regression:
-        reported = rounded(reported._replace(labels=rows.labels))
-        chosen_on = rounded(chosen_on._replace(labels=held_out.labels))
+    reported = rounded(reported._replace(labels=rows.labels))
+    chosen_on = rounded(chosen_on._replace(labels=held_out.labels))
     figures = _exits(run, task, rows, reported) | _training(run)
     scores = exit_scores(chosen_on, task, held_out.labels)
     figures |= {f"hold-out score after {layer}": score for layer, score in zip(run.exits, scores)}
@@ -109,8 +108,6 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> Measured | tuple[di
         figures |= {f"score {name}": point["score"], f"saved {name}": point["layers_saved"]}
         figures |= {f"operations {name}": point["flops_ratio"], f"speed-up {name}": float(full / each)}
     figures |= _at_equal_flops(lists)
-    if task.regression:
-        return figures, lists
     rules = {name: point["rule"] for name, point in picked.items()} | {"default": run.rule.to_dict()}
     rules |= {"policy": Policy().to_dict()} if has_policy else {}
     about = {"rules": rules, "curve": [point["rule"] for point in offered]}
@@ -167,8 +164,6 @@ def _picked(
 
 def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
     """ConsistentEE's Fig. 2 and Table 1."""
-    if task.regression:
-        return {}
     parts = split_rows(task, run.config["seed"], run.config["training"].get("max_train"))
     train = subset(parts.train, TRAIN_ROWS, run.config["seed"])
     recorded = record(run.segments(), run.encode(train.texts), BATCH_SIZE, "reading")
@@ -313,11 +308,10 @@ def of_writing(run: Run, text: Path | None, reference: dict | None, sampling: Sa
     return figures, lists
 
 
-# measurements that read a task; the others read a text, or nothing
 ON_A_GPU = "streams on a GPU"
 READ_ON_THE_DEVICE = ("rows", ON_A_GPU)  # measurements of a run on the device of its training
 TIMES_ALONE = ("streams", ON_A_GPU)  # whose figures do not depend on what the examples are
-READ_A_TASK = ("rows", *TIMES_ALONE, "prompts", "compared through prompts", "estimate")
+READ_A_TASK = ("rows", *TIMES_ALONE, "prompts", "compared through prompts", "estimate")  # the others a text, or nothing
 MEASUREMENTS = {
     "rows": of_rows,
     "streams": of_streams,
@@ -329,4 +323,12 @@ MEASUREMENTS = {
     "tokens over epsilon": of_tokens_over_epsilon,
     "writing": of_writing,
     "writing, sampled": partial(of_writing, sampling=SAMPLING),
+}
+WITHOUT_RECORD = {  # measurement -> what its figures are of, if it has no record of every example
+    "streams": "times",
+    ON_A_GPU: "times",
+    "tokens": "generated tokens, too many to store",
+    "tokens over epsilon": "generated tokens, too many to store",
+    "writing": "generated texts",
+    "writing, sampled": "generated texts",
 }

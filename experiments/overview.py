@@ -51,11 +51,11 @@ with every seed; then the difference alone decides.
   deviation s, the standard error is s / sqrt(S), with Student's t for S - 1 degrees of freedom.
 - The test examples: all seeds share them, so this error does not shrink with more seeds. If the runs of both sides have
   records of each prediction, we compute the difference of each test example, the mean over the seeds. Its variance
-  divided by the number N of examples is the square of the standard error. Old runs have figures and no records, so we
-  use a bound. A share p of N test examples has a variance of at most p (1 - p) / N. For a difference on the same
-  examples, we add the variances of both sides. That is exact if the errors of the two models are independent. The sum
-  is too large if both models tend to be wrong on the same examples, as models of the same data are. It would be too
-  small if one tended to be wrong where the other is right; we assume that this is not so.
+  divided by the number N of examples is the square of the standard error. A figure that no record gives has a bound
+  instead. A share p of N test examples has a variance of at most p (1 - p) / N. For a difference on the same examples,
+  we add the variances of both sides. That is exact if the errors of the two models are independent. The sum is too
+  large if both models tend to be wrong on the same examples, as models of the same data are. It would be too small if
+  one tended to be wrong where the other is right; we assume that this is not so.
 
 With t as above and the standard error r from the test examples, the interval is the mean difference
 ± sqrt((t s)^2 / S + (1.96 r)^2). A proof is in the file verdicts.py. The second error counts for accuracies and
@@ -108,14 +108,14 @@ FOUND = (  # they found, we found, agrees
         "Learned halting gates lose to plain confidence, on synthetic tasks and on Ouro "
         "([arXiv:2607.20519](https://arxiv.org/abs/2607.20519)).",
         "A confidence threshold saves more layers than the learned policy of ConsistentEE "
-        "([ConsistentEE](consistentee.md), claims 1 and 14).",
+        "([ConsistentEE](consistentee.md), claim 1).",
         "yes",
     ),
     (
         "How well confidence predicts the errors of an exit predicts what early exit saves; calibration error does "
         "not ([arXiv:2508.21495](https://arxiv.org/abs/2508.21495)).",
-        "The [leaderboard](leaderboard.md#sentences-of-known-hardness) has the correlations of both with the layers "
-        "saved. They have no intervals, so they decide nothing.",
+        "The [leaderboard](leaderboard.md#does-a-property-of-the-exits-predict-how-many-layers-are-saved) has the "
+        "correlations of both with the layers saved. They have no intervals, so they decide nothing.",
         "not decided",
     ),
     (

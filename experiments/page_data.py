@@ -33,7 +33,6 @@ class PageData(NamedTuple):
     found: dict[str, dict]  # case -> its record
     figure_names: dict[str, str] = {}  # pattern of a figure's key in a record -> what the page calls it
     case_names: dict[str, str] = {}  # pattern in a case's name -> what the page prints for it, applied in this order
-    test_rows: dict[str, int] = {}  # task -> test examples, for records that do not contain their number
     others: dict[str, "PageData"] = {}  # page -> its records, if this page prints some of their figures
     folder: Path | None = None  # of the JSON files; None: there are no records of single examples
 
@@ -60,7 +59,7 @@ class PageData(NamedTuple):
         if self.cases[case].measure not in READ_A_TASK or not TEST_SHARE.fullmatch(figure):
             return task, 0
         made = self.found[case]["seeds"].values()
-        return task, min((each.get("test_rows", self.test_rows.get(task, 0)) for each in made), default=0)
+        return task, min((each["test_rows"] for each in made), default=0)
 
     def examples(self, case: str, figure: str, seed: str) -> np.ndarray | None:
         """(N,): a figure of each reported example, of which the figure is the mean; None if it is not recorded.
@@ -74,7 +73,7 @@ class PageData(NamedTuple):
         if values is not None and abs(values.mean() - self.values(case, figure)[seed]) > ROUNDING:
             raise ValueError(
                 f"{path}: expected the examples of seed {seed} of {case}, found another mean of {figure!r}; remove the "
-                f"record and the JSON of the case, so that it is run again"
+                f"record, so that the case is run again"
             )
         return values
 
@@ -101,7 +100,7 @@ def read_data(folder: Path, recipe: dict) -> PageData:
     own = {"answer": [], "bridges": []}
     others = {page: read_data(folder.parent / page, load_recipe(page) | own) for page in pages}
     names = recipe.get("figure_names", {}), recipe.get("case_names", {})
-    return PageData(cases, found, *names, recipe.get("test_rows", {}), others, folder)
+    return PageData(cases, found, *names, others, folder)
 
 
 def _selected(case: Case, found: dict[str, dict]) -> dict:

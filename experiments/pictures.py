@@ -1,7 +1,7 @@
 """The pictures of result pages: curves, stacked bars or dots, in one panel or several with the same axes.
 
-A series that has a colour of its own (COLOURS, or `colour` in the recipe) shows the range over seeds as a band; the
-others are thin and without a band, so that bands do not hide each other.
+A series that has a colour of its own (COLOURS, or `colour` in the recipe) has a band, the mean ± standard deviation
+over seeds. The others are thin and without a band, so that bands do not hide each other.
 """
 
 from collections import Counter
@@ -229,19 +229,19 @@ def draw_verdicts(path: Path, verdicts: dict[str, list[str]]) -> None:
 
 
 def _over(series: dict, data: PageData):
-    """x and mean, smallest and largest y over seeds, for each value of a setting; None if nothing was measured."""
+    """x and the band of y over seeds, for each value of a setting; None if nothing was measured."""
     points = []
     for value in series["over"]:
         case = filled(series["case"], value, series)
         y = list(data.values(case, filled(series["y"], value, series)).values())
         x = list(data.values(case, filled(series["x"], value, series)).values()) if "x" in series else [float(value)]
         if y:
-            points.append((float(np.mean(x)), float(np.mean(y)), min(y), max(y)))
+            points.append((float(np.mean(x)), *map(float, _band(y))))
     return list(zip(*sorted(points))) if points else None
 
 
 def _lists(series: dict, data: PageData):
-    """The mean and range over seeds of a curve, on a grid that the curves of all seeds span; None if there is none."""
+    """The band over seeds of a curve, on a grid that the curves of all seeds span; None if there is none."""
     curves, case = [], filled(series["case"], None, series)
     for made in data.found[case]["seeds"].values():
         if series["x"] in made["lists"]:
@@ -251,5 +251,10 @@ def _lists(series: dict, data: PageData):
     if not curves:
         return None
     grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), SEED_GRID)
-    found = np.array([np.interp(grid, x, y) for x, y in curves])
-    return grid, found.mean(axis=0), found.min(axis=0), found.max(axis=0)
+    return grid, *_band([np.interp(grid, x, y) for x, y in curves])
+
+
+def _band(values) -> tuple:
+    """Mean over seeds, and one standard deviation below and above it; of one seed its value."""
+    mean, spread = np.mean(values, axis=0), np.std(values, axis=0, ddof=1) if len(values) > 1 else 0.0
+    return mean, mean - spread, mean + spread

@@ -10,7 +10,7 @@ from pathlib import Path
 from mini_ee.data.metrics import spearman
 from mini_ee.experiments.claims import claim_lines, counted, judge_claim
 from mini_ee.experiments.markdown import folded, made_by, markdown_row, markdown_table
-from mini_ee.experiments.measures import TIMES_ALONE
+from mini_ee.experiments.measures import TIMES_ALONE, WITHOUT_RECORD
 from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, filled_in, printed
 from mini_ee.experiments.recipe import is_choice
 from mini_ee.experiments.trainings import MADE_WITH, record_of
@@ -21,7 +21,6 @@ JUDGING = "judging.md"
 SMALL = "The models are small: a verdict says whether an effect shows at this size, not whether a paper is wrong."
 TOP_PICTURES = 2
 TABLES_NOTE = "Mean over seeds ± standard deviation. Accuracies and shares are in percent."
-NOT_RECORDED = "not recorded"
 NONE_NOTE = f"*{NO_FIGURE}*: no rule of the method qualifies, no example exits there, or the method has no such figure."
 
 
@@ -110,27 +109,35 @@ def _table_lines(table: dict, data: PageData, main: bool = False) -> list[str]:
 
 def _machine_lines(data: PageData) -> list[str]:
     """A list: machine, commits, core hours, the data with their checksums, and the cases that have records of single
-    examples; what old runs lack is named.
+    examples.
     """
     runs = [(name, one) for name in data.trained for one in data.found[name]["seeds"].values()]
     if not runs:
         return []
-    about = {key: _several(str(one["how"].get(key, NOT_RECORDED)) for _, one in runs) for key in MADE_WITH}
+    about = {key: _several(str(one["how"][key]) for _, one in runs) for key in MADE_WITH}
     threads = f"{about['threads']} thread{'' if about['threads'] == '1' else 's'}"
     lines = [f"- Machine: {about['machine']}, {threads}; processor: {about['processor']}; torch {about['torch']}."]
     gpus = {gpu: len({name for name, one in runs if one["how"].get("gpu") == gpu}) for gpu in _gpus(runs)}
     lines += [f"- Run on a GPU ({gpu}): {count} of {len(data.trained)} cases." for gpu, count in gpus.items()]
-    lines += [f"- Commits: {about['commit']}.", f"- {_core_hours([one for _, one in runs])}"]
+    hours = sum(one["core_seconds"] for _, one in runs) / 3600
+    lines += [
+        f"- Commits: {about['commit']}.",
+        f"- Time: {hours:.2g} core hours for {len(runs)} runs, with everything.",
+    ]
     sums = {}
     for name, one in runs:
         for source in data.cases[name].sources():
-            sums.setdefault(source, []).append(one.get("data", {}).get(source, NOT_RECORDED))
+            sums.setdefault(source, []).append(one["data"][source])
     listed = "; ".join(f"{source}: {_several(found)}" for source, found in sorted(sums.items()))
     lines += [f"- Data, with their sha256: {listed}."] if listed else []
-    names = {name for name, _ in runs}
-    stored = [name for name in names if data.folder and record_of(data.folder, name).exists()]
-    count = f"{len(stored)} of {len(names)} cases, in results/records/"
-    return lines + ([f"- Records (what every exit says of each test example): {count}."] if stored else [])
+    run = {name: data.cases[name].measure for name, _ in runs}
+    stored = [name for name in run if data.folder and record_of(data.folder, name).exists()]
+    counts = Counter(WITHOUT_RECORD[measure] for measure in run.values() if measure in WITHOUT_RECORD)
+    line = f"- Records (what every exit says of each test example): {len(stored)} of {len(run)} cases"
+    line += ", in results/records/" if stored else ""
+    for what, count in sorted(counts.items()):
+        line += f"; none where figures are of {what} ({count} case{'s' if count > 1 else ''})"
+    return [*lines, f"{line}."]
 
 
 def _gpus(runs: list[tuple[str, dict]]) -> list[str]:
@@ -139,22 +146,6 @@ def _gpus(runs: list[tuple[str, dict]]) -> list[str]:
 
 def _several(values: Iterable[str]) -> str:
     return ", ".join(sorted(set(values)))
-
-
-def _core_hours(runs: list[dict]) -> str:
-    """The processor time of all runs. Old records have at most the seconds of their training, with the chosen value."""
-    whole = [one["core_seconds"] for one in runs if "core_seconds" in one]
-    old = [one for one in runs if "core_seconds" not in one]
-    seconds = [
-        one["how"]["threads"] * one["figures"]["train seconds"] for one in old if "train seconds" in one["figures"]
-    ]
-    parts = [f"{sum(whole) / 3600:.2g} core hours for {len(whole)} runs, with everything"] if whole else []
-    if seconds:
-        what = "training alone; measuring and the choice of learning rates are not recorded"
-        parts.append(f"{sum(seconds) / 3600:.2g} core hours for {len(seconds)} older runs ({what})")
-    if count := len(old) - len(seconds):
-        parts.append(f"{NOT_RECORDED} for {count} older runs")
-    return f"Time: {'; '.join(parts)}."
 
 
 def _rank_lines(ranks: dict, data: PageData) -> list[str]:
@@ -171,7 +162,7 @@ def _dropped(data: PageData) -> list[str]:
     counts = {}
     for name, case in data.cases.items():
         for one in data.found[name]["seeds"].values():
-            if (count := one.get("test_rows_dropped", 0)) and case.measure not in TIMES_ALONE:
+            if (count := one["test_rows_dropped"]) and case.measure not in TIMES_ALONE:
                 counts[case.options["task"]] = count
     listed = ", ".join(f"{count} of {task}" for task, count in sorted(counts.items()))
     return (

@@ -33,15 +33,15 @@ from mini_ee.data.files import (
 )
 from mini_ee.data.tasks import Task, load_task, toy_task
 from mini_ee.errors import WrongArguments
-from mini_ee.experiments.measures import MEASUREMENTS, ON_A_GPU, READ_A_TASK, READ_ON_THE_DEVICE
+from mini_ee.experiments.measures import MEASUREMENTS, ON_A_GPU, READ_A_TASK, READ_ON_THE_DEVICE, WITHOUT_RECORD
 from mini_ee.experiments.recipe import Case, is_choice
-from mini_ee.experiments.records import write_record
+from mini_ee.experiments.records import read_about, write_record
 from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import Run, load_run, training_folder
 from mini_ee.training.state import STATE
 from mini_ee.training.train_run import check_device, train
 
-MADE_WITH = ("commit", "torch", "machine", "threads", "processor")  # keys of a seed's "how" that the page prints
+MADE_WITH = {"commit", "torch", "machine", "threads", "processor"}  # keys of a seed's "how"
 DIGITS = 5  # of a figure in the JSON
 SENTENCES = "SST-2 sentences"
 BUILT_IN = ("reviews", "continue", "copy")  # tasks and texts that need no file
@@ -126,7 +126,7 @@ def read_case(folder: Path, case: Case) -> dict:
     empty = {"case": case.name, "measure": case.measure, "options": case.options, "reads": case.reads, "seeds": {}}
     if not path.exists():
         return empty
-    found = {"reads": case.reads} | read_figures(path)
+    found = read_figures(path)
     return found if all(found.get(key) == empty[key] for key in empty if key != "seeds") else empty
 
 
@@ -147,17 +147,24 @@ def _holds_numbers(values) -> bool:
 
 def _is_made(made) -> bool:
     """Whether a value has the form that run_case writes for a seed."""
-    parts = [made.get(name) for name in ("figures", "lists", "how")] if isinstance(made, dict) else [None]
+    parts = [made.get(name) for name in ("figures", "lists", "how", "data")] if isinstance(made, dict) else [None]
     if not all(isinstance(part, dict) for part in parts):
         return False
-    lists = parts[1].values()
-    numbers = all(isinstance(each, list) and all(type(number) in (int, float) for number in each) for each in lists)
-    return numbers and _holds_numbers(parts[0]) and parts[2].keys() >= set(MADE_WITH) - {"processor"}
+    figures, lists, made_with, _ = parts
+    lists_hold_numbers = all(
+        isinstance(each, list) and all(type(number) in (int, float) for number in each) for each in lists.values()
+    )
+    counts = {name: made.get(name) for name in ("core_seconds", "test_rows_dropped")}
+    return lists_hold_numbers and _holds_numbers(figures | counts) and made_with.keys() >= MADE_WITH
 
 
 def is_done(folder: Path, case: Case, seed: int) -> bool:
-    """Whether a seed of a case is in its JSON and was measured against the present figures of its reference."""
+    """Whether a seed of a case is in its JSON, and in its record if it has one, and was measured against the present
+    figures of its reference. Raises ValueError if a file is damaged.
+    """
     made = read_case(folder, case)["seeds"].get(str(seed))
+    if case.measure not in WITHOUT_RECORD and seed not in read_about(record_of(folder, case.name)):
+        return False
     if made is None or case.reference in (None, case.name) or not (path := file_of(folder, case.reference)).exists():
         return made is not None
     now = read_figures(path)["seeds"].get(str(seed))
@@ -229,7 +236,7 @@ def _reference(folder: Path, case: Case, seed: int, dropped: int) -> dict | None
         return None
     path = file_of(folder, case.reference)
     made = read_figures(path)["seeds"][str(seed)]
-    if (found := made.get("test_rows_dropped", 0)) != dropped:
+    if (found := made["test_rows_dropped"]) != dropped:
         raise ValueError(
             f"{path}: expected figures without the {dropped} test examples that also occur in train, found {found} "
             f"dropped; remove the file, so that {case.reference} is run again"

@@ -81,8 +81,8 @@ compare perplexities: of the full model, with the rule, and with the method's be
 (it may be a fixed depth).
 
 *Speed-up* is processor time without exits divided by that with exits, one text at a time. Tokens per second depend on
-the machine, so records have this ratio alone. An interval is over seeds and texts, that of a speed-up over seeds;
-{NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds."""
+the machine, so records have this ratio alone. Intervals are over seeds and texts, those of speed-ups over seeds only;
+{NO_INTERVAL}: fewer than {LEAST_SEEDS} seeds, which is too few for an interval."""
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -186,8 +186,9 @@ def _main_table(exam: DecoderExam, found: dict[str, Figures], quick: bool) -> li
     note = f"One head costs as many FLOPs as {heads:.2g} layers. "
     note += f"The decoder before any training has a perplexity of {original:.2f} on these texts. Rouge-L (0 to 100) "
     note += f"compares generated text with that of the full model, with {COPIED}."
-    if idle := [name for name in found if not found[name].saves]:
-        note += f" {listed(idle)}: less than {AT_LEVEL} in every seed if some layers are left out, so all layers run."
+    if without_savings := [name for name in found if not found[name].saves]:
+        note += f" {listed(without_savings)} saves no layers: in every seed, leaving out any layers gives less than "
+        note += f"{AT_LEVEL}."
     note += f" Not run yet: {listed(missing)}." if missing else ""
     return [*markdown_table(names, rows), "", *_paragraphs(note)]
 
@@ -238,11 +239,12 @@ def _lossless_table(found: dict[str, Figures]) -> list[str]:
         rows.append([f"{name}, lossless", *cells])
     rows.sort(key=lambda row: -float(row[-1][:-1]))
     note = """The text is that of the full model: an exit drafts tokens, and the layers above verify them in one block
-    (`mini-ee generate --lossless`). The exit is the one that saves most layers on calibration text with each
-    seed. *drafted tokens*: those that were accepted. Methods that share a training share a row."""
+    (`mini-ee generate --lossless`). For each seed, we use the exit that saves most layers on calibration text.
+    *accepted tokens*: the share of the generated tokens that the exit drafted and the full model accepted. Methods
+    that share a training share a row."""
     if one_exit := [name for name, each in found.items() if each.lossless("speedup") is None]:
-        note += f" No row: {listed(one_exit)}, without an exit that could draft."
-    names = ["method", "drafts after layer", "drafted tokens, %", "texts equal to the full model's, %", "speed-up"]
+        note += f" No exit can draft, so there is no row: {listed(one_exit)}."
+    names = ["method", "drafts after layer", "accepted tokens, %", "texts equal to the full model's, %", "speed-up"]
     return [*_paragraphs(" ".join(note.split())), *markdown_table(names, rows), ""]
 
 
@@ -261,19 +263,21 @@ def _cost_table(found: dict[str, Figures]) -> list[str]:
         agreement = each.mean(lambda about: about["original"]["agreement"])
         rows.append([sharing, rates or "none", _share(agreement), seconds, decoding])
     names = ["trained once", "rates", "full model agrees with the original, %", "training, s", "measuring decoding, s"]
-    note = f"Processor seconds of one seed, of trainings on the CPU. {_hours(seen)} {_made(seen)}"
+    note = (
+        f"The table gives processor seconds of one seed, for trainings on the CPU alone. {_hours(seen)} {_made(seen)}"
+    )
     return [*_paragraphs(note), *markdown_table(names, rows), ""]
 
 
 def _hours(seen: list[list[dict]]) -> str:
     """The processor hours of all seeds, of trainings on the CPU and on a GPU."""
     every = [about for abouts in seen for about in abouts]
-    parts = []
-    for where, gpu in (("on the CPU", False), ("on a GPU (hours of the process that drives it)", True)):
+    text = "With the search for rates, recording and decoding:"
+    for where, gpu in (("on the CPU", False), ("on a GPU, for the processes that control it", True)):
         own = [about["cpu_seconds"].values() for about in every if ("gpu" in about["how"]) == gpu]
         hours = math.fsum(seconds for each in own for seconds in each) / 3600
-        parts += [f"{hours:.2f} core hours for {len(own)} {where}"] if own else []
-    return f"All seeds, with the search for rates, recording and decoding: {' and '.join(parts)}."
+        text += f" {hours:.2f} processor hours for {len(own)} trainings {where}." if own else ""
+    return text
 
 
 def _made(seen: list[list[dict]]) -> str:

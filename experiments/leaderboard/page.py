@@ -228,11 +228,11 @@ def other_figures(out: Path) -> str:
     names |= {"the estimate": "estimate.md", "added exits": "add-exits.md"}
     papers = listed([link(out, *each) for each in names.items()])
     return (
-        f"The pages of {papers} have other figures for the same methods. Their models learn from other numbers of "
-        f"examples, most of them at other learning rates, some have exits at other layers, and *at one point* means on "
-        f"the pages of LoRAExit and ConsistentEE: compared with the last exit of two-stage training, not of joint "
-        f"training. They learn from 1,500 examples here because "
-        f"3,000 double the time of all trainings."
+        f"The pages of {papers} have other figures for the same methods. There, models learn from other numbers of "
+        f"examples. Most have other learning rates, and some have other exit layers. On the pages of LoRAExit and "
+        f"ConsistentEE, *at one point* means a loss of one point of accuracy compared with the last exit of two-stage "
+        f"training; on this page, with the full model of joint training. Here, all-MiniLM-L6-v2 learns from at most "
+        f"1,500 examples, because with 3,000 all trainings take twice as long."
     )
 
 

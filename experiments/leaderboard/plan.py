@@ -51,7 +51,7 @@ def planned(out: Path, quick: bool) -> Plan:
     for each in exams:
         rates = f"the learning rate is {listed([f'{factor:g}' for factor in each.factors], 'or')} times the default"
         if len(each.factors) > 1:
-            rates += f", chosen by held-out accuracy, mean over exits and {protocol.SEARCH_SEEDS} seeds"
+            rates += f", the one with the best held-out accuracy, mean over exits and {protocol.SEARCH_SEEDS} seeds"
         budget = f"at most {each.max_train:,} training examples, at most {each.epochs} epochs for each exit"
         training[each.name] = f"{models[each.name]}, {budget}; {rates}"
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}

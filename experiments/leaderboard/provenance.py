@@ -72,8 +72,9 @@ def measured_lines(board: Leaderboard) -> list[str]:
         lines.append(f"- Methods that differ only in their exit rules share a training: {'; '.join(groups)}.")
     for gpu, count in sorted(Counter(filter(None, map(trained_on, made))).items()):
         lines.append(
-            f"- Trained on a GPU ({gpu}): {count} of {len(made)} records. Their training seconds are in no table. "
-            f"Their speed-ups are those of the CPU of the same machine, while other trainings ran on it."
+            f"- Trained on a GPU ({gpu}): {count} of {len(made)} records; a record is of one method, task and "
+            f"seed. Their training seconds are in no table. Their speed-ups were measured on the CPU of that machine "
+            f"while other trainings ran, so they are less exact."
         )
     for name, path in ABOUT_NAMES.items():
         if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
@@ -118,14 +119,14 @@ def _exits(board: Leaderboard) -> list[str]:
     if not others:
         return []
     line = (
-        f"- Exits come after every layer. If an exit starts again from the embeddings, it runs all its layers again; "
-        f"then, and if a method chooses its exits, there are fewer: "
-        f"{'; '.join(f'{method} after {listed(list(where))}' for method, where in others.items())}."
+        f"- Exits come after every layer. Some methods have fewer, because an exit starts again from the embeddings "
+        f"and runs all its layers again, or because the method chooses its exits: "
+        f"{'; '.join(f'`{method}` after layer {listed(list(where))}' for method, where in others.items())}."
     )
     for method, shares in least.items():
         if min(shares) > BUDGETS[HEADLINE]:
             line += (
-                f" The rule of {method} with the fewest FLOPs needs {percent(min(shares))} % of them, so it has no "
+                f" The rule of `{method}` with the fewest FLOPs needs {percent(min(shares))} % of them, so it has no "
                 f"accuracy at 2x with these exits."
             )
     return [line]
@@ -182,19 +183,19 @@ def _all_on_the_cpu(board: Leaderboard) -> dict[tuple[str, str], float]:
 def _hours(board: Leaderboard) -> list[str]:
     """The processor hours of all trainings, on the CPU and on a GPU, and what the CPU alone would take."""
     trained = _seconds(board)
-    parts = []
-    for where, gpu in (("on the CPU", False), ("on a GPU, of the process that drives it", True)):
+    line = f"- There were {len(trained)} trainings of classifiers, including those that chose the learning rate."
+    for where, time, gpu in (("the CPU", "They", False), ("a GPU", "The processes that control it", True)):
         own = [seconds for seconds, on_a_gpu in trained.values() if on_a_gpu == gpu]
-        parts += [f"{len(own)} took {math.fsum(own) / 3600:.1f} processor hours {where}"] if own else []
-    line = f"- Of all {len(trained)} trainings of classifiers, those for the choice of the learning rate included, "
-    line += f"{' and '.join(parts)}. Recording and timing took more."
+        if own:
+            line += f" {len(own)} ran on {where}. {time} took {math.fsum(own) / 3600:.1f} processor hours."
+    line += " Recording and timing took more."
     if any(on_a_gpu for _, on_a_gpu in trained.values()):
         each, count = _all_on_the_cpu(board), Counter(one.pair for one in trained)
         if each.keys() == count.keys():
             hours = math.fsum(each[pair] * number for pair, number in count.items()) / 3600
             line += (
-                f" All of them on one core would take about {hours:.0f} hours, estimated from the trainings of the "
-                f"same method on the CPU, on this task or on another one."
+                f" On one core of a CPU, all trainings would take about {hours:.0f} hours. This is an estimate: for a "
+                f"training on a GPU, we take the time of the same method on the CPU, on the same task or another one."
             )
     return [line]
 

@@ -98,13 +98,13 @@ def _how_measured(parts: list[str], made: dict[str, dict]) -> str:
     """The last section of a page. Parts that were measured before this was recorded are named."""
     lines, sums = [], {}
     for name in (name for name in parts if name in made):
-        how = made[name]
-        hours = f"{how['core_hours']:g} core hours" if "core_hours" in how else "core hours not recorded"
-        line = f"- {name}: {hours}; {how['processor']}, {how['machine']}; torch {how['torch']}; commit {how['commit']}."
-        lines.append(line)
-        sums |= how.get("data", {})
+        made_with = made[name]
+        hours = f"{made_with['core_hours']:g} core hours" if "core_hours" in made_with else "core hours not recorded"
+        versions = f"torch {made_with['torch']}; commit {made_with['commit']}"
+        lines.append(f"- {name}: {hours}; {made_with['processor']}, {made_with['machine']}; {versions}.")
+        sums |= made_with.get("data", {})
     if without := [name for name in parts if name not in made]:
-        what = "measured before processor, core hours and checksums were recorded"
+        what = "processor, core hours and checksums were not recorded yet when these parts were measured"
         lines.append(f"- {', '.join(without)}: {what}.")
     lines += [f"- Checksum (sha256) of {name}: {sums[name]}." for name in sorted(sums)]
     return wrapped("\n".join(folded("How each part was measured", lines)))

@@ -79,10 +79,13 @@ def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
     assert "| 99%, no test | 2 of 2 | 1 |" in text
     assert "In 1 of 4 calls the command finds that exits do not pay (TREC with MiniLM)" in " ".join(text.split())
     assert "label for 1,000 of 1,000 other texts" in " ".join(text.split()) and "at most 2.0e-06" in text
-    how = text.partition("How each part was measured")[2]
-    assert "- models: 0.5 core hours; A processor, x86_64, 2 cores; torch 2; commit c0.\n" in how
-    assert "- exit-0, same-labels, guarantee, shift, one-file: measured before processor, core hours" in how
-    assert "- Checksum (sha256) of TREC: abc.\n" in how
+    end = text.partition("How each part was measured")[2]
+    assert "- models: 0.5 core hours; A processor, x86_64, 2 cores; torch 2; commit c0.\n" in end
+    assert (
+        "- exit-0, same-labels, guarantee, shift, one-file: processor, core hours and checksums were not recorded"
+        in end
+    )
+    assert "- Checksum (sha256) of TREC: abc.\n" in end
     assert (tmp_path / "add-exits.png").exists() and (tmp_path / "add-exits-texts.png").exists()
 
 

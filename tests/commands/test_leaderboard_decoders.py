@@ -322,8 +322,8 @@ def test_the_section_is_made_from_records_alone_and_names_what_is_missing(result
     processor, version, commit = (found["joint"].abouts[0]["how"][name] for name in ("processor", "torch", "commit"))
     read = file_sha256(sources.folder / "data" / "stories.txt")
     assert f"processor: {processor}; torch: {version}; commit: {commit}; texts: stories.txt, sha256 {read}." in text
-    assert "sleb: less than 90 % agreement in every seed if some layers are left out, so all layers run." in text
-    assert "share a row. No row: sleb, without an exit that could draft." in text
+    assert "sleb saves no layers: in every seed, leaving out any layers gives less than 90 % agreement." in text
+    assert "share a row. No exit can draft, so there is no row: sleb." in text
     (results / "records" / "decoders-tiny" / "sleb.npz").rename(tmp_path / "sleb.npz")
     lines = written()
     (tmp_path / "sleb.npz").rename(results / "records" / "decoders-tiny" / "sleb.npz")
@@ -347,7 +347,7 @@ def test_seconds_of_trainings_on_a_gpu_are_not_in_the_table(results):
     assert line.split(" | ")[-2] == "on a GPU"
     assert "Trained on a GPU (G100): 1 of 2 trainings." in " ".join(lines)
     hours = section._hours([[{"how": {}, "cpu_seconds": {"training": 3600.0, "decoding": 1800.0}}], on_a_gpu, on_a_gpu])
-    assert "1.50 core hours for 1 on the CPU and 0.00 core hours for 2 on a GPU" in hours
+    assert "1.50 processor hours for 1 trainings on the CPU. 0.00 processor hours for 2 trainings on a GPU" in hours
 
 
 def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():

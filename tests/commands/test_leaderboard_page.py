@@ -351,7 +351,7 @@ def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tm
     assert "1. TREC: TREC; SST-2: SST-2" in notes.lines()
     assert tables._why({"A": "no", "B": [1.0], "C": "no"}, notes) == "[2]" and "2. A and C: no" in notes.lines()
     text = " ".join("\n".join(provenance.measured_lines(board)).split())
-    assert "- Trained on a GPU (G100): 4 of 6 records. Their training seconds are in no table." in text
+    assert "- Trained on a GPU (G100): 4 of 6 records; a record is of one method, task and seed." in text
 
 
 def test_the_page_says_how_long_trainings_took_where_exits_are_and_how_often_the_largest_rate_won(tmp_path):
@@ -371,11 +371,12 @@ def test_the_page_says_how_long_trainings_took_where_exits_are_and_how_often_the
         plan, {name: figures.read_task(tmp_path / name, {}) for name in plan.tasks}, {}, (), {}, set(), {}
     )
     text = " ".join("\n".join(provenance.measured_lines(board)).split())
-    assert "12 trainings of classifiers" in text and "sweet after 1 of 3." in text and "joint after" not in text
+    assert "12 trainings of classifiers" in text and "`sweet` after layer 1 of 3." in text and "`joint`" not in text
     least = min(run.least_flops for task in board.tasks.values() for run in task.runs["sweet"].values())
-    assert f"The rule of sweet with the fewest FLOPs needs {100 * least:.1f} % of them, so it has no accuracy" in text
-    assert "9 took 15.0 processor hours on the CPU and 3 took 1.0 processor hours on a GPU" in text
-    assert "All of them on one core would take about 27 hours" in text  # on SST-2 twice as long as on TREC
+    assert f"The rule of `sweet` with the fewest FLOPs needs {100 * least:.1f} % of them, so it has no accuracy" in text
+    assert "9 ran on the CPU. They took 15.0 processor hours. 3 ran on a GPU." in text
+    assert "control it took 1.0 processor hours." in text
+    assert "all trainings would take about 27 hours" in text  # on SST-2 twice as long as on TREC
     assert "In 3 of 4 searches the largest of the tried learning rates" in text
     added = provenance.minutes_to_add(board)
     assert "With 6 trainings as long as those of joint training, that takes about 540 core minutes" in added

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_task
+from leaderboard_records import drawn_record
 
 import mini_ee.training.holdout as holdout_module
 from mini_ee import train
@@ -32,8 +34,8 @@ from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.overview import Card, judging_page, overview_page
 from mini_ee.experiments.page_data import TEST_SHARE, PageData, cell, filled_in, is_share, read_data, with_unit
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
-from mini_ee.experiments.records import read_records, rounded, write_record
-from mini_ee.experiments.result_page import _core_hours, _machine_lines, _table_lines, _training_lines, answer, page
+from mini_ee.experiments.records import SeedRecord, read_records, rounded, write_record
+from mini_ee.experiments.result_page import _table_lines, _training_lines, answer, page
 from mini_ee.experiments.trainings import read_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
 from mini_ee.recording import exit_scores, record, summary
@@ -58,7 +60,10 @@ README_FIGURES = {  # as printed -> page, case, figure
     "55.1 %": ("consistentee", "TREC joint", "saved at one point"),
     "54.5 %": ("consistentee", "TREC two-stage", "saved at one point"),
 }
-MADE = {"figures": {}, "lists": {}, "how": trainings.how_made()}  # of one seed
+MADE = {"figures": {}, "lists": {}, "how": trainings.how_made(), "data": {}} | {
+    "core_seconds": 0.0,
+    "test_rows_dropped": 0,
+}  # of one seed
 JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
 TINY = {
     "title": "Tiny",
@@ -108,6 +113,12 @@ TINY = {
     ],
     "quick": {},
 }  # fmt: skip
+
+
+def recorded(figures):
+    """What the measurement of a classifier returns: figures, lists, and a record, always with the same outputs."""
+    part = drawn_record([0.5, 0.9], 8, np.random.default_rng(0), exits=(1, 2))
+    return figures, {}, SeedRecord(part, part, {})
 
 
 @functools.cache
@@ -262,20 +273,6 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
 
 
-def test_a_page_says_what_old_records_lack():
-    """Old: with and without the seconds of training, on two threads; new: with the processor time of everything."""
-    old = {"figures": {"train seconds": 900.0}, "how": {"threads": 2}}
-    lines = {
-        "Time: 0.5 core hours for 1 older runs (training alone; measuring and the choice of learning rates are not "
-        "recorded); not recorded for 1 older runs.": [old, {"figures": {}, "how": {}}],
-        "Time: 1 core hours for 1 runs, with everything.": [old | {"core_seconds": 3600.0}],
-    }
-    for line, runs in lines.items():
-        assert _core_hours(runs) == line
-    data = PageData(cases_of(TINY), {name: {"seeds": {"0": MADE}} for name in cases_of(TINY)})
-    assert _machine_lines(data)[-1] == "- Data, with their sha256: reviews: not recorded."
-
-
 def test_a_text_read_by_a_case_has_the_checksum_of_its_file(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "stories.txt").write_text("Once upon a time.")
@@ -386,11 +383,11 @@ def test_held_out_examples_select_a_setting_for_each_seed(tmp_path):
         "tables": [],
         "pictures": [],
     }
-    cases = cases_of(own)
+    cases, about = cases_of(own), MADE | {"core_seconds": 3600, "data": {"reviews": "abc"}}
     for alpha, seeds in figures.items():
         case = cases[f"reviews alpha {alpha}"]
         made = {
-            seed: MADE | {"figures": {"hold-out saved": held_out, "saved": saved}, "core_seconds": 3600}
+            seed: about | {"figures": {"hold-out saved": held_out, "saved": saved}}
             for seed, (held_out, saved) in seeds.items()
         }
         write_json(trainings.file_of(tmp_path, case.name), trainings.read_case(tmp_path, case) | {"seeds": made})
@@ -525,7 +522,7 @@ def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp
         return Made()
 
     def measured(run, task, reference):
-        return {"full": 0.5 + len(trained) / 10} | ({"reference": reference["full"]} if reference else {}), {}
+        return recorded({"full": 0.5 + len(trained) / 10} | ({"reference": reference["full"]} if reference else {}))
 
     monkeypatch.setattr(trainings, "train", train)
     sources, say = trainings.Sources(tmp_path, tmp_path), lambda text: None
@@ -585,7 +582,7 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
 
     monkeypatch.setattr(trainings, "trained", train)
     monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
-    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({"full": 0.5}, {}))
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5}))
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
     stale = trainings.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
     stale.parent.mkdir(parents=True)
@@ -596,6 +593,27 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
     assert json.loads(printed.out)["ran"] == len(trained) == ran
     assert f"{2 - ran} runs are left to other processes" in printed.err
     assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("deleted", ["joint", "two-stage"])
+def test_a_deleted_record_has_its_run_made_again_and_no_other(tiny, monkeypatch, deleted):
+    """Both runs have the same outputs, so the record of two-stage training names that of joint training. It is found
+    again when joint training was run.
+    """
+    trained = []
+
+    def train(folder, options, *about):
+        trained.append(options["method"])
+        folder.mkdir(parents=True)
+        return SimpleNamespace(config={})
+
+    monkeypatch.setattr(trainings, "trained", train)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5}))
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
+    assert main(command) == main(command) == 0 and trained == ["joint", "two-stage"]
+    trainings.record_of(tiny / "raee", f"reviews {deleted}").unlink()
+    assert main(command) == main(command) == 0 and trained[2:] == [deleted]
 
 
 @pytest.mark.parametrize(
@@ -612,6 +630,8 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
         {"seeds": {"0": MADE | {"lists": {"curve": 0.5}}}},
         {"seeds": {"0": MADE | {"lists": {"curve": ["0.5"]}}}},
         {"seeds": {"0": MADE | {"how": {"commit": "abc"}}}},
+        {"seeds": {"0": MADE | {"core_seconds": None}}},
+        {"seeds": {"0": {name: value for name, value in MADE.items() if name != "data"}}},
         {"seeds": {"0": MADE}, "tried": 5},
         {"seeds": {"0": MADE}, "tried": [0.5]},
         {"seeds": {"0": MADE}, "chosen": {"lr": "fast"}},
@@ -666,7 +686,8 @@ def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_s
     def measured(run, task, reference):
         made.append(reference)
         about = {"full": 0.5, "hold-out full": len(made) / 10}  # as many right of the test, others of the hold-out
-        return about | ({"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}), {}
+        counted = {"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}
+        return recorded(about | counted)
 
     monkeypatch.setattr(
         trainings, "trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
@@ -696,7 +717,7 @@ def test_runs_are_trained_and_read_on_the_named_device_and_its_gpu_is_recorded(t
     monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
     monkeypatch.setattr(trainings, "check_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
-    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: ({"full": 0.5, "hold-out full": 0.5}, {}))
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5, "hold-out full": 0.5}))
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
     assert main([*command, "--device", "cuda:1"]) == 0
     assert trained_on == read_on == ["cuda:1", "cuda:1"]
@@ -923,6 +944,21 @@ def test_what_read_another_text_is_not_taken(tmp_path):
     assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
 
 
+def test_a_band_is_the_mean_and_one_standard_deviation_over_seeds():
+    """Of a figure of each setting, and of the points of a curve."""
+    scores = [0.4, 0.7, 0.7]
+    spread = statistics.stdev(scores)
+    seeds = {
+        str(seed): MADE | {"figures": {"score": score}, "lists": {"x": [0.0, 1.0], "y": [0.0, score]}}
+        for seed, score in enumerate(scores)
+    }
+    data = PageData({}, {"k 4": {"seeds": seeds}})
+    (x, *band), *others = zip(*pictures._over({"case": "k {}", "over": ["4"], "y": "score"}, data))
+    assert (x, others) == (4.0, []) and band == pytest.approx([0.6, 0.6 - spread, 0.6 + spread])
+    grid, *curves = pictures._lists({"case": "k 4", "x": "x", "y": "y"}, data)
+    assert grid[-1] == 1 and [curve[-1] for curve in curves] == pytest.approx([0.6, 0.6 - spread, 0.6 + spread])
+
+
 @pytest.mark.parametrize("name", ["joint", "a decoder of some length, heads from scratch, lambda .95"])
 def test_a_pictures_legend_is_inside_it(tmp_path, monkeypatch, name):
     pytest.importorskip("matplotlib")
@@ -1018,7 +1054,7 @@ def test_dots_are_means_in_percent_and_stacked_bars_add_up(tmp_path, monkeypatch
 def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
     cases = cases_of(TINY)
     name = "reviews joint"
-    made = {"figures": {"full": 0.75}, "lists": {}, "how": trainings.how_made()}
+    made = MADE | {"figures": {"full": 0.75}, "data": {"reviews": "abc"}, "test_rows": 0}
     made_before = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
     write_json(trainings.file_of(tmp_path, name), made_before)
     compare = [
@@ -1040,13 +1076,8 @@ def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
     folder = tiny / "raee"
     folder.mkdir(parents=True)
     for number, (name, case) in enumerate(cases.items()):
-        seeds = {
-            "0": {
-                "figures": {"full": 0.5 + number / 10, "saved at one point": 0.25},
-                "lists": {},
-                "how": trainings.how_made(),
-            }
-        }
+        figures = {"full": 0.5 + number / 10, "saved at one point": 0.25}
+        seeds = {"0": MADE | {"figures": figures, "data": {"reviews": "abc"}, "test_rows": 40}}
         made_before = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
         write_json(trainings.file_of(folder, name), made_before)
     found = load_recipe("raee")

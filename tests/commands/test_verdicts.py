@@ -267,9 +267,10 @@ def data_of(values: dict[str, dict[str, dict[str, float]]], measure: str = "rows
     for case, figures in values.items():
         seeds = sorted({seed for each in figures.values() for seed in each})
         made = {seed: {"figures": {name: each[seed] for name, each in figures.items()}} for seed in seeds}
-        found[case] = {"seeds": made}
+        task_rows = {"test_rows": rows.get(case.split()[0], 0)}
+        found[case] = {"seeds": {seed: each | task_rows for seed, each in made.items()}}
     cases = {name: Case(name, measure, {"task": name.split()[0]}) for name in values}
-    return PageData(cases, found, test_rows=rows)
+    return PageData(cases, found)
 
 
 def test_a_comparison_is_the_mean_over_its_settings_on_the_seeds_that_all_have():
@@ -393,7 +394,7 @@ def test_a_record_of_another_run_is_refused(monkeypatch):
 def test_a_damaged_record_is_named_with_what_to_remove(tmp_path):
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(
-        ValueError, match="a.npz: expected records of runs, found a damaged file; remove it and the JSON"
+        ValueError, match="a.npz: expected records of runs, found a damaged file; remove it, so that its case"
     ):
         example_values(tmp_path / "a.npz", 0, "score")
     assert example_values(tmp_path / "none.npz", 0, "score") is None
@@ -434,11 +435,10 @@ def test_only_shares_of_a_tasks_test_examples_have_an_error_from_them(figure, me
     assert bool(compare_cases({"more": "A ours", "than": 0.5, "figure": figure}, data).row_error) == has
 
 
-def test_the_number_of_test_examples_is_the_records_own_if_it_has_one():
+def test_the_number_of_test_examples_is_the_smallest_of_all_seeds():
     data = data_of({"A ours": {"score": dict.fromkeys("012", 0.8)}}, A=100)
     assert data.rows("A ours", "score") == ("A", 100)
-    for made in data.found["A ours"]["seeds"].values():
-        made["test_rows"] = 90
+    data.found["A ours"]["seeds"]["1"]["test_rows"] = 90
     assert data.rows("A ours", "score") == ("A", 90)
 
 

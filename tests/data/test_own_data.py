@@ -275,7 +275,8 @@ def test_an_experiment_drops_test_rows_that_train_has_and_keeps_how_many(tmp_pat
 def test_a_case_is_not_compared_with_one_of_other_test_rows(tmp_path, monkeypatch):
     (copied(tmp_path / "data", "twice") / "dev.csv").unlink()
     made_with = dict.fromkeys(trainings.MADE_WITH, "?")
-    old = {"case": "a", "seeds": {"0": {"figures": {"full": 0.5}, "lists": {}, "how": made_with}}}
+    made = {"figures": {"full": 0.5}, "lists": {}, "how": made_with, "data": {}, "core_seconds": 1.0}
+    old = {"case": "a", "seeds": {"0": made | {"test_rows_dropped": 0}}}
     write_json(trainings.file_of(tmp_path, "a"), old)
     case = Case("b", "rows", {"method": "joint", "task": "twice"}, reference="a")
     monkeypatch.setattr(trainings, "train", None)  # nothing is trained before
