@@ -12,6 +12,9 @@ from mini_ee.experiments.recipe import Case, cases_of, load_recipe
 from mini_ee.experiments.trainings import read_case, record_of
 
 ROUNDING = 1e-4  # of a figure in the JSON, at most
+# A chosen threshold is the confidence of an example. Another processor may round the last bit of a confidence
+# differently, and then this example exits elsewhere. So many examples may differ from the run's own:
+OTHER_EXITS = 2
 TRAIN_SECONDS = "train seconds"  # a figure
 NOT_RUN, NO_FIGURE = "·", "none"  # cells of a case that was not run; of one that was run and lacks the figure
 SHARE = re.compile(  # figures that are shares of 1, printed in percent
@@ -70,7 +73,9 @@ class PageData(NamedTuple):
             return None
         path = record_of(self.folder, self.found[case].get("selected", {}).get(seed, case))
         values = example_values(path, int(seed), figure)
-        if values is not None and abs(values.mean() - self.values(case, figure)[seed]) > ROUNDING:
+        if values is None:
+            return None
+        if abs(values.mean() - self.values(case, figure)[seed]) > ROUNDING + OTHER_EXITS / len(values):
             raise ValueError(
                 f"{path}: expected the examples of seed {seed} of {case}, found another mean of {figure!r}; remove the "
                 f"record, so that the case is run again"

@@ -383,12 +383,16 @@ def test_with_records_the_error_is_that_of_the_differences_of_examples(monkeypat
 
 
 def test_a_record_of_another_run_is_refused(monkeypatch):
-    data = recorded_data(monkeypatch, {"A ours": np.ones((3, 9))}, A=9)
-    monkeypatch.setattr(page_data, "example_values", lambda *_: np.r_[np.ones(8), 0.0])
-    with pytest.raises(
-        ValueError, match="A-ours.npz: expected the examples of seed 0 of A ours, found another mean of"
-    ):
-        compare_cases({"more": "A ours", "than": 0.5, "figure": "score"}, data)
+    """Two examples may exit elsewhere, since another processor may round the last bit of a confidence differently."""
+    compare = {"more": "A ours", "than": 0.5, "figure": "score"}
+    data = recorded_data(monkeypatch, {"A ours": np.ones((3, 900))}, A=900)
+    for wrong in (2, 3):
+        monkeypatch.setattr(page_data, "example_values", lambda *_: np.r_[np.ones(900 - wrong), np.zeros(wrong)])
+        if wrong == 2:
+            assert compare_cases(compare, data).recorded
+            continue
+        with pytest.raises(ValueError, match="expected the examples of seed 0 of A ours, found another mean of"):
+            compare_cases(compare, data)
 
 
 def test_a_damaged_record_is_named_with_what_to_remove(tmp_path):
