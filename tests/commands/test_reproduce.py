@@ -121,6 +121,21 @@ def recorded(figures):
     return figures, {}, SeedRecord(part, part, {})
 
 
+def only_counted(monkeypatch):
+    """Nothing is trained; the returned list gets the method of each training. All have the same outputs."""
+    trained = []
+
+    def train(folder, options, *about):
+        trained.append(options["method"])
+        folder.mkdir(parents=True)
+        return SimpleNamespace(config={})
+
+    monkeypatch.setattr(trainings, "trained", train)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5}))
+    return trained
+
+
 @functools.cache
 def committed(paper):
     """The recipe of a page, and the figures that are committed."""
@@ -573,16 +588,7 @@ def test_the_guarantee_of_epsilon_is_that_of_each_head_that_decides_a_token(monk
 @pytest.mark.parametrize(("held", "ran"), [("reviews joint", 0), ("reviews two-stage", 1)])
 def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
     """What another process holds is left to it, and what is compared with that; the rest is run."""
-    trained = []
-
-    def train(folder, options, *about):
-        trained.append(options["method"])
-        folder.mkdir(parents=True)
-        return SimpleNamespace(config={})
-
-    monkeypatch.setattr(trainings, "trained", train)
-    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
-    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5}))
+    trained = only_counted(monkeypatch)
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
     stale = trainings.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
     stale.parent.mkdir(parents=True)
@@ -600,16 +606,7 @@ def test_a_deleted_record_has_its_run_made_again_and_no_other(tiny, monkeypatch,
     """Both runs have the same outputs, so the record of two-stage training names that of joint training. It is found
     again when joint training was run.
     """
-    trained = []
-
-    def train(folder, options, *about):
-        trained.append(options["method"])
-        folder.mkdir(parents=True)
-        return SimpleNamespace(config={})
-
-    monkeypatch.setattr(trainings, "trained", train)
-    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
-    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5}))
+    trained = only_counted(monkeypatch)
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
     assert main(command) == main(command) == 0 and trained == ["joint", "two-stage"]
     trainings.record_of(tiny / "raee", f"reviews {deleted}").unlink()
