@@ -231,8 +231,7 @@ def other_figures(out: Path) -> str:
         f"The pages of {papers} have other figures for the same methods. There, models learn from other numbers of "
         f"examples. Most have other learning rates, and some have other exit layers. On the pages of LoRAExit and "
         f"ConsistentEE, *at one point* means a loss of one point of accuracy compared with the last exit of two-stage "
-        f"training; on this page, with the full model of joint training. Here, all-MiniLM-L6-v2 learns from at most "
-        f"1,500 examples, because with 3,000 all trainings take twice as long."
+        f"training; on this page, with the full model of joint training."
     )
 
 

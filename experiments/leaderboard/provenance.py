@@ -85,7 +85,7 @@ def measured_lines(board: Leaderboard) -> list[str]:
 
 def minutes_to_add(board: Leaderboard) -> str:
     """How long `--only` takes for a new method, measured by the trainings of joint training."""
-    count = {pair: number for pair, number in Counter(each.pair for each in _seconds(board)).items()}
+    count = Counter(each.pair for each in _seconds(board))
     own = {task: number for (task, name), number in count.items() if name == REFERENCE}
     each = {task: seconds for (task, name), seconds in _all_on_the_cpu(board).items() if name == REFERENCE}
     if not own or own.keys() != each.keys():
@@ -144,7 +144,7 @@ def _edges(board: Leaderboard) -> list[str]:
         return []
     return [
         f"- In {sum(chosen.values())} of {len(chosen)} searches the largest of the tried learning rates is chosen. A "
-        f"still larger one might be better there, most of all for methods with a low rank."
+        f"still larger one might be better there."
     ]
 
 
