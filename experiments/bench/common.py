@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.hub import generates, load_backbone, read_config, save_backbone
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tokenizer import Inputs
+from mini_ee.errors import WrongArguments
 from mini_ee.exits.row_exits import even_exits
 from mini_ee.rules import Threshold
 
@@ -95,19 +97,23 @@ def random_encoder(config: BertConfig, seed: int) -> Bert:
         return Bert(config, lm_head=False).eval()
 
 
+def load_transformers() -> ModuleType:
+    """The library transformers, without its messages. Raises WrongArguments if it is not installed."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    try:
+        import transformers
+    except ImportError:
+        raise WrongArguments("this needs transformers, which is not installed: pip install 'mini-ee[bench]'") from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
 def from_transformers(kind: str, backbone: Backbone):
     """A model of transformers, of its class `kind`, with the same weights, in eval mode."""
-    try:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-        import transformers
-        from transformers.utils import logging
-    except ImportError:
-        raise ValueError("this benchmark compares with transformers: pip install 'mini-ee[bench]'") from None
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         save_backbone(backbone, Path(folder) / "model")
-        return getattr(transformers, kind).from_pretrained(Path(folder) / "model").eval()
+        return getattr(load_transformers(), kind).from_pretrained(Path(folder) / "model").eval()
 
 
 def inputs_of(config: BertConfig, batch: int, tokens: int, seed: int) -> Inputs:

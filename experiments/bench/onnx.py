@@ -22,6 +22,7 @@ from mini_ee.exits.token_exits import TokenExits
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
     inputs_of,
+    load_transformers,
     medians,
     minilm_of,
     random_encoder,
@@ -56,6 +57,7 @@ def bench_onnx(model: Path | None, seed: int, device: str = "cpu") -> Iterator[d
     model: weights of the minilm cases or, for a decoder, of the stories260k cases (default: random weights).
     device: cpu or cuda. A GPU has larger batches and no int8.
     """
+    load_transformers()  # a missing library is reported before two minutes of measuring, not after
     on_cpu, provider = device == "cpu", PROVIDERS[device][0]
     stories = random_decoder(STORIES, seed)
     if model is not None and generates(read_config(model / "config.json").model_type):

@@ -22,7 +22,8 @@ from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import Task, load_task, subset
 from mini_ee.data.tokenizer import Encoded
 from mini_ee.evaluation.row_evaluation import measure_seconds, timed_batches
-from mini_ee.experiments.measured.fine_tuning import MODELS, SEEDS, FineTuned, fine_tuned, load_transformers, minutes_of
+from mini_ee.experiments.bench.common import load_transformers
+from mini_ee.experiments.measured.fine_tuning import MODELS, SEEDS, FineTuned, fine_tuned, minutes_of
 from mini_ee.experiments.trainings import Sources
 from mini_ee.export.runtime import Runtime
 from mini_ee.recording import Record, predictions, record

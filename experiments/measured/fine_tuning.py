@@ -7,7 +7,6 @@ transformers computes for the examples of dev or test.
 import json
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from mini_ee.backbones.hub import BUILT_IN_MODEL
 from mini_ee.data.files import atomic_folder, read_json, write_json
 from mini_ee.data.tasks import Split, Task, divided, load_task, subset
-from mini_ee.errors import WrongArguments
+from mini_ee.experiments.bench.common import load_transformers
 from mini_ee.experiments.trainings import Sources
 
 TASKS = {"SST-2": (3_000, 2), "TREC": (2_000, 2), "MRPC": (1_000, 2), "SICK-R": (1_000, 3)}
@@ -44,17 +43,6 @@ class FineTuned(NamedTuple):
         rows = self.texts[:count]
         path.write_text("".join(json.dumps(dict(zip(names, row))) + "\n" for row in rows), encoding="utf-8")
         return len(rows)
-
-
-def load_transformers() -> ModuleType:
-    """The library. Raises WrongArguments if it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise WrongArguments("models are fine-tuned with transformers: pip install 'mini-ee[bench]'") from None
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
 
 
 def fine_tuned(sources: Sources, work: Path, name: str, model: str, seed: int) -> FineTuned:

@@ -1,6 +1,7 @@
 """mini-ee bench: every case runs, is held to its bar, and is timed warm. The ratios themselves are measured by hand."""
 
 import json
+import sys
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -150,7 +151,8 @@ def test_an_option_that_a_benchmark_does_not_take_is_refused(capsys, decoder_che
 def test_a_benchmark_runs_its_cases_and_compares_each_with_its_limit(capsys, monkeypatch, tmp_path, name, cases):
     quickly(monkeypatch)
     save_backbone(decoders.random_decoder(stories(num_hidden_layers=12), seed=0), tmp_path / "llama")
-    put(monkeypatch, NEW_TOKENS=4, generate_of_transformers=lambda *decoding: int, BUILT_IN_DECODER=tmp_path / "llama")
+    put(monkeypatch, NEW_TOKENS=4, generate_of_transformers=lambda *decoding: int, load_transformers=lambda: None)
+    put(monkeypatch, BUILT_IN_DECODER=tmp_path / "llama")
     rows, lines = rows_and_lines(capsys, name)
     assert set(cases) <= rows.keys()
     for row in rows.values():
@@ -160,6 +162,13 @@ def test_a_benchmark_runs_its_cases_and_compares_each_with_its_limit(capsys, mon
             assert row["holds"] == (row["excess"] <= row["excess_bar"])
     exits = [case for case in rows if name == "exit-tax" and "head_share" in rows[case]]
     assert lines.count("one head and its rule") == len(exits)
+
+
+@pytest.mark.parametrize("name", ["backbone", "decode", "onnx"])
+def test_a_benchmark_that_needs_transformers_says_so_before_it_measures(capsys, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    put(monkeypatch, medians=lambda *_, **__: pytest.fail("measured"))
+    assert "transformers, which is not installed: pip install 'mini-ee[bench]'" in refused(capsys, "bench", name)
 
 
 def test_a_model_of_another_depth_has_exits_after_its_own_thirds(capsys, monkeypatch, tmp_path):
