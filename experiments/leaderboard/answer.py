@@ -70,7 +70,7 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
     _, low, high = board.ranks[best]
     text = f"Its rank is {low} of {count}. "
     if low < high:
-        text = f"If only significant differences count, its rank is anything from {low} to {high} of {count}. "
+        text = f"Its true rank may be anything from {low} to {high} of {count}. "
     if not open_:
         return text + "It is significantly better than every other method."
     tested = [name for name in open_ if has_interval(board.headline[name])]
@@ -79,8 +79,9 @@ def _certainty(board: Leaderboard, best: str, open_: list[str], count: int) -> s
     else:
         beaten = [name for name in board.order if name in board.ranks and name not in (best, *open_)]
         which = f" ({listed(beaten)})" if len(beaten) <= NAMED else ""
-        text += f"It is significantly better than {len(beaten)} of the other {count - 1} methods{which}, but not than"
-        text += f" {listed(tested if len(tested) <= NAMED else [*tested[:NAMED], f'{len(tested) - NAMED} more'])}"
+        text += f"It is significantly better than {len(beaten)} of the other {count - 1} methods{which}. It is not "
+        text += "significantly better than "
+        text += listed(tested if len(tested) <= NAMED else [*tested[:NAMED], f"{len(tested) - NAMED} more"])
     few = len(open_) - len(tested)
     text += f"; the other {'one has' if few == 1 else f'{few} have'} too few seeds for a test" if few else ""
     times = {
@@ -108,16 +109,18 @@ def _elsewhere(board: Leaderboard, best: str) -> str:
         top = max(drawn, key=lambda method: (round(drawn[method].mean, DIGITS), method == best))
         about = f" ({board.plan.models[name]})" if name in board.plan.models else ""
         if top == best:
-            lines.append(f"On {name}{about}, it has the highest accuracy, too: {percent(drawn[best].mean)} %.")
+            lines.append(f"Yes: on {name}{about}, its accuracy of {percent(drawn[best].mean)} % is the highest, too.")
         else:
             gap = _difference(drawn[best], drawn[top])
             lines.append(
-                f"On {name}{about}, `{top}` has the highest accuracy, {percent(drawn[top].mean)} %; `{best}` is {gap}."
+                f"No: on {name}{about}, `{top}` has the highest accuracy, {percent(drawn[top].mean)} %; `{best}` is "
+                f"{gap}."
             )
         if control := board.drawn[name].get((CONTROL, HEADLINE)):
             gap = _difference(drawn[best], control)
             lines.append(f"Compared with a fixed depth of joint training (see below), `{best}` is {gap}.")
-        lines.append(f"Ranks do not count {name}.")
+        if name == EXAM:
+            lines.append("The reviews are generated sentences, so ranks do not count them.")
     return f"**Is it the best elsewhere?** {' '.join(lines)}" if lines else ""
 
 
@@ -131,7 +134,9 @@ def _against_reference(board: Leaderboard) -> str:
     worse = [name for name in others if (REFERENCE, name) in board.better]
     enough = " and enough seeds for a test" if few else ""
     are = "are" if len(better) > 1 else "is"
-    text = f"**Is a method better than joint training?** At half of the FLOPs, of the {len(others) - few} other "
+    text = "**Is a method better than joint training?** "
+    text += "" if better else f"None is shown to be, so `{REFERENCE}` is as good a choice. "
+    text += f"At half of the FLOPs, of the {len(others) - few} other "
     text += f"methods with an accuracy there{enough}, {counted(better)} {are} significantly better and "
     text += f"{counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
     text += f" The other {'one has' if few == 1 else f'{few} have'} too few seeds." if few else ""
@@ -148,16 +153,16 @@ def _pays(board: Leaderboard, best: str) -> str:
     if REFERENCE in board.headline:
         full = mean_of([board.drawn[name][REFERENCE, "full"] for name in tasks])
         lines.append(
-            f"If no example exits early, joint training has an accuracy of {percent(full.mean)} %; with half of the "
-            f"FLOPs, the accuracy of `{best}` is {_difference(board.headline[best], full)}."
+            f"If no example exits early, joint training has an accuracy of {percent(full.mean)} %. With half of the "
+            f"FLOPs, `{best}` is {_difference(board.headline[best], full)}."
         )
     if CONTROL in board.headline:
         control = board.headline[CONTROL]
         text = f"If all examples exit at the same layer of joint training (*{CONTROL}*), the accuracy is "
-        text += f"{percent(control.mean)} %"
+        text += f"{percent(control.mean)} %. Compared with that, "
         if REFERENCE in board.headline and REFERENCE != best:
-            text += f"; that of joint training with its own rule is {_difference(board.headline[REFERENCE], control)}"
-        lines.append(f"{text}; that of `{best}` is {_difference(board.headline[best], control)}.")
+            text += f"joint training with its own rule is {_difference(board.headline[REFERENCE], control)}, and "
+        lines.append(f"{text}`{best}` is {_difference(board.headline[best], control)}.")
         lower = [name for name in board.ranks if round(board.headline[name].mean - control.mean, DIGITS) < 0]
         if lower:
             are = "is" if len(lower) == 1 else "are"
@@ -176,11 +181,11 @@ def _at_one_point(board: Leaderboard, best: str) -> str:
     if len(saved) < 2:
         return ""
     most = max(saved, key=lambda name: (round(saved[name].mean, DIGITS), name == best))
-    text = "**May one point be lost?** With the rule that needs the fewest FLOPs among those that lose at most one "
-    text += f"point on held-out examples, `{most}` saves most layers: {plus_minus(interval(saved[most]))} %."
+    text = "**How much is saved if one point of accuracy may be lost?** "
+    text += f"`{most}` saves the most layers: {plus_minus(interval(saved[most]))} %."
     if most != best and best in saved:
         text += f" The share that `{best}` saves is {_difference(saved[best], saved[most])}."
-    return text
+    return text + " Each method has the rule with the fewest FLOPs that loses at most one point on held-out examples."
 
 
 def _difference(one: Drawn, other: Drawn) -> str:

@@ -1,21 +1,28 @@
 """What the columns of the leaderboard mean: column -> its meaning, and what a verdict on hardness needs."""
 
-from mini_ee.experiments.leaderboard.figures import CONTROL
+from mini_ee.experiments.leaderboard.figures import CONTROL, REFERENCE
 from mini_ee.experiments.leaderboard.ranking import LEAST_SEEDS
 from mini_ee.experiments.leaderboard.tables import NO_INTERVAL, NOTHING
 
 ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of several tasks."
 
+TERMS = f"""An *exit* is a small classifier (its *head*) after a layer. A *rule* decides at which exit an example
+stops. The *full model* is the same model if no example exits early. In *{REFERENCE} training*, all exits learn together
+and thresholds decide; the other methods are compared with it. *Held-out* examples come from the train split, but the
+models do not learn from them. The *reported* examples are those of the test or dev split that are not in the train
+split, at most 2,000."""
+
 LEGEND = {
     "rank": f"""by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences
-    count (Holm's correction over all pairs of methods). {NOTHING}: no accuracy at 2x, or a control.""",
+    count. A difference is significant if it passes Holm's correction for the number of all pairs of methods.
+    {NOTHING}: no accuracy at 2x, or a control.""",
     "method": """[METHODS.md](METHODS.md) says what each one does, and where its code is. All start from the same
     checkpoint.""",
-    "accuracy at 2x": f"""accuracy on the reported examples with at most half of the FLOPs (2x fewer) of the method's
-    own full model, heads included, mean over the tasks. The reported examples are those of the test or dev split that
-    are not in the train split, at most 2,000. The rule is one of the method's own, the most accurate one on held-out
-    examples, on which FLOPs are counted, too. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}:
-    too few seeds. {ENOUGH}""",
+    "accuracy at 2x": f"""accuracy on the reported examples, mean over the tasks. The rule is one of the method's own.
+    It is the most accurate one on the held-out examples that needs at most half of the FLOPs there (2x fewer). On the
+    reported examples it may need slightly more or less than half. FLOPs are relative to the method's own full model;
+    both contain the heads. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}: too few seeds.
+    {ENOUGH}""",
     "minus joint": """accuracy at 2x minus that of joint training, paired: on the seeds that both have. So it can differ
     from a subtraction in the column before. The interval is not corrected for the number of methods. ▲, ▼:
     significantly better or worse than joint training, with Holm's correction over all pairs of methods.""",
@@ -24,11 +31,11 @@ LEGEND = {
     on held-out examples. The loss is relative to the full model of joint training with the same seed. 0 if every rule
     loses more. A layer that runs twice counts twice.""",
     "lost at 1 point": """accuracy that this rule loses on the reported examples, compared with the same full model. It
-    can be more than one point, because the rule was chosen on other examples.""",
+    can be more than one point, because the rule was chosen on other examples, or because every rule loses more.""",
     "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
     one example at a time. It is above 2 if that rule needs much less than half of the FLOPs.""",
-    "training, s": """processor seconds of one training, mean over the tasks on which all methods have a training on
-    the CPU.""",
+    "training, s": """processor seconds of one training on the CPU, mean over the tasks of the ranks on which every
+    method has one (the answer above names them).""",
     "MB added": "compared with a fine-tuned model without exits.",
     "seeds": "the fewest and the most on one of the tasks; the table of each task has its own.",
     CONTROL: """a control, not a method: all examples exit at the same layer of joint training. If that leaves FLOPs
@@ -44,9 +51,9 @@ TASK_LEGEND = {
     "▲, ▼": "better or worse than joint training (Holm's correction over all cells of the table).",
     "saved at 1 point, lost at 1 point": """layers saved in percent, and points lost, by the rule of *layers saved at 1
     point* (see the first table).""",
-    "area": """mean difference from joint training in points. Of the shares of the FLOPs from 20 to 100 %, those count
-    that both methods reach; there is no area if these are less than half. It uses the seeds that both have, so it can
-    differ from the columns.""",
+    "area": """mean difference from joint training in points, over shares of the FLOPs from 20 to 100 %. A share counts
+    if both methods have a rule that needs no more. If fewer than half of the shares count, there is no area. It uses
+    the seeds that both have, so it can differ from the columns.""",
     "EEFP": """early-exit failure prediction: how well the largest probability of an exit predicts that this exit is
     wrong and a later one is right (AUROC; 1: perfectly, 0.5: not at all), mean over exits.""",
     "speed-up at 2x, at 1 point": """of the rules of *at 2x* and *saved at 1 point*, in processor time with one example

@@ -13,7 +13,7 @@ from mini_ee.experiments.leaderboard.answer import answer, counted
 from mini_ee.experiments.leaderboard.decoder_section import decoder_section
 from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam, sentences_by_kind
 from mini_ee.experiments.leaderboard.figures import CONTROL, REFERENCE, TaskFigures, Values, confidence_figures
-from mini_ee.experiments.leaderboard.legend import EXAM_NOTE, LEGEND, PREDICTION_NOTE, TASK_LEGEND
+from mini_ee.experiments.leaderboard.legend import EXAM_NOTE, LEGEND, PREDICTION_NOTE, TASK_LEGEND, TERMS
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan, listed, planned
@@ -34,10 +34,10 @@ from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {
     "leaderboard-front.png": "Accuracy on the reported examples against the share of the full model's FLOPs, mean over "
-    "seeds: at each share, also at 100 %, the rule with the best held-out accuracy within it. Coloured in a panel: "
-    "methods that are best there at some share from 20 to 65 %, in steps of 5, often by less than the interval; joint "
-    "training and fixed depth are in every panel. Bar at 50 %: the length of a 95 % interval, median over methods; "
-    "where it stands on the axis means nothing",
+    "seeds. At each share, a method has the rule with the best held-out accuracy that needs no more. A panel colours "
+    "every method that is the best at one of the shares 20, 25, ..., 65 %; its lead is often smaller than the "
+    "interval. Joint training and fixed depth are in every panel. The bar at 50 % shows how long a 95 % interval "
+    "is, the median over methods; only its length counts",
     "leaderboard-methods.png": "Each method alone, and all others in grey: accuracy against the share of the full "
     "model's FLOPs, mean over seeds and over the tasks of the ranks. Dashed: joint training. A method that lacks one "
     "of the tasks has no panel; one that reaches only 100 % is a dot",
@@ -70,7 +70,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
     lines = [HEADING, "", *_wrapped([*answer(board), _is_a_decoder(decoders), _fine_tuned_already(out)])]
     if board.compared:
-        lines += [*main_table(board), *_legend(LEGEND), *front, *panels]
+        lines += [*_wrapped([TERMS]), *main_table(board), *_legend(LEGEND), *front, *panels]
     lines += ["## Each task", "", *_legend(TASK_LEGEND)]
     for name in board.plan.ranked_tasks:
         if board.tasks[name].runs:
@@ -192,8 +192,8 @@ def _correlation(found) -> str:
 
 def _fine_tuned_already(out: Path) -> str:
     return (
-        f"**Is your model fine-tuned already?** These methods train the model together with its exits. "
-        f"`mini-ee add-exits` leaves it as it is; {link(out, 'its results', 'add-exits.md')} are on another page."
+        f"**Is your model fine-tuned already?** Every method in the table trains the model itself. `mini-ee add-exits` "
+        f"leaves your model as it is; {link(out, 'the results of add-exits', 'add-exits.md')} are on another page."
     )
 
 

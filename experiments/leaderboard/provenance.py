@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from mini_ee.experiments.leaderboard.figures import (
     ABOUT,
     BUDGETS,
@@ -65,7 +67,7 @@ def measured_lines(board: Leaderboard) -> list[str]:
         f"standard deviation of the draws, with Student's t and Satterthwaite's degrees of freedom. {ENOUGH} "
         f"Without an interval, a method is not called better or worse.",
         "- Rules are chosen on held-out training examples, never on the reported ones. If several rules have the same "
-        "score, the one with the deepest exits is chosen.",
+        "score, the one with the deepest exits is chosen." + _flops_needed(made),
     ]
     lines += _hours(board)
     if groups:
@@ -105,6 +107,18 @@ def _abouts(board: Leaderboard) -> Iterator[tuple[str, str, int, dict]]:
             yield from ((task.task, method, seed, run.about) for seed, run in runs.items() if run.about)
 
 
+def _flops_needed(made: list[dict]) -> str:
+    """The share of the FLOPs that the rules at 2x need on the reported examples, on which they were not chosen."""
+    shares = [each for about in made if (each := about_value(about, ("half", "flops_ratio"))) is not None]
+    if not shares:
+        return ""
+    low, middle, high = np.percentile(shares, (5, 50, 95))
+    return (
+        f" The rules of *accuracy at 2x* need {percent(low)} to {percent(high)} % of the FLOPs on the reported "
+        f"examples (5th and 95th percentile over methods, tasks and seeds; median {percent(middle)} %)."
+    )
+
+
 def _exits(board: Leaderboard) -> list[str]:
     """Which methods have exits at other layers than all, and which of them need more than half of the FLOPs."""
     others: dict[str, dict[str, None]] = {}
@@ -119,9 +133,9 @@ def _exits(board: Leaderboard) -> list[str]:
     if not others:
         return []
     line = (
-        f"- Exits come after every layer. Some methods have fewer, because an exit starts again from the embeddings "
-        f"and runs all its layers again, or because the method chooses its exits: "
-        f"{'; '.join(f'`{method}` after layer {listed(list(where))}' for method, where in others.items())}."
+        f"- Most methods have an exit after every layer. Some have fewer before the last layer: "
+        f"{'; '.join(f'`{method}` after layer {listed(list(where))}' for method, where in others.items())}. There, an "
+        f"exit starts again from the embeddings, so many exits would cost too much, or the method chooses its exits."
     )
     for method, shares in least.items():
         if min(shares) > BUDGETS[HEADLINE]:

@@ -22,6 +22,7 @@ from mini_ee.experiments.leaderboard import decoder_section as section
 from mini_ee.experiments.leaderboard import decoders, decoding_figures, token_figures
 from mini_ee.experiments.leaderboard.token_rules import (
     GAP,
+    WITHIN,
     gap_rules,
     outcome,
     own_rules,
@@ -322,7 +323,7 @@ def test_the_section_is_made_from_records_alone_and_names_what_is_missing(result
     processor, version, commit = (found["joint"].abouts[0]["how"][name] for name in ("processor", "torch", "commit"))
     read = file_sha256(sources.folder / "data" / "stories.txt")
     assert f"processor: {processor}; torch: {version}; commit: {commit}; texts: stories.txt, sha256 {read}." in text
-    assert "sleb saves no layers: with no seed, a rule that saves some has 90 % agreement on calibration text." in text
+    assert "sleb saves no layers: with every seed, all rules that skip a layer have less than 90 % agreement" in text
     assert "share a row. No exit can draft, so there is no row: sleb." in text
     (results / "records" / "decoders-tiny" / "sleb.npz").rename(tmp_path / "sleb.npz")
     lines = written()
@@ -359,21 +360,30 @@ def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
             "speed-up copy_state": speeds + flops,
             "speed-up recompute": speeds - 0.5,
             "ln p 0.9": layers - draw[0],
+            f"ln p {WITHIN}": layers - draw[0] - 1,
         }
-        return token_figures.Figures((0, 1, 2), values, [], name, (3, 5), np.zeros((3, 2)), 0.5)
+        abouts = [{"original": {"perplexity": 4.5}}]
+        return token_figures.Figures((0, 1, 2), values, abouts, name, (3, 5), np.zeros((3, 2)), 0.5)
 
     found = {"deep": figures("deep", 0.4, -0.1), "heads": figures("heads", 0.3, 0.2), "few": figures("few", 0.1, 0.01)}
     text = section._answer(TINY, found)
     assert (
-        text.startswith("**deep** saves most layers at 90 % agreement: 40.")
-        and "**heads** saves most FLOPs with" in text
+        text.startswith("`deep` saves the most layers at 90 % agreement: 40.")
+        and "`heads` saves the most FLOPs with" in text
     )
     assert text.count("All others save significantly less") == 2
-    assert section._pays({TINY: found}).startswith(
-        "**Does it save time?** On tiny, `heads` decodes fastest, at 1.20 times the speed without exits (copy_state); "
-        "its perplexity goes from 2.72 to 0.7"
+    more = -100 * found["deep"].values["FLOPs 0.9"].mean()
+    assert more > 0 and f"With its heads, it needs {more:.1f} % more FLOPs than its full model. `heads`" in text
+    assert text.endswith("The perplexity of its full model is 2.72; before any training it was 4.50.")
+    pays = section._pays({TINY: found})
+    assert "On tiny, 1 of 3 methods is shown to be faster than decoding without exits (by" in pays
+    assert (
+        "The highest speed-up is that of `heads`: 1.20x ±0.02 with copy_state; its perplexity goes from 2.72 to" in pays
     )
-    assert section._pays({TINY: found}).endswith("by their 95 % intervals: 1 of 3 methods.")
+    lowest = np.exp(-found["deep"].values[f"ln p {WITHIN}"].mean())
+    assert pays.endswith(f"With at most 75 % of the layers, `deep` has the lowest perplexity: {lowest:.2f}.")
+    slow = {"few": found["few"]._replace(values=found["few"].values | {"speed-up copy_state": np.ones((3, 1))})}
+    assert "On tiny, none of 1 methods is shown to be faster" in section._pays({TINY: slow})
     none = {"deep": figures("deep", 0.4, -0.1)}
     assert section._answer(TINY, none).endswith("No method saves FLOPs with these rules.")
     assert section._answer(TINY, {"none": figures("none", -1, -1)}) == "No method saves layers at 90 % agreement."
