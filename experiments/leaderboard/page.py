@@ -243,6 +243,7 @@ def adding(out: Path, minutes: str) -> list[str]:
         f"my-method`. It trains the method on every task with every seed, writes records/TASK/my-method.npz, and draws "
         f"this page with it.{minutes}",
         "A contribution contains the file with its paper, symbols and numbered deviations, a test of its equations, "
-        "the records of all tasks and seeds, and this page as the command writes it. Nobody needs to train the other "
-        "methods again: they are computed from their records.",
+        "the records of all tasks and seeds (in `records` and, with the learning rates that were tried, in "
+        "`leaderboard`), and this page as the command writes it. Nobody needs to train the other methods again: they "
+        "are computed from their records.",
     ]

@@ -38,10 +38,14 @@ class Plan(NamedTuple):
             for name, seeds in diverged.items()
         }
 
-    def diverged(self, task: str, training: str) -> list[str]:
-        """The seeds with which a training diverged. training: the first of the methods that share it."""
+    def state(self, task: str, training: str) -> dict:
+        """`tried` learning rates, and `diverged` seeds. training: the first of the methods that share it."""
         path = self.records.parent / "leaderboard" / task / f"{training}.json"
-        return sorted(read_json(path, signed="tried")["diverged"]) if path.exists() else []
+        return read_json(path, signed="tried") if path.exists() else {"tried": [], "diverged": {}}
+
+    def diverged(self, task: str, training: str) -> list[str]:
+        """The seeds with which a training diverged."""
+        return sorted(self.state(task, training)["diverged"])
 
 
 def planned(out: Path, quick: bool) -> Plan:

@@ -148,31 +148,36 @@ def _exits(board: Leaderboard) -> list[str]:
 
 def _edges(board: Leaderboard) -> list[str]:
     """In how many searches the largest of the learning rates was the best one."""
-    chosen: dict[tuple[str, str], bool] = {}
-    for task, method, _, about in _abouts(board):
-        tried = {each["factor"] for each in about.get("tried", [])}
-        if len(tried) > 1:
-            largest = about_value(about, ("rates", "factor")) == max(tried)
-            chosen[task, about.get("trained_as", method)] = largest
-    if not chosen:
+    largest = []
+    for pair, about in _trainings(board).items():
+        factors = {each["factor"] for each in board.plan.state(*pair)["tried"]}
+        if len(factors) > 1:
+            largest.append(about_value(about, ("rates", "factor")) == max(factors))
+    if not largest:
         return []
     return [
-        f"- In {sum(chosen.values())} of {len(chosen)} searches the largest of the tried learning rates is chosen. A "
-        f"still larger one might be better there."
+        f"- In {sum(largest)} of {len(largest)} searches the largest of the tried learning rates is chosen. A still "
+        f"larger one might be better there."
     ]
 
 
+def _trainings(board: Leaderboard) -> dict[tuple[str, str], dict]:
+    """(task, training) -> `about` of one of its records."""
+    return {(task, about.get("trained_as", method)): about for task, method, _, about in _abouts(board)}
+
+
 def _seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
-    """Training -> its processor seconds, and whether it ran on a GPU. The search of a seed ran where the seed ran."""
-    found, on_a_gpu = {}, {}
+    """Training -> its processor seconds, and whether it ran on a GPU."""
+    found = {}
     for task, method, seed, about in _abouts(board):
-        name = about.get("trained_as", method)
-        on_a_gpu[task, name, seed] = trained_on(about) is not None
-        for each in about.get("tried", []):
-            found[Trained(task, name, each["seed"], each["factor"])] = each.get("seconds") or 0.0
         seconds, factor = (about_value(about, path) for path in (ABOUT["seconds"], ("rates", "factor")))
-        found[Trained(task, name, seed, factor)] = seconds or 0.0
-    return {each: (value, on_a_gpu.get((*each.pair, each.seed), False)) for each, value in found.items()}
+        key = Trained(task, about.get("trained_as", method), seed, factor)
+        found[key] = seconds or 0.0, trained_on(about) is not None
+    for task, name in _trainings(board):
+        for each in board.plan.state(task, name)["tried"]:
+            key = Trained(task, name, each["seed"], each["factor"])
+            found.setdefault(key, (each["seconds"] or 0.0, "gpu" in each))
+    return found
 
 
 def _all_on_the_cpu(board: Leaderboard) -> dict[tuple[str, str], float]:

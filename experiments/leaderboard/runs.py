@@ -134,6 +134,7 @@ def _chosen(training: Training, first_seed: int, places: Places) -> float:
     if "factor" in state:
         return state["factor"]
     if len(factors) > 1:
+        on_gpu = {name: value for name, value in how_made(places.sources.device).items() if name == "gpu"}
         done = {(each["factor"], each["seed"]) for each in state["tried"]}
         for seed, factor in product(range(first_seed, first_seed + SEARCH_SEEDS), factors):
             if (factor, seed) not in done:
@@ -144,7 +145,7 @@ def _chosen(training: Training, first_seed: int, places: Places) -> float:
                 except Diverged:
                     score, seconds = 0.0, None
                 tried = {"factor": factor, "seed": seed, "score": round(score, 5), "seconds": seconds}
-                state["tried"].append(tried)
+                state["tried"].append(tried | on_gpu)
                 say(f"  held-out accuracy, mean over all exits: {score:.3f}")
                 write_json(_state_path(places.out, training), state)
     scores = {factor: [each["score"] for each in state["tried"] if each["factor"] == factor] for factor in factors}
@@ -168,14 +169,13 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         write_json(_state_path(places.out, training), state)
         say(f"  no record: {error}")
         return
-    task, state = places.tasks[name], _read_state(places.out, training)
+    task = places.tasks[name]
     run.model.to(places.sources.device)
     read = _read(run, task, training.exam)
     run.model.to("cpu")  # where rules are timed
     about |= {
         "settings": training.settings,
         "rates": {rate: training.at(factor)[rate] for rate in training.rates} | {"factor": factor},
-        "tried": state["tried"],
         "trained_as": run.config["method"],
         "held_out": {"selection": len(read.selection.labels), "default_rule_tested_on": len(read.tested.labels)},
         "data": {"train": task.split("train").sha256(), task.default_split: rows_of(task, None, None, 0)[1].sha256()},

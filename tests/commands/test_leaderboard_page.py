@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from leaderboard_records import drawn_record, write_leaderboard
 
+from mini_ee.data.files import write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.experiments.leaderboard import (
     answer,
@@ -355,22 +356,30 @@ def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tm
     assert "- Trained on a GPU (G100): 4 of 6 records; a record is of one method, task and seed." in text
 
 
+def write_state(out, task, name, tried, diverged=None):
+    """What the leaderboard keeps of a search for learning rates."""
+    path = out / "leaderboard" / task / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"settings": {}, "tried": tried, "diverged": diverged or {}})
+
+
 def test_the_page_says_how_long_trainings_took_where_exits_are_and_how_often_the_largest_rate_won(tmp_path):
     """In hours: joint training takes 1 on TREC and 2 on SST-2; SWEET takes 2 on TREC, on SST-2 a third on a GPU."""
     hours = {("TREC", "joint"): 1, ("TREC", "sweet"): 2, ("SST-2", "joint"): 2, ("SST-2", "sweet"): 1 / 3}
     for (task, name), each in hours.items():
         gpu, chosen = {"gpu": "G100"} if each < 1 else {}, 1.0 if (task, name) == ("TREC", "sweet") else 4.0
-        tried = [{"factor": factor, "seed": 0, "seconds": 3600 * each} for factor in (1.0, 4.0)]
-        about = {"training": {"seconds": 3600 * each}, "rates": {"factor": chosen}, "tried": tried, "made": gpu}
+        tried = [{"factor": factor, "seed": 0, "seconds": 3600 * each, **gpu} for factor in (1.0, 4.0)]
+        write_state(tmp_path, task, name, tried)
+        about = {"training": {"seconds": 3600 * each}, "rates": {"factor": chosen}, "made": gpu}
         for seed in (0, 1):
             random, exits = np.random.default_rng(seed), (1, 2, 3) if name == "joint" else (1, 3)
             chances, labels = np.linspace(0.6, 0.9, len(exits)), np.arange(40) % 2
             parts = (drawn_record(chances, 40, random, exits=exits, labels=labels) for _ in range(2))
             about |= {"trained_as": name, "half": {"flops_ratio": 0.4 if name == "joint" else 0.6}}
-            write_record(tmp_path / task / f"{name}.npz", seed, SeedRecord(*parts, about))
-    plan = Plan(tmp_path, ("TREC", "SST-2"), ("joint", "sweet"), 2, "a command")
+            write_record(tmp_path / "records" / task / f"{name}.npz", seed, SeedRecord(*parts, about))
+    plan = Plan(tmp_path / "records", ("TREC", "SST-2"), ("joint", "sweet"), 2, "a command")
     board = tables.Leaderboard(
-        plan, {name: figures.read_task(tmp_path / name, {}) for name in plan.tasks}, {}, (), {}, set(), {}
+        plan, {name: figures.read_task(plan.records / name, {}) for name in plan.tasks}, {}, (), {}, set(), {}
     )
     text = " ".join("\n".join(provenance.measured_lines(board)).split())
     assert "12 trainings of classifiers" in text and "`sweet` after layer 1 of 3." in text and "`joint`" not in text
@@ -382,6 +391,11 @@ def test_the_page_says_how_long_trainings_took_where_exits_are_and_how_often_the
     assert "all trainings would take about 27 hours" in text  # on SST-2 twice as long as on TREC
     assert "In 3 of 4 searches the largest of the tried learning rates" in text
     added = provenance.minutes_to_add(board)
+    tried = [{"factor": 4.0, "seed": 0, "seconds": 1.0, "gpu": "G100"}, {"factor": 1.0, "seed": 0, "seconds": 7200.0}]
+    write_state(tmp_path, "TREC", "joint", tried)  # a search elsewhere; the record of seed 0 was made anew on the CPU
+    found = provenance._seconds(board)
+    assert found[provenance.Trained("TREC", "joint", 0, 4.0)] == (3600.0, False)
+    assert found[provenance.Trained("TREC", "joint", 0, 1.0)] == (7200.0, False)
     assert "With 6 trainings as long as those of joint training, that takes about 540 core minutes" in added
 
 
@@ -395,10 +409,7 @@ def test_the_exam_is_compared_if_no_other_task_has_been_run(tmp_path, monkeypatc
 
 
 def test_a_reason_is_each_seed_that_is_missing(tmp_path):
-    from mini_ee.data.files import write_json
-
-    (tmp_path / "leaderboard" / "TREC").mkdir(parents=True)
-    write_json(tmp_path / "leaderboard/TREC/joint.json", {"settings": {}, "tried": [], "diverged": {"2": "NaN"}})
+    write_state(tmp_path, "TREC", "joint", [], {"2": "NaN"})
     plan = Plan(tmp_path / "records", ("TREC",), ("joint",), 5, "mini-ee reproduce x")
     training, right = {"training": {"seconds": 1.0}}, np.ones(2)
     run = SeedFigures(training, right, 1, {}, {}, {}, None, right, (6,), math.nan, math.nan, 1.0)
@@ -443,11 +454,7 @@ def test_links_lead_to_files_that_exist(tmp_path):
 
 
 def test_a_training_that_diverged_is_named(tmp_path):
-    from mini_ee.data.files import write_json
-
-    folder = tmp_path / "leaderboard" / "TREC"
-    folder.mkdir(parents=True)
-    write_json(folder / "joint.json", {"settings": {}, "tried": [], "diverged": {"2": "NaN", "0": "NaN"}})
+    write_state(tmp_path, "TREC", "joint", [], {"2": "NaN", "0": "NaN"})
     plan = Plan(tmp_path / "records", ("TREC",), ("joint", "sweet"), 5, "mini-ee reproduce leaderboard")
     assert plan.missing("TREC") == {"joint": "the training diverged with seed 0, 2", "sweet": "·"}
 
