@@ -111,37 +111,44 @@ PARTS = {"wall": wall, "processor": processor}
 PAGE_TEXT = """# Serving under load
 
 **How much more load does a server bear with early exits?** If half of the layers are saved, {least:.2f} to {most:.2f}
-times as many requests per second at the same limit on the 99th percentile of the latency. By the number of layers it
-could be 2.0 times. On one thread of a CPU, `model.onnx` alone is as good as new batches after each exit.
+times as many requests per second at the same limit on the 99th percentile of the latency (p99). In processor time it
+is {processor_least:.2f} to {processor_most:.2f} times. By the number of layers it could be 2.0 times. Two servers with
+exits were tested. `graph` runs a batch until its last example exits, and `rebatch` forms new batches after each exit.
+On one thread of a CPU, `graph` is as good.
+
+The thresholds were set so that half of the layers are saved, and the heads are random. So this page is about time, not
+about accuracy.
 
 ![p50 and p99 of each server by load, wall-clock time](serving.png)
 
 {goodput}
 
-*Goodput* is the highest load at which p99 stays within a limit: the p99 of `whole`, the model without exits, at 80 % of
-the load that saturates it. The ratio is the goodput of `whole` divided by that of the server.
+*Goodput* is the load at which p99 exceeds a limit for good. The limit is the p99 of `whole`, the model without exits,
+at 80 % of the load that saturates it. Both are interpolated between the measured loads. *Answers in time*: at each load
+up to saturation we count the answers within the limit, and divide by the count of `whole`; the column shows the
+smallest of these ratios.
 
 {made_by}
 
 ## How it was measured
 
 MiniLM (all-MiniLM-L6-v2, exits after 2, 4 and 6 of 6 layers) classifies the 872 sentences of the dev set of SST-2 on
-one thread. Its heads are random. Its thresholds are set so that 60 % of the examples exit at the first exit and 30 %
-at the second, so half of the layers are saved. This page shows times only; tests check that each prediction equals
-that of the model at batch size 1 (`tests/serving/test_serving.py`, `tests/contract/test_conformance.py`). Three
-servers get the same requests:
+one thread. Its thresholds are set so that 60 % of the examples exit at the first exit and 30 % at the second. Tests
+check that each prediction equals that of the model at batch size 1 (`tests/serving/test_serving.py`,
+`tests/contract/test_conformance.py`). Three servers get the same requests:
 
 - `whole`: the model without early exits. The requests that wait form the next batch (dynamic batching).
 - `graph`: `model.onnx` with its exit rule. A batch ends when its last example exits.
 - `rebatch`: the worker of `mini-ee serve` with one graph per segment. After each exit, the remaining examples of
   different requests form new batches.
 
-HTTP and tokenization are not included. p50, p95 and p99 are quantiles of the latency. *Goodput* is the highest load
-at which p99 stays within a limit: the p99 of `whole` at 80 % of the load that saturates it (the grey line in the
-pictures). The ratio is the goodput of `whole` divided by that of the server; the target is the largest ratio that
-passes. *Answered in time* compares the server with `whole` at every load up to saturation: the number of answers
-within the limit, divided by that of `whole`. The table shows the smallest value. A server that is too slow gets no
-higher load; its cells are empty.
+HTTP and tokenization are not included. p50, p95 and p99 are quantiles of the latency; the grey line in the pictures is
+the limit. The saturating load is the number of answers per second if {saturating} requests of `whole` arrive at once.
+At each load, requests arrive at random times for {seconds:g} seconds, {rounds} times, and the medians of the quantiles
+count. At the lowest load these are about {fewest} requests each time, so p99 is nearly the largest latency there.
+*Requests per second* are those that were drawn, so they are not exact multiples of the saturating load. A server whose
+p99 is more than {overloaded:g} times that of `whole` at 80 % gets no load above saturation any more; its cells are
+empty.
 
 ## Wall-clock time
 
@@ -149,13 +156,13 @@ higher load; its cells are empty.
 
 {wall}
 
-By the number of layers, the servers with exits could bear 2.0 times the load of `whole`. On one thread of a CPU, a
-batch is hardly cheaper than its examples one by one. So `graph`, whose batch waits for its last example, is as good
-as `rebatch`. New batches after each exit pay if large batches are cheap, as on a GPU; this was not measured.
+New batches after each exit pay if a large batch costs little more than a single example, as on a GPU; this was not
+measured.
 
 ## Processor time
 
-Here the time of a batch is its processor time, so other programs on the machine have no influence.
+Here the clock advances only by the processor time of each batch. So time in which other programs run does not count,
+nor do waiting threads. Each load is run once, for {processor_seconds:g} seconds of this clock.
 
 ![p50 and p99 of each server by load, processor time](serving-processor.png)
 
@@ -175,11 +182,11 @@ Here the time of a batch is its processor time, so other programs on the machine
 
 def goodput_table(rows: list[dict]) -> str:
     """One row per case."""
-    ratio, goodput = f"ratio (target: at most {rows[0]['bar']:.3f})", "goodput, requests per second"
-    lines = markdown_table(["case", goodput, "goodput of `whole`", ratio, "answered in time", "limit on p99, ms"])
+    goodput, times = "goodput, requests per second", f"times that of `whole` (target: {1 / rows[0]['bar']:.2g} or more)"
+    lines = markdown_table(["case", goodput, "goodput of `whole`", times, "answers in time", "limit on p99, ms"])
     for row in rows:
         own, whole = (f"{1 / row[key]:.0f}" for key in ("seconds", "against_seconds"))
-        numbers = own, whole, f"{row['ratio']:.3f}", f"{row['least']:.2f}", f"{1e3 * row['limit']:.0f}"
+        numbers = own, whole, f"{1 / row['ratio']:.2f}", f"{row['least']:.2f}", f"{1e3 * row['limit']:.0f}"
         lines.append(markdown_row([f"`{row['case']}`", *numbers]))
     return "\n".join(lines)
 
@@ -209,8 +216,14 @@ def page(figures: dict) -> str:
             (loads,) = (row["loads"] for row in rows if row["loads"] and row["case"].endswith(f"rebatch{suffix}"))
             parts += [f"### {title}", waits_table(loads)]
         found[name] = "\n\n".join(parts)
-    times = [1 / row["ratio"] for row in figures["wall"]]
-    found |= {"goodput": goodput_table(figures["wall"]), "least": min(times), "most": max(times)}
+    for name, prefix in (("wall", ""), ("processor", "processor_")):
+        times = [1 / row["ratio"] for row in figures[name]]
+        found |= {f"{prefix}least": min(times), f"{prefix}most": max(times)}
+    found |= {"goodput": goodput_table(figures["wall"]), "processor_seconds": SECONDS}
+    found |= {"seconds": bench.SECONDS, "rounds": bench.ROUNDS, "saturating": bench.SATURATING}
+    found |= {"overloaded": bench.OVERLOADED}
+    lowest = min(load["offered"] for row in figures["wall"] for load in row["loads"])
+    found["fewest"] = f"{bench.SECONDS * lowest:.0f}"
     text = PAGE_TEXT.format(**found, cores=figures["cores"], made_by=made_by_measuring("serving"))
     return wrapped(fold_sections(text, 0))
 
