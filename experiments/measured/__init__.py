@@ -75,10 +75,15 @@ def _measure(name: str, part: Callable, json_path: Path, sources: Path | None) -
 
     work = json_path.parent / json_path.stem / "runs"
     work.mkdir(parents=True, exist_ok=True)
-    begin, read = sum(os.times()[:4]), Sources(sources, work)
-    found = part(read, work)
+    seconds_path, begin, read = work / f"{name}.seconds.json", sum(os.times()[:4]), Sources(sources, work)
+    seconds = read_json(seconds_path)["seconds"] if seconds_path.exists() else 0.0
+    try:
+        found = part(read, work)
+    finally:  # earlier calls count, because their trained runs are used again; so does one that is interrupted
+        seconds += sum(os.times()[:4]) - begin  # of this process and those it started
+        write_json(seconds_path, {"seconds": seconds})
     made = how_made() | {
-        "core_hours": float(f"{(sum(os.times()[:4]) - begin) / 3600:.3g}"),  # of this process and those it started
+        "core_hours": float(f"{seconds / 3600:.3g}"),
         "data": {each: _sha256(path) for (kind, each), path in read.found.items() if kind == "data"},
     }
     with FileLock(json_path.with_suffix(".lock")):

@@ -1151,6 +1151,18 @@ def measured_page(monkeypatch):
     return module
 
 
+def test_hours_of_an_interrupted_measurement_count(measured_page, tmp_path, monkeypatch):
+    clock = iter((0.0, 3600.0, 5000.0, 5000.0 + 7200.0))
+    monkeypatch.setattr(measured.os, "times", lambda: (next(clock), 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setitem(measured_page.PARTS, "second", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measured.make_page("shards", ["second"], tmp_path, tmp_path)
+    assert not (tmp_path / "shards.json").exists()
+    monkeypatch.setitem(measured_page.PARTS, "second", lambda *_: {"second": 2})
+    measured.make_page("shards", ["second"], tmp_path, tmp_path)
+    assert read_json(tmp_path / "shards.json")["measured"]["second"]["core_hours"] == 3.0
+
+
 def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, tmp_path, capsys):
     (one := tmp_path / "here" / "data" / "one").mkdir(parents=True)
     (tmp_path / "here" / "weights" / "model").mkdir(parents=True)
