@@ -23,6 +23,11 @@ def markdown_table(names: Sequence[str], rows: Iterable[Iterable] = ()) -> list[
     return [markdown_row(names), "|" + "---|" * len(names), *map(markdown_row, rows)]
 
 
+def listed(names: Sequence[str], word: str = "and") -> str:
+    """a, b and c."""
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
 def folded(summary: str, lines: Iterable[str]) -> list[str]:
     """Lines that a reader unfolds by a click on the summary, which is HTML."""
     return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>", ""]

@@ -5,7 +5,7 @@ import statistics
 
 from mini_ee.experiments.leaderboard.figures import CONTROL, HEADLINE, REFERENCE, about_figure
 from mini_ee.experiments.leaderboard.legend import ENOUGH
-from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN, listed
+from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN
 from mini_ee.experiments.leaderboard.ranking import DIGITS, Drawn, compare, has_interval, interval, mean_of
 from mini_ee.experiments.leaderboard.tables import (
     NO_INTERVAL,
@@ -18,6 +18,7 @@ from mini_ee.experiments.leaderboard.tables import (
     timed_tasks,
     why_fewer,
 )
+from mini_ee.experiments.markdown import listed
 
 NAMED = 6  # methods that a sentence lists at most
 SAME_TIME = 1.05  # ratio up to which two trainings take about as long

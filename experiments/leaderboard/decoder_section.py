@@ -10,7 +10,6 @@ from mini_ee.backbones.hub import BUILT_IN_DECODER
 from mini_ee.evaluation.plots import can_draw, new_panels, save_figure
 from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.experiments.leaderboard.decoders import DecoderExam, trainings
-from mini_ee.experiments.leaderboard.plan import listed
 from mini_ee.experiments.leaderboard.ranking import (
     LEAST_SEEDS,
     Drawn,
@@ -22,7 +21,7 @@ from mini_ee.experiments.leaderboard.ranking import (
 from mini_ee.experiments.leaderboard.tables import NO_INTERVAL, percent, plus_minus
 from mini_ee.experiments.leaderboard.token_figures import Decoders, Figures, drawn, drawn_figures
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, SHARE, WITHIN
-from mini_ee.experiments.markdown import folded, markdown_table, wrapped
+from mini_ee.experiments.markdown import folded, listed, markdown_table, wrapped
 from mini_ee.experiments.pictures import CYCLE, GREY
 
 PICTURE = "leaderboard-decoders.png"

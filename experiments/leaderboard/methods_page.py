@@ -12,12 +12,12 @@ import numpy as np
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import write_bytes
 from mini_ee.experiments.leaderboard.figures import rules_for
-from mini_ee.experiments.leaderboard.plan import EXAM, listed
+from mini_ee.experiments.leaderboard.plan import EXAM
 from mini_ee.experiments.leaderboard.protocol import trained_parts
 from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
 from mini_ee.experiments.leaderboard.token_rules import LEVEL
-from mini_ee.experiments.markdown import check_is_page, markdown_table, wrapped
+from mini_ee.experiments.markdown import check_is_page, listed, markdown_table, wrapped
 from mini_ee.recording import Record, Recorded
 from mini_ee.registry import METHODS
 from mini_ee.registry import RULES as METHOD_RULES

@@ -16,7 +16,7 @@ from mini_ee.experiments.leaderboard.figures import CONTROL, REFERENCE, TaskFigu
 from mini_ee.experiments.leaderboard.legend import EXAM_NOTE, LEGEND, PREDICTION_NOTE, TASK_LEGEND, TERMS
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
-from mini_ee.experiments.leaderboard.plan import EXAM, Plan, listed, planned
+from mini_ee.experiments.leaderboard.plan import EXAM, Plan, planned
 from mini_ee.experiments.leaderboard.provenance import bullets, measured_lines, minutes_to_add
 from mini_ee.experiments.leaderboard.ranking import LEAST_SEEDS
 from mini_ee.experiments.leaderboard.tables import (
@@ -29,7 +29,7 @@ from mini_ee.experiments.leaderboard.tables import (
     task_table,
 )
 from mini_ee.experiments.leaderboard.token_figures import Decoders, flops_saved, read_decoders
-from mini_ee.experiments.markdown import check_is_page, link, made_by, markdown_table, wrapped
+from mini_ee.experiments.markdown import check_is_page, link, listed, made_by, markdown_table, wrapped
 
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {

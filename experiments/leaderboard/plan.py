@@ -1,11 +1,12 @@
 """What the leaderboard should contain: tasks, methods and seeds, and why a method is missing on a task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from mini_ee.data.files import read_json
 from mini_ee.experiments.leaderboard import protocol
+from mini_ee.experiments.markdown import listed
 from mini_ee.registry import METHODS
 
 NOT_RUN = "·"  # the reason of a cell whose run is missing; such methods are named below a table
@@ -69,8 +70,3 @@ def planned(out: Path, quick: bool) -> Plan:
         training,
         models,
     )
-
-
-def listed(names: Sequence[str], word: str = "and") -> str:
-    """a, b and c."""
-    return f" {word} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

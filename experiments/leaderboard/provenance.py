@@ -18,9 +18,9 @@ from mini_ee.experiments.leaderboard.figures import (
     trained_on,
 )
 from mini_ee.experiments.leaderboard.legend import ENOUGH
-from mini_ee.experiments.leaderboard.plan import listed
 from mini_ee.experiments.leaderboard.ranking import DRAWS
 from mini_ee.experiments.leaderboard.tables import Leaderboard, percent
+from mini_ee.experiments.markdown import listed
 
 ABOUT_NAMES = {
     "Processor": ("made", "processor"),

@@ -15,7 +15,7 @@ from mini_ee.experiments.leaderboard.figures import (
     read_task,
     trained_on,
 )
-from mini_ee.experiments.leaderboard.plan import NOT_RUN, Plan, listed
+from mini_ee.experiments.leaderboard.plan import NOT_RUN, Plan
 from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS
 from mini_ee.experiments.leaderboard.ranking import (
     DIGITS,
@@ -31,7 +31,7 @@ from mini_ee.experiments.leaderboard.ranking import (
     mean_of,
     ranks,
 )
-from mini_ee.experiments.markdown import markdown_table, wrapped
+from mini_ee.experiments.markdown import listed, markdown_table, wrapped
 
 BETTER, WORSE = "▲", "▼"  # than the reference, after Holm's correction over the table
 NOTHING, NO_INTERVAL = "–", "±?"  # a cell that does not apply; half of an interval that is not known
