@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from mini_ee.data.files import read_json
 from mini_ee.experiments.measured import page_of
@@ -40,13 +41,25 @@ def test_similarity_is_a_correlation_of_ranks_and_a_rule_is_compared_at_its_own_
     cosines = {"fixed 1": [0.9, 0.8, 0.1], "fixed 3": [0.1, 0.8, 0.9], "rule": [0.9, 0.8, 0.1]}
     layers = {"fixed 1": 1.0, "fixed 3": 3.0, "rule": 2.0}
     arrays = {f"{label}/pairs": np.array(values) for label, values in cosines.items()}
-    arrays |= {f"{label}/layers": np.full(6, value) for label, value in layers.items()}
+    arrays |= {f"{label}/layers": np.array([value] * 6 + [2.5, 1.5]) for label, value in layers.items()}
+    recalls = {"fixed 1": [0.2, 0.4], "fixed 3": [0.6, 0.8], "rule": [0.9, 1.0]}
+    arrays |= {f"{label}/recall": np.array(values) for label, values in recalls.items()} | {"rule/cosine": np.ones(8)}
     np.savez(tmp_path / "plain-0.npz", **arrays)
-    texts = SimpleNamespace(sets={"a": ([0, 1, 2], [3, 4, 5], np.array([5.0, 4.0, 1.0]))}, paired=np.arange(6))
+    sets, retrieval = {"a": ([0, 1, 2], [3, 4, 5], np.array([5.0, 4.0, 1.0]))}, {"b": ([6], [7]), "c": ([6], [7])}
+    texts = SimpleNamespace(sets=sets, retrieval=retrieval, paired=np.arange(6))
     figures = Figures(texts, {("plain", 0): tmp_path / "plain-0.npz"})
-    curve = figures.curve("plain", 0, None)
+    curve = figures.curve(figures.spearmans, "plain", 0, None)
     assert (curve["fixed 1"], curve["fixed 3"]) == (1, -1)
-    assert figures.over_fixed("plain", "rule", lambda name, seed: curve, 0) == 1  # 1, less 0 at two layers
+    layers = figures.layers("plain", 0, "rule"), figures.retrieval_layers("plain", 0, "rule")
+    assert layers == (2.0, 2.0)  # of the texts of pairs, and of queries and documents
+    assert figures.over_fixed("plain", "rule", lambda name, seed: curve, 0, 2.0) == 1  # 1, less 0 at two layers
+    recall = figures.curve(figures.recalls, "plain", 0, None)
+    assert figures.over_fixed("plain", "rule", lambda name, seed: recall, 0, 2.0) == pytest.approx(0.95 - 0.5)
+    found = figures.curve(figures.recalls, "plain", 0, [np.array([0, 0]), np.array([0])])
+    assert found["fixed 1"] == pytest.approx(0.3) and figures.summary("plain", "rule")["recall"] == {
+        "b": [0.9],
+        "c": [1.0],
+    }
     path = tmp_path / "pairs.tsv"
     path.write_text('source\tsentence1\tsentence2\tscore\nx\ta "b\tc\t2.5\n')
     pairs = read_pairs(path)
