@@ -67,6 +67,7 @@ def timed(sources: Sources, work: Path, name: str, rules: dict[str, Rule], texts
     for _ in range(ROUNDS):
         for at, each in enumerate(inputs):
             for number, rule in enumerate(every.values()):  # the rules take turns
+                early_exit(served.segments(), rule, each)  # its weights are in the caches then, whatever ran before
                 begin = time.thread_time()  # not the clock, which counts other programs too
                 early_exit(served.segments(), rule, each)
                 seconds[number, at] = min(seconds[number, at], time.thread_time() - begin)
