@@ -63,11 +63,14 @@ def timed(sources: Sources, work: Path, name: str, rules: dict[str, Rule], texts
     inputs = [served.encode([text]).batch(slice(None)) for text in texts]
     fixed = {f"fixed {layer}": FixedExit(k) for k, layer in enumerate(run.exits[:-1])}
     every = fixed | {f"fixed {run.exits[-1]}": NeverExit()} | rules
+    rules_in_turn, random = [*every.values()], np.random.default_rng(0)
     seconds = np.full((len(every), len(inputs)), np.inf)
     for _ in range(ROUNDS):
         for at, each in enumerate(inputs):
-            for number, rule in enumerate(every.values()):  # the rules take turns
-                early_exit(served.segments(), rule, each)  # its weights are in the caches then, whatever ran before
+            # The rules take turns, in a new order each time: how warm the caches are depends on what ran before.
+            for number in random.permutation(len(every)):
+                rule = rules_in_turn[number]
+                early_exit(served.segments(), rule, each)
                 begin = time.thread_time()  # not the clock, which counts other programs too
                 early_exit(served.segments(), rule, each)
                 seconds[number, at] = min(seconds[number, at], time.thread_time() - begin)
