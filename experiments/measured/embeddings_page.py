@@ -20,6 +20,7 @@ from mini_ee.experiments.measured.embeddings_runs import (
     LEAST_COSINES,
     ONE_DEPTHS,
     SEEDS,
+    TRAININGS,
     Evaluated,
     every_run,
     trained,
@@ -29,6 +30,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.methods.embedding_maps_rule import Similarity
 from mini_ee.rules import FixedExit, NeverExit, Policy, Rule
+from mini_ee.training.method import load_method
 
 TIMED, ROUNDS = 60, 3  # texts, and times that each is run
 
@@ -90,6 +92,7 @@ NAMES = {
 }
 PICTURE = "embeddings.png"
 MARGIN = 0.001  # smaller differences count for nothing
+NEARLY = 0.02  # layers; of a rule that chooses the same exit for nearly every text
 
 PAGE_TEXT = """# Embeddings at each depth
 
@@ -102,12 +105,16 @@ deviation over seeds, of which there are {seeds}.
 |---|---|---|---|---|---|
 {main}
 
-*Layers* is the mean number of layers that a text runs. *Time* is that of one text in ONNX Runtime, relative to the
-full model. *Spearman* is the correlation of the cosines of pairs with their gold scores, on average over six sets.
-*Recall of neighbours* is the share of the full model's ten nearest documents that are found, on average over three
-sets. *Cosine* is the mean cosine to the full model's embedding. Both texts of a pair have the same depth or rule; so
-do queries and documents. A *map* is a linear map from the pooled hidden state to the embedding. An adaptive rule
-chooses the depth for each text; the table shows its setting whose mean number of layers is nearest to {half}.
+*Layers* is the mean number of layers that a text of a pair runs. *Time* is that of one text in ONNX Runtime, relative
+to the full model. *Spearman* is the correlation of the cosines of pairs with their gold scores, on average over six
+sets. *Recall of neighbours* is the share of the full model's ten nearest documents that are among the ten nearest
+found, on average over three sets. *Cosine* is the mean cosine to the full model's embedding. A *map* is a linear map
+from the pooled hidden state to the embedding. 2DMSE (2D Matryoshka sentence embeddings) and Starbucks train an encoder
+for all depths at once. With a fixed depth, both texts of a pair stop at the same layer, and so do queries and
+documents. With an adaptive rule, each text stops where the rule says; the table shows the setting whose mean number of
+layers is nearest to {half}. The rule `similarity` stops if the cosine of the embedding and that of the exit before is
+at least the number given, so never at layer 1. The rule `predictor` stops if a learned network predicts that the cosine
+to the full embedding is above the number given; only maps have such networks.
 
 ![Mean Spearman correlation against the mean number of layers]({picture})
 
@@ -117,8 +124,8 @@ chooses the depth for each text; the table shows its setting whose mean number o
 
 ## Differences
 
-Differences of the mean Spearman correlation are in points, with a {level:g} % interval over seeds and pairs. The
-verdicts count a difference as better or worse if its whole interval is more than {margin:.1f} points from 0.
+Differences are in points, with a {level:g} % interval over seeds and pairs or queries. The verdicts count a difference
+as better or worse if its whole interval, before it is rounded, is more than {margin:.1f} points from 0.
 
 **Training for every depth, minus training for one depth**
 
@@ -129,8 +136,6 @@ verdicts count a difference as better or worse if its whole interval is more tha
 **Adaptive depth, minus a fixed depth of the same encoder.** The figures of fixed depths are interpolated to the mean
 number of layers of the adaptive rule.
 
-| embedding | rule | layers | time | Spearman | difference | interval |
-|---|---|---|---|---|---|---|
 {adaptive}
 
 ## Each set
@@ -147,20 +152,24 @@ Recall of the full model's ten nearest documents, the mean over seeds.
 
 - Training: {trained_on:,} texts of the train files of SICK-R and SST-2, without labels. The held-out texts and the
   order differ between seeds. The loss of every training is 1 - cosine to the embedding of the original encoder. Maps
-  are trained for 20 epochs on a frozen encoder. Encoders: {encoders}; the learning rate was chosen on held-out texts.
+  are trained on a frozen encoder, for {map_epochs} epochs with the learning rate {map_lr:g}. Encoders are trained for
+  {epochs} epochs with the learning rate {lr:g}, which was chosen on held-out texts.
 - 2DMSE and Starbucks are trained as in their papers, with two differences: all embeddings have the full size, and the
   target is the original encoder's embedding instead of labelled pairs (`mini_ee/baselines/matryoshka_2d.py`,
   `starbucks.py`). A model for one depth (`one_depth.py`) has the same settings and texts. The training is short, and
   longer training may change the verdicts.
-- The rule `similarity` stops if the cosine of the embeddings of two exits is large enough. The rule `predictor` stops
-  if a learned network predicts a large enough cosine to the full embedding (`cosine_predictor.py`).
 - Sets: all pairs of STS 2012 to 2016 and of SICK-R's test file. Queries are drawn from dev or test, documents from
-  train. Nothing was chosen on these sets. The same texts of SST-2 may be documents and training texts.
-- Intervals: percentile bootstrap with {resamples} resamples of seeds and pairs, the same pairs on both sides.
+  train. Nothing was chosen on these sets. Some documents of SST-2 may also be training texts.
+- Intervals: percentile bootstrap with {resamples} resamples of seeds and of pairs or queries, the same on both sides.
 - Time: processor time of {timed} texts with batch size 1 and one thread. The texts are drawn from all pairs with seed
-  0, and for each text the fastest of {rounds} rounds counts. Models for one depth were not timed: the table shows the
-  time of Starbucks at the same depth. The full model takes {full_ms:.1f} ms.
+  0. In each of {rounds} rounds a text is run twice under each rule, in random order, and the second run is timed; the
+  fastest counts.
+  Models for one depth were not timed: the table shows the time of Starbucks at the same depth. The full model takes
+  {full_ms:.1f} ms.
 """
+
+ADAPTIVE_COLUMNS = ["embedding", "rule", "layers, pairs", "time", "Spearman", "difference", "interval"]
+ADAPTIVE_COLUMNS += ["layers, retrieval", "recall, difference", "interval"]
 
 
 def percent(values: list[float]) -> str:
@@ -247,39 +256,62 @@ def verdicts(figures: dict) -> list[str]:
             f"{values}. {NAMES[name]} is better at {better} and worse at {worse} of {len(some)} depths."
             + (" It has one seed, so the interval is over pairs of texts alone." if figures["seeds"][name] == 1 else "")
         )
-    groups = [(name, kind) for name in ADAPTIVE for kind in ("similarity", "predictor")]
-    lines, total, better_in_all = [], 0, 0
-    for name, kind in groups:
-        some = [value for key, value in differences.items() if key.startswith(f"{name}/{kind}")]
-        if some:
-            better, worse = counted(some)
-            total, better_in_all = total + len(some), better_in_all + better
-            lines.append(f"{NAMES[name]}, rule {kind}: better at {better}, worse at {worse} of {len(some)}")
-    word = "holds" if 2 * better_in_all > total else "does not hold"
+    similarity, recall = (adaptive_differences(figures, key) for key in ("", "recall "))
+    (better, worse), (found_more, found_less) = counted(similarity.values()), counted(recall.values())
+    word = "holds" if 2 * better > len(similarity) else "does not hold"
     found.append(
-        f'- **"Adaptive depth beats fixed depth" {word}.** It is better at {better_in_all} of {total} settings. Each '
-        f"is compared with a fixed depth of the same encoder and the same mean number of layers. "
-        f"Settings by encoder and rule: {'; '.join(lines)}."
+        f'- **"Adaptive depth beats fixed depth" {word}.** Each of {len(similarity)} settings is compared with a fixed '
+        f"depth of the same encoder and the same mean number of layers. The Spearman correlation is better at {better} "
+        f"and worse at {worse} of them, the recall of neighbours better at {found_more} and worse at {found_less}."
+        f"{_same_layer(figures)}"
     )
     return [textwrap.fill(each, 118, subsequent_indent="  ", break_on_hyphens=False) for each in found]
 
 
+def adaptive_differences(figures: dict, key: str) -> dict[str, list[float]]:
+    """RUN/RULE -> difference from fixed depths and its interval. key: `` for Spearman correlations, or `recall `."""
+    return {
+        f"{name}/{label}": figures["differences"][f"{key}{name}/{label}"]
+        for name in ADAPTIVE
+        for label in rules_of(figures, name)
+    }
+
+
+def _same_layer(figures: dict) -> str:
+    """How many adaptive settings choose nothing: their mean number of layers is that of an exit, within NEARLY."""
+    layers = [layers_of(figures, name, label) for name in ADAPTIVE for label in rules_of(figures, name)]
+    same = sum(min(abs(each - layer) for layer in figures["exits"]) < NEARLY for each in layers)
+    return f" At {same} settings nearly every text of a pair stops at the same layer." if same else ""
+
+
 def answer(figures: dict) -> str:
-    """The answer in three sentences."""
-    first, full = ONE_DEPTHS[0], score_of(figures, "plain", f"fixed {figures['exits'][-1]}")
+    """Which embedding after the first layer, whether it is the best elsewhere, and whether adaptive depth pays."""
+    (first, later), full = ONE_DEPTHS, score_of(figures, "plain", f"fixed {figures['exits'][-1]}")
     label = f"fixed {first}"
     names = ("plain", "maps", f"one-depth-{first}", "2dmse", "starbucks")
-    plain, maps, alone, twodmse, starbucks = (f"{score_of(figures, name, label) / full:.1%}" for name in names)
-    settings = [value for key, value in figures["differences"].items() if " " in key]  # of adaptive rules
-    better, worse = counted(settings)
+    plain, maps, alone, twodmse, starbucks = (_share(score_of(figures, name, label) / full) for name in names)
+    map_later, alone_later = (
+        100 * score_of(figures, name, f"fixed {later}") for name in ("maps", f"one-depth-{later}")
+    )
+    recall = 100 * np.mean([*figures["quality"]["maps"][label]["recall"].values()])
+    settings, recalls = (adaptive_differences(figures, key).values() for key in ("", "recall "))
+    (better, worse), (found_more, found_less) = counted(settings), counted(recalls)
     return (
         f"A sentence encoder may stop after layer {first} of {figures['exits'][-1]}. With a linear map there, a frozen "
         f"encoder (`mini-ee train embedding-maps`) keeps {maps} of the full model's Spearman correlation in "
-        f"{time_of(figures, 'maps', label):.0%} of its time. Without the map it keeps {plain}. An encoder that is "
-        f"trained for this depth alone keeps {alone}, with Starbucks {starbucks} and with 2DMSE {twodmse}. A rule can "
-        f"also choose the depth text by text. This scores higher than a fixed depth with as many layers at {better} of "
-        f"{len(settings)} settings, and lower at {worse}."
-    )
+        f"{time_of(figures, 'maps', label):.0%} of its time. It finds {recall:.1f} % of the full model's nearest "
+        f"neighbours. Without the map it keeps {plain} of the correlation. An encoder that is trained for this depth "
+        f"alone keeps {alone}. Encoders that are trained for all depths at once keep {starbucks} (Starbucks) and "
+        f"{twodmse} (2DMSE). After layer {later}, an encoder trained for it alone has a correlation of "
+        f"{alone_later:.1f} %, the map {map_later:.1f} %. A rule can also choose the depth text by text. Compared with "
+        f"a fixed depth with as many layers, the correlation is then higher at {better} of {len(settings)} settings "
+        f"and lower at {worse}. The share of neighbours that are found is higher at {found_more} and lower at "
+        f"{found_less}."
+    ).replace("% of its", " % of its")
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
 
 
 def set_table(figures: dict, key: str, sizes: dict[str, str]) -> str:
@@ -307,15 +339,17 @@ def page(figures: dict) -> str:
         for label in rules_of(figures, name):
             score = percent(figures["quality"][name][label]["spearman"])
             numbers = [f"{layers_of(figures, name, label):.2f}", f"{100 * time_of(figures, name, label):.0f}", score]
-            adaptive.append([NAMES[name], label, *numbers, *points(differences[f"{name}/{label}"])])
+            numbers += points(differences[f"{name}/{label}"])
+            numbers.append(f"{np.mean(figures['quality'][name][label]['retrieval layers']):.2f}")
+            adaptive.append([NAMES[name], label, *numbers, *points(differences[f"recall {name}/{label}"])])
     pairs = {name: f"{count:,} pairs" for name, count in figures["pairs"].items()}
     retrieval = {name: f"{q:,} queries in {d:,}" for name, (q, d) in figures["retrieval"].items()}
-    rows = {"main": main_rows(figures), "one_depth": one_depth, "adaptive": adaptive}
+    rows = {"main": main_rows(figures), "one_depth": one_depth}
     fields = {key: "\n".join(markdown_table([""], each)[2:]) for key, each in rows.items()}
+    fields["adaptive"] = "\n".join(markdown_table(ADAPTIVE_COLUMNS, adaptive))
     fields |= {"sets": set_table(figures, "sets", pairs), "recalls": set_table(figures, "recall", retrieval)}
     fields |= {"answer": answer(figures), "verdicts": "\n".join(verdicts(figures)), "picture": PICTURE}
     fields |= {"made_by": made_by_measuring("embeddings").removeprefix("Made by "), "layers": figures["exits"][-1]}
-    encoders = ", ".join(f"{name} {value:g}" for name, value in ENCODERS.items())
     fields |= {
         "seeds": seeds_line(figures),
         "half": f"{figures['exits'][-1] / 2:g}",
@@ -323,7 +357,9 @@ def page(figures: dict) -> str:
         "margin": 100 * MARGIN,
     }
     fields["full_ms"] = figures["times"]["starbucks"][f"fixed {figures['exits'][-1]}"]
-    fields |= {"trained_on": figures["trained_on"], "encoders": encoders, "margin": 100 * MARGIN}
+    fields |= {"trained_on": figures["trained_on"]} | ENCODERS
+    of_maps = load_method(TRAININGS["maps"][0]).defaults["embeddings"]
+    fields |= {"map_epochs": of_maps["epochs"], "map_lr": of_maps["head_lr"]}
     return wrapped(PAGE_TEXT.format(**fields, resamples=RESAMPLES, timed=TIMED, rounds=ROUNDS))
 
 
