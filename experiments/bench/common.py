@@ -41,25 +41,27 @@ def medians(runs: list[Callable], name: str, rest: float = 0.0, seconds_a_case: 
     """Median seconds of each function. They run in turns, after a warm-up, for at least MIN_ROUNDS and seconds_a_case.
 
     In its turn, a function runs twice, and the second call is timed: then its weights are in the caches again, as if
-    one model runs alone. rest: seconds to wait before each turn. If engines differ, the threads of the engine before
+    one model runs alone. How warm the caches are still depends a little on the function before, so each round has
+    another order. rest: seconds to wait before each turn. If engines differ, the threads of the engine before
     may still be spinning. On a GPU, a call lasts until the GPU has finished.
     """
     finish = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     for _ in range(WARM_ROUNDS):
         for run in runs:
             run()
-    seconds = [[] for _ in runs]
+    seconds, random = [[] for _ in runs], np.random.default_rng(0)
     begin = time.perf_counter()
     with tqdm(desc=name, unit="round", delay=2, leave=False) as bar:
         while len(seconds[0]) < MIN_ROUNDS or time.perf_counter() - begin < seconds_a_case:
-            for run, times in zip(runs, seconds):
+            for number in random.permutation(len(runs)):
+                run = runs[number]
                 time.sleep(rest)
                 run()
                 finish()
                 start = time.perf_counter()
                 run()
                 finish()
-                times.append(time.perf_counter() - start)
+                seconds[number].append(time.perf_counter() - start)
             bar.update()
     return [float(np.median(times)) for times in seconds]
 

@@ -195,11 +195,22 @@ def test_a_methods_rule_is_evaluated_at_each_exit_and_its_decision_is_not_used(m
     assert exits == [0, 1] and set(result.exit_index.tolist()) == {1}
 
 
-def test_a_benchmark_runs_each_twice_in_its_turn_and_times_it_warm(monkeypatch):
-    calls, clock = [], iter(range(10_000))
-    monkeypatch.setattr(common.time, "perf_counter", lambda: float(next(clock)))
-    common.medians([lambda: calls.append("a"), lambda: calls.append("b")], "case", seconds_a_case=0.0)
-    assert calls == ["a", "b"] * common.WARM_ROUNDS + ["a", "a", "b", "b"] * common.MIN_ROUNDS
+def test_a_benchmark_runs_each_twice_in_its_turn_in_changing_order_and_times_it_warm(monkeypatch):
+    calls, now = [], [0.0]
+    costs = {"a": (5.0, 1.0), "b": (50.0, 20.0)}  # of the first call of a turn, and of the second one
+
+    def run(name):
+        calls.append(name)
+        now[0] += costs[name][calls[-2:] == [name, name]]
+
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(common.time, "sleep", lambda seconds: calls.append("-"))
+    found = common.medians([partial(run, "a"), partial(run, "b")], "case", seconds_a_case=0.0)
+    assert found == [1.0, 20.0]
+    first, text = 2 * common.WARM_ROUNDS, "".join(calls)
+    rounds = [text[at : at + 6] for at in range(first, len(text), 6)]
+    assert text[:first] == "ab" * common.WARM_ROUNDS and len(rounds) == common.MIN_ROUNDS
+    assert set(rounds) == {"-aa-bb", "-bb-aa"}
 
 
 def test_bench_sgmv_measures_time_and_weights(capsys, monkeypatch):
