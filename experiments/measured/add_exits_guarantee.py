@@ -42,7 +42,7 @@ class Pool:
         self.folder, self.texts, self.task = model.folder, model.texts[:POOL], model.task
         backbone = load_backbone(model.folder)
         layers = backbone.config.num_hidden_layers
-        self.exits = even_exits(layers, adding.MOST_TRAINED + 1)
+        self.exits = even_exits(layers, min(adding.MOST_TRAINED + 1, layers))
         network = FrozenClassifier(backbone, self.exits, self.task.num_labels, "mean")
         self.encoded = encode(Tokenizer.from_folder(model.folder, None), self.texts, backbone)
         found = RowData(self.encoded, np.zeros(len(self.texts), np.int64), self.task).states(network)
@@ -89,7 +89,7 @@ def repetition(pool: Pool, out: Path, seed: int) -> dict:
     for folder in (out, out / "run.training"):
         shutil.rmtree(folder, ignore_errors=True)
     observer, count = Observer(), max(int(adding.TRAINED * DRAWN), DRAWN - 2 * adding.TEST_ROWS)
-    of_pool = patch.object(RowData, "states", lambda data, network: pool.states_of(data, network))
+    of_pool = patch.object(RowData, "states", lambda data, network, *_: pool.states_of(data, network))
     no_wait = patch.object(os, "fsync", lambda file: None)  # do not wait for the disk: runs are temporary
     with patch.object(row_unit, "default_rule", observer), of_pool, no_wait:
         adding._trained(pool.folder, task, out, count, AddOptions(), seed, lambda line: None)
