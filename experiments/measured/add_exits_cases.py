@@ -12,7 +12,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,7 @@ AGREEMENT, BATCH = 0.99, 32
 EXIT_0 = {"task": ("SST-2", "TREC"), "model": "MiniLM", "texts": 3_000}
 KEPT, COMPARED = ("SST-2", "MiniLM", 3_000), 1_000  # the call with seed 0 whose export is kept
 SERVED, SHADOW, REQUESTS = {"SST-2": "dev", "MR": "test", "TREC": "train"}, 0.5, 800
-DIGITS = 5
+DIGITS, MEMORY = 5, "SST-2"
 
 
 def stored(work: Path, name: str, measure: Callable[[], dict]) -> dict:
@@ -51,17 +53,20 @@ def stored(work: Path, name: str, measure: Callable[[], dict]) -> dict:
 
 # ---- One call of add-exits ----
 def call(model: FineTuned, out: Path, count: int, seed: int, *options) -> dict:
-    """Run `mini-ee add-exits` in its own process: texts, minutes of processor time, minutes, and peak memory in MB."""
+    """Run `mini-ee add-exits` in its own process: texts, minutes of processor time, and peak memory in MB."""
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     texts = out.with_suffix(".jsonl")
     found = model.write_texts(texts, count)
     command = ["add-exits", model.folder, "--text", texts, "--out", out, "--seed", seed, "--threads", 1, *options]
-    begin = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "mini_ee", *map(str, command), "--json"], stdout=subprocess.DEVNULL
     )
-    _, status, used = os.wait4(process.pid, 0)
+    ended, peak = 0, 0
+    while not ended:
+        time.sleep(0.05)
+        peak = max(peak, peak_memory(process.pid))
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
@@ -69,9 +74,16 @@ def call(model: FineTuned, out: Path, count: int, seed: int, *options) -> dict:
     return {
         "texts": found,
         "processor_minutes": round(seconds / 60, 3),
-        "minutes": round((time.perf_counter() - begin) / 60, 3),
-        "peak_mb": round(used.ru_maxrss / 1024),
+        "peak_mb": round(peak),
     }
+
+
+def peak_memory(pid: int) -> float:
+    """Megabytes of a process; 0 if it has ended. (Its resource usage would count this process, too: it was forked.)"""
+    with suppress(OSError):
+        if found := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
+            return int(found[1]) / 1024
+    return 0.0
 
 
 def tested(model: FineTuned, out: Path) -> dict:
@@ -149,6 +161,20 @@ def model_cases(sources: Sources, work: Path, seeds=range(SEEDS)) -> dict:
         for count in counts
     ]
     return {"models": found}
+
+
+def memory_cases(sources: Sources, work: Path) -> dict:
+    """Peak memory of the command, of each model with the fewest and with the most texts of a task."""
+
+    def measure(name: str, count: int) -> dict:
+        out = work / "calls" / "memory"
+        found = call(fine_tuned(sources, work, MEMORY, name, 0), out, count, 0)
+        shutil.rmtree(out)
+        return {"model": name, "texts": found["texts"], "peak_mb": found["peak_mb"]}
+
+    few, *_, many = COUNTS[MEMORY]
+    some = [(name, count) for name in MODELS for count in (few, many)]
+    return {"memory": [stored(work, f"memory {name} {count}", partial(measure, name, count)) for name, count in some]}
 
 
 def exit_0_cases(sources: Sources, work: Path, seeds=range(SEEDS)) -> dict:

@@ -5,33 +5,37 @@ page shows how many seeds each figure has.
 """
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
-from mini_ee.evaluation.plots import can_draw, new_figure, new_panels, save_figure
-from mini_ee.experiments.markdown import made_by_measuring, markdown_table, wrapped
+from mini_ee.experiments.markdown import listed, made_by_measuring, markdown_table, wrapped
 from mini_ee.experiments.measured import MADE
 from mini_ee.experiments.measured.add_exits_cases import (
     AGREEMENT,
     COUNTS,
     KEPT,
+    MEMORY,
     REQUESTS,
     SHADOW,
     exit_0_cases,
+    memory_cases,
     model_cases,
     same_labels,
     shifts,
 )
 from mini_ee.experiments.measured.add_exits_guarantee import OF, guarantee
+from mini_ee.experiments.measured.add_exits_pictures import column, draw, grouped, largest
 from mini_ee.experiments.measured.fine_tuning import MODELS, SEEDS, TASKS
 from mini_ee.experiments.measured.one_file import EXITS, TOKENS, one_file
 
+__all__ = ["PAGE_TEXT", "PARTS", "draw", "page"]
 BAR = 0.03  # largest difference between the time at an exit and its share of the layers
 
 PARTS = {
     "models": model_cases,
+    "memory": memory_cases,
     "exit-0": exit_0_cases,
     "same-labels": same_labels,
     "guarantee": guarantee,
@@ -52,9 +56,9 @@ test whose prediction equals that of the model as transformers computes it. On S
 numbers agree if they differ by at most a tenth of the standard deviation of the model's numbers. *Score* is the
 accuracy, for SICK-R the Spearman correlation times 100. *Time* is that of model.onnx at batch size 1 on one thread, in
 percent of the same model without exits. *Guaranteed* counts the seeds with which the command guarantees the agreement.
-*Minutes* are processor time of the whole command, *memory* is its peak. After ± is the standard deviation over seeds; a
-figure without it has one seed. {not_paid} Other pages have other figures for these tasks, because there the exits are
-trained with labels, most of them together with the model.
+*Minutes* are processor time of the whole command. {memory} ± is the standard deviation over seeds. There
+are {examples}. {not_paid} Other pages train the exits with labels, mostly together with the model, so they have other
+figures for these tasks.
 
 ![Agreement against layers saved, a panel per task](add-exits.png)
 
@@ -74,11 +78,12 @@ thresholds that the command chose on its own texts.
 ## Is the guarantee violated?
 
 `add-exits` guarantees an agreement of at least {agreement} with 95 % confidence for texts like those that it was given.
-Here {repetitions} repetitions each draw {drawn:,} of {pool:,} texts of SST-2, train heads on {model} and choose
-thresholds. The agreement is measured on all other texts. The guarantee is violated if it is given and the agreement is
-lower than guaranteed; 5 % of the guarantees may be. The interval is the 95 % interval of Clopper and Pearson. In the
-rows *no test* we leave out the statistical test on purpose: the thresholds only have to reach the agreement on the test
-texts themselves. These rows show that the measurement would find such a mistake.
+Here {repetitions} repetitions each draw {drawn:,} of the same {pool:,} texts of SST-2, train heads on {model} and
+choose thresholds. The agreement is measured on all other texts. A guarantee is violated if this agreement is lower than
+guaranteed. At most 5 % of the guarantees should be violated. The interval is the 95 % interval of Clopper and Pearson;
+the repetitions share texts, so it is slightly too narrow. The rows *no test* leave out the statistical test on
+purpose: the thresholds only have to reach the agreement on the texts that choose them. If many more of these
+guarantees are violated, the measurement would notice a missing test.
 
 {guarantee}
 
@@ -86,8 +91,9 @@ texts themselves. These rows show that the measurement would find such a mistake
 
 Heads and thresholds come from {kept_texts:,} texts of SST-2 ({kept_model}, agreement {agreement}). `mini-ee serve
 --shadow {shadow}` then answers {requests} texts, one after the other, of the dev set of SST-2, of MR (whole sentences
-of film reviews, among them those of SST-2's phrases) and of TREC (questions). With `--tighten`, thresholds are raised
-while the agreement is below `--epsilon {agreement}`.
+of film reviews, among them those of SST-2's phrases) and of TREC (questions). `--shadow {shadow}` also runs this share
+of the requests without exits, so that the agreement is known for them. With `--tighten`, the server raises thresholds
+once a statistical test on these requests shows that the agreement is below `--epsilon {agreement}`.
 
 {shift}
 
@@ -122,8 +128,8 @@ chose (`--exits 0,...`), with agreement {agreement}, {exit_0_texts} texts and {k
 
 {fine_tuning}
 - Texts without labels: examples of the train file that the fine-tuning did not use, without their labels and without
-  repeats. TREC, MRPC and SICK-R are small, so both parts are small. The built-in BERT was pretrained on texts of
-  SST-2, TREC and MRPC, without labels.
+  repeats. The train files of TREC, MRPC and SICK-R are small, so there are few examples for the fine-tuning and few
+  texts for the command. The built-in BERT was pretrained on texts of SST-2, TREC and MRPC, without labels.
 - SST-2 has phrases in train and whole sentences in dev. So dev is not quite like the texts that choose the thresholds.
 - The table reports dev of SST-2, MRPC and SICK-R and test of TREC, without examples whose text is in train.
 - {machine}
@@ -143,30 +149,11 @@ def number(values: Iterable[float], digits: int = 1) -> str:
     return f"{shown} ± {np.std(found, ddof=1):.{digits}f}" if len(found) > 1 else shown
 
 
-def column(cases: list[dict], name: str) -> list:
-    """One figure of all cases."""
-    return [each[name] for each in cases]
-
-
-def grouped(cases: list[dict], *names: str) -> dict[tuple, list[dict]]:
-    """Cases that have these figures in common."""
-    found: dict[tuple, list[dict]] = {}
-    for each in cases:
-        found.setdefault(tuple(each[name] for name in names), []).append(each)
-    return found
-
-
-def largest(cases: list[dict]) -> list[dict]:
-    """Of each task, model and seed the case with most texts."""
-    groups = grouped(cases, "task", "model", "seed").values()
-    return [max(group, key=lambda each: each["texts"]) for group in groups]
-
-
 # ---- Tables ----
 def models_table(cases: list[dict]) -> str:
     """One row per task, model and number of texts."""
     titles = ["task", "model", "texts", "seeds", "agreement, %", "score of the model", "score with exits"]
-    titles += ["layers saved, %", "time, %", "guaranteed", "minutes", "memory, MB"]
+    titles += ["layers saved, %", "time, %", "guaranteed", "minutes"]
     order = {name: at for at, name in enumerate((*TASKS, *MODELS))}
     rows = []
     groups = grouped(cases, "task", "model", "wanted")
@@ -175,7 +162,7 @@ def models_table(cases: list[dict]) -> str:
         row = [task, model, f"{max(column(some, 'texts')):,}", len(some), percent(column(some, "agreement"))]
         row += [percent(column(some, key)) for key in ("score", "score_with_exits", "layers_saved")]
         row += [percent(column(some, "time"), 0), f"{sum(column(some, 'guaranteed'))} of {len(some)}"]
-        rows.append([*row, number(column(some, "processor_minutes")), number(column(some, "peak_mb"), 0)])
+        rows.append([*row, number(column(some, "processor_minutes"))])
     return "\n".join(markdown_table(titles, rows))
 
 
@@ -235,24 +222,25 @@ def with_first(found: list[dict]) -> list[dict]:
 
 # ---- Sentences ----
 def answer(figures: dict) -> str:
-    """The page in three sentences."""
+    """What is saved and what stays the same, how often the guarantee is violated, and what other texts change."""
     best = largest(figures["models"])
-    saved, agreement = (
-        [float(np.mean(column(some, key))) for some in grouped(best, "task", "model").values()]
-        for key in ("layers_saved", "agreement")
-    )
-    changes = [each["score_with_exits"] - each["score"] for each in best]
+    paid = {task: some for (task,), some in grouped(best, "task").items() if any(column(some, "pays"))}
+    groups = grouped([each for some in paid.values() for each in some], "task", "model").values()
+    saved, agreement = ([float(np.mean(column(some, key))) for some in groups] for key in ("layers_saved", "agreement"))
+    never = [task for task in dict.fromkeys(column(best, "task")) if task not in paid]
+    refused = f" On {listed(never)} exits do not pay, so it exports nothing." if never else ""
+    changes = [0.0, *(each["score_with_exits"] - each["score"] for each in best)]
     given = [each for each in figures["guarantee"]["levels"] if not each["planted"] and each["level"] == AGREEMENT]
     (level,) = given
     away = {each["task"]: each for each in figures["shift"] if not each["tighten"]}
     return (
-        f"On {len({each['task'] for each in best})} tasks and {len({each['model'] for each in best})} models, "
-        f"`mini-ee add-exits` saves {100 * min(saved):.0f} to {100 * max(saved):.0f} % of the layers at its default "
-        f"agreement of {100 * AGREEMENT:.0f} %, with the largest number of texts. On dev or test, "
-        f"{100 * min(agreement):.1f} to {100 * max(agreement):.1f} % of the predictions stay the same. With a single "
-        f"seed, scores change by {100 * min(changes):+.1f} to {100 * max(changes):+.1f} points. "
-        f"In {level['repetitions']} repetitions with new texts and new heads, the guaranteed agreement was violated "
-        f"{level['broken']} times. "
+        f"On {listed([*paid])}, `mini-ee add-exits` saves {100 * min(saved):.0f} to {100 * max(saved):.0f} % of the "
+        f"layers at its default agreement of {100 * AGREEMENT:.0f} %, with the largest number of texts and two models. "
+        f"On dev or test, {100 * min(agreement):.1f} to {100 * max(agreement):.1f} % of the predictions stay the same."
+        f"{refused} In no single training does the score fall by more than {-100 * min(changes):.1f} points or rise by "
+        f"more than {100 * max(changes):.1f}. On SST-2, we repeated the command {level['repetitions']} times with "
+        f"newly drawn texts. The agreement was below the guaranteed {100 * AGREEMENT:.0f} % in {level['broken']} "
+        f"repetitions; {0.05 * level['repetitions']:.0f} are allowed. "
         f"The guarantee covers only texts like those that were given. With thresholds from SST-2, the agreement is "
         f"{100 * away['MR']['served_agreement']:.1f} % on MR and {100 * away['TREC']['served_agreement']:.1f} % on "
         f"TREC. Of the layers, {100 * away['MR']['served_saved']:.0f} and {100 * away['TREC']['served_saved']:.0f} % "
@@ -263,8 +251,14 @@ def answer(figures: dict) -> str:
 def not_paid_text(cases: list[dict]) -> str:
     """The calls that left the model as it is."""
     left = [each for each in cases if not each["pays"]]
-    named = ", ".join(dict.fromkeys(f"{each['task']} with {each['model']}" for each in left))
-    where = f" ({named}). Then it exports nothing, and the table shows 0 % saved" if left else ""
+    counts = Counter(f"{each['task']} with {each['model']} and {each['texts']:,} texts" for each in left)
+    named = ", ".join(f"{count} of {name}" for name, count in counts.items())
+    where = (
+        f": {named}. Then it exports nothing. For these calls the table shows an agreement of 100 %, 0 % saved and a "
+        f"time of 100 %, because the model runs as it is; a guarantee may have been found, but not used"
+        if left
+        else ""
+    )
     missing = SEEDS * len(MODELS) * sum(map(len, COUNTS.values())) - len(cases)
     more = f" {missing} further calls, of other seeds among them, are not measured yet." if missing else ""
     return f"In {len(left)} of {len(cases)} calls the command finds that exits do not pay{where}.{more}"
@@ -291,10 +285,10 @@ def own_text(figures: dict) -> str:
     return (
         f"In all cases of the first table together, {sum(column(late, 'not_exited')):,} examples did not exit early. "
         f"Their logits differ from those of transformers by at most {max(column(late, 'largest_difference')):.1e} "
-        f'(float32). We also compared labels with those of transformers\' `pipeline("text-classification")`. Without '
-        f"exits (the rule `never`), model.onnx gives the same label for {same['never']:,} of {same['texts']:,} other "
-        f"texts of {same['task']}. With the exits of the command, it gives the same label for {same['chosen']:,}. The "
-        f"command refuses `--agreement 1`, because no test on texts can guarantee it."
+        f"(float32). We also took {same['texts']:,} more texts of {same['task']} and the model {same['model']}. With "
+        f"the exits switched off (the rule `never`), {same['never']:,} labels of model.onnx equal those of "
+        f'transformers\' `pipeline("text-classification")`. With the exits on, {same["chosen"]:,} do. The command '
+        f"refuses `--agreement 1`, because no test on texts can guarantee it."
     )
 
 
@@ -317,8 +311,8 @@ def shift_text(found: list[dict]) -> str:
         f"The agreement is below {AGREEMENT:.0%} on {', '.join(below) or 'none of them'}. "
         f"The layers saved are {100 * home['served_saved']:.1f} % on {home['task']}, {less}. Texts of another kind "
         f"exit after other layers, and the drift shows this without labels and without shadow requests. `--tighten` "
-        f"raised thresholds on {', '.join(tightened) or 'none of them'}: it waits until a statistical test shows that "
-        f"the agreement is too low."
+        f"raised thresholds on {', '.join(tightened) or 'none of them'}. Where the true agreement is too low and no "
+        f"threshold was raised, there were too few shadow requests for a significant test."
     )
 
 
@@ -329,8 +323,8 @@ def one_file_text(found: dict) -> str:
     verdict = "within" if abs(difference) <= BAR else "not within"
     return (
         f"The largest difference is {100 * difference:+.1f} points, after layer {worst['layer']}: {verdict} the target "
-        f"of {100 * BAR:.0f} points. All layers take {found['full_ms']:.0f} ms; the model exported without exits takes "
-        f"{found['plain_ms']:.0f} ms."
+        f"of {100 * BAR:.0f} points. With the rule `never`, the file takes {found['full_ms']:.0f} ms, which is 100 % "
+        f"in the table. The model exported without exits takes {found['plain_ms']:.0f} ms."
     )
 
 
@@ -351,7 +345,19 @@ def exit_0_text(found: list[dict]) -> str:
             f"On {task}, exit 0 changes the layers saved by {number(gains['layers_saved'])} points and the time by "
             f"{number(gains['time'])} points."
         )
-    return " ".join(lines)
+    return " ".join([*lines, "± is the standard deviation over seeds; a longer time is worse."])
+
+
+def memory_text(found: list[dict]) -> str:
+    """The peak memory of the command, by model and number of texts."""
+    peaks = [f"{each['peak_mb']:,} MB for {each['model']} and {each['texts']:,} texts" for each in found]
+    return f"Its peak memory on {MEMORY} is {listed(peaks)}."
+
+
+def examples_text(cases: list[dict]) -> str:
+    """The number of examples of dev or test of each task."""
+    counts = {each["task"]: each["examples"] for each in cases}
+    return listed([f"{count:,} examples of {task}" for task, count in counts.items()])
 
 
 def page(figures: dict) -> str:
@@ -371,6 +377,8 @@ def page(figures: dict) -> str:
         made_by=made_by_measuring("add-exits"),
         cores=f"Machine: {made['processor']}, {made['machine']} that other programs used as well; one thread, no GPU.",
         models=models_table(cases),
+        examples=examples_text(cases),
+        memory=memory_text(figures["memory"]),
         not_paid=not_paid_text(cases),
         texts=texts_text(cases),
         own=own_text(figures),
@@ -398,37 +406,3 @@ def page(figures: dict) -> str:
         machine=f"Fine-tuning and calls of the first table took {minutes:.0f} minutes of processor time in all.",
     )
     return wrapped(text)
-
-
-# ---- Pictures ----
-def draw(figures: dict, folder: Path) -> None:
-    """Both pictures, if matplotlib is installed."""
-    if not can_draw():
-        return
-    cases = [each for each in largest(figures["models"]) if each.get("curve")]
-    tasks = [task for task in TASKS if task in column(cases, "task")]
-    figure, panels = new_panels(len(tasks))
-    for axes, task in zip(panels, tasks):
-        _lines(axes, [each for each in cases if each["task"] == task], "model", list(MODELS))
-        axes.set_title(task)
-    panels[0].legend(frameon=False)
-    save_figure(figure, folder / "add-exits.png")
-    figure, axes = new_figure()
-    some = [each for each in figures["models"] if each.get("curve") and each["task"] == KEPT[0]]
-    _lines(axes, [each for each in some if each["model"] == KEPT[1]], "wanted", list(COUNTS[KEPT[0]]))
-    axes.set_title(f"{KEPT[0]}, {KEPT[1]}")
-    axes.legend(frameon=False, title="texts without labels")
-    save_figure(figure, folder / "add-exits-texts.png")
-
-
-def _lines(axes, cases: list[dict], name: str, values: list) -> None:
-    """A line per case, in the colour of its value of `name`; the chosen point is a star."""
-    named = set()
-    for each in cases:
-        colour = f"C{values.index(each[name])}"
-        label = None if each[name] in named else f"{each[name]:,}" if isinstance(each[name], int) else each[name]
-        named.add(each[name])
-        axes.plot(*zip(*[point[:2] for point in each["curve"]]), "-", linewidth=1.2, color=colour, label=label)
-        axes.plot(each["layers_saved"], each["agreement"], "*", markersize=11, color=colour)
-    axes.axhline(AGREEMENT, color="0.8", linewidth=1, zorder=0)
-    axes.set(xlabel="share of the layers saved", ylabel="agreement with the model", ylim=(0.9, 1.002))

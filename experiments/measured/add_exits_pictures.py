@@ -1,0 +1,60 @@
+"""The pictures of results/add-exits.md, and how its cases are grouped."""
+
+from pathlib import Path
+
+from mini_ee.evaluation.plots import can_draw, new_figure, new_panels, save_figure
+from mini_ee.experiments.measured.add_exits_cases import AGREEMENT, COUNTS, KEPT
+from mini_ee.experiments.measured.fine_tuning import MODELS, TASKS
+
+
+def column(cases: list[dict], name: str) -> list:
+    """One figure of all cases."""
+    return [each[name] for each in cases]
+
+
+def grouped(cases: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Cases that have these figures in common."""
+    found: dict[tuple, list[dict]] = {}
+    for each in cases:
+        found.setdefault(tuple(each[name] for name in names), []).append(each)
+    return found
+
+
+def largest(cases: list[dict]) -> list[dict]:
+    """Of each task, model and seed the case with most texts."""
+    groups = grouped(cases, "task", "model", "seed").values()
+    return [max(group, key=lambda each: each["texts"]) for group in groups]
+
+
+# ---- Pictures ----
+def draw(figures: dict, folder: Path) -> None:
+    """Both pictures, if matplotlib is installed."""
+    if not can_draw():
+        return
+    cases = [each for each in largest(figures["models"]) if each.get("curve")]
+    tasks = [task for task in TASKS if task in column(cases, "task")]
+    figure, panels = new_panels(len(tasks))
+    for axes, task in zip(panels, tasks):
+        _lines(axes, [each for each in cases if each["task"] == task], "model", list(MODELS))
+        axes.set_title(task)
+    panels[0].legend(frameon=False)
+    save_figure(figure, folder / "add-exits.png")
+    figure, axes = new_figure()
+    some = [each for each in figures["models"] if each.get("curve") and each["task"] == KEPT[0]]
+    _lines(axes, [each for each in some if each["model"] == KEPT[1]], "wanted", list(COUNTS[KEPT[0]]))
+    axes.set_title(f"{KEPT[0]}, {KEPT[1]}")
+    axes.legend(frameon=False, title="texts without labels")
+    save_figure(figure, folder / "add-exits-texts.png")
+
+
+def _lines(axes, cases: list[dict], name: str, values: list) -> None:
+    """A line per case, in the colour of its value of `name`; the chosen point is a star."""
+    named = set()
+    for each in cases:
+        colour = f"C{values.index(each[name])}"
+        label = None if each[name] in named else f"{each[name]:,}" if isinstance(each[name], int) else each[name]
+        named.add(each[name])
+        axes.plot(*zip(*[point[:2] for point in each["curve"]]), "-", linewidth=1.2, color=colour, label=label)
+        axes.plot(each["layers_saved"], each["agreement"], "*", markersize=11, color=colour)
+    axes.axhline(AGREEMENT, color="0.8", linewidth=1, zorder=0)
+    axes.set(xlabel="share of the layers saved", ylabel="agreement with the model", ylim=(0.9, 1.002))
