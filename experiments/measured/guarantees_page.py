@@ -15,13 +15,12 @@ from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, load_task
 from mini_ee.experiments.markdown import fold_sections, listed, made_by_measuring, markdown_table, wrapped
 from mini_ee.experiments.measured import repeated_trainings
-from mini_ee.experiments.trainings import Sources
+from mini_ee.experiments.trainings import Sources, trained
 from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule, Threshold
 from mini_ee.statistics import POWER, paired_p_values, share_interval
 from mini_ee.training.default_rule import default_rule, sweep
-from mini_ee.training.run_folder import Run, load_run
-from mini_ee.training.train_run import train
+from mini_ee.training.run_folder import Run
 
 SEED = 0
 EXITS = (2, 4, 6)
@@ -43,9 +42,8 @@ def trained_on_part(work: Path, sources: Sources, name: str, rows: int, most: in
     folder.mkdir(parents=True, exist_ok=True)
     for split, some in (("train", lines[:first]), ("dev", lines[first:][:most])):
         (folder / f"{split}.tsv").write_text("\n".join([header, *some]) + "\n")
-    if not (work / f"{name}-run").exists():
-        train("joint", sources.find("weights", "all-MiniLM-L6-v2"), folder, work / f"{name}-run", exits=EXITS)
-    return load_run(work / f"{name}-run"), load_task(folder).split("dev")
+    options = {"method": "joint", "model": "all-MiniLM-L6-v2", "task": folder, "exits": EXITS}
+    return trained(work / f"{name}-run", options, SEED, sources), load_task(folder).split("dev")
 
 
 def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int | None) -> Path:
@@ -173,13 +171,11 @@ def rows_by_bound() -> list[dict]:
 def measure_tasks(sources: Sources, work: Path) -> dict:
     """The default rule and `calibrate`, on rows drawn from each task."""
     found = {"tasks": [], "default": [], "calibrate": []}
-    for name, (trained, most, sizes) in TASKS.items():
-        with np.load(record_unseen(work, sources, name, trained, most)) as saved:
+    for name, (rows, most, sizes) in TASKS.items():
+        with np.load(record_unseen(work, sources, name, rows, most)) as saved:
             logits, labels = saved["logits"], saved["labels"]
         accuracy = (logits.argmax(-1) == labels[:, None]).mean(0)
-        found["tasks"].append(
-            {"task": name, "trained": trained, "recorded": len(labels), "accuracy": accuracy.tolist()}
-        )
+        found["tasks"].append({"task": name, "trained": rows, "recorded": len(labels), "accuracy": accuracy.tolist()})
         found["default"] += [resample(name, logits, labels, size) for size in sizes]
         found["calibrate"] += calibrated(name, logits)
     return found

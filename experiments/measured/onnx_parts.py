@@ -42,7 +42,7 @@ from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, media
 from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exit_at, exported
 from mini_ee.experiments.measured.command import answer_of_command, session_memory
 from mini_ee.experiments.measured.precision import precision
-from mini_ee.experiments.trainings import Sources
+from mini_ee.experiments.trainings import Sources, trained
 from mini_ee.export.row_segments import OrtModel
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.sessions import share_threads
@@ -73,7 +73,7 @@ def parity(sources: Sources, work: Path) -> list[dict]:
     for name, split in PARITY_SPLITS.items():
         rows = load_task(sources.find("data", name)).split(split)
         for method in tqdm(PARITY_METHODS, desc=name):
-            run = trained(sources, work / f"{method}-{name}", method, name, max_train=400, epochs=1)
+            run = trained_classifier(sources, work / f"{method}-{name}", method, name, max_train=400, epochs=1)
             with tempfile.TemporaryDirectory() as out:
                 mini_ee.export(run, f"{out}/exported", texts=rows.texts)
                 session = onnxruntime.InferenceSession(f"{out}/exported/model.onnx", providers=["CPUExecutionProvider"])
@@ -83,12 +83,9 @@ def parity(sources: Sources, work: Path) -> list[dict]:
     return found
 
 
-def trained(sources: Sources, folder: Path, method: str, task: str, **options):
-    """The run in a folder; it is trained if the folder does not exist."""
-    if not folder.exists():
-        model, data = sources.find("weights", MODEL), sources.find("data", task)
-        mini_ee.train(method, model, data, folder, exits=EXITS, **options)
-    return mini_ee.load_run(folder)
+def trained_classifier(sources: Sources, folder: Path, method: str, task: str, **options):
+    """The run in a folder; it is trained if the folder does not exist, and an interrupted training goes on."""
+    return trained(folder, {"method": method, "model": MODEL, "task": task, "exits": EXITS} | options, 0, sources)
 
 
 def compare(run, session, encoded, size: int) -> dict:
@@ -164,14 +161,14 @@ def price(sources: Sources, work: Path) -> dict:
     """The result of `mini-ee evaluate` with each kind of head."""
     found = {}
     for head in ("dense", "linear"):
-        run = trained(sources, work / f"{head}-heads", "joint", "TREC", head=head, max_train=2000, epochs=3)
+        run = trained_classifier(sources, work / f"{head}-heads", "joint", "TREC", head=head, max_train=2000, epochs=3)
         found[head] = evaluated(run.folder, sources.find("data", "TREC"))
     return found
 
 
 def end(sources: Sources, work: Path) -> list[dict]:
     """The results of `mini-ee evaluate` on an exported run."""
-    run = trained(sources, work / "end", "joint", "SST-2", max_train=6000, epochs=3)
+    run = trained_classifier(sources, work / "end", "joint", "SST-2", max_train=6000, epochs=3)
     with tempfile.TemporaryDirectory() as out:
         mini_ee.export(run, Path(out) / "exported")
         task = sources.find("data", "SST-2")
@@ -180,10 +177,7 @@ def end(sources: Sources, work: Path) -> list[dict]:
 
 def decoder(sources: Sources, work: Path) -> dict:
     """Generation with thresholds that give AGREEMENT on other texts; one text at a time, seconds per token."""
-    folder = work / "decoder"
-    if not folder.exists():
-        mini_ee.train("self-supervised", out=folder)
-    run = mini_ee.load_run(folder)
+    run = trained(work / "decoder", {"method": "self-supervised"}, 0, sources)
     model, backbone, middle = run.model, run.model.backbone, len(run.exits) // 2 - 1
     _, stories = read_stories(sources.find("data", "TinyStories") / "tinystories_sample.txt")
     texts = [" ".join(story.split()[:PROMPT_WORDS]) for story in stories[:STORIES]]

@@ -22,6 +22,7 @@ from mini_ee.exits.heads import VocabularyHead
 from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
 from mini_ee.experiments.measured import onnx_parts, page_of, serving_page
+from mini_ee.experiments.trainings import Sources
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import Threshold
 from mini_ee.training.method import load_method
@@ -298,14 +299,17 @@ def test_parity_counts_answers_of_the_graph_that_are_torchs(monkeypatch, checkpo
     monkeypatch.setattr(onnx_parts, "PARITY_METHODS", ("joint",))
     monkeypatch.setattr(onnx_parts, "EXITS", (1, 2, 3))
     monkeypatch.setattr(onnx_parts, "PARITY_SPLITS", {"words": "dev"})
-    sources = SimpleNamespace(find=lambda kind, name: {"weights": checkpoint_folder, "data": task_folder}[kind])
+    for name, folder in (("weights/all-MiniLM-L6-v2", checkpoint_folder), ("data/words", task_folder)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).symlink_to(folder)
+    sources = Sources(tmp_path, tmp_path / "work")
 
     def deeper_in_large_batches(*given):
         result = early_exit(*given)
         return result._replace(layers_run=result.layers_run + (len(result.layers_run) > 1))
 
     monkeypatch.setattr(onnx_parts, "early_exit", deeper_in_large_batches)
-    single, large = onnx_parts.PARTS["parity"](sources, tmp_path)["parity"]
+    single, large = onnx_parts.PARTS["parity"](sources, tmp_path / "work")["parity"]
     for case in (single, large):
         assert case["labels"] == case["rows"] == 20 and case["difference"] < 1e-4
     assert (single["batch"], single["layers"], large["batch"], large["layers"]) == (1, 20, 32, 0)
