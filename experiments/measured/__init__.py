@@ -48,7 +48,7 @@ def make_page(
         say(f"{name}: measuring {part}")
         _measure(part, module.PARTS[part], json_path, sources)
     figures = read_json(json_path)
-    missing = [part for part in parts if part not in figures]
+    missing = [part for part in parts if part not in figures[MADE]]
     if missing:
         say(f"{page_path} is not written yet; missing parts: {', '.join(missing)}")
     else:
@@ -62,7 +62,7 @@ def make_page(
 def page_of(name: str, figures: dict) -> str:
     """The whole page of the figures of all its parts."""
     module = _module(name)
-    return f"{module.page(figures).rstrip()}\n\n{_how_measured(list(module.PARTS), figures.get(MADE, {}))}"
+    return f"{module.page(figures).rstrip()}\n\n{_how_measured(list(module.PARTS), figures[MADE])}"
 
 
 def _module(name: str):
@@ -87,8 +87,8 @@ def _measure(name: str, part: Callable, json_path: Path, sources: Path | None) -
         "data": {each: _sha256(path) for (kind, each), path in read.found.items() if kind == "data"},
     }
     with FileLock(json_path.with_suffix(".lock")):
-        figures = read_json(json_path) if json_path.exists() else {}
-        write_json(json_path, figures | found | {MADE: figures.get(MADE, {}) | {name: made}})
+        figures = read_json(json_path) if json_path.exists() else {MADE: {}}
+        write_json(json_path, figures | found | {MADE: figures[MADE] | {name: made}})
 
 
 def _sha256(path: Path) -> str:
@@ -100,16 +100,13 @@ def _sha256(path: Path) -> str:
 
 
 def _how_measured(parts: list[str], made: dict[str, dict]) -> str:
-    """The last section of a page. Parts that were measured before this was recorded are named."""
+    """The last section of a page."""
     lines, sums = [], {}
-    for name in (name for name in parts if name in made):
-        made_with = made[name]
-        hours = f"{made_with['core_hours']:g} core hours" if "core_hours" in made_with else "core hours not recorded"
-        versions = f"torch {made_with['torch']}; commit {made_with['commit']}"
-        lines.append(f"- {name}: {hours}; {made_with['processor']}, {made_with['machine']}; {versions}.")
-        sums |= made_with.get("data", {})
-    if without := [name for name in parts if name not in made]:
-        what = "processor, core hours and checksums were not recorded yet when these parts were measured"
-        lines.append(f"- {', '.join(without)}: {what}.")
+    for name in parts:
+        about = made[name]
+        versions = f"torch {about['torch']}; commit {about['commit']}"
+        hours = f"{about['core_hours']:g} core hours"
+        lines.append(f"- {name}: {hours}; {about['processor']}, {about['machine']}; {versions}.")
+        sums |= about["data"]
     lines += [f"- Checksum (sha256) of {name}: {sums[name]}." for name in sorted(sums)]
     return wrapped("\n".join(folded("How each part was measured", lines)))

@@ -1114,6 +1114,36 @@ def test_a_page_repeats_the_figure_of_another_page():
     assert f"it saves {shown}, compared with its own full model" in (RESULTS / "loraexit.md").read_text()
 
 
+@pytest.mark.parametrize("document", ["README.md", "tutorial.md", "CONTRIBUTING.md", "export/README.md"])
+def test_a_figure_that_a_document_cites_from_a_page_is_on_that_page(document):
+    """Decimals and percentages of a sentence with a link to a page of results."""
+    path = RESULTS.parent / document
+    for sentence, link in citations(path.read_text()):
+        page = set(re.findall(r"\d[\d,]*(?:\.\d+)?", (path.parent / link).read_text()))
+        cited = re.findall(r"(?<![\w.])\d[\d,]*\.\d+|\d+(?= ?%)", sentence)
+        assert set(cited) <= page, f"not on {link}: {set(cited) - page}, in: {sentence}"
+
+
+def citations(text: str) -> list[tuple[str, str]]:
+    """(sentence, page) of each link to a page of results; a sentence ends where its link does."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        paragraph = " ".join(paragraph.split())
+        for link in re.finditer(r"\]\(((?:\.\./)?results/[\w-]+\.md)", paragraph):
+            before = paragraph[: link.end()]
+            ends = [end.end() for end in re.finditer(r"(?<=[\w%)`*])[.:!?] (?=[A-Z*`\[])", before)]
+            found.append((before[max(ends, default=0) :], link[1]))
+    return found
+
+
+def test_a_citation_is_the_sentence_before_its_link():
+    text = "It had 9.9 %. It saves 1.5 % ([results](results/raee.md)). Then 7.7.\n\nNo [link](../results/onnx.md) here."
+    assert citations(text) == [
+        ("It saves 1.5 % ([results](results/raee.md", "results/raee.md"),
+        ("No [link](../results/onnx.md", "../results/onnx.md"),
+    ]
+
+
 def printed_mean(paper: str, case: str, figure: str) -> str:
     return with_unit(committed(paper)[1].mean(case, figure), figure)
 
