@@ -199,11 +199,8 @@ def section(figures: dict) -> str:
             guarantees.append(
                 [name, *where, f"{each['violated']} of {each['sets']}", ends, f"{100 * each['early']:.1f} %"]
             )
-    found, violated_most = (
-        figures["processor"],
-        max(each["violated"] for of in tasks.values() for each in of["guarantees"]),
-    )
-    unseen = {of["unseen"] for of in tasks.values()}
+    found, unseen = figures["processor"], {of["unseen"] for of in tasks.values()}
+    violated_most = max(each["violated"] for of in tasks.values() for each in of["guarantees"])
     return SECTION.format(
         trec_rows=tasks["TREC"]["rows"],
         sst_rows=tasks["SST-2"]["rows"],
