@@ -146,18 +146,23 @@ def _exits(board: Leaderboard) -> list[str]:
     return [line]
 
 
-def _edges(board: Leaderboard) -> list[str]:
-    """In how many searches the largest of the learning rates was the best one."""
+def edges(board: Leaderboard) -> tuple[int, int]:
+    """In how many searches the largest of the learning rates was the best one, and the number of searches."""
     largest = []
     for pair, about in _trainings(board).items():
         factors = {each["factor"] for each in board.plan.state(*pair)["tried"]}
         if len(factors) > 1:
             largest.append(about_value(about, ("rates", "factor")) == max(factors))
-    if not largest:
+    return sum(largest), len(largest)
+
+
+def _edges(board: Leaderboard) -> list[str]:
+    largest, searches = edges(board)
+    if not searches:
         return []
     return [
-        f"- In {sum(largest)} of {len(largest)} searches the largest of the tried learning rates is chosen. A still "
-        f"larger one might be better there."
+        f"- In {largest} of {searches} searches the largest of the tried learning rates is chosen. A still larger one "
+        f"might be better there."
     ]
 
 

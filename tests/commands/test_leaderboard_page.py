@@ -177,6 +177,15 @@ def test_the_first_lines_answer_the_question_and_every_cell_is_filled(board, pla
     text = page.page(board, exam.exam(board.tasks[EXAM]), tmp_path, [])
     first = text.split("|")[0]
     assert "**Which method for a classifier with half of the FLOPs?** `consistent` has the highest accuracy" in first
+    assert "learning rates" not in first  # nothing was searched
+    first_plan = board.plan._replace(records=tmp_path / "records")
+    for task in board.compared:
+        write_state(tmp_path, task, "joint", [{"factor": factor, "seed": 0, "seconds": 1.0} for factor in (0.5, 1.0)])
+    for runs in (runs for task in board.tasks.values() for runs in task.runs.values()):
+        for run in runs.values():
+            run.about["rates"] = {"factor": 1.0}
+    larger = answer.answer(board._replace(plan=first_plan))[1]
+    assert larger.endswith("Larger learning rates might change ranks: in 2 of 2 searches the largest one won.")
     assert "No method is clearly the best" not in first and "`consistent` trains fastest" not in first
     assert "**Is your model a decoder?** The section [Decoders](#decoders) has no runs yet." in first
     assert "has its own tables." in page.page(board, {}, tmp_path, ["| a |"])
@@ -390,6 +399,7 @@ def test_the_page_says_how_long_trainings_took_where_exits_are_and_how_often_the
     assert "control it took 1.0 processor hours." in text
     assert "all trainings would take about 27 hours" in text  # on SST-2 twice as long as on TREC
     assert "In 3 of 4 searches the largest of the tried learning rates" in text
+    assert provenance.edges(board) == (3, 4)
     added = provenance.minutes_to_add(board)
     tried = [{"factor": 4.0, "seed": 0, "seconds": 1.0, "gpu": "G100"}, {"factor": 1.0, "seed": 0, "seconds": 7200.0}]
     write_state(tmp_path, "TREC", "joint", tried)  # a search elsewhere; the record of seed 0 was made anew on the CPU
