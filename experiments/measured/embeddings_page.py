@@ -90,6 +90,7 @@ NAMES = {
     "2dmse": "2DMSE",
     **{f"one-depth-{depth}": "trained for this depth alone" for depth in ONE_DEPTHS},
 }
+FOUND_BEFORE = {"2dmse": " arXiv:2411.17299 finds the same."}
 PICTURE = "embeddings.png"
 MARGIN = 0.001  # smaller differences count for nothing
 NEARLY = 0.02  # layers; of a rule that chooses the same exit for nearly every text
@@ -251,8 +252,8 @@ def verdicts(figures: dict) -> list[str]:
         values = " and ".join(f"{points(each)[0]} points ({points(each)[1]})" for each in some)
         depths = " and ".join(map(str, ONE_DEPTHS))
         found.append(
-            f'- **"{NAMES[name]} is no better than models trained for one depth" {holds}** (arXiv:2411.17299 finds '
-            f"this for 2D Matryoshka embeddings). After layers {depths}, the mean Spearman correlation differs by "
+            f'- **"{NAMES[name]} is no better than models trained for one depth" {holds}**, in our short training.'
+            f"{FOUND_BEFORE.get(name, '')} After layers {depths}, the mean Spearman correlation differs by "
             f"{values}. {NAMES[name]} is better at {better} and worse at {worse} of {len(some)} depths."
             + (" It has one seed, so the interval is over pairs of texts alone." if figures["seeds"][name] == 1 else "")
         )
