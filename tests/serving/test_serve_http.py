@@ -264,21 +264,34 @@ def test_what_a_shutdown_does_not_wait_for_is_503_without_a_traceback(runtime, d
 
 
 def test_a_client_that_hangs_up_frees_its_row(runtime):
-    ran, engine = [], slowed(engine_of(runtime), 0.15)
+    ran, engine, goes_on = [], engine_of(runtime), threading.Event()
     run = engine.run
-    engine.run = lambda at, rows: (ran.extend(row.encoded.texts[0][0] for row in rows), run(at, rows))
+    engine.run = lambda at, rows: (
+        goes_on.wait(30),
+        ran.extend(row.encoded.texts[0][0] for row in rows),
+        run(at, rows),
+    )
     with serving(engine, batch=1) as (worker, port):
         first = threading.Thread(target=ask, args=(port, {"text": "the film"}))
         first.start()
-        time.sleep(0.05)
+        until(lambda: worker._open == 1)
         body = b'{"text": "the meal was awful"}'
         with socket.create_connection(("127.0.0.1", port)) as gone:
             gone.sendall(b"POST /classify " + JSON_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-            time.sleep(0.03)
-            assert worker._open == 2
+            until(lambda: worker._open == 2)
+        until(lambda: worker.metrics.requests["cancelled"] == 1)
+        goes_on.set()
         first.join()
         assert ask(port, {"text": "a song"})[0] == 200
-    assert "the meal was awful" not in ran and worker.metrics.requests["cancelled"] == 1
+    assert ran[0] == "the film" and "the meal was awful" not in ran and worker.metrics.requests["cancelled"] == 1
+
+
+def until(reached, seconds=20):
+    """Wait until it is so."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, "it did not become so in time"
+        time.sleep(0.005)
 
 
 # ---- Decoders ----
