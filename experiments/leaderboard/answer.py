@@ -143,7 +143,7 @@ def _against_reference(board: Leaderboard) -> str:
     enough = " and enough seeds for a test" if few else ""
     are = "are" if len(better) > 1 else "is"
     text = "**Is a method better than joint training?** "
-    text += "" if better else f"None is shown to be, so `{REFERENCE}` is as good a choice. "
+    text += "" if better else "None is shown to be. "
     text += f"At half of the FLOPs, of the {len(others) - few} other "
     text += f"methods with an accuracy there{enough}, {counted(better)} {are} significantly better and "
     text += f"{counted(worse)} significantly worse (Holm's correction over all pairs of methods)."
