@@ -48,7 +48,7 @@ def make_page(
         say(f"{name}: measuring {part}")
         _measure(part, module.PARTS[part], json_path, sources)
     figures = read_json(json_path)
-    missing = [part for part in parts if part not in figures[MADE]]
+    missing = [part for part in parts if part not in figures.get(MADE, {})]
     if missing:
         say(f"{page_path} is not written yet; missing parts: {', '.join(missing)}")
     else:
@@ -87,8 +87,8 @@ def _measure(name: str, part: Callable, json_path: Path, sources: Path | None) -
         "data": {each: _sha256(path) for (kind, each), path in read.found.items() if kind == "data"},
     }
     with FileLock(json_path.with_suffix(".lock")):
-        figures = read_json(json_path) if json_path.exists() else {MADE: {}}
-        write_json(json_path, figures | found | {MADE: figures[MADE] | {name: made}})
+        figures = read_json(json_path) if json_path.exists() else {}
+        write_json(json_path, figures | found | {MADE: figures.get(MADE, {}) | {name: made}})
 
 
 def _sha256(path: Path) -> str:

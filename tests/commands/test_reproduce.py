@@ -1193,6 +1193,13 @@ def test_hours_of_an_interrupted_measurement_count(measured_page, tmp_path, monk
     assert read_json(tmp_path / "shards.json")["measured"]["second"]["core_hours"] == 3.0
 
 
+def test_a_page_is_not_written_from_parts_of_which_nothing_says_how_they_were_measured(measured_page, tmp_path):
+    lines = []
+    write_json(tmp_path / "shards.json", {"first": 1, "second": 2})
+    assert measured.make_page("shards", out=tmp_path, say=lines.append)["page"] is None
+    assert lines == [f"{tmp_path / 'shards.md'} is not written yet; missing parts: first, second"]
+
+
 def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, tmp_path, capsys):
     (one := tmp_path / "here" / "data" / "one").mkdir(parents=True)
     (tmp_path / "here" / "weights" / "model").mkdir(parents=True)
