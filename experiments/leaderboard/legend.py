@@ -7,10 +7,10 @@ from mini_ee.experiments.leaderboard.tables import NO_INTERVAL, NOTHING
 ENOUGH = f"An interval needs {LEAST_SEEDS} seeds on a task, or 2 on each of several tasks."
 
 TERMS = f"""An *exit* is a small classifier (its *head*) after a layer. A *rule* decides at which exit an example
-stops. The *full model* is the same model if no example exits early. In *{REFERENCE} training*, all exits learn together
-and thresholds decide; the other methods are compared with it. *Held-out* examples come from the train split, but the
-models do not learn from them. The *reported* examples are those of the test or dev split that are not in the train
-split, at most 2,000."""
+stops. The *full model* is the same model if no example exits early. In *{REFERENCE} training*, all exits learn
+together and thresholds decide; the other methods are compared with it. *Held-out* examples come from the train
+split; they choose epochs, temperatures and rules, but the weights do not learn from them. The *reported* examples
+are those of the test or dev split that are not in the train split, at most 2,000."""
 
 LEGEND = {
     "rank": f"""by the mean accuracy at 2x. In brackets: the ranks that are possible if only significant differences

@@ -21,7 +21,7 @@ from mini_ee.early_exit import early_exit
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
-from mini_ee.experiments.measured import onnx_parts, page_of, serving_page
+from mini_ee.experiments.measured import onnx_page, onnx_parts, page_of, serving_page
 from mini_ee.experiments.trainings import Sources
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import Threshold
@@ -276,6 +276,11 @@ def test_the_page_of_onnx_is_made_of_the_committed_figures():
     made = page_of("onnx", figures)
     assert made == (RESULTS / "onnx.md").read_text(), "write the page anew: mini-ee reproduce onnx"
     assert all(each["labels"] == each["layers"] == each["rows"] for each in figures["parity"])
+
+
+def test_the_verdict_on_the_graph_is_that_of_its_speed_ups():
+    assert onnx_page.verdict((2.16, 2.10), (1.09, 1.23)) == "The classifier does; the decoder gains less."
+    assert onnx_page.verdict((1.9, 2.10), (1.22, 1.23)) == "The classifier gains less; the decoder does."
 
 
 def test_the_page_of_serving_is_made_of_the_committed_figures():
