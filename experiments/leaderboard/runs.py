@@ -1,7 +1,8 @@
 """Train what the leaderboard lacks, and write a record for each method and seed. A killed process can be continued.
 
 OUT/records/EXAM/METHOD.npz        the records of all seeds; from them all figures are computed
-OUT/leaderboard/EXAM/METHOD.json   the rates that were tried, the chosen factor, and seeds whose training diverged
+OUT/leaderboard/EXAM/METHOD.json   the rates that were tried, the chosen factor, and seeds whose training diverged;
+                                   a record with another factor is made again
 OUT/leaderboard/runs/EXAM/METHOD/  unfinished trainings; removed once they are recorded
 
 Several processes share the work: one process at a time runs a training, which gives the records of all methods that
@@ -14,7 +15,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import product
 from operator import itemgetter
@@ -41,7 +42,7 @@ from mini_ee.exits.row_exits import RowExits
 from mini_ee.experiments.leaderboard.figures import REFERENCE
 from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training
 from mini_ee.experiments.records import SeedRecord, read_about, write_record
-from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, trained
+from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, next_to_try, trained
 from mini_ee.recording import Record, exit_scores
 from mini_ee.rules import NeverExit, rule_from_dict
 from mini_ee.training.default_rule import choose, default_rule
@@ -97,7 +98,7 @@ def missing(out: Path, job: Job, seeds: tuple[int, ...]) -> list[tuple[str, int]
     state = _read_state(out, training)
     for method in job.methods:
         made = read_about(record_path(out, training.exam.name, method))
-        made = {seed: about for seed, about in made.items() if about["settings"] == training.settings}
+        made = {seed: about for seed, about in made.items() if _is_of(about, training, state)}
         long = any(about["training"]["seconds"] > LONG_SECONDS for about in made.values())
         wanted = set(job.seeds) & set(seeds[:FEWER_SEEDS] if long else seeds)
         found += [(method, seed) for seed in wanted - made.keys() if str(seed) not in state["diverged"]]
@@ -128,33 +129,63 @@ def run_job(job: Job, seeds: tuple[int, ...], places: Places) -> None:
             os.removedirs(_runs(out, training).parent)
 
 
+def _is_of(about: dict, training: Training, state: dict) -> bool:
+    """Whether a record was made with the settings of the training and with the chosen rates."""
+    factor = about["rates"]["factor"]
+    return about["settings"] == training.settings and state.get("factor", factor) == factor
+
+
 def _chosen(training: Training, first_seed: int, places: Places) -> float:
     """The factor with the best held-out accuracy: the mean over exits and SEARCH_SEEDS seeds. The JSON lists all."""
     state, factors, say = _read_state(places.out, training), training.exam.factors, places.say
+    seeds = range(first_seed, first_seed + SEARCH_SEEDS)
     if "factor" in state:
         return state["factor"]
-    if len(factors) > 1:
-        on_gpu = {name: value for name, value in how_made(places.sources.device).items() if name == "gpu"}
-        done = {(each["factor"], each["seed"]) for each in state["tried"]}
-        for seed, factor in product(range(first_seed, first_seed + SEARCH_SEEDS), factors):
-            if (factor, seed) not in done:
-                say(f"{_title(training)}, default rates x {factor:g}, seed {seed}")
-                try:
-                    run, about = _trained(training, factor, seed, places)
-                    score, seconds = float(np.mean(run.metrics["per_exit_accuracy"])), about["training"]["seconds"]
-                except Diverged:
-                    score, seconds = 0.0, None
-                tried = {"factor": factor, "seed": seed, "score": round(score, 5), "seconds": seconds}
-                state["tried"].append(tried | on_gpu)
-                say(f"  held-out accuracy, mean over all exits: {score:.3f}")
-                write_json(_state_path(places.out, training), state)
-    scores = {factor: [each["score"] for each in state["tried"] if each["factor"] == factor] for factor in factors}
-    state["factor"] = max(factors, key=lambda factor: np.mean(scores[factor] or [0.0]))
+    on_gpu = {name: value for name, value in how_made(places.sources.device).items() if name == "gpu"}
+    while trial := next_trial(state["tried"], factors, seeds):
+        factor, seed = trial
+        say(f"{_title(training)}, default rates x {factor:g}, seed {seed}")
+        try:
+            run, about = _trained(training, factor, seed, places)
+            score, seconds = float(np.mean(run.metrics["per_exit_accuracy"])), about["training"]["seconds"]
+        except Diverged:
+            score, seconds = 0.0, None
+        tried = {"factor": factor, "seed": seed, "score": round(score, 5), "seconds": seconds}
+        state["tried"].append(tried | on_gpu)
+        say(f"  held-out accuracy, mean over all exits: {score:.3f}")
+        write_json(_state_path(places.out, training), state)
+    means = _means(state["tried"], seeds)
+    state["factor"] = max(means, key=means.get, default=factors[0])
     write_json(_state_path(places.out, training), state)
-    for other in set(factors) - {state["factor"]}:
+    for other in {each["factor"] for each in state["tried"]} - {state["factor"]}:
         for folder in _runs(places.out, training).glob(f"{other:g}-*"):
             shutil.rmtree(folder)
     return state["factor"]
+
+
+def next_trial(tried: list[dict], factors: Sequence[float], seeds: Sequence[int]) -> tuple[float, int] | None:
+    """The factor and seed that a search tries next; None at its end, or if there is only one factor.
+
+    Each of the given factors with each seed. Then, while the largest or the smallest factor is the best, the one beyond
+    it: with the first seed and, if it is better than the best one there, with the others.
+    """
+    scores = {(each["factor"], each["seed"]): each["score"] for each in tried}
+    given = [(factor, seed) for seed, factor in product(seeds, factors) if (factor, seed) not in scores]
+    if given or len(factors) == 1:
+        return given[0] if len(factors) > 1 else None
+    means = _means(tried, seeds)
+    best, beyond = max(means, key=means.get), next_to_try(list(factors), means)
+    if beyond is None or scores.get((beyond, seeds[0]), 1.0) <= scores[best, seeds[0]]:
+        return None
+    return next((beyond, seed) for seed in seeds if (beyond, seed) not in scores)
+
+
+def _means(tried: list[dict], seeds: Sequence[int]) -> dict[float, float]:
+    """Factor -> mean score, of those that were tried with all seeds."""
+    scores = {factor: [] for factor in sorted({each["factor"] for each in tried})}
+    for each in tried:
+        scores[each["factor"]].append(each["score"])
+    return {factor: float(np.mean(values)) for factor, values in scores.items() if len(values) == len(seeds)}
 
 
 def _record(training: Training, factor: float, seed: int, methods: list[str], places: Places) -> None:

@@ -13,7 +13,7 @@ from conftest import WORDS, refused, write_task
 from mini_ee import registry
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.cli.main import main
-from mini_ee.data.files import read_json, sole_writer
+from mini_ee.data.files import read_json, sole_writer, write_json
 from mini_ee.data.tasks import toy_task
 from mini_ee.data.tokenizer import Tokenizer, batches
 from mini_ee.early_exit import early_exit
@@ -92,9 +92,9 @@ def test_rates_are_chosen_with_two_seeds_and_the_third_seed_has_the_chosen_one(b
     assert board.run("--only", "joint", "--seeds", "3") == 0
     assert board.begun[:4] == [("joint", lr, seed) for seed in (0, 1) for lr in (5e-5, 1e-4)]
     state = read_json(board.out / "leaderboard/words/joint.json")
-    means = {factor: np.mean([e["score"] for e in state["tried"] if e["factor"] == factor]) for factor in (1.0, 2.0)}
-    assert state["factor"] == max(means, key=means.get) and len(state["tried"]) == 4
-    assert board.begun[4:] == [("joint", 5e-5 * state["factor"], 2)]
+    scores = {(each["factor"], each["seed"]): each["score"] for each in state["tried"]}
+    assert state["factor"] == searched(lambda *trial: scores[trial])[0]
+    assert board.begun[len(scores) :] == [("joint", 5e-5 * state["factor"], 2)]
     found = read_records(board.out / "records/words/joint.npz")
     assert [*found] == [0, 1, 2] and not (board.out / "leaderboard/runs").exists()
     about = found[2].about
@@ -102,6 +102,43 @@ def test_rates_are_chosen_with_two_seeds_and_the_third_seed_has_the_chosen_one(b
     assert about["settings"]["epochs"] == 2 and about["settings"]["exits"] == [1, 2, 3]
     assert about["training"]["seconds"] > 0 and about["megabytes_added"] > 0 and about["one_point"]["speedup"] > 0
     assert len(found[0].reported.logits) == 50 and about["held_out"]["selection"] == 3
+
+
+def searched(score):
+    """The chosen factor and the trials of a search from 1 and 2, with seeds 0 and 1. score: of a factor and a seed."""
+    tried = []
+    while trial := runs.next_trial(tried, (1.0, 2.0), (0, 1)):
+        tried.append({"factor": trial[0], "seed": trial[1], "score": score(*trial)})
+    means = runs._means(tried, (0, 1))
+    return max(means, key=means.get), [(each["factor"], each["seed"]) for each in tried[4:]]
+
+
+@pytest.mark.parametrize(
+    ("means", "gains", "chosen", "beyond"),
+    [
+        ({1: 0.5, 2: 0.6, 4: 0.5}, {}, 2, [(4, 0)]),
+        ({1: 0.5, 2: 0.6, 4: 0.7, 8: 0.2}, {}, 4, [(4, 0), (4, 1), (8, 0)]),
+        ({1: 0.5, 2: 0.6, 4: 0.7, 8: 0.8, 16: 0.3}, {}, 8, [(4, 0), (4, 1), (8, 0), (8, 1), (16, 0)]),
+        ({1: 0.6, 2: 0.5, 0.5: 0.7, 0.25: 0.6}, {}, 0.5, [(0.5, 0), (0.5, 1), (0.25, 0)]),
+        ({1: 0.5, 2: 0.6, 4: 0.54}, {(4, 0): 0.1}, 2, [(4, 0), (4, 1)]),  # better with the first seed alone
+        ({1: 0.5, 2: 0.6, 4: 0.9}, {(4, 0): -0.4}, 2, [(4, 0)]),  # worse with the first seed
+        ({1: 0.5, 2: 1.0}, {}, 2, []),
+    ],
+)
+def test_a_search_goes_beyond_an_end_while_that_is_better(means, gains, chosen, beyond):
+    assert searched(lambda factor, seed: means[factor] + gains.get((factor, seed), 0)) == (chosen, beyond)
+
+
+def test_a_record_with_another_rate_than_the_chosen_one_is_made_again(board, two_rates):
+    board.run("--only", "sweet", "--seeds", "2")
+    path = board.out / "leaderboard/words/sweet.json"
+    state = read_json(path)
+    other = 0.125
+    write_json(path, state | {"factor": other})
+    board.run("--only", "sweet", "--seeds", "2")
+    assert board.begun == [("sweet", 5e-5 * other, seed) for seed in (0, 1)]
+    found = read_records(board.out / "records/words/sweet.npz")
+    assert [each.about["rates"]["factor"] for each in found.values()] == [other, other]
 
 
 def test_a_finished_record_is_not_made_again_and_a_deleted_one_alone_is(board):
@@ -142,8 +179,9 @@ def test_a_killed_search_goes_on(board, two_rates, monkeypatch):
     monkeypatch.setattr(runs, "trained", real)
     assert len(read_json(board.out / "leaderboard/words/joint.json")["tried"]) == 2
     board.run("--only", "joint", "--seeds", "2")
-    assert board.begun == [("joint", 5e-5, 1), ("joint", 1e-4, 1)]
-    assert len(read_json(board.out / "leaderboard/words/joint.json")["tried"]) == 4
+    assert board.begun[:2] == [("joint", 5e-5, 1), ("joint", 1e-4, 1)]
+    tried = read_json(board.out / "leaderboard/words/joint.json")["tried"]
+    assert [(each["factor"], each["seed"]) for each in tried[:4]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
 
 
 def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
