@@ -286,10 +286,23 @@ def _cost_table(found: dict[str, Figures]) -> list[str]:
         agreement = each.mean(lambda about: about["original"]["agreement"])
         rows.append([sharing, rates or "none", _share(agreement), seconds, decoding])
     names = ["trained once", "rates", "full model agrees with the original, %", "training, s", "measuring decoding, s"]
-    note = (
-        f"The table gives processor seconds of one seed, for trainings on the CPU alone. {_hours(seen)} {_made(seen)}"
-    )
+    seconds = "The table gives processor seconds of one seed, for trainings on the CPU alone."
+    note = " ".join(filter(None, (_at_an_end(seen), seconds, _hours(seen), _made(seen))))
     return [*_paragraphs(note), *markdown_table(names, rows), ""]
+
+
+def _at_an_end(seen: list[list[dict]]) -> str:
+    """In how many searches the smallest or the largest of the tried pairs of rates was chosen; empty if in none."""
+    searches = [(about["rates"], [each["rates"] for each in about["tried"]]) for about, *_ in seen]
+    searches = [(rates, tried) for rates, tried in searches if len(tried) > 1]
+    text = []
+    for name, end in (("smallest", 0), ("largest", -1)):
+        if count := sum(rates == tried[end] for rates, tried in searches):
+            text.append(
+                f"In {count} of {len(searches)} searches the {name} of the tried pairs of rates is chosen, so "
+                f"a still {name.replace('est', 'er')} one might be better."
+            )
+    return " ".join(text)
 
 
 def _hours(seen: list[list[dict]]) -> str:

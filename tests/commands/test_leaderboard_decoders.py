@@ -351,6 +351,20 @@ def test_seconds_of_trainings_on_a_gpu_are_not_in_the_table(results):
     assert "1.50 processor hours for 1 trainings on the CPU. 0.00 processor hours for 2 trainings on a GPU" in hours
 
 
+def test_the_section_says_where_the_smallest_or_the_largest_rates_were_chosen():
+    pairs = [{"lr": rate, "head_lr": 4 * rate} for rate in (0.1, 0.2, 0.3)]
+    tried = [{"rates": pair, "score": 0.0, "seed": 0} for pair in pairs]
+    seen = [[{"rates": pair, "tried": tried}] for pair in (pairs[0], pairs[0], pairs[1])]
+    seen.append([{"rates": {}, "tried": []}])  # nothing is learned by gradients
+    assert section._at_an_end(seen) == (
+        "In 2 of 3 searches the smallest of the tried pairs of rates is chosen, so a still smaller one might be better."
+    )
+    assert "In 1 of 4 searches the largest of the tried pairs" in section._at_an_end(
+        [[{"rates": pairs[2], "tried": tried}], *seen]
+    )
+    assert section._at_an_end(seen[2:]) == ""
+
+
 def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
     def figures(name, layers, flops):
         draw = np.random.default_rng(0).normal(0, 0.01, (2, 3, 20))
