@@ -154,7 +154,7 @@ def _chosen(training: Training, first_seed: int, places: Places) -> float:
         state["tried"].append(tried | on_gpu)
         say(f"  held-out accuracy, mean over all exits: {score:.3f}")
         write_json(_state_path(places.out, training), state)
-    means = _means(state["tried"], seeds)
+    means = _means(state["tried"])
     state["factor"] = max(means, key=means.get, default=factors[0])
     write_json(_state_path(places.out, training), state)
     for other in {each["factor"] for each in state["tried"]} - {state["factor"]}:
@@ -167,25 +167,24 @@ def next_trial(tried: list[dict], factors: Sequence[float], seeds: Sequence[int]
     """The factor and seed that a search tries next; None at its end, or if there is only one factor.
 
     Each of the given factors with each seed. Then, while the largest or the smallest factor is the best, the one beyond
-    it: with the first seed and, if it is better than the best one there, with the others.
+    it, also with each seed.
     """
-    scores = {(each["factor"], each["seed"]): each["score"] for each in tried}
-    given = [(factor, seed) for seed, factor in product(seeds, factors) if (factor, seed) not in scores]
-    if given or len(factors) == 1:
-        return given[0] if len(factors) > 1 else None
-    means = _means(tried, seeds)
-    best, beyond = max(means, key=means.get), next_to_try(list(factors), means)
-    if beyond is None or scores.get((beyond, seeds[0]), 1.0) <= scores[best, seeds[0]]:
+    if len(factors) == 1:
         return None
-    return next((beyond, seed) for seed in seeds if (beyond, seed) not in scores)
+    done = {(each["factor"], each["seed"]) for each in tried}
+    begun = dict.fromkeys((*factors, *(each["factor"] for each in tried)))
+    if left := [(factor, seed) for seed, factor in product(seeds, begun) if (factor, seed) not in done]:
+        return left[0]
+    beyond = next_to_try(list(factors), _means(tried))
+    return None if beyond is None else (beyond, seeds[0])
 
 
-def _means(tried: list[dict], seeds: Sequence[int]) -> dict[float, float]:
-    """Factor -> mean score, of those that were tried with all seeds."""
-    scores = {factor: [] for factor in sorted({each["factor"] for each in tried})}
+def _means(tried: list[dict]) -> dict[float, float]:
+    """Factor -> mean score over the seeds. The order is that of the trials, so that the first of equals is the best."""
+    scores: dict[float, list[float]] = {}
     for each in tried:
-        scores[each["factor"]].append(each["score"])
-    return {factor: float(np.mean(values)) for factor, values in scores.items() if len(values) == len(seeds)}
+        scores.setdefault(each["factor"], []).append(each["score"])
+    return {factor: float(np.mean(values)) for factor, values in scores.items()}
 
 
 def _record(training: Training, factor: float, seed: int, methods: list[str], places: Places) -> None:
