@@ -6,7 +6,6 @@ import statistics
 from mini_ee.experiments.leaderboard.figures import CONTROL, HEADLINE, REFERENCE, about_figure
 from mini_ee.experiments.leaderboard.legend import ENOUGH
 from mini_ee.experiments.leaderboard.plan import EXAM, NOT_RUN
-from mini_ee.experiments.leaderboard.provenance import edges
 from mini_ee.experiments.leaderboard.ranking import DIGITS, Drawn, compare, has_interval, interval, mean_of
 from mini_ee.experiments.leaderboard.tables import (
     NO_INTERVAL,
@@ -48,13 +47,7 @@ def answer(board: Leaderboard) -> list[str]:
         f"{percent(found.mean)} % on {where}{average}{between}.{_trained(board)} "
         f"`mini-ee train {best}` trains it."
     ]
-    largest, searches = edges(board)
-    rates = (
-        f" Larger learning rates might change ranks: in {largest} of {searches} searches the largest one won."
-        if 2 * largest > searches
-        else ""
-    )
-    lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)) + rates)
+    lines.append("**How sure is that?** " + _certainty(board, best, open_, len(ranked)))
     others = _elsewhere(board, best), _against_reference(board), _pays(board, best), _at_one_point(board, best), state
     return [*lines, *filter(None, others)]
 

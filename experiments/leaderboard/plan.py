@@ -54,9 +54,10 @@ def planned(out: Path, quick: bool) -> Plan:
     exams = sorted(protocol.exams(quick), key=lambda each: each.name == EXAM)
     training, models = {}, {each.name: each.model or "the built-in BERT of 12 layers" for each in exams}
     for each in exams:
-        rates = f"the learning rate is {listed([f'{factor:g}' for factor in each.factors], 'or')} times the default"
-        if len(each.factors) > 1:
-            rates += f", the one with the best held-out accuracy, mean over exits and {protocol.SEARCH_SEEDS} seeds"
+        factors = f"{listed([f'{factor:g}' for factor in each.factors])} times the default"
+        rates = f"the search for a learning rate begins with {factors}"
+        if len(each.factors) == 1:
+            rates = f"the learning rate is {factors}"
         budget = f"at most {each.max_train:,} training examples, at most {each.epochs} epochs for each exit"
         training[each.name] = f"{models[each.name]}, {budget}; {rates}"
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}

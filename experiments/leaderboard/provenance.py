@@ -18,7 +18,9 @@ from mini_ee.experiments.leaderboard.figures import (
     trained_on,
 )
 from mini_ee.experiments.leaderboard.legend import ENOUGH
+from mini_ee.experiments.leaderboard.protocol import SEARCH_SEEDS
 from mini_ee.experiments.leaderboard.ranking import DRAWS
+from mini_ee.experiments.leaderboard.runs import CHOSEN_BY, HELD_OUT_ROWS
 from mini_ee.experiments.leaderboard.tables import Leaderboard, percent
 from mini_ee.experiments.markdown import listed
 
@@ -60,7 +62,7 @@ def measured_lines(board: Leaderboard) -> list[str]:
         f"- {listed([name for name, each in board.plan.training.items() if each == text])}: {text}."
         for text in dict.fromkeys(board.plan.training.values())
     ]
-    lines += _exits(board) + _edges(board)
+    lines += _exits(board) + _rates(board)
     lines += [
         f"- Intervals: a bootstrap with {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S "
         f"seeds, S - 1 are drawn in each, so that the variance is unbiased. An interval is the mean ± t times the "
@@ -80,7 +82,9 @@ def measured_lines(board: Leaderboard) -> list[str]:
         )
     for name, path in ABOUT_NAMES.items():
         if values := sorted({str(found) for each in made if (found := about_value(each, path))}):
-            lines.append(f"- {name}: {', '.join(values)}.")
+            several = name == "Processor" and len(values) > 1
+            note = " Training seconds of different processors cannot be compared exactly." if several else ""
+            lines.append(f"- {name}: {', '.join(values)}.{note}")
     lines += [f"- Checksums (sha256) of {name}: {'; '.join(sums)}." for name, sums in _checksums(board).items() if sums]
     return [*bullets(lines), ""]
 
@@ -146,24 +150,37 @@ def _exits(board: Leaderboard) -> list[str]:
     return [line]
 
 
-def edges(board: Leaderboard) -> tuple[int, int]:
-    """In how many searches the largest of the learning rates was the best one, and the number of searches."""
-    largest = []
-    for pair, about in _trainings(board).items():
-        factors = {each["factor"] for each in board.plan.state(*pair)["tried"]}
-        if len(factors) > 1:
-            largest.append(about_value(about, ("rates", "factor")) == max(factors))
-    return sum(largest), len(largest)
-
-
-def _edges(board: Leaderboard) -> list[str]:
-    largest, searches = edges(board)
-    if not searches:
-        return []
-    return [
-        f"- In {largest} of {searches} searches the largest of the tried learning rates is chosen. A still larger one "
-        f"might be better there."
-    ]
+def _rates(board: Leaderboard) -> list[str]:
+    """How learning rates are searched for, and which multiples of the defaults were chosen."""
+    chosen, older = defaultdict(Counter), defaultdict(list)
+    for (task, name), about in _trainings(board).items():
+        state, factor = board.plan.state(task, name), about_value(about, ("rates", "factor"))
+        tried = {each["factor"] for each in state["tried"]}
+        if len(tried) > 1 and "chosen_by" in state["settings"]:
+            chosen[task][factor] += 1
+        elif len(tried) > 1:
+            older[task].append(factor == max(tried))
+    lines = []
+    if chosen:
+        each = [
+            f"{task} {listed([f'{factor:g} ({number})' for factor, number in sorted(counts.items())])}"
+            for task, counts in chosen.items()
+        ]
+        lines.append(
+            f"- Learning rates are multiples of the method's default. A search begins with the two that are named "
+            f"above. While the largest or the smallest is the best, the next one beyond it is tried, by the same "
+            f"ratio. Each is tried with {SEARCH_SEEDS} seeds. The one with the best {CHOSEN_BY} on at most "
+            f"{HELD_OUT_ROWS:,} held-out examples is chosen; without such a rule, the accuracy of the full model "
+            f"counts. Chosen multiples (number of searches): on {'; on '.join(each)}."
+        )
+    if older:
+        largest = [each for task in older.values() for each in task]
+        lines.append(
+            f"- Searches on {listed(list(older))} are older: the better of the two is chosen, by held-out accuracy, "
+            f"mean over exits and {SEARCH_SEEDS} seeds. It is the larger one in {sum(largest)} of {len(largest)} "
+            f"searches, so a still larger one might be better there."
+        )
+    return lines
 
 
 def _trainings(board: Leaderboard) -> dict[tuple[str, str], dict]:

@@ -104,6 +104,19 @@ def test_rates_are_chosen_with_two_seeds_and_the_third_seed_has_the_chosen_one(b
     assert len(found[0].reported.logits) == 50 and about["held_out"]["selection"] == 3
 
 
+def test_the_score_of_a_rate_is_held_out_accuracy_with_half_of_the_flops(board, two_rates):
+    board.run("--only", "joint", "--seeds", "2")
+    state = read_json(board.out / "leaderboard/words/joint.json")
+    for seed, found in read_records(board.out / "records/words/joint.npz").items():
+        held, full, best = found.held_out, found.held_out.full_flops, 0.0
+        for rule in method_rules("joint", held, replace(toy_task(), label_names=("a", "b"))):
+            done = held.replay(rule)
+            if (done.cost.flops / full).mean() <= 0.5:
+                best = max(best, (done.logits.argmax(axis=1) == held.labels).mean())
+        (score,) = (t["score"] for t in state["tried"] if (t["factor"], t["seed"]) == (state["factor"], seed))
+        assert 0 < best == pytest.approx(score, abs=1e-5)
+
+
 def searched(score):
     """The chosen factor and the trials of a search from 1 and 2, with seeds 0 and 1. score: of a factor and a seed."""
     tried = []
@@ -210,7 +223,7 @@ def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
 
 
 def test_exits_are_read_on_the_device_of_the_training_and_rules_are_timed_on_the_cpu(board, monkeypatch):
-    moved, real = [], (runs.trained, runs._read, runs._own)
+    moved, real = [], (runs.trained, runs._read_held_out, runs._timed)
 
     def trained(folder, options, seed, sources):
         run = real[0](folder, options, seed, Sources(sources.folder, sources.made))
@@ -218,8 +231,8 @@ def test_exits_are_read_on_the_device_of_the_training_and_rules_are_timed_on_the
         return run
 
     monkeypatch.setattr(runs, "trained", trained)
-    monkeypatch.setattr(runs, "_read", lambda *args: moved.append("read") or real[1](*args))
-    monkeypatch.setattr(runs, "_own", lambda *args: moved.append("timed") or real[2](*args))
+    monkeypatch.setattr(runs, "_read_held_out", lambda *args: moved.append("read") or real[1](*args))
+    monkeypatch.setattr(runs, "_timed", lambda *args: moved.append("timed") or real[2](*args))
     monkeypatch.setattr(experiment_trainings, "check_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
     board.run("--only", "joint", "--seeds", "1", "--device", "cuda:1")
