@@ -29,7 +29,7 @@ LEGEND = {
     "full model": "accuracy of the method's own model if no example exits early.",
     "layers saved at 1 point": """another rule: the one with the fewest FLOPs among those that lose at most one point
     on held-out examples. The loss is relative to the full model of joint training with the same seed. 0 if every rule
-    loses more. A layer that runs twice counts twice.""",
+    loses more. A layer that runs twice counts twice. Learning rates are not chosen for this column.""",
     "lost at 1 point": """accuracy that this rule loses on the reported examples, compared with the same full model. It
     can be more than one point, because the rule was chosen on other examples, or because every rule loses more.""",
     "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
