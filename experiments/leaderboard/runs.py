@@ -7,8 +7,9 @@ OUT/leaderboard/runs/EXAM/METHOD/  unfinished trainings; removed once they are r
 
 Several processes share the work: one process at a time runs a training, which gives the records of all methods that
 differ by their rules alone. The held-out examples of a record are those that chose epochs and temperatures, `selection`
-of them, which come first, and others that the training never read. The default rule has been chosen as by
-`mini-ee train`: tested on all held-out examples that the training never read.
+of them, which come first, and others that the training never read. They choose the rates and the rules of the tables.
+The default rule has been chosen as by `mini-ee train`: tested on all held-out examples that the training never read.
+Its guarantee is for one rate: it does not count that some of these examples have chosen among several.
 """
 
 import os
