@@ -342,12 +342,15 @@ def _runs(out: Path, training: Training) -> Path:
 
 
 def _read_state(out: Path, training: Training) -> dict:
-    """What was tried and chosen; nothing, if it was with other settings."""
+    """What was tried and chosen; nothing, if it was with other settings. A finished search stands, whatever its measure
+    was: a deleted record must not start another one.
+    """
     settings = training.settings | {"factors": list(training.exam.factors), "chosen_by": CHOSEN_BY}
     empty = {"settings": settings, "tried": [], "diverged": {}}
     path = _state_path(out, training)
     found = read_json(path, signed="tried") if path.exists() else empty
-    return found if found["settings"] == empty["settings"] else empty
+    measure = {"chosen_by": CHOSEN_BY} if "factor" in found else {}
+    return found if found["settings"] | measure == settings else empty
 
 
 def _title(training: Training) -> str:
