@@ -37,6 +37,7 @@ BUDGETS = {"at 1.5x": 2 / 3, "at 2x": 1 / 2, "at 3x": 1 / 3}  # figure -> share 
 HEADLINE = "at 2x"
 AREA = tuple(k / 20 for k in range(4, 21))  # shares of the full model's FLOPs from .2 to 1
 ONE_POINT = 0.01
+SAME_RULE = 0.03  # difference in the share of the FLOPs; records are rounded, so thresholds differ a little
 SLACK = 1e-9  # of a share or a score: more than the rounding error, less than one example
 SCORES = ("full", *BUDGETS)
 FIGURES = (*SCORES, "saved", "lost", "area")
@@ -74,6 +75,7 @@ class SeedFigures(NamedTuple):
     flops: dict[float, float]  # share -> mean share on the reported examples
     passes_at_one_point: np.ndarray | None  # (N,), layers run; None if every rule loses more
     at_one_point: np.ndarray  # (N,) bool, whether the exit of that rule is right; of the full model if there is none
+    flops_at_one_point: float  # mean share of that rule on the reported examples
     exits: tuple[int, ...]
     failure: float  # EEFP: how well the largest probability of an exit predicts its failures, the mean over exits
     calibration: float  # ECE: the calibration error of the exits, the mean; both NaN if there is one exit
@@ -174,6 +176,7 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
         flops={share: float(reported.flops[at]) for share, at in chosen.items()},
         passes_at_one_point=None if cheapest is None else reported.passes[at_one_point],
         at_one_point=reported.right[at_one_point],
+        flops_at_one_point=float(reported.flops[at_one_point]),
         exits=made.reported.segments.exits,
         failure=_failure(made.reported),
         calibration=_calibration(made.reported),
@@ -284,16 +287,25 @@ def about_figure(task: TaskFigures, method: str, name: str) -> list[float]:
     """A figure that the records of a method contain, of each seed that has it.
 
     The seconds of a training are those of the CPU: the trainings that share a GPU slow each other down. The speed-up at
-    one point of a seed whose every rule loses more is that of its full model, 1.
+    one point of a seed whose every rule loses more is that of its full model, 1. It is left out if another rule was
+    timed: the choice depends on the record of joint training, which may be newer.
     """
     runs = [run for _, run in sorted(task.runs.get(method, {}).items())]
     if name == "seconds":
         runs = [run for run in runs if trained_on(run.about) is None]
-    found = [(about_value(run.about, ABOUT[name]), run) for run in runs]
-    full = name == "speedup"
-    return [
-        1.0 if full and run.passes_at_one_point is None else float(value) for value, run in found if value is not None
-    ]
+    if name == "speedup":
+        found = [_speed_up_at_one_point(run) for run in runs]
+    else:
+        found = [about_value(run.about, ABOUT[name]) for run in runs]
+    return [float(value) for value in found if value is not None]
+
+
+def _speed_up_at_one_point(run: SeedFigures) -> float | None:
+    if run.passes_at_one_point is None:
+        return 1.0
+    timed = about_value(run.about, ("one_point", "flops_ratio"))
+    other = timed is None or abs(timed - run.flops_at_one_point) > SAME_RULE
+    return None if other else about_value(run.about, ABOUT["speedup"])
 
 
 def trained_on(about: dict) -> str | None:

@@ -225,10 +225,11 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         "made": how_made(places.sources.device) | {"numpy": np.__version__, "python": platform.python_version()},
     }
     full = float(exit_scores(read.stored, task, read.stored.labels, "accuracy")[-1])
+    reference = record_path(places.out, name, REFERENCE)
+    of_reference = {} if REFERENCE in training.methods else read_about(reference).get(seed, {})
+    least = of_reference.get("held_out_full", full) - LOSSES["one_point"]
     for method in methods:
         own = about | {"method": method, "held_out_full": full}
-        of_reference = read_about(record_path(places.out, name, REFERENCE)).get(seed, {})
-        least = of_reference.get("held_out_full", full) - LOSSES["one_point"]
         own |= _own(method, read, reported, task, least)
         own |= _timed({name: own[name] for name in ("one_point", "half")}, run, task, training.exam.timed_rows)
         write_record(record_path(places.out, name, method), seed, SeedRecord(reported, read.stored, own))

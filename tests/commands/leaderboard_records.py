@@ -40,7 +40,6 @@ def write_leaderboard(folder, tasks, methods, seeds, rows=300, held_out=200):
                 chances = np.linspace(0.6, 0.9, len(exits)) + more + random.normal(0, 0.01)
                 training = {"seconds": 10.0 + place, "parameters": 100}
                 about = {
-                    "one_point": {"speedup": 1.5 + more},
                     "half": {"speedup": 1.9},
                     "training": training,
                     "megabytes_added": 0.5,

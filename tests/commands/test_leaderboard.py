@@ -20,7 +20,7 @@ from mini_ee.early_exit import early_exit
 from mini_ee.evaluation.comparison import method_rules
 from mini_ee.experiments import leaderboard
 from mini_ee.experiments import trainings as experiment_trainings
-from mini_ee.experiments.leaderboard import decoders, protocol, runs
+from mini_ee.experiments.leaderboard import decoders, figures, protocol, runs
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.recording import record
@@ -164,6 +164,20 @@ def test_a_record_with_another_rate_than_the_chosen_one_is_made_again(board, two
     assert board.begun == [("sweet", 5e-5 * other, seed) for seed in (0, 1)]
     found = read_records(board.out / "records/words/sweet.npz")
     assert [each.about["rates"]["factor"] for each in found.values()] == [other, other]
+
+
+def test_a_loss_counts_from_the_full_model_of_joint_training_as_it_is_now(board, two_rates):
+    """A record of joint training that is made again does not count its loss from the old one."""
+    board.run("--only", "joint", "--seeds", "2")
+    path = board.out / "records/words/joint.npz"
+    for seed, old in read_records(path).items():
+        write_record(path, seed, old._replace(about=old.about | {"held_out_full": 2.0}))
+    state = read_json(board.out / "leaderboard/words/joint.json")
+    write_json(board.out / "leaderboard/words/joint.json", state | {"factor": 0.125})
+    board.run("--only", "joint", "--seeds", "2")
+    for found in figures.read_task(path.parent, {}).runs["joint"].values():
+        assert found.about["one_point"]["flops_ratio"] == pytest.approx(found.flops_at_one_point, abs=0.02)
+        assert found.flops_at_one_point < 0.9  # no rule would have been good enough for the old one
 
 
 def test_a_finished_record_is_not_made_again_and_a_deleted_one_alone_is(board):

@@ -323,6 +323,17 @@ def test_a_page_with_two_seeds_of_some_methods_says_what_is_there(tmp_path, monk
     assert "1 (1 to 3)" in text and "·" not in text and "nan" not in words.split()
 
 
+@pytest.mark.parametrize(("apart", "shown"), [(0.02, True), (0.04, False), (-0.04, False)])
+def test_a_speed_up_at_one_point_is_that_of_the_rule_that_is_chosen_now(board, apart, shown):
+    task, runs = board.tasks["TREC"], {}
+    for seed, run in task.runs["consistent"].items():
+        timed = {"speedup": 1.5 + seed, "flops_ratio": run.flops_at_one_point + apart * (seed == 1)}
+        runs[seed] = run._replace(about=run.about | {"one_point": timed})
+        assert run.passes_at_one_point is not None
+    found = tables._measured(task._replace(runs=task.runs | {"consistent": runs}), "consistent", "speedup")
+    assert found == ([1.5, 2.5, 3.5] if shown else tables.OTHER_RULE)
+
+
 def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "can_draw", lambda: False)
     write_leaderboard(tmp_path / "records", ["TREC"], {"joint": 0.0, "two-stage": 0.03}, 3, rows=60, held_out=60)
@@ -415,7 +426,7 @@ def test_a_reason_is_each_seed_that_is_missing(tmp_path):
     write_state(tmp_path, "TREC", "joint", [], {"2": "NaN"})
     plan = Plan(tmp_path / "records", ("TREC",), ("joint",), 5, "mini-ee reproduce x")
     training, right = {"training": {"seconds": 1.0}}, np.ones(2)
-    run = SeedFigures(training, right, 1, {}, {}, {}, None, right, (6,), math.nan, math.nan, 1.0)
+    run = SeedFigures(training, right, 1, {}, {}, {}, None, right, 1.0, (6,), math.nan, math.nan, 1.0)
     for count, why in (
         (2, f"the training diverged with seed 2; {tables.NOT_YET}"),
         (4, "diverged with seed 2"),
