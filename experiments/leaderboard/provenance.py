@@ -152,35 +152,23 @@ def _exits(board: Leaderboard) -> list[str]:
 
 def _rates(board: Leaderboard) -> list[str]:
     """How learning rates are searched for, and which multiples of the defaults were chosen."""
-    chosen, older = defaultdict(Counter), defaultdict(list)
+    chosen = defaultdict(Counter)
     for (task, name), about in _trainings(board).items():
-        state, factor = board.plan.state(task, name), about_value(about, ("rates", "factor"))
-        tried = {each["factor"] for each in state["tried"]}
-        if len(tried) > 1 and "chosen_by" in state["settings"]:
-            chosen[task][factor] += 1
-        elif len(tried) > 1:
-            older[task].append(factor == max(tried))
-    lines = []
-    if chosen:
-        each = [
-            f"{task} {listed([f'{factor:g} ({number})' for factor, number in sorted(counts.items())])}"
-            for task, counts in chosen.items()
-        ]
-        lines.append(
-            f"- Learning rates are multiples of the method's default. A search begins with the two that are named "
-            f"above. While the largest or the smallest is the best, the next one beyond it is tried, by the same "
-            f"ratio. Each is tried with {SEARCH_SEEDS} seeds. The one with the best {CHOSEN_BY} on at most "
-            f"{HELD_OUT_ROWS:,} held-out examples is chosen; without such a rule, the accuracy of the full model "
-            f"counts. Chosen multiples (number of searches): on {'; on '.join(each)}."
-        )
-    if older:
-        largest = [each for task in older.values() for each in task]
-        lines.append(
-            f"- Searches on {listed(list(older))} are older: the better of the two is chosen, by held-out accuracy, "
-            f"mean over exits and {SEARCH_SEEDS} seeds. It is the larger one in {sum(largest)} of {len(largest)} "
-            f"searches, so a still larger one might be better there."
-        )
-    return lines
+        if len({each["factor"] for each in board.plan.state(task, name)["tried"]}) > 1:
+            chosen[task][about_value(about, ("rates", "factor"))] += 1
+    if not chosen:
+        return []
+    each = [
+        f"{task} {listed([f'{factor:g} ({number})' for factor, number in sorted(counts.items())])}"
+        for task, counts in chosen.items()
+    ]
+    return [
+        f"- Learning rates are multiples of the method's default. A search begins with the two that are named "
+        f"above. While the largest or the smallest is the best, the next one beyond it is tried, by the same "
+        f"ratio. Each is tried with {SEARCH_SEEDS} seeds. The one with the best {CHOSEN_BY} on at most "
+        f"{HELD_OUT_ROWS:,} held-out examples is chosen; without such a rule, the accuracy of the full model "
+        f"counts. Chosen multiples (number of searches): on {'; on '.join(each)}."
+    ]
 
 
 def _trainings(board: Leaderboard) -> dict[tuple[str, str], dict]:

@@ -343,15 +343,11 @@ def _runs(out: Path, training: Training) -> Path:
 
 
 def _read_state(out: Path, training: Training) -> dict:
-    """What was tried and chosen; nothing, if it was with other settings. A finished search stands, whatever its measure
-    was: a deleted record must not start another one.
-    """
+    """What was tried and chosen; nothing, if it was with other settings."""
     settings = training.settings | {"factors": list(training.exam.factors), "chosen_by": CHOSEN_BY}
-    empty = {"settings": settings, "tried": [], "diverged": {}}
     path = _state_path(out, training)
-    found = read_json(path, signed="tried") if path.exists() else empty
-    measure = {"chosen_by": CHOSEN_BY} if "factor" in found else {}
-    return found if found["settings"] | measure == settings else empty
+    found = read_json(path, signed="tried") if path.exists() else {}
+    return found if found.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}
 
 
 def _title(training: Training) -> str:

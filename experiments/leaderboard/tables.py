@@ -245,7 +245,8 @@ def task_table(board: Leaderboard, name: str) -> list[str]:
         for figure in MEASURED_ON_TASK:
             values = _measured(task, method, figure) if method != CONTROL else []
             cell = notes.number(values) if isinstance(values, str) else number(values) if values else NOTHING
-            cells.append(cell + (_zeros(task, method, notes) if figure == "speedup" and values else ""))
+            speed_ups = values if figure == "speedup" and isinstance(values, list) else []
+            cells.append(cell + (_zeros(task, method, notes) if speed_ups else ""))
         rows.append([*cells, _seeds(board.plan, task, method, notes)])
     titles = [TITLES[figure] for figure in FIGURES], [TITLES[figure] for figure in MEASURED_ON_TASK]
     columns = ["method", *titles[0], "EEFP", *titles[1], "seeds"]

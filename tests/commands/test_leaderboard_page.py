@@ -334,6 +334,16 @@ def test_a_speed_up_at_one_point_is_that_of_the_rule_that_is_chosen_now(board, a
     assert found == ([1.5, 2.5, 3.5] if shown else tables.OTHER_RULE)
 
 
+def test_a_speed_up_that_is_not_given_has_one_note(board):
+    task, runs = board.tasks["TREC"], dict(board.tasks["TREC"].runs["consistent"])
+    runs[0] = runs[0]._replace(passes_at_one_point=None)  # the other seeds have no timed rule
+    changed = board.tasks | {"TREC": task._replace(runs=task.runs | {"consistent": runs})}
+    lines = tables.task_table(board._replace(tasks=changed), "TREC")
+    (row,) = (dict(zip(cells_of(lines[0]), cells_of(line))) for line in lines if line.startswith("| consistent"))
+    number = re.fullmatch(r"\[(\d+)\]", row["speed-up at 1 point"])[1]
+    assert f"{number}. {tables.OTHER_RULE}" in lines
+
+
 def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "can_draw", lambda: False)
     write_leaderboard(tmp_path / "records", ["TREC"], {"joint": 0.0, "two-stage": 0.03}, 3, rows=60, held_out=60)
@@ -367,11 +377,11 @@ def test_seconds_are_of_trainings_on_the_cpu_and_records_of_a_gpu_are_counted(tm
     assert "- Trained on a GPU (G100): 4 of 6 records; a record is of one method, task and seed." in text
 
 
-def write_state(out, task, name, tried, diverged=None, settings=()):
+def write_state(out, task, name, tried, diverged=None):
     """What the leaderboard keeps of a search for learning rates."""
     path = out / "leaderboard" / task / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"settings": dict(settings), "tried": tried, "diverged": diverged or {}})
+    write_json(path, {"settings": {}, "tried": tried, "diverged": diverged or {}})
 
 
 def test_the_page_says_how_long_trainings_took_where_exits_are_and_which_rates_were_chosen(tmp_path):
@@ -380,7 +390,7 @@ def test_the_page_says_how_long_trainings_took_where_exits_are_and_which_rates_w
     for (task, name), each in hours.items():
         gpu, chosen = {"gpu": "G100"} if each < 1 else {}, 1.0 if (task, name) == ("TREC", "sweet") else 4.0
         tried = [{"factor": factor, "seed": 0, "seconds": 3600 * each, **gpu} for factor in (1.0, 4.0)]
-        write_state(tmp_path, task, name, tried, settings={"chosen_by": "half"} if task == "TREC" else {})
+        write_state(tmp_path, task, name, tried)
         about = {"training": {"seconds": 3600 * each}, "rates": {"factor": chosen}}
         about["made"] = gpu | {"processor": "one" if task == "TREC" else "another"}
         for seed in (0, 1):
@@ -402,8 +412,7 @@ def test_the_page_says_how_long_trainings_took_where_exits_are_and_which_rates_w
     assert "control it took 1.0 processor hours." in text
     assert "all trainings would take about 27 hours" in text  # on SST-2 twice as long as on TREC
     assert "Processor: another, one. Training seconds of different processors cannot be compared exactly." in text
-    assert "Chosen multiples (number of searches): on TREC 1 (1) and 4 (1)." in text
-    assert "Searches on SST-2 are older" in text and "It is the larger one in 2 of 2 searches" in text
+    assert "Chosen multiples (number of searches): on TREC 1 (1) and 4 (1); on SST-2 4 (2)." in text
     added = provenance.minutes_to_add(board)
     tried = [{"factor": 4.0, "seed": 0, "seconds": 1.0, "gpu": "G100"}, {"factor": 1.0, "seed": 0, "seconds": 7200.0}]
     write_state(tmp_path, "TREC", "joint", tried)  # a search elsewhere; the record of seed 0 was made anew on the CPU
