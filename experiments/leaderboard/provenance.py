@@ -176,13 +176,19 @@ def _trainings(board: Leaderboard) -> dict[tuple[str, str], dict]:
     return {(task, about.get("trained_as", method)): about for task, method, _, about in _abouts(board)}
 
 
-def _seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
-    """Training -> its processor seconds, and whether it ran on a GPU."""
+def _recorded_seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
+    """Training that has records -> its processor seconds, and whether it ran on a GPU."""
     found = {}
     for task, method, seed, about in _abouts(board):
         seconds, factor = (about_value(about, path) for path in (ABOUT["seconds"], ("rates", "factor")))
         key = Trained(task, about.get("trained_as", method), seed, factor)
         found[key] = seconds or 0.0, trained_on(about) is not None
+    return found
+
+
+def _seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
+    """The same of all trainings, with those that only chose a rate."""
+    found = _recorded_seconds(board)
     for task, name in _trainings(board):
         for each in board.plan.state(task, name)["tried"]:
             key = Trained(task, name, each["seed"], each["factor"])
@@ -191,11 +197,11 @@ def _seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
 
 
 def _all_on_the_cpu(board: Leaderboard) -> dict[tuple[str, str], float]:
-    """(task, training) -> seconds of one training on the CPU, the mean over those that ran there. If none did, they are
-    estimated from another task, by the ratio of the methods that were trained there on both tasks.
+    """(task, training) -> seconds of one training on the CPU, the mean over those with records that ran there. If none
+    did, they are estimated from another task, by the ratio of the methods that were trained there on both tasks.
     """
     values = defaultdict(list)
-    for each, (seconds, on_a_gpu) in _seconds(board).items():
+    for each, (seconds, on_a_gpu) in _recorded_seconds(board).items():
         values[each.pair] += [] if on_a_gpu else [seconds]
     means = {pair: math.fsum(seconds) / len(seconds) for pair, seconds in values.items() if seconds}
     found = dict(means)
@@ -223,8 +229,9 @@ def _hours(board: Leaderboard) -> list[str]:
         if each.keys() == count.keys():
             hours = math.fsum(each[pair] * number for pair, number in count.items()) / 3600
             line += (
-                f" On one core of a CPU, all trainings would take about {hours:.0f} hours. This is an estimate: for a "
-                f"training on a GPU, we take the time of the same method on the CPU, on the same task or another one."
+                f" On one core of a CPU, all trainings would take about {hours:.0f} hours. This is an estimate "
+                f"from the trainings that have records: for one on a GPU, we take the time of the same method on the "
+                f"CPU, on the same task or another one."
             )
     return [line]
 

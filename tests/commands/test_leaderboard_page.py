@@ -420,6 +420,7 @@ def test_the_page_says_how_long_trainings_took_where_exits_are_and_which_rates_w
     assert found[provenance.Trained("TREC", "joint", 0, 4.0)] == (3600.0, False)
     assert found[provenance.Trained("TREC", "joint", 0, 1.0)] == (7200.0, False)
     assert "With 6 trainings as long as those of joint training, that takes about 540 core minutes" in added
+    assert provenance.minutes_to_add(board) == added  # a search elsewhere says nothing about this machine
 
 
 def test_the_exam_is_compared_if_no_other_task_has_been_run(tmp_path, monkeypatch):
