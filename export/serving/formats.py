@@ -4,7 +4,7 @@
                           several [["A film."], ["A book."]]; raw_scores -> [{"score": 0.98, "label": "positive"}, ...],
                           the most likely label first; for several inputs a list of these
     POST /embed           text-embeddings-inference, for a sentence encoder: {"inputs": "A film."} or a list of texts;
-                          normalize (default true), dimensions -> [[0.1, ...], ...]
+                          normalize (default true), prompt_name, dimensions -> [[0.1, ...], ...]
     POST /v1/embeddings   OpenAI: {"input": "A film."} or a list of texts; encoding_format float or base64, dimensions
                           -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [...]}], ...}
 
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.confidence import log_softmax, sigmoid
+from mini_ee.data.sentence_prompts import with_prompt
 from mini_ee.data.values import shortened
 from mini_ee.export.runtime import Runtime
 
@@ -76,7 +77,9 @@ def _scores(runtime: Runtime, logits: np.ndarray, raw: bool) -> list[dict]:
 
 def _embed_rows(runtime: Runtime, fields: dict) -> Rows:
     _flag(fields, "normalize", True)
-    return _uncut(runtime, fields, _texts(runtime, fields, "inputs"))
+    texts = [text for (text,) in _texts(runtime, fields, "inputs")]
+    rows = [(text,) for text in with_prompt(runtime.tokenizer, texts, fields.get("prompt_name"))]
+    return _uncut(runtime, fields | {"prompt_name": None}, rows)
 
 
 def _embed_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list) -> list:

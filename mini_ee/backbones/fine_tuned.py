@@ -5,8 +5,9 @@ from pathlib import Path
 from torch import Tensor
 
 from mini_ee.backbones.backbone import FineTunedHead, Layout
-from mini_ee.backbones.sentence_encoder import MODULES, POOLING
+from mini_ee.backbones.sentence_encoder import POOLING
 from mini_ee.data.files import read_json
+from mini_ee.data.model_folder import MODULES, transformer_folder
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 
@@ -44,7 +45,7 @@ def classification_head(tensors: dict[str, Tensor], layout: Layout, folder: Path
 def is_sentence_encoder(folder: Path) -> bool:
     """Whether a folder names a pooling of embeddings, and its model is no classifier, such as a reranker."""
     names_pooling = (folder / MODULES).is_file() or (folder / POOLING / "config.json").is_file()
-    return names_pooling and not _classifies(read_json(folder / "config.json"))
+    return names_pooling and not _classifies(read_json(transformer_folder(folder) / "config.json"))
 
 
 def _classifies(config: dict) -> bool:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from mini_ee.backbones.backbone import Backbone, Layout, some_of
 from mini_ee.backbones.fine_tuned import classification_head
 from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
+from mini_ee.data.model_folder import transformer_folder
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES
@@ -126,6 +127,7 @@ def load_backbone(folder: str | Path) -> Backbone:
         raise FileNotFoundError(
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
+    folder = transformer_folder(folder)
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
     shards = _read_shards(folder)
@@ -176,8 +178,8 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
 
 def backbone_sha256(folder: str | Path) -> str:
     """One digest over the config and the weight files of a backbone's folder, by which a run recognises it."""
-    digest = hashlib.sha256()
-    for path in [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]:
+    digest, folder = hashlib.sha256(), transformer_folder(folder)
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         digest.update(bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()
 
@@ -199,6 +201,7 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
 
 def read_config(path: Path) -> Any:
     """The config of a backbone, from its config.json. Errors name the file."""
+    path = transformer_folder(path.parent) / path.name
     config = read_json(path)
     if "format_version" in config:
         raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")

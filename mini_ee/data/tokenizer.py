@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee.data.files import write_bytes
+from mini_ee.data.model_folder import transformer_folder
 from mini_ee.data.table_files import text_flaw
 from mini_ee.data.tokenizer_config import reads_types, without_types
 from mini_ee.data.values import is_whole, shortened
@@ -124,7 +125,7 @@ class Tokenizer:
         become lower case before everything else, also in the file that `save` writes.
         Raises ValueError if neither file exists, or the file is damaged.
         """
-        folder = Path(folder)
+        folder = transformer_folder(folder)
         readers = {"tokenizer.json": tokenizers.Tokenizer.from_file, "vocab.txt": _bert_wordpiece}
         for name, read in readers.items():
             path = folder / name

@@ -241,7 +241,7 @@ def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]
     backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
     if not request.method.keeps_model or not backbone.classification_head:
         say_left_out(backbone, request.model, say)
-    tokenizer = Tokenizer.from_folder(request.model, unit.max_length(request, backbone))
+    tokenizer = unit.open_tokenizer(request, backbone)
     say_beyond(tokenizer, backbone, request.model, say)
     about = _about(request, exits_of(request, backbone.config.num_hidden_layers))
     data = unit.data(request, backbone, tokenizer, about, say)

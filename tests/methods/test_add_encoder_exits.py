@@ -92,6 +92,7 @@ def test_a_killed_call_goes_on_with_the_export(encoder_folder, tmp_path, monkeyp
         ("encoder", "--agreement", "--agreement is for a classifier; this model is a sentence encoder"),
         ("encoder", "--tolerance", "--tolerance is for a classifier; this model is a sentence encoder"),
         ("classifier", "--cosine", "--cosine is for a sentence encoder; this model is a classifier"),
+        ("classifier", "--prompt-name", "--prompt-name is for a sentence encoder; this model is a classifier"),
     ],
 )
 def test_options_of_the_other_kind_are_refused_in_one_line(
