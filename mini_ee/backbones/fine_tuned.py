@@ -5,9 +5,9 @@ from pathlib import Path
 from torch import Tensor
 
 from mini_ee.backbones.backbone import FineTunedHead, Layout
-from mini_ee.backbones.sentence_encoder import POOLING
+from mini_ee.backbones.sentence_encoder import POOLING, check_reranker
 from mini_ee.data.files import read_json
-from mini_ee.data.model_folder import MODULES, transformer_folder
+from mini_ee.data.sentence_files import MODULES, transformer_folder
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 
@@ -55,7 +55,7 @@ def _classifies(config: dict) -> bool:
 
 def is_multi_label(folder: str | Path) -> bool:
     """Whether a fine-tuned classifier gives an input several labels at once."""
-    return read_json(Path(folder) / "config.json").get("problem_type") == MULTI_LABEL
+    return read_json(transformer_folder(folder) / "config.json").get("problem_type") == MULTI_LABEL
 
 
 def label_names(folder: str | Path) -> tuple[str, ...]:
@@ -63,7 +63,9 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
 
     Raises WrongArguments for a model that is no classifier, one of several numbers, or of too many labels at once.
     """
-    config = read_json(Path(folder) / "config.json")
+    folder = Path(folder)
+    check_reranker(folder)
+    config = read_json(transformer_folder(folder) / "config.json")
     if not _classifies(config):
         named = config.get("architectures")
         found = shortened(named[0] if isinstance(named, list) and named else named)

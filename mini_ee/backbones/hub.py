@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from mini_ee.backbones.backbone import Backbone, Layout, some_of
 from mini_ee.backbones.fine_tuned import classification_head
 from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
-from mini_ee.data.model_folder import transformer_folder
+from mini_ee.data.sentence_files import transformer_folder
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES

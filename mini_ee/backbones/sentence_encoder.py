@@ -12,10 +12,10 @@ A key that is not known here may change the embedding, so it is refused by name.
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mini_ee.data.files import read_json, read_text
-from mini_ee.data.model_folder import MODULES, transformer_folder
+from mini_ee.data.sentence_files import MODULES, transformer_folder
 from mini_ee.data.sentence_prompts import check_prompt_name
 from mini_ee.data.tokenizer_config import own_max_length
 from mini_ee.data.values import fits, shortened
@@ -46,7 +46,17 @@ OLD_POOLINGS = {
 
 ACTIVATIONS = {"torch.nn.modules.linear.Identity": "identity", "torch.nn.modules.activation.Tanh": "tanh"}
 
-TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+ENCODER = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
+RERANKER = {
+    "transformer_task": "sequence-classification",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+    "module_output_name": "scores",
+}
+"""What the transformer's file says of a model that reads texts alone."""
 
 HARMLESS_MODEL_KEYS = {
     "add_pooling_layer",
@@ -84,9 +94,13 @@ def sentence_modules(folder: Path, pool: str | None = None) -> SentenceModules:
     folder = Path(folder)
     if not (folder / MODULES).is_file():
         return SentenceModules(pool or _bare_pool(folder), max_length=_max_length(folder, {}))
-    (_, transformer), (_, pooling), *after = _modules(folder)
-    settings = _transformer(folder / transformer)
-    model, prompts = _model(folder), SentenceModules().prompts
+    listed = _modules(folder)
+    kinds = [kind for kind, _ in listed]
+    if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Dense", "Normalize", "Dropout"}:
+        _refuse_modules(folder, "Transformer, Pooling, and then any of Dense and Normalize", kinds)
+    (_, transformer), (_, pooling), *after = listed
+    settings = _transformer(folder / transformer, ENCODER)
+    model, prompts = _model(folder, {"model_type": "SentenceTransformer"}), SentenceModules().prompts
     prompts = prompts | {name: text or "" for name, text in model.get("prompts", {}).items()}
     found = SentenceModules(
         pool or _pool(folder / pooling / "config.json", any(prompts.values())),
@@ -100,6 +114,27 @@ def sentence_modules(folder: Path, pool: str | None = None) -> SentenceModules:
     if found.default_prompt is not None:
         check_prompt_name(prompts, found.default_prompt, f"{folder / MODEL}: default_prompt_name: ")
     return found
+
+
+def check_reranker(folder: Path) -> None:
+    """Raise WrongArguments for a classifier with modules.json that sentence-transformers reads in another way than
+    transformers: with other modules, a default prompt, lower case, or a length of its own.
+    """
+    if not (folder / MODULES).is_file():
+        return
+    kinds = [kind for kind, _ in _modules(folder)]
+    if kinds != ["Transformer"]:
+        _refuse_modules(folder, "Transformer alone, because the model is a classifier", kinds)
+    settings = _transformer(transformer_folder(folder), RERANKER | {"do_lower_case": False})
+    own = own_max_length(folder)
+    if settings.get("max_seq_length", own) not in (None, own):
+        advice = "write it as model_max_length to tokenizer_config.json"
+        raise WrongArguments(f"{folder}: max_seq_length is {settings['max_seq_length']}, not {own}; {advice}")
+    harmless = dict.fromkeys(("activation_fn", "keep_in_fp32_modules"))  # of scores, and of half precision
+    model = _model(folder, {"model_type": "CrossEncoder"} | harmless)
+    if (name := model.get("default_prompt_name")) and model.get("prompts", {}).get(name):
+        found = f"{folder / MODEL}: default_prompt_name: the prompt {name} stands before each text"
+        raise WrongArguments(f"{found}, which is not supported for a classifier")
 
 
 # ---- modules.json ----
@@ -121,14 +156,15 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         if Path(place).is_absolute() or ".." in Path(place).parts:
             raise WrongArguments(f"{path}: expected paths inside the folder, found {place}")
         found.append((kind.rpartition(".")[2], place))
-    kinds = [kind for kind, _ in found]
     names = [module["name"] for module in modules if "name" in module]
     if len(set(names)) < len(names):  # of modules with one name sentence-transformers keeps the last
         raise WrongArguments(f"{path}: expected a name for each module, found {', '.join(names)}")
-    if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Dense", "Normalize", "Dropout"}:
-        expected = "Transformer, Pooling, and then any of Dense and Normalize"
-        raise WrongArguments(f"{path}: expected {expected}, found {', '.join(kinds) or 'none'}: not supported")
     return found
+
+
+def _refuse_modules(folder: Path, expected: str, kinds: list[str]) -> NoReturn:
+    found = ", ".join(kinds) or "none"
+    raise WrongArguments(f"{folder / MODULES}: expected {expected}, found {found}: not supported")
 
 
 def _after(folder: Path, kind: str, place: str) -> dict:
@@ -180,8 +216,11 @@ def _pool(path: Path, prompted: bool) -> str:
     return POOLS[mode]
 
 
-def _transformer(folder: Path) -> dict:
-    """The content of sentence_bert_config.json. A length among the tokenizer's arguments becomes max_seq_length."""
+def _transformer(folder: Path, own: dict[str, Any]) -> dict:
+    """The content of sentence_bert_config.json. A length among the tokenizer's arguments becomes max_seq_length.
+
+    own: forms of `_check` for what depends on the kind of model.
+    """
     path, config = next(
         ((folder / name, found) for name in TRANSFORMER if (found := _json(folder / name))), (folder, {})
     )
@@ -192,15 +231,12 @@ def _transformer(folder: Path) -> dict:
     form: dict[str, Any] = {
         "max_seq_length": (None, 1),
         "do_lower_case": bool,
-        "transformer_task": "feature-extraction",
-        "modality_config": TEXT_ONLY,
-        "module_output_name": "token_embeddings",
         "processing_kwargs": (None, {}),
         "unpad_inputs": None,
         **dict.fromkeys(("query_length", "document_length", "query_expansion", "tokenizer_name_or_path"), (None,)),
         **dict.fromkeys(arguments, dict),
     }
-    _check(path, config, {}, form)
+    _check(path, config, {}, form | own)
     for name, known in arguments.items():
         if foreign := sorted(config.get(name, {}).keys() - known):
             raise WrongArguments(
@@ -213,12 +249,12 @@ def _transformer(folder: Path) -> dict:
     return config
 
 
-def _model(folder: Path) -> dict:
-    """The content of config_sentence_transformers.json."""
+def _model(folder: Path, own: dict[str, Any]) -> dict:
+    """The content of config_sentence_transformers.json. own: as of `_transformer`."""
     path, config = folder / MODEL, _json(folder / MODEL)
-    form = {"model_type": "SentenceTransformer", "prompts": dict, "default_prompt_name": (None, str)}
+    form = {"prompts": dict, "default_prompt_name": (None, str)}
     harmless = dict.fromkeys(("__version__", "similarity_fn_name", "requirements"))
-    _check(path, config, {}, form | {"truncate_dim": (None, 1)} | harmless)
+    _check(path, config, {}, form | {"truncate_dim": (None, 1)} | harmless | own)
     for name, text in config.get("prompts", {}).items():
         if not isinstance(text, str | None):
             raise WrongArguments(f"{path}: expected the prompt {name} as a text, found {shortened(text)}")
@@ -227,10 +263,15 @@ def _model(folder: Path) -> dict:
 
 def _max_length(folder: Path, settings: dict) -> int | None:
     """max_seq_length, else the tokenizer's own maximum or the number of positions, whichever is smaller."""
-    if settings.get("max_seq_length") is not None:
-        return settings["max_seq_length"]
-    transformer = transformer_folder(folder)
-    positions = _json(transformer / "config.json").get("max_position_embeddings")
+    transformer, length = transformer_folder(folder), settings.get("max_seq_length")
+    config = _json(transformer / "config.json")
+    positions = config.get("max_position_embeddings")
+    if length is not None:
+        relative = config.get("position_biased_input") is False or config.get("model_type") == "modernbert"
+        if relative and fits(positions, int, below=length):  # others cannot read a longer text at all
+            found = f"max_seq_length is {length}, and the model has {positions} positions"
+            raise WrongArguments(f"{folder}: {found}: not supported; write a smaller max_seq_length")
+        return length
     lengths = [own_max_length(transformer), positions if fits(positions, int, least=1) else None]
     return min((length for length in lengths if length is not None), default=None)
 

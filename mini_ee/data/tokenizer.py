@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee.data.files import write_bytes
-from mini_ee.data.model_folder import transformer_folder
+from mini_ee.data.sentence_files import transformer_folder
 from mini_ee.data.table_files import text_flaw
 from mini_ee.data.tokenizer_config import reads_types, without_types
 from mini_ee.data.values import is_whole, shortened

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tokenizers
 
-from mini_ee.data.model_folder import transformer_folder
+from mini_ee.data.sentence_files import transformer_folder
 
 NO_LIMIT = 10**9  # transformers writes 1e30 for a tokenizer without a largest length
 

@@ -58,7 +58,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "data.glue",
     "data.lines",
     "data.metrics",
-    "data.model_folder",
+    "data.sentence_files",
     "data.multiple_choice",
     "data.settings",
     "data.progress",

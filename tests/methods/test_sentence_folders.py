@@ -13,10 +13,11 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 import mini_ee
+from mini_ee.backbones.fine_tuned import label_names
 from mini_ee.backbones.hub import backbone_sha256, load_backbone
 from mini_ee.backbones.sentence_encoder import SentenceModules, sentence_modules
 from mini_ee.cli.main import main
-from mini_ee.data.model_folder import transformer_folder
+from mini_ee.data.sentence_files import transformer_folder
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.embedding_exits import EmbeddingExits
 from mini_ee.export.runtime import Runtime
@@ -183,6 +184,43 @@ def test_what_may_change_an_embedding_and_is_not_known_is_refused(name, encoder_
     with pytest.raises(ValueError) as error:
         sentence_modules(folder)
     assert message in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+RERANKERS = {
+    "as saved": ({}, {"activation_fn": "torch.nn.modules.activation.Sigmoid", "prompts": {"query": "film "}}, None),
+    "prompt": ({}, {"prompts": {"query": "film "}, "default_prompt_name": "query"}, "the prompt query stands before"),
+    "lower": ({"do_lower_case": True}, {}, "sentence_bert_config.json: expected do_lower_case as false, found True"),
+    "length": ({"max_seq_length": 7}, {}, "max_seq_length is 7, not None; write it as model_max_length"),
+    "scores": ({"transformer_task": "text-generation"}, {}, 'expected transformer_task as "sequence-classification"'),
+}
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+def test_a_reranker_that_its_library_reads_in_another_way_is_refused(name, classifier_folder, tmp_path):
+    bert, model, message = RERANKERS[name]
+    folder = shutil.copytree(classifier_folder, tmp_path / "st")
+    write(folder / "modules.json", modules_of(["Transformer"], style="sentence_transformers.base.modules.{}"))
+    write(folder / "sentence_bert_config.json", bert)
+    write(folder / "config_sentence_transformers.json", {"model_type": "CrossEncoder"} | model)
+    if message is None:
+        assert label_names(folder) == label_names(classifier_folder)
+        message, _ = "expected Transformer alone", write(folder / "modules.json", modules_of(["Transformer", "Dense"]))
+    with pytest.raises(ValueError) as error:
+        label_names(folder)
+    assert message in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_length_beyond_relative_positions_is_refused_and_one_beyond_absolute_positions_is_cut(
+    encoder_folder, tmp_path
+):
+    folder = described(copied(encoder_folder, tmp_path / "st"), bert={"max_seq_length": 99})
+    assert sentence_modules(folder).max_length == 99  # the model cannot read more than its positions
+    write(
+        folder / "config.json",
+        {"model_type": "deberta-v2", "position_biased_input": False, "max_position_embeddings": 64},
+    )
+    with pytest.raises(ValueError, match="max_seq_length is 99, and the model has 64 positions"):
+        sentence_modules(folder)
 
 
 def test_damaged_lists_of_modules_are_refused(encoder_folder, tmp_path):
