@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from mini_ee.data.files import read_json, read_text
-from mini_ee.data.sentence_files import MODULES, transformer_folder
+from mini_ee.data.files import read_json
+from mini_ee.data.sentence_files import MODULES, listed_modules, transformer_folder
 from mini_ee.data.sentence_prompts import check_prompt_name
 from mini_ee.data.tokenizer_config import own_max_length
 from mini_ee.data.values import fits, shortened
@@ -140,26 +140,16 @@ def check_reranker(folder: Path) -> None:
 # ---- modules.json ----
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """(kind, folder) of each module."""
-    path = folder / MODULES
-    try:
-        modules = json.loads(read_text(path))
-    except ValueError as error:
-        raise WrongArguments(f"{path}: expected a list of modules, found no JSON ({error})") from None
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise WrongArguments(f"{path}: expected a list of modules, found {shortened(modules)}")
-    found = []
+    path, modules = folder / MODULES, listed_modules(folder)
     for module in modules:
         _check(path, module, {"type": str, "path": str}, {"idx": int, "name": str, "kwargs": []})
-        kind, place = module.get("type", ""), module.get("path", "")
-        if not OWN_MODULE.fullmatch(kind):
-            raise WrongArguments(f"{path}: expected modules of sentence-transformers, found {kind}: not supported")
-        if Path(place).is_absolute() or ".." in Path(place).parts:
-            raise WrongArguments(f"{path}: expected paths inside the folder, found {place}")
-        found.append((kind.rpartition(".")[2], place))
+        if not OWN_MODULE.fullmatch(module["type"]):
+            expected = "modules of a SentenceTransformer"
+            raise WrongArguments(f"{path}: expected {expected}, found {module['type']}: not supported")
     names = [module["name"] for module in modules if "name" in module]
     if len(set(names)) < len(names):  # of modules with one name sentence-transformers keeps the last
         raise WrongArguments(f"{path}: expected a name for each module, found {', '.join(names)}")
-    return found
+    return [(module["type"].rpartition(".")[2], module["path"]) for module in modules]
 
 
 def _refuse_modules(folder: Path, expected: str, kinds: list[str]) -> NoReturn:
@@ -190,14 +180,13 @@ def _after(folder: Path, kind: str, place: str) -> dict:
 
 # ---- The other files ----
 def _bare_pool(folder: Path) -> str:
-    """The pooling of a folder without modules.json: the mean, which is right only if no other file names another."""
-    other = next((name for name in (f"{POOLING}/config.json", *TRANSFORMER) if (folder / name).is_file()), None)
-    if other:
-        raise WrongArguments(f"{folder / MODULES}: no such file, and {other} is there; copy it from the model, too")
+    """The pooling of a folder without modules.json: the mean; refused if there is a pooling and it names another."""
+    pooling = folder / POOLING / "config.json"
+    if pooling.is_file() and (found := _pool(pooling, False)) != "mean":
+        raise WrongArguments(f"{folder / MODULES}: no such file, and {pooling} names the pooling {found}; copy it, too")
     if (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json"):
-        raise WrongArguments(
-            f"{folder}: has a chat template, with which sentence-transformers reads a text: not supported"
-        )
+        found = "a chat template, with which sentence-transformers reads a text"
+        raise WrongArguments(f"{folder}: expected a tokenizer without chat template, found {found}: not supported")
     return "mean"
 
 

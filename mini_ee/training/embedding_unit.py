@@ -143,6 +143,8 @@ class EmbeddingUnit(Unit):
         texts = [(text,) for row in parts.test.texts for text in row]
         test = EmbeddingData(encode(tokenizer, texts, backbone), np.zeros(len(texts)), request.task)
         digest = hashlib.sha256(request.task.split("train").labels.tobytes())
+        for weights in backbone.dense_weights.values():
+            digest.update(weights.numpy().tobytes())
         for ids in (ids for part in (train, held, test) for ids in part.encoded.ids):
             digest.update(ids.tobytes() + b"|")
         begun_with = {"max_length": tokenizer.max_length, "task": request.task.name, "data": digest.hexdigest()}

@@ -108,6 +108,7 @@ def test_options_of_the_other_kind_are_refused_in_one_line(
 
 def test_a_reranker_with_modules_json_is_a_classifier(encoder_folder, classifier_folder, checkpoint_folder, tmp_path):
     folder = shutil.copytree(classifier_folder, tmp_path / "reranker")
-    (folder / "modules.json").write_text(json.dumps([]))
+    modules = [{"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
     kinds = (encoder_folder, folder, classifier_folder, checkpoint_folder)
     assert [is_sentence_encoder(each) for each in kinds] == [True, False, False, False]

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 import mini_ee
-from mini_ee.backbones.fine_tuned import label_names
+from mini_ee.backbones.fine_tuned import is_sentence_encoder, label_names
 from mini_ee.backbones.hub import backbone_sha256, load_backbone
 from mini_ee.backbones.sentence_encoder import SentenceModules, sentence_modules
 from mini_ee.cli.main import main
@@ -171,7 +171,7 @@ REFUSED = {
     ),
     "foreign": (
         {"style": "custom_st.{}"},
-        "modules.json: expected modules of sentence-transformers, found custom_st.Trans",
+        "modules.json: expected modules of a SentenceTransformer, found custom_st.",
     ),
     "module": ({"after": ["LayerNorm"]}, "found Transformer, Pooling, LayerNorm: not supported"),
 }
@@ -229,6 +229,7 @@ def test_damaged_lists_of_modules_are_refused(encoder_folder, tmp_path):
     for modules, message in (
         ({}, "expected a list of modules"),
         ([], "expected Transformer, Pooling, and then"),
+        ([{"type": "a.B"}], "expected a list of modules with type and path"),
         (two[::-1], "found Pooling, Transformer"),
         ([two[0] | {"path": "../other"}, two[1]], "expected paths inside the folder"),
         ([two[0], two[1] | {"name": "0"}], "expected a name for each module, found 0, 0"),
@@ -237,8 +238,22 @@ def test_damaged_lists_of_modules_are_refused(encoder_folder, tmp_path):
         write(folder / "modules.json", modules)
         with pytest.raises(ValueError, match=message):
             sentence_modules(folder)
+    write(folder / "modules.json", modules_of(["StaticEmbedding"]))
+    for read in (load_backbone, Tokenizer.from_folder, is_sentence_encoder):
+        with pytest.raises(
+            ValueError, match="modules.json: expected a Transformer among the modules, found StaticEmbedding"
+        ):
+            read(folder)
     (folder / "modules.json").unlink()
-    with pytest.raises(ValueError, match="modules.json: no such file, and 1_Pooling/config.json is there"):
+    assert sentence_modules(folder) == SentenceModules(max_length=POSITIONS)  # a bare transformer
+    write(folder / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
+    with pytest.raises(
+        ValueError, match="modules.json: no such file, and .*1_Pooling/config.json names the pooling first"
+    ):
+        sentence_modules(folder)
+    shutil.rmtree(folder / "1_Pooling")
+    write(folder / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
+    with pytest.raises(ValueError, match="expected a tokenizer without chat template"):
         sentence_modules(folder)
 
 
@@ -369,7 +384,8 @@ def test_requests_of_text_embeddings_inference_name_prompts(encoder_folder, text
     folder = described(copied(encoder_folder, tmp_path / "st"), model={"prompts": {"query": "good film "}})
     mini_ee.export(trained(folder, texts_file, tmp_path / "run"), tmp_path / "exported")
     runtime = Runtime(tmp_path / "exported")
-    read = formats_of(runtime)["/embed"].rows
+    read, like_openai = (formats_of(runtime)[path].rows for path in ("/embed", "/v1/embeddings"))
+    assert like_openai(runtime, {"input": "a", "prompt_name": "query"}) == [("good film a",)]
     for fields, expected in (
         ({"prompt_name": "query"}, "good film the book"),
         ({"prompt_name": None}, "the book"),
@@ -419,7 +435,7 @@ def drawn_folder(draw, encoder_folder, folder):
 def test_drawn_folders_give_the_librarys_embeddings_or_are_refused(encoder_folder, texts_file, tmp_path):
     library = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     draw, equal = random.Random(0), 0
-    for number in range(40):
+    for number in range(30):
         folder = drawn_folder(draw, encoder_folder, tmp_path / f"st{number}")
         try:
             run = trained(folder, texts_file, tmp_path / f"run{number}", exits=(3,))
