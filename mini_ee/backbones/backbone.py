@@ -148,6 +148,7 @@ class Backbone(nn.Module):
     layers: nn.ModuleList
     lm_head: nn.Module | None
     left_out: tuple[str, ...] = ()  # tensors of the checkpoint that were not loaded, such as those of a classifier
+    foreign: tuple[str, ...] = ()  # tensors of the checkpoint that belong to no part of the model, such as a loss's
     classification_head: "FineTunedHead | None" = None  # the own head of a `...ForSequenceClassification`
     untied_head: bool = False  # True: they include a masked-LM head that is not tied to the word embeddings
 
@@ -347,6 +348,7 @@ class HeadLayout(NamedTuple):
     activation_key: str | None = None
     pool: str = "first"
     pool_key: str | None = None
+    dense_bias_key: str | None = None  # the key for whether `dense` has a bias; None: it has one
 
 
 class FineTunedHead(NamedTuple):

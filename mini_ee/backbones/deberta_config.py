@@ -246,6 +246,6 @@ def layout(architecture: str, names: dict[str, str]) -> Layout:
                 for leaf in ("weight", "bias")
             ),
         ),
-        ignored=r"(.*\.)?position_ids|pooler\..*|mask_predictions\..*",
+        ignored=r"(.*\.)?(position_ids|token_type_ids)|pooler\..*|mask_predictions\..*",
         head=HeadLayout(dense="pooler.dense", activation="gelu", activation_key="pooler_hidden_act"),
     )

@@ -107,7 +107,7 @@ MEMBERS = {
     "llama": Member(layout=_layout("Llama"), defaults=_defaults()),
     "gemma": Member(
         layout=_layout("Gemma"),
-        defaults=_defaults("gelu_pytorch_tanh", tied=True, head_dim=256),
+        defaults=_defaults("gelu_pytorch_tanh", tied=True, head_dim=256, pad_token_id=0),
         norm="rms, 1 + w",
         scaled_embeddings=True,
         gelu_is_tanh=True,

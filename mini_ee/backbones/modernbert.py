@@ -404,6 +404,7 @@ LAYOUTS = {
             activation_key="classifier_activation",
             dense_norm="head.norm",
             pool_key="classifier_pooling",
+            dense_bias_key="classifier_bias",
         ),
     )
 }

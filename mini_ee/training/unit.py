@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from mini_ee.backbones.backbone import check_integer
-from mini_ee.backbones.hub import write_tensors
+from mini_ee.backbones.tensor_files import write_tensors
 from mini_ee.data.table_files import SUFFIXES
 from mini_ee.data.tasks import TOY, Split, Task
 from mini_ee.data.values import shortened

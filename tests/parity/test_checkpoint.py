@@ -204,9 +204,40 @@ def test_of_a_fine_tuned_classifier_the_backbone_is_taken_and_the_head_is_named(
             model.lm_logits(model(ids))
 
 
-def test_a_head_under_another_name_is_still_refused(folder):
-    rewrite(folder, lambda tensors: tensors | {"my_head.weight": torch.ones(2, 24)})
-    assert refused(folder, ValueError, "1 unexpected (my_head.weight)")
+def test_tensors_of_no_module_are_named_and_buffers_ignored(folder):
+    more = {"loss_fct.weight": torch.ones(2), "my_head.weight": torch.ones(2, 24)}
+    buffers = {f"bert.embeddings.{name}": torch.zeros(1, 8).long() for name in ("position_ids", "token_type_ids")}
+    rewrite(folder, lambda tensors: tensors | more | buffers)
+    assert loads_as_before(folder) and load_backbone(folder).foreign == ("loss_fct.weight", "my_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [
+        ("bert", "_orig_mod."),
+        ("bert", "module._orig_mod."),
+        ("bert", "base_model.model."),
+        ("bert", "model."),
+        ("llama", "module."),
+        ("llama", "model."),
+        ("t5", "_fsdp_wrapped_module."),
+        ("modernbert", "model."),
+    ],
+)
+def test_the_prefix_of_a_wrapper_is_stripped(tmp_path, kind, wrapper):
+    folder = shutil.copytree(GOLDEN / kind, tmp_path / kind)
+    rewrite(folder, lambda tensors: {wrapper + name: each for name, each in tensors.items()} | {"loss": torch.ones(1)})
+    assert loads_as_before(folder, kind) and load_backbone(folder).foreign == ("loss",)
+
+
+def test_a_part_that_was_compiled_alone_has_its_plain_names(folder):
+    rewrite(folder, lambda t: {name.replace("encoder.", "encoder._orig_mod."): each for name, each in t.items()})
+    assert loads_as_before(folder)
+
+
+def test_model_safetensors_counts_before_an_index_as_in_transformers(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "other.safetensors"}}')
+    assert loads_as_before(folder)
 
 
 UNTIED = {
