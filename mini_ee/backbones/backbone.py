@@ -368,7 +368,8 @@ class Layout:
     model for classification, if it differs. architecture: `Bert` for BertModel. renamed: old endings of names ->
     current ones. ignored: a regular expression for tensors that are not loaded. fused: a module of theirs that stacks
     several of ours in equal shares of rows -> the last parts of our names. head: that of a fine-tuned classifier; None:
-    such a head is not loaded.
+    such a head is not loaded. config_keys: of config.json, besides the fields of the config, that the family checks or
+    that do not count in it.
     """
 
     names: dict[str, str]
@@ -379,6 +380,7 @@ class Layout:
     ignored: str = "(?!)"
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     head: HeadLayout | None = None
+    config_keys: frozenset[str] = frozenset()
 
 
 # ---- Configs ----

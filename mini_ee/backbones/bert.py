@@ -352,6 +352,7 @@ def _layout(prefix: str, architecture: str, names: dict[str, str], head: HeadLay
         renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
         ignored=r"(.*\.)?(position_ids|token_type_ids)|cls\.seq_relationship\..*|sop_classifier\..*",
         head=head,
+        config_keys=frozenset(FIXED_KEYS),
     )
 
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from mini_ee.backbones.adapter import CONFIG as ADAPTER_CONFIG
 from mini_ee.backbones.adapter import adapter_tensors, is_adapter, merged, model_config, model_folder
 from mini_ee.backbones.backbone import Backbone, Layout, some_of
+from mini_ee.backbones.config_keys import check_keys
 from mini_ee.backbones.families import backbone_class, generates, layout_of
 from mini_ee.backbones.fine_tuned import classification_head
 from mini_ee.backbones.tensor_files import read_checkpoint, write_tensors
@@ -189,7 +190,9 @@ def read_config(path: Path) -> Any:
     if "format_version" in config:
         raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")
     try:
-        return backbone_class(config.get("model_type")).Config.from_hugging_face(config)
+        kind = backbone_class(config.get("model_type")).Config
+        check_keys(config, kind, layout_of(config["model_type"]))
+        return kind.from_hugging_face(config)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
 
