@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.backbones.hub import read_config
+from mini_ee.backbones.sentence_encoder import sentence_modules
+from mini_ee.data.sentence_prompts import check_prompt_name
 from mini_ee.data.tasks import Split, Task
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.row_evaluation import TIMED_REPEATS, measure_seconds, timed_batches
@@ -34,16 +36,19 @@ MOST_EXITS = 7
 LOWEST = 0.1  # quantile of the cosines that is reported
 
 FOR_CLASSIFIERS = ("agreement", "max_loss", "confidence", "tolerance")
+FOR_ENCODERS = ("cosine", "prompt_name")
 
 
-def check_options(options: dict, labels, encodes: bool) -> None:
-    """Raise WrongArguments for options that are for the other kind of model."""
+def check_options(model: Path, options: dict, labels, encodes: bool) -> None:
+    """Raise WrongArguments for options of the other kind of model, and for an encoder that is not supported."""
     given = {name for name, value in options.items() if value is not None} | ({"max_loss"} if labels else set())
-    wrong = given & set(FOR_CLASSIFIERS if encodes else ("cosine",))
+    wrong = given & set(FOR_CLASSIFIERS if encodes else FOR_ENCODERS)
     if wrong:
         kinds = ("a classifier", "a sentence encoder")
         flag = sorted(wrong)[0].replace("_", "-")
         raise WrongArguments(f"--{flag} is for {kinds[not encodes]}; this model is {kinds[encodes]}")
+    if encodes and (found := sentence_modules(model)) and options.get("prompt_name") is not None:
+        check_prompt_name(found.prompts, options["prompt_name"], f"{model}: ")
 
 
 def encoder_task(rows: list[tuple[str, ...]]) -> Task:
@@ -86,6 +91,7 @@ def _trained(model: Path, task: Task, out: Path, required: AddOptions, seed: int
         raise WrongArguments("no method of the registry trains exits on a sentence encoder that stays as it is")
     layers = read_config(model / "config.json").num_hidden_layers
     settings = {"exits": required.exits or even_exits(layers, MOST_EXITS), "min_cosine": required.cosine, "seed": seed}
+    settings["prompt_name"] = required.prompt_name
     interrupted = (training_folder(out / "run") / STATE).exists()
     return train(method, model, task, out / "run", resume=interrupted, say=say, **settings)
 

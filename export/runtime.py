@@ -24,6 +24,7 @@ from mini_ee.backbones.shapes import check_finite
 from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import file_sha256
 from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
+from mini_ee.data.sentence_prompts import PromptedTokenizer, with_prompt
 from mini_ee.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.early_exit import early_exit
 from mini_ee.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
@@ -44,6 +45,9 @@ RECOMPUTE = "--missing-kv recompute needs graphs by segment; export the run with
 def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
     """The tokenizer of an exported folder. It inserts texts into the prompt if the model reads them through one."""
     tokenizer = Tokenizer.from_folder(folder, None if manifest["unit"] == "tokens" else manifest["max_length"])
+    if "prompts" in manifest:
+        given = manifest["prompts"], manifest["default_prompt_name"]
+        return PromptedTokenizer(tokenizer.backend, manifest["max_length"], *given)
     if "prompt" not in manifest:
         return tokenizer
     return PromptTokenizer(tokenizer.backend, manifest["max_length"], Prompt.from_dict(manifest["prompt"]))
@@ -259,9 +263,15 @@ class EmbeddingRuntime(Runtime):
 
     embeds = True
 
-    def embed(self, texts: Sequence[str], batch_size: int = 32, rule: Rule | None = None) -> np.ndarray:
-        """The embedding of each text, (N, d) float32. Raises ValueError as `run` does."""
-        found = [answer.embedding for answer in self.run(texts, batch_size, rule)]
+    def embed(
+        self, texts: Sequence[str], batch_size: int = 32, rule: Rule | None = None, prompt_name: str | None = None
+    ) -> np.ndarray:
+        """The embedding of each text, (N, d) float32. prompt_name: of the encoder's prompts (None: its default one).
+
+        Raises ValueError as `run` does, and for an unknown prompt.
+        """
+        check_rows(texts, 1)
+        found = [each.embedding for each in self.run(with_prompt(self.tokenizer, texts, prompt_name), batch_size, rule)]
         return np.array(found, np.float32).reshape(len(texts), self.config["num_labels"])
 
     def answers(

@@ -57,7 +57,7 @@ from mini_ee.training.run_folder import Run, versions
 
 PRECISIONS = ("float32", "float16", "int8")
 
-OF_THE_RUN = ("task", "prompt", "num_labels", "settings", "base")
+OF_THE_RUN = ("task", "prompt", "prompts", "default_prompt_name", "num_labels", "settings", "base")
 """Keys that the manifest copies from config.json."""
 
 OF_ROWS = ("unit", "pool", "head", "num_labels")

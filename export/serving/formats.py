@@ -8,8 +8,9 @@
     POST /v1/embeddings   OpenAI: {"input": "A film."} or a list of texts; encoding_format float or base64, dimensions
                           -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [...]}], ...}
 
-Both of text-embeddings-inference take truncate: with false a text that would be cut is refused. Fields without meaning
-here, such as `model` and `user`, are not read. With `dimensions` an embedding is cut and scaled to length 1.
+Both of embeddings take prompt_name, a prompt of the encoder; without it the text gets the default prompt. Both of
+text-embeddings-inference take truncate: with false a text that would be cut is refused. Fields without meaning here,
+such as `model` and `user`, are not read. With `dimensions` an embedding is cut and scaled to length 1.
 """
 
 import base64
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.confidence import log_softmax, sigmoid
+from mini_ee.data.sentence_prompts import with_prompt
 from mini_ee.data.values import shortened
 from mini_ee.export.runtime import Runtime
 
@@ -76,7 +78,7 @@ def _scores(runtime: Runtime, logits: np.ndarray, raw: bool) -> list[dict]:
 
 def _embed_rows(runtime: Runtime, fields: dict) -> Rows:
     _flag(fields, "normalize", True)
-    return _uncut(runtime, fields, _texts(runtime, fields, "inputs"))
+    return _uncut(runtime, fields | {"prompt_name": None}, _texts(runtime, fields, "inputs"))
 
 
 def _embed_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list) -> list:
@@ -120,7 +122,7 @@ def _openai_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list) -> 
 
 
 def _texts(runtime: Runtime, fields: dict, key: str) -> Rows:
-    """The texts of a request for embeddings, and a check of `dimensions`."""
+    """The texts of a request for embeddings, with the prompt of `prompt_name`, and a check of `dimensions`."""
     given, size = fields.get(key), runtime.config["num_labels"]
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -128,7 +130,7 @@ def _texts(runtime: Runtime, fields: dict, key: str) -> Rows:
     dimensions = fields.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= size):
         raise ValueError(f"expected dimensions from 1 to {size}, found {shortened(dimensions)}")
-    return [(text,) for text in texts]
+    return [(text,) for text in with_prompt(runtime.tokenizer, texts, fields.get("prompt_name"))]
 
 
 def _vectors(answers: list, dimensions: int | None, normalize: bool) -> np.ndarray:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mini_ee.backbones.backbone import some_of
 from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.data.files import read_json
+from mini_ee.data.sentence_files import transformer_folder
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 
@@ -42,7 +43,7 @@ INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds a PEFT adapter."""
-    return (folder / CONFIG).is_file()
+    return (transformer_folder(folder) / CONFIG).is_file()
 
 
 def model_folder(folder: Path) -> Path:
@@ -50,6 +51,7 @@ def model_folder(folder: Path) -> Path:
 
     Raises WrongArguments for an adapter that is not supported, or whose base model is not on this machine.
     """
+    folder = transformer_folder(folder)
     if not is_adapter(folder) or (folder / "config.json").is_file():
         return folder
     named = _config(folder).get("base_model_name_or_path")
@@ -68,14 +70,14 @@ def model_folder(folder: Path) -> Path:
 def model_config(folder: Path) -> dict:
     """The config.json of a folder, or of an adapter's base model; an adapter can make it a classifier."""
     config = read_json(model_folder(folder) / "config.json")
-    if is_adapter(folder) and _config(folder).get("task_type") == "SEQ_CLS":
+    if is_adapter(folder) and _config(transformer_folder(folder)).get("task_type") == "SEQ_CLS":
         config["architectures"] = ["ForSequenceClassification"]
     return config
 
 
 def tokenizer_folder(folder: str | Path) -> Path:
     """The folder of the tokenizer: the base model's if an adapter has none."""
-    folder = Path(folder)
+    folder = transformer_folder(folder)
     return folder if any((folder / name).is_file() for name in TOKENIZERS) else model_folder(folder)
 
 
@@ -119,6 +121,7 @@ def adapter_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
     The names are those of the model that was trained, with the prefix of its class.
     """
+    folder = transformer_folder(folder)
     config, path = _config(folder), folder / TENSORS
     if not path.is_file():
         raise WrongArguments(f"{path}: no such file; merge the adapter with peft: {merge_line(folder)}")

@@ -149,6 +149,7 @@ class Backbone(nn.Module):
     lm_head: nn.Module | None
     left_out: tuple[str, ...] = ()  # tensors of the checkpoint that were not loaded, such as those of a classifier
     foreign: tuple[str, ...] = ()  # tensors of the checkpoint that belong to no part of the model, such as a loss's
+    dense_weights: dict[str, Tensor] = {}  # of a sentence encoder: of its linear maps after the pooling
     classification_head: "FineTunedHead | None" = None  # the own head of a `...ForSequenceClassification`
     untied_head: bool = False  # True: they include a masked-LM head that is not tied to the word embeddings
 

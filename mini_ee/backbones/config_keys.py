@@ -12,7 +12,7 @@ from typing import Any
 from mini_ee.backbones.backbone import Layout
 from mini_ee.data.values import shortened
 
-NEUTRAL = (None, False, "", [], {})  # and 0
+NEUTRAL: tuple = (None, False, "", [], {})  # and 0
 """Values with which an unknown key is off."""
 
 HARMLESS = re.compile(

@@ -7,8 +7,9 @@ from torch import Tensor
 from mini_ee.backbones.adapter import adapter_tensors, is_adapter, model_config, model_folder
 from mini_ee.backbones.backbone import FineTunedHead, Layout
 from mini_ee.backbones.families import layout_of
-from mini_ee.backbones.sentence_encoder import MODULES, POOLING
+from mini_ee.backbones.sentence_encoder import POOLING, check_reranker
 from mini_ee.backbones.tensor_files import shapes_of
+from mini_ee.data.sentence_files import MODULES
 from mini_ee.data.values import fits, shortened
 from mini_ee.errors import WrongArguments
 
@@ -75,6 +76,7 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     if config.json does not name the labels that the head has.
     """
     folder = Path(folder)
+    check_reranker(folder)
     config, path = model_config(folder), model_folder(folder) / "config.json"
     rows = _rows_of_head(folder, config)
     if rows is None or not _classifies(config, True):

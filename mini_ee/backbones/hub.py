@@ -29,6 +29,7 @@ from mini_ee.backbones.families import backbone_class, generates, layout_of
 from mini_ee.backbones.fine_tuned import classification_head
 from mini_ee.backbones.tensor_files import read_checkpoint, write_tensors
 from mini_ee.data.files import atomic_folder, file_sha256, write_json
+from mini_ee.data.sentence_files import transformer_folder
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES
 
@@ -98,6 +99,7 @@ def load_backbone(folder: str | Path) -> Backbone:
         raise FileNotFoundError(
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
+    folder = transformer_folder(folder)
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
     stored = read_checkpoint(model_folder(folder))
@@ -159,11 +161,10 @@ def backbone_sha256(folder: str | Path) -> str:
 
     Those of an adapter and of its base model count together.
     """
-    digest, folder = hashlib.sha256(), Path(folder)
-    base = model_folder(folder)
+    digest, own, base = hashlib.sha256(), transformer_folder(folder), model_folder(Path(folder))
     paths = [base / "config.json", *sorted(base.glob("*.safetensors"))]
-    if base != folder:
-        paths += [folder / ADAPTER_CONFIG, *sorted(folder.glob("*.safetensors"))]
+    if base != own:
+        paths += [own / ADAPTER_CONFIG, *sorted(own.glob("*.safetensors"))]
     for path in paths:
         digest.update(bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()

@@ -25,6 +25,8 @@ def add(sub: ArgumentParser) -> None:
     )
     out = "file to write: .npy for an array (N, d) of float32, .jsonl for one JSON object per text"
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
+    prompt = "prompt of the encoder that stands before each text (default the encoder's own default, if it has one)"
+    sub.add_argument("--prompt-name", metavar="NAME", help=prompt)
     sub.add_argument("--batch-size", type=positive, default=32, help="batch size")
     add_where(sub, schedules=False)
     add_rule(sub)
@@ -36,6 +38,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.cli.open import open_trained
     from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.data.files import sole_writer, write_bytes
+    from mini_ee.data.sentence_prompts import with_prompt
     from mini_ee.errors import WrongArguments
     from mini_ee.recording import exited_rows
 
@@ -44,7 +47,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     trained = open_trained(args.run, args)
     if not trained.embeds:
         raise WrongArguments(f"{args.run}: expected a sentence encoder, found a run of {trained.config['method']}")
-    rule, texts = chosen_rule(args, trained), read_lines(args.file)
+    rule = chosen_rule(args, trained)
+    texts = with_prompt(trained.tokenizer, read_lines(args.file), args.prompt_name)
     begin, encoded, segments = time.perf_counter(), trained.encode(texts), trained.segments()
     embeddings, layers = exited_rows(segments, rule, encoded, args.batch_size, trained.config["num_labels"])
     seconds = time.perf_counter() - begin

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from mini_ee.data.files import write_bytes
+from mini_ee.data.sentence_files import transformer_folder
 from mini_ee.data.table_files import text_flaw
 from mini_ee.data.tokenizer_config import reads_types, without_types
 from mini_ee.data.values import is_whole, shortened
@@ -117,13 +118,14 @@ class Tokenizer:
         self.max_length = max_length
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128) -> "Tokenizer":
+    def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128, lower: bool = False) -> "Tokenizer":
         """From tokenizer.json, else from BERT's vocab.txt. Truncation and padding in the file are ignored.
 
-        If transformers gives a model no token types with this tokenizer_config.json, all types are 0.
+        If transformers gives a model no token types with this tokenizer_config.json, all types are 0. lower: texts
+        become lower case before everything else, also in the file that `save` writes.
         Raises ValueError if neither file exists, or the file is damaged.
         """
-        folder = Path(folder)
+        folder = transformer_folder(folder)
         readers = {"tokenizer.json": tokenizers.Tokenizer.from_file, "vocab.txt": _bert_wordpiece}
         for name, read in readers.items():
             path = folder / name
@@ -137,6 +139,9 @@ class Tokenizer:
                     ) from None
                 if not reads_types(folder):
                     backend = without_types(backend)
+                if lower:
+                    own = [] if backend.normalizer is None else [backend.normalizer]
+                    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
                 return cls(backend, max_length)
         raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one to this folder")
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import tokenizers
 
+from mini_ee.data.sentence_files import transformer_folder
+
 NO_LIMIT = 10**9  # transformers writes 1e30 for a tokenizer without a largest length
 
 
 def _config(folder: str | os.PathLike) -> dict:
     """The content of tokenizer_config.json; empty if there is no such file."""
-    path = Path(folder) / "tokenizer_config.json"
+    path = transformer_folder(folder) / "tokenizer_config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

@@ -4,7 +4,7 @@ The embedding is what a head of exits/heads.py calls logits: segments, rules and
 way. The last exit has no map: it is the encoder's own embedding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -24,20 +24,58 @@ from mini_ee.rules import Rule
 POOLS = ("mean", "first", "last")
 
 
-class EmbeddingHead(nn.Module):
-    """Pooling, and for exits before the last a linear map, which starts as the identity.
+class AfterPooling(nn.Module):
+    """The modules of a sentence encoder after its pooling, (B, D) -> (B, d'). See SentenceModules.modules."""
 
-    size: d, how many of the first numbers remain (Matryoshka). normalize: to length 1. norm: of the tokens before
-    pooling, for backbones whose layers end with a sum.
+    def __init__(self, modules: Sequence[dict]):
+        super().__init__()
+        self.steps = modules
+        dense = [step for step in modules if step["kind"] == "dense"]
+        self.maps = nn.ModuleList(nn.Linear(step["in_features"], step["out_features"], step["bias"]) for step in dense)
+
+    def forward(self, state: Tensor) -> Tensor:
+        maps = iter(self.maps)
+        for step in self.steps:
+            if step["kind"] == "normalize":
+                state = F.normalize(state, dim=1)
+            else:
+                state = next(maps)(state)
+                state = torch.tanh(state) if step["activation"] == "tanh" else state
+        return state
+
+    def linear_part(self, state: Tensor) -> Tensor:
+        """The linear maps alone, (B, D) -> (B, d')."""
+        for linear in self.maps:
+            state = linear(state)
+        return state
+
+
+class EmbeddingHead(nn.Module):
+    """Pooling and the encoder's modules after it; for exits before the last a linear map in place of these modules.
+
+    The map starts as the linear part of the modules. size: d, how many of the first numbers remain (Matryoshka).
+    normalize: to length 1. norm: of the tokens before pooling, for backbones whose layers end with a sum.
     """
 
-    def __init__(self, width: int, size: int, pool: str, normalize: bool, mapped: bool, norm: nn.Module | None = None):
+    def __init__(
+        self,
+        width: int,
+        size: int,
+        pool: str,
+        normalize: bool,
+        after: AfterPooling,
+        mapped: bool,
+        norm: nn.Module | None = None,
+    ):
         super().__init__()
         self.width, self.size, self.pool, self.normalize, self.norm = width, size, pool, normalize, norm
-        self.linear = nn.Linear(width, size) if mapped else None
+        self.linear, self.after = (nn.Linear(width, size), None) if mapped else (None, deepcopy(after))
         if self.linear is not None:
-            nn.init.eye_(self.linear.weight)
-            nn.init.zeros_(self.linear.bias)
+            with torch.no_grad():
+                at_zero = after.linear_part(torch.zeros(1, width))
+                weight = after.linear_part(torch.eye(width)) - at_zero
+                self.linear.weight.copy_(weight[:, :size].T)
+                self.linear.bias.copy_(at_zero[0, :size])
 
     def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """(B, T, D) -> the pooled vector (B, D) of each text."""
@@ -45,19 +83,22 @@ class EmbeddingHead(nn.Module):
 
     def classify(self, state: Tensor) -> Tensor:
         """(B, D) -> embeddings (B, d)."""
-        embedding = state[:, : self.size] if self.linear is None else self.linear(state)
+        embedding = self.after(state)[:, : self.size] if self.linear is None else self.linear(state)
         return F.normalize(embedding, dim=1) if self.normalize else embedding
 
     def flops(self, tokens: int) -> float:
         """FLOPs for one text of this length."""
         averaged = tokens * self.width if self.pool == "mean" else 0
-        return float(averaged + (0 if self.linear is None else 2 * self.linear.weight.numel()))
+        maps = self.after.maps if self.linear is None else [self.linear]
+        return float(averaged + sum(2 * linear.weight.numel() for linear in maps))
 
 
 class EmbeddingExits(RowExits):
     """A frozen sentence encoder with an EmbeddingHead after each layer in `exits`. num_labels is d.
 
-    policy: as in RowExits. Raises ValueError for an unknown pool, or for a size above the width of the encoder.
+    policy: as in RowExits. modules: of the encoder after its pooling, see SentenceModules; their weights are those of
+    backbone.dense_weights, if it has any. Raises ValueError for an unknown pool, for modules that do not fit, or for a
+    size above that of the encoder's embedding.
     """
 
     unit = "embeddings"
@@ -65,14 +106,29 @@ class EmbeddingExits(RowExits):
     holds_backbone, mapped = False, True
 
     def __init__(
-        self, backbone: Backbone, exits: tuple[int, ...], size: int, pool: str, normalize: bool, policy: Any = None
+        self,
+        backbone: Backbone,
+        exits: tuple[int, ...],
+        size: int,
+        pool: str,
+        normalize: bool,
+        policy: Any = None,
+        modules: Sequence[dict] = (),
     ):
         nn.Module.__init__(self)
         self.exits, width = check_exits(exits, backbone.config.num_hidden_layers), backbone.config.hidden_size
         if pool not in POOLS:
             raise ValueError(f"pool must be one of {', '.join(POOLS)}, found {pool!r}")
-        if not 1 <= size <= width:
-            raise ValueError(f"expected an embedding of 1 to {width} numbers, the width of the encoder, found {size}")
+        own = width
+        for step in modules:
+            if step.get("in_features", own) != own:
+                raise ValueError(f"{step['path']}: expected in_features {own}, found {step['in_features']}")
+            own = step.get("out_features", own)
+        if not 1 <= size <= own:
+            raise ValueError(f"expected an embedding of 1 to {own} numbers, the width of the encoder, found {size}")
+        after = AfterPooling(modules)
+        if backbone.dense_weights:
+            after.load_state_dict(backbone.dense_weights)
         self.num_labels, self.pool, self.normalize = size, pool, normalize
         norms = [backbone.exit_norm() for _ in exits]
         if norms[-1] is not None and getattr(backbone, "norm", None) is not None:
@@ -80,7 +136,7 @@ class EmbeddingExits(RowExits):
         self.backbone = backbone.without_heads()
         last = len(exits) - 1
         mapped = (self.mapped and k < last for k in range(len(exits)))
-        heads = (EmbeddingHead(width, size, pool, normalize, *each) for each in zip(mapped, norms))
+        heads = (EmbeddingHead(width, size, pool, normalize, after, *each) for each in zip(mapped, norms))
         self.heads = nn.ModuleList(heads)
         self.policy = policy and policy(width, self.exits)
 
@@ -90,6 +146,11 @@ class EmbeddingExits(RowExits):
     def is_trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name: it is that of a map."""
         return super().is_trainable(name) and not name.startswith(f"heads.{len(self.exits) - 1}.")
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Also the encoder's modules after its pooling, because a run does not name their folders."""
+        after = f"heads.{len(self.exits) - 1}.after."
+        return super().own_state() | {name: part for name, part in self.state_dict().items() if name.startswith(after)}
 
     def segments(self) -> RowSegments:
         segments = RowSegments(self)

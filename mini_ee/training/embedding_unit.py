@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
-from mini_ee.backbones.sentence_encoder import sentence_pooling
+from mini_ee.backbones.adapter import tokenizer_folder
+from mini_ee.backbones.hub import BUILT_IN_MODEL, generates, load_strict
+from mini_ee.backbones.sentence_encoder import SentenceModules, sentence_modules
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.data.columns import TaskOptions
+from mini_ee.data.sentence_prompts import PromptedTokenizer, check_prompt_name
 from mini_ee.data.settings import option
 from mini_ee.data.tasks import Split, Task
 from mini_ee.data.text_files import rows_of_file
@@ -22,6 +25,7 @@ from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.embedding_exits import (
     POOLS,
+    AfterPooling,
     DistillationData,
     EmbeddingData,
     EmbeddingExits,
@@ -41,7 +45,6 @@ from mini_ee.training.train_settings import CommonOptions
 from mini_ee.training.unit import TrainingData, Unit, check_integer, is_labelled
 
 LEAST_TEXTS = 20
-MAX_LENGTH = 128  # tokens, if neither --max-length nor the encoder names a number
 LOWEST = 0.1  # quantile of the cosines that is reported
 
 
@@ -64,7 +67,7 @@ class EmbeddingOptions(CommonOptions):
         "maximum number of tokens of a text; a longer one is cut",
         least=1,
         metavar="TOKENS",
-        default_text=f"the encoder's own, else {MAX_LENGTH}",
+        default_text="the encoder's own",
     )
     min_cosine: float = option(
         0.7,
@@ -72,6 +75,14 @@ class EmbeddingOptions(CommonOptions):
         least=-1,
         most=1,
     )
+    prompt_name: str | None = option(
+        None,
+        "prompt of the encoder that stands before each text if no other is named",
+        metavar="NAME",
+        default_text="the encoder's own default",
+    )
+    encoder: SentenceModules = SentenceModules()
+    """What the encoder's folder says."""
 
 
 class EmbeddingUnit(Unit):
@@ -95,26 +106,38 @@ class EmbeddingUnit(Unit):
             raise WrongArguments(f"{model}: expected a sentence encoder, found a {model_type}: not supported yet")
 
     def opened(self, request, task, source):
-        pooling = sentence_pooling(request.model) if request.common.pool is None else None
-        own = {"pool": request.common.pool or pooling.pool}
-        own["normalize"] = request.common.normalize or pooling is not None and pooling.normalize
-        if request.common.max_length is None:
-            own["max_length"] = pooling and pooling.max_length or MAX_LENGTH
+        encoder, common = sentence_modules(request.model, request.common.pool), request.common
+        own = {"pool": encoder.pool, "max_length": common.max_length or encoder.max_length}
+        if encoder.modules[-1:] == ({"kind": "normalize"},) and (common.size or not encoder.size):
+            # Each exit scales its embedding, after --size has cut it. The encoder's own size cuts a scaled one.
+            own["normalize"], encoder = True, encoder._replace(modules=encoder.modules[:-1])
+        if common.prompt_name is not None:
+            check_prompt_name(encoder.prompts, common.prompt_name, f"{request.model}: ")
+            encoder = encoder._replace(default_prompt=common.prompt_name)
+        own["encoder"] = encoder
         found = _pairs_of(task, source) if request.method.trains_encoder else None
         return replace(request, task=found or _texts_of(task, source), common=replace(request.common, **own))
 
     def about(self, request):
-        return {"task": about_task(request.task) | {"texts": 1}, "normalize": request.common.normalize}
+        encoder, about = request.common.encoder, about_task(request.task) | {"texts": 1}
+        own = {"modules": list(encoder.modules), "prompts": encoder.prompts}
+        own["default_prompt_name"] = encoder.default_prompt
+        return {"task": about, "normalize": request.common.normalize} | own
 
     def training_settings(self, request):
         return {name: getattr(request.common, name) for name in ("max_train", "min_cosine")}
 
     def head_settings(self, request, backbone):
-        size = request.common.size or backbone.config.hidden_size
-        return {"pool": request.common.pool, "head": None, "num_labels": size}
+        return {"pool": request.common.pool, "head": None, "num_labels": _size(request.common, backbone)}
 
     def max_length(self, request, backbone):
-        return min(request.common.max_length, backbone.config.max_tokens)
+        return min(request.common.max_length or backbone.config.max_tokens, backbone.config.max_tokens)
+
+    def open_tokenizer(self, request, backbone):
+        encoder, length = request.common.encoder, self.max_length(request, backbone)
+        tokenizer = Tokenizer.from_folder(tokenizer_folder(request.model), length, encoder.lower)
+        backbone.dense_weights = _dense_weights(request.model, encoder)
+        return PromptedTokenizer(tokenizer.backend, length, encoder.prompts, encoder.default_prompt)
 
     def data(self, request, backbone, tokenizer, about, say):
         parts = split_rows(request.task, request.seed, request.common.max_train)
@@ -122,6 +145,8 @@ class EmbeddingUnit(Unit):
         texts = [(text,) for row in parts.test.texts for text in row]
         test = EmbeddingData(encode(tokenizer, texts, backbone), np.zeros(len(texts)), request.task)
         digest = hashlib.sha256(request.task.split("train").labels.tobytes())
+        for weights in backbone.dense_weights.values():
+            digest.update(weights.numpy().tobytes())
         for ids in (ids for part in (train, held, test) for ids in part.encoded.ids):
             digest.update(ids.tobytes() + b"|")
         begun_with = {"max_length": tokenizer.max_length, "task": request.task.name, "data": digest.hexdigest()}
@@ -157,14 +182,19 @@ class EmbeddingUnit(Unit):
 
     def build(self, method, backbone, exits, config):
         kind = TrainedEncoder if method.trains_encoder else EmbeddingExits
-        return kind(backbone, exits, *self.shape(config), config["normalize"], method.policy)
+        modules = config.get("modules", ())  # older runs have none
+        return kind(backbone, exits, *self.shape(config), config["normalize"], method.policy, modules)
 
     def shape(self, config):
         return config["num_labels"], config["pool"]
 
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
-        return model, Tokenizer.from_folder(folder, config["max_length"])
+        tokenizer = Tokenizer.from_folder(folder, config["max_length"])
+        if "prompts" not in config:  # an older run
+            return model, tokenizer
+        own = config["prompts"], config["default_prompt_name"]
+        return model, PromptedTokenizer(tokenizer.backend, config["max_length"], *own)
 
     def unseen(self, run, task, source: TaskOptions) -> Split:
         """The texts of a file, a table or a task. Of those that the run was trained on, only the ones that test."""
@@ -201,9 +231,26 @@ def _data_of(request, backbone, tokenizer) -> Callable[[Split], Any]:
         return of_pairs
     if not request.method.trains_encoder:
         return of_texts
-    own, size = request.common, request.common.size or backbone.config.hidden_size
-    teacher = EmbeddingExits(deepcopy(backbone), (backbone.config.num_hidden_layers,), size, own.pool, own.normalize)
+    own, layers = request.common, (backbone.config.num_hidden_layers,)
+    given = _size(own, backbone), own.pool, own.normalize, None, own.encoder.modules
+    teacher = EmbeddingExits(deepcopy(backbone), layers, *given).to(own.device)
     return distilled
+
+
+def _size(common: EmbeddingOptions, backbone) -> int:
+    """How many numbers an embedding has."""
+    own = [step["out_features"] for step in common.encoder.modules if step["kind"] == "dense"]
+    full = own[-1] if own else backbone.config.hidden_size
+    return common.size or min(common.encoder.size or full, full)
+
+
+def _dense_weights(folder: Path, encoder: SentenceModules) -> dict:
+    """The weights of the encoder's linear maps after its pooling, by their names in AfterPooling."""
+    after = AfterPooling(encoder.modules)
+    for linear, step in zip(after.maps, (step for step in encoder.modules if step["kind"] == "dense")):
+        path = folder / step["path"] / "model.safetensors"
+        load_strict(linear, read_tensors(path), {name: (f"linear.{name}",) for name in linear.state_dict()}, path)
+    return after.state_dict()
 
 
 def _pairs_of(task, source: TaskOptions) -> Task | None:

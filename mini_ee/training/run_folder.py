@@ -37,6 +37,7 @@ from mini_ee.backbones.hub import (
 from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
+from mini_ee.data.sentence_prompts import with_prompt
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.early_exit import early_exit
@@ -148,15 +149,16 @@ class Run(NamedTuple):
             answers += map(Answer, *named(result.logits, names, self.multi_label), result.cost.depth.tolist())
         return answers
 
-    def embed(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
+    def embed(self, texts: Sequence[str], batch_size: int = 32, prompt_name: str | None = None) -> np.ndarray:
         """The embedding of each text at the exit that the run's rule decides, (N, d) float32.
 
-        Raises ValueError like Runtime.run.
+        prompt_name: of the encoder's prompts (None: its default one). Raises ValueError like Runtime.embed.
         """
         if not self.embeds:
             raise WrongArguments(f"{self.folder}: expected a sentence encoder, found a run of {self.config['method']}")
         check_rows(texts, 1)
-        return exited_rows(self.segments(), self.rule, self.encode(texts), batch_size, self.model.num_labels)[0]
+        encoded = self.encode(with_prompt(self.tokenizer, texts, prompt_name))
+        return exited_rows(self.segments(), self.rule, encoded, batch_size, self.model.num_labels)[0]
 
     def generate(
         self,

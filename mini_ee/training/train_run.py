@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mini_ee.backbones.adapter import is_adapter, model_folder, tokenizer_folder
+from mini_ee.backbones.adapter import is_adapter, model_folder
 from mini_ee.backbones.backbone import UNTIED, some_of
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
@@ -241,7 +241,7 @@ def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]
     unit, backbone = request.unit, load_backbone(request.model)
     backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
     say_left_out(backbone, request.model, say, request.method.keeps_model and backbone.classification_head)
-    tokenizer = Tokenizer.from_folder(tokenizer_folder(request.model), unit.max_length(request, backbone))
+    tokenizer = unit.open_tokenizer(request, backbone)
     say_beyond(tokenizer, backbone, request.model, say)
     about = _about(request, exits_of(request, backbone.config.num_hidden_layers))
     data = unit.data(request, backbone, tokenizer, about, say)

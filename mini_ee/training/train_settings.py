@@ -167,6 +167,12 @@ class AddOptions(Settings):
         most=1,
         default_text=".7",
     )
+    prompt_name: str | None = option(
+        None,
+        "prompt of a sentence encoder that stands before each text",
+        metavar="NAME",
+        default_text="the encoder's own default",
+    )
 
     def __post_init__(self):
         super().__post_init__()

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.backbone import check_integer
 from mini_ee.backbones.tensor_files import write_tensors
 from mini_ee.data.table_files import SUFFIXES
 from mini_ee.data.tasks import TOY, Split, Task
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
 from mini_ee.registry import UNITS
 
@@ -85,6 +87,10 @@ class Unit:
     def max_length(self, request, backbone) -> int | None:
         """Number of tokens after which a text is cut; None: it is not cut."""
         return None
+
+    def open_tokenizer(self, request, backbone) -> Tokenizer:
+        """The tokenizer of the model's folder."""
+        return Tokenizer.from_folder(tokenizer_folder(request.model), self.max_length(request, backbone))
 
     def data(self, request, backbone, tokenizer, about: dict, say: Callable[[str], None]) -> TrainingData:
         """All data of the training."""

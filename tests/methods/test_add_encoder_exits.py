@@ -92,6 +92,7 @@ def test_a_killed_call_goes_on_with_the_export(encoder_folder, tmp_path, monkeyp
         ("encoder", "--agreement", "--agreement is for a classifier; this model is a sentence encoder"),
         ("encoder", "--tolerance", "--tolerance is for a classifier; this model is a sentence encoder"),
         ("classifier", "--cosine", "--cosine is for a sentence encoder; this model is a classifier"),
+        ("classifier", "--prompt-name", "--prompt-name is for a sentence encoder; this model is a classifier"),
     ],
 )
 def test_options_of_the_other_kind_are_refused_in_one_line(
@@ -107,6 +108,7 @@ def test_options_of_the_other_kind_are_refused_in_one_line(
 
 def test_a_reranker_with_modules_json_is_a_classifier(encoder_folder, classifier_folder, checkpoint_folder, tmp_path):
     folder = shutil.copytree(classifier_folder, tmp_path / "reranker")
-    (folder / "modules.json").write_text(json.dumps([]))
+    modules = [{"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
     kinds = (encoder_folder, folder, classifier_folder, checkpoint_folder)
     assert [is_sentence_encoder(each) for each in kinds] == [True, False, False, False]

@@ -1,7 +1,6 @@
 """Embedding maps: the full embedding is the encoder's own, maps learn it from texts alone, a depth is chosen."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from conftest import ENCODED as TEXTS
 import mini_ee
 from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.modernbert import ModernBert, ModernBertConfig
-from mini_ee.backbones.sentence_encoder import SentencePooling, sentence_pooling
 from mini_ee.cli.main import main
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
@@ -119,37 +117,6 @@ def test_a_final_norm_is_the_encoders_own(tmp_path, encoder_folder, texts_file):
         hidden = model.run_layers(model.embed(inputs), model.context(inputs), 0, 3)
         expected = model.norm(hidden)[0].mean(dim=0).numpy()
     np.testing.assert_allclose(run.embed(TEXTS[:1])[0], expected, atol=1e-5)
-
-
-def write(folder: Path, modules=None, pooling=None, length=None):
-    folder.mkdir()
-    for name, content in (("modules.json", modules), ("sentence_bert_config.json", length)):
-        if content is not None:
-            (folder / name).write_text(json.dumps(content))
-    if pooling is not None:
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    return folder
-
-
-def module(kind, path=""):
-    return {"idx": 0, "name": "0", "path": path, "type": f"sentence_transformers.models.{kind}"}
-
-
-def test_the_pooling_is_that_of_sentence_transformers(tmp_path):
-    modules = [module("Transformer"), module("Pooling", "1_Pooling"), module("Normalize", "2_Normalize")]
-    first = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 16}
-    folder = write(tmp_path / "whole", modules, first, {"max_seq_length": 256})
-    assert sentence_pooling(folder) == SentencePooling("first", True, 256)
-    assert sentence_pooling(write(tmp_path / "plain")) == SentencePooling("mean", False, None)
-    last = write(tmp_path / "last", modules[:2], {"pooling_mode_lasttoken": True})
-    assert sentence_pooling(last) == SentencePooling("last", False, None)
-    for name, more, pooling, found in (
-        ("dense", [module("Dense", "2_Dense")], first, "Dense"),
-        ("max", [], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
-    ):
-        with pytest.raises(WrongArguments, match=found):
-            sentence_pooling(write(tmp_path / name, modules + more, pooling))
 
 
 def test_refusals_are_one_line(run, encoder_folder, decoder_checkpoint, texts_file, tmp_path):
