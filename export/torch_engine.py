@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mini_ee.backbones.hub import empty_backbone, load_strict, read_tensors, without_memory
+from mini_ee.backbones.hub import empty_backbone, load_strict, without_memory
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.exits.generation import token_segments
 from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.exits.token_exits import TokenExits

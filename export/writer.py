@@ -30,7 +30,7 @@ import torch
 from onnx import helper
 from torch import nn
 
-from mini_ee.backbones.hub import write_tensors
+from mini_ee.backbones.tensor_files import write_tensors
 from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS
 from mini_ee.data.files import atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.data.tasks import toy_task

@@ -16,8 +16,9 @@ import torch
 
 import mini_ee
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone, write_tensors
+from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokenizer import Inputs, Tokenizer

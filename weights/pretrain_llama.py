@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from mini_ee.backbones.hub import load_backbone, read_tensors, write_backbone, write_tensors
+from mini_ee.backbones.hub import load_backbone, write_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.data.decoder_texts import END_OF_TEXT
 from mini_ee.data.files import atomic_folder, write_bytes, write_json
 from mini_ee.exits.decoding import gather

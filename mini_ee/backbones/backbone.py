@@ -148,6 +148,7 @@ class Backbone(nn.Module):
     layers: nn.ModuleList
     lm_head: nn.Module | None
     left_out: tuple[str, ...] = ()  # tensors of the checkpoint that were not loaded, such as those of a classifier
+    foreign: tuple[str, ...] = ()  # tensors of the checkpoint that belong to no part of the model, such as a loss's
     dense_weights: dict[str, Tensor] = {}  # of a sentence encoder: of its linear maps after the pooling
     classification_head: "FineTunedHead | None" = None  # the own head of a `...ForSequenceClassification`
     untied_head: bool = False  # True: they include a masked-LM head that is not tied to the word embeddings
@@ -348,6 +349,7 @@ class HeadLayout(NamedTuple):
     activation_key: str | None = None
     pool: str = "first"
     pool_key: str | None = None
+    dense_bias_key: str | None = None  # the key for whether `dense` has a bias; None: it has one
 
 
 class FineTunedHead(NamedTuple):
@@ -367,7 +369,8 @@ class Layout:
     model for classification, if it differs. architecture: `Bert` for BertModel. renamed: old endings of names ->
     current ones. ignored: a regular expression for tensors that are not loaded. fused: a module of theirs that stacks
     several of ours in equal shares of rows -> the last parts of our names. head: that of a fine-tuned classifier; None:
-    such a head is not loaded.
+    such a head is not loaded. config_keys: of config.json, besides the fields of the config, that the family checks or
+    that do not count in it.
     """
 
     names: dict[str, str]
@@ -378,6 +381,7 @@ class Layout:
     ignored: str = "(?!)"
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     head: HeadLayout | None = None
+    config_keys: frozenset[str] = frozenset()
 
 
 # ---- Configs ----

@@ -350,8 +350,9 @@ def _layout(prefix: str, architecture: str, names: dict[str, str], head: HeadLay
         prefix=prefix,
         architecture=architecture,
         renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
-        ignored=r"(.*\.)?position_ids|cls\.seq_relationship\..*|sop_classifier\..*",
+        ignored=r"(.*\.)?(position_ids|token_type_ids)|cls\.seq_relationship\..*|sop_classifier\..*",
         head=head,
+        config_keys=frozenset(FIXED_KEYS),
     )
 
 

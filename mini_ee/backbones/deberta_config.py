@@ -101,6 +101,7 @@ class DebertaConfig:
         made = cls(**known_fields(cls, given, {}))
         width = made.hidden_size
         fixed = {"talking_head": (False, None)} if v1 else {"attention_head_size": (made.head_width, None)}
+        fixed |= {"pooler_hidden_size": (width, None)}
         fixed |= {"embedding_size": (width, None)} if config.get("legacy") is False else {}
         check_fixed(config, fixed)
         return made
@@ -246,6 +247,9 @@ def layout(architecture: str, names: dict[str, str]) -> Layout:
                 for leaf in ("weight", "bias")
             ),
         ),
-        ignored=r"(.*\.)?position_ids|pooler\..*|mask_predictions\..*",
+        ignored=r"(.*\.)?(position_ids|token_type_ids)|pooler\..*|mask_predictions\..*",
         head=HeadLayout(dense="pooler.dense", activation="gelu", activation_key="pooler_hidden_act"),
+        config_keys=frozenset(
+            {"legacy", "talking_head", "attention_head_size", "pooler_hidden_size", "pooler_hidden_act"}
+        ),
     )

@@ -87,5 +87,6 @@ LAYOUTS = {
         prefix="distilbert.",
         architecture="DistilBert",
         head=HeadLayout(dense="pre_classifier", activation="relu"),
+        config_keys=_OF_BERT.config_keys | {*THEIR_KEYS.values(), "sinusoidal_pos_embds", "tie_weights_"},
     )
 }

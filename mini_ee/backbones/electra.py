@@ -60,7 +60,7 @@ LAYOUTS = {
         names=_OF_BERT.names | {"embeddings.to_hidden": "embeddings_project"} | _HEAD,
         prefix="electra.",
         architecture="Electra",
-        ignored=r"(.*\.)?position_ids|discriminator_predictions\..*",
+        ignored=r"(.*\.)?(position_ids|token_type_ids)|discriminator_predictions\..*",
         head=HeadLayout(dense="classifier.dense", out="classifier.out_proj", activation="gelu"),
     )
 }

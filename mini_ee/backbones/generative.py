@@ -204,6 +204,7 @@ class CausalDecoder(GenerativeBackbone):
     poolings = ("mean",)  # the first token reads only itself
     reads_prompt_at = "last"
     head_architecture = "ForCausalLM"
+    text_end: int | None = None  # a classifier's pad token: it reads the last token that is another one
 
     def __init__(self, config: Any, lm_head: bool = True):
         super().__init__()
@@ -279,7 +280,7 @@ class CausalDecoder(GenerativeBackbone):
 
         Raises ValueError if a row has more tokens than the model has positions.
         """
-        attention_mask: Any = inputs.attention_mask
+        attention_mask: Any = inputs.attention_mask if self.text_end is None else self._until_last(inputs)
         if is_traced(attention_mask):
             return GraphBlock.of_texts(self, attention_mask.bool())
         tokens = check(inputs.input_ids, "B T")["T"]
@@ -292,6 +293,14 @@ class CausalDecoder(GenerativeBackbone):
             raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
         # The causal mask hides padding on the right, as it comes after all tokens of its row.
         return self._causal(self._cos_sin(slice(0, tokens)), tokens)._replace(padding=padding)
+
+    def _until_last(self, inputs: Tensors | Inputs) -> Tensor:
+        """(B, T), true up to the last token whose id is not `text_end`, and at the first; causal layers see no more."""
+        ids, mask = (tensor_on(self.device, each) for each in (inputs.input_ids, inputs.attention_mask))
+        places, real = token_places(ids), ids != self.text_end
+        real = real if mask is None else real & mask.bool()
+        until = places <= (places * real).amax(1, keepdim=True)
+        return until if mask is None else until & mask.bool()
 
     # ---- Tokens that read a cache ----
     def embed_written(self, input_ids: Tensor, positions: Tensor) -> Tensor:

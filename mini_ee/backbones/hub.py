@@ -10,26 +10,26 @@ Files that mini_ee writes have a checksum: safetensors files in the metadata, JS
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mini_ee.backbones.adapter import CONFIG as ADAPTER_CONFIG
+from mini_ee.backbones.adapter import adapter_tensors, is_adapter, merged, model_config, model_folder
 from mini_ee.backbones.backbone import Backbone, Layout, some_of
+from mini_ee.backbones.config_keys import check_keys
+from mini_ee.backbones.families import backbone_class, generates, layout_of
 from mini_ee.backbones.fine_tuned import classification_head
-from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
+from mini_ee.backbones.tensor_files import read_checkpoint, write_tensors
+from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.sentence_files import transformer_folder
-from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES
 
@@ -42,24 +42,7 @@ BUILT_IN_DECODER = BUILT_IN_MODEL.with_name("llama-12x256")
 OTHER_HEADS = re.compile(r"(classifier|classification_head|pre_classifier|score|qa_outputs)\..*")
 """Tensors of a fine-tuned model that are not part of its backbone: the head of another task."""
 
-CONVERT = (
-    'python -c "from glob import glob; from torch import load; from safetensors.torch import save_file; '
-    "save_file({name: tensor.contiguous().clone() for file in glob('DIR/pytorch_model*.bin') "
-    "for name, tensor in load(file, weights_only=True).items()}, 'DIR/model.safetensors')\""
-)
-"""A command that converts a .bin checkpoint to safetensors."""
-
 LARGEST_WEIGHT = 1e18  # its square is infinite in float32; trained weights are below 1e6
-
-
-def backbone_class(model_type: object) -> type[Backbone]:
-    """The class for a model_type of config.json. Raises ValueError if it is not in registry.py."""
-    return _module(model_type).BACKBONE
-
-
-def generates(model_type: object) -> bool:
-    """Whether this is the model_type of a backbone that generates text; False if it is not in registry.py."""
-    return isinstance(model_type, str) and model_type in BACKBONES and backbone_class(model_type).generates
 
 
 def check_generates(folder: str | Path, model_type: str) -> None:
@@ -67,17 +50,6 @@ def check_generates(folder: str | Path, model_type: str) -> None:
     if not generates(model_type):
         found = ", ".join(filter(generates, BACKBONES))
         raise WrongArguments(f"{folder}: holds a {model_type}, which writes no text; give one of {found}")
-
-
-def layout_of(model_type: str) -> Layout:
-    """The Layout of this model_type. Raises ValueError if it is not in registry.py."""
-    return _module(model_type).LAYOUTS[model_type]
-
-
-def _module(model_type: object) -> ModuleType:
-    if not isinstance(model_type, str) or model_type not in BACKBONES:
-        raise ValueError(f"model_type must be one of {', '.join(BACKBONES)}, found {shortened(model_type)}")
-    return import_module(BACKBONES[model_type])
 
 
 def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
@@ -130,14 +102,18 @@ def load_backbone(folder: str | Path) -> Backbone:
     folder = transformer_folder(folder)
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
-    shards = _read_shards(folder)
-    own_head = classification_head(shards, layout, folder)
-    tensors = _plain_names(shards, layout, folder)
+    stored = read_checkpoint(model_folder(folder))
+    plain, of_model = _plain_names(stored, layout, folder)
+    if is_adapter(folder):
+        replaced, added = (_plain_names(each, layout, folder)[0] for each in adapter_tensors(folder))
+        plain = merged(plain, replaced, added, folder)
+    own_head = classification_head(plain, layout, model_config(folder))
+    tensors = _of_modules(plain, layout)
     tensors = {name: part for name, part in tensors.items() if not re.fullmatch(kind.unused(config), name)}
     check_weights(tensors, folder)
     config = kind.fitted(config, tensors)
     left_out = [name for name in tensors if OTHER_HEADS.fullmatch(name)]
-    required = kind.generates and _names_its_head(folder, kind)
+    required = kind.generates and not own_head and _names_its_head(folder, kind)
     untied = _fold_tied(tensors, kind, config, folder)
     left_out += untied
     for name in left_out:
@@ -150,7 +126,11 @@ def load_backbone(folder: str | Path) -> Backbone:
         tensors = {name: part for name, part in tensors.items() if name not in others}
     with without_memory():
         backbone = kind(config, **there)
-    load_strict(backbone, tensors, _name_map(backbone), folder)
+    names = _name_map(backbone)
+    backbone.foreign = _foreign(tensors, names, of_model)
+    for name in backbone.foreign:
+        del tensors[name]
+    load_strict(backbone, tensors, names, folder)
     backbone.left_out, backbone.untied_head = tuple(sorted(left_out)), bool(untied)
     backbone.classification_head = own_head
     return backbone.eval()
@@ -177,9 +157,15 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> None:
 
 
 def backbone_sha256(folder: str | Path) -> str:
-    """One digest over the config and the weight files of a backbone's folder, by which a run recognises it."""
-    digest, folder = hashlib.sha256(), transformer_folder(folder)
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    """One digest over the config and the weight files of a backbone's folder, by which a run recognises it.
+
+    Those of an adapter and of its base model count together.
+    """
+    digest, own, base = hashlib.sha256(), transformer_folder(folder), model_folder(Path(folder))
+    paths = [base / "config.json", *sorted(base.glob("*.safetensors"))]
+    if base != own:
+        paths += [own / ADAPTER_CONFIG, *sorted(own.glob("*.safetensors"))]
+    for path in paths:
         digest.update(bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()
 
@@ -201,12 +187,13 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
 
 def read_config(path: Path) -> Any:
     """The config of a backbone, from its config.json. Errors name the file."""
-    path = transformer_folder(path.parent) / path.name
-    config = read_json(path)
+    config, path = model_config(path.parent), model_folder(path.parent) / path.name
     if "format_version" in config:
         raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")
     try:
-        return backbone_class(config.get("model_type")).Config.from_hugging_face(config)
+        kind = backbone_class(config.get("model_type")).Config
+        check_keys(config, kind, layout_of(config["model_type"]))
+        return kind.from_hugging_face(config)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -289,22 +276,54 @@ def _has(tensors: dict[str, Tensor], model_type: str, module: str) -> bool:
 
 def _names_its_head(folder: Path, kind: type[Backbone]) -> bool:
     """Whether config.json names an architecture with an LM head, not a bare backbone or a classifier."""
-    named = read_json(folder / "config.json").get("architectures")
+    named = model_config(folder).get("architectures")
     return isinstance(named, list) and any(str(name).endswith(kind.head_architecture) for name in named)
 
 
-def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> dict[str, Tensor]:
-    """The tensors that the layout does not ignore, with names without prefix and old names replaced."""
+WRAPPERS = r"((?:(?:_orig_mod|module|_fsdp_wrapped_module|base_model\.model|model)\.)*?)"
+"""What torch.compile, DataParallel, FSDP, PEFT and training loops leave before the names of a model's tensors."""
+
+
+def _plain_names(tensors: dict[str, Tensor], layout: Layout, folder: Path) -> tuple[dict[str, Tensor], set[str]]:
+    """(the tensors with names without prefixes and with old names replaced, those whose name had the model's prefix).
+
+    The prefix of a wrapper is what stands before the name of the word embeddings.
+    """
+    words = layout.names.get("embeddings.word", layout.names.get("embeddings"))
+    prefixes = "|".join(re.escape(prefix) for prefix in (layout.prefix, layout.classifier_prefix) if prefix)
+    word_names = re.compile(rf"{WRAPPERS}(?:{prefixes})?{re.escape(str(words))}\.weight")
+    wrapper = next((match[1] for name in tensors if (match := word_names.fullmatch(name))), "")
     plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        name = name.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix)
+    of_model = set()
+    for given, tensor in tensors.items():
+        unwrapped = given.removeprefix(wrapper).replace("_orig_mod.", "")
+        name = unwrapped.removeprefix(layout.prefix).removeprefix(layout.classifier_prefix)
         for old, new in layout.renamed:
             name = name.removesuffix(old) + new if name.endswith(old) else name
         if name in plain:
             raise ValueError(f"{folder}: {name} is there twice, under two spellings of its name; keep one")
+        plain[name] = tensor
+        if len(unwrapped) > len(name) and unwrapped.endswith(name):
+            of_model.add(name)
+    return plain, of_model
+
+
+def _of_modules(plain: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """The tensors that the layout does not ignore, split as our modules are."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in plain.items():
         if not re.fullmatch(layout.ignored, name):
-            plain |= _shares(name, tensor, layout)
-    return plain
+            tensors |= _shares(name, tensor, layout)
+    return tensors
+
+
+def _foreign(tensors: dict[str, Tensor], names: dict[str, tuple[str, ...]], of_model: set[str]) -> tuple[str, ...]:
+    """The tensors that belong to no module of a whole model, such as a loss's; transformers passes over them, too."""
+    wanted = {name for theirs in names.values() for name in theirs}
+    if not wanted <= tensors.keys():
+        return ()
+    modules = {name.partition(".")[0] for name in wanted}
+    return tuple(sorted(name for name in tensors if name.partition(".")[0] not in modules and name not in of_model))
 
 
 def _shares(name: str, tensor: Tensor, layout: Layout) -> dict[str, Tensor]:
@@ -345,98 +364,3 @@ def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config: Any, fo
         else:
             untied = True
     return [name for name in tensors if untied and name.startswith(head)]
-
-
-def _read_shards(folder: Path) -> dict[str, Tensor]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return read_tensors(folder / "model.safetensors")
-    weight_map = read_json(index).get("weight_map")
-    weight_map = weight_map if isinstance(weight_map, dict) else {}
-    shards = list(weight_map.values())
-    if not shards or not all(isinstance(shard, str) and shard == Path(shard).name for shard in shards):
-        raise ValueError(f"{index}: expected a weight_map from tensor names to files in this folder")
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(shards)):
-        found = read_tensors(folder / shard)
-        differ = sorted(found.keys() ^ {name for name, file in weight_map.items() if file == shard})
-        if differ:
-            raise ValueError(f"{index}: the index and {shard} name different tensors ({some_of(differ)})")
-        tensors |= found
-    return tensors
-
-
-# ---- Tensors ----
-def read_tensors(path: Path, sha256: str | None = None, signed: bool = False) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises ValueError unless they are finite and the checksum is right.
-
-    sha256: the expected checksum; None: the one in the file's metadata, if there is one. signed: there must be one.
-    """
-    if not path.exists():
-        line = CONVERT.replace("DIR", str(path.parent))
-        hint = f"; only safetensors are read, convert the .bin file: {line}" if list(path.parent.glob("*.bin")) else ""
-        raise FileNotFoundError(f"{path}: no such file{hint}")
-    check_regular(path)
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: truncated or damaged ({error}); fetch or write it again") from None
-    expected = sha256 or metadata.get("sha256")
-    if expected is None and signed:
-        raise ValueError(f"{path}: damaged: the checksum that was written with it is gone")
-    if expected is not None and expected != tensors_sha256(tensors):
-        raise ValueError(f"{path}: damaged: the content does not have the checksum that was written with it")
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-            raise ValueError(f"{path}: {name} must be finite, found NaN or infinity")
-    return tensors
-
-
-DTYPES = {  # as safetensors orders them in a file
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write a safetensors file with its checksum in the metadata, atomically. Returns the checksum.
-
-    Equal tensors give equal bytes; safetensors' own writer shuffles the metadata. Raises KeyError for other dtypes.
-    """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    sha256, order, end = tensors_sha256(tensors), list(DTYPES), 0
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "sha256": sha256}}
-    values = []
-    for name, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
-        values.append(_bytes(tensor))
-        begin, end = end, end + len(values[-1])
-        shape = list(tensor.shape)
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # the values stay aligned
-    write_bytes(path, len(header).to_bytes(8, "little"), header, *values)
-    return sha256
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def tensors_sha256(tensors: dict[str, Tensor]) -> str:
-    """One digest over names, dtypes, shapes and values."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()

@@ -93,10 +93,23 @@ _PHI3_NAMES = _LLAMA_NAMES | {
 }
 
 
-def _layout(architecture: str, names: dict[str, str] = _LLAMA_NAMES, fused: tuple = ()) -> Layout:
+# Keys of config.json that `from_hugging_face` reads or checks, besides the fields of the config.
+CONFIG_KEYS = frozenset(
+    {"rms_norm_eps", "layer_norm_eps", "rope_parameters", "hidden_activation", "original_max_position_embeddings"}
+    | {"attention_bias", "mlp_bias", "qk_layernorm", "use_bidirectional_attention", "is_causal", "default_theta"}
+    | SWITCHES
+)
+
+
+def _layout(architecture: str, names: dict[str, str] = _LLAMA_NAMES, **more: Any) -> Layout:
+    """more: `fused` and further `config_keys` of Layout."""
     ignored = r"(.*\.)?rotary_emb\.inv_freq"
     head = HeadLayout(norm=names["norm"], out="score", pool="last")
-    return Layout(names=names, prefix="model.", architecture=architecture, ignored=ignored, fused=fused, head=head)
+    more = {"config_keys": CONFIG_KEYS} | more
+    return Layout(names=names, prefix="model.", architecture=architecture, ignored=ignored, head=head, **more)
+
+
+_OWN_CODE = CONFIG_KEYS | {"auto_map"}  # the files of Phi's authors name code of the same model
 
 
 def _defaults(act: str = "silu", eps: float = 1e-6, tied: bool = False, **more) -> dict:
@@ -107,13 +120,13 @@ MEMBERS = {
     "llama": Member(layout=_layout("Llama"), defaults=_defaults()),
     "gemma": Member(
         layout=_layout("Gemma"),
-        defaults=_defaults("gelu_pytorch_tanh", tied=True, head_dim=256),
+        defaults=_defaults("gelu_pytorch_tanh", tied=True, head_dim=256, pad_token_id=0),
         norm="rms, 1 + w",
         scaled_embeddings=True,
         gelu_is_tanh=True,
     ),
     "phi": Member(
-        layout=_layout("Phi", _PHI_NAMES),
+        layout=_layout("Phi", _PHI_NAMES, config_keys=_OWN_CODE),
         defaults=_defaults("gelu_new", 1e-5, partial_rotary_factor=0.5),
         norm="layer",
         biased=("qkv", "attention_output", "mlp", "lm_head"),
@@ -136,7 +149,7 @@ MEMBERS = {
         switches=SWITCHES,
     ),
     "phi3": Member(
-        layout=_layout("Phi3", _PHI3_NAMES, fused=(("mlp.gate_up_proj", ("gate", "up")),)),
+        layout=_layout("Phi3", _PHI3_NAMES, fused=(("mlp.gate_up_proj", ("gate", "up")),), config_keys=_OWN_CODE),
         defaults=_defaults(eps=1e-5, pad_token_id=32000),
         switches=frozenset({"sliding_window"}),
         partial_rotary=True,

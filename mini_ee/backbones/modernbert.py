@@ -52,7 +52,11 @@ from mini_ee.data.values import check_value, shortened
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 BASES = ("global_rope_theta", "local_rope_theta")  # their rotary bases, as transformers 4 calls them
-FIXED_KEYS = {"rope_scaling": (None,), "decoder_bias": (True, None)}
+FIXED_KEYS = {
+    "rope_scaling": (None,),
+    "decoder_bias": (True, None),
+    "position_embedding_type": ("absolute", "rope", "sans_pos", None),  # in the files of its authors
+}
 
 
 # ---- The config ----
@@ -404,6 +408,8 @@ LAYOUTS = {
             activation_key="classifier_activation",
             dense_norm="head.norm",
             pool_key="classifier_pooling",
+            dense_bias_key="classifier_bias",
         ),
+        config_keys=frozenset({*FIXED_KEYS, "rope_parameters", "sliding_window", "head_dim", "layer_norm_eps"}),
     )
 }

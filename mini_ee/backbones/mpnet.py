@@ -103,4 +103,12 @@ _NAMES = {
 _OF_ROBERTA = bert.LAYOUTS["roberta"]
 
 BACKBONE = MPNet
-LAYOUTS = {"mpnet": replace(_OF_ROBERTA, names=_OF_ROBERTA.names | _NAMES, prefix="mpnet.", architecture="MPNet")}
+LAYOUTS = {
+    "mpnet": replace(
+        _OF_ROBERTA,
+        names=_OF_ROBERTA.names | _NAMES,
+        prefix="mpnet.",
+        architecture="MPNet",
+        config_keys=_OF_ROBERTA.config_keys | {"relative_attention_num_buckets"},
+    )
+}

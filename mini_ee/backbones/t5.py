@@ -43,6 +43,8 @@ from mini_ee.backbones.generative import GenerativeBackbone
 from mini_ee.backbones.relative_biases import Biases
 from mini_ee.backbones.shapes import check
 from mini_ee.backbones.t5_layers import (
+    FIXED_KEYS,
+    THEIR_KEYS,
     EncoderLayer,
     HeadNorm,
     Layer,
@@ -319,6 +321,9 @@ LAYOUTS = {
         prefix="",
         architecture="T5",
         classifier_prefix="transformer.",
+        config_keys=frozenset(
+            {*THEIR_KEYS.values(), *FIXED_KEYS, "dense_act_fn", "is_gated_act", "is_encoder_decoder"}
+        ),
         ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",  # not used
     )
 }

@@ -85,6 +85,7 @@ def _folder(model: str | None) -> Path:
 
 def _tokens(backbone, folder: Path, args: Namespace) -> tuple:
     """Probe the tokens of a decoder: (result, fields of the answer)."""
+    from mini_ee.backbones.adapter import tokenizer_folder
     from mini_ee.data.tokenizer import Tokenizer
     from mini_ee.evaluation.probes import probe_tokens, texts_to_read
     from mini_ee.training.train_settings import TextOptions
@@ -96,7 +97,7 @@ def _tokens(backbone, folder: Path, args: Namespace) -> tuple:
     if not backbone.has_lm_head:
         raise WrongArguments(f"{folder}: has no LM head to read its layers with; give --task DIR")
     options = TextOptions(kind="pieces", text=args.text, texts=args.texts or TEXTS)
-    texts = texts_to_read(Source(backbone, Tokenizer.from_folder(folder, None), options, args.seed))
+    texts = texts_to_read(Source(backbone, Tokenizer.from_folder(tokenizer_folder(folder), None), options, args.seed))
     probed = probe_tokens(backbone, texts)
     source = str(args.text) if args.text else "text that it generated"
     return probed, {"source": source, "texts": len(texts), "tokens": len(probed.observed.groups)}
@@ -104,6 +105,7 @@ def _tokens(backbone, folder: Path, args: Namespace) -> tuple:
 
 def _rows(backbone, folder: Path, args: Namespace) -> tuple:
     """Probe the examples of a task or of a file: (result, fields of the answer)."""
+    from mini_ee.backbones.adapter import tokenizer_folder
     from mini_ee.backbones.hub import BUILT_IN_MODEL
     from mini_ee.data.tokenizer import Tokenizer
     from mini_ee.evaluation.probes import probe_rows, rows_to_read
@@ -118,7 +120,9 @@ def _rows(backbone, folder: Path, args: Namespace) -> tuple:
     source = args.text or open_task(args.task, options)
     rows, classes = rows_to_read(source, args.max_rows or ROWS, args.seed)
     backbone = backbone.without_heads()
-    encoded = encode(Tokenizer.from_folder(folder, min(128, backbone.config.max_tokens)), rows.texts, backbone)
+    encoded = encode(
+        Tokenizer.from_folder(tokenizer_folder(folder), min(128, backbone.config.max_tokens)), rows.texts, backbone
+    )
     probed = probe_rows(backbone, encoded, rows.labels, classes, args.seed)
     about = {"source": str(source)} if args.text else {"source": f"{source.name}, train", "task": source.name}
     return probed, about | {"rows": len(rows), "rows_truncated": encoded.truncated}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mini_ee.backbones.adapter import is_adapter
 from mini_ee.cli.command_options import task_options
 from mini_ee.cli.rule_options import refuse_settings
 from mini_ee.data.columns import TaskOptions
@@ -24,7 +25,7 @@ def open_run(folder: Path, args: Namespace, plain: bool = False) -> Run:
     check_device(args.device)
     if (folder / MANIFEST).is_file():
         raise WrongArguments(f"{folder}: expected a run, found an export; give the run that it came from")
-    if not plain or is_run(folder) or not (folder / "config.json").is_file():
+    if not plain or is_run(folder) or not ((folder / "config.json").is_file() or is_adapter(folder)):
         run = load_run(folder, args.model)
         backbone = run.config["backbone"]
         if args.model and ("config" in backbone or backbone["folder"] == OWN_BACKBONE):

@@ -63,6 +63,8 @@ class FrozenClassifier(RowExits):
         if own.out.out_features != num_labels:
             raise ValueError(f"expected a head of {num_labels} labels, found one of {own.out.out_features}")
         self.heads[-1], self.multi_label = own, backbone.classification_head.multi_label
+        if own.pool == "last":
+            backbone.text_end = backbone.config.pad_token_id
 
     def keep_exits(self, columns: list[int]) -> None:
         """Drop all exits but these, given by their places in `exits`; the last is among them."""

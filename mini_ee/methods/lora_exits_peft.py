@@ -8,9 +8,10 @@ from pathlib import Path
 
 from torch import nn
 
-from mini_ee.backbones.hub import hugging_face_names, read_tensors, write_tensors
+from mini_ee.backbones.hub import hugging_face_names
 from mini_ee.backbones.layers import StackedLinear
 from mini_ee.backbones.targets import TARGETS
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.data.files import file_sha256, read_json, write_bytes
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names

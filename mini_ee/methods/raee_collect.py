@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
 from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, sole_writer, write_json
 from mini_ee.data.prompt_templates import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
@@ -193,7 +194,7 @@ def prompt_run(request: Request) -> Path:
     check_prompt(prompt, task)
     backbone = load_backbone(request.model)
     limit = min(request.common.max_length, backbone.config.max_tokens)
-    tokenizer = PromptTokenizer(Tokenizer.from_folder(request.model).backend, limit, prompt)
+    tokenizer = PromptTokenizer(Tokenizer.from_folder(tokenizer_folder(request.model)).backend, limit, prompt)
     exits = exits_of(request, backbone.config.num_hidden_layers)
     exits = (0, *exits) if config.include_embeddings else exits
     model = PromptModel(backbone, tokenizer, exits).to(request.common.device)

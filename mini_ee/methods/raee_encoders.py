@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.backbone import Backbone, Tensors
-from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
+from mini_ee.backbones.hub import backbone_sha256, load_backbone
 from mini_ee.backbones.shapes import check_finite
+from mini_ee.backbones.tensor_files import tensors_sha256
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.exits.heads import pooled
 
@@ -59,7 +61,7 @@ class SentenceEncoder:
             )
         backbone = load_backbone(folder)
         self.states = OwnStates(backbone, backbone.text_layers)
-        self.tokenizer = Tokenizer.from_folder(folder, min(max_length, backbone.config.max_tokens))
+        self.tokenizer = Tokenizer.from_folder(tokenizer_folder(folder), min(max_length, backbone.config.max_tokens))
         self.name = f"encoder {backbone_sha256(folder)}"
 
     def __call__(self, inputs: Inputs) -> np.ndarray:

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL, generates, load_strict, read_tensors
+from mini_ee.backbones.adapter import tokenizer_folder
+from mini_ee.backbones.hub import BUILT_IN_MODEL, generates, load_strict
 from mini_ee.backbones.sentence_encoder import SentenceModules, sentence_modules
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.sentence_prompts import PromptedTokenizer, check_prompt_name
 from mini_ee.data.settings import option
@@ -133,7 +135,7 @@ class EmbeddingUnit(Unit):
 
     def open_tokenizer(self, request, backbone):
         encoder, length = request.common.encoder, self.max_length(request, backbone)
-        tokenizer = Tokenizer.from_folder(request.model, length, encoder.lower)
+        tokenizer = Tokenizer.from_folder(tokenizer_folder(request.model), length, encoder.lower)
         backbone.dense_weights = _dense_weights(request.model, encoder)
         return PromptedTokenizer(tokenizer.backend, length, encoder.prompts, encoder.default_prompt)
 

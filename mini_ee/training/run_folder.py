@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from mini_ee import __version__
+from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
@@ -30,10 +31,10 @@ from mini_ee.backbones.hub import (
     load_backbone,
     load_strict,
     read_config,
-    read_tensors,
     save_backbone,
     without_memory,
 )
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.sentence_prompts import with_prompt
@@ -370,7 +371,7 @@ def plain_decoder(folder: str | Path) -> Run:
     model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
     about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
     about["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}
-    return Run(folder, about, model.eval(), Tokenizer.from_folder(folder, None), NeverExit())
+    return Run(folder, about, model.eval(), Tokenizer.from_folder(tokenizer_folder(folder), None), NeverExit())
 
 
 def about_task(task: Task) -> dict:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mini_ee.backbones.hub import read_tensors, write_tensors
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.training import ranks
 
 STATE = "state.safetensors"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mini_ee.backbones.adapter import is_adapter, model_folder
 from mini_ee.backbones.backbone import UNTIED, some_of
 from mini_ee.backbones.hub import (
     BUILT_IN_DECODER,
@@ -239,8 +240,7 @@ def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]
     """Open, read, train and choose the default rule. Returns the arguments of save_run."""
     unit, backbone = request.unit, load_backbone(request.model)
     backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
-    if not request.method.keeps_model or not backbone.classification_head:
-        say_left_out(backbone, request.model, say)
+    say_left_out(backbone, request.model, say, request.method.keeps_model and backbone.classification_head)
     tokenizer = unit.open_tokenizer(request, backbone)
     say_beyond(tokenizer, backbone, request.model, say)
     about = _about(request, exits_of(request, backbone.config.num_hidden_layers))
@@ -250,9 +250,14 @@ def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]
     return model, tokenizer, chosen, about, metrics
 
 
-def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
-    """Print which tensors of a checkpoint are not used, and why."""
-    if backbone.left_out:
+def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None], keeps_head: Any = False) -> None:
+    """Print which tensors of a checkpoint are not used, and why. keeps_head: whether its own head is used."""
+    if is_adapter(folder):
+        say(f"{folder}: a PEFT adapter, merged into its base model {model_folder(folder)}.")
+    if backbone.foreign:
+        found = some_of(backbone.foreign)
+        say(f"{folder}: {len(backbone.foreign)} tensors belong to no part of the model and are ignored ({found}).")
+    if backbone.left_out and not keeps_head:
         why = f"; the masked-LM head is among them, because {UNTIED}" if backbone.untied_head else ""
         found = some_of(backbone.left_out)
         say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}){why}.")

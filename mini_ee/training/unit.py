@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.backbone import check_integer
-from mini_ee.backbones.hub import write_tensors
+from mini_ee.backbones.tensor_files import write_tensors
 from mini_ee.data.table_files import SUFFIXES
 from mini_ee.data.tasks import TOY, Split, Task
 from mini_ee.data.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ class Unit:
 
     def open_tokenizer(self, request, backbone) -> Tokenizer:
         """The tokenizer of the model's folder. A unit may give the backbone what else the folder contains."""
-        return Tokenizer.from_folder(request.model, self.max_length(request, backbone))
+        return Tokenizer.from_folder(tokenizer_folder(request.model), self.max_length(request, backbone))
 
     def data(self, request, backbone, tokenizer, about: dict, say: Callable[[str], None]) -> TrainingData:
         """All data of the training."""

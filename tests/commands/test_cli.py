@@ -35,6 +35,7 @@ import mini_ee.methods.lora_exits as lora_exits
 import mini_ee.methods.lora_exits_streams as streams_module
 import mini_ee.recording as recording
 import mini_ee.training.holdout as holdout_module
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.cli.main import COMMANDS, main, parser
 from mini_ee.cli.rule_options import rule_settings
 from mini_ee.data.files import file_sha256, read_json, sole_writer, write_json
@@ -197,7 +198,7 @@ def with_heads(folder, copy, change):
             state[name] += torch.tensor(change)
     shutil.copytree(folder, copy)
     config = read_json(copy / "config.json")
-    config["files"]["model.safetensors"] = checkpoint.write_tensors(copy / "model.safetensors", state)
+    config["files"]["model.safetensors"] = write_tensors(copy / "model.safetensors", state)
     write_json(copy / "config.json", config)
     return copy
 
@@ -234,9 +235,9 @@ def test_a_tasks_own_metric_is_printed_by_its_name(capsys, checkpoint_folder, ta
 
 def test_tensors_of_another_head_are_reported_if_they_are_not_used(capsys, checkpoint_folder, task_folder, tmp_path):
     folder = shutil.copytree(checkpoint_folder, tmp_path / "classifier")
-    tensors = checkpoint.read_tensors(folder / "model.safetensors")
+    tensors = read_tensors(folder / "model.safetensors")
     tensors |= {"classifier.weight": torch.zeros(2, 16), "classifier.bias": torch.zeros(2)}
-    checkpoint.write_tensors(folder / "model.safetensors", tensors)
+    write_tensors(folder / "model.safetensors", tensors)
     options = ("--model", folder, "--task", task_folder, *FAST, "--max-train", 16)
     message = f"{folder}: 2 tensors of another head were left out (classifier.bias, classifier.weight).\n"
     assert main([*map(str, ("train", "lora-exits", *options, "--out", tmp_path / "lora"))]) == 0
@@ -573,7 +574,7 @@ def test_compare_answers_a_row_for_each_run(capsys, run_folder, task_folder):
     assert len(result["rows"]) == 2 and result["split"] == "dev"
     assert {"method", "accuracy", "mean_layers", "layers_saved", "seconds", "speedup"} <= result["rows"][0].keys()
     assert result["rows"][0]["accuracy"] == result["rows"][1]["accuracy"]
-    on_disk = [value for path in run_folder.rglob("*.safetensors") for value in checkpoint.read_tensors(path).values()]
+    on_disk = [value for path in run_folder.rglob("*.safetensors") for value in read_tensors(path).values()]
     assert result["rows"][0]["megabytes"] == pytest.approx(sum(value.nbytes for value in on_disk) / 1e6)
 
 
@@ -1241,7 +1242,7 @@ def test_a_killed_training_is_resumed_to_the_weights_of_one_that_was_not(tmp_pat
     training_folder(whole).mkdir()
     begin = time.monotonic()
     assert main([*command, "--out", str(whole)]) == 0
-    seconds, expected = time.monotonic() - begin, checkpoint.read_tensors(whole / "model.safetensors")
+    seconds, expected = time.monotonic() - begin, read_tensors(whole / "model.safetensors")
     for number, moment in enumerate(np.linspace(0, seconds, KILLS)):
         out = tmp_path / str(number)
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -1252,5 +1253,5 @@ def test_a_killed_training_is_resumed_to_the_weights_of_one_that_was_not(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert out.exists() or main([*command, "--out", str(out), "--resume"]) == 0
-        found = checkpoint.read_tensors(load_run(out).folder / "model.safetensors")
+        found = read_tensors(load_run(out).folder / "model.safetensors")
         assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)

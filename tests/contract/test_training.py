@@ -18,7 +18,8 @@ import mini_ee.training.loop as loop
 import mini_ee.training.row_unit as row_unit
 import mini_ee.training.state as state_module
 import mini_ee.training.train_run as train_module
-from mini_ee.backbones.hub import load_backbone, read_tensors
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
 from mini_ee.data.tokenizer import Encoded, Tokenizer

@@ -11,7 +11,8 @@ import torch
 from method_cases import TEXTS, few_epochs_and_no_picture  # noqa: F401
 
 import mini_ee
-from mini_ee.backbones.hub import load_backbone, read_tensors, write_tensors
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.text_files import read_texts, rows_of_file

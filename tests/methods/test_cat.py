@@ -8,7 +8,7 @@ from torch import nn
 
 import mini_ee
 from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import read_tensors
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.baselines import cat
 from mini_ee.baselines.cat import CatExits, Config, balanced_loss, features, held_out_loss, meta_loss, part_loss, parts
 from mini_ee.calibration import calibrate_conformal

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee
 from mini_ee.backbones.bert import Bert, BertConfig, Layer
-from mini_ee.backbones.hub import read_tensors
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.baselines import dree
 from mini_ee.baselines.dree import BatchNorm, Config, DreeExits, branch_loss, equiangular_frame, last_loss
 from mini_ee.data.tokenizer import Inputs

@@ -17,7 +17,8 @@ from conftest import BAD, GOOD, THINGS, tensors
 from method_cases import few_epochs_and_no_picture  # noqa: F401
 
 import mini_ee
-from mini_ee.backbones.hub import load_backbone, read_tensors, write_tensors
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.cli.main import main
 from mini_ee.confidence import LABEL_MEASURES, named, weakest_label
 from mini_ee.data.files import read_json, write_json

@@ -7,9 +7,10 @@ import tokenizers
 import torch
 from conftest import WORDS
 
-from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.t5 import T5
 from mini_ee.backbones.t5_layers import Pairs, T5Config
+from mini_ee.backbones.tensor_files import read_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("t5", "t5-v1.1")

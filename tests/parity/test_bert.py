@@ -16,7 +16,8 @@ import mini_ee.backbones.relative_biases as relative_biases
 from mini_ee.backbones.backbone import Tensors, padding_mask
 from mini_ee.backbones.bert import Bert, BertConfig, Embeddings
 from mini_ee.backbones.electra import ElectraConfig
-from mini_ee.backbones.hub import load_backbone, read_tensors
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.tensor_files import read_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("bert", "roberta", "albert", "elasticbert", "xlm-roberta", "electra", "distilbert", "mpnet")

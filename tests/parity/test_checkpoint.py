@@ -204,9 +204,40 @@ def test_of_a_fine_tuned_classifier_the_backbone_is_taken_and_the_head_is_named(
             model.lm_logits(model(ids))
 
 
-def test_a_head_under_another_name_is_still_refused(folder):
-    rewrite(folder, lambda tensors: tensors | {"my_head.weight": torch.ones(2, 24)})
-    assert refused(folder, ValueError, "1 unexpected (my_head.weight)")
+def test_tensors_of_no_module_are_named_and_buffers_ignored(folder):
+    more = {"loss_fct.weight": torch.ones(2), "my_head.weight": torch.ones(2, 24)}
+    buffers = {f"bert.embeddings.{name}": torch.zeros(1, 8).long() for name in ("position_ids", "token_type_ids")}
+    rewrite(folder, lambda tensors: tensors | more | buffers)
+    assert loads_as_before(folder) and load_backbone(folder).foreign == ("loss_fct.weight", "my_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [
+        ("bert", "_orig_mod."),
+        ("bert", "module._orig_mod."),
+        ("bert", "base_model.model."),
+        ("bert", "model."),
+        ("llama", "module."),
+        ("llama", "model."),
+        ("t5", "_fsdp_wrapped_module."),
+        ("modernbert", "model."),
+    ],
+)
+def test_the_prefix_of_a_wrapper_is_stripped(tmp_path, kind, wrapper):
+    folder = shutil.copytree(GOLDEN / kind, tmp_path / kind)
+    rewrite(folder, lambda tensors: {wrapper + name: each for name, each in tensors.items()} | {"loss": torch.ones(1)})
+    assert loads_as_before(folder, kind) and load_backbone(folder).foreign == ("loss",)
+
+
+def test_a_part_that_was_compiled_alone_has_its_plain_names(folder):
+    rewrite(folder, lambda t: {name.replace("encoder.", "encoder._orig_mod."): each for name, each in t.items()})
+    assert loads_as_before(folder)
+
+
+def test_model_safetensors_counts_before_an_index_as_in_transformers(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "other.safetensors"}}')
+    assert loads_as_before(folder)
 
 
 UNTIED = {
@@ -282,6 +313,61 @@ def test_tensors_that_do_not_fit_are_told(folder, fault):
     change, parts = TENSOR_FAULTS[fault]
     rewrite(folder, lambda tensors: result if isinstance(result := change(tensors), dict) else None)
     assert refused(folder, ValueError, *parts)
+
+
+# ---- What is refused: keys of config.json ----
+
+HARMLESS = {  # as real folders have them
+    **{"_name_or_path": "x/y", "_num_labels": 3, "transformers_version": "4.30.2", "finetuning_task": "sst2"},
+    **{"gradient_checkpointing": True, "use_cache": True, "task_specific_params": {"a": 1}, "torch_dtype": "float16"},
+    **{
+        "label2id": {"a": 0},
+        "classifier_dropout": 0.3,
+        "summary_type": "last",
+        "output_past": True,
+        "directionality": "bidi",
+    },
+    **{"pooler_fc_size": 768, "sentence_transformers": {"version": "5.1"}, "unsloth_fixed": True, "train_loss": 0.1},
+    **{"language": "de", "chunk_size_feed_forward": 3, "attn_implementation": "sdpa", "max_length": 20, "top_k": 5},
+    **{"quantization_config": None, "pruned_heads": {}, "tie_encoder_decoder": False, "a_key_that_is_off": 0},
+}
+EFFECTIVE = {
+    **{
+        "quantization_config": {"bits": 4},
+        "pruned_heads": {"0": [1]},
+        "per_layer_config": {"0": {"hidden_act": "relu"}},
+    },
+    **{"auto_map": {"AutoModel": "modeling_mine.Mine"}, "logit_scale": 0.5, "a_key_of_tomorrow": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_changes_nothing_is_passed_over_and_what_may_is_refused_by_its_key(tmp_path, kind):
+    folder = shutil.copytree(GOLDEN / kind, tmp_path / "model")
+    before = read_config(folder / "config.json")
+    config_with(**HARMLESS)(folder)
+    assert read_config(folder / "config.json") == before
+    for key, value in EFFECTIVE.items():
+        config_with(**{key: value})(folder)
+        if key != "auto_map" or not kind.startswith("phi"):  # the files of Phi's authors name code of the same model
+            assert refused(folder, ValueError, "config.json", f"{key} is not known for a", "remove it if transformers")
+        config_with(**{key: "absent"})(folder)
+    assert read_config(folder / "config.json") == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_that_transformers_writes_is_known(tmp_path, kind):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    model_type = read_config(GOLDEN / kind / "config.json").model_type
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip("not a model of transformers")
+    folder = shutil.copytree(GOLDEN / kind, tmp_path / "model")
+    written = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    (folder / "config.json").write_text(json.dumps(written))
+    assert (
+        read_config(folder / "config.json").num_hidden_layers
+        == read_config(GOLDEN / kind / "config.json").num_hidden_layers
+    )
 
 
 # ---- What is refused: files ----

@@ -21,7 +21,8 @@ import mini_ee.backbones.deberta_config as deberta_config
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.deberta import Deberta, Layer
 from mini_ee.backbones.deberta_config import DebertaConfig, table_rows
-from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
+from mini_ee.backbones.hub import load_backbone, read_config, save_backbone
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.exits.row_exits import RowExits
 from mini_ee.export.row_segments import OrtModel, OrtSegments

@@ -16,9 +16,10 @@ import mini_ee.backbones.cache as cache_module
 import mini_ee.backbones.hub as checkpoint
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.cache import Cache, rotate, token_positions
-from mini_ee.backbones.hub import load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.hub import load_backbone, save_backbone
 from mini_ee.backbones.layers import RMSNorm
 from mini_ee.backbones.llama import Decoder, DecoderConfig, Layer
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.exits.heads import VocabularyHead
 
 GOLDEN = Path(__file__).parents[1] / "golden"

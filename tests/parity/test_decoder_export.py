@@ -25,8 +25,9 @@ import mini_ee.backbones.cache
 import mini_ee.export.writer as writer
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.cache import GraphBlock
-from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, read_tensors, save_backbone
+from mini_ee.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokenizer import Tokenizer

@@ -34,8 +34,9 @@ import mini_ee.export.sessions as sessions
 import mini_ee.export.writer as writer
 from mini_ee.backbones.bert import Bert, BertConfig
 from mini_ee.backbones.cache import GraphBlock
-from mini_ee.backbones.hub import load_backbone, write_tensors
+from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.llama import Decoder
+from mini_ee.backbones.tensor_files import write_tensors
 from mini_ee.baselines.multi_model import MultiModel
 from mini_ee.cli.main import main
 from mini_ee.confidence import max_probability

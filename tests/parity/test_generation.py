@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.hub import load_backbone, read_tensors
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.confidence import MEASURES
 from mini_ee.exits.decoding import MISSING_KV, gather
 from mini_ee.exits.generation import GREEDY, Sampling, TokenSegments, generate

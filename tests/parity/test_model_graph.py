@@ -69,7 +69,14 @@ def prompt_model(kind):
     return PromptModel(backbone_of(kind), prompt, (0, *EXITS))
 
 
+def ended_by_ids():
+    model = RowExits(backbone_of("llama").without_heads(), EXITS, C)
+    model.backbone.text_end = MASK  # some rows end with it
+    return model
+
+
 MODELS = {
+    "ended by ids": ended_by_ids,
     "bert": lambda: RowExits(backbone_of("bert").without_heads(), EXITS, C, "first"),
     "roberta": lambda: RowExits(backbone_of("roberta").without_heads(), EXITS, C),
     "llama": lambda: RowExits(backbone_of("llama").without_heads(), EXITS, C),

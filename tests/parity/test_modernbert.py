@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 import mini_ee
 import mini_ee.backbones.modernbert as modernbert
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.hub import load_backbone, read_config, read_tensors, save_backbone
+from mini_ee.backbones.hub import load_backbone, read_config, save_backbone
 from mini_ee.backbones.modernbert import ModernBert, ModernBertConfig
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import RowExits

@@ -13,7 +13,8 @@ import mini_ee.exits.token_exits as tokens
 import mini_ee.training.training_text as texts_module
 from mini_ee import WrongArguments, load_run, train
 from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.hub import load_backbone, read_tensors
+from mini_ee.backbones.hub import load_backbone
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.baselines.sweet import cut_off
 from mini_ee.confidence import MEASURES
 from mini_ee.data.decoder_texts import Text

@@ -17,8 +17,9 @@ import mini_ee.evaluation.token_evaluation as measure_texts
 import mini_ee.methods.consistent as consistent
 import mini_ee.training.default_rule as default_rule
 import mini_ee.training.training_text as training_texts
-from mini_ee.backbones.hub import BUILT_IN_DECODER, read_tensors, save_backbone
+from mini_ee.backbones.hub import BUILT_IN_DECODER, save_backbone
 from mini_ee.backbones.llama import Decoder, DecoderConfig
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.decoder_texts import Text, continuations, copies, read_stories
 from mini_ee.data.metrics import rouge_l

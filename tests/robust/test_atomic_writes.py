@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mini_ee.backbones.hub import read_tensors, write_tensors
+from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.cli.run import _output
 from mini_ee.data.files import (
     atomic_folder,

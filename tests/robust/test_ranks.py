@@ -18,7 +18,7 @@ import torch
 
 import mini_ee
 import mini_ee.exits.heads as heads
-from mini_ee.backbones.hub import read_tensors
+from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.training import ranks
