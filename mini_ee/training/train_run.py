@@ -21,6 +21,7 @@ from mini_ee.backbones.hub import (
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import sole_writer
 from mini_ee.data.settings import flag_of, unused_option
+from mini_ee.data.model_files import model_sha256s
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
@@ -298,5 +299,6 @@ def _about(request: Request, exits: tuple[int, ...]) -> dict:
         "backbone": {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)},
         "exits": list(exits),
         "seed": request.seed,
+    begun_with |= {"files": model_sha256s(request.model)}
         "training": asdict(request.train) | request.unit.training_settings(request),
     } | request.unit.about(request)
