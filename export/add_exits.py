@@ -22,8 +22,9 @@ import numpy as np
 
 from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names
-from mini_ee.backbones.hub import backbone_sha256, read_config
+from mini_ee.backbones.hub import read_config
 from mini_ee.data.files import read_json, write_bytes, write_json
+from mini_ee.data.model_files import changed_files, model_sha256s
 from mini_ee.data.tasks import LISTED_LABELS, Split, Task
 from mini_ee.data.tokenizer_config import NO_LIMIT, own_max_length
 from mini_ee.errors import WrongArguments
@@ -31,6 +32,7 @@ from mini_ee.evaluation.plots import can_draw, draw_agreement
 from mini_ee.evaluation.row_evaluation import evaluate
 from mini_ee.exits.row_exits import even_exits
 from mini_ee.export.encoder_exits import card_of_encoder, check_options, encoder_task, exits_of_encoder, line_of_encoder
+from mini_ee.export.original import compare, compared_texts
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.recording import predictions, record
@@ -40,7 +42,7 @@ from mini_ee.training.holdout import TEST_ROWS, split_rows
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import Run, is_run, load_run, training_folder, versions, write_rule
 from mini_ee.training.state import STATE
-from mini_ee.training.train_run import train
+from mini_ee.training.train_run import make_request, original_outputs, train
 from mini_ee.training.train_settings import AddOptions
 
 LEAST_TEXTS = 100
@@ -77,23 +79,24 @@ def add_exits(
         raise WrongArguments("--agreement counts the model's own predictions, --max-loss the labels: give one of them")
     required, model, out = AddOptions(**options), Path(model), Path(out)
     encodes = is_sentence_encoder(model)
-    check_options(model, options, labels, encodes)
+    check_options(options, labels, encodes)
     names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
     numbers = _numbers(labels, names, several, required, len(texts))
-    rows: dict[tuple[str, ...], int] = {}  # different texts, each with its first label
-    for text, number in zip(texts, numbers):
-        rows.setdefault((text,) if isinstance(text, str) else tuple(text), number)
-    if len(rows) < LEAST_TEXTS:
+    rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
+    if (different := len(set(rows))) < LEAST_TEXTS:
         raise WrongArguments(
-            f"expected at least {LEAST_TEXTS} different texts like those that the model will read, found {len(rows)}; "
+            f"expected at least {LEAST_TEXTS} different texts like those that the model will read, found {different}; "
             f"about 1,000 give a useful result, 10,000 a good one"
         )
     if required.tolerance is not None and names:
         raise WrongArguments(f"{model}: --tolerance is for a model that predicts a number; this one predicts classes")
-    task = encoder_task(list(rows)) if encodes else _task(names, tuple(rows), several, tuple(rows.values()))
-    _begin(out, {"seed": seed, "texts": task.split("train").sha256(), "model": backbone_sha256(model)}, required)
+    task = encoder_task(rows) if encodes else _task(names, tuple(rows), several, numbers)
+    inputs = {"seed": seed, "texts": task.split("train").sha256(), "files": model_sha256s(model)}
+    compared = _begin(out, inputs, required, lambda: _compared(model, task, out, required))
+    say(compared)
     add = exits_of_encoder if encodes else _exits_of_classifier
     run, summary = add(model, task, out, required, seed, say)
+    summary |= {"compared": compared}
     write_bytes(out / "README.md", card(summary).encode())
     write_json(out / "summary.json", summary)
     return run
@@ -108,6 +111,8 @@ def _exits_of_classifier(
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, count, required, seed, say)
     test = split_rows(task, seed, count).test
     summary = _summary(run, test, required)
+    if summary["majority_warning"]:
+        say(summary["majority_warning"])
     if summary["pays"]:
         if not (out / "exported").exists():  # a killed call may have exported
             # A server compares its exits with these counts, and its agreement with this epsilon.
@@ -149,24 +154,36 @@ def _task(names, rows: tuple[tuple[str, ...], ...], multi_label: bool = False, n
     return Task("texts", names, metrics, {"train": Split(rows, labels)}, multi_label=multi_label)
 
 
-def _begin(out: Path, inputs: dict, required: AddOptions) -> None:
-    """Write out/request.json. Raises FileExistsError if `out` holds another call, or one that is over."""
+def _begin(out: Path, inputs: dict, required: AddOptions, compare: Callable[[], str]) -> str:
+    """Compare the model with its own library, then write out/request.json. Returns the result in a sentence.
+
+    Raises FileExistsError if `out` holds another call, or one that is over.
+    """
     path = out / "request.json"
     fields = inputs | asdict(required) | {"exits": required.exits and list(required.exits)}
     begun = read_json(path) if path.exists() else None
     if begun is not None and {key: begun.get(key) for key in fields} != fields:
-        raise FileExistsError(f"{out}: holds a call with another model, other texts or options; name another folder")
+        changed = changed_files(begun.get("files", {}), inputs["files"])[:3]
+        found = f"another {', '.join(changed)}" if changed else "other texts or options"
+        raise FileExistsError(f"{out}: holds a call with {found}; name another folder")
     if (out / "summary.json").exists() or begun is None and (out / "run").exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    compared = compare() if begun is None else begun["compared"]
     out.mkdir(parents=True, exist_ok=True)
-    write_json(path, fields)
+    write_json(path, fields | {"compared": compared})
+    return compared
+
+
+def _compared(model: Path, task: Task, out: Path, required: AddOptions) -> str:
+    """Whether the model's own library has the same outputs for some of the texts. Nothing is written."""
+    texts, encodes = compared_texts(task.split("train").texts), is_sentence_encoder(model)
+    options = {"prompt_name": required.prompt_name} if encodes else {"max_length": own_max_length(model) or NO_LIMIT}
+    request = make_request(_method("embeddings" if encodes else "rows"), model, task, out / "run", False, options)
+    return compare(model, texts, *original_outputs(request, texts), encodes, required.prompt_name)
 
 
 def _trained(model: Path, task: Task, out: Path, count: int, required: AddOptions, seed: int, say) -> Run:
     """The heads: those that were named, or few of those that were trained."""
-    method = next((name for name in METHODS if _keeps_classifier(load_method(name))), None)
-    if method is None:
-        raise WrongArguments("no method of the registry trains heads on a model that stays as it is")
     layers = read_config(model / "config.json").num_hidden_layers
     settings = {"exits": required.exits or even_exits(layers, min(MOST_TRAINED + 1, layers)), "max_train": count}
     settings |= {"keep_exits": None if required.exits else MOST_KEPT, "tolerance": required.tolerance, "seed": seed}
@@ -177,26 +194,41 @@ def _trained(model: Path, task: Task, out: Path, count: int, required: AddOption
         own_max_length(tokenizer_folder(model)) or NO_LIMIT
     )  # the training cuts what the model itself cannot read
     interrupted = (training_folder(out / "run") / STATE).exists()
-    return train(method, model, task, out / "run", resume=interrupted, say=say, **settings)
+    return train(_method("rows"), model, task, out / "run", resume=interrupted, say=say, **settings)
 
 
-def _keeps_classifier(method) -> bool:
-    return method.keeps_model and "rows" in method.units
+def _method(unit: str) -> str:
+    """The method that trains exits of this unit on a model that stays as it is."""
+    suiting = (name for name in METHODS if (found := load_method(name)).keeps_model and unit in found.units)
+    method = next(suiting, None)
+    if method is None:
+        raise WrongArguments("no method of the registry trains exits on a model that stays as it is")
+    return method
 
 
 def _measured(run: Run, runtime: Runtime, task: Task, test: Split, labelled: bool) -> dict:
-    """Agreement, layers and time of the exported graph on the texts that have chosen nothing; with labels accuracy."""
-    encoded = runtime.encode(test.texts)
-    recorded = record(runtime.segments(), encoded, 1, "test texts", runtime.whole_model())
+    """Agreement, layers and time of the exported graph on the test texts, of which it reads each different one once;
+    with labels accuracy.
+    """
+    place = {text: at for at, text in enumerate(dict.fromkeys(test.texts))}
+    different = runtime.encode(tuple(place))
+    recorded = record(runtime.segments(), different, 1, "test texts", runtime.whole_model())
+    recorded = recorded.take(np.array([place[text] for text in test.texts]))
     recorded = recorded._replace(labels=predictions(recorded.logits[:, -1], task))  # the model's own
     task = replace(task, tolerance=run.metrics["tolerance"])
-    found = evaluate(runtime, run.rule, recorded, task, encoded, 1)
+    found = evaluate(runtime, run.rule, recorded, task, runtime.encode(test.texts), 1)
     predicted = predictions(recorded.replay(run.rule).logits, task)
     accuracies = {"accuracy": predicted, "full_accuracy": recorded.labels} if labelled else {}
+    worse = ~task.agrees(predicted, recorded.labels)
+    if labelled:
+        worse &= recorded.labels == test.labels
+    level = 2 * run.config["training"]["confidence"] - 1  # its lower end is one-sided at the confidence
+    bound = share_interval(len(test) - int(worse.sum()), len(test), level)[0]
     return {
         **{name: float((each == test.labels).mean()) for name, each in accuracies.items()},
         "agreement": found["score"],
         "agreement_interval": share_interval(round(found["score"] * len(test)), len(test)),
+        **({"loss_bound": 1 - bound} if labelled else {"agreement_bound": bound}),
         **{key: found[key] for key in ("mean_layers", "layers_saved", "exit_counts", "flops_ratio", "speedup")},
         "per_exit_agreement": found["per_exit_accuracy"],
     }
@@ -218,6 +250,7 @@ def _summary(run: Run, test: Split, required: AddOptions) -> dict:
         "guarantee": run.config["guarantee"],
         "rows_needed": run.metrics["rows_needed"],
         "tolerance": run.metrics["tolerance"],
+        "majority_warning": run.metrics["majority_warning"],
         **({"multi_label": True} if run.multi_label else {}),
         **{key: tested[key] for key in ("rule", "agreement", "layers_saved", "net_saved", "head_layers", "curve")},
         "versions": versions(),
@@ -249,7 +282,7 @@ def line_of(summary: dict) -> str:
     if summary["guarantee"] is None:
         needed = summary["rows_needed"]
         more = f"; about {needed:,} test texts would do" if needed else ""
-        guarantee = f"{wanted} is not guaranteed{more}"
+        guarantee = f"{bound_of(summary)}; {wanted} is not guaranteed{more}"
     agrees = f"Agrees with the original{within} on {summary['agreement']:.1%} of "
     if labelled:
         agrees = f"Its accuracy is {summary['accuracy']:.1%}, that of the original {summary['full_accuracy']:.1%}, on "
@@ -259,27 +292,41 @@ def line_of(summary: dict) -> str:
     )
 
 
+def bound_of(summary: dict) -> str:
+    """The end of the one-sided confidence interval of what did not pass a test."""
+    if "max_loss" in summary:
+        return f"upper {summary['confidence']:.0%} confidence bound of the loss {summary['loss_bound']:.1%}"
+    return f"lower {summary['confidence']:.0%} confidence bound {summary['agreement_bound']:.1%}"
+
+
 def card(summary: dict) -> str:
     """The model card, as Markdown."""
     if "required_cosine" in summary:
         return card_of_encoder(summary)
     if not summary["pays"]:
-        return f"# {Path(summary['model']).name} without exits\n\n{line_of(summary)}\n"
+        return f"# {Path(summary['model']).name} without exits\n\n{line_of(summary)} {summary['compared']}\n"
     rows = "\n".join(
         f"| {layer} | {count} | {equal:.1%} |"
         for layer, count, equal in zip(summary["exits"], summary["exit_counts"], summary["per_exit_agreement"])
     )
-    texts = summary["texts"]
+    texts, held_out = summary["texts"], f"{summary['texts']['held_out']:,} others"
+    tested = f"{held_out} chose the exits and proposed thresholds, and {texts['tested']:,} tested them"
+    if summary["guarantee"] is None:
+        tested = f"{held_out} chose the exits. No thresholds passed the test on {texts['tested']:,} more, so these"
+        tested += " chose the thresholds, too: the confidence bound above does not count this choice"
     return f"""# {Path(summary["model"]).name} with exits
 
-{line_of(summary)}
+{f"{warning} " if (warning := summary["majority_warning"]) else ""}{line_of(summary)}
 
 The model is unchanged; its own head is the last exit. Heads after earlier layers learned from {texts["trained"]:,}
-texts without labels, {texts["held_out"]:,} others chose the thresholds, and {texts["tested"]:,} tested them.
+different texts without labels. {tested}.
+{summary["compared"]}
 
 | exit after layer | test texts that exit here | agreement with the model if all exited here |
 |---|---|---|
 {rows}
 
-The agreement holds for texts like these. `mini-ee serve exported --shadow .05` watches it in service.
+The agreement holds for texts like these, drawn like the lines of their files: a text that stands there often counts as
+often. A guarantee is for one call: the best of several calls on the same texts has none.
+`mini-ee serve exported --shadow .05` watches the agreement in service.
 """

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.backbones.hub import read_config
-from mini_ee.backbones.sentence_encoder import sentence_modules
-from mini_ee.data.sentence_prompts import check_prompt_name
 from mini_ee.data.tasks import Split, Task
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.row_evaluation import TIMED_REPEATS, measure_seconds, timed_batches
@@ -39,21 +37,19 @@ FOR_CLASSIFIERS = ("agreement", "max_loss", "confidence", "tolerance")
 FOR_ENCODERS = ("cosine", "prompt_name")
 
 
-def check_options(model: Path, options: dict, labels, encodes: bool) -> None:
-    """Raise WrongArguments for options of the other kind of model, and for an encoder that is not supported."""
+def check_options(options: dict, labels, encodes: bool) -> None:
+    """Raise WrongArguments for options that are for the other kind of model."""
     given = {name for name, value in options.items() if value is not None} | ({"max_loss"} if labels else set())
     wrong = given & set(FOR_CLASSIFIERS if encodes else FOR_ENCODERS)
     if wrong:
         kinds = ("a classifier", "a sentence encoder")
         flag = sorted(wrong)[0].replace("_", "-")
         raise WrongArguments(f"--{flag} is for {kinds[not encodes]}; this model is {kinds[encodes]}")
-    if encodes and (found := sentence_modules(model)) and options.get("prompt_name") is not None:
-        check_prompt_name(found.prompts, options["prompt_name"], f"{model}: ")
 
 
 def encoder_task(rows: list[tuple[str, ...]]) -> Task:
-    """The different texts of these rows as a task without labels; pairs become two texts."""
-    texts = tuple((text,) for text in dict.fromkeys(text for row in rows for text in row if text.strip()))
+    """The texts of these rows as a task without labels; pairs become two texts."""
+    texts = tuple((text,) for row in rows for text in row if text.strip())
     return Task("texts", (), ("cosine",), {"train": Split(texts, np.zeros(len(texts)))})
 
 
@@ -115,7 +111,7 @@ def _measured(runtime: Runtime, test: Split) -> dict:
 
 def line_of_encoder(summary: dict) -> str:
     """The summary in one sentence or two."""
-    layers, tested = summary["exits"][-1], f"{summary['texts']['tested']:,} test texts"
+    layers, tested = summary["exits"][-1], f"{summary['texts']['tested']:,} texts"
     if not summary["pays"]:
         most = max(summary["per_exit_cosine"][:-1], default=0.0)
         found = f"before the last layer the mean cosine to the full embedding is at most {most:.3f} on {tested}"
@@ -125,8 +121,8 @@ def line_of_encoder(summary: dict) -> str:
     here = next(each for each in summary["depths"] if each["layers"] == summary["depth"])
     return (
         f"After {summary['depth']} of {layers} layers the mean cosine to the full embedding is {here['cosine']:.3f} on "
-        f"{tested}; for 10 % of them it is below {here['low_cosine']:.3f}. It is {here['speedup']:.2f} times as fast "
-        f"at batch size 1."
+        f"the {tested} on which this depth was chosen; for 10 % of them it is below {here['low_cosine']:.3f}. It is "
+        f"{here['speedup']:.2f} times as fast at batch size 1."
     )
 
 
@@ -134,7 +130,7 @@ def card_of_encoder(summary: dict) -> str:
     """The model card, as Markdown."""
     name = Path(summary["model"]).name
     if not summary["pays"]:
-        return f"# {name} without exits\n\n{line_of_encoder(summary)}\n"
+        return f"# {name} without exits\n\n{line_of_encoder(summary)} {summary['compared']}\n"
     rows = "\n".join(
         f"| {each['layers']} | {each['cosine']:.3f} | {each['low_cosine']:.3f} | {each['speedup']:.2f} |"
         for each in summary["depths"]
@@ -144,7 +140,8 @@ def card_of_encoder(summary: dict) -> str:
 {line_of_encoder(summary)}
 
 The encoder is unchanged; its own embedding is the last exit. A linear map after each earlier exit learned the full
-embedding from {summary["texts"]["trained"]:,} texts without labels.
+embedding from {summary["texts"]["trained"]:,} texts without labels. No cosine is guaranteed, because the texts of the
+table chose the depth; `mini-ee calibrate run --cosine` guarantees one. {summary["compared"]}
 
 | exit after layer | mean cosine to the full embedding | 10 % are below | times as fast at batch size 1 |
 |---|---|---|---|

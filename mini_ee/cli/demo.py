@@ -52,7 +52,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     import torch
 
     import mini_ee
-    from mini_ee.data.files import atomic_folder, read_json, write_bytes, write_json
+    from mini_ee.data.files import atomic_folder, write_bytes, write_json
     from mini_ee.evaluation.row_evaluation import evaluate, read_rows, rows_of
     from mini_ee.training.default_rule import usual_rule
     from mini_ee.training.run_folder import versions
@@ -77,8 +77,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         rules = usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)[:-1]  # the last is the full model
         measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, rules)
         answer = {"method": "joint", "split": split, "guarantee": trained.config["guarantee"], **measured}
-        answer |= {"guaranteed": read_json(trained.folder / "metrics.json")["guaranteed"], "curve": answer.pop("rows")}
-        answer |= {"seed": seed, "threads": torch.get_num_threads(), "versions": versions()}
+        answer |= {key: trained.metrics[key] for key in ("majority_warning", "guaranteed")} | {"seed": seed}
+        answer |= {"curve": answer.pop("rows"), "threads": torch.get_num_threads(), "versions": versions()}
         answer["rows"] = _exit_rows(segments, encoded, answer)
         answer["latency_speedup"] = _latency_speedup(segments, trained.rule, encoded)
         if rows.hardness:
@@ -206,7 +206,7 @@ def _report(answer: dict, regression: bool) -> str:
         f"Full model: score {answer['full_score']:.3f}. The default rule, chosen on held-out train examples: "
         f"{answer['score']:.3f} with {answer['layers_saved']:.0%} of the layers saved, "
         f"{answer['speedup']:.2f} times as fast ({answer['latency_speedup']:.2f} times one by one).",
-        answer["guaranteed"],
+        *filter(None, (answer["majority_warning"], answer["guaranteed"])),
     ]
     if best:
         parts.append(

@@ -125,9 +125,9 @@ def _rows(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     if answer["always"] is not None:
         say(f"The prediction is always {answer['always']}.")
     if not task.regression:
-        most = task.label_names[np.bincount(rows.labels).argmax()]
-        answer["majority"] = majority(rows.labels)
-        say(f"If {most} is predicted for every example: accuracy {answer['majority']:.3f}.")
+        most, answer["majority"] = task.label_names[np.bincount(rows.labels).argmax()], majority(rows.labels)
+        no_better = ", and the full model is no better" * (answer["per_exit_accuracy"][-1] <= answer["majority"])
+        say(f"If {most} is predicted for every example: accuracy {answer['majority']:.3f}{no_better}.")
     if (score := answer.get("all_tokens_score")) is not None:
         say(f"If every token runs all {answer['exits'][-1]} layers: {score_name(task.metrics)} {score:.3f}.")
     metrics = ", ".join(f"{name} {answer[name]:.3f}" for name in task.metrics)

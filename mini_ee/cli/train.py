@@ -136,8 +136,7 @@ def _of_rows(trained, metrics: dict, say: Callable[[str], None]) -> dict:
     )
     scores = ", ".join(f"{name} {held_out[name]:.3f}" for name in trained.config["task"]["metrics"])
     say(f"On {metrics['rows_held']} held-out examples: {scores}, {held_out['layers_saved']:.0%} of the layers saved.")
-    say(metrics["guaranteed"])
-    for line in metrics["doubts"]:
+    for line in (*metrics["doubts"], metrics["guaranteed"]):
         say(line)
     names = ("rows_truncated", "rows_held", "rows_tested", "rows_needed", "doubts")
     return answer | held_out | {name: metrics[name] for name in names}

@@ -19,6 +19,7 @@ import torch
 from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
 from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, sole_writer, write_json
+from mini_ee.data.model_files import model_sha256s
 from mini_ee.data.prompt_templates import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, divided, holdout, subset
 from mini_ee.data.tokenizer import Tokenizer
@@ -219,6 +220,7 @@ def _fine_tuned(request: Request, model: PromptModel, tokenizer: PromptTokenizer
         RowData(encode(tokenizer, part.texts, model.backbone), np.asarray(part.labels), task) for part in shots
     )
     settings = asdict(request.train) | {"shots": request.config.shots, "backbone": source["sha256"]}
+    settings |= {"files": model_sha256s(request.model)}
     digest = json_sha256([part.texts for part in shots])
     settings |= {"exits": list(model.exits), "prompt": tokenizer.prompt.to_dict(), "data": digest}
     saved = Saved(unfinished, settings, (unfinished / STATE).exists())

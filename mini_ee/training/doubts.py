@@ -64,6 +64,29 @@ def of_result(task: Task, train_labels: np.ndarray, held_labels: np.ndarray, pre
     return lines
 
 
+def of_majority(task: Task, predicted: np.ndarray, labels: np.ndarray | None) -> str | None:
+    """A warning about a full model that is no better than one label for all examples; labels: None if not known.
+
+    predicted, labels: (N,) class indices of held-out examples. Without labels, the warning is of a model that predicts
+    one label for a share DOMINANT of them.
+    """
+    if task.regression or not len(predicted):
+        return None
+    values, counts = np.unique(predicted if labels is None else labels, return_counts=True)
+    most, share = int(values[counts.argmax()]), counts.max() / len(predicted)
+    label = "the same labels" if task.multi_label else task.label_names[most]
+    if labels is None:
+        found = f"The model predicts {label} for {share:.1%} of the held-out texts: so often a constant agrees with it."
+        return found if share >= DOMINANT else None
+    accuracy = float(np.mean(predicted == labels))
+    return (
+        f"The full model is no better than a constant: its accuracy on {len(labels)} held-out examples is "
+        f"{accuracy:.1%}, and {share:.1%} of them have the label {label}."
+        if accuracy <= share
+        else None
+    )
+
+
 def _is_number(label: str) -> bool:
     try:
         float(label)

@@ -36,7 +36,7 @@ from mini_ee.exits.embedding_exits import (
 from mini_ee.recording import record
 from mini_ee.rules import FixedExit, NeverExit
 from mini_ee.training.default_rule import Chosen
-from mini_ee.training.holdout import split_rows
+from mini_ee.training.holdout import different, split_rows
 from mini_ee.training.loop import Diverged
 from mini_ee.training.method import load_method
 from mini_ee.training.run_folder import about_task, encode, read_trained
@@ -141,6 +141,8 @@ class EmbeddingUnit(Unit):
 
     def data(self, request, backbone, tokenizer, about, say):
         parts = split_rows(request.task, request.seed, request.common.max_train)
+        if len(parts.train.texts[0]) == 1:
+            parts = parts._replace(train=different(parts.train))
         train, held = map(_data_of(request, backbone, tokenizer), parts[:2])
         texts = [(text,) for row in parts.test.texts for text in row]
         test = EmbeddingData(encode(tokenizer, texts, backbone), np.zeros(len(texts)), request.task)
@@ -263,16 +265,16 @@ def _pairs_of(task, source: TaskOptions) -> Task | None:
 
 
 def _texts_of(task, source: TaskOptions) -> Task:
-    """The different texts of a file, a table or a task, as a Task without labels; pairs become two texts."""
+    """The texts of a file, a table or a task, as a Task without labels; pairs become two texts."""
     path = None if task is None or isinstance(task, Task) else Path(task)
     if path is None or path.is_dir() or not path.is_file():
         named = open_task(task, source)
         name, rows = named.name, named.split("train").texts
     else:
         name, rows = path.stem, tuple(rows_of_file(path, source))
-    texts = list(dict.fromkeys(text for row in rows for text in row if text.strip()))
-    if len(texts) < LEAST_TEXTS:
-        raise WrongArguments(f"{name}: expected at least {LEAST_TEXTS} different texts, found {len(texts)}; give more")
+    texts = [text for row in rows for text in row if text.strip()]
+    if (found := len(set(texts))) < LEAST_TEXTS:
+        raise WrongArguments(f"{name}: expected at least {LEAST_TEXTS} different texts, found {found}; give more")
     return Task(name, (), ("cosine",), {"train": Split(tuple((text,) for text in texts), np.zeros(len(texts)))})
 
 

@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 
 from mini_ee.backbones.fine_tuned import is_multi_label, label_names
-from mini_ee.backbones.hub import BUILT_IN_MODEL, backbone_sha256, generates
+from mini_ee.backbones.hub import BUILT_IN_MODEL, generates
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import json_sha256
+from mini_ee.data.model_files import model_sha256s
 from mini_ee.data.tasks import Task, holdout
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
@@ -23,7 +24,7 @@ from mini_ee.threshold_curve import threshold_curve
 from mini_ee.training import doubts, ranks
 from mini_ee.training.default_rule import Chosen, curves, default_rule
 from mini_ee.training.few_exits import few_exits, head_layers, savings_curve
-from mini_ee.training.holdout import split_rows
+from mini_ee.training.holdout import different, split_rows
 from mini_ee.training.loop import Diverged
 from mini_ee.training.run_folder import about_task, encode, read_trained, training_folder
 from mini_ee.training.train_run import open_task, trained_on
@@ -112,12 +113,15 @@ class RowUnit(Unit):
             wanted["label_range"] = float(np.ptp(data.train.labels))
         chosen = default_rule(recorded, tested, task, **wanted, candidates=request.method.candidates)
         observed, labelled = tested if len(data.more) else recorded, common.labelled or not request.method.keeps_model
-        curve = threshold_curve(observed, chosen.rule, task, observed.labels if labelled else None)
+        gold = observed.labels if labelled else None
+        curve = threshold_curve(observed, chosen.rule, task, gold)
         chosen = chosen._replace(curve=curve)
         predicted = predictions(recorded.replay(chosen.rule).logits, task)
         metrics = {"epochs": fitted.epochs} | _held_out(recorded, chosen, task, labels)
+        majority = doubts.of_majority(task, predictions(observed.logits[:, -1], task), gold)
         metrics |= {
-            "doubts": doubts.of_result(task, data.train.labels, labels, predicted),
+            "majority_warning": majority,
+            "doubts": [majority] * bool(majority) + doubts.of_result(task, data.train.labels, labels, predicted),
             "rows": len(data.train),
             "rows_held": len(data.held),  # they chose
             "rows_tested": len(data.more),  # they tested the default rule
@@ -127,7 +131,6 @@ class RowUnit(Unit):
         if request.method.keeps_model and len(data.more):
             metrics |= {"tolerance": task.tolerance}
             own = tested._replace(labels=predictions(tested.logits[:, -1], task)) if common.labelled else tested
-            gold = tested.labels if common.labelled else None
             metrics |= {"tested": savings_curve(own, task, chosen.rule, head_layers(model), gold)}
         return chosen, metrics
 
@@ -167,31 +170,37 @@ def _labelled_by_model(request, backbone, tokenizer, exits: list[int]) -> list[R
     """The three parts of the train split, with what the fine-tuned model itself predicts as labels.
 
     A score is an agreement; if the task counts as labelled, its own labels stay, and heads still learn from the model.
-    The model reads each text once: labels and states come from the same pass. States that do not fit in memory are in
-    the folder of the training's state.
+    Heads learn from each different text once. In the other two parts, a text counts as often as it stands in the task,
+    because the guarantee is for texts that are drawn like the lines of a file. The model reads each different text
+    once: labels and states come from the same pass. States that do not fit in memory are in the folder of the
+    training's state.
     """
     task, rows = request.task, request.task.split("train")
     pool = RowUnit.head_settings(UNIT, request, backbone)["pool"]
     model = FrozenClassifier(backbone, tuple(exits), task.num_labels, pool).to(request.common.device)
     numbered = replace(task, splits={"train": replace(rows, labels=np.arange(len(rows)))})
     parts = split_rows(numbered, request.seed, request.common.max_train)
+    parts = parts._replace(train=different(parts.train))
     ends = np.cumsum([0, *map(len, parts)])
     rows = rows.take(np.concatenate([part.labels for part in parts]))
-    encoded = encode(tokenizer, rows.texts, backbone)
-    about = {"model": backbone_sha256(request.model), "texts": rows.texts, "max_length": tokenizer.max_length}
+    place = {text: at for at, text in enumerate(dict.fromkeys(rows.texts))}
+    places, texts = np.array([place[text] for text in rows.texts]), tuple(place)
+    encoded = encode(tokenizer, texts, backbone)
+    about = {"files": model_sha256s(request.model), "texts": texts, "max_length": tokenizer.max_length}
     folder = training_folder(request.out) / f"states_{ranks.rank()}"
     store = partial(Stored, folder=folder, key=json_sha256(about | {"exits": exits, "pool": pool}))
-    found = RowData(encoded, np.arange(len(rows)), task).states(model, store)
-    own = predictions(found.logits(model, [len(exits) - 1])[:, 0], task)
+    found = RowData(encoded, np.arange(len(texts)), task).states(model, store)
+    own = predictions(found.logits(model, [len(exits) - 1])[:, 0], task)[places]
     metrics = task.metrics if task.regression else ("accuracy",)
     labels = rows.labels if request.common.labelled else own
     task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
     if task.regression:  # from the training texts alone: what tests the agreement must not define it
         own_tolerance = TOLERANCE * float(own[: ends[1]].std())
         task = replace(task, tolerance=request.common.tolerance or own_tolerance)
+    states = [found.states[: ends[1]], *(found.states[places[a:b]] for a, b in zip(ends[1:], ends[2:]))]
     return [
-        RowData(encode(tokenizer, rows.texts[a:b], backbone), labels[a:b], task, Known(model.exits, found.states[a:b]))
-        for a, b in zip(ends, ends[1:])
+        RowData(encode(tokenizer, rows.texts[a:b], backbone), labels[a:b], task, Known(model.exits, known))
+        for a, b, known in zip(ends, ends[1:], states)
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.backbones.tensor_files import read_tensors, write_tensors
+from mini_ee.data.model_files import changed_files
 from mini_ee.training import ranks
 
 STATE = "state.safetensors"
@@ -62,8 +63,10 @@ class State:
             found = str(error).removesuffix("; fetch or write it again")
             raise ValueError(f"{found}; remove {path.parent} and begin anew") from None
         progress = json.loads(bytes(tensors.pop("progress").tolist()))
-        settings = self.saved.settings
-        differ = [f"{key} {value}" for key, value in progress["settings"].items() if value != settings.get(key)]
+        settings, begun_with = self.saved.settings, dict(progress["settings"])
+        files = begun_with.pop("files", settings.get("files", {}))  # states of 0.1.0 have none
+        differ = [f"another {name}" for name in changed_files(files, settings.get("files", {}))]
+        differ += [f"{key} {value}" for key, value in begun_with.items() if value != settings.get(key)]
         if differ:
             raise ValueError(
                 f"{self.saved.folder}: was started with {', '.join(differ)}; resume with the same settings"

@@ -1,12 +1,13 @@
 """Train a method: open model and data, hold examples out, train, choose the default rule, write the run."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,15 +22,26 @@ from mini_ee.backbones.hub import (
 )
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import sole_writer
+from mini_ee.data.model_files import model_sha256s
 from mini_ee.data.settings import flag_of, unused_option
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.row_exits import check_exits, even_exits
+from mini_ee.recording import record
 from mini_ee.training import doubts, ranks
 from mini_ee.training.loop import Fitted, fit
 from mini_ee.training.method import Method, configured, load_method
-from mini_ee.training.run_folder import Run, build_model, is_run, load_run, run_config, save_run, training_folder
+from mini_ee.training.run_folder import (
+    Run,
+    build_model,
+    encode,
+    is_run,
+    load_run,
+    run_config,
+    save_run,
+    training_folder,
+)
 from mini_ee.training.state import STATE, NothingToResume, Saved
 from mini_ee.training.train_settings import TextOptions, TrainConfig
 from mini_ee.training.unit import TrainingData, Unit, load_unit
@@ -238,16 +250,32 @@ def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
 
 def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]) -> tuple:
     """Open, read, train and choose the default rule. Returns the arguments of save_run."""
-    unit, backbone = request.unit, load_backbone(request.model)
-    backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
+    unit, (backbone, tokenizer) = request.unit, _opened(request)
     say_left_out(backbone, request.model, say, request.method.keeps_model and backbone.classification_head)
-    tokenizer = unit.open_tokenizer(request, backbone)
     say_beyond(tokenizer, backbone, request.model, say)
     about = _about(request, exits_of(request, backbone.config.num_hidden_layers))
     data = unit.data(request, backbone, tokenizer, about, say)
     model, fitted = _fit(request, backbone, about, data, Saved(state_folder, data.begun_with, request.resume))
     chosen, metrics = unit.conclude(request, model, fitted, data)
     return model, tokenizer, chosen, about, metrics
+
+
+def _opened(request: Request) -> tuple[nn.Module, Tokenizer]:
+    """The backbone, on the device, and its tokenizer, as a training reads them."""
+    unit, backbone = request.unit, load_backbone(request.model)
+    backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
+    return backbone, unit.open_tokenizer(request, backbone)
+
+
+def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tuple[np.ndarray, int]:
+    """What a model that stays as it is returns for these texts, as a training would read it: (N, C), and the largest
+    number of tokens that its backbone can read.
+    """
+    backbone, tokenizer = _opened(request)
+    about = _about(request, (backbone.config.num_hidden_layers,)) | request.unit.head_settings(request, backbone)
+    segments = build_checked(request, backbone, about).segments()
+    outputs = record(segments, encode(tokenizer, texts, backbone), request.train.batch_size).logits[:, -1]
+    return outputs, backbone.config.max_tokens
 
 
 def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None], keeps_head: Any = False) -> None:
@@ -276,6 +304,7 @@ def _fit(
     begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
     heads = request.unit.head_settings(request, backbone)
     begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(data.train)} | heads
+    begun_with |= {"files": model_sha256s(request.model)}
     saved = saved._replace(settings=begun_with | saved.settings)
     with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):
         torch.manual_seed(request.seed)

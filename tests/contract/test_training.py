@@ -1,6 +1,7 @@
 """Training: Eq. 1, the stages of each recipe, seeds, and a kill that changes nothing."""
 
 import json
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from operator import itemgetter
@@ -303,6 +304,20 @@ def test_resume_refuses_other_data_of_the_same_name_and_size(tmp_path, checkpoin
         )
     with pytest.raises(ValueError, match="was started with data [0-9a-f]{64}; resume"):
         train(tmp_path / "run", checkpoint_folder, other, resume=True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "1_Pooling/config.json"])
+def test_resume_refuses_a_model_with_another_file(tmp_path, checkpoint_folder, task_folder, monkeypatch, name):
+    model = shutil.copytree(checkpoint_folder, tmp_path / "model")
+    monkeypatch.setattr(train_module, "save_run", None)  # the training ends before its run is written
+    with pytest.raises(TypeError):
+        train(tmp_path / "run", model, task_folder)
+    monkeypatch.undo()
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / "README.md").write_text("read by nobody")
+    (model / name).write_text((checkpoint_folder / "tokenizer.json").read_text() + "\n")
+    with pytest.raises(ValueError, match=f"run.training: was started with another {name}; resume with the same"):
+        train(tmp_path / "run", model, task_folder, resume=True)
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path, checkpoint_folder, task_folder):

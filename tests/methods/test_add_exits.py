@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from math import comb
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from mini_ee.export import add_exits as add_exits_module
 from mini_ee.export.add_exits import card, line_of
 from mini_ee.export.runtime import Runtime
 from mini_ee.rules import NeverExit
+from mini_ee.training import doubts
 from mini_ee.training.holdout import split_rows
 
 EXACT = 1e-6
@@ -265,13 +267,75 @@ def test_a_call_that_was_killed_before_the_export_goes_on_with_it(classifier_fol
         patch.setattr(add_exits_module, "export", killed)
         call(classifier_folder, tmp_path / "fast", 0.9)
     before = (tmp_path / "fast" / "run" / "model.safetensors").stat().st_mtime_ns
-    with pytest.raises(FileExistsError, match="holds a call with another model, other texts or options"):
+    with pytest.raises(FileExistsError, match="holds a call with other texts or options"):
         call(classifier_folder, tmp_path / "fast", 0.8)
     monkeypatch.setattr(add_exits_module, "train", killed)
     assert call(classifier_folder, tmp_path / "fast", 0.9).summary["pays"]
     assert (tmp_path / "fast" / "run" / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(FileExistsError, match="is there already"):
         call(classifier_folder, tmp_path / "fast", 0.9)
+
+
+def test_a_call_that_was_killed_does_not_go_on_with_another_tokenizer(classifier_folder, tmp_path, monkeypatch):
+    model = shutil.copytree(classifier_folder, tmp_path / "model")
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(add_exits_module, "export", None)
+        call(model, tmp_path / "fast", 0.9)
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text().replace("[UNK]", "[NEW]"))
+    with pytest.raises(FileExistsError, match="holds a call with another tokenizer.json; name another folder"):
+        call(model, tmp_path / "fast", 0.9)
+
+
+# ---- Lines that stand in the file again and again ----
+
+FREQUENT = [TEXTS[at] for at in (5, 70, 71, 200)]
+
+
+@pytest.fixture(scope="module")
+def frequent(tmp_path_factory, classifier_folder):
+    """A third of the lines are one of four texts."""
+    lines, out = [*TEXTS, *FREQUENT * 40], tmp_path_factory.mktemp("frequent") / "fast"
+    mini_ee.add_exits(classifier_folder, lines, out, agreement=0.9)
+    return SimpleNamespace(lines=lines, summary=read_json(out / "summary.json"), exported=Runtime(out / "exported"))
+
+
+def test_a_line_counts_as_often_as_it_stands_in_the_file_and_heads_learn_from_it_once(frequent):
+    """The shares are counted by hand, line by line."""
+    summary, runtime = frequent.summary, frequent.exported
+    task = add_exits_module._task(("a", "b"), tuple((text,) for text in frequent.lines))
+    parts = split_rows(task, 0, int(0.6 * len(frequent.lines)))
+    sizes = {"trained": len(set(parts.train.texts)), "held_out": len(parts.selection), "tested": len(parts.test)}
+    assert summary["texts"] == sizes and len(set(parts.test.texts)) < 0.8 * len(parts.test)
+    full = early_exit(runtime.segments(), NeverExit(), runtime.encode(parts.test.texts).batch(slice(None))).logits
+    answers = runtime.run(parts.test.texts)
+    equal = [answer.label == runtime.label_names[at] for answer, at in zip(answers, full.argmax(1))]
+    assert summary["agreement"] == pytest.approx(np.mean(equal))
+    assert summary["exit_counts"] == [sum(answer.layers == layer for answer in answers) for layer in summary["exits"]]
+    assert summary["guarantee"]["rows"] == runtime.config["curve"]["rows"] == len(parts.test)
+
+
+def test_what_passed_no_test_has_its_exact_bound_and_the_card_says_who_chose(classifier_folder, tmp_path, added):
+    strict = call(classifier_folder, tmp_path / "strict", 0.999).summary
+    tested, differ = strict["texts"]["tested"], round((1 - strict["agreement"]) * strict["texts"]["tested"])
+    bound, text = strict["agreement_bound"], (tmp_path / "strict" / "README.md").read_text()
+    at_most = sum(comb(tested, n) * (1 - bound) ** n * bound ** (tested - n) for n in range(differ + 1))
+    assert at_most == pytest.approx(0.05, abs=1e-4)  # Clopper and Pearson: so few differ with a probability of 5 %
+    assert strict["guarantee"] is None and f"lower 95% confidence bound {bound:.1%}" in line_of(strict) in text
+    assert "chose the thresholds, too" in text and "tested them" not in text
+    passed = (added.run.folder.parent / "README.md").read_text()
+    assert "tested them" in passed and "confidence bound" not in passed and "A guarantee is for one call" in passed
+
+
+def test_a_model_with_one_prediction_for_nearly_all_texts_says_so_before_the_guarantee(
+    classifier_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(add_exits_module, "LEAST_SAVED", 1.0)  # nothing is exported
+    monkeypatch.setattr(doubts, "DOMINANT", 0.4)
+    lines = []
+    mini_ee.add_exits(classifier_folder, TEXTS, tmp_path / "fast", agreement=0.9, say=lines.append)
+    warning = read_json(tmp_path / "fast" / "summary.json")["majority_warning"]
+    assert re.fullmatch(r"The model predicts (bad|good) for \d+\.\d% of the held-out texts: .*", warning)
+    assert warning in lines
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED)

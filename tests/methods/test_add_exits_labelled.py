@@ -88,6 +88,31 @@ def test_heads_learn_from_the_model_whatever_the_labels_of_their_texts_are(
     assert run.rule.to_dict() == added.summary["rule"]
 
 
+def test_a_text_with_several_labels_counts_with_each_of_them(classifier_folder, labels, tmp_path, monkeypatch):
+    """Every line is there twice, with both labels: whatever is predicted, half of the lines are right."""
+    monkeypatch.setattr(add_exits_module, "LEAST_SAVED", -9.0)
+    monkeypatch.setattr(add_exits_module, "MOST_TRAINED", 1)
+    turned = ["good" if label == "bad" else "bad" for label in labels]
+    lines, twice = [], labels + turned
+    mini_ee.add_exits(classifier_folder, TEXTS * 2, tmp_path / "fast", labels=twice, max_loss=0.3, say=lines.append)
+    summary, task = read_json(tmp_path / "fast" / "summary.json"), ("bad", "good")
+    numbers = tuple(map(task.index, twice))
+    test = split_rows(
+        add_exits_module._task(task, tuple((t,) for t in TEXTS * 2), False, numbers), 0, int(0.6 * len(twice))
+    ).test
+    label_of = {text: label for text, label in zip(TEXTS, labels)}
+    own = np.array([task.index(label_of[text]) ^ (TEXTS.index(text) % 7 == 0) for (text,) in test.texts])
+    assert summary["full_accuracy"] == pytest.approx(np.mean(own == test.labels)) and summary["full_accuracy"] < 0.6
+    most = np.bincount(test.labels).max() / len(test)
+    assert (summary["full_accuracy"] <= most) == any("no better than a constant" in line for line in lines)
+
+
+def test_a_loss_that_passed_no_test_has_an_upper_bound(added):
+    summary = added.summary | {"guarantee": None}
+    assert f"upper 95% confidence bound of the loss {summary['loss_bound']:.1%}; a loss of 10.0% is" in line_of(summary)
+    assert summary["full_accuracy"] - summary["accuracy"] < summary["loss_bound"] < 0.2
+
+
 def test_if_it_does_not_pay_the_line_is_of_accuracy(added):
     summary = added.summary | {"pays": False}
     assert "thresholds that lose at most 10.0% of accuracy save at most" in line_of(summary)
