@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import file_sha256
 from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
@@ -34,7 +33,7 @@ from mini_ee.export.sessions import CPU, GraphRule, Session, wanted_provider
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.row_thresholds import RowThresholds
 from mini_ee.rules import Planned, Rule, rule_from_dict
-from mini_ee.segments import Segments
+from mini_ee.segments import Segments, check_finite
 
 NEW_TOKENS = 100
 DECIMALS = 3  # of the milliseconds that are printed
@@ -126,7 +125,8 @@ class Runtime:
     (torch_engine.torch_segments) instead of ONNX Runtime. `model_id` differs if any exported file differs.
 
     Raises FileNotFoundError if the folder or one of its files is missing; ValueError if a file is not the exported one,
-    or if a provider is not available. Several threads may call `run`.
+    or if a provider is not available. Several threads may call `run`. A copy in another process opens
+    the folder again, with the same arguments and rule; it raises ValueError if the folder has another model by then.
     """
 
     is_exported = True  # False of a training.run_folder.Run
@@ -137,8 +137,11 @@ class Runtime:
         config = read_manifest(Path(folder))
         cls = {"tokens": TokenRuntime, "embeddings": EmbeddingRuntime}.get(config["unit"], cls)
         runtime = super().__new__(cls)
-        runtime.config = config
+        runtime.config, runtime._opening = config, partial(Runtime, Path(folder).absolute(), *arguments, **settings)
         return runtime
+
+    def __reduce__(self) -> tuple:
+        return _opened_again, (self._opening, self.model_id, None if self.rule is self._own_rule else self.rule)
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class Runtime:
                     found = f"but ONNX Runtime fell back to {self.provider}"
                     raise ValueError(f"expected {wanted}, {found}; install the libraries that it needs")
             self._segments = segments
-            self.rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
+            self.rule = self._own_rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
             self.rule.check(len(self.exits))
 
     def _open(self, provider: str) -> tuple[Segments, str]:
@@ -256,6 +259,15 @@ class Runtime:
         """Answers of rows that exited with these logits (N, C)."""
         labels = named(check_finite(logits), self.label_names, self.multi_label)
         return list(map(Answer, *labels, exit_index, layers, milliseconds, logits))
+
+
+def _opened_again(opening: Callable[[], Runtime], model_id: str, rule: Rule | None) -> Runtime:
+    """A copy of a Runtime, which Spark, joblib and multiprocessing make in another process."""
+    runtime = opening()
+    if runtime.model_id != model_id:
+        raise ValueError(f"{runtime.folder}: expected the model {model_id}, found {runtime.model_id}; open it anew")
+    runtime.rule = rule or runtime.rule
+    return runtime
 
 
 class EmbeddingRuntime(Runtime):

@@ -18,7 +18,7 @@ from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.early_exit import ExitResult, early_exit
 from mini_ee.rules import Planned, Rule
-from mini_ee.segments import Reading, Segments, known_logits
+from mini_ee.segments import Reading, Segments, check_finite, known_logits
 
 
 def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -39,7 +39,7 @@ def read_and_measure(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
             reading = segments.read(k, state)
-            logits.append(known_logits(reading))
+            logits.append(check_finite(known_logits(reading)))
             for name, value in (("exit_logit", reading.exit_logit), ("token_cost", reading.token_cost)):
                 if value is not None:
                     measures.setdefault(name, []).append(value)

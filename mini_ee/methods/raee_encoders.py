@@ -13,10 +13,10 @@ from torch import Tensor
 from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.backbone import Backbone, Tensors
 from mini_ee.backbones.hub import backbone_sha256, load_backbone
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.backbones.tensor_files import tensors_sha256
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.exits.heads import pooled
+from mini_ee.segments import check_finite
 
 
 class OwnStates:
