@@ -117,10 +117,11 @@ class Tokenizer:
         self.max_length = max_length
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128) -> "Tokenizer":
+    def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128, lower: bool = False) -> "Tokenizer":
         """From tokenizer.json, else from BERT's vocab.txt. Truncation and padding in the file are ignored.
 
-        If transformers gives a model no token types with this tokenizer_config.json, all types are 0.
+        If transformers gives a model no token types with this tokenizer_config.json, all types are 0. lower: texts
+        become lower case before everything else, also in the file that `save` writes.
         Raises ValueError if neither file exists, or the file is damaged.
         """
         folder = Path(folder)
@@ -137,6 +138,9 @@ class Tokenizer:
                     ) from None
                 if not reads_types(folder):
                     backend = without_types(backend)
+                if lower:
+                    own = [] if backend.normalizer is None else [backend.normalizer]
+                    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
                 return cls(backend, max_length)
         raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one to this folder")
 

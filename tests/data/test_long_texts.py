@@ -133,3 +133,18 @@ def test_two_long_texts_take_no_time_that_grows_with_their_product(monkeypatch):
     tokenizer.encode([("a film " * 20_000, "a meal " * 30_000)])
     pairs = [text for text in given if isinstance(text, tuple)]
     assert pairs and all(len(text) < 8 * HEAD * 16 for pair in pairs for text in pair)
+
+
+def test_lower_puts_lower_case_before_everything_else_also_in_the_saved_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    backend = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "film": 1, "FILM": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "a" / "tokenizer.json"))
+    lower = Tokenizer.from_folder(tmp_path / "a", lower=True)
+    lower.save(tmp_path / "tokenizer.json")
+    for tokenizer, expected in (
+        (Tokenizer.from_folder(tmp_path / "a"), 2),
+        (lower, 1),
+        (Tokenizer.from_folder(tmp_path), 1),
+    ):
+        assert tokenizer.encode(["FILM"]).ids[0].tolist() == [expected]
