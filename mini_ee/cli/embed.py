@@ -16,13 +16,14 @@ FORMATS = ".npy", ".jsonl"
 
 def add(sub: ArgumentParser) -> None:
     from mini_ee.cli.classify import add_where
-    from mini_ee.cli.command_options import positive
+    from mini_ee.cli.command_options import OF_LABELS, add_options, positive
     from mini_ee.cli.rule_options import add_own, add_rule
+    from mini_ee.data.columns import TaskOptions
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
-    sub.add_argument(
-        "file", type=Path, metavar="FILE", help="file with one text per line, or one JSON object with `text` per line"
-    )
+    file = "file with one text per line, or a table (.jsonl, .json, .csv, .tsv, .parquet)"
+    sub.add_argument("file", type=Path, metavar="FILE", help=file)
+    add_options(sub, TaskOptions, lacks=OF_LABELS)
     out = "file to write: .npy for an array (N, d) of float32, .jsonl for one JSON object per text"
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
     sub.add_argument("--batch-size", type=positive, default=32, help="batch size")
@@ -33,9 +34,11 @@ def add(sub: ArgumentParser) -> None:
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Embed all texts, then write the file, whole or not at all."""
+    from mini_ee.cli.command_options import columns_given
     from mini_ee.cli.open import open_trained
     from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.data.files import sole_writer, write_bytes
+    from mini_ee.data.text_files import read_texts
     from mini_ee.errors import WrongArguments
     from mini_ee.recording import exited_rows
 
@@ -44,7 +47,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     trained = open_trained(args.run, args)
     if not trained.embeds:
         raise WrongArguments(f"{args.run}: expected a sentence encoder, found a run of {trained.config['method']}")
-    rule, texts = chosen_rule(args, trained), read_lines(args.file)
+    rule, texts = chosen_rule(args, trained), read_texts([args.file], columns_given(args), 1, blank_lines=True)
     begin, encoded, segments = time.perf_counter(), trained.encode(texts), trained.segments()
     embeddings, layers = exited_rows(segments, rule, encoded, args.batch_size, trained.config["num_labels"])
     seconds = time.perf_counter() - begin
@@ -69,24 +72,3 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         "engine": segments.engine,
         "seconds": seconds,
     }
-
-
-def read_lines(path: Path) -> list[tuple[str, ...]]:
-    """The text of each line. Raises ValueError, which names the line, for one that is empty or not valid."""
-    from mini_ee.data.files import check_regular
-    from mini_ee.data.lines import row_of_line
-    from mini_ee.data.tokenizer import text_flaw
-
-    check_regular(path)
-    rows = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                rows.append(row_of_line(line, 1))
-                if flaw := text_flaw(rows[-1][0]):
-                    raise ValueError(f"expected a text, found {flaw}")
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-    if not rows:
-        raise ValueError(f"{path}: expected a text a line, found none")
-    return rows

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mini_ee.data.settings import Settings, flag_of, option
 from mini_ee.data.table_files import file_error
 from mini_ee.data.values import shortened
+from mini_ee.errors import WrongArguments
 
 TEXT_COLUMNS = (
     ("sentence1", "sentence2"),
@@ -138,6 +139,6 @@ def _position(path: Path, header: list[str], name: str) -> int:
     return at[0]
 
 
-def _missing(path: Path, header: list[str], option_name: str, column: str) -> ValueError:
+def _missing(path: Path, header: list[str], option_name: str, column: str) -> WrongArguments:
     expected = f"the column {column} ({flag_of(option_name, {})})"
     return file_error(path, 1, expected, f"columns {shortened(header)}", "name one of these")
