@@ -30,27 +30,22 @@ class Block(NamedTuple):
 
 
 def rows_of(reader: TextReader) -> Iterator[InputRow]:
-    """The rows of a file, of which the last has the error if the rest of the file cannot be read."""
+    """The rows of a file, with ids that JSON and Parquet hold. The last one is an error if the rest is not read."""
     count = 0
     try:
         for count, row in enumerate(reader, start=1):
-            yield _with_id(row)
+            if isinstance(row.id, float) and not math.isfinite(row.id):
+                row = row._replace(id=None if math.isnan(row.id) else str(row.id))
+            try:
+                json.dumps(row.id, default=str, allow_nan=False, ensure_ascii=False).encode()
+            except ValueError:
+                error = f"expected an id that UTF-8 and JSON hold, found {shortened(row.id)}; correct or drop the row"
+                row = InputRow(row.line, error=error)
+            yield row
     except ValueError as error:
         line, _, found = str(error).removeprefix(f"{reader.path}:").partition(": ")
-        part = "the rest" if count else "no row"
-        yield InputRow(int(line), error=f"{found}; {part} of this file is {'not ' * bool(count)}read")
-
-
-def _with_id(row: InputRow) -> InputRow:
-    """The row with an id that JSON and Parquet can hold, or with an error."""
-    if isinstance(row.id, float) and not math.isfinite(row.id):
-        return row._replace(id=None if math.isnan(row.id) else str(row.id))
-    try:
-        json.dumps(row.id, default=str, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError:
-        found = f"an id in UTF-8, found {shortened(row.id)}"
-        return InputRow(row.line, error=row.error or f"expected {found}; correct or drop the row")
-    return row
+        part = "the rest of this file is not read" if count else "no row of this file is read"
+        yield InputRow(int(line), error=f"{found}; {part}")
 
 
 def blocks_of(reader: TextReader, size: int, format: str) -> Iterator[Block]:

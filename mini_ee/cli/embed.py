@@ -38,7 +38,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.cli.open import open_trained
     from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.data.files import sole_writer, write_bytes
-    from mini_ee.data.text_files import read_texts
+    from mini_ee.data.table_files import SUFFIXES, file_error, kind_of
+    from mini_ee.data.text_files import read_rows
     from mini_ee.errors import WrongArguments
     from mini_ee.recording import exited_rows
 
@@ -47,7 +48,11 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     trained = open_trained(args.run, args)
     if not trained.embeds:
         raise WrongArguments(f"{args.run}: expected a sentence encoder, found a run of {trained.config['method']}")
-    rule, texts = chosen_rule(args, trained), read_texts([args.file], columns_given(args), 1, blank_lines=True)
+    rule, (rows, _) = chosen_rule(args, trained), read_rows([args.file], columns_given(args), 1)
+    if kind_of(args.file) not in SUFFIXES and rows[-1].line != len(rows):  # an embedding would be that of another line
+        blank = next(number for number, row in enumerate(rows, start=1) if row.line != number)
+        raise file_error(args.file, blank, "text", "a blank line", "remove it")
+    texts = [row.texts for row in rows]
     begin, encoded, segments = time.perf_counter(), trained.encode(texts), trained.segments()
     embeddings, layers = exited_rows(segments, rule, encoded, args.batch_size, trained.config["num_labels"])
     seconds = time.perf_counter() - begin

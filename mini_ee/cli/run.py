@@ -162,7 +162,7 @@ def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict
 def _rows(path: Path | None, columns: TaskOptions, num_texts: int) -> Iterator[InputRow]:
     """The rows of a file; of standard input, or of a pipe, the lines, which may have JSON objects."""
     if path is not None and (path.is_file() or not path.exists()):
-        yield from TextReader(path, columns, num_texts, blank_lines=True)
+        yield from TextReader(path, columns, num_texts)
         return
     if path is None and sys.stdin is None:
         raise WrongArguments("standard input is closed; name a file with one text per line")

@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ from mini_ee.errors import WrongArguments
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".ndjson", ".json", ".parquet")  # of tables; other files have a text a line
 DELIMITERS = ",;\t"  # of .csv files: spreadsheets write semicolons if numbers have a decimal comma
 LONGEST_LINE = 1 << 24  # characters, also of a quoted text
-LONGEST_HEADER = 100_000  # characters in which the delimiter is searched
 PARQUET_ROWS = 1000  # that are converted at a time
+MARKED_ROWS = 1000  # with quotation marks, by which a .tsv file is judged
+EMPTY = ("a header and rows", "an empty file", "fill it in or remove it")
 UTF_8 = "convert the file to UTF-8; a spreadsheet saves it as CSV UTF-8"
 Choose = Callable[[list[str]], Sequence[int]]  # column names -> indices of the wanted fields, in their order
 
@@ -45,7 +46,7 @@ class TableFile:
     """The rows of a file. position: bytes read so far. Raises WrongArguments if its name is not UTF-8."""
 
     def __init__(self, path: Path):
-        self.path, self.position, self._kind = path, 0, kind_of(path)
+        self.path, self.position, self.kind = path, 0, kind_of(path)
         if (name := os.fsencode(path).decode("utf-8", "backslashreplace")) != str(path):
             raise WrongArguments(f"{name}: expected a file name in UTF-8, found other bytes; rename the file")
 
@@ -55,15 +56,15 @@ class TableFile:
         Raises ValueError, of one line, if the rest of the file cannot be read.
         """
         kinds = {".tsv": self._delimited, ".csv": self._delimited, ".parquet": self._parquet}
-        if self._kind in SUFFIXES:
-            yield from kinds.get(self._kind, self._json)(choose)
+        if self.kind in SUFFIXES:
+            yield from kinds.get(self.kind, self._json)(choose)
         else:
             yield from (line._replace(fields=[line.fields[0].rstrip("\r\n")]) for line in self._lines())
 
-    def _lines(self, longest: int | None = None) -> Iterator[Record]:
+    def _lines(self) -> Iterator[Record]:
         """The lines with their ends, which are line feeds, in old files of a Mac carriage returns."""
-        check_regular(self.path, pipe=self._kind not in SUFFIXES)
-        number, longest = 0, longest or LONGEST_LINE
+        check_regular(self.path, pipe=self.kind not in SUFFIXES)
+        number, longest = 0, -1 if self.kind == ".json" else LONGEST_LINE
         with open(self.path, "rb") as raw:
             try:
                 file = _unpacked(raw)
@@ -86,10 +87,11 @@ class TableFile:
                 raise file_error(self.path, number + 1, "gzip", str(problem), "compress the file again") from None
 
     def _delimited(self, choose: Choose) -> Iterator[Record]:
+        csv.field_size_limit(LONGEST_LINE)
         first = next((text for _, (text,), *_ in self._lines() if text.strip()), "").rstrip("\r\n")
-        if self._kind == ".csv":
+        if self.kind == ".csv":
             rows = self._quoted(delimiter_of(first))
-        elif "\t" not in first and _width(first, delimiter_of(first)) > 1:
+        elif "\t" not in first and delimiter_of(first) in first:
             advice = f"rename the file to {self.path.stem}.csv"
             raise file_error(self.path, 1, "column names with tabs between them", shortened(first), advice)
         elif self._is_quoted(first):
@@ -99,14 +101,14 @@ class TableFile:
             rows = (line._replace(fields=line.fields[0].rstrip("\r\n").split("\t")) for line in lines)
         header = next(rows, None)
         if header is None:
-            raise self._empty()
+            raise file_error(self.path, 1, *EMPTY)
         if header.error:
             raise WrongArguments(f"{self.path}:{header.line}: {header.error}")
         names = list(header.fields)
         if len(names) == 4 and names[1] in ("0", "1") and names[2] in ("", "*"):  # CoLA's train and dev have no header
             names, rows = ["source", "label", "star", "sentence"], chain([header], rows)
         wanted = choose(names)
-        advice = "quote texts that hold the delimiter" if self._kind == ".csv" else "a text holds no tab"
+        advice = "quote texts that hold the delimiter" if self.kind == ".csv" else "a text holds no tab"
         for row in rows:
             if not row.error and len(row.fields) != len(names):
                 error = f"expected {len(names)} columns, found {len(row.fields)}; {advice}"
@@ -126,7 +128,6 @@ class TableFile:
                 taken.append(line)
                 yield line.fields[0]
 
-        csv.field_size_limit(LONGEST_LINE)
         reader = csv.reader(feed(), strict=True, delimiter=delimiter)
         while True:
             taken.clear()
@@ -136,7 +137,7 @@ class TableFile:
             except StopIteration:
                 return
             except csv.Error as problem:
-                kind = "comma-separated values" if self._kind == ".csv" else "tab-separated values"
+                kind = "comma-separated values" if self.kind == ".csv" else "tab-separated values"
                 advice = "close every quotation mark, and double the ones inside a text"
                 fields, error = [], f"expected {kind}, found {problem}; {advice}"
                 again.extendleft(reversed(taken[1:]))
@@ -146,59 +147,51 @@ class TableFile:
                 yield Record(taken[0].line, fields, error, lines)
 
     def _is_quoted(self, first: str) -> bool:
-        """Whether a .tsv file was written with quoting: each row with quotation marks is as csv and pandas write it.
+        """Whether a .tsv file was written with quoting: most of its rows with quotation marks are as csv writes them.
 
-        Then marks stand around a text with a tab, a line feed or a mark, which is doubled. All of GLUE's files have
-        others, so their marks are text; so are marks that join lines of which each has all columns.
+        csv and pandas set marks around a text with a tab, a line feed or a mark, which is doubled. In GLUE's files most
+        marks stand otherwise: they are text. So are marks that join lines of which each has all columns.
         """
-        if first[:1] == first[-1:] == '"':
-            return True
-        marked = False
-        for row in self._quoted("\t"):
-            if not row.error and not any('"' in line for line in row.lines):
-                continue
+
+        def is_own(row: Record) -> bool:
             csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
-            over = len(row.lines) > 1 and 0 < first.count("\t") == min(line.count("\t") for line in row.lines)
-            if row.error or over or again.getvalue().rstrip("\r\n") != "".join(row.lines).rstrip("\r\n"):
-                return False
-            marked = True
-        return marked
+            joins = len(row.lines) > 1 and 0 < first.count("\t") == min(line.count("\t") for line in row.lines)
+            return not joins and again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n")
+
+        marked = (row for row in self._quoted("\t") if any('"' in line for line in row.lines))
+        own = [is_own(row) for row in islice(marked, MARKED_ROWS)]
+        return first[:1] == first[-1:] == '"' or 2 * sum(own) > len(own)
 
     def _json(self, choose: Choose) -> Iterator[Record]:
-        listed = self._listed() if self._kind == ".json" else None
         keys, last = dict[str, None](), None
-        for last in self._objects() if listed is None else listed:
+        for last in self._objects():
             keys |= dict.fromkeys(() if last.error else last.fields[0])
         if last is None:
-            raise self._empty()
+            raise file_error(self.path, 1, *EMPTY)
         header = list(keys)
         wanted = [header[at] for at in choose(header)] if keys or not last.error else []
-        for row in self._objects() if listed is None else listed:
+        for row in self._objects():
             yield row if row.error else row._replace(fields=[row.fields[0].get(name) for name in wanted])
 
     def _objects(self) -> Iterator[Record]:
-        """The object of each line."""
-        for record in self._lines():
+        """The objects of an array, which a .json file may be; else the object of each line."""
+        lines = (line for line in self._lines() if line.error or line.fields[0].strip())
+        first, more = next(lines, None), "write one object a line, or in a .json file an array of objects"
+        if first and self.kind == ".json" and first.fields[0].lstrip().startswith("["):
             try:
-                if record.error or record.fields[0].strip():
-                    yield record if record.error else record._replace(fields=[json_object(record.fields[0])])
+                rows = json.loads("".join(line.fields[0] for line in self._lines()))
+            except (ValueError, RecursionError) as error:
+                line = getattr(error, "lineno", 1)
+                raise file_error(self.path, line, "an array of JSON objects", str(error), "correct it") from None
+            for number, row in enumerate(rows, start=1):
+                flaw = None if isinstance(row, dict) else f"expected one JSON object, found {shortened(row)}; {more}"
+                yield Record(number, [row], flaw)
+            return
+        for line in chain([first] if first else (), lines):
+            try:
+                yield line if line.error else line._replace(fields=[json_object(line.fields[0])])
             except ValueError as error:
-                yield record._replace(error=f"{error}; correct the line")
-
-    def _listed(self) -> list[Record] | None:
-        """The objects of a JSON array. None: the file may have JSON lines."""
-        text = "".join(record.fields[0] for record in self._lines(-1) if not record.error)
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            if not text.lstrip().startswith("["):
-                return None
-            line = getattr(error, "lineno", 1)
-            raise file_error(self.path, line, "a JSON array of objects", str(error), "correct the line") from None
-        rows = content if isinstance(content, list) else [content]
-        wrong = "expected one JSON object, found "
-        flaws = (None if isinstance(row, dict) else f"{wrong}{shortened(row)}; correct the row" for row in rows)
-        return [Record(number, [row], flaw) for number, (row, flaw) in enumerate(zip(rows, flaws), start=1)]
+                yield line._replace(error=f"{error}; {more}")
 
     def _parquet(self, choose: Choose) -> Iterator[Record]:
         try:
@@ -222,9 +215,6 @@ class TableFile:
                 found = " ".join(str(error).split())[:300]
                 raise file_error(self.path, number + 1, "Parquet", found, "write the file again") from None
 
-    def _empty(self) -> WrongArguments:
-        return file_error(self.path, 1, "a header and rows", "an empty file", "fill it in or remove it")
-
 
 def kind_of(path: Path) -> str:
     """The suffix in lower case, before .gz."""
@@ -234,11 +224,7 @@ def kind_of(path: Path) -> str:
 
 def delimiter_of(header: str) -> str:
     """The one of DELIMITERS that splits the header into most columns; a comma if several do."""
-    return max(DELIMITERS, key=lambda delimiter: _width(header, delimiter))
-
-
-def _width(header: str, delimiter: str) -> int:
-    return len(next(csv.reader([header[:LONGEST_HEADER]], delimiter=delimiter), ()))
+    return max(DELIMITERS, key=lambda mark: len(next(csv.reader([header], delimiter=mark), ())))
 
 
 def _unpacked(raw: io.BufferedReader) -> gzip.GzipFile | io.BufferedReader:
@@ -264,11 +250,8 @@ def text_flaw(text: object) -> str | None:
         return f"{shortened(text)}, which is no string"
     if not text.strip():
         return "an empty text"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "half of a surrogate pair, which is no character"
-    return None
+    held = text.encode(errors="ignore").decode() == text
+    return None if held else "half of a surrogate pair, which is no character"
 
 
 def file_error(path: Path, line: int, expected: str, found: str, advice: str) -> WrongArguments:

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mini_ee.data.columns import Columns, TaskOptions, columns_of, positions
-from mini_ee.data.table_files import SUFFIXES, Record, TableFile, file_error, kind_of, text_flaw
+from mini_ee.data.table_files import SUFFIXES, Record, TableFile, file_error, text_flaw
 from mini_ee.data.values import label_text, shortened
 from mini_ee.errors import WrongArguments
 
 Row = tuple[str, ...]
-ID = "id"
 
 
 class InputRow(NamedTuple):
@@ -24,14 +23,18 @@ class InputRow(NamedTuple):
     lacks: str | None = None  # of an error: "text" if one is empty or null, "fields" if there are too few
 
 
-class TextReader:
+class TextReader(TableFile):
     """Iterates over the InputRows of a file. Raises ValueError, of one line, if the rest of it cannot be read.
 
     num_texts: of each row; None: as many as there are. On a line of text there is one, whatever it holds, or two with a
     tab between; None: two if each line has one tab. labelled: whether labels are read; None: if there are some.
-    id_column: default the column `id`, if there is one. blank_lines: blank lines of text are rows with an error.
-    `columns`, `header` and `has_ids` are set when the first row of a table is read. `position`: bytes read so far.
+    id_column: default the column `id`, if there is one. Blank lines are no rows.
+    `columns`, `header` and `has_ids` are set when the first row of a table is read.
     """
+
+    columns: Columns | None = None
+    header: list[str]
+    has_ids = False
 
     def __init__(
         self,
@@ -40,32 +43,22 @@ class TextReader:
         num_texts: int | None = None,
         labelled: bool | None = False,
         id_column: str | None = None,
-        blank_lines: bool = False,
     ):
-        self.path, self._options, self._num_texts, self._labelled = path, options, num_texts, labelled
-        self._id_column, self._blank_lines, self._file = id_column, blank_lines, TableFile(path)
-        self.columns: Columns | None = None
-        self.header: list[str] = []
-        self.has_ids = False
-
-    @property
-    def position(self) -> int:
-        return self._file.position
+        super().__init__(path)
+        self._options, self._num_texts, self._labelled, self._id_column = options, num_texts, labelled, id_column
 
     def __iter__(self) -> Iterator[InputRow]:
-        if kind_of(self.path) in SUFFIXES:
-            yield from map(self._row, self._file.rows(self._choose))
+        if self.kind in SUFFIXES:
+            yield from map(self._row, self.rows(self._choose))
             return
-        if self._labelled or self._options.names_columns and kind_of(self.path) != ".txt":
+        if self._labelled or self._options.names_columns and self.kind != ".txt":
             wanted = f"a table with columns ({', '.join(SUFFIXES)})"
             raise file_error(self.path, 1, wanted, "lines of text", "give such a file, or rename it")
+        lines = (line for line in self.rows() if line.error or line.fields[0].strip())
         pairs = self._num_texts == 2
-        lines = self._file.rows()
-        if not self._blank_lines:
-            lines = (line for line in lines if line.error or line.fields[0].strip())
         if self._num_texts is None:
-            lines = iter(known := list(lines))
-            pairs = all(line.fields[0].count("\t") == 1 for line in known)
+            known = list(lines)
+            pairs, lines = all(line.fields[0].count("\t") == 1 for line in known), (line for line in known)
         for line in lines:
             texts, error = line.fields[0].split("\t") if pairs else line.fields, line.error
             if not error and len(texts) != 1 + pairs:
@@ -78,13 +71,13 @@ class TextReader:
             wanted, more = ("one text", "") if self._num_texts == 1 else ("two texts", " and --text-pair-column")
             advice = f"name the columns to read with --text-column{more}"
             raise file_error(self.path, 1, f"{wanted} a row", " and ".join(columns.text_names), advice)
-        ids = positions(header, self._id_column or ID)[:1]
+        ids = positions(header, self._id_column or "id")[:1]
         if self._id_column and not ids:
             wanted = f"the column {self._id_column} (--id-column)"
             raise file_error(self.path, 1, wanted, f"columns {shortened(header)}", "name one of these")
         self.header, self.has_ids = header, bool(ids)
         self.columns = columns._replace(label=None) if self._labelled is False else columns
-        return [*columns.texts, *([] if self.columns.label is None else [columns.label]), *ids]
+        return [at for at in (*columns.texts, self.columns.label, *ids) if at is not None]
 
     def _row(self, record: Record) -> InputRow:
         line, fields, columns = record.line, record.fields, self.columns
@@ -95,14 +88,11 @@ class TextReader:
             where = f" in {' and '.join(columns.text_names)}" if columns else ""
             lacks = "text" if any(text is None or text != text or not str(text).strip() for text in texts) else None
             return InputRow(line, error=f"expected text{where}, found {flaw}; correct or drop the row", lacks=lacks)
-        row = InputRow(line, texts, id=fields[-1] if self.has_ids else None)
-        if columns is None or columns.label is None:
-            return row
-        value = fields[len(columns.texts)]
-        if (label := label_text(value)) is None:
-            found = f"a label in {columns.label_name}, found {shortened(value)}"
-            return row._replace(error=f"expected {found}; fill it in")
-        return row._replace(label=label)
+        label = None
+        if columns and columns.label is not None and (label := label_text(fields[len(texts)])) is None:
+            found = f"a label in {columns.label_name}, found {shortened(fields[len(texts)])}"
+            return InputRow(line, error=f"expected {found}; fill it in")
+        return InputRow(line, texts, label, fields[-1] if self.has_ids else None)
 
 
 def read_texts(paths: Sequence[Path], *arguments, **more) -> list[Row]:
@@ -110,14 +100,7 @@ def read_texts(paths: Sequence[Path], *arguments, **more) -> list[Row]:
     return [row.texts for row in read_rows(paths, *arguments, **more)[0]]
 
 
-def read_rows(
-    paths: Sequence[Path],
-    options: TaskOptions = TaskOptions(),
-    num_texts: int | None = None,
-    *,
-    drop: bool = False,
-    **more,
-) -> tuple[list[InputRow], int]:
+def read_rows(paths: Sequence[Path], *arguments, drop: bool = False, **more) -> tuple[list[InputRow], int]:
     """(rows of files, number of rows that were left out). drop: leave out rows without text; others as of TextReader.
 
     Raises ValueError, of one line, for a row that cannot be read, for a file without texts, and for rows with another
@@ -126,7 +109,7 @@ def read_rows(
     rows, dropped = list[InputRow](), 0
     for path in paths:
         own = list[InputRow]()
-        for row in TextReader(path, options, num_texts, **more):
+        for row in TextReader(path, *arguments, **more):
             if row.error and not (drop and row.lacks == "text"):
                 raise WrongArguments(f"{path}:{row.line}: {row.error}")
             own += [row] * (not row.error)

@@ -409,12 +409,12 @@ ERRORS = {
     ),
     "broken JSON": (
         {"train_jsonl": JSON_ROW + '{"text": "b"\n'},
-        "train.jsonl:2: expected one JSON object, found Expecting ',' delimiter: line 2 column 1 (char 13); correct",
+        "train.jsonl:2: expected one JSON object, found Expecting ',' delimiter: line 2 column 1 (char 13); write one",
     ),
     "deep JSON": ({"train_jsonl": "[" * 100_000}, "train.jsonl:1: expected one JSON object, found maximum rec"),
     "no JSON object": (
         {"train_jsonl": '["a", 1]\n'},
-        """train.jsonl:1: expected one JSON object, found '["a", 1]'; correct the line""",
+        """train.jsonl:1: expected one JSON object, found '["a", 1]'; write one object a line""",
     ),
     "missing key": (
         {"train_jsonl": JSON_ROW + '{"text": "b"}\n'},
