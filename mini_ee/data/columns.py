@@ -67,13 +67,15 @@ class Columns(NamedTuple):
     label: int | None
 
 
-def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bool) -> Columns:
-    """Find the columns in a header. labelled: the file must have labels.
+def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bool | None) -> Columns:
+    """Find the columns in a header. labelled: whether it must have labels; None: it may have them, False: not wanted.
 
     Raises ValueError, of one line, if a column is missing or occurs twice.
     """
     text_names = _text_names(path, header, options)
     texts = tuple(_position(path, header, name) for name in text_names)
+    if labelled is False:
+        return Columns(text_names, texts, None, None)
     usual = (name for name in LABEL_COLUMNS if set(positions(header, name)) - set(texts))
     label_name = options.label_column or next(usual, None)
     if label_name is not None and not positions(header, label_name):

@@ -66,7 +66,7 @@ class TextReader(TableFile):
             yield self._row(line._replace(fields=texts, error=error))
 
     def _choose(self, header: list[str]) -> list[int]:
-        columns = columns_of(self.path, header, self._options, bool(self._labelled))
+        columns = columns_of(self.path, header, self._options, self._labelled)
         if self._num_texts not in (None, len(columns.texts)):
             wanted, more = ("one text", "") if self._num_texts == 1 else ("two texts", " and --text-pair-column")
             advice = f"name the columns to read with --text-column{more}"
@@ -75,9 +75,8 @@ class TextReader(TableFile):
         if self._id_column and not ids:
             wanted = f"the column {self._id_column} (--id-column)"
             raise file_error(self.path, 1, wanted, f"columns {shortened(header)}", "name one of these")
-        self.header, self.has_ids = header, bool(ids)
-        self.columns = columns._replace(label=None) if self._labelled is False else columns
-        return [at for at in (*columns.texts, self.columns.label, *ids) if at is not None]
+        self.header, self.columns, self.has_ids = header, columns, bool(ids)
+        return [at for at in (*columns.texts, columns.label, *ids) if at is not None]
 
     def _row(self, record: Record) -> InputRow:
         line, fields, columns = record.line, record.fields, self.columns

@@ -342,6 +342,78 @@ def test_ids_in_parquet_are_integers_or_strings_and_a_missing_one_is_null(runtim
     assert parquet.read_table(pa.BufferReader(content))["id"].to_pylist() == expected
 
 
+def with_ids(ids, folder, name="t.parquet"):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"id": ids(pa), "text": TEXTS[:3]}), folder / name)
+    return folder / name
+
+
+IDS = {  # a column of ids -> the ids of the answers as JSON, None for a row that is an error
+    "dates": (lambda pa: pa.array([0, 2**31 - 1, None], pa.int32()).cast("date32"), "1970-01-01", "2147483647", None),
+    "times": (
+        lambda pa: pa.array([0, 10**15, 1], pa.int64()).cast(pa.timestamp("ms")),
+        "1970-01-01",
+        "10000000000",
+        "1",
+    ),
+    "zones": (lambda pa: pa.array([7, 8, 9], pa.int64()).cast(pa.timestamp("s", "Mars/A")), "7", "8", "9"),
+    "nanoseconds": (lambda pa: pa.array([0, 1, 2], pa.timestamp("ns")), "1970-01-01", ".000000001", ".000000002"),
+    "durations": (lambda pa: pa.array([0, 2**62, 1], pa.int64()).cast(pa.duration("s")), "0:00:00", str(2**62), "0:00"),
+    "not finite": (lambda pa: pa.array([0.5, float("nan"), float("inf")]), "0.5", "None", "inf"),
+}
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_ids_that_python_or_json_cannot_hold_are_texts_and_the_rows_are_answered(tmp_path, runtime, case, capsys):
+    ids, *expected = IDS[case]
+    path = with_ids(ids, tmp_path)
+    for form in ("jsonl", "parquet"):
+        options = ("--no-projection", "--format", form)
+        assert answer(capsys, *batch(runtime, tmp_path / form, path, options=options))["rows"] == 3
+    (part,) = parts_of(tmp_path / "jsonl").values()
+    found = [json.loads(line, parse_constant=pytest.fail)["id"] for line in part.splitlines()]
+    assert all(str(wanted) in str(each) for wanted, each in zip(expected, found, strict=True)), found
+
+
+def test_a_value_that_utf_8_cannot_hold_is_the_error_of_its_row_alone(capsys, tmp_path, runtime):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": "a", "text": TEXTS[0]}, {"id": "\ud800", "text": TEXTS[1]}, {"id": "c", "text": TEXTS[2]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = pa.array([text.encode() for text in TEXTS[:3]] * 1000)
+    damaged = texts.to_pylist()
+    damaged[2500] = b"\xff"
+    parquet.write_table(pa.table({"text": pa.array(damaged).view(pa.string())}), tmp_path / "b.parquet")
+    options = ("--no-projection", "--format", "parquet", "--part-rows", "5000")
+    assert main([*map(str, batch(runtime, tmp_path / "out", tmp_path / "*.*", options=options)), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["rows"] == 2 + 2999
+    errors = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    assert [(error["file"], error["row"]) for error in errors] == [("a.jsonl", 2), ("b.parquet", 2501)]
+    assert errors[0]["error"].startswith("expected an id that UTF-8 and JSON hold, found '\\ud800'; correct")
+    assert errors[1]["error"].startswith("expected UTF-8, found invalid start byte at byte 0; correct")
+
+
+def test_a_part_that_was_emptied_or_cut_is_computed_again(capsys, tmp_path, runtime, inputs):
+    command = batch(runtime, tmp_path / "out", inputs / "a.jsonl")
+    assert answer(capsys, *command)["rows_now"] == 16
+    before = parts_of(tmp_path / "out")
+    for name, size in zip(before, (0, 30)):
+        os.truncate(tmp_path / "out" / name, size)
+    assert answer(capsys, *command)["rows_now"] == 10
+    assert parts_of(tmp_path / "out") == before
+
+
+def test_a_file_name_that_is_not_utf_8_is_named(capsys, tmp_path, runtime):
+    path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
+    try:
+        shutil.copy(__file__, path)
+    except OSError:
+        pytest.skip("the file system has UTF-8 names only")
+    for command in (batch(runtime, tmp_path / "out", os.fsdecode(path)), ("run", runtime.folder, os.fsdecode(path))):
+        line = refused(capsys, *command, status=2)
+        assert "caf\\xe9.txt: expected a file name in UTF-8, found other bytes; rename the file" in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_folder_of_a_job_may_be_the_current_one(capsys, tmp_path, runtime, inputs, monkeypatch):
     (inputs / "new").mkdir()
     monkeypatch.chdir(inputs / "new")
