@@ -25,11 +25,13 @@ from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import check_regular, errors_name, file_sha256, read_json, sole_writer, write_json
 from mini_ee.data.progress import tqdm
 from mini_ee.data.settings import Settings, option
+from mini_ee.data.table_files import SUFFIXES, TableFile, kind_of
+from mini_ee.data.text_files import TextReader
 from mini_ee.errors import WrongArguments
 from mini_ee.export.batch.parts import STATS, Part, PartWriter, stats_file
 from mini_ee.export.batch.pools import InProcess, Processes, RayActors
 from mini_ee.export.batch.rival import measure_rival
-from mini_ee.export.batch.rows import SUFFIXES, Block, RowReader, blocks_of
+from mini_ee.export.batch.rows import Block, blocks_of, rows_of
 from mini_ee.export.manifest import MANIFEST, read_manifest
 from mini_ee.export.runtime import ID_DIGITS
 
@@ -77,7 +79,7 @@ class Job:
         self.paths = find_inputs(inputs)
         if not find_spec("pyarrow"):
             for path in self.paths:
-                if "parquet" in (self._format_of(path), path.suffix.lower()[1:]):
+                if "parquet" in (self._format_of(path), kind_of(path)[1:]):
                     raise WrongArguments(f"{path}: Parquet needs pyarrow: pip install 'mini-ee[batch]'")
         self._check_columns()
         self._about = {
@@ -115,17 +117,17 @@ class Job:
         return summary
 
     def _format_of(self, path: Path) -> str:
-        return self.options.format or ("parquet" if path.suffix.lower() == ".parquet" else "jsonl")
+        return self.options.format or ("parquet" if kind_of(path) == ".parquet" else "jsonl")
 
-    def _reader(self, path: Path) -> RowReader:
-        return RowReader(path, self._columns, self.config["task"]["texts"], self.options.id_column)
+    def _reader(self, path: Path) -> TextReader:
+        return TextReader(path, self._columns, self.config["task"]["texts"], id_column=self.options.id_column)
 
     def _check_columns(self) -> None:
         """Raise WrongArguments if no input has the columns. If only some have not, their errors are reported later."""
         first = None
         for path in self.paths:
             reader = self._reader(path)
-            for row in reader:
+            for row in rows_of(reader):
                 if reader.columns or row.error is None:
                     return
                 first = first or f"{path}:{row.line}: {row.error}"
@@ -164,10 +166,15 @@ class Job:
         for path in self.paths:
             for block in blocks_of(self._reader(path), self.options.part_rows, self._format_of(path)):
                 self._names.append(block.part)
-                if (self.out / block.part).exists() and self._stats(block.part) is not None:
+                if self._is_whole(block.part):
                     now.skip(block)
                 else:
                     yield block
+
+    def _is_whole(self, part: str) -> bool:
+        """Whether a part is there with its statistics, and as long as it was written."""
+        path, stats = self.out / part, self._stats(part)
+        return stats is not None and path.is_file() and path.stat().st_size == stats.get("bytes", path.stat().st_size)
 
     def _stats(self, part: str) -> dict | None:
         try:
@@ -267,8 +274,9 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
             check_regular(path)
         except ValueError as error:
             raise WrongArguments(f"--in {error}") from None
-        if path.suffix.lower() not in SUFFIXES:
-            raise WrongArguments(f"--in {path}: expected a name that ends with {', '.join(SUFFIXES)}")
+        if kind_of(TableFile(path).path) not in (*SUFFIXES, ".txt"):
+            expected = f"a name that ends with {', '.join(SUFFIXES)} or .txt, also with .gz"
+            raise WrongArguments(f"--in {path}: expected {expected}; rename it")
     names = sorted(path.name for path in paths)
     for name, following in zip(names, names[1:]):
         if name == following:

@@ -73,6 +73,7 @@ class PartWriter:
             "seconds": written - begin + block.seconds,
             "io_seconds": written - computed + block.seconds,
             "errors": errors,
+            "bytes": len(content),
         }
         write_json(stats_file(self._out, block.part), stats)  # before the part: a part that is there has statistics
         write_bytes(self._out / block.part, content)

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from mini_ee.cli.command_options import add_options, given_options
+from mini_ee.cli.command_options import add_options, columns_given, given_options
 
 HELP = "add exits to a fine-tuned model, from texts without labels; the model itself does not change"
 EXAMPLE = "mini-ee add-exits my-classifier --text inputs.txt --out fast"
 
 
 def add(sub) -> None:
+    from mini_ee.data.columns import TaskOptions
     from mini_ee.training.train_settings import AddOptions
 
     sub.add_argument(
@@ -23,24 +24,38 @@ def add(sub) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="files of texts like the model's real inputs: one text per line, .jsonl, .csv or .tsv; only --max-loss "
-        "reads labels",
+        help="files of texts like the model's real inputs: one text per line, or a table (.csv, .tsv, .jsonl, .json, "
+        ".parquet), also with .gz; only --max-loss reads labels",
     )
     sub.add_argument("--out", type=Path, default=Path("fast"), metavar="DIR", help="folder to write")
     add_options(sub, AddOptions)
+    add_options(sub.add_argument_group("columns of tables"), TaskOptions, lacks=("regression", "split_file"))
 
 
 def run(args, say) -> dict:
     """Train, test, export; returns the summary."""
     import mini_ee
+    from mini_ee.backbones.fine_tuned import is_sentence_encoder
     from mini_ee.data.files import read_json
-    from mini_ee.data.text_files import read_labelled, read_texts
+    from mini_ee.data.table_files import SUFFIXES, kind_of
+    from mini_ee.data.text_files import read_rows
+    from mini_ee.errors import WrongArguments
     from mini_ee.evaluation.tables import table
     from mini_ee.export.add_exits import line_of
     from mini_ee.training.train_settings import AddOptions
 
     given = given_options(args, AddOptions) | {"seed": args.seed}
-    texts, labels = (read_texts(args.text), None) if "max_loss" not in given else read_labelled(args.text)
+    labelled, columns = "max_loss" in given, columns_given(args)
+    if columns.label_column and not labelled:
+        raise WrongArguments("--label-column is for --max-loss, which alone reads labels; leave it out")
+    tables = all(kind_of(path) in SUFFIXES for path in args.text)
+    num_texts = 1 if not tables and is_sentence_encoder(args.model) else None
+    rows, dropped = read_rows(args.text, columns, num_texts, labelled=labelled, drop=True)
+    if dropped:
+        say(f"{dropped:,} of {len(rows) + dropped:,} rows are left out: their text is empty.")
+    if not tables and len(rows[0].texts) == 2:
+        say("Pairs of texts are read, because each line has one tab.")
+    texts, labels = [row.texts for row in rows], [row.label for row in rows] if labelled else None
     mini_ee.add_exits(args.model, texts, args.out, say=say, labels=labels, **given)
     summary = read_json(args.out / "summary.json")
     summary.pop("sha256", None)

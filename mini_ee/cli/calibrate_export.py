@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.cli.calibrate import BATCH, calibrated, check, report
-from mini_ee.cli.command_options import refuse, refuse_task_options, task_options
+from mini_ee.cli.command_options import OF_LABELS, columns_given, refuse, refuse_task_options, task_options
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.tasks import Task, load_task
 from mini_ee.data.text_files import Row, read_texts
@@ -57,9 +57,9 @@ def _texts(args: Namespace, runtime: Runtime) -> tuple[list[Row], dict]:
     if args.text is None and args.task is None:
         raise WrongArguments(f"{args.run} is an export: give texts like those in service, with --text FILE or --task")
     if args.text is not None:
-        refuse_task_options(args, "describes the files of --task, found --text")
+        refuse_task_options(args, "describes the files of --task, found --text", OF_LABELS)
         refuse(args, ("split",), "is for --task, found --text")
-        texts, about = read_texts([args.text]), {"task": args.text.name}
+        texts, about = read_texts([args.text], columns_given(args), runtime.num_texts), {"task": args.text.name}
     else:
         task = load_task(Path(args.task), task_options(args, TaskOptions()))
         split = args.split or ("train" if "train" in task.splits else task.default_split)

@@ -1,7 +1,7 @@
 """Options of the command line, made from the fields of settings classes. No torch here."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from mini_ee.data.settings import flag_of, has_several, scalar_type
 from mini_ee.errors import WrongArguments
 
 DIGITS = 10  # maximum of a whole number
+OF_LABELS = "label_column", "regression", "split_file"  # TaskOptions of labelled tasks
 WITHOUT_TASK = "describes the files of --task: give --task too"
 MAX_THREADS = 1024  # a process that starts too many ends without a message
 
@@ -103,10 +104,22 @@ def task_options(args: argparse.Namespace, known: TaskOptions = TaskOptions()) -
         raise WrongArguments(str(error)) from None
 
 
-def refuse_task_options(args: argparse.Namespace, why: str = WITHOUT_TASK) -> None:
-    """Raise WrongArguments if one of the TaskOptions was given, also with the value 0. why: as in `refuse`."""
+def columns_given(args: argparse.Namespace) -> TaskOptions:
+    """The columns of a table without --task. Raises WrongArguments if two options name the same one."""
+    try:
+        return TaskOptions(**given_options(args, TaskOptions))
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def refuse_task_options(args: argparse.Namespace, why: str = WITHOUT_TASK, names: Container[str] | None = None) -> None:
+    """Raise WrongArguments if one of the TaskOptions was given, also with the value 0. why: as in `refuse`.
+
+    names: those that are refused, default all.
+    """
     for name in given_options(args, TaskOptions):
-        raise WrongArguments(f"{flag_of(name, {})} {why}")
+        if names is None or name in names:
+            raise WrongArguments(f"{flag_of(name, {})} {why}")
 
 
 def given_options(args: argparse.Namespace, *settings: type) -> dict:

@@ -16,13 +16,14 @@ FORMATS = ".npy", ".jsonl"
 
 def add(sub: ArgumentParser) -> None:
     from mini_ee.cli.classify import add_where
-    from mini_ee.cli.command_options import positive
+    from mini_ee.cli.command_options import OF_LABELS, add_options, positive
     from mini_ee.cli.rule_options import add_own, add_rule
+    from mini_ee.data.columns import TaskOptions
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
-    sub.add_argument(
-        "file", type=Path, metavar="FILE", help="file with one text per line, or one JSON object with `text` per line"
-    )
+    file = "file with one text per line, or a table (.jsonl, .json, .csv, .tsv, .parquet)"
+    sub.add_argument("file", type=Path, metavar="FILE", help=file)
+    add_options(sub, TaskOptions, lacks=OF_LABELS)
     out = "file to write: .npy for an array (N, d) of float32, .jsonl for one JSON object per text"
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
     prompt = "prompt of the encoder that stands before each text (default the encoder's own default, if it has one)"
@@ -35,10 +36,13 @@ def add(sub: ArgumentParser) -> None:
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Embed all texts, then write the file, whole or not at all."""
+    from mini_ee.cli.command_options import columns_given
     from mini_ee.cli.open import open_trained
     from mini_ee.cli.rule_options import chosen_rule
     from mini_ee.data.files import sole_writer, write_bytes
     from mini_ee.data.sentence_prompts import with_prompt
+    from mini_ee.data.table_files import SUFFIXES, file_error, kind_of
+    from mini_ee.data.text_files import read_rows
     from mini_ee.errors import WrongArguments
     from mini_ee.recording import exited_rows
 
@@ -47,8 +51,11 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     trained = open_trained(args.run, args)
     if not trained.embeds:
         raise WrongArguments(f"{args.run}: expected a sentence encoder, found a run of {trained.config['method']}")
-    rule = chosen_rule(args, trained)
-    texts = with_prompt(trained.tokenizer, read_lines(args.file), args.prompt_name)
+    rule, (rows, _) = chosen_rule(args, trained), read_rows([args.file], columns_given(args), 1)
+    if kind_of(args.file) not in SUFFIXES and rows[-1].line != len(rows):  # an embedding would be that of another line
+        blank = next(number for number, row in enumerate(rows, start=1) if row.line != number)
+        raise file_error(args.file, blank, "text", "a blank line", "remove it")
+    texts = with_prompt(trained.tokenizer, [row.texts for row in rows], args.prompt_name)
     begin, encoded, segments = time.perf_counter(), trained.encode(texts), trained.segments()
     embeddings, layers = exited_rows(segments, rule, encoded, args.batch_size, trained.config["num_labels"])
     seconds = time.perf_counter() - begin
@@ -73,24 +80,3 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         "engine": segments.engine,
         "seconds": seconds,
     }
-
-
-def read_lines(path: Path) -> list[tuple[str, ...]]:
-    """The text of each line. Raises ValueError, which names the line, for one that is empty or not valid."""
-    from mini_ee.data.files import check_regular
-    from mini_ee.data.lines import row_of_line
-    from mini_ee.data.tokenizer import text_flaw
-
-    check_regular(path)
-    rows = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                rows.append(row_of_line(line, 1))
-                if flaw := text_flaw(rows[-1][0]):
-                    raise ValueError(f"expected a text, found {flaw}")
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-    if not rows:
-        raise ValueError(f"{path}: expected a text a line, found none")
-    return rows

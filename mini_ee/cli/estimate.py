@@ -5,7 +5,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.cli.command_options import add_task, positive, task_options
+from mini_ee.cli.command_options import (
+    OF_LABELS,
+    WITHOUT_TASK,
+    add_task,
+    columns_given,
+    positive,
+    refuse_task_options,
+    task_options,
+)
 from mini_ee.errors import WrongArguments
 
 HELP = "estimate before any training whether early exit pays for a model and its data (see arXiv:2603.23701)"
@@ -26,7 +34,7 @@ def add(sub: ArgumentParser) -> None:
         "--text",
         type=Path,
         metavar="FILE",
-        help="text file for a decoder, or examples without labels for an encoder, one per line",
+        help="text file for a decoder, or examples without labels for an encoder: one per line, or a table",
     )
     sub.add_argument("--max-rows", type=positive, metavar="N", help=f"maximum number of examples (default {ROWS})")
     sub.add_argument("--texts", type=positive, metavar="N", help=f"number of texts, for a decoder (default {TEXTS})")
@@ -107,24 +115,27 @@ def _rows(backbone, folder: Path, args: Namespace) -> tuple:
     """Probe the examples of a task or of a file: (result, fields of the answer)."""
     from mini_ee.backbones.adapter import tokenizer_folder
     from mini_ee.backbones.hub import BUILT_IN_MODEL
+    from mini_ee.data.text_files import read_texts
     from mini_ee.data.tokenizer import Tokenizer
     from mini_ee.evaluation.probes import probe_rows, rows_to_read
     from mini_ee.training.run_folder import encode
     from mini_ee.training.train_run import open_task
 
-    options = task_options(args)
+    if args.text:
+        refuse_task_options(args, WITHOUT_TASK, OF_LABELS)
+    options = columns_given(args) if args.text else task_options(args)
     if args.texts:
         raise WrongArguments("--texts is for a decoder's tokens; give --max-rows N")
     if not args.task and not args.text and folder != BUILT_IN_MODEL:
         raise WrongArguments(f"{folder.name}: give --task DIR, or --text FILE with one example without label per line")
-    source = args.text or open_task(args.task, options)
+    source = read_texts([args.text], options) if args.text else open_task(args.task, options)
     rows, classes = rows_to_read(source, args.max_rows or ROWS, args.seed)
     backbone = backbone.without_heads()
     encoded = encode(
         Tokenizer.from_folder(tokenizer_folder(folder), min(128, backbone.config.max_tokens)), rows.texts, backbone
     )
     probed = probe_rows(backbone, encoded, rows.labels, classes, args.seed)
-    about = {"source": str(source)} if args.text else {"source": f"{source.name}, train", "task": source.name}
+    about = {"source": str(args.text)} if args.text else {"source": f"{source.name}, train", "task": source.name}
     return probed, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
 
 

@@ -1,7 +1,8 @@
 """`mini-ee run`: a stream of sentences or prompts through an export. Without torch, except for --engine torch.
 
-Input: one example per line, as plain text (two texts separated by a tab) or as JSON: {"text": ..., "text_b": ...}, or
-with the keys sentence, or sentence1 and sentence2. For a decoder each line is a prompt.
+Input: a table or a file with a text a line, see data/text_files.py. On standard input, one example per line, as plain
+text (two texts separated by a tab) or as JSON: {"text": ..., "text_b": ...}, or with the keys sentence, or sentence1
+and sentence2. For a decoder each text is a prompt.
 Output: JSON lines in the same order: line, label, confidence, exit, layers, milliseconds; of several labels at once
 `label` is an object, name -> probability; for a decoder line, text, tokens, layers, mean_layers, milliseconds; for an
 invalid line line and error.
@@ -13,17 +14,19 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 import numpy as np
 
-from mini_ee.cli.command_options import positive
+from mini_ee.cli.command_options import OF_LABELS, add_options, columns_given, positive
+from mini_ee.data.columns import TaskOptions
 from mini_ee.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.data.lines import row_of_line
 from mini_ee.data.progress import tqdm
+from mini_ee.data.text_files import InputRow, TextReader
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.export.manifest import MANIFEST
@@ -37,7 +40,9 @@ EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
 def add(sub: ArgumentParser) -> None:
     """Add the options of the command."""
     sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export")
-    sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help="file to read (default standard input)")
+    file = "file to read: one text per line, or a table (default standard input)"
+    sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help=file)
+    add_options(sub, TaskOptions, lacks=OF_LABELS)
     sub.add_argument("--out", type=Path, metavar="FILE", help="file to write (default standard output)")
     sub.add_argument("--batch-size", type=positive, default=32, help="batch size; 1 answers line by line")
     sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="library that runs the export")
@@ -67,9 +72,9 @@ def run(args: Namespace) -> dict:
     rows = failed = counted = layers = truncated = 0
     begin = time.perf_counter()
     progress = {"unit": "row", "delay": 2, "file": sys.stderr, "disable": None}  # None: only on a terminal
-    with _input(args.file) as source, _output(args.out) as sink, tqdm(**progress) as bar:
-        numbered = enumerate(source, start=1)
-        while lines := list(islice(numbered, args.batch_size)):
+    source = _rows(args.file, columns_given(args), served.num_texts)
+    with _output(args.out) as sink, tqdm(**progress) as bar:
+        while lines := list(islice(source, args.batch_size)):
             answers, cut = _answers(served, lines, args.batch_size)
             truncated += cut
             for answer in answers:
@@ -125,20 +130,19 @@ def _open(args: Namespace) -> Runtime:
     return Runtime(args.exported, segments=torch_segments(args.exported, args.device or "cpu"), **settings)
 
 
-def _answers(runtime: Runtime, lines: list[tuple[int, bytes]], batch_size: int) -> tuple[list[dict], int]:
-    """One batch of numbered lines -> (answers in their order, number of texts that were cut)."""
-    rows, errors, cut = {}, {}, 0
-    for number, line in lines:
+def _answers(runtime: Runtime, lines: list[InputRow], batch_size: int) -> tuple[list[dict], int]:
+    """One batch of rows -> (answers in their order, number of texts that were cut)."""
+    rows, errors, cut = {}, {row.line: row.error for row in lines if row.error}, 0
+    for row in (row for row in lines if not row.error):
         try:
-            row = row_of_line(line, runtime.num_texts)
-            cut += runtime.check(row)
-            rows[number] = row
+            cut += runtime.check(row.texts)
+            rows[row.line] = row.texts
         except ValueError as error:
-            errors[number] = str(error).removeprefix("row 0: ")
+            errors[row.line] = str(error).removeprefix("row 0: ")
     answers = _run(runtime, rows, batch_size, errors)
     found = {number: {"error": text} for number, text in errors.items()}
     found |= {number: answer.to_dict() for number, answer in answers.items()}
-    return [{"line": number, **found[number]} for number, _ in lines], cut
+    return [{"line": row.line, **found[row.line]} for row in lines], cut
 
 
 def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict[int, str]) -> dict:
@@ -155,15 +159,19 @@ def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict
     return alone
 
 
-@contextmanager
-def _input(path: Path | None) -> Iterator[BinaryIO]:
-    if path is None:
-        if sys.stdin is None:
-            raise WrongArguments("standard input is closed; name a file with one text per line")
-        yield sys.stdin.buffer
-    else:
-        with open(path, "rb") as file:
-            yield file
+def _rows(path: Path | None, columns: TaskOptions, num_texts: int) -> Iterator[InputRow]:
+    """The rows of a file; of standard input, or of a pipe, the lines, which may have JSON objects."""
+    if path is not None and (path.is_file() or not path.exists()):
+        yield from TextReader(path, columns, num_texts)
+        return
+    if path is None and sys.stdin is None:
+        raise WrongArguments("standard input is closed; name a file with one text per line")
+    with open(path, "rb") if path else nullcontext(sys.stdin.buffer) as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield InputRow(number, row_of_line(line, num_texts))
+            except ValueError as error:
+                yield InputRow(number, error=str(error))
 
 
 @contextmanager

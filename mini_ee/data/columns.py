@@ -30,22 +30,12 @@ LABEL_COLUMNS = ("gold_label", "label", "is_duplicate", "Quality", "score")
 class TaskOptions(Settings):
     """Options for reading the files of a task. Raises ValueError if two options name the same column."""
 
-    text_column: str | None = option(
-        None,
-        "column that contains the text",
-        metavar="NAME",
-        default_text="the first of sentence, text, sentence1, ... in the file",
-    )
-    text_pair_column: str | None = option(None, "column that contains the second text of a pair", metavar="NAME")
-    label_column: str | None = option(
-        None, "column that contains the label", metavar="NAME", default_text="label, score, ..."
-    )
+    text_column: str | None = option(None, "column with the text", metavar="NAME", default_text="sentence, text, ...")
+    text_pair_column: str | None = option(None, "column with the second text of a pair", metavar="NAME")
+    label_column: str | None = option(None, "column with the label", metavar="NAME", default_text="label, score, ...")
     regression: bool = option(False, "predict the label as a number, not as a class")
     split_file: int | None = option(
-        None,
-        "random seed with which a task in a single file is split into 80 % train and 20 % dev",
-        least=0,
-        metavar="SEED",
+        None, "random seed that splits a single file into 80 % train and 20 % dev", least=0, metavar="SEED"
     )
 
     def __post_init__(self):
@@ -54,10 +44,8 @@ class TaskOptions(Settings):
         for name, value in named.items():
             if not value.strip():
                 raise ValueError(f"{flag_of(name, {})}: expected the name of a column, found {value!r}")
-            if (same := [other for other in named if other != name and named[other] == value]) != []:
-                raise ValueError(
-                    f"{flag_of(name, {})} and {flag_of(same[0], {})}: expected two columns, found {value!r} for both"
-                )
+            if same := [flag_of(other, {}) for other in named if other != name and named[other] == value]:
+                raise ValueError(f"{flag_of(name, {})} and {same[0]}: expected two columns, found {value!r} for both")
 
     def given(self) -> dict:
         """The options that differ from the defaults."""
@@ -79,18 +67,19 @@ class Columns(NamedTuple):
     label: int | None
 
 
-def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bool) -> Columns:
-    """Find the columns in a header. labelled: the file must have labels.
+def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bool | None) -> Columns:
+    """Find the columns in a header. labelled: whether it must have labels; None: it may have them, False: not wanted.
 
     Raises ValueError, of one line, if a column is missing or occurs twice.
     """
     text_names = _text_names(path, header, options)
     texts = tuple(_position(path, header, name) for name in text_names)
+    if labelled is False:
+        return Columns(text_names, texts, None, None)
     usual = (name for name in LABEL_COLUMNS if set(positions(header, name)) - set(texts))
     label_name = options.label_column or next(usual, None)
     if label_name is not None and not positions(header, label_name):
-        if labelled:
-            raise _missing(path, header, "label_column", label_name)
+        _check(path, header, "label_column", label_name if labelled else None)
         label_name = None
     if label_name is None and labelled:
         advice = "name it with --label-column or rename it; only test files go without"
@@ -110,9 +99,8 @@ def positions(header: list[str], name: str) -> list[int]:
 
 def _text_names(path: Path, header: list[str], options: TaskOptions) -> tuple[str, ...]:
     first, second = options.text_column, options.text_pair_column
-    for name, value in (("text_column", first), ("text_pair_column", second)):
-        if value is not None and not positions(header, value):
-            raise _missing(path, header, name, value)
+    _check(path, header, "text_column", first)
+    _check(path, header, "text_pair_column", second)
     found = [names for names in TEXT_COLUMNS if all(positions(header, name) for name in names)]
     if second is not None:
         found = [names for names in found if len(names) == 1]
@@ -138,6 +126,7 @@ def _position(path: Path, header: list[str], name: str) -> int:
     return at[0]
 
 
-def _missing(path: Path, header: list[str], option_name: str, column: str) -> ValueError:
-    expected = f"the column {column} ({flag_of(option_name, {})})"
-    return file_error(path, 1, expected, f"columns {shortened(header)}", "name one of these")
+def _check(path: Path, header: list[str], option_name: str, column: str | None) -> None:
+    if column is not None and not positions(header, column):
+        expected = f"the column {column} ({flag_of(option_name, {})})"
+        raise file_error(path, 1, expected, f"columns {shortened(header)}", "name one of these")

@@ -8,7 +8,7 @@ layer of a sentence can be compared with its hardness.
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_ee.data.table_files import table_rows
+from mini_ee.data.table_files import TableFile
 
 FILE = Path(__file__).with_suffix(".tsv")
 
@@ -38,9 +38,7 @@ class Review(NamedTuple):
 
 def read_reviews() -> dict[str, list[Review]]:
     """The reviews of each split, in the order of the file."""
-    rows = (fields for _, fields in table_rows(FILE))
-    next(rows)  # the column names
     splits: dict[str, list[Review]] = {}
-    for split, hardness, label, text in rows:
+    for split, hardness, label, text in (row.fields for row in TableFile(FILE).rows()):
         splits.setdefault(split, []).append(Review(text, int(label), hardness))
     return splits

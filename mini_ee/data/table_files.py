@@ -1,89 +1,247 @@
-"""Reads rows and line numbers of .tsv, .csv and .jsonl files; errors name file and line. No torch here."""
+"""Reads tables and files with a text a line, row by row; each may be compressed (.gz). No torch here.
+
+A row that cannot be read is a Record with an error, and the next rows are read. Memory holds one row, of .json all
+rows, of .parquet one row group. Keys of JSON objects are optional: a missing one is null.
+"""
 
 import csv
+import gzip
 import io
 import json
-from collections.abc import Iterator
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from mini_ee.data.files import check_regular
+from mini_ee.data.lines import json_object
 from mini_ee.data.values import shortened
+from mini_ee.errors import WrongArguments
 
-SUFFIXES = (".tsv", ".csv", ".jsonl")
+SUFFIXES = (".tsv", ".csv", ".jsonl", ".ndjson", ".json", ".parquet")  # of tables; other files have a text a line
 DELIMITERS = ",;\t"  # of .csv files: spreadsheets write semicolons if numbers have a decimal comma
-LONGEST_HEADER = 100_000  # characters in which the delimiter is searched
+LONGEST_LINE = 1 << 24  # characters, also of a quoted text
+PARQUET_ROWS = 1000  # that are converted at a time
+MARKED_ROWS = 1000  # with quotation marks, by which a .tsv file is judged
+EMPTY = ("a header and rows", "an empty file", "fill it in or remove it")
+UTF_8 = "convert the file to UTF-8; a spreadsheet saves it as CSV UTF-8"
+Choose = Callable[[list[str]], Sequence[int]]  # column names -> indices of the wanted fields, in their order
 
 
-def table_rows(path: Path) -> Iterator[tuple[int, list]]:
-    """(line number, fields) of each row, the column names first. Only a line feed ends a line.
+class Record(NamedTuple):
+    """A row. line: its first line, from 1; of .json and .parquet the row. short: whether fields are missing."""
 
-    Raises ValueError, of one line, if the file is not such a table.
-    """
-    data = path.read_bytes()
-    try:
-        text = data.decode().removeprefix("\ufeff").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        line, found = data.count(b"\n", 0, error.start) + 1, f"byte {data[error.start]:#04x}"
-        advice = "convert the file to UTF-8; a spreadsheet saves it as CSV UTF-8"
-        raise file_error(path, line, "UTF-8", found, advice) from None
-    if not text:
-        raise file_error(path, 1, "a header and rows", "an empty file", "fill it in or remove it")
-    yield from {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix.lower(), _tsv_rows)(path, text)
+    line: int
+    fields: Sequence[Any]
+    error: str | None = None
+    lines: Sequence[str] = ()  # of a row with quotation marks, as they stand
+    short: bool = False
 
 
-def _tsv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows without quoting, because GLUE's files contain single quotation marks as text."""
-    rows = (line.removesuffix("\r").split("\t") for line in text.split("\n"))
-    for line, fields in enumerate(rows, start=1):
-        if line == 1 and len(fields) == 4 and fields[1] in ("0", "1") and fields[2] in ("", "*"):
-            yield 0, ["source", "label", "star", "sentence"]  # CoLA's train and dev files have no header
-        if line == 1 and len(fields) == 1 and _fields(fields[0], delimiter_of(fields[0])) > 1:
-            found, advice = shortened(fields[0]), f"rename the file to {path.stem}.csv"
-            raise file_error(path, 1, "column names with tabs between them", found, advice)
-        yield line, fields
+class TableFile:
+    """The rows of a file. position: bytes read so far. Raises WrongArguments if its name is not UTF-8."""
+
+    def __init__(self, path: Path):
+        self.path, self.position, self.kind = path, 0, kind_of(path)
+        if (name := os.fsencode(path).decode("utf-8", "backslashreplace")) != str(path):
+            raise WrongArguments(f"{name}: expected a file name in UTF-8, found other bytes; rename the file")
+
+    def rows(self, choose: Choose = lambda header: range(len(header))) -> Iterator[Record]:
+        """The rows of a table without blank lines, or all lines of another file, for which `choose` is not called.
+
+        Raises ValueError, of one line, if the rest of the file cannot be read.
+        """
+        kinds = {".tsv": self._delimited, ".csv": self._delimited, ".parquet": self._parquet}
+        if self.kind in SUFFIXES:
+            yield from kinds.get(self.kind, self._json)(choose)
+        else:
+            yield from (line._replace(fields=[line.fields[0].rstrip("\r\n")]) for line in self._lines())
+
+    def _lines(self) -> Iterator[Record]:
+        """The lines with their ends, which are line feeds, in old files of a Mac carriage returns."""
+        check_regular(self.path, pipe=self.kind not in SUFFIXES)
+        number, longest = 0, -1 if self.kind == ".json" else LONGEST_LINE
+        with open(self.path, "rb") as raw:
+            try:
+                file = _unpacked(raw)
+                head = file.peek(io.DEFAULT_BUFFER_SIZE)
+                if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head[:2]:
+                    raise file_error(self.path, 1, "UTF-8", "UTF-16", UTF_8)
+                of_mac = head[:-1].count(b"\r") - head.count(b"\r\n") > head.count(b"\n")
+                text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\r" if of_mac else "\n")
+                while line := text.readline(longest):
+                    number, rest, error = number + 1, line, None
+                    while len(rest) == longest and rest[-1] not in "\r\n":
+                        rest, error = text.readline(longest), f"expected lines of at most {longest:,} characters"
+                    try:
+                        line.encode()
+                    except UnicodeEncodeError as flaw:
+                        error = f"expected UTF-8, found byte {ord(line[flaw.start]) - 0xDC00:#04x}; {UTF_8}"
+                    self.position = raw.tell() if raw.seekable() else 0
+                    yield Record(number, [line], error)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+                raise file_error(self.path, number + 1, "gzip", str(problem), "compress the file again") from None
+
+    def _delimited(self, choose: Choose) -> Iterator[Record]:
+        csv.field_size_limit(LONGEST_LINE)
+        first = next((text for _, (text,), *_ in self._lines() if text.strip()), "").rstrip("\r\n")
+        if self.kind == ".csv":
+            rows = self._quoted(delimiter_of(first))
+        elif "\t" not in first and delimiter_of(first) in first:
+            advice = f"rename the file to {self.path.stem}.csv"
+            raise file_error(self.path, 1, "column names with tabs between them", shortened(first), advice)
+        elif self._is_quoted(first):
+            rows = self._quoted("\t")
+        else:
+            lines = (line for line in self._lines() if line.fields[0].strip(" \r\n"))
+            rows = (line._replace(fields=line.fields[0].rstrip("\r\n").split("\t")) for line in lines)
+        header = next(rows, None)
+        if header is None:
+            raise file_error(self.path, 1, *EMPTY)
+        if header.error:
+            raise WrongArguments(f"{self.path}:{header.line}: {header.error}")
+        names = list(header.fields)
+        if len(names) == 4 and names[1] in ("0", "1") and names[2] in ("", "*"):  # CoLA's train and dev have no header
+            names, rows = ["source", "label", "star", "sentence"], chain([header], rows)
+        wanted = choose(names)
+        advice = "quote texts that hold the delimiter" if self.kind == ".csv" else "a text holds no tab"
+        for row in rows:
+            if not row.error and len(row.fields) != len(names):
+                error = f"expected {len(names)} columns, found {len(row.fields)}; {advice}"
+                row = row._replace(error=error, short=len(row.fields) < len(names))
+            yield row if row.error else row._replace(fields=[row.fields[at] for at in wanted])
+
+    def _quoted(self, delimiter: str) -> Iterator[Record]:
+        """The rows, which may have several lines, with these lines.
+
+        A quotation mark that is not closed takes in the lines below. So after an error, reading goes on at the line
+        after the first one of that row.
+        """
+        source, again, taken = self._lines(), deque[Record](), list[Record]()
+
+        def feed() -> Iterator[str]:
+            while (line := again.popleft() if again else next(source, None)) is not None:
+                taken.append(line)
+                yield line.fields[0]
+
+        reader = csv.reader(feed(), strict=True, delimiter=delimiter)
+        while True:
+            taken.clear()
+            try:
+                fields = next(reader)
+                error = next((line.error for line in taken if line.error), None)
+            except StopIteration:
+                return
+            except csv.Error as problem:
+                kind = "comma-separated values" if self.kind == ".csv" else "tab-separated values"
+                advice = "close every quotation mark, and double the ones inside a text"
+                fields, error = [], f"expected {kind}, found {problem}; {advice}"
+                again.extendleft(reversed(taken[1:]))
+                reader = csv.reader(feed(), strict=True, delimiter=delimiter)
+            lines = [line.fields[0] for line in taken]
+            if error or len(fields) > 1 or lines[0].strip():
+                yield Record(taken[0].line, fields, error, lines)
+
+    def _is_quoted(self, first: str) -> bool:
+        """Whether a .tsv file was written with quoting: most of its rows with quotation marks are as csv writes them.
+
+        csv and pandas set marks around a text with a tab, a line feed or a mark, which is doubled. In GLUE's files most
+        marks stand otherwise: they are text. So are marks that join lines of which each has all columns.
+        """
+
+        def is_own(row: Record) -> bool:
+            csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
+            joins = len(row.lines) > 1 and 0 < first.count("\t") == min(line.count("\t") for line in row.lines)
+            return not joins and again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n")
+
+        marked = (row for row in self._quoted("\t") if any('"' in line for line in row.lines))
+        own = [is_own(row) for row in islice(marked, MARKED_ROWS)]
+        return first[:1] == first[-1:] == '"' or 2 * sum(own) > len(own)
+
+    def _json(self, choose: Choose) -> Iterator[Record]:
+        keys, last = dict[str, None](), None
+        for last in self._objects():
+            keys |= dict.fromkeys(() if last.error else last.fields[0])
+        if last is None:
+            raise file_error(self.path, 1, *EMPTY)
+        header = list(keys)
+        wanted = [header[at] for at in choose(header)] if keys or not last.error else []
+        for row in self._objects():
+            yield row if row.error else row._replace(fields=[row.fields[0].get(name) for name in wanted])
+
+    def _objects(self) -> Iterator[Record]:
+        """The objects of an array, which a .json file may be; else the object of each line."""
+        lines = (line for line in self._lines() if line.error or line.fields[0].strip())
+        first, more = next(lines, None), "write one object a line, or in a .json file an array of objects"
+        if first and self.kind == ".json" and first.fields[0].lstrip().startswith("["):
+            try:
+                rows = json.loads("".join(line.fields[0] for line in self._lines()))
+            except (ValueError, RecursionError) as error:
+                line = getattr(error, "lineno", 1)
+                raise file_error(self.path, line, "an array of JSON objects", str(error), "correct it") from None
+            for number, row in enumerate(rows, start=1):
+                flaw = None if isinstance(row, dict) else f"expected one JSON object, found {shortened(row)}; {more}"
+                yield Record(number, [row], flaw)
+            return
+        for line in chain([first] if first else (), lines):
+            try:
+                yield line if line.error else line._replace(fields=[json_object(line.fields[0])])
+            except ValueError as error:
+                yield line._replace(error=f"{error}; {more}")
+
+    def _parquet(self, choose: Choose) -> Iterator[Record]:
+        try:
+            from pyarrow import ArrowException
+            from pyarrow.parquet import ParquetFile
+        except ImportError:
+            raise WrongArguments(f"{self.path}: Parquet needs pyarrow: pip install 'mini-ee[batch]'") from None
+        check_regular(self.path)
+        number, size = 0, self.path.stat().st_size
+        with open(self.path, "rb") as raw:
+            try:
+                file = ParquetFile(_unpacked(raw))
+                header = file.schema_arrow.names
+                wanted = [header[at] for at in choose(header)]
+                for batch in file.iter_batches(PARQUET_ROWS, columns=wanted):
+                    for fields in zip(*(map(_value, batch.column(name)) for name in wanted)):
+                        number += 1
+                        yield Record(number, fields, next((str(v) for v in fields if isinstance(v, ValueError)), None))
+                    self.position = size * number // file.metadata.num_rows
+            except (ArrowException, OSError, EOFError, zlib.error) as error:
+                found = " ".join(str(error).split())[:300]
+                raise file_error(self.path, number + 1, "Parquet", found, "write the file again") from None
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    delimiter = delimiter_of(text.partition("\n")[0])
-    reader = csv.reader(io.StringIO(text, newline="\n"), strict=True, delimiter=delimiter)
-    line = 1
-    try:
-        for fields in reader:
-            yield line, fields
-            line = reader.line_num + 1
-    except csv.Error as error:
-        advice = "close every quotation mark, and double the ones inside a text"
-        raise file_error(path, line, "comma-separated values", str(error), advice) from None
+def kind_of(path: Path) -> str:
+    """The suffix in lower case, before .gz."""
+    name = path.name.lower().removesuffix(".gz")
+    return ".tsv" if name.startswith("msr_paraphrase_") else Path(name).suffix  # MRPC as Microsoft distributes it
 
 
 def delimiter_of(header: str) -> str:
     """The one of DELIMITERS that splits the header into most columns; a comma if several do."""
-    return max(DELIMITERS, key=lambda delimiter: _fields(header, delimiter))
+    return max(DELIMITERS, key=lambda mark: len(next(csv.reader([header], delimiter=mark), ())))
 
 
-def _fields(header: str, delimiter: str) -> int:
-    return len(next(csv.reader([header.partition("\r")[0][:LONGEST_HEADER]], delimiter=delimiter), ()))
+def _unpacked(raw: io.BufferedReader) -> gzip.GzipFile | io.BufferedReader:
+    """The content of a file that is compressed by gzip; else the file."""
+    return gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
 
 
-def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, list]]:
-    header: list[str] = []
-    for line, source in enumerate(text.split("\n"), start=1):
-        if not source.strip():
-            continue
-        try:
-            row = json.loads(source)
-        except (ValueError, RecursionError) as error:
-            found = f"{shortened(source)}: {error}"
-            raise file_error(path, line, "one JSON object", found, "correct the line") from None
-        if not isinstance(row, dict):
-            advice = 'write {"text": ..., "label": ...}'
-            raise file_error(path, line, "one JSON object", shortened(source), advice)
-        if not header:
-            header = list(row)
-            yield 0, header
-        if not row.keys() >= set(header):
-            expected = f"the keys {shortened(header)} of the first line"
-            raise file_error(path, line, expected, shortened(list(row)), "write every key in each line")
-        yield line, [row[name] for name in header]
+def _value(scalar):
+    """A value of Arrow in Python; a ValueError for a text that is not UTF-8."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return ValueError(f"expected UTF-8, found {error.reason} at byte {error.start}; correct or drop the row")
+    except (ValueError, OverflowError):  # a date or a duration that Python does not have
+        with suppress(ValueError, NotImplementedError):
+            return scalar.cast("string").as_py()
+        return str(scalar.value)
 
 
 def text_flaw(text: object) -> str | None:
@@ -92,13 +250,10 @@ def text_flaw(text: object) -> str | None:
         return f"{shortened(text)}, which is no string"
     if not text.strip():
         return "an empty text"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "half of a surrogate pair, which is no character"
-    return None
+    held = text.encode(errors="ignore").decode() == text
+    return None if held else "half of a surrogate pair, which is no character"
 
 
-def file_error(path: Path, line: int, expected: str, found: str, advice: str) -> ValueError:
+def file_error(path: Path, line: int, expected: str, found: str, advice: str) -> WrongArguments:
     """The error for a line of a file, as one line of text."""
-    return ValueError(f"{path}:{line}: expected {expected}, found {found}; {advice}")
+    return WrongArguments(f"{path}:{line}: expected {expected}, found {found}; {advice}")

@@ -1,7 +1,7 @@
 """Classification tasks: texts and labels from a folder of files, or the built-in reviews. No torch here.
 
-A task folder has train, dev (also validation, valid, val) and test files: .tsv, .csv or .jsonl. The nine tasks of GLUE
-are read as they are distributed (Wang et al. 2018, arXiv:1804.07461v3). They are recognised by the folder's name, in
+A task folder has train, dev (also validation, valid, val) and test files (table_files.py). The nine tasks of GLUE are
+read as they are distributed (Wang et al. 2018, arXiv:1804.07461v3). They are recognised by the folder's name, in
 any spelling, or by their columns; their labels are names, or numbers in Hugging Face's order. In any other task the
 labels are those of its train file; JSON's true and false are the labels "true" and "false". TaskOptions name the
 columns of other files, turn a task with numbers as labels into a regression, and split a single file. Errors in a file
@@ -9,7 +9,6 @@ are one line: file:line, what was expected, what was found, what to do.
 """
 
 import functools
-import json
 import math
 import os
 from dataclasses import dataclass, replace
@@ -19,11 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mini_ee.data.metrics as metrics
-from mini_ee.data.columns import Columns, TaskOptions, columns_of, positions
+from mini_ee.data.columns import Columns, TaskOptions, positions
 from mini_ee.data.files import json_sha256
 from mini_ee.data.glue import GLUE, GlueTask
 from mini_ee.data.reviews import read_reviews
-from mini_ee.data.table_files import SUFFIXES, file_error, table_rows, text_flaw
+from mini_ee.data.table_files import SUFFIXES, file_error, kind_of
+from mini_ee.data.text_files import InputRow, TextReader
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 
@@ -256,14 +256,16 @@ def _files(path: Path, options: TaskOptions) -> dict[str, Path]:
         raise FileNotFoundError(f"{path}: expected a task folder, found a file; {advice}")
     if options.split_file is None:
         return _split_files(path)
-    if len(single) != 1 or single[0].suffix.lower() not in SUFFIXES:
+    if len(single) != 1 or kind_of(single[0]) not in SUFFIXES:
         found = ", ".join(each.name for each in single[:5]) or "none"
-        raise WrongArguments(f"{path}: --split-file: expected one .tsv, .csv or .jsonl file, found {found}")
+        raise WrongArguments(f"{path}: --split-file: expected one table ({', '.join(SUFFIXES)}), found {found}")
     return {"train": single[0]}
 
 
 def _tables(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+    """The tables of a folder; .json files, which often describe them, only if there are no others."""
+    found = sorted(path for path in folder.iterdir() if kind_of(path) in SUFFIXES and path.is_file())
+    return [path for path in found if kind_of(path) != ".json"] or found
 
 
 def _divided(rows: Split, path: Path, seed: int) -> dict[str, Split]:
@@ -287,7 +289,8 @@ def _split_files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     there = {path.name.lower(): path for path in folder.iterdir()}
     for stem, split in _SPLITS.items():
-        for path in filter(None, (there.get(f"{stem}{suffix}") for suffix in SUFFIXES)):
+        names = (f"{stem}{suffix}{packed}" for suffix in SUFFIXES for packed in ("", ".gz"))
+        for path in filter(None, map(there.get, names)):
             if path.is_file():
                 if split in files:
                     raise ValueError(
@@ -301,7 +304,7 @@ def _split_files(folder: Path) -> dict[str, Path]:
     if not files:
         single = "add --split-file 0 to split the file with the seed 0, or " if len(_tables(folder)) == 1 else ""
         raise ValueError(
-            f"{folder}: expected train, dev or test files (.tsv, .csv or .jsonl), "
+            f"{folder}: expected train, dev or test files ({', '.join(SUFFIXES)}), "
             f"found {sorted(path.name for path in folder.iterdir())[:5]}; {single}name another folder"
         )
     return files
@@ -309,36 +312,21 @@ def _split_files(folder: Path) -> dict[str, Path]:
 
 def _read(path: Path, split: str, named: GlueTask | None, options: TaskOptions) -> _File:
     """Texts and labels of one file. Raises ValueError for all errors in it, except for unknown labels."""
-    rows = table_rows(path)
-    _, header = next(rows)
-    columns = columns_of(path, header, options, labelled=not split.startswith("test"))
-    glue = named or (None if options.names_columns else _glue_of(header, columns))
-    file = _File(path, glue, [], [], None if columns.label is None else [])
-    for line, fields in rows:
+    reader = TextReader(path, options, labelled=None if split.startswith("test") else True)
+    rows, glue = list[InputRow](), named
+    for row in reader:
+        if reader.columns and not rows and not named and not options.names_columns:
+            glue = _glue_of(reader.header, reader.columns)
         # GLUE's QQP has a few rows that a line end cuts in two, or with one question missing: they are skipped.
-        cut = len(fields) < len(header) or not all(str(fields[at]).strip() for at in columns.texts)
-        if cut and glue and glue.name == "QQP":
+        if row.lacks and glue and glue.name == "QQP":
             continue
-        if len(fields) != len(header):
-            advice = "quote texts that hold the delimiter" if path.suffix.lower() == ".csv" else "a text holds no tab"
-            advice, found = (advice, f"{len(fields)}") if any(fields) else ("remove it", "a blank line")
-            raise file_error(path, line, f"{len(header)} columns", found, advice)
-        texts = tuple(fields[at] for at in columns.texts)
-        flaw = next(filter(None, map(text_flaw, texts)), None)
-        if flaw:
-            where = " and ".join(columns.text_names)
-            raise file_error(path, line, f"text in {where}", flaw, "correct or drop the row")
-        file.lines.append(line)
-        file.texts.append(texts)
-        if columns.label is not None:
-            label = label_text(fields[columns.label])
-            if label is None:
-                found = shortened(fields[columns.label])
-                raise file_error(path, line, f"a label in {columns.label_name}", found, "fill it in")
-            file.labels.append(label)
-    if not file.texts:
+        if row.error:
+            raise WrongArguments(f"{path}:{row.line}: {row.error}")
+        rows.append(row)
+    if not rows:
         raise file_error(path, 1, "rows below the header", "none", "add rows or remove the file")
-    return file
+    labels = None if rows[0].label is None else [row.label for row in rows]
+    return _File(path, glue, [row.line for row in rows], [row.texts for row in rows], labels)
 
 
 def _glue_of(header: list[str], columns: Columns) -> GlueTask | None:
@@ -347,15 +335,6 @@ def _glue_of(header: list[str], columns: Columns) -> GlueTask | None:
         if glue.columns and columns.label_name == glue.columns[1] and positions(header, glue.columns[0]):
             return glue
     return None
-
-
-def label_text(value: object) -> str | None:
-    """A label as text: stripped, JSON's 1.0 as "1", true as "true". None if the value is not a label."""
-    if isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, float):
-        return str(int(value) if value.is_integer() else value) if math.isfinite(value) else None
-    return str(value).strip() or None if isinstance(value, str | int) else None
 
 
 def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:

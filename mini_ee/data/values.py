@@ -3,6 +3,7 @@
 Every message names what was expected and what was found: "epochs must be a whole number of at least 1, got 0".
 """
 
+import json
 import math
 from numbers import Integral
 from operator import ge, gt, le, lt
@@ -70,3 +71,12 @@ def shortened(value: object) -> str:
         return f"an integer of about 10^{math.floor(math.log10(abs(value)))}"
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def label_text(value: object) -> str | None:
+    """A label as text: stripped, JSON's 1.0 as "1", true as "true". None if the value is not a label."""
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return str(int(value) if value.is_integer() else value) if math.isfinite(value) else None
+    return str(value).strip() or None if isinstance(value, str | int) else None

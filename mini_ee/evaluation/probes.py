@@ -12,7 +12,6 @@ among hundreds of rows.
 Symbols:   N units (tokens or rows), L layers, D the width of a state, C classes, V words.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,15 +109,14 @@ def probe_tokens(backbone: Backbone, texts: list[Text]) -> ProbeResult:
 # ---- Rows ----
 
 
-def rows_to_read(source: Path | Task, count: int, seed: int) -> tuple[Split, int]:
+def rows_to_read(source: list[tuple[str, ...]] | Task, count: int, seed: int) -> tuple[Split, int]:
     """(rows, number of classes): `count` rows, drawn with the seed.
 
-    source: a task, whose train split is read, never the reported one; or a file with one row per line, without classes.
+    source: a task, whose train split is read, never the reported one; or texts of a file, without classes.
     Raises WrongArguments for a regression, for a task without train split, and if there are too few rows.
     """
-    if isinstance(source, Path):
-        lines = tuple((line.strip(),) for line in read_text(source).split("\n") if line.strip())
-        name, rows, classes = source, Split(lines, None), 0
+    if not isinstance(source, Task):
+        name, rows, classes = "--text", Split(tuple(source), None), 0
     else:
         if source.regression:
             raise WrongArguments(

@@ -19,8 +19,9 @@ from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.sentence_prompts import PromptedTokenizer, check_prompt_name
 from mini_ee.data.settings import option
+from mini_ee.data.table_files import SUFFIXES, kind_of
 from mini_ee.data.tasks import Split, Task
-from mini_ee.data.text_files import rows_of_file
+from mini_ee.data.text_files import read_rows
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.embedding_exits import (
@@ -271,7 +272,8 @@ def _texts_of(task, source: TaskOptions) -> Task:
         named = open_task(task, source)
         name, rows = named.name, named.split("train").texts
     else:
-        name, rows = path.stem, tuple(rows_of_file(path, source))
+        num_texts = None if kind_of(path) in SUFFIXES else 1  # an encoder reads one text: a tab in it is text
+        name, rows = path.stem, [row.texts for row in read_rows([path], source, num_texts, drop=True)[0]]
     texts = [text for row in rows for text in row if text.strip()]
     if (found := len(set(texts))) < LEAST_TEXTS:
         raise WrongArguments(f"{name}: expected at least {LEAST_TEXTS} different texts, found {found}; give more")

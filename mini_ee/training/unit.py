@@ -15,7 +15,7 @@ from torch import nn
 from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.backbone import check_integer
 from mini_ee.backbones.tensor_files import write_tensors
-from mini_ee.data.table_files import SUFFIXES
+from mini_ee.data.table_files import SUFFIXES, kind_of
 from mini_ee.data.tasks import TOY, Split, Task
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.data.values import shortened
@@ -133,7 +133,7 @@ def is_labelled(task) -> bool:
     """Whether this is a task with labels: a Task, the built-in one, a folder, or a table."""
     if isinstance(task, Task):
         return True
-    return task is not None and (str(task) == TOY or Path(task).is_dir() or Path(task).suffix.lower() in SUFFIXES)
+    return task is not None and (str(task) == TOY or Path(task).is_dir() or kind_of(Path(task)) in SUFFIXES)
 
 
 def check_labelled(config: dict) -> None:

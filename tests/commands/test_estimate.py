@@ -444,7 +444,7 @@ def test_wrong_arguments_are_one_line(capsys, checkpoint_folder, decoder_checkpo
         ((checkpoint_folder, "--task", words_task, "--text", words_text), "give one of them"),
         ((checkpoint_folder, "--task", tmp_path / "nowhere"), "expected a task folder, found nothing"),
         ((checkpoint_folder, "--text", tmp_path / "nowhere"), "No such file"),
-        ((checkpoint_folder, "--text", tmp_path / "bytes.txt"), "expected text in UTF-8"),
+        ((checkpoint_folder, "--text", tmp_path / "bytes.txt"), "bytes.txt:1: expected UTF-8, found UTF-16"),
         ((checkpoint_folder, "--text", tmp_path / "short.txt"), "expected at least 80 rows, got 30"),
         ((checkpoint_folder, "--task", words_task, "--max-rows", 79), "expected at least 80 rows, got 79"),
         ((checkpoint_folder, "--task", words_task, "--max-rows", 0), "at least 1"),

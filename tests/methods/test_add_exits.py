@@ -16,7 +16,6 @@ from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
-from mini_ee.data.text_files import read_texts, rows_of_file
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.evaluation.plots import can_draw
@@ -114,44 +113,6 @@ def test_the_card_and_the_line_say_what_was_measured(added):
     assert f"on {added.summary['agreement']:.1%} of {added.summary['texts']['tested']:,} test texts" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a.txt", "one\n\n two \n", [("one",), (" two ",)]),
-        ("a.txt", "one\tother\n", [("one", "other")]),
-        ("a.txt", '{"text": "one"}\n{"sentence": "two"}\n', [("one",), ("two",)]),
-        ("a.jsonl", '{"text": "one", "label": 1}\n{"text": "two", "label": 0}\n', [("one",), ("two",)]),
-        ("a.csv", "sentence1,sentence2\none,other\n", [("one", "other")]),
-        ("a.tsv", "sentence\tlabel\none\t1\n", [("one",)]),
-    ],
-)
-def test_texts_are_read_from_lines_and_tables(tmp_path, name, content, expected):
-    (tmp_path / name).write_text(content)
-    assert read_texts([tmp_path / name]) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", '{"text": "one"}\n\n{"text": null}\n', "a.jsonl:3: expected text, found None, which is no string"),
-        ("a.csv", "text,label\none,1\n,2\n", "a.csv:3: expected text, found an empty text; correct or drop the row"),
-        ("a.txt", "one\tother\none\t\n", "a.txt:2: expected text, found an empty text"),
-    ],
-)
-def test_a_text_that_is_none_is_an_error_with_its_line(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_texts([tmp_path / name])
-
-
-def test_the_texts_of_an_encoder_may_be_blank_but_not_missing(tmp_path):
-    (tmp_path / "a.csv").write_text("text,label\none,1\n,2\n")
-    assert list(rows_of_file(tmp_path / "a.csv")) == [("one",), ("",)]
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
-    with pytest.raises(ValueError, match="a.jsonl:2: expected text, found None"):
-        list(rows_of_file(tmp_path / "a.jsonl"))
-
-
 def few(folder, count=3, content=None):
     (folder / "few.txt").write_text(content or "".join(f"the film {i}\n" for i in range(count)))
     return folder / "few.txt"
@@ -164,12 +125,7 @@ REFUSED = [
         "expected at least 100 different texts .* found 3; about",
     ),
     (lambda tmp, own, plain: [own, "--text", few(tmp, content="\n")], "expected texts, found none"),
-    (lambda tmp, own, plain: [own, "--text", few(tmp, content="one\none\ttwo\n")], "expected rows of 1 texts"),
     (lambda tmp, own, plain: [own, "--text", tmp / "none.txt"], "none.txt"),
-    (
-        lambda tmp, own, plain: [own, "--text", few(tmp, content='one\n{"a": 1}\n')],
-        "few.txt:2: expected ",
-    ),
     (
         lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--agreement", "1.5"],
         "agreement must be a number above 0 and of at most 1",

@@ -12,7 +12,7 @@ import mini_ee
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.cli.main import main
 from mini_ee.data.files import read_json
-from mini_ee.data.text_files import read_labelled
+from mini_ee.data.text_files import read_rows
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
@@ -121,10 +121,11 @@ def test_if_it_does_not_pay_the_line_is_of_accuracy(added):
 
 def test_labels_are_read_by_name_or_number(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one", "label": 1.0}\n{"text": "two", "label": "Good"}\n')
-    assert read_labelled([tmp_path / "a.jsonl"]) == ([("one",), ("two",)], ["1", "Good"])
+    rows, _ = read_rows([tmp_path / "a.jsonl"], labelled=True)
+    assert [(row.texts, row.label) for row in rows] == [(("one",), "1"), (("two",), "Good")]
     (tmp_path / "b.csv").write_text("text,label\none,\n")
     with pytest.raises(ValueError, match="b.csv:2: expected a label in label, found"):
-        read_labelled([tmp_path / "b.csv"])
+        read_rows([tmp_path / "b.csv"], labelled=True)
 
 
 REFUSED = [
@@ -147,7 +148,9 @@ def test_lines_without_labels_and_models_without_classes_are_refused_in_one_line
     argv = ["add-exits", str(classifier_folder), "--text", str(tmp_path / "in.txt"), "--out", str(tmp_path / "fast")]
     assert main([*argv, "--max-loss", ".1"]) in (1, 2)
     error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1 and re.search("jsonl with a label column, found lines of text", error)
+    assert len(error.splitlines()) == 1 and re.search(
+        "expected a table with columns \\(.*\\), found lines of text", error
+    )
     for names, several in (((), False), (("a", "b"), True)):
         with pytest.raises(WrongArguments, match="--max-loss is for a model that gives a text one class"):
             add_exits_module._numbers([1], names, several, add_exits_module.AddOptions(max_loss=0.1), 1)

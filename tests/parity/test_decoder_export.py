@@ -687,7 +687,7 @@ def run_folder(tmp_path_factory):
     return root / "run"
 
 
-def test_export_and_run_answer(run_folder, tmp_path, capsys):
+def test_export_and_run_answer(run_folder, tmp_path, capsys, monkeypatch):
     out, answers = tmp_path / "exported", tmp_path / "answers.jsonl"
     assert main(["export", str(run_folder), "--out", str(out), "--segments", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -699,7 +699,9 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys):
     strange = b'\n\xff\n{"text": 7}\n{"text": "\\ud800"}\n'
     lines.write_bytes(b'w5 w9\n{"text": "w40 w41"}\n' + strange + b"w1 " * 60 + b"\n")
     options = ["--max-new-tokens", "6", "--missing-kv", "recompute", "--threads", "1"]
-    assert main(["run", str(out), str(lines), "--out", str(answers), "--json", *options]) == 1
+    with open(lines) as source:
+        monkeypatch.setattr(sys, "stdin", source)
+        assert main(["run", str(out), "--out", str(answers), "--json", *options]) == 1
     summary, error = json.loads((printed := capsys.readouterr()).out), printed.err.splitlines()
     assert (summary["rows"], summary["failed"], summary["engine"]) == (7, 5, "onnxruntime")
     assert [line.split(": ")[1] for line in error] == ["line 3", "line 4", "line 5", "line 6", "line 7"]

@@ -141,7 +141,7 @@ def test_refusals_are_one_line_and_leave_no_file(exported, embedding_run, tmp_pa
     bad.write_text("a film\n\nthe film\n")
     run, out = str(embedding_run.folder), str(tmp_path / "a.npy")
     for argv, found in (
-        (["embed", run, str(bad), "--out", out], "bad.txt:2: expected a text"),
+        (["embed", run, str(bad), "--out", out], "bad.txt:2: expected text, found a blank line"),
         (["embed", run, str(good), "--out", str(tmp_path / "a.csv")], "ends with .npy or .jsonl"),
         (["classify", run, "--text", "a film"], "use mini-ee embed"),
         (["evaluate", run], "use mini-ee embed"),

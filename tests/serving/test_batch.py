@@ -16,9 +16,10 @@ from conftest import WORDS, answer, refused
 
 from mini_ee.cli.main import main
 from mini_ee.data.columns import TaskOptions
+from mini_ee.data.text_files import TextReader
 from mini_ee.export import writer
 from mini_ee.export.batch import job, parts, rival
-from mini_ee.export.batch.rows import Block, RowReader, blocks_of
+from mini_ee.export.batch.rows import Block, blocks_of, rows_of
 from mini_ee.export.runtime import Answer, Runtime
 
 TEXTS = [
@@ -34,7 +35,7 @@ def parts_of(out):
     return {path.name: path.read_bytes() for path in sorted(out.glob("[!.]*.part-*"))}
 
 
-def rows_of(out, suffix=".jsonl"):
+def answers_of(out, suffix=".jsonl"):
     content = [content for name, content in parts_of(out).items() if name.endswith(suffix)]
     return [json.loads(line) for part in content for line in part.splitlines()]
 
@@ -57,7 +58,7 @@ def test_the_answers_are_those_of_run_in_the_order_of_the_rows(capsys, tmp_path,
     summary = answer(capsys, *batch(runtime, tmp_path / "out", f"{inputs}/*"))
     expected = [each.to_dict() for each in runtime.run(TEXTS, batch_size=1)]
     keys = [{"id": f"n{at}"} for at in range(16)] + [{"file": "b.txt", "row": at} for at in range(1, 8)]
-    found = rows_of(tmp_path / "out")
+    found = answers_of(tmp_path / "out")
     for key, row, one in zip(keys, found, expected + expected[:7], strict=True):
         expected_row = key | one | {"confidence": pytest.approx(one["confidence"], abs=1e-6)}
         del expected_row["milliseconds"]
@@ -79,8 +80,8 @@ TABLES = {  # content of a file, texts that are read, (line, beginning of the er
         [
             (2, "expected text in text, found 5"),
             (4, "expected one JSON object"),
-            (5, "expected the keys text"),
-            (6, "expected text"),
+            (5, "expected text in text, found None"),
+            (6, "expected text in text, found an empty text"),
         ],
     ),
     "quoted.csv": (
@@ -97,13 +98,13 @@ TABLES = {  # content of a file, texts that are read, (line, beginning of the er
     "tabs.tsv": ('label\tsentence\n0\tx "1\n1\n\n1\ty\n', ['x "1', "y"], [(3, "expected 2 columns, found 1")]),
     "bytes.tsv": (b"text\nx\n\xff\ny\n", ["x", "y"], [(3, "expected UTF-8")]),
     "lines.txt": (
-        b'x\n\n\xff\n{"text": "y"}\n{"words": "x"}\n',
-        ["x", "y"],
-        [(3, "expected UTF-8"), (5, "expected")],
+        b'x\n\n\xff\n{"text": "y"}\n{"words"\na\tb\tc\n',
+        ["x", '{"text": "y"}', '{"words"', "a\tb\tc"],
+        [(3, "expected UTF-8")],
     ),
-    "empty.csv": ("", [], [(1, "expected rows, found an empty file")]),
+    "empty.csv": ("", [], [(1, "expected a header and rows, found an empty file")]),
     "names.csv": ("a,b\n1,2\n", [], [(1, "expected a text column")]),
-    "pairs.csv": ("sentence1,sentence2\nx,y\n", [], [(1, "expected 1 texts a row, found sentence1, sentence2")]),
+    "pairs.csv": ("sentence1,sentence2\nx,y\n", [], [(1, "expected one text a row, found sentence1 and sentence2")]),
 }
 
 
@@ -112,7 +113,7 @@ def test_a_damaged_row_is_an_error_with_its_line_and_the_rows_around_it_are_read
     content, texts, errors = TABLES[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = list(RowReader(path, TaskOptions(), 1))
+    found = list(rows_of(TextReader(path, TaskOptions(), 1)))
     assert [row.texts[0] for row in found if row.error is None] == texts
     damaged = [row for row in found if row.error is not None]
     assert [row.line for row in damaged] == [line for line, _ in errors]
@@ -122,24 +123,24 @@ def test_a_damaged_row_is_an_error_with_its_line_and_the_rows_around_it_are_read
 def test_columns_are_chosen_as_in_the_other_commands(tmp_path):
     (tmp_path / "a.csv").write_text("key,left,right\nk1,x,y\n")
     options = TaskOptions(text_column="left", text_pair_column="right")
-    (row,) = RowReader(tmp_path / "a.csv", options, 2, "key")
+    (row,) = TextReader(tmp_path / "a.csv", options, 2, id_column="key")
     assert row.texts == ("x", "y") and row.id == "k1"
     (tmp_path / "b.txt").write_text("x\ty\nalone\n")
-    first, second = RowReader(tmp_path / "b.txt", options, 2)
+    first, second = TextReader(tmp_path / "b.txt", options, 2)
     assert first.texts == ("x", "y") and second.error.startswith("expected two texts")
 
 
 def test_a_line_without_end_is_an_error_and_is_never_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_ee.export.batch.rows.LONGEST_LINE", 10)
+    monkeypatch.setattr("mini_ee.data.table_files.LONGEST_LINE", 10)
     (tmp_path / "a.txt").write_text("short\n" + "long " * 7 + "\nlast\n")
-    first, second, third = RowReader(tmp_path / "a.txt", TaskOptions(), 1)
+    first, second, third = TextReader(tmp_path / "a.txt", TaskOptions(), 1)
     assert (first.texts, third.texts, third.line) == (("short",), ("last",), 3) and second.error
 
 
 def test_long_texts_make_smaller_blocks_and_numbers_count_damaged_rows(tmp_path, monkeypatch):
     monkeypatch.setattr("mini_ee.export.batch.rows.CHARACTERS", 20)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\nno\n{"text": "%s"}\n{"text": "y"}\n' % ("z" * 30))
-    first, second = blocks_of(RowReader(tmp_path / "a.jsonl", TaskOptions(), 1), 100, "jsonl")
+    first, second = blocks_of(TextReader(tmp_path / "a.jsonl", TaskOptions(), 1), 100, "jsonl")
     assert first.numbers == [1, 3] and second.numbers == [4] and first.errors[0]["row"] == 2
     assert first.size + second.size == (tmp_path / "a.jsonl").stat().st_size
 
@@ -165,7 +166,7 @@ def test_damaged_rows_are_reported_and_the_rest_is_done(capsys, tmp_path, runtim
     assert places == [("a.jsonl", 2, 2), ("a.jsonl", 3, 3), ("c.csv", 1, 1)]
     assert errors[2]["error"].endswith("; no row of this file is read")
     assert errors[1]["error"] == "not finite" and "a.jsonl:3: not finite" in printed.err
-    assert [row["row"] for row in rows_of(tmp_path / "out") if row["file"] == "a.jsonl"] == [1, 4]
+    assert [row["row"] for row in answers_of(tmp_path / "out") if row["file"] == "a.jsonl"] == [1, 4]
 
 
 def stopped_at(monkeypatch, write):
@@ -228,7 +229,7 @@ def refusals(inputs, out):
     return [
         (([inputs / "none*"], out), "none*: no such file"),
         (([inputs], out), "expected a file, found a folder"),
-        (([inputs / "a.bin"], out), "expected a name that ends with .jsonl"),
+        (([inputs / "a.bin"], out), "expected a name that ends with .tsv, .csv"),
         (([jsonl, inputs / "other" / "a.jsonl"], out), "found a.jsonl twice"),
         (([inputs / "other" / "t.csv"], out), "t.csv:1: expected a text column"),
         (([inputs / "other" / "none.csv"], inputs / "new"), "none.csv: expected rows, found none; name a file with"),
@@ -285,7 +286,7 @@ def test_a_file_whose_name_is_not_utf_8_is_named(capsys, tmp_path, runtime):
 def test_the_embeddings_of_a_sentence_encoder_are_those_of_run(capsys, tmp_path, embedding_run, inputs):
     runtime = exported_encoder(embedding_run, tmp_path)
     answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl"))
-    found, expected = rows_of(tmp_path / "out"), runtime.run(TEXTS, batch_size=1)
+    found, expected = answers_of(tmp_path / "out"), runtime.run(TEXTS, batch_size=1)
     assert [row["id"] for row in found] == [f"n{at}" for at in range(16)]
     assert [row["layers"] for row in found] == [each.layers for each in expected]
     assert found[0].keys() == {"id", "embedding", "exit", "layers"}
@@ -307,7 +308,7 @@ def test_parquet_is_read_and_written_as_jsonl_is(capsys, tmp_path, runtime, embe
     assert json.loads(capsys.readouterr().out)["failed"] == 1
     tables = [parquet.read_table(path) for path in sorted((tmp_path / "out").glob("p.parquet.part-*.parquet"))]
     found = [row for table in tables for row in table.to_pylist()]
-    plain = [row for row in rows_of(tmp_path / "out", ".jsonl") if "id" in row]
+    plain = [row for row in answers_of(tmp_path / "out", ".jsonl") if "id" in row]
     assert [row | {"id": plain[at]["id"]} for at, row in enumerate(found)] == plain
     assert [row["id"] for row in found] == ids
     assert [table.num_rows for table in tables] == [5, 5, 5, 1]
@@ -351,10 +352,82 @@ def test_ids_in_parquet_are_integers_or_strings_and_a_missing_one_is_null(runtim
     assert parquet.read_table(pa.BufferReader(content))["id"].to_pylist() == expected
 
 
+def with_ids(ids, folder, name="t.parquet"):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"id": ids(pa), "text": TEXTS[:3]}), folder / name)
+    return folder / name
+
+
+IDS = {  # a column of ids -> the ids of the answers as JSON, None for a row that is an error
+    "dates": (lambda pa: pa.array([0, 2**31 - 1, None], pa.int32()).cast("date32"), "1970-01-01", "2147483647", None),
+    "times": (
+        lambda pa: pa.array([0, 10**15, 1], pa.int64()).cast(pa.timestamp("ms")),
+        "1970-01-01",
+        "10000000000",
+        "1",
+    ),
+    "zones": (lambda pa: pa.array([7, 8, 9], pa.int64()).cast(pa.timestamp("s", "Mars/A")), "7", "8", "9"),
+    "nanoseconds": (lambda pa: pa.array([0, 1, 2], pa.timestamp("ns")), "1970-01-01", ".000000001", ".000000002"),
+    "durations": (lambda pa: pa.array([0, 2**62, 1], pa.int64()).cast(pa.duration("s")), "0:00:00", str(2**62), "0:00"),
+    "not finite": (lambda pa: pa.array([0.5, float("nan"), float("inf")]), "0.5", "None", "inf"),
+}
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_ids_that_python_or_json_cannot_hold_are_texts_and_the_rows_are_answered(tmp_path, runtime, case, capsys):
+    ids, *expected = IDS[case]
+    path = with_ids(ids, tmp_path)
+    for form in ("jsonl", "parquet"):
+        options = ("--no-projection", "--format", form)
+        assert answer(capsys, *batch(runtime, tmp_path / form, path, options=options))["rows"] == 3
+    (part,) = parts_of(tmp_path / "jsonl").values()
+    found = [json.loads(line, parse_constant=pytest.fail)["id"] for line in part.splitlines()]
+    assert all(str(wanted) in str(each) for wanted, each in zip(expected, found, strict=True)), found
+
+
+def test_a_value_that_utf_8_cannot_hold_is_the_error_of_its_row_alone(capsys, tmp_path, runtime):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": "a", "text": TEXTS[0]}, {"id": "\ud800", "text": TEXTS[1]}, {"id": "c", "text": TEXTS[2]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = pa.array([text.encode() for text in TEXTS[:3]] * 1000)
+    damaged = texts.to_pylist()
+    damaged[2500] = b"\xff"
+    parquet.write_table(pa.table({"text": pa.array(damaged).view(pa.string())}), tmp_path / "b.parquet")
+    options = ("--no-projection", "--format", "parquet", "--part-rows", "5000")
+    assert main([*map(str, batch(runtime, tmp_path / "out", tmp_path / "*.*", options=options)), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["rows"] == 2 + 2999
+    errors = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    assert [(error["file"], error["row"]) for error in errors] == [("a.jsonl", 2), ("b.parquet", 2501)]
+    assert errors[0]["error"].startswith("expected an id that UTF-8 and JSON hold, found '\\ud800'; correct")
+    assert errors[1]["error"].startswith("expected UTF-8, found invalid start byte at byte 0; correct")
+
+
+def test_a_part_that_was_emptied_or_cut_is_computed_again(capsys, tmp_path, runtime, inputs):
+    command = batch(runtime, tmp_path / "out", inputs / "a.jsonl")
+    assert answer(capsys, *command)["rows_now"] == 16
+    before = parts_of(tmp_path / "out")
+    for name, size in zip(before, (0, 30)):
+        os.truncate(tmp_path / "out" / name, size)
+    assert answer(capsys, *command)["rows_now"] == 10
+    assert parts_of(tmp_path / "out") == before
+
+
+def test_a_file_name_that_is_not_utf_8_is_named(capsys, tmp_path, runtime):
+    path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
+    try:
+        shutil.copy(__file__, path)
+    except OSError:
+        pytest.skip("the file system has UTF-8 names only")
+    for command in (batch(runtime, tmp_path / "out", os.fsdecode(path)), ("run", runtime.folder, os.fsdecode(path))):
+        line = refused(capsys, *command, status=2)
+        assert "caf\\xe9.txt: expected a file name in UTF-8, found other bytes; rename the file" in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_folder_of_a_job_may_be_the_current_one(capsys, tmp_path, runtime, inputs, monkeypatch):
     (inputs / "new").mkdir()
     monkeypatch.chdir(inputs / "new")
-    assert answer(capsys, *batch(runtime, ".", inputs / "b.txt"))["rows"] == len(rows_of(inputs / "new")) == 7
+    assert answer(capsys, *batch(runtime, ".", inputs / "b.txt"))["rows"] == len(answers_of(inputs / "new")) == 7
     assert not list(inputs.glob(".*.lock"))
 
 
@@ -371,7 +444,7 @@ def test_the_projection_adds_up(capsys, tmp_path, runtime, inputs):
     assert hours["full"] == pytest.approx((io + model * projection["full_ratio"]) * per_hour)
     assert hours["linear"] == pytest.approx((io + projection["linear"]["seconds_per_row"]) * per_hour)
     assert projection["full_ratio"] > 1 and 0 < model
-    (block,) = blocks_of(RowReader(inputs / "b.txt", TaskOptions(), 1), 100, "jsonl")
+    (block,) = blocks_of(TextReader(inputs / "b.txt", TaskOptions(), 1), 100, "jsonl")
     stats = parts.PartWriter(runtime.folder, tmp_path / "out").write(block._replace(seconds=100.0)).stats
     assert stats["seconds"] > stats["io_seconds"] > 100
     again = answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl", options=()))

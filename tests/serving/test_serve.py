@@ -60,8 +60,11 @@ def lines_of(tmp_path, *lines):
 
 
 def answers(tmp_path, folder, *lines, options=()):
+    """Of lines on standard input."""
     out = tmp_path / "out.jsonl"
-    status = main(["run", *map(str, (folder, lines_of(tmp_path, *lines), "--out", out, "--threads", 1, *options))])
+    with pytest.MonkeyPatch.context() as patch, open(lines_of(tmp_path, *lines)) as source:
+        patch.setattr(sys, "stdin", source)
+        status = main(["run", *map(str, (folder, "--out", out, "--threads", 1, *options))])
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert status == any("error" in each for each in found)
     return found
