@@ -23,6 +23,8 @@ import numpy as np
 from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names
 from mini_ee.backbones.hub import backbone_sha256, read_config
+from mini_ee.backbones.sentence_encoder import sentence_modules
+from mini_ee.backbones.setfit_head import is_setfit
 from mini_ee.data.files import read_json, write_bytes, write_json
 from mini_ee.data.tasks import LISTED_LABELS, Split, Task
 from mini_ee.data.tokenizer_config import NO_LIMIT, own_max_length
@@ -173,9 +175,8 @@ def _trained(model: Path, task: Task, out: Path, count: int, required: AddOption
     labelled = required.max_loss is not None
     max_loss = required.max_loss if labelled else round(1 - required.agreement, 6)
     settings |= {"max_loss": max_loss, "labelled": labelled, "confidence": required.confidence}
-    settings["max_length"] = (
-        own_max_length(tokenizer_folder(model)) or NO_LIMIT
-    )  # the training cuts what the model itself cannot read
+    own = sentence_modules(model).max_length if is_setfit(model) else own_max_length(tokenizer_folder(model))
+    settings["max_length"] = own or NO_LIMIT  # the training cuts what the model itself cannot read
     interrupted = (training_folder(out / "run") / STATE).exists()
     return train(method, model, task, out / "run", resume=interrupted, say=say, **settings)
 
