@@ -85,7 +85,9 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     if rows is None or not _classifies(config, True):
         named = config.get("architectures")
         found = shortened(named[0] if isinstance(named, list) and named else named)
-        if rows is None and _classifies(config, True):
+        if layout_of(config.get("model_type", "")).head is None:
+            found += ", whose kind of head is not supported"
+        elif rows is None and _classifies(config, True):
             found += " without the tensors of its head" if named else " and no tensors of a head"
         raise WrongArguments(
             f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"
