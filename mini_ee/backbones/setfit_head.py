@@ -124,5 +124,5 @@ def setfit_classifier(folder: Path, plain: dict[str, Tensor], layout: Layout) ->
             for leaf in ("weight", "bias")
             if (name := f"{layout.head.norm}.{leaf}") in plain
         }
-    kept = layout.head._replace(dense=None, dense_norm=None, pool=head.pool, pool_key=None, normalize=head.normalize)
-    return FineTunedHead(kept, weights)
+    own = layout.head._replace(dense=None, dense_norm=None, pool=head.pool, pool_key=None, normalize=head.normalize)
+    return FineTunedHead(own, weights)
