@@ -23,9 +23,14 @@ from mini_ee.errors import WrongArguments
 
 POOLING, MODEL = "1_Pooling", "config_sentence_transformers.json"
 
-TRANSFORMER = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TRANSFORMER = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
 )
 """Names of the transformer's file: the first that is there and not empty counts."""
 
@@ -256,7 +261,7 @@ def _max_length(folder: Path, settings: dict) -> int | None:
     config = _json(transformer / "config.json")
     positions = config.get("max_position_embeddings")
     if length is not None:
-        relative = config.get("position_biased_input") is False or config.get("model_type") == "modernbert"
+        relative = config.get("position_biased_input") is False or any("rope" in key for key in config)
         if relative and fits(positions, int, below=length):  # others cannot read a longer text at all
             found = f"max_seq_length is {length}, and the model has {positions} positions"
             raise WrongArguments(f"{folder}: {found}: not supported; write a smaller max_seq_length")

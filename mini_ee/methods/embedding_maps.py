@@ -10,7 +10,8 @@ These are self-supervised exits (methods/self_supervised.py) for vectors. The pa
 Sentence Embeddings) trains the whole encoder for each depth; here the encoder stays as it is, and no label is needed.
 
 Decisions:
-1. Maps start as the identity, so before training an exit returns its pooled state.
+1. Maps start as the identity, so before training an exit returns its pooled state; in an encoder with Dense modules
+   after its pooling, as their linear part.
 2. The encoder is frozen: the states of all texts are computed once.
 3. The default rule is a fixed depth. With a frozen encoder adaptive depth saved no layers at the same quality.
 """

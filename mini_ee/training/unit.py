@@ -89,7 +89,7 @@ class Unit:
         return None
 
     def open_tokenizer(self, request, backbone) -> Tokenizer:
-        """The tokenizer of the model's folder."""
+        """The tokenizer of the model's folder. A unit may give the backbone what else the folder contains."""
         return Tokenizer.from_folder(tokenizer_folder(request.model), self.max_length(request, backbone))
 
     def data(self, request, backbone, tokenizer, about: dict, say: Callable[[str], None]) -> TrainingData:
