@@ -79,8 +79,8 @@ def add_exits(
         raise WrongArguments("--agreement counts the model's own predictions, --max-loss the labels: give one of them")
     required, model, out = AddOptions(**options), Path(model), Path(out)
     encodes = is_sentence_encoder(model)
-    check_options(model, options, labels, encodes)
     names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
+    check_options(model, options, labels, encodes)
     numbers = _numbers(labels, names, several, required, len(texts))
     rows: dict[tuple[str, ...], int] = {}  # different texts, each with its first label
     for text, number in zip(texts, numbers):
