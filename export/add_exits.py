@@ -23,6 +23,8 @@ import numpy as np
 from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names
 from mini_ee.backbones.hub import read_config
+from mini_ee.backbones.sentence_encoder import sentence_modules
+from mini_ee.backbones.setfit_head import is_setfit
 from mini_ee.data.files import read_json, write_bytes, write_json
 from mini_ee.data.model_files import changed_files, model_sha256s
 from mini_ee.data.tasks import LISTED_LABELS, Split, Task
@@ -79,8 +81,8 @@ def add_exits(
         raise WrongArguments("--agreement counts the model's own predictions, --max-loss the labels: give one of them")
     required, model, out = AddOptions(**options), Path(model), Path(out)
     encodes = is_sentence_encoder(model)
-    check_options(options, labels, encodes)
     names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
+    check_options(options, labels, encodes)
     numbers = _numbers(labels, names, several, required, len(texts))
     rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
     if (different := len(set(rows))) < LEAST_TEXTS:
@@ -177,7 +179,7 @@ def _begin(out: Path, inputs: dict, required: AddOptions, compare: Callable[[], 
 def _compared(model: Path, task: Task, out: Path, required: AddOptions) -> str:
     """Whether the model's own library has the same outputs for some of the texts. Nothing is written."""
     texts, encodes = compared_texts(task.split("train").texts), is_sentence_encoder(model)
-    options = {"prompt_name": required.prompt_name} if encodes else {"max_length": own_max_length(model) or NO_LIMIT}
+    options = {"prompt_name": required.prompt_name} if encodes else {"max_length": _own_length(model)}
     request = make_request(_method("embeddings" if encodes else "rows"), model, task, out / "run", False, options)
     return compare(model, texts, *original_outputs(request, texts), encodes, required.prompt_name)
 
@@ -190,11 +192,15 @@ def _trained(model: Path, task: Task, out: Path, count: int, required: AddOption
     labelled = required.max_loss is not None
     max_loss = required.max_loss if labelled else round(1 - required.agreement, 6)
     settings |= {"max_loss": max_loss, "labelled": labelled, "confidence": required.confidence}
-    settings["max_length"] = (
-        own_max_length(tokenizer_folder(model)) or NO_LIMIT
-    )  # the training cuts what the model itself cannot read
+    settings["max_length"] = _own_length(model)
     interrupted = (training_folder(out / "run") / STATE).exists()
     return train(_method("rows"), model, task, out / "run", resume=interrupted, say=say, **settings)
+
+
+def _own_length(model: Path) -> int:
+    """The number of tokens up to which a classifier's own library reads a text, but for the limit of its positions."""
+    own = sentence_modules(model).max_length if is_setfit(model) else own_max_length(tokenizer_folder(model))
+    return own or NO_LIMIT
 
 
 def _method(unit: str) -> str:

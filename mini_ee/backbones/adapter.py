@@ -49,10 +49,13 @@ def is_adapter(folder: Path) -> bool:
 def model_folder(folder: Path) -> Path:
     """The folder of config.json and of the weights: that of an adapter's base model, else the folder itself.
 
+    A folder that holds both an adapter and a whole model is its own base, as in transformers.
+
     Raises WrongArguments for an adapter that is not supported, or whose base model is not on this machine.
     """
     folder = transformer_folder(folder)
-    if not is_adapter(folder) or (folder / "config.json").is_file():
+    weights = (folder / name for name in ("model.safetensors", "model.safetensors.index.json"))
+    if not is_adapter(folder) or (folder / "config.json").is_file() and any(path.is_file() for path in weights):
         return folder
     named = _config(folder).get("base_model_name_or_path")
     places = [Path(named), folder / named] if isinstance(named, str) and named else []

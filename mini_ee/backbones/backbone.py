@@ -350,6 +350,7 @@ class HeadLayout(NamedTuple):
     pool: str = "first"
     pool_key: str | None = None
     dense_bias_key: str | None = None  # the key for whether `dense` has a bias; None: it has one
+    normalize: bool = False  # the pooled vector to length 1, as a SetFit model does
 
 
 class FineTunedHead(NamedTuple):

@@ -8,6 +8,7 @@ from mini_ee.backbones.adapter import adapter_tensors, is_adapter, model_config,
 from mini_ee.backbones.backbone import FineTunedHead, Layout
 from mini_ee.backbones.families import layout_of
 from mini_ee.backbones.sentence_encoder import POOLING, check_reranker
+from mini_ee.backbones.setfit_head import is_setfit, logistic_head
 from mini_ee.backbones.tensor_files import shapes_of
 from mini_ee.data.sentence_files import MODULES
 from mini_ee.data.values import fits, shortened
@@ -54,7 +55,7 @@ def classification_head(plain: dict[str, Tensor], layout: Layout, config: dict) 
 def is_sentence_encoder(folder: Path) -> bool:
     """Whether a folder names a pooling of embeddings, and its model is no classifier, such as a reranker."""
     names_pooling = (folder / MODULES).is_file() or (folder / POOLING / "config.json").is_file()
-    return names_pooling and not _classifies(model_config(folder), False)
+    return names_pooling and not is_setfit(folder) and not _classifies(model_config(folder), False)
 
 
 def _classifies(config: dict, unnamed: bool) -> bool:
@@ -76,13 +77,17 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     if config.json does not name the labels that the head has.
     """
     folder = Path(folder)
+    if is_setfit(folder):
+        return logistic_head(folder).labels
     check_reranker(folder)
     config, path = model_config(folder), model_folder(folder) / "config.json"
     rows = _rows_of_head(folder, config)
     if rows is None or not _classifies(config, True):
         named = config.get("architectures")
         found = shortened(named[0] if isinstance(named, list) and named else named)
-        if rows is None and _classifies(config, True):
+        if layout_of(config.get("model_type", "")).head is None:
+            found += ", whose kind of head is not supported"
+        elif rows is None and _classifies(config, True):
             found += " without the tensors of its head" if named else " and no tensors of a head"
         raise WrongArguments(
             f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"

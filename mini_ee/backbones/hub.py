@@ -27,6 +27,8 @@ from mini_ee.backbones.backbone import Backbone, Layout, some_of
 from mini_ee.backbones.config_keys import check_keys
 from mini_ee.backbones.families import backbone_class, generates, layout_of
 from mini_ee.backbones.fine_tuned import classification_head
+from mini_ee.backbones.setfit_head import SAVED as SETFIT_HEAD
+from mini_ee.backbones.setfit_head import is_setfit, setfit_classifier
 from mini_ee.backbones.tensor_files import read_checkpoint, write_tensors
 from mini_ee.data.files import atomic_folder, file_sha256, write_json
 from mini_ee.data.sentence_files import transformer_folder
@@ -99,7 +101,7 @@ def load_backbone(folder: str | Path) -> Backbone:
         raise FileNotFoundError(
             f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
         )
-    folder = transformer_folder(folder)
+    whole, folder = folder, transformer_folder(folder)
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
     stored = read_checkpoint(model_folder(folder))
@@ -107,7 +109,10 @@ def load_backbone(folder: str | Path) -> Backbone:
     if is_adapter(folder):
         replaced, added = (_plain_names(each, layout, folder)[0] for each in adapter_tensors(folder))
         plain = merged(plain, replaced, added, folder)
-    own_head = classification_head(plain, layout, model_config(folder))
+    setfit = is_setfit(whole)
+    own_head = (
+        setfit_classifier(whole, plain, layout) if setfit else classification_head(plain, layout, model_config(folder))
+    )
     tensors = _of_modules(plain, layout)
     tensors = {name: part for name, part in tensors.items() if not re.fullmatch(kind.unused(config), name)}
     check_weights(tensors, folder)
@@ -131,6 +136,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     for name in backbone.foreign:
         del tensors[name]
     load_strict(backbone, tensors, names, folder)
+    left_out += [SETFIT_HEAD] if setfit else []
     backbone.left_out, backbone.untied_head = tuple(sorted(left_out)), bool(untied)
     backbone.classification_head = own_head
     return backbone.eval()

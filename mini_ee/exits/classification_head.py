@@ -1,6 +1,7 @@
 """A fine-tuned classifier as it is: its own head is the last exit, and heads are added after earlier layers."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.backbones.activations import ACTIVATIONS
@@ -33,6 +34,7 @@ class ClassificationHead(ExitHead):
             raise ValueError(f"{layout.pool_key} must be cls or mean, found {layout.pool!r}")
         num_labels, width = weights["out.weight"].shape
         super().__init__(width, num_labels, layout.pool, layout.norm and backbone.exit_norm())
+        self.normalize = layout.normalize
         self.activation = HEAD_ACTIVATIONS[layout.activation]
         self.dense = nn.Linear(width, width, bias="dense.bias" in weights) if layout.dense else None
         self.dense_norm = backbone.exit_norm() if layout.dense_norm else None
@@ -43,6 +45,8 @@ class ClassificationHead(ExitHead):
 
     def inner(self, state: Tensor) -> Tensor:
         """What the last linear map reads, (B, D)."""
+        if self.normalize:
+            state = F.normalize(state, dim=1)
         if self.dense is None:
             return state
         inner = self.activation(self.dense(state))

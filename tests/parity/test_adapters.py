@@ -90,6 +90,15 @@ def renamed(old, new):
     return change
 
 
+def test_a_folder_with_a_whole_model_is_its_own_base_and_a_config_alone_is_none(tmp_path):
+    folder = adapter(tmp_path)
+    expected = query_of(load_backbone(folder))
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "base" / name, folder)
+        assert model_folder(folder) == (tmp_path / "base" if name == "config.json" else folder)
+        torch.testing.assert_close(query_of(load_backbone(folder)), expected)
+
+
 REFUSED = [
     ({"peft_type": "IA3"}, None, "adapter_config.json: expected a plain LoRA, found peft_type 'IA3'; merge it: python"),
     ({"peft_type": "PREFIX_TUNING"}, None, "peft_type PREFIX_TUNING adds tokens, which no weights can contain"),

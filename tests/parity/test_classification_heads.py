@@ -170,6 +170,16 @@ def test_a_folder_without_architectures_is_a_classifier_if_it_has_the_whole_head
         label_names(folder)
 
 
+def test_a_head_of_another_kind_is_refused(tmp_path):
+    folder = edited(
+        shutil.copytree(GOLDEN.parent / "t5", tmp_path / "t5"), architectures=["T5ForSequenceClassification"]
+    )
+    with pytest.raises(
+        WrongArguments, match="found 'T5ForSequenceClassification', whose kind of head is not supported"
+    ):
+        label_names(folder)
+
+
 def pad_cases(folder, pad):
     """Rows of a decoder's classifier that end with its padding token, have it within, or hold nothing else."""
     expected = read_tensors(folder / "expected.safetensors")
