@@ -15,7 +15,7 @@ from mini_ee.early_exit import run_segments
 from mini_ee.export.manifest import MANIFEST, output_of
 from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session
 from mini_ee.rules import Rule
-from mini_ee.segments import BatchResult, Reading, Segments
+from mini_ee.segments import BatchResult, Reading, Segments, check_finite
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 
@@ -73,10 +73,11 @@ class OrtModel(OrtRows):
         if feeds is None:
             segments = self.by_segment(rule)
             batch = run_segments(segments, rule, inputs)
+            check_finite(batch.logits)
             return batch._replace(segments=segments)
         outputs = self._run(inputs, feeds)
         return BatchResult(
-            outputs[self._output],
+            check_finite(outputs[self._output]),
             *self._graph_rule.exits_of(rule, plan, outputs["layers"]),
             outputs.get("spent"),
         )
@@ -127,7 +128,7 @@ class WholeModel(Segments):
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
         if self._session is not None:
-            logits = self._session.run(self._session.of_rows(inputs))["logits"]
+            logits = check_finite(self._session.run(self._session.of_rows(inputs))["logits"])
         else:
             logits = self._model.run_batch(rule, inputs).logits
         return BatchResult(logits, np.zeros(len(logits), np.int64), [None])

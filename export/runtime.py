@@ -257,7 +257,7 @@ class Runtime:
         self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
     ) -> list[Answer]:
         """Answers of rows that exited with these logits (N, C)."""
-        labels = named(check_finite(logits), self.label_names, self.multi_label)
+        labels = named(logits, self.label_names, self.multi_label)
         return list(map(Answer, *labels, exit_index, layers, milliseconds, logits))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mini_ee import CallableModule
 from mini_ee.rules import Rule
-from mini_ee.segments import BatchResult, Cost, Reading, Segments, check_finite, known_logits
+from mini_ee.segments import BatchResult, Cost, Reading, Segments, known_logits
 
 
 class ExitResult(NamedTuple):
@@ -43,7 +43,7 @@ def early_exit(segments: Segments, rule: Rule, inputs: Sized) -> ExitResult:
     """Run a batch of N rows; at each exit the rule decides which rows stop, and only the others continue.
 
     inputs: the argument of segments.start and rule.plan; len(inputs) is N. All remaining rows stop at the last exit.
-    Raises ValueError if the rule does not fit the number of exits, if the batch has no rows, or if a logit is NaN.
+    Raises ValueError if the rule does not fit the number of exits, or if the batch has no rows.
     """
     rule.check(len(segments.exits))
     if not len(inputs):
@@ -51,9 +51,9 @@ def early_exit(segments: Segments, rule: Rule, inputs: Sized) -> ExitResult:
     begin = time.perf_counter()
     with segments.running():
         batch = segments.run_batch(rule, inputs) or run_segments(segments, rule, inputs)
-    layers_run, seconds = np.asarray(segments.exits)[batch.exit_index], time.perf_counter() - begin
-    cost = Cost(seconds, segments, rule, inputs, batch)
-    return ExitResult(check_finite(batch.logits), batch.exit_index, layers_run, cost)
+    layers_run = np.asarray(segments.exits)[batch.exit_index]
+    seconds = time.perf_counter() - begin
+    return ExitResult(batch.logits, batch.exit_index, layers_run, Cost(seconds, segments, rule, inputs, batch))
 
 
 def run_segments(segments: Segments, rule: Rule, inputs: Sized) -> BatchResult:

@@ -39,7 +39,7 @@ def read_and_measure(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
             reading = segments.read(k, state)
-            logits.append(check_finite(known_logits(reading)))
+            logits.append(known_logits(reading))
             for name, value in (("exit_logit", reading.exit_logit), ("token_cost", reading.token_cost)):
                 if value is not None:
                     measures.setdefault(name, []).append(value)
@@ -226,11 +226,11 @@ def record(
 def exited_rows(
     segments: Segments, rule: Rule, encoded: Encoded, batch_size: int, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What N rows get at their exits, numbers (N, size) float32, and the layers that each has run, (N,)."""
+    """What N rows get at their exits, finite numbers (N, size) float32, and the layers that each has run, (N,)."""
     logits, layers = np.empty((len(encoded), size), np.float32), np.empty(len(encoded), np.int64)
     for rows in batches(encoded, batch_size):
         result = early_exit(segments, rule, encoded.batch(rows))
-        logits[rows], layers[rows] = result.logits, result.layers_run
+        logits[rows], layers[rows] = check_finite(result.logits), result.layers_run
     return logits, layers
 
 

@@ -14,7 +14,7 @@ from mini_ee.data.values import is_whole
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.rules import Rule
-from mini_ee.segments import Reading, Segments
+from mini_ee.segments import Reading, Segments, check_finite
 
 MISSING_KV = ("copy_state", "recompute")
 
@@ -49,8 +49,8 @@ Choose = Callable[[np.ndarray, list[int]], list[int]]
 
 
 def greedy(logits: np.ndarray, rows: list[int]) -> list[int]:
-    """The most likely tokens."""
-    return logits.argmax(-1).tolist()
+    """The most likely tokens. Raises ValueError if a logit is not finite."""
+    return check_finite(logits).argmax(-1).tolist()
 
 
 def decode(
