@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.early_exit import run_segments
 from mini_ee.export.manifest import MANIFEST, output_of
 from mini_ee.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session
 from mini_ee.rules import Rule
-from mini_ee.segments import BatchResult, Reading, Segments
+from mini_ee.segments import BatchResult, Reading, Segments, check_finite
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 

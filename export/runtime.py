@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.confidence import LABEL_MEASURES, named
 from mini_ee.data.files import file_sha256
 from mini_ee.data.prompt_templates import Prompt, PromptTokenizer
@@ -33,7 +32,7 @@ from mini_ee.export.sessions import CPU, GraphRule, Session, wanted_provider
 from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
 from mini_ee.row_thresholds import RowThresholds
 from mini_ee.rules import Planned, Rule, rule_from_dict
-from mini_ee.segments import Segments
+from mini_ee.segments import Segments, check_finite
 
 NEW_TOKENS = 100
 DECIMALS = 3  # of the milliseconds that are printed
@@ -250,7 +249,7 @@ class Runtime:
         self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
     ) -> list[Answer]:
         """Answers of rows that exited with these logits (N, C)."""
-        labels = named(check_finite(logits), self.label_names, self.multi_label)
+        labels = named(logits, self.label_names, self.multi_label)
         return list(map(Answer, *labels, exit_index, layers, milliseconds, logits))
 
 

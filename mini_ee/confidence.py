@@ -21,6 +21,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mini_ee.segments import check_finite
+
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """(B, C) -> (B, C), in float32 at least."""
@@ -108,8 +110,9 @@ def named(logits: np.ndarray, names: Sequence[str], multi_label: bool = False) -
     """What each row of logits (N, C) predicts, and its confidence: a label and its probability.
 
     Without names, a regression: the number, and None. multi_label: the labels with a probability above .5 as a dict
-    name -> probability, the most likely first; and `weakest_label`.
+    name -> probability, the most likely first; and `weakest_label`. Raises ValueError if a logit is not finite.
     """
+    check_finite(logits)
     if not names:
         return logits[:, 0].tolist(), [None] * len(logits)
     if not multi_label:

@@ -18,7 +18,7 @@ from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, batches
 from mini_ee.early_exit import ExitResult, early_exit
 from mini_ee.rules import Planned, Rule
-from mini_ee.segments import Reading, Segments, known_logits
+from mini_ee.segments import Reading, Segments, check_finite, known_logits
 
 
 def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -226,11 +226,11 @@ def record(
 def exited_rows(
     segments: Segments, rule: Rule, encoded: Encoded, batch_size: int, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What N rows get at their exits, numbers (N, size) float32, and the layers that each has run, (N,)."""
+    """What N rows get at their exits, finite numbers (N, size) float32, and the layers that each has run, (N,)."""
     logits, layers = np.empty((len(encoded), size), np.float32), np.empty(len(encoded), np.int64)
     for rows in batches(encoded, batch_size):
         result = early_exit(segments, rule, encoded.batch(rows))
-        logits[rows], layers[rows] = result.logits, result.layers_run
+        logits[rows], layers[rows] = check_finite(result.logits), result.layers_run
     return logits, layers
 
 

@@ -46,6 +46,16 @@ def known_logits(reading: Reading) -> np.ndarray:
     return reading.logits
 
 
+def check_finite(x: np.ndarray, what: str = "the logits") -> np.ndarray:
+    """The same array. Raises ValueError if it has NaN or infinity."""
+    if isinstance(x, np.ndarray) and not np.isfinite(x).all():  # not checked for values of a graph
+        raise ValueError(
+            f"{what} must be finite, found NaN or infinity: the weights are damaged, or too large to compute with; "
+            f"fetch or train them again"
+        )
+    return x
+
+
 class Segments:
     """The parts of a model. An engine implements start, advance, read and flops; the other methods have defaults.
 

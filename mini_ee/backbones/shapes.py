@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 
 def check(x: Any, dims: str, **want: int) -> dict[str, int]:
     """Sizes of the named dimensions of an array or tensor.
@@ -22,13 +20,3 @@ def check(x: Any, dims: str, **want: int) -> dict[str, int]:
         if want.setdefault(name, size) != size:
             raise ValueError(f"expected {dims!r} with {name}={want[name]}, got shape {shape}")
     return want
-
-
-def check_finite(x: np.ndarray, what: str = "the logits") -> np.ndarray:
-    """The same array. Raises ValueError if it has NaN or infinity."""
-    if isinstance(x, np.ndarray) and not np.isfinite(x).all():  # not checked for values of a graph
-        raise ValueError(
-            f"{what} must be finite, found NaN or infinity: the weights are damaged, or too large to compute with; "
-            f"fetch or train them again"
-        )
-    return x

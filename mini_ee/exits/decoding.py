@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.values import is_whole
 from mini_ee.early_exit import early_exit
 from mini_ee.errors import WrongArguments
 from mini_ee.rules import Rule
-from mini_ee.segments import Reading, Segments
+from mini_ee.segments import Reading, Segments, check_finite
 
 MISSING_KV = ("copy_state", "recompute")
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from mini_ee.backbones.backbone import LayerContext
 from mini_ee.backbones.cache import Cache
 from mini_ee.backbones.generative import GenerativeBackbone
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.decoder_texts import Text
 from mini_ee.data.progress import tqdm
 from mini_ee.exits.decoding import (
@@ -42,7 +41,7 @@ from mini_ee.exits.decoding import (
 )
 from mini_ee.exits.row_exits import check_exits
 from mini_ee.rules import NeverExit, Rule
-from mini_ee.segments import Reading
+from mini_ee.segments import Reading, check_finite
 
 SMALLEST = 1e-6  # least number by which logits may be divided
 

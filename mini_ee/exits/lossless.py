@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.generative import GenerativeBackbone
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.exits.decoding import Step
 from mini_ee.exits.generation import Head, TokenSegments, capacity_for
+from mini_ee.segments import check_finite
 
 CONFIDENCE_THRESHOLD = 0.6  # the fastest of 0, .6, .8, .9 after layer 4 of a half-trained built-in decoder
 DRAFT = 4

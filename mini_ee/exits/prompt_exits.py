@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from mini_ee.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on, token_places
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.prompt_templates import DECODER, ENCODER, PromptTokenizer, check_kind
 from mini_ee.data.tasks import Split
 from mini_ee.data.tokenizer import Inputs
 from mini_ee.exits.row_exits import ExitModel, RowSegments, check_exits
-from mini_ee.segments import Reading
+from mini_ee.segments import Reading, check_finite
 
 KIND_READ_AT = {"mask": ENCODER, "last": DECODER, "first": DECODER}  # Backbone.reads_prompt_at -> kind of the prompt
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mini_ee.backbones.backbone import Backbone, Tensors
 from mini_ee.backbones.hub import backbone_sha256, load_backbone, tensors_sha256
-from mini_ee.backbones.shapes import check_finite
 from mini_ee.data.tokenizer import Inputs, Tokenizer
 from mini_ee.exits.heads import pooled
+from mini_ee.segments import check_finite
 
 
 class OwnStates:

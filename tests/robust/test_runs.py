@@ -14,6 +14,7 @@ import torch
 
 import mini_ee
 from mini_ee.backbones.hub import load_backbone
+from mini_ee.cli.main import main
 from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tasks import load_task
 from mini_ee.data.tokenizer import Tokenizer
@@ -54,6 +55,21 @@ def test_a_run_contains_the_files_of_the_design_and_nothing_else(run_folder, tas
     about |= {"folder": str(task_folder), "options": {}}
     assert config["task"] == about | {"train_sha256": load_task(task_folder).split("train").sha256()}
     assert {"backbone", "rule", "seed", "versions", "pool", "max_length", "training", "files"} <= config.keys()
+
+
+def test_an_answer_that_is_not_finite_is_an_error(run_folder, embedding_run, monkeypatch, capsys):
+    """Weights may be finite and have the right checksum, and still be too large to compute with."""
+    forged, encoder = load_run(run_folder), load_run(embedding_run.folder)
+    with torch.no_grad():
+        for parameter in (*forged.model.parameters(), *encoder.model.parameters()):
+            parameter.mul_(1e30)
+    for compute in (forged.classify, encoder.embed):
+        with pytest.raises(ValueError, match="the logits must be finite, found NaN or infinity"):
+            compute(["the film"])
+    monkeypatch.setattr("mini_ee.cli.open.load_run", lambda *_: forged)
+    assert main(["classify", str(run_folder), "--text", "the film"]) == 1
+    printed = capsys.readouterr()
+    assert "must be finite" in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_a_run_is_read_back_as_it_was_and_loading_draws_no_random_numbers(run_folder):
