@@ -121,7 +121,8 @@ class Runtime:
     (torch_engine.torch_segments) instead of ONNX Runtime. `model_id` differs if any exported file differs.
 
     Raises FileNotFoundError if the folder or one of its files is missing; ValueError if a file is not the exported one,
-    or if a provider is not available. Several threads may call `run`.
+    or if a provider is not available. Several threads may call `run`. A copy in another process opens
+    the folder again, with the same arguments and rule; it raises ValueError if the folder has another model by then.
     """
 
     is_exported = True  # False of a training.run_folder.Run
@@ -132,8 +133,11 @@ class Runtime:
         config = read_manifest(Path(folder))
         cls = {"tokens": TokenRuntime, "embeddings": EmbeddingRuntime}.get(config["unit"], cls)
         runtime = super().__new__(cls)
-        runtime.config = config
+        runtime.config, runtime._opening = config, partial(Runtime, Path(folder).absolute(), *arguments, **settings)
         return runtime
+
+    def __reduce__(self) -> tuple:
+        return _opened_again, (self._opening, self.model_id, None if self.rule is self._own_rule else self.rule)
 
     def __init__(
         self,
@@ -156,7 +160,7 @@ class Runtime:
                     found = f"but ONNX Runtime fell back to {self.provider}"
                     raise ValueError(f"expected {wanted}, {found}; install the libraries that it needs")
             self._segments = segments
-            self.rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
+            self.rule = self._own_rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
             self.rule.check(len(self.exits))
 
     def _open(self, provider: str) -> tuple[Segments, str]:
@@ -251,6 +255,15 @@ class Runtime:
         """Answers of rows that exited with these logits (N, C)."""
         labels = named(logits, self.label_names, self.multi_label)
         return list(map(Answer, *labels, exit_index, layers, milliseconds, logits))
+
+
+def _opened_again(opening: Callable[[], Runtime], model_id: str, rule: Rule | None) -> Runtime:
+    """A copy of a Runtime, which Spark, joblib and multiprocessing make in another process."""
+    runtime = opening()
+    if runtime.model_id != model_id:
+        raise ValueError(f"{runtime.folder}: expected the model {model_id}, found {runtime.model_id}; open it anew")
+    runtime.rule = rule or runtime.rule
+    return runtime
 
 
 class EmbeddingRuntime(Runtime):

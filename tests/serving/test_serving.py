@@ -4,19 +4,23 @@ The oracle is `Runtime.run` at batch 1. Queues are checked on engines that are w
 """
 
 import math
+import pickle
 import random
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import wait
 from contextlib import contextmanager
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mini_ee.backbones.hub import BUILT_IN_DECODER
+from mini_ee.data.files import read_json, write_json
 from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.export.runtime import Runtime, TokenRuntime
@@ -58,6 +62,25 @@ def all_at_once(engine, texts, **settings):
         for thread in threads:
             thread.join()
         return [future.result(30) for future in futures], worker.metrics
+
+
+# ---- A copy in another process ----
+def test_a_copy_of_a_runtime_opens_its_folder_again_with_its_own_arguments_and_rule(runtime, decoder, tmp_path):
+    """As Spark, joblib and multiprocessing make it. The rule may be another one than that of the folder."""
+    opened = Runtime(runtime.folder, ["CPUExecutionProvider"], threads=1)
+    copied = pickle.loads(pickle.dumps(opened))
+    assert type(copied) is Runtime and copied._threads == 1 and copied.rule == opened.rule
+    opened.rule = NeverExit()
+    for one, other in ((opened, pickle.loads(pickle.dumps(opened))), (copied, deepcopy(copied))):
+        assert [each.layers for each in other.run(SENTENCES)] == [each.layers for each in one.run(SENTENCES)]
+    texts = pickle.loads(pickle.dumps(decoder))
+    assert type(texts) is TokenRuntime and texts.max_new_tokens == decoder.max_new_tokens == 8
+    assert texts.run(PROMPTS)[0].tokens == decoder.run(PROMPTS)[0].tokens
+    folder = shutil.copytree(runtime.folder, tmp_path / "copy")
+    sent = pickle.dumps(Runtime(folder))
+    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"max_length": 64})
+    with pytest.raises(ValueError, match=f"copy: expected the model {runtime.model_id}, found .*; open it anew"):
+        pickle.loads(sent)
 
 
 # ---- Answers ----
