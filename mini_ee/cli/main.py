@@ -13,6 +13,7 @@ from importlib import import_module
 from mini_ee import __version__
 from mini_ee.cli.command_options import Parser, seed, threads
 from mini_ee.data.files import STDOUT, errors_name
+from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.export.manifest import MANIFEST
 
@@ -129,6 +130,8 @@ def _print_error(prog: str, line: str, status: int) -> int:
 def _line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, UnicodeEncodeError):  # Python represents other bytes of a file's name as surrogates
+        return f"expected a name in UTF-8, found {shortened(error.object)}; rename the file"
     return " ".join(str(error).split())
 
 
