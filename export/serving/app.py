@@ -3,7 +3,7 @@
     POST /classify   {"text": "A charming film."}, for a pair text and text_b -> the answer, as `mini-ee run` prints it
     POST /generate   for a decoder: {"text": "Once upon a time", "max_new_tokens": 20}. With "stream": true the response
                      is a line of JSON for each piece of text when it is generated, and the answer as the last line
-    POST /predict, /embed, /v1/embeddings   in the formats of other servers, see formats.py
+    POST /predict, /rerank, /v1/rerank, /embed, /v1/embeddings, GET /info, /v1/models   as other servers, see formats.py
     GET  /health     readiness: 200 while requests are accepted, else 503
     GET  /live       liveness: 200, also while the server drains, until its worker has failed; then 503: restart it
     GET  /metrics    Prometheus' text format
@@ -12,19 +12,19 @@ Every response names the exported model in the header x-model-id.
 
 One request may have several texts: {"texts": ["A charming film.", "A dull one."]}, or pairs as lists of two. The
 response is {"answers": [...]} in the same order; a text that fails has {"error": ...}. Each text needs a place in the
-queue.
+queue; a request with more texts than there are places is answered in parts, with other requests in between.
 
 A request to a classifier or an encoder may have a "threshold", an "agreement" or a "max_loss" of its own, see
-request_thresholds.py. A request may have a "deadline_ms". An error is one line of JSON, {"error": ...}, with a status:
+request_thresholds.py. A request may have a "deadline_ms". An error is one line of JSON, {"error": ...}, and on /v1 an
+object as OpenAI's, {"error": {"message": ..., "type": ..., "param": null, "code": null}}, with a status:
 
     400   no server could answer the request            421   the Host header names another host, see hosts.py
     408   the body is not complete within 10 s          500   the model failed on the request
     413   the body is too large                         503   the request is refused now, with the reason
-    415   the Content-Type is not JSON
+    415   the body is not JSON in UTF-8, or compressed
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,31 +34,42 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from mini_ee.data.lines import decoded, json_object, rows_of_object
-from mini_ee.export.serving.formats import Format, formats_of
+from mini_ee.data.lines import KEYS, decoded, json_object, rows_of_object
+from mini_ee.export.serving.formats import Format, Rows, check_fields, formats_of, info_of, model_of
 from mini_ee.export.serving.hosts import Hosts
+from mini_ee.export.serving.http_messages import (
+    DEADLINE,
+    JSON,
+    V1,
+    HTTPError,
+    check_kind,
+    deadline_of,
+    error_of,
+    head,
+    line,
+    one_line,
+)
 from mini_ee.export.serving.request_thresholds import FIELDS, fields_of_rows
-from mini_ee.export.serving.worker import ENDING, LATE, Refused, Worker, WrongRow
+from mini_ee.export.serving.worker import ENDING, LATE, Refused, RowFuture, Worker, WrongRow, is_long
 
 MAX_BODY = 1 << 20  # bytes
 
+MAX_LONG_BODY = 16 * MAX_BODY  # the same in the formats of other servers, whose clients send thousands of texts at once
+
 BODY_SECONDS = 10.0  # time in which a body must be complete
 
-LARGE = 1 << 16  # bytes: a larger body needs a place in the queue before it is read to its end
+LARGE = 1 << 16  # bytes: a larger body needs a place in the queue for each MAX_BODY before it is read to its end
 
-JSON, TEXT = b"application/json", b"text/plain; version=0.0.4; charset=utf-8"
+BESIDE = 1 << 12  # bytes: a larger body is parsed, and its response written, on another thread than the event loop's
+
+ROOM_SECONDS = 0.005  # seconds between two looks whether there is room for the next part of a request
+
+
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger("mini_ee.serve")
 
 FAILED = "the model failed on this request; the server's log contains the reason"
-
-
-class HTTPError(Exception):
-    """Ends a request with a status and a reason. headers: further ones of the response."""
-
-    def __init__(self, status: int, reason: str, *headers: tuple[bytes, bytes]):
-        super().__init__(reason)
-        self.status, self.headers = status, headers
 
 
 class Disconnected(Exception):
@@ -77,14 +88,15 @@ class App:
     ):
         self.worker, self._config = worker, worker.engine.runtime.config
         self._hosts, self._page = hosts, page
-        self._large = 0  # bodies above LARGE that are being read
+        self._large = 0  # places of the bodies above LARGE that are being read
         runtime = worker.engine.runtime
         answers = {path: partial(self._formatted, form) for path, form in formats_of(runtime).items()}
         if not runtime.embeds:
             answers |= {"/generate": self._generate} if runtime.generates else {"/classify": self._classify}
+        about = {"/health": self._health, "/live": self._live, "/metrics": self._metrics, V1 + "models": self._models}
+        about |= {} if runtime.generates else {"/info": self._info}
         self._routes = {path: ("POST", handler) for path, handler in answers.items()}
-        self._routes |= {"/health": ("GET", self._health), "/live": ("GET", self._live)}
-        self._routes["/metrics"] = ("GET", self._metrics)
+        self._routes |= {path: ("GET", handler) for path, handler in about.items()}
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -92,14 +104,14 @@ class App:
         try:
             await self._handler(scope)(scope, receive, send)
         except HTTPError as error:
-            await self._send(send, error.status, {"error": one_line(error)}, JSON, *error.headers)
+            await self._fail(scope, send, error.status, one_line(error), *error.headers)
         except Disconnected:
             self.worker.metrics.responses["hung up"] += 1
         except asyncio.CancelledError:  # the server shuts down and no longer waits
-            await self._send(send, 503, {"error": ENDING})
+            await self._fail(scope, send, 503, ENDING)
         except Exception:
             log.exception("a request failed")
-            await self._send(send, 500, {"error": FAILED})
+            await self._fail(scope, send, 500, FAILED)
 
     def _handler(self, scope: dict) -> Callable:
         """The handler for the head of a request. Raises HTTPError if the head is wrong."""
@@ -111,15 +123,15 @@ class App:
             if name == b"host" and not self._hosts.allow(value):
                 found, names = value[:80].decode("latin-1"), ", ".join(sorted(self._hosts.names))
                 raise HTTPError(421, f"expected a Host of this server ({names}), found {found}; see --allow-host")
-        method, handler = self._routes.get(scope["path"], (None, None))
+        path = V1 + "models" if scope["path"].startswith(V1 + "models/") else scope["path"]
+        method, handler = self._routes.get(path, (None, None))
         if method is None:
             raise HTTPError(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
         if scope["method"] != method:
             reason = f"{scope['path']} takes {method}, found {scope['method'][:20]}"
             raise HTTPError(405, reason, (b"allow", method.encode()))
-        kind = headers.get(b"content-type", b"no Content-Type")
-        if method == "POST" and not is_json(kind):
-            raise HTTPError(415, f"expected Content-Type: application/json, found {kind[:80].decode('latin-1')}")
+        if method == "POST":
+            check_kind(headers)
         return handler
 
     # ---- Routes ----
@@ -137,24 +149,36 @@ class App:
         page = await self._page() if self._page else self.worker.metrics.page(self.worker.lengths())
         await self._send(send, 200, page.encode(), TEXT)
 
+    async def _info(self, scope: dict, receive: Callable, send: Callable) -> None:
+        await self._send(send, 200, info_of(self.worker.engine.runtime, self.worker.max_open, self.worker.batch))
+
+    async def _models(self, scope: dict, receive: Callable, send: Callable) -> None:
+        model, name = model_of(self.worker.engine.runtime), scope["path"].removeprefix(V1 + "models").strip("/")
+        if name not in ("", model["id"]):
+            raise HTTPError(404, f"expected the model {model['id']}, found {name[:80]}")
+        await self._send(send, 200, model if name else {"object": "list", "data": [model]})
+
     async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
-        fields, due = await self._fields(scope, receive)
-        rows = _rows(fields, self.worker.engine.runtime.num_texts)
-        futures = self._submit(rows, due, _row_fields(fields, len(rows)))
-        await self._answer(fields, futures, due, receive, send)
+        fields, due, _ = await self._fields(scope, receive)
+        rows = _rows(fields, self.worker.engine.runtime.num_texts, FIELDS)
+        await self._answer(fields, rows, self._row_fields(fields, len(rows)), due, receive, send)
 
     async def _formatted(self, form: Format, scope: dict, receive: Callable, send: Callable) -> None:
         """Answer in the format of another server."""
-        fields, due = await self._fields(scope, receive)
+        fields, due, size = await self._fields(scope, receive, MAX_LONG_BODY)
         runtime = self.worker.engine.runtime
         with _errors():
-            rows = form.rows(runtime, fields)
-        futures = self._submit(rows, due, _row_fields(fields, len(rows)))
-        await self._wait(futures, due, receive)
-        await self._send(send, 200, form.reply(runtime, fields, rows, list(map(_result, futures))))
+            check_fields(fields, {*form.fields, *FIELDS, DEADLINE})
+            rows = await _beside(size, form.rows, runtime, fields)
+        if any(isinstance(text, str) and len(text) > MAX_BODY for row in rows for text in row):
+            raise HTTPError(413, f"expected texts of at most {MAX_BODY} characters, found a longer one; shorten it")
+        found = await self._answers(rows, self._row_fields(fields, len(rows)), due, receive, _result_and_tokens)
+        answers, tokens = zip(*found)
+        body = await _beside(size, lambda: line(form.reply(runtime, fields, rows, list(answers), sum(tokens)))["body"])
+        await self._send(send, 200, body)
 
     async def _generate(self, scope: dict, receive: Callable, send: Callable) -> None:
-        fields, due = await self._fields(scope, receive)
+        fields, due, _ = await self._fields(scope, receive)
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(piece: dict | None) -> None:
@@ -171,28 +195,29 @@ class App:
             raise HTTPError(400, "expected one text to stream, found texts; send a request for each of them")
         if given := [name for name in FIELDS if fields.get(name) is not None]:
             raise HTTPError(400, f"{given[0]} is for classifiers, found a decoder; leave it out")
-        rows, settings = _rows(fields, 1), {"max_new_tokens": count, "on_piece": on_piece if stream else None}
-        futures = self._submit(rows, due, [settings] * len(rows))
+        rows = _rows(fields, 1, ("max_new_tokens", "stream"))
+        settings = [{"max_new_tokens": count, "on_piece": on_piece if stream else None}] * len(rows)
         if not stream:
-            return await self._answer(fields, futures, due, receive, send)
-        futures[0].add_done_callback(lambda _: put(None))
-        await self._stream(futures[0], pieces, receive, send)
+            return await self._answer(fields, rows, settings, due, receive, send)
+        (future,) = self._submit(rows, due, settings)
+        future.add_done_callback(lambda _: put(None))
+        await self._stream(future, pieces, receive, send)
 
     # ---- Requests ----
-    async def _fields(self, scope: dict, receive: Callable) -> tuple[dict, float]:
-        """The JSON object of a body, and its deadline, as a time of perf_counter."""
-        body = await self._body(scope, receive)
+    async def _fields(self, scope: dict, receive: Callable, most: int = MAX_BODY) -> tuple[dict, float, int]:
+        """The JSON object of a body of at most `most` bytes; its deadline, as a time of perf_counter; its bytes."""
+        body = await self._body(scope, receive, min(most, self.worker.max_open * MAX_BODY))
         with _errors():
-            fields = json_object(decoded(body))
-            return fields, time.perf_counter() + deadline_of(fields)
+            fields = await _beside(len(body), lambda: json_object(decoded(body)))
+            return fields, time.perf_counter() + deadline_of(fields), len(body)
 
-    async def _body(self, scope: dict, receive: Callable) -> bytes:
-        """The body of a request. A large one needs a place in the queue while it arrives; else it is dropped."""
+    async def _body(self, scope: dict, receive: Callable, most: int) -> bytes:
+        """The body of a request. A large one needs places in the queue while it arrives; else it is dropped."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        too_large = HTTPError(413, f"expected a body of at most {MAX_BODY} bytes, found more; send fewer texts at once")
-        if length.isdigit() and len(length) < 20 and int(length) > MAX_BODY:
+        too_large = HTTPError(413, f"expected a body of at most {most} bytes, found more; send fewer texts at once")
+        if length.isdigit() and len(length) < 20 and int(length) > most:
             raise too_large
-        body, size, refused, large, more = bytearray(), 0, None, False, True
+        body, size, refused, places, more = bytearray(), 0, None, 0, True
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while more:
@@ -201,12 +226,13 @@ class App:
                         raise Disconnected
                     some, more = message.get("body", b""), message.get("more_body", False)
                     size += len(some)
-                    if size > MAX_BODY:
+                    if size > most:
                         raise too_large
-                    if size > LARGE and not large and not refused:
+                    needed = -(-size // MAX_BODY) if size > LARGE else 0
+                    if needed > places and not refused:
                         try:
-                            self.worker.check_room(self._large + 1)
-                            self._large, large = self._large + 1, True
+                            self.worker.check_room(self._large + needed - places)
+                            self._large, places = self._large + needed - places, needed
                         except Refused as error:
                             refused = error
                             body.clear()
@@ -215,24 +241,53 @@ class App:
         except TimeoutError:
             raise HTTPError(408, f"expected the body within {BODY_SECONDS:.0f} s, found {size} bytes of it") from None
         finally:
-            self._large -= large
+            self._large -= places
         if refused:
             raise HTTPError(503, str(refused))
         return bytes(body)
 
-    def _submit(self, rows: list[tuple[str, ...]], due: float, settings: list[dict]) -> list[Future]:
-        """The futures of the texts of a request. Either all of them get a place in the queue, or none.
-
-        settings: of each row, for `engine.row`.
-        """
+    def _row_fields(self, fields: dict, count: int) -> list[dict]:
+        """The thresholds that a request asks for, by row. Raises HTTPError for a wrong one."""
         with _errors():
-            if len(rows) > self.worker.max_open:
-                raise ValueError(f"expected at most {self.worker.max_open} texts at once, found {len(rows)}")
+            settings = fields_of_rows(fields, count)
+            for each in settings:
+                self.worker.engine.requested.of(**each)
+            return settings
+
+    async def _answers(
+        self, rows: Rows, settings: list[dict], due: float, receive: Callable, read: Callable[[RowFuture], Any]
+    ) -> list:
+        """What `read` makes of the future of each row. settings: of each row, for `engine.row`.
+
+        More rows than places in the queue run in parts of a quarter of the queue; a later part waits for room. Raises
+        HTTPError, which names the row.
+        """
+        most, found = self.worker.max_open, []
+        size, long = most if len(rows) <= most else max(1, most // 4), is_long(rows)
+        for at in range(0, len(rows), size):
+            part = rows[at : at + size]
+            while at and self.worker.state == "ready" and not self.worker.has_room(len(part)):
+                if time.perf_counter() > due:
+                    raise HTTPError(503, LATE)
+                await asyncio.sleep(ROOM_SECONDS)
+            futures = self._submit(part, due, settings[at : at + size], long)
+            await self._wait(futures, due, receive)
+            for number, future in enumerate(futures, start=at):
+                try:
+                    found.append(read(future))
+                except HTTPError as error:
+                    where = f"row {number}: " if len(rows) > 1 else ""
+                    raise HTTPError(error.status, f"{where}{error}", *error.headers) from None
+        return found
+
+    def _submit(self, rows: Rows, due: float, settings: list[dict], long: bool | None = None) -> list[RowFuture]:
+        """The futures of these rows. Either all of them get a place in the queue, or none."""
+        with _errors():
             self.worker.check_room(len(rows))
             deadline = due - time.perf_counter()
-            return [self.worker.submit(row, deadline, **each) for row, each in zip(rows, settings)]
+            return [self.worker.submit(row, deadline, long, **each) for row, each in zip(rows, settings)]
 
-    async def _wait(self, futures: list[Future], due: float, receive: Callable) -> None:
+    async def _wait(self, futures: list[RowFuture], due: float, receive: Callable) -> None:
         """Wait for the answers. Raises HTTPError at the deadline, Disconnected if the client disconnects."""
         answers = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
         gone = asyncio.ensure_future(receive())
@@ -245,12 +300,13 @@ class App:
             gone.cancel()
             answers.cancel()
 
-    async def _answer(self, fields: dict, futures: list[Future], due: float, receive: Callable, send: Callable) -> None:
+    async def _answer(
+        self, fields: dict, rows: Rows, settings: list[dict], due: float, receive: Callable, send: Callable
+    ) -> None:
         """Send the answers, in this server's own format."""
-        await self._wait(futures, due, receive)
-        if "texts" in fields:
-            return await self._send(send, 200, {"answers": list(map(_outcome_or_error, futures))})
-        await self._send(send, 200, _outcome(futures[0]))
+        read = _outcome_or_error if "texts" in fields else _outcome
+        found = await self._answers(rows, settings, due, receive, read)
+        await self._send(send, 200, {"answers": found} if "texts" in fields else found[0])
 
     async def _stream(self, future: Future, pieces: asyncio.Queue, receive: Callable, send: Callable) -> None:
         """Send each piece, then the answer or an error. An error before the first piece sets the status."""
@@ -281,6 +337,9 @@ class App:
         await send(line(last))
 
     # ---- Responses ----
+    async def _fail(self, scope: dict, send: Callable, status: int, reason: str, *headers: tuple[bytes, bytes]) -> None:
+        await self._send(send, status, error_of(scope["path"], status, reason), JSON, *headers)
+
     async def _start(
         self, send: Callable, status: int, kind: bytes, length: int | None = None, *headers: tuple[bytes, bytes]
     ) -> None:
@@ -296,55 +355,27 @@ class App:
         await send(message)
 
 
-def head(status: int, kind: bytes, length: int | None = None, *headers: tuple[bytes, bytes]) -> dict:
-    """The message that starts a response. length: of the body in bytes; None: unknown. headers: further ones."""
-    known = [(b"content-type", kind)]
-    if length is not None:
-        known.append((b"content-length", str(length).encode()))
-    if status == 503:
-        known.append((b"retry-after", b"1"))
-    return {"type": "http.response.start", "status": status, "headers": [*known, *headers]}
+async def _beside(size: int, call: Callable, *arguments: Any) -> Any:
+    """The result of a call, which runs on another thread if the body of its request is large."""
+    return await asyncio.to_thread(call, *arguments) if size > BESIDE else call(*arguments)
 
 
-def line(fields: dict | list, more: bool = False) -> dict:
-    """The message with a line of JSON. more: further messages follow."""
-    return {"type": "http.response.body", "body": json.dumps(fields).encode() + b"\n", "more_body": more}
-
-
-def deadline_of(fields: dict) -> float:
-    """Seconds until the deadline of a request; inf if it has none. Raises ValueError for a wrong value."""
-    deadline = fields.get("deadline_ms", inf)
-    if type(deadline) not in (int, float) or not deadline > 0:
-        raise ValueError(f"expected deadline_ms as a number above 0, found {str(deadline)[:40]!r}")
-    return min(deadline, 1e9) / 1e3 if deadline != inf else inf
-
-
-def is_json(kind: bytes) -> bool:
-    """Whether a Content-Type is JSON. A web page of another site cannot send JSON unless this server allows it."""
-    kind = kind.partition(b";")[0].strip().lower()
-    return kind == JSON or kind.startswith(b"application/") and kind.endswith(b"+json")
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error, in one line."""
-    return " ".join(str(error).split())
-
-
-def _rows(fields: dict, num_texts: int) -> list[tuple[str, ...]]:
-    """The rows of a request in this server's own format. Raises HTTPError."""
+def _rows(fields: dict, num_texts: int, settings: tuple[str, ...]) -> Rows:
+    """The rows of a request in this server's own format, which may have these settings. Raises HTTPError."""
     with _errors():
-        return rows_of_object(fields, num_texts)
-
-
-def _row_fields(fields: dict, count: int) -> list[dict]:
-    """The thresholds that a request asks for, by row. Raises HTTPError."""
-    with _errors():
-        return fields_of_rows(fields, count)
+        rows = rows_of_object(fields, num_texts)
+        texts = {"texts"} if "texts" in fields else {name for names in KEYS[num_texts] for name in names}
+        check_fields(fields, {*texts, *settings, DEADLINE})
+        return rows
 
 
 def _outcome(future: Future) -> dict:
     """The answer of a completed future, as JSON. Raises HTTPError if it failed."""
     return _result(future).to_dict()
+
+
+def _result_and_tokens(future: RowFuture) -> tuple[Any, int]:
+    return _result(future), future.tokens
 
 
 def _result(future: Future) -> Any:

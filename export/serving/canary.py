@@ -20,7 +20,7 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.app import App
 from mini_ee.export.serving.hosts import Hosts
 from mini_ee.export.serving.monitoring import WINDOW, merge_pages
-from mini_ee.export.serving.worker import Refused, Worker
+from mini_ee.export.serving.worker import Refused, RowFuture, Worker
 from mini_ee.statistics import share_interval
 
 log = logging.getLogger("mini_ee.serve")
@@ -50,9 +50,9 @@ class Compared:
     def __getattr__(self, name: str):
         return getattr(self._worker, name)
 
-    def submit(self, texts, deadline: float = inf, **settings) -> Future:
+    def submit(self, texts, deadline: float = inf, long: bool | None = None, **settings) -> RowFuture:
         """As Worker.submit. The other worker gets the texts after the answer, if the request sets no thresholds."""
-        future = self._worker.submit(texts, deadline, **settings)
+        future = self._worker.submit(texts, deadline, long, **settings)
         if self._labelled and not any(value is not None for value in settings.values()):
             future.add_done_callback(partial(self._answered, texts))
         return future

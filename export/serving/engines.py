@@ -70,8 +70,8 @@ class RowEngine:
         self.runtime, self.guarantee = runtime, guarantee
         self.rule, self._random = rule or runtime.rule, random.Random(seed)
         self.rule.check(len(runtime.exits))
-        self._requested = RequestThresholds(runtime, self.rule)
-        self.request_fields = self._requested.fields
+        self.requested = RequestThresholds(runtime, self.rule)
+        self.request_fields = self.requested.fields
         self.metrics = Metrics(runtime.exits, guarantee, runtime.config.get("exit_counts"), runtime.model_id)
         self._segments = self._by_segment() if rebatch else None
         self._last, self._plans = len(runtime.exits) - 1, int(self.rule.plans_from_texts)
@@ -97,7 +97,7 @@ class RowEngine:
         """The row of a request. thresholds: of FIELDS. Raises ValueError for texts that cannot be classified, or as
         RequestThresholds does. A row with thresholds of its own is no shadow row: the guarantee is not about it.
         """
-        own = self._requested.of(**thresholds)
+        own = self.requested.of(**thresholds)
         expected, found = self.runtime.num_texts, 1 if isinstance(texts, str) else len(texts)
         if found != expected:
             raise ValueError(f"expected {expected} texts, found {found}")

@@ -25,8 +25,9 @@ from ray import serve as ray_serve
 from starlette.middleware import Middleware
 
 from mini_ee.data.lines import decoded, json_object
-from mini_ee.export.serving.app import JSON, MAX_BODY, App, deadline_of, head, line
+from mini_ee.export.serving.app import MAX_BODY, App
 from mini_ee.export.serving.hosts import Hosts
+from mini_ee.export.serving.http_messages import JSON, deadline_of, error_of, head, line
 from mini_ee.export.serving.monitoring import merge_pages
 from mini_ee.export.serving.server import DRAIN, address_of, listen
 from mini_ee.export.serving.worker import LATE, Worker
@@ -136,7 +137,7 @@ class Front:
                 await send(message)
 
         await self.app(scope, receive_in_time, send_response)
-        last = line({"error": LATE if clock() >= due else NO_REPLICA})
+        last = line(error_of(scope["path"], 503, LATE if clock() >= due else NO_REPLICA))
         if sent is None:
             await send(head(503, JSON, len(last["body"])))
         if sent != "all":

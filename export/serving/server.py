@@ -21,10 +21,21 @@ DRAIN = 30  # seconds for open requests after SIGTERM
 CONNECTIONS = 1000  # at once; a further one gets 503
 
 
+PROBE_SECONDS = 0.5  # seconds between two probes whether a client that has closed its sending side still reads
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # an interim response, which every client of HTTP/1.1 skips
+
+
 class Protocol(H11Protocol):
-    """uvicorn's protocol, which also closes connections without a complete head of a request after HEAD_SECONDS."""
+    """uvicorn's protocol, with two differences.
+
+    It closes connections without a complete head of a request after HEAD_SECONDS. A client that closes its sending side
+    after a whole request gets its answer. A client that hangs up looks the same until something is written to it, so
+    CONTINUE is written now and then: to a client that is gone this fails, and ends the request.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _half_closed = False
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -37,6 +48,22 @@ class Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         self._start_head_timer()
         super().on_response_complete()
+        if self._half_closed and (self.cycle.response_complete or self.cycle.more_body):
+            self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads the result, which uvicorn never gives
+        """Whether the connection stays open: for the answer to a whole request."""
+        cycle = self.cycle
+        self._half_closed = cycle is not None and not cycle.response_complete and not cycle.more_body
+        if self._half_closed:
+            self.loop.call_later(PROBE_SECONDS, self._probe)
+        return self._half_closed
+
+    def _probe(self) -> None:
+        if self.transport.is_closing() or self.cycle.response_started or self.scope["http_version"] != "1.1":
+            return
+        self.transport.write(CONTINUE)
+        self.loop.call_later(PROBE_SECONDS, self._probe)
 
     def _start_head_timer(self) -> None:
         if self._head_timer:

@@ -8,7 +8,8 @@ rows that have come far finish first. If there is no such queue, it comes from t
 do not exit then join the rows of the next queue. The engine is never idle while a row waits. A batch has the oldest row
 of its queue and the rows closest to it in length, as long as at most PADDING of its tokens are padding.
 
-A request takes its place in the queue before it is tokenized. One extra thread tokenizes long texts, one at a time.
+A request takes its place in the queue before it is tokenized. One extra thread tokenizes long texts, and the texts of
+long requests, one at a time.
 If a batch fails, its rows run one by one, and only rows that fail alone get an error.
 
 `submit` and futures raise Refused, with the reason, if there is no room, the deadline has passed or the worker is
@@ -26,7 +27,9 @@ from math import inf
 
 MAX_WAIT, MAX_OPEN, BATCH = 0.005, 256, 16
 
-LONG = 1 << 14  # characters: tokenizing a longer text takes longer than some requests
+LONG = 1 << 14  # characters: tokenizing a longer text, or longer texts of a request, takes longer than some requests
+
+PER_ROW = 256  # characters whose tokenization takes as long as all else for one more row
 
 ENDING = "the server is shutting down; send the request to another server"
 LATE = "the deadline passed before the answer was ready; send the request again later"
@@ -40,6 +43,18 @@ class Refused(Exception):
 
 class WrongRow(ValueError):
     """A request that no model could answer. The message is the reason."""
+
+
+def is_long(rows: Sequence[str | Sequence[str]]) -> bool:
+    """Whether the texts of these rows take as long to tokenize as one of more than LONG characters."""
+    texts = (text for row in rows for text in ((row,) if isinstance(row, str) else row))
+    return sum(len(text) for text in texts if isinstance(text, str)) + PER_ROW * (len(rows) - 1) > LONG
+
+
+class RowFuture(Future):
+    """The future of the answer to one row."""
+
+    tokens = 0  # of the row, once it is tokenized
 
 
 class Row:
@@ -66,7 +81,7 @@ class Worker:
 
     def __init__(self, engine, *, max_wait: float = MAX_WAIT, max_open: int = MAX_OPEN, batch: int = BATCH):
         self.engine, self.metrics = engine, engine.metrics
-        self._max_wait, self.max_open, self._batch = max_wait, max_open, min(batch, engine.room)
+        self._max_wait, self.max_open, self.batch = max_wait, max_open, min(batch, engine.room)
         self._queues: list[list[Row]] = [[] for _ in engine.queues]
         self._ready = threading.Condition()  # the lock of all fields below
         self._open, self._draining = 0, False
@@ -93,21 +108,22 @@ class Worker:
         with self._ready:
             return {name: len(rows) for name, rows in zip(self.engine.queues, self._queues)}
 
-    def submit(self, texts: str | Sequence[str], deadline: float = inf, **settings) -> Future:
-        """The future of the answer to one row. deadline: seconds from now. settings: further arguments of `engine.row`.
+    def submit(
+        self, texts: str | Sequence[str], deadline: float = inf, long: bool | None = None, **settings
+    ) -> RowFuture:
+        """The future of the answer to one row. deadline: seconds from now. long: whether the extra thread tokenizes it
+        (default: if it is LONG). settings: further arguments of `engine.row`.
 
         Raises Refused. The future raises Refused or WrongRow.
         """
-        begin, future = time.perf_counter(), Future()
+        begin, future = time.perf_counter(), RowFuture()
         with self._ready:  # the place is taken before any work
             self._check_room(1)
             self._open += 1
             self._encoding[future] = False
         future.add_done_callback(partial(self._closed, begin + deadline))
         admit = partial(self._admit, future, texts, begin, begin + deadline, settings)
-        given = (texts,) if isinstance(texts, str) else texts
-        long = sum(len(text) for text in given if isinstance(text, str)) > LONG
-        self._encoder.submit(admit) if long else admit()
+        self._encoder.submit(admit) if (is_long([texts]) if long is None else long) else admit()
         return future
 
     def check_room(self, count: int) -> None:
@@ -115,10 +131,10 @@ class Worker:
         with self._ready:
             self._check_room(count)
 
-    def has_room(self) -> bool:
-        """Whether one more row would be accepted now. Unlike `check_room` it counts no refused request."""
+    def has_room(self, count: int = 1) -> bool:
+        """Whether `count` more rows would be accepted now. Unlike `check_room` it counts no refused request."""
         with self._ready:
-            return self.state == "ready" and self._open < self.max_open
+            return self.state == "ready" and self._open + count <= self.max_open
 
     def drain(self, seconds: float | None = None) -> bool:
         """Refuse new requests and wait for the open ones; False if `seconds` were not enough."""
@@ -129,7 +145,7 @@ class Worker:
         self._encoder.shutdown(wait=False)
         return not self._thread.is_alive()
 
-    def _admit(self, future: Future, texts, begin: float, deadline: float, settings: dict) -> None:
+    def _admit(self, future: RowFuture, texts, begin: float, deadline: float, settings: dict) -> None:
         """Put the row of a request into the first queue, or set the error of its future."""
         row = error = None
         try:
@@ -139,6 +155,7 @@ class Worker:
         with self._ready:
             if row is not None:
                 row.future, row.begun, row.arrived, row.deadline = future, begin, time.perf_counter(), deadline
+                future.tokens = row.width
                 row.due = row.arrived + self._max_wait
                 self._queues[0].append(row)
             self._open -= self._encoding.pop(future)  # True if it was closed meanwhile
@@ -220,7 +237,7 @@ class Worker:
     def _choose(self, now: float) -> int | None:
         for at in reversed(range(len(self._queues))):
             queue = self._queues[at]
-            if queue and (len(queue) >= self._batch or queue[0].due <= now):
+            if queue and (len(queue) >= self.batch or queue[0].due <= now):
                 return at
         return next((at for at, queue in enumerate(self._queues) if queue), None)
 
@@ -228,10 +245,10 @@ class Worker:
         """Take the oldest row and those closest to it in length out of the queue."""
         queue = self._queues[at]
         if not self.engine.by_length:
-            rows = heapq.nsmallest(self._batch, queue, key=lambda row: row.arrived)
+            rows = heapq.nsmallest(self.batch, queue, key=lambda row: row.arrived)
         else:
             width = queue[0].width
-            near = heapq.nsmallest(self._batch, queue, key=lambda row: abs(row.width - width))
+            near = heapq.nsmallest(self.batch, queue, key=lambda row: abs(row.width - width))
             rows, tokens, widest = [], 0, 0
             for row in near:
                 tokens, widest = tokens + row.width, max(widest, row.width)

@@ -8,6 +8,8 @@ from mini_ee.data.values import shortened
 KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}
 """Number of texts -> the possible keys of the texts in an object."""
 
+TEXT_KEYS = {key for keys in KEYS.values() for names in keys for key in names}
+
 
 def row_of_line(line: bytes, expected: int) -> tuple[str, ...]:
     """The texts of one line of plain text or JSON. Raises ValueError unless it has the expected number of texts."""
@@ -41,7 +43,7 @@ def json_object(text: str) -> dict:
 
 def row_of_object(fields: dict, expected: int) -> tuple[str, ...]:
     """The texts of an object. Raises ValueError unless it has the keys of the expected number of texts."""
-    given = {key for keys in KEYS.values() for names in keys for key in names} & fields.keys()
+    given = TEXT_KEYS & fields.keys()
     for names in KEYS[expected]:
         if given == set(names):
             return tuple(fields[name] for name in names)
@@ -56,6 +58,8 @@ def rows_of_object(fields: dict, expected: int) -> list[tuple[str, ...]]:
     """
     if "texts" not in fields:
         return [row_of_object(fields, expected)]
+    if others := sorted(TEXT_KEYS & fields.keys()):
+        raise ValueError(f"expected texts or {others[0]}, found both; leave one out")
     rows = fields["texts"]
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected texts as a list of at least one, found {str(rows)[:40]!r}")

@@ -100,6 +100,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "export.serving.request_thresholds",
     "export.serving.formats",
     "export.serving.hosts",
+    "export.serving.http_messages",
     "export.serving.load",
     "export.serving.replicas",
     "export.serving.server",

@@ -81,7 +81,10 @@ def test_health_and_metrics(served):
         (b'{"texts": "the film"}', 400, "expected texts as a list of at least one, found 'the film'"),
         (b'{"texts": []}', 400, "expected texts as a list of at least one, found '[]'"),
         (b'{"texts": ["the film", ["a", "b"]]}', 400, "expected 1 texts in each row of texts, found 2 in row 1"),
-        (b'{"texts": [%s"a"]}' % (b'"a", ' * 32), 400, "expected at most 32 texts at once, found 33"),
+        (b'{"texts": ["a"], "text": "b"}', 400, "expected texts or text, found both; leave one out"),
+        (b'{"texts": ["a"], "sentence2": "b"}', 400, "expected texts or sentence2, found both"),
+        (b'{"text": "a", "treshold": 0.5}', 400, "the field 'treshold' is not supported here, found 0.5; leave it out"),
+        (b'{"texts": ["a"], "stream": true}', 400, "the field 'stream' is not supported here"),
         (b'{"text": "a", "text_b": "b"}', 400, "found the keys 'text', 'text_b'"),
         (b'{"text": "a", "deadline_ms": -1}', 400, "deadline_ms"),
         (b'{"text": "a", "deadline_ms": NaN}', 400, "deadline_ms"),
@@ -292,6 +295,22 @@ def until(reached, seconds=20):
     while not reached():
         assert time.monotonic() < deadline, "it did not become so in time"
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_a_client_that_closes_its_sending_side_gets_its_answer(runtime, monkeypatch, version):
+    """Although it looks like one that hangs up. A slow answer comes after interim responses, if it speaks HTTP/1.1."""
+    monkeypatch.setattr(server, "PROBE_SECONDS", 0.05)
+    body = b'{"text": "the film"}'
+    request = b"POST /classify " + JSON_HEAD.replace(b"1.1", version) + b"content-length: %d\r\n\r\n" % len(body) + body
+    with serving(slowed(engine_of(runtime), 0.3)) as (_, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+            sock.sendall(request)
+            sock.shutdown(socket.SHUT_WR)
+            received = b"".join(iter(lambda: sock.recv(10_000), b""))
+    before, _, answer = received.rpartition(b"HTTP/1.1 200 OK")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["label"] in runtime.label_names
+    assert before == server.CONTINUE * before.count(server.CONTINUE) and bool(before) == (version == b"1.1")
 
 
 # ---- Decoders ----
@@ -541,11 +560,33 @@ def test_a_request_for_another_host_is_421_with_advice(served, runtime):
         ("multipart/form-data; boundary=x", 415),
         (None, 415),
         ("text/plain; application/json", 415),
+        ('application/json; charset="UTF8"', 200),
     ],
 )
 def test_only_a_body_that_is_called_json_is_taken(served, kind, status):
     found, answer, _ = ask(served[1], {"text": "the film"}, headers={"content-type": kind} if kind else {})
     assert found == status and (status == 200 or "expected Content-Type: application/json, found" in answer["error"])
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "message"),
+    [
+        (
+            {"content-encoding": "gzip"},
+            415,
+            "expected a body without Content-Encoding, found gzip; send it uncompressed",
+        ),
+        ({"content-encoding": "br"}, 415, "found br; send it uncompressed"),
+        ({"content-encoding": "identity, deflate"}, 415, "found identity, deflate; send it uncompressed"),
+        ({"content-encoding": "Identity"}, 200, ""),
+        ({"content-type": "application/json; charset=latin-1"}, 415, "expected JSON in UTF-8, found charset=latin-1"),
+        ({"content-type": "application/json; charset=utf-16"}, 415, "found charset=utf-16; send it in UTF-8"),
+    ],
+)
+def test_a_body_in_another_encoding_is_415_with_the_reason(served, more, status, message):
+    headers = {"content-type": "application/json"} | more
+    found, answer, _ = ask(served[1], {"text": "the film"}, headers=headers)
+    assert found == status and message in answer.get("error", "")
 
 
 def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served):
@@ -576,6 +617,38 @@ def test_several_texts_in_a_request_are_answered_in_their_order(runtime, decoder
     assert status == 200
     alone = decoder.run(PROMPTS, max_new_tokens=3)
     assert [each["text"] for each in answer["answers"]] == [each.text for each in alone]
+
+
+def test_more_texts_than_places_are_answered_in_parts_with_others_in_between(runtime):
+    texts = (SENTENCES * 3)[:40]
+    alone = [(each.label, each.layers) for each in runtime.run(texts, batch_size=1)]
+    with serving(slowed(engine_of(runtime), 0.01), max_open=8) as (worker, port):
+        found = []
+        asking = threading.Thread(target=lambda: found.append(ask(port, {"texts": texts})))
+        asking.start()
+        until(lambda: worker._open)
+        between = 0
+        while asking.is_alive():
+            assert ask(port, {"text": "the film"})[0] == 200 and worker._open <= 8
+            between += 1
+        asking.join()
+        assert ask(port, {"texts": texts, "deadline_ms": 60})[:2] == (503, {"error": LATE})
+    status, answer, _ = found[0]
+    assert status == 200 and [(each["label"], each["layers"]) for each in answer["answers"]] == alone and between > 1
+    assert not worker.metrics.requests["refused"] and not worker._open
+
+
+def test_the_texts_of_a_long_request_are_tokenized_beside_the_loop(runtime):
+    """Each is short. Otherwise no other request, not even /live, would be answered meanwhile."""
+    engine, threads = engine_of(runtime), set()
+    row = engine.row
+    engine.row = lambda texts, **settings: (threads.add(threading.current_thread().name), row(texts, **settings))[1]
+    with serving(engine) as (_, port):
+        assert ask(port, {"texts": ["the film was good " * 50] * 40})[0] == 200
+        assert {name.rpartition("_")[0] for name in threads} == {"mini-ee-encoder"}
+        threads.clear()
+        assert ask(port, {"texts": ["the film was good"] * 40})[0] == 200
+    assert len(threads) == 1 and "mini-ee-encoder" not in threads.pop()
 
 
 @pytest.mark.slow

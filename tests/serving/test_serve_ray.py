@@ -21,7 +21,7 @@ import pytest
 from http_server import KILLS, PROMPTS, SENTENCES, ask, free_port, run_block, together
 
 from mini_ee.cli.main import main
-from mini_ee.export.serving.app import head, line
+from mini_ee.export.serving.http_messages import head, line
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, at what Ray's own options are written with
