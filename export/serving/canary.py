@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from math import inf
 
 from mini_ee.errors import WrongArguments
@@ -25,15 +25,23 @@ from mini_ee.statistics import share_interval
 
 log = logging.getLogger("mini_ee.serve")
 
+SAME = (  # what two exports must have in common, with the keys of the manifest
+    ("kind", "unit"),
+    ("number of texts in a row", "task", "texts"),
+    ("labels", "task", "label_names"),
+    ("number of logits, or embedding size", "num_labels"),
+    ("choice of one label or several", "task", "multi_label"),
+    ("scaling of embeddings to length 1", "normalize"),
+)
+
 
 def check_same(old: Runtime, new: Runtime) -> None:
-    """Raises WrongArguments if two exports have other texts or labels, or are the same one."""
-    for what, of in (("kind", "unit"), ("labels", "label_names"), ("number of texts in a row", "num_texts")):
-        found = [each.config["unit"] if of == "unit" else getattr(each, of, None) for each in (old, new)]
-        if found[0] != found[1]:
-            raise WrongArguments(
-                f"--canary {new.folder}: expected the {what} of {old.folder}, {found[0]}, found {found[1]}"
-            )
+    """Raises WrongArguments if two exports have other texts, labels or embeddings, or are the same one."""
+    for what, *keys in SAME:
+        expected, found = (reduce(lambda values, key: values.get(key, {}), keys, each.config) for each in (old, new))
+        if (expected or None) != (found or None):
+            both = f"{expected or 'none'}, found {found or 'none'}"
+            raise WrongArguments(f"--canary {new.folder}: expected the {what} of {old.folder}, {both}")
     if old.model_id == new.model_id:
         raise WrongArguments(f"--canary {new.folder}: expected a new export, found {old.folder}, model {old.model_id}")
 
@@ -43,7 +51,8 @@ class Compared:
 
     def __init__(self, worker: Worker, other: Worker):
         self._worker, self._other = worker, other
-        self._labelled = bool(getattr(worker.engine.runtime, "label_names", None))
+        runtime = worker.engine.runtime
+        self._labelled = not runtime.generates and bool(runtime.label_names)
         self.agreements: deque[bool] = deque(maxlen=WINDOW)
         self.rows = 0
 

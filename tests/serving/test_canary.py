@@ -3,6 +3,7 @@
 import re
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 from http_server import SENTENCES, ask, serving
@@ -98,6 +99,11 @@ def test_exports_that_answer_other_requests_are_refused(runtime, decoder, tmp_pa
     write_json(tmp_path / "other" / "manifest.json", manifest)
     with pytest.raises(WrongArguments, match="expected the labels of"):
         check_same(runtime, Runtime(tmp_path / "other", threads=1))
+    for name, value, what in (("num_labels", 8, "number of logits, or embedding size"), ("normalize", True, "scaling")):
+        other = SimpleNamespace(folder="new", model_id="new", config=runtime.config | {name: value})
+        with pytest.raises(WrongArguments, match=f"--canary new: expected the {what}.*, found {value}"):
+            check_same(runtime, other)
+    check_same(decoder, SimpleNamespace(folder="new", model_id="new", config=decoder.config))
     with pytest.raises(WrongArguments, match="expected a new export, found .*, model"):
         check_same(runtime, Runtime(runtime.folder, threads=1))
 
