@@ -290,6 +290,7 @@ class App:
     async def _wait(self, futures: list[RowFuture], due: float, receive: Callable) -> None:
         """Wait for the answers. Raises HTTPError at the deadline, Disconnected if the client disconnects."""
         answers = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        answers.add_done_callback(lambda done: done.exception())  # of `cancel` below; else asyncio logs it
         gone = asyncio.ensure_future(receive())
         try:
             timeout = None if due == inf else max(0.0, due - time.perf_counter())
