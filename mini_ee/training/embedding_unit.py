@@ -164,7 +164,7 @@ class EmbeddingUnit(Unit):
 
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
-        return model, Tokenizer.from_folder(folder, config["max_length"])
+        return model, Tokenizer.from_file(folder / "tokenizer.json", config["max_length"])
 
     def unseen(self, run, task, source: TaskOptions) -> Split:
         """The texts of a file, a table or a task. Of those that the run was trained on, only the ones that test."""
