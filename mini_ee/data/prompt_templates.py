@@ -241,5 +241,5 @@ class PromptTokenizer(Tokenizer):
         surplus = int(keep.sum()) - self.max_length
         remaining = [list(tokens[keep[tokens]]) for tokens in texts]
         for _ in range(surplus):
-            keep[max(remaining, key=len).pop(0 if self._left else -1)] = False
+            keep[max(remaining, key=len).pop(0 if self.side == "left" else -1)] = False
         return ids[keep], surplus > 0

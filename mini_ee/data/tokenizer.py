@@ -118,16 +118,16 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.max_length = max_length
-        self._left = direction(backend) == "left"
+        self.side = direction(backend)  # on which texts are cut, right or left
         self._truncate(max_length)
 
     def _truncate(self, max_length: int | None) -> None:
         """Let the backend cut texts, on its own side; None: not, but a left side stays in the file."""
-        if max_length is None and not self._left:
+        if max_length is None and self.side == "right":
             self.backend.no_truncation()
         else:
             length = NO_LIMIT if max_length is None else max_length
-            self.backend.enable_truncation(length, direction=direction(self.backend))
+            self.backend.enable_truncation(length, direction=self.side)
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128, lower: bool = False) -> "Tokenizer":
@@ -226,10 +226,10 @@ class Tokenizer:
         """
         size = HEAD * (self.max_length or 0)
         while self.max_length and 2 * size < len(text) and self._ends:
-            end = self._ends.search(text, len(text) - size if self._left else size)
+            end = self._ends.search(text, len(text) - size if self.side == "left" else size)
             if end is None:
                 break
-            head = text[end.start() + 1 :] if self._left else text[: end.start() + 1]
+            head = text[end.start() + 1 :] if self.side == "left" else text[: end.start() + 1]
             if self._encode_batch([head])[0].overflowing and (not more_than or self._count(head) > more_than):
                 return head
             size = 2 * max(size, len(head))
@@ -268,7 +268,7 @@ class Tokenizer:
             return None
         normalized = self.backend.normalizer.normalize_str if normalizer else str
         tokens = self.backend.get_added_tokens_decoder().values()
-        if any(token.single_word or token.rstrip and self._left for token in tokens):
+        if any(token.single_word or token.rstrip and self.side == "left" for token in tokens):
             return None
         added = [token.content for token in tokens]
         added += [normalized(token) for token in added]
@@ -285,7 +285,7 @@ class Tokenizer:
         first = min(len(parts[0]), max(room - len(parts[1]), room // 2))
         sizes = first, min(len(parts[1]), room - first)
         fitting = [
-            text[part.offsets[-n][0] :] if self._left else text[: part.offsets[n - 1][1]]
+            text[part.offsets[-n][0] :] if self.side == "left" else text[: part.offsets[n - 1][1]]
             for text, part, n in zip(row, parts, sizes)
             if n > 0
         ]

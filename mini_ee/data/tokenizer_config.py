@@ -249,8 +249,9 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        own = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds, and of other libraries
+        with errors_of_tokenizers(), _without_panic_messages():
+            own = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
         found = " ".join(str(error).split())
         raise WrongArguments(
             f"{folder}: expected a tokenizer, transformers found: {found[:200]}; correct its files"
@@ -268,15 +269,10 @@ def _refusal(folder: Path, family: str | None, doubt: str | None) -> WrongArgume
     if doubt and "split_special_tokens" in doubt:
         advice = "tokenizer.json cannot keep it: remove it from tokenizer_config.json, or give another model"
     elif doubt is None or family in PYTHON_ONLY:
-        doubt, advice = (
-            f"{family}Tokenizer",
-            "it is Python code of transformers and cannot be exported; give another model",
-        )
+        doubt, advice = f"{family}Tokenizer", "its Python code cannot be exported: give another model"
     else:
         advice = f"pip install 'mini-ee[hf]', or convert it: python -c \"{CONVERT.replace('DIR', str(folder))}\""
-    return WrongArguments(
-        f"{folder}: expected a tokenizer.json that says all of its tokenizer, found {doubt}; {advice}"
-    )
+    return WrongArguments(f"{folder}: expected a tokenizer that tokenizer.json describes, found {doubt}; {advice}")
 
 
 def _directed(backend: tokenizers.Tokenizer, side: str, types: bool) -> tokenizers.Tokenizer:

@@ -143,7 +143,7 @@ LSTRIP = {
         ("xlm-roberta", {"eos_token": "<pad>"}, {}, "other special tokens than those around texts"),
         ("xlm-roberta", {"backend": None}, {}, "XLMRobertaTokenizer, for which transformers builds another one"),
         ("generic", {"split_special_tokens": True}, {}, "split_special_tokens True; tokenizer.json cannot keep it"),
-        ("bert", {"tokenizer_class": "BertJapaneseTokenizer"}, {}, "BertJapaneseTokenizer; it is Python code"),
+        ("bert", {"tokenizer_class": "BertJapaneseTokenizer"}, {}, "BertJapaneseTokenizer; its Python code"),
     ],
 )
 def test_what_may_change_a_token_is_refused_by_name(tmp_path, without_transformers, kind, config, files, reason):
@@ -195,9 +195,14 @@ def test_vocab_txt_is_read_with_the_settings_of_bert(tmp_path, config, expected)
 @pytest.mark.parametrize(
     ("config", "model", "more", "reason"),
     [
-        ({"tokenizer_class": "BertJapaneseTokenizer"}, {}, "", "BertJapaneseTokenizer; it is Python code"),
-        ({}, {"tokenizer_class": "BertJapaneseTokenizer"}, "", "BertJapaneseTokenizer; it is Python code"),
-        ({"tokenizer_class": "PhobertTokenizer"}, {"model_type": "roberta"}, "bpe.codes", "PhobertTokenizer; it is"),
+        ({"tokenizer_class": "BertJapaneseTokenizer"}, {}, "", "BertJapaneseTokenizer; its Python code"),
+        ({}, {"tokenizer_class": "BertJapaneseTokenizer"}, "", "BertJapaneseTokenizer; its Python code"),
+        (
+            {"tokenizer_class": "PhobertTokenizer"},
+            {"model_type": "roberta"},
+            "bpe.codes",
+            "PhobertTokenizer; its Python",
+        ),
         ({}, {"model_type": "roberta"}, "", "found vocab.txt; pip install"),
         ({}, {}, "bpe.codes", "found bpe.codes; pip install"),
         ({}, {}, "added_tokens.json", "added_tokens.json with ['[user]']"),
