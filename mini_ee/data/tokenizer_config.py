@@ -40,6 +40,13 @@ tokenizer_class tokenizer_file transformers_version trim_offsets truncation trun
 use_default_system_prompt use_fast verbose vocab_file vocab_type""".split()
 """Keys of tokenizer_config.json that change no token of a text, or that are compared or applied on their own."""
 
+DEFAULTS = {
+    "Albert": {"do_lower_case": True, "keep_accents": False},
+    "DebertaV2": {"do_lower_case": False, "split_by_punct": False},
+    "XLMRoberta": {"add_prefix_space": True},
+}
+"""Of classes that build another tokenizer if a key is left out."""
+
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 """Keys with special tokens, in a list or an object."""
 
@@ -190,7 +197,7 @@ def _doubt(folder: Path, backend: tokenizers.Tokenizer, config: dict, family: st
     settings = json.loads(backend.to_str())
     parts, added = parts_of(backend.normalizer) + parts_of(backend.pre_tokenizer), settings["added_tokens"]
     special = {token["content"] for token in added if token["special"]}
-    for key, value in config.items():
+    for key, value in (DEFAULTS.get(str(family), {}) | config).items():
         if key in LISTS or key.endswith("_token") and key not in HARMLESS:
             several = value if isinstance(value, list) else [*value.values()] if key in LISTS and value else [value]
             if any(_content(token) not in special for token in several if token is not None):
@@ -207,7 +214,10 @@ def _doubt(folder: Path, backend: tokenizers.Tokenizer, config: dict, family: st
         return None
     if family not in CHECKED:
         ends = [{_content(config.get(f"{kind}_token")) for kind in kinds} - {None} for kinds in (BEGIN, END)]
-        alike = max(map(len, ends)) < 2 and set.union(*ends).issuperset(backend.encode("", "").tokens)
+        around = backend.encode("", "").tokens
+        alike = (
+            max(map(len, ends)) < 2 and set.union(*ends).issuperset(around) and (around or "cls_token" not in config)
+        )
         return None if alike else "other special tokens than those around texts"
     pair = backend.encode("", "")
     model = {key: value for key, value in settings["model"].items() if value and key not in ("vocab", "merges")}

@@ -141,6 +141,7 @@ LSTRIP = {
         ("roberta", {"bos_token": "<bos>"}, {}, "bos_token '<bos>'"),
         ("xlm-roberta", {"add_prefix_space": False}, {}, "add_prefix_space False"),
         ("xlm-roberta", {"eos_token": "<pad>"}, {}, "other special tokens than those around texts"),
+        ("xlm-roberta", {"tokenizer_class": "AlbertTokenizer"}, {}, "do_lower_case True"),
         ("xlm-roberta", {"backend": None}, {}, "XLMRobertaTokenizer, for which transformers builds another one"),
         ("generic", {"split_special_tokens": True}, {}, "split_special_tokens True; tokenizer.json cannot keep it"),
         ("bert", {"tokenizer_class": "BertJapaneseTokenizer"}, {}, "BertJapaneseTokenizer; its Python code"),
