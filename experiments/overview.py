@@ -162,7 +162,7 @@ OTHER_PAGES = """## Other pages
 | [add-exits.md](add-exits.md) | exits for fine-tuned models, from texts without labels |
 
 `mini-ee bench all` runs the benchmarks on your machine and prints ratios of times, each with its target. For the
-comparisons with transformers, install `pip install -e '.[bench]'`.
+comparisons with transformers, install `pip install -e '.[hf]'`.
 """
 
 

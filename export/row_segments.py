@@ -238,7 +238,9 @@ class OrtEncoder:
         self.name, self._config = manifest["encoder"]["name"], manifest["encoder"]
         self._session = Session(folder / "encoder.onnx", provider, threads)
         own = folder / "encoder"  # its tokenizer, if it is not the model's
-        self._tokenizer = Tokenizer.from_folder(own, self._config["max_length"]) if own.is_dir() else None
+        self._tokenizer = (
+            Tokenizer.from_file(own / "tokenizer.json", self._config["max_length"]) if own.is_dir() else None
+        )
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
         inputs = self._encoded(inputs)

@@ -43,7 +43,8 @@ RECOMPUTE = "--missing-kv recompute needs graphs by segment; export the run with
 
 def open_tokenizer(folder: Path, manifest: dict) -> Tokenizer:
     """The tokenizer of an exported folder. It inserts texts into the prompt if the model reads them through one."""
-    tokenizer = Tokenizer.from_folder(folder, None if manifest["unit"] == "tokens" else manifest["max_length"])
+    length = None if manifest["unit"] == "tokens" else manifest["max_length"]
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json", length)
     if "prompts" in manifest:
         given = manifest["prompts"], manifest["default_prompt_name"]
         return PromptedTokenizer(tokenizer.backend, manifest["max_length"], *given)

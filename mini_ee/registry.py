@@ -82,3 +82,19 @@ BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE
     "qwen3": "mini_ee.backbones.llama",
     "phi3": "mini_ee.backbones.llama",
 }
+
+TOKENIZERS = {  # model_type in config.json -> the tokenizer that transformers takes if the folder names none
+    **dict.fromkeys(("bert", "distilbert", "electra"), "Bert"),
+    "roberta": "Roberta",
+    "mpnet": "MPNet",
+    "xlm-roberta": "XLMRoberta",
+    "albert": "Albert",
+    "deberta": "Deberta",
+    "deberta-v2": "DebertaV2",
+}
+
+# the same, for folders that have a tokenizer_config.json
+DECODER_TOKENIZERS = {"llama": "Llama", "gemma": "Gemma", "qwen3": "Qwen2", "phi": "GPT2", "t5": "T5"}
+
+# model_type -> the tokenizer that transformers takes whatever tokenizer_config.json names
+ONLY_TOKENIZERS = {"qwen2": "Qwen2", **dict.fromkeys(("modernbert", "phi3", "mistral"), "TokenizersBackend")}

@@ -273,7 +273,7 @@ def checkpoint_folder(tmp_path_factory):
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    Tokenizer(tokenizer, None).save_beside_model(folder)
     return folder
 
 
@@ -312,7 +312,8 @@ def encoder_folder(tmp_path_factory, checkpoint_folder):
             if parameter.dim() > 1:
                 parameter.normal_(std=0.4)
     save_backbone(backbone, folder)
-    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_folder / name, folder)
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -342,7 +343,8 @@ def decoder_checkpoint(tmp_path_factory, checkpoint_folder):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         save_backbone(random_decoder("llama", 3), folder)
-    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_folder / name, folder)
     return folder
 
 

@@ -105,7 +105,7 @@ def load_transformers() -> ModuleType:
     try:
         import transformers
     except ImportError:
-        raise WrongArguments("this needs transformers, which is not installed: pip install 'mini-ee[bench]'") from None
+        raise WrongArguments("this needs transformers, which is not installed: pip install 'mini-ee[hf]'") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -22,6 +22,7 @@ const graph = hasThreshold ? "model_web.onnx" : "model.onnx";
 if (!(graph in manifest.files)) fail(`${folder}: has no ${graph}; export the run again with --web`);
 const session = await ort.InferenceSession.create(join(folder, graph), { logSeverityLevel: 3 });
 const tokenizer = new Tokenizer(read("tokenizer.json"), {});
+const left = read("tokenizer.json").truncation?.direction === "Left";
 if (hasThreshold && !(values.threshold.trim() && Number(values.threshold) <= Infinity)) fail("--threshold: expected a number");
 if (hasThreshold && !session.inputNames.includes("threshold")) fail("--threshold: this graph's rule has none; leave it out");
 
@@ -36,11 +37,12 @@ function settings() {
 
 const overrides = hasThreshold ? settings() : {};
 
-/** Token ids, cut to the length that the model was trained with. */
+/** Token ids, cut to the length that the model was trained with, on the side that tokenizer.json names. */
 function encode(text) {
   const after = tokenizer.post_processor ?? ((tokens) => ({ tokens }));
   const room = manifest.max_length - after([], null).tokens.length;
-  const { tokens } = after(tokenizer.tokenize(text, { add_special_tokens: false }).slice(0, room), null);
+  const words = tokenizer.tokenize(text, { add_special_tokens: false });
+  const { tokens } = after(left ? words.slice(-room) : words.slice(0, room), null);
   return tokens.map((token) => tokenizer.token_to_id(token) ?? tokenizer.model.unk_token_id);
 }
 

@@ -36,7 +36,7 @@ def main() -> None:
 
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
     tokenizer.no_padding()
-    tokenizer.enable_truncation(manifest["max_length"])  # as in training
+    tokenizer.enable_truncation(manifest["max_length"], direction=tokenizer.truncation["direction"])  # as in training
     required, names = {each.name for each in session.get_inputs()}, manifest["task"]["label_names"]
     for line in filter(str.strip, sys.stdin):
         tokens = tokenizer.encode(line.rstrip("\n"))

@@ -188,7 +188,7 @@ def _embed_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, toke
 
 def _uncut(runtime: Runtime, fields: dict, rows: Rows) -> Rows:
     """The rows. Raises ValueError if the request allows no cut text, and one would be cut."""
-    for name, usual in (("truncation_direction", "right"), ("prompt_name", None)):
+    for name, usual in (("truncation_direction", runtime.tokenizer.side), ("prompt_name", None)):
         value = fields.get(name)
         if value is not None and str(value).lower() != usual:
             raise ValueError(f"expected {name} {usual or 'left out'}, found {shortened(value)}: not supported")

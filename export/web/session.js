@@ -29,6 +29,7 @@ export class Model {
     this.session = session;
     this.tokenizer = new Tokenizer(tokenizer, {});
     this.onlyZeros = tokenizer.post_processor?.type === "RobertaProcessing"; // the library would return 1 for a second text
+    this.left = tokenizer.truncation?.direction === "Left"; // the side on which texts are cut
     this.queue = Promise.resolve(); // a session runs one call at a time
   }
 
@@ -39,7 +40,7 @@ export class Model {
     const words = texts.map((text) => tokenizer.tokenize(text, { add_special_tokens: false }));
     const special = after([], words.length > 1 ? [] : null).tokens.length;
     const sizes = truncated(words.map((each) => each.length), this.about.max_length - special);
-    const [first, second = null] = words.map((each, at) => each.slice(0, sizes[at]));
+    const [first, second = null] = words.map((each, at) => (this.left ? each.slice(each.length - sizes[at]) : each.slice(0, sizes[at])));
     const { tokens, token_type_ids: types } = after(first, second);
     const ids = tokens.map((token) => tokenizer.token_to_id(token) ?? tokenizer.model.unk_token_id);
     return { ids, types: types && !this.onlyZeros ? types : ids.map(() => 0) };

@@ -106,7 +106,7 @@ class ShortDecoder(TokenExits):
         """Write the short checkpoint, with the tokenizer of the original one."""
         out = folder / CHECKPOINT
         save_backbone(self.backbone, out)
-        Tokenizer.from_folder(backbone, None).save(out / "tokenizer.json")
+        Tokenizer.from_folder(backbone, None).save_beside_model(out)
         return {f"{CHECKPOINT}/{path.name}": file_sha256(path) for path in sorted(out.iterdir())}
 
     def load_parts(self, folder: Path, digests: dict[str, str]) -> None:

@@ -171,14 +171,14 @@ def check_prompt(prompt: Prompt, task: Task) -> None:
 
 # ---- Tokens ----
 class PromptTokenizer(Tokenizer):
-    """A tokenizer that puts each row into a template. If a prompt is too long, the end of the longest text is cut."""
+    """A tokenizer that puts each row into a template. If a prompt is too long, the longest text is cut."""
 
     max_length: int
 
     def __init__(self, backend: tokenizers.Tokenizer, max_length: int, prompt: Prompt):
         """Raises ValueError if a label word is several tokens, or the template leaves no room for a text."""
         super().__init__(backend, max_length)
-        backend.no_truncation()  # `_cut` cuts the texts instead
+        self._truncate(None)  # `_cut` cuts the texts instead
         self.prompt, self.mask = prompt, None
         if prompt.kind == ENCODER:
             if self.mask_token_id is None:
@@ -241,5 +241,5 @@ class PromptTokenizer(Tokenizer):
         surplus = int(keep.sum()) - self.max_length
         remaining = [list(tokens[keep[tokens]]) for tokens in texts]
         for _ in range(surplus):
-            keep[max(remaining, key=len).pop()] = False
+            keep[max(remaining, key=len).pop(0 if self.side == "left" else -1)] = False
         return ids[keep], surplus > 0

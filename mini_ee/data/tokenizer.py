@@ -1,24 +1,27 @@
 """Tokenizers: from texts to padded integer arrays, and batches of rows of similar length. No torch here."""
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import normalizers
 
-from mini_ee.data.files import write_bytes
-from mini_ee.data.sentence_files import transformer_folder
+from mini_ee.data.files import write_bytes, write_json
 from mini_ee.data.table_files import text_flaw
-from mini_ee.data.tokenizer_config import reads_types, without_types
+from mini_ee.data.tokenizer_config import (
+    NO_LIMIT,
+    direction,
+    errors_of_tokenizers,
+    parts_of,
+    read_file,
+    read_tokenizer,
+)
 from mini_ee.data.values import is_whole, shortened
 from mini_ee.errors import WrongArguments
 
@@ -113,37 +116,35 @@ class Tokenizer:
         if max_length is not None and max_length <= special:  # the backend would silently not truncate
             raise WrongArguments(f"expected max_length above the {special} special tokens, found {max_length}")
         backend.no_padding()
-        backend.no_truncation() if max_length is None else backend.enable_truncation(max_length)
         self.backend = backend
         self.max_length = max_length
+        self.side = direction(backend)  # on which texts are cut, right or left
+        self._truncate(max_length)
+
+    def _truncate(self, max_length: int | None) -> None:
+        """Let the backend cut texts, on its own side; None: not, but a left side stays in the file."""
+        if max_length is None and self.side == "right":
+            self.backend.no_truncation()
+        else:
+            length = NO_LIMIT if max_length is None else max_length
+            self.backend.enable_truncation(length, direction=self.side)
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike, max_length: int | None = 128, lower: bool = False) -> "Tokenizer":
-        """From tokenizer.json, else from BERT's vocab.txt. Truncation and padding in the file are ignored.
+        """That of a Hugging Face folder, as transformers reads it (`read_tokenizer`, with its errors).
 
-        If transformers gives a model no token types with this tokenizer_config.json, all types are 0. lower: texts
-        become lower case before everything else, also in the file that `save` writes.
-        Raises ValueError if neither file exists, or the file is damaged.
+        lower: texts become lower case before everything else, also in the file that `save` writes.
         """
-        folder = transformer_folder(folder)
-        readers = {"tokenizer.json": tokenizers.Tokenizer.from_file, "vocab.txt": _bert_wordpiece}
-        for name, read in readers.items():
-            path = folder / name
-            if path.is_file():
-                try:
-                    with _errors_of_tokenizers(), _without_panic_messages():
-                        backend = read(str(path))
-                except ValueError as error:
-                    raise ValueError(
-                        f"{path}: expected a tokenizer, found {shortened(str(error))}; copy the file again"
-                    ) from None
-                if not reads_types(folder):
-                    backend = without_types(backend)
-                if lower:
-                    own = [] if backend.normalizer is None else [backend.normalizer]
-                    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
-                return cls(backend, max_length)
-        raise ValueError(f"{folder}: expected tokenizer.json or vocab.txt, found neither; copy one to this folder")
+        backend = read_tokenizer(Path(folder))
+        if lower:
+            own = [] if backend.normalizer is None else [backend.normalizer]
+            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+        return cls(backend, max_length)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike, max_length: int | None = 128) -> "Tokenizer":
+        """That of a file that `save` wrote. Raises ValueError if it does not exist or is damaged."""
+        return cls(read_file(Path(path)), max_length)
 
     def encode(self, texts: Sequence[str | tuple[str, ...]]) -> Encoded:
         """Tokenize rows of one text or two. If a tokenizer has no template for pairs, the two texts are two lines.
@@ -217,20 +218,21 @@ class Tokenizer:
         return encoding.ids
 
     def _head(self, text: str, more_than: int = 0) -> str:
-        """The text, or a beginning of it with the same first max_length tokens: long texts would take long.
+        """The text, or a part of it with the same max_length tokens, because long texts would take long.
 
-        The beginning ends at the end of a word (`_ends`), so its tokens are the first tokens of the whole text. It must
-        overflow max_length, and have more than `more_than` tokens; else twice the length is tried.
+        It is the beginning, or the end if texts are cut on the left. It ends between two words (`_ends`), so its tokens
+        are those of the whole text. It must overflow max_length, and have more than `more_than` tokens; else twice the
+        length is tried.
         """
         size = HEAD * (self.max_length or 0)
         while self.max_length and 2 * size < len(text) and self._ends:
-            end = self._ends.search(text, size)
+            end = self._ends.search(text, len(text) - size if self.side == "left" else size)
             if end is None:
                 break
-            head = text[: end.start() + 1]
+            head = text[end.start() + 1 :] if self.side == "left" else text[: end.start() + 1]
             if self._encode_batch([head])[0].overflowing and (not more_than or self._count(head) > more_than):
                 return head
-            size = 2 * len(head)
+            size = 2 * max(size, len(head))
         return text
 
     def _heads(self, row: tuple[str, ...]) -> tuple[str, str]:
@@ -258,14 +260,17 @@ class Tokenizer:
         before; None if that is not certain for this tokenizer.
 
         It is certain if the normalizer looks at single characters and their accents only, the first pre-tokenizer
-        splits between the two characters, and no added token contains them.
+        splits between the two characters, and no added token contains them or depends on what is around it.
         """
-        normalizer, splitter = (_parts(each) for each in (self.backend.normalizer, self.backend.pre_tokenizer))
+        normalizer, splitter = (parts_of(each) for each in (self.backend.normalizer, self.backend.pre_tokenizer))
         known = bool(splitter) and all(part["type"] in OF_CHARACTERS for part in normalizer)
         if not known or getattr(self.backend.model, "dropout", None):
             return None
         normalized = self.backend.normalizer.normalize_str if normalizer else str
-        added = [token.content for token in self.backend.get_added_tokens_decoder().values()]
+        tokens = self.backend.get_added_tokens_decoder().values()
+        if any(token.single_word or token.rstrip and self.side == "left" for token in tokens):
+            return None
+        added = [token.content for token in tokens]
         added += [normalized(token) for token in added]
         ends = _word_ends(splitter[0], normalizer)
         if not ends or any(re.search(rf"\s|{ends}", token) for token in added):
@@ -279,13 +284,17 @@ class Tokenizer:
         room = self.max_length - self.backend.num_special_tokens_to_add(False) - 1  # one token for the line end
         first = min(len(parts[0]), max(room - len(parts[1]), room // 2))
         sizes = first, min(len(parts[1]), room - first)
-        fitting = [text[: part.offsets[n - 1][1]] for text, part, n in zip(row, parts, sizes) if n > 0]
+        fitting = [
+            text[part.offsets[-n][0] :] if self.side == "left" else text[: part.offsets[n - 1][1]]
+            for text, part, n in zip(row, parts, sizes)
+            if n > 0
+        ]
         return "\n".join(fitting)
 
     def _encode_batch(self, sequences: list, special: bool = True) -> list[tokenizers.Encoding]:
         """encode_batch releases Python's lock, so other threads can run; the backend's `encode` does not."""
         try:
-            with _errors_of_tokenizers():
+            with errors_of_tokenizers():
                 return self.backend.encode_batch(sequences, add_special_tokens=special)
         except ValueError as error:
             raise ValueError(
@@ -321,15 +330,15 @@ class Tokenizer:
         """Write a tokenizer.json, atomically (`write_bytes`)."""
         write_bytes(Path(path), self.backend.to_str().encode())
 
-
-def _parts(component: Any) -> list[dict]:
-    """The settings of a normalizer or a pre-tokenizer, one dict per part of a sequence; empty for None."""
-    if component is None:
-        return []
-    settings = json.loads(component.__getstate__())
-    if settings["type"] != "Sequence":
-        return [settings]
-    return [part for key in ("normalizers", "pretokenizers") for part in settings.get(key, ())]
+    def save_beside_model(self, folder: str | os.PathLike) -> None:
+        """Write tokenizer.json, and the tokenizer_config.json with which transformers reads it as it is."""
+        self.save(Path(folder) / "tokenizer.json")
+        types = ["token_type_ids"] * any(self.backend.encode("a", "a").type_ids)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask", *types],
+        }
+        write_json(Path(folder) / "tokenizer_config.json", config)
 
 
 def _word_ends(splitter: dict, normalizer: list[dict]) -> str | None:
@@ -340,47 +349,6 @@ def _word_ends(splitter: dict, normalizer: list[dict]) -> str | None:
         return LETTER_SPACE if known or splitter.get(of_option.get(splitter["type"])) else None
     ideographs = any(part.get("handle_chinese_chars") for part in normalizer)
     return "|".join((LETTER_SPACE, MARKS, *[IDEOGRAPHS] * ideographs))
-
-
-@contextmanager
-def _errors_of_tokenizers() -> Iterator[None]:
-    """Convert the library's errors to ValueError: Exception, and for its bugs PanicException, a BaseException."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(str(error)) from None
-        raise
-
-
-@contextmanager
-def _without_panic_messages() -> Iterator[None]:
-    """Discard output to file descriptor 2: before the library raises a PanicException, it prints a backtrace."""
-    try:
-        stderr = os.dup(2)
-    except OSError:  # standard error is closed
-        yield
-        return
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-
-
-def _bert_wordpiece(vocab: str) -> tokenizers.Tokenizer:
-    """BERT's tokenizer from a vocabulary; do_lower_case in tokenizer_config.json next to it is true by default."""
-    path = Path(vocab).with_name("tokenizer_config.json")
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    backend = tokenizers.Tokenizer(models.WordPiece.from_file(vocab, unk_token="[UNK]"))
-    backend.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    backend.normalizer = normalizers.BertNormalizer(lowercase=config.get("do_lower_case", True))
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    ids: Any = backend.token_to_id  # not None: both were added above
-    backend.post_processor = processors.BertProcessing(("[SEP]", ids("[SEP]")), ("[CLS]", ids("[CLS]")))
-    return backend
 
 
 def batches(encoded: Encoded, batch_size: int, *, shuffle_seed: int | None = None) -> Iterator[np.ndarray]:

@@ -193,7 +193,7 @@ class EmbeddingUnit(Unit):
 
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
-        tokenizer = Tokenizer.from_folder(folder, config["max_length"])
+        tokenizer = Tokenizer.from_file(folder / "tokenizer.json", config["max_length"])
         if "prompts" not in config:  # an older run
             return model, tokenizer
         own = config["prompts"], config["default_prompt_name"]

@@ -26,7 +26,7 @@ class PromptUnit(Unit):
         check_labelled(config)
 
     def read(self, folder: Path, config: dict, backbone_folder):
-        backend = Tokenizer.from_folder(folder).backend
+        backend = Tokenizer.from_file(folder / "tokenizer.json").backend
         tokenizer = PromptTokenizer(backend, config["max_length"], Prompt.from_dict(config["prompt"]))
         backbone = backbone_of(config["backbone"], folder, backbone_folder)
         return PromptModel(backbone, tokenizer, tuple(config["exits"])), tokenizer

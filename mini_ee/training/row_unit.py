@@ -142,7 +142,7 @@ class RowUnit(Unit):
 
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
-        return model, Tokenizer.from_folder(folder, config["max_length"])
+        return model, Tokenizer.from_file(folder / "tokenizer.json", config["max_length"])
 
     def held_out(self, run, task):
         return holdout(task.split("train"), run.config["seed"])[1] if trained_on(run, task) else None

@@ -233,7 +233,7 @@ def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chose
             config["backbone"] = config["backbone"] | {"config": model.backbone.config.to_dict()}
         elif changed:
             save_backbone(model.backbone, partial / OWN_BACKBONE)
-            tokenizer.save(partial / OWN_BACKBONE / "tokenizer.json")  # a checkpoint like any other
+            tokenizer.save_beside_model(partial / OWN_BACKBONE)  # a checkpoint like any other
             config["backbone"] = {"folder": OWN_BACKBONE, "sha256": backbone_sha256(partial / OWN_BACKBONE)}
         tokenizer.save(partial / "tokenizer.json")
         write_json(partial / "metrics.json", metrics)

@@ -94,7 +94,9 @@ class TokenUnit(Unit):
     def read(self, folder, config, backbone_folder):
         model = read_trained(self, folder, config, backbone_folder)
         model.fold()
-        return model, Tokenizer.from_folder(folder, None)  # texts are not cut, even if config.json has a max_length
+        return model, Tokenizer.from_file(
+            folder / "tokenizer.json", None
+        )  # texts are not cut, even if config.json has a max_length
 
 
 def _tokens(data) -> int:

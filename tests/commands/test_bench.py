@@ -169,7 +169,7 @@ def test_a_benchmark_runs_its_cases_and_compares_each_with_its_limit(capsys, mon
 def test_a_benchmark_that_needs_transformers_says_so_before_it_measures(capsys, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "transformers", None)
     put(monkeypatch, medians=lambda *_, **__: pytest.fail("measured"))
-    assert "transformers, which is not installed: pip install 'mini-ee[bench]'" in refused(capsys, "bench", name)
+    assert "transformers, which is not installed: pip install 'mini-ee[hf]'" in refused(capsys, "bench", name)
 
 
 def test_a_model_of_another_depth_has_exits_after_its_own_thirds(capsys, monkeypatch, tmp_path):

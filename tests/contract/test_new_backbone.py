@@ -517,7 +517,8 @@ def checkpoint(new_house, checkpoint_folder, tmp_path_factory):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         save_backbone(backbone_class("distant")(replace(config, initializer_range=0.2)), folder)
-    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_folder / name, folder)
     return folder
 
 

@@ -91,7 +91,8 @@ def shorter(classifier_folder, tmp_path_factory):
     """A run with named exits, of a model that reads 6 tokens; a first call was killed before its first state."""
     out = tmp_path_factory.mktemp("shorter")
     folder = shutil.copytree(classifier_folder, out / "model")
-    (folder / "tokenizer_config.json").write_text('{"model_max_length": 6}')
+    settings = '{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 6}'
+    (folder / "tokenizer_config.json").write_text(settings)
     (out / "fast" / "run.training").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(add_exits_module, "LEAST_SAVED", 1.0)  # nothing is exported

@@ -108,7 +108,8 @@ def test_a_final_norm_is_the_encoders_own(tmp_path, encoder_folder, texts_file):
     model = ModernBert(ModernBertConfig.from_hugging_face(config))
     torch.nn.init.uniform_(model.norm.weight)
     save_backbone(model, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_bytes((encoder_folder / "tokenizer.json").read_bytes())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_bytes((encoder_folder / name).read_bytes())
     mini_ee.train("embedding-maps", tmp_path / "model", texts_file, tmp_path / "run", epochs=1, exits=(1, 3))
     run = mini_ee.load_run(tmp_path / "run")._replace(rule=NeverExit())
     inputs = run.encode(TEXTS[:1]).batch(slice(None))

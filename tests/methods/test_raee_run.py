@@ -195,7 +195,8 @@ def test_an_encoder_that_moved_or_changed_is_told(tmp_path, base, task_folder, e
     with pytest.raises(FileNotFoundError, match="encoder: no sentence encoder here"):
         load_run(tmp_path / "out")
     save_backbone(changed, encoder)
-    shutil.copy(tmp_path / "moved" / "tokenizer.json", encoder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "moved" / name, encoder)
     with pytest.raises(ValueError, match=r"encoder: expected encoder \w+, found encoder \w+; give that encoder"):
         load_run(tmp_path / "out")
 
@@ -743,7 +744,8 @@ def test_a_checkpoint_without_a_head_to_words_is_told_that_a_trained_run_will_do
 ):
     bare, heads, out = tmp_path / "bare", tmp_path / "heads", tmp_path / "out"
     save_backbone(load_backbone(checkpoint_folder).without_heads(), bare)
-    shutil.copy(checkpoint_folder / "tokenizer.json", bare)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_folder / name, bare)
     line = refused(capsys, "train", "raee", "--model", bare, "--task", task_folder, "--out", out, *TERRIBLE)
     assert f"{bare}: this bert has no masked-LM head: load a checkpoint that was saved with one, or train " in line
     assert "(mini-ee train joint) and give that run as --model" in line and not out.exists()

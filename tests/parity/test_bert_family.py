@@ -283,7 +283,8 @@ def test_peft_computes_what_we_compute(kind, tmp_path):
 def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_folder, task_folder, tmp_path, capsys):
     folder = tmp_path / "checkpoint"
     save_backbone(load_backbone(GOLDEN / kind).without_heads(), folder)
-    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_folder / name, folder)
     with torch.enable_grad():
         trained = mini_ee.train("lora-exits", folder, task_folder, tmp_path / "run", epochs=1, exits=(1, 3))
     texts = ["the film was good", "a very very dull song"]

@@ -785,7 +785,8 @@ def test_peft_computes_what_we_compute(kind, targets, change, tmp_path):
 def test_it_is_trained_exported_and_run_as_any_other(kind, method, checkpoint_folder, task_folder, tmp_path, capsys):
     folder = tmp_path / "checkpoint"
     save_backbone(random_deberta(kind, vocab_size=64), folder)
-    shutil.copy(checkpoint_folder / "tokenizer.json", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_folder / name, folder)
     more = {"targets": OWN_TABLES} if method == "lora-exits" else {}
     with torch.enable_grad():
         trained = mini_ee.train(method, folder, task_folder, tmp_path / "run", epochs=1, exits=(1, 3), **more)

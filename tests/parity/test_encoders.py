@@ -84,7 +84,8 @@ def test_a_sentence_encoder_is_named_by_its_folders_content(checkpoint_folder, t
     with torch.no_grad():
         next(other.parameters())[0, 0] += 1e-3
     save_backbone(other, tmp_path / "other")
-    (tmp_path / "other" / "tokenizer.json").write_bytes((checkpoint_folder / "tokenizer.json").read_bytes())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "other" / name).write_bytes((checkpoint_folder / name).read_bytes())
     assert SentenceEncoder(checkpoint_folder).name == SentenceEncoder(checkpoint_folder).name
     assert SentenceEncoder(checkpoint_folder).name != SentenceEncoder(tmp_path / "other").name
 
