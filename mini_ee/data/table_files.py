@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,18 +150,16 @@ class TableFile:
         """Whether a .tsv file was written with quoting: most of its rows with quotation marks are as csv writes them.
 
         csv and pandas set marks around a text with a tab, a line feed or a mark, which is doubled. In GLUE's files most
-        marks stand otherwise: they are text. So are marks that join lines of which each has all columns.
+        marks stand otherwise: they are text. Rows in which marks join lines that have all columns each do not count.
         """
-
-        def is_own(row: Record) -> bool:
-            csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
+        own = list[bool]()
+        for row in self._quoted("\t") if any('"' in text for _, (text,), *_ in self._lines()) else ():
             joins = len(row.lines) > 1 and 0 < first.count("\t") == min(line.count("\t") for line in row.lines)
-            return not joins and again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n")
-
-        if not any('"' in text for _, (text,), *_ in self._lines()):
-            return False
-        marked = (row for row in self._quoted("\t") if any('"' in line for line in row.lines))
-        own = [is_own(row) for row in islice(marked, MARKED_ROWS)]
+            if any('"' in line for line in row.lines) and not joins:
+                csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
+                own.append(again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n"))
+            if len(own) == MARKED_ROWS:
+                break
         return first[:1] == first[-1:] == '"' or 2 * sum(own) > len(own)
 
     def _json(self, choose: Choose) -> Iterator[Record]:
