@@ -41,9 +41,9 @@ def added(classifier_folder, tmp_path_factory, labels):
     with open(out.parent / "in.csv", "w", newline="") as file:
         csv.writer(file).writerows([("review", "grade"), *zip(TEXTS, labels), ("", "good")])
     argv = ["add-exits", classifier_folder, "--text", out.parent / "in.csv", "--max-loss", ".1", "--out", out]
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as printed:
         assert main([*map(str, argv), "--text-column", "review", "--label-column", "grade"]) == 0
-    assert f"1 of {len(TEXTS) + 1} rows are left out: their text is empty." in said.getvalue()
+    assert f"1 of {len(TEXTS) + 1} rows are left out: their text is empty." in printed.getvalue()
     return SimpleNamespace(out=out, summary=read_json(out / "summary.json"), exported=Runtime(out / "exported"))
 
 
