@@ -1,7 +1,4 @@
-"""Cuts the rows of files into blocks. A row that cannot be read becomes an error. No torch here.
-
-Memory holds one block, and of a Parquet file one row group.
-"""
+"""Cuts the rows of files into blocks, of which memory holds one. No torch here."""
 
 import json
 import math
@@ -53,7 +50,7 @@ def blocks_of(reader: TextReader, size: int, format: str) -> Iterator[Block]:
 
     format: of the part files, and their suffix.
     """
-    count, position, rows, begin = 0, 0, list[tuple[int, InputRow]](), process_time()
+    count, position, characters, rows, begin = 0, 0, 0, list[tuple[int, InputRow]](), process_time()
 
     def block() -> Block:
         good = [(number, row) for number, row in rows if row.error is None]
@@ -69,7 +66,6 @@ def blocks_of(reader: TextReader, size: int, format: str) -> Iterator[Block]:
             size=reader.position - position,
         )
 
-    characters = 0
     for number, row in enumerate(rows_of(reader), start=1):
         rows.append((number, row))
         characters += sum(map(len, row.texts))

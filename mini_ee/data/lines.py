@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from mini_ee.data.values import shortened
 
-KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}
-"""Number of texts -> the possible keys of the texts in an object."""
+KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}  # by the number of texts
 
 TEXT_KEYS = {key for keys in KEYS.values() for names in keys for key in names}
 

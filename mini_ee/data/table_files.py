@@ -1,7 +1,7 @@
 """Reads tables and files with a text a line, row by row; each may be compressed (.gz). No torch here.
 
-A row that cannot be read is a Record with an error, and the next rows are read. Memory holds one row, of .json all
-rows, of .parquet one row group. Keys of JSON objects are optional: a missing one is null.
+A row that cannot be read is a Record with an error, and the next rows are read. Keys of JSON objects are optional.
+Memory holds one row, of .json all rows, of .parquet one row group.
 """
 
 import csv
@@ -13,7 +13,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,15 +56,15 @@ class TableFile:
 
         Raises ValueError, of one line, if the rest of the file cannot be read.
         """
+        check_regular(self.path, pipe=self.kind not in SUFFIXES)
         kinds = {".tsv": self._delimited, ".csv": self._delimited, ".parquet": self._parquet}
         if self.kind in SUFFIXES:
             yield from kinds.get(self.kind, self._json)(choose)
         else:
-            yield from (line._replace(fields=[line.fields[0].rstrip("\r\n")]) for line in self._lines())
+            yield from (Record(line, [text.rstrip("\r\n")], error) for line, (text,), error, *_ in self._lines())
 
     def _lines(self) -> Iterator[Record]:
         """The lines with their ends, which are line feeds, in old files of a Mac carriage returns."""
-        check_regular(self.path, pipe=self.kind not in SUFFIXES)
         number, longest = 0, -1 if self.kind == ".json" else LONGEST_LINE
         with open(self.path, "rb") as raw:
             try:
@@ -97,8 +98,8 @@ class TableFile:
         elif self._is_quoted(first):
             rows = self._quoted("\t")
         else:
-            lines = (line for line in self._lines() if line.fields[0].strip(" \r\n"))
-            rows = (line._replace(fields=line.fields[0].rstrip("\r\n").split("\t")) for line in lines)
+            lines = ((line, text.rstrip("\r\n"), error) for line, (text,), error, *_ in self._lines())
+            rows = (Record(line, text.split("\t"), error) for line, text, error in lines if text.strip(" "))
         header = next(rows, None)
         if header is None:
             raise file_error(self.path, 1, *EMPTY)
@@ -113,7 +114,7 @@ class TableFile:
             if not row.error and len(row.fields) != len(names):
                 error = f"expected {len(names)} columns, found {len(row.fields)}; {advice}"
                 row = row._replace(error=error, short=len(row.fields) < len(names))
-            yield row if row.error else row._replace(fields=[row.fields[at] for at in wanted])
+            yield row if row.error else Record(row.line, [row.fields[at] for at in wanted])
 
     def _quoted(self, delimiter: str) -> Iterator[Record]:
         """The rows, which may have several lines, with these lines.
@@ -137,9 +138,8 @@ class TableFile:
             except StopIteration:
                 return
             except csv.Error as problem:
-                kind = "comma-separated values" if self.kind == ".csv" else "tab-separated values"
                 advice = "close every quotation mark, and double the ones inside a text"
-                fields, error = [], f"expected {kind}, found {problem}; {advice}"
+                fields, error = [], f"expected closed quotation marks, found {problem}; {advice}"
                 again.extendleft(reversed(taken[1:]))
                 reader = csv.reader(feed(), strict=True, delimiter=delimiter)
             lines = [line.fields[0] for line in taken]
@@ -150,16 +150,16 @@ class TableFile:
         """Whether a .tsv file was written with quoting: most of its rows with quotation marks are as csv writes them.
 
         csv and pandas set marks around a text with a tab, a line feed or a mark, which is doubled. In GLUE's files most
-        marks stand otherwise: they are text. So are marks that join lines of which each has all columns.
+        marks stand otherwise: they are text. Rows in which marks join lines that have all columns each do not count.
         """
-
-        def is_own(row: Record) -> bool:
-            csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
+        own = list[bool]()
+        for row in self._quoted("\t") if any('"' in text for _, (text,), *_ in self._lines()) else ():
             joins = len(row.lines) > 1 and 0 < first.count("\t") == min(line.count("\t") for line in row.lines)
-            return not joins and again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n")
-
-        marked = (row for row in self._quoted("\t") if any('"' in line for line in row.lines))
-        own = [is_own(row) for row in islice(marked, MARKED_ROWS)]
+            if any('"' in line for line in row.lines) and not joins:
+                csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
+                own.append(again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n"))
+            if len(own) == MARKED_ROWS:
+                break
         return first[:1] == first[-1:] == '"' or 2 * sum(own) > len(own)
 
     def _json(self, choose: Choose) -> Iterator[Record]:
@@ -171,7 +171,7 @@ class TableFile:
         header = list(keys)
         wanted = [header[at] for at in choose(header)] if keys or not last.error else []
         for row in self._objects():
-            yield row if row.error else row._replace(fields=[row.fields[0].get(name) for name in wanted])
+            yield row if row.error else Record(row.line, [row.fields[0].get(name) for name in wanted])
 
     def _objects(self) -> Iterator[Record]:
         """The objects of an array, which a .json file may be; else the object of each line."""
@@ -189,17 +189,16 @@ class TableFile:
             return
         for line in chain([first] if first else (), lines):
             try:
-                yield line if line.error else line._replace(fields=[json_object(line.fields[0])])
+                yield line if line.error else Record(line.line, [json_object(line.fields[0])])
             except ValueError as error:
                 yield line._replace(error=f"{error}; {more}")
 
     def _parquet(self, choose: Choose) -> Iterator[Record]:
-        try:
-            from pyarrow import ArrowException
-            from pyarrow.parquet import ParquetFile
-        except ImportError:
-            raise WrongArguments(f"{self.path}: Parquet needs pyarrow: pip install 'mini-ee[batch]'") from None
-        check_regular(self.path)
+        if not find_spec("pyarrow"):
+            raise file_error(self.path, 1, "pyarrow, which reads Parquet", "none", "pip install 'mini-ee[batch]'")
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+
         number, size = 0, self.path.stat().st_size
         with open(self.path, "rb") as raw:
             try:

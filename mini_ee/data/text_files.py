@@ -63,7 +63,7 @@ class TextReader(TableFile):
             texts, error = line.fields[0].split("\t") if pairs else line.fields, line.error
             if not error and len(texts) != 1 + pairs:
                 error = f"expected two texts with a tab between, found {len(texts)} texts; write one tab"
-            yield self._row(line._replace(fields=texts, error=error))
+            yield self._row(Record(line.line, texts, error))
 
     def _choose(self, header: list[str]) -> list[int]:
         columns = columns_of(self.path, header, self._options, self._labelled)

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 
+import numpy as np
 import pytest
 from conftest import WORDS, answer, refused
 
@@ -190,3 +191,14 @@ def test_run_embed_and_batch_read_the_same_texts_and_name_columns_alike(capsys, 
         assert [json.loads(line)["label"] for line in part.read_text().splitlines()] == expected
     advised = refused(capsys, "run", runtime.folder, paths[1], status=2)
     assert advised.endswith("found columns ['id', 'review']; name it with --text-column or rename it")
+
+
+def test_embed_and_estimate_read_tables_and_keep_the_order_of_lines(capsys, tmp_path, embedding_run, checkpoint_folder):
+    rows = [(n, f"the {word} {thing}") for n, (word, thing) in enumerate((a, b) for a in WORDS[:9] for b in WORDS[:10])]
+    path = made(tmp_path, "t.tsv", written("\t", rows=rows, header=("id", "review")))
+    answer(capsys, "embed", embedding_run.folder, path, "--out", tmp_path / "a.npy", "--text-column", "review")
+    np.testing.assert_allclose(np.load(tmp_path / "a.npy"), embedding_run.embed([text for _, text in rows]), atol=1e-5)
+    assert answer(capsys, "estimate", checkpoint_folder, "--text", path, "--text-column", "review")["rows"] == 90
+    for name in ("--label-column", "--split-file"):
+        line = refused(capsys, "estimate", checkpoint_folder, "--text", path, name, "1", status=2)
+        assert f"{name} describes the files of --task: give --task too" in line

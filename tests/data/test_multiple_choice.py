@@ -1,5 +1,6 @@
 """Benchmarks by log-likelihood: what their files ask, as which tokens, and which option is the answer."""
 
+import csv
 import json
 import math
 import os
@@ -312,6 +313,7 @@ def test_a_wrong_row_of_mmlu_is_named(mmlu):
     path.write_text("What?,1,2,3,4,B\nWho?,1,2,3,4,E\n")
     with pytest.raises(ValueError, match="art_test.csv:2: expected a question, four options and a letter A to D"):
         load_benchmark(mmlu)
+    csv.field_size_limit(131_072)  # a table that was read before has raised it
     path.write_text('"' + "x" * 140_000 + '",1,2,3,4,B\n')
     with pytest.raises(
         ValueError, match=r"art_test.csv:\d: expected a row of CSV, found field larger than field limit"

@@ -405,7 +405,7 @@ ERRORS = {
     "UTF-16": ({"train_tsv": PLAIN.encode("utf-16")}, "train.tsv:1: expected UTF-8, found UTF-16; convert"),
     "open quote": (
         {"train_csv": 'text,label\na,x\n"b,y\n'},
-        "train.csv:3: expected comma-separated values, found unexpected end of data; close every quotation",
+        "train.csv:3: expected closed quotation marks, found unexpected end of data; close every quotation",
     ),
     "broken JSON": (
         {"train_jsonl": JSON_ROW + '{"text": "b"\n'},

@@ -1,7 +1,8 @@
 """`mini-ee add-exits --max-loss`: labels choose the thresholds, and the loss of accuracy is guaranteed and counted."""
 
 import csv
-import re
+import io
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,9 +39,11 @@ def labels(classifier_folder, tmp_path_factory):
 def added(classifier_folder, tmp_path_factory, labels):
     out = tmp_path_factory.mktemp("labelled") / "fast"
     with open(out.parent / "in.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("text", "label"), *zip(TEXTS, labels)])
+        csv.writer(file).writerows([("review", "grade"), *zip(TEXTS, labels), ("", "good")])
     argv = ["add-exits", classifier_folder, "--text", out.parent / "in.csv", "--max-loss", ".1", "--out", out]
-    assert main([str(word) for word in argv]) == 0
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main([*map(str, argv), "--text-column", "review", "--label-column", "grade"]) == 0
+    assert f"1 of {len(TEXTS) + 1} rows are left out: their text is empty." in printed.getvalue()
     return SimpleNamespace(out=out, summary=read_json(out / "summary.json"), exported=Runtime(out / "exported"))
 
 
@@ -148,9 +151,9 @@ def test_lines_without_labels_and_models_without_classes_are_refused_in_one_line
     argv = ["add-exits", str(classifier_folder), "--text", str(tmp_path / "in.txt"), "--out", str(tmp_path / "fast")]
     assert main([*argv, "--max-loss", ".1"]) in (1, 2)
     error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1 and re.search(
-        "expected a table with columns \\(.*\\), found lines of text", error
-    )
+    assert len(error.splitlines()) == 1 and "in.txt:1: expected a table with columns (.tsv, .csv" in error
+    assert main([*argv, "--label-column", "grade"]) == 2
+    assert "--label-column is for --max-loss, which alone reads labels" in capsys.readouterr().err
     for names, several in (((), False), (("a", "b"), True)):
         with pytest.raises(WrongArguments, match="--max-loss is for a model that gives a text one class"):
             add_exits_module._numbers([1], names, several, add_exits_module.AddOptions(max_loss=0.1), 1)

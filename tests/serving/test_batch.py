@@ -88,8 +88,8 @@ TABLES = {  # content of a file, texts that are read, (line, beginning of the er
         'id,text\n1,x\n2,"a ""b"",\nc"\n3,"open\n4,y\n5,"a"b\n6,x,more\n\n7,z\n',
         ["x", 'a "b",\nc', "y", "z"],
         [
-            (5, "expected comma-separated values"),
-            (7, "expected comma-separated values"),
+            (5, "expected closed quotation marks"),
+            (7, "expected closed quotation marks"),
             (8, "expected 2 columns, found 3"),
         ],
     ),
