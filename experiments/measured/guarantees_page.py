@@ -14,7 +14,7 @@ from mini_ee.calibration import COMPARED_DELTA, agreement_by_sets, broken_guaran
 from mini_ee.data.progress import tqdm
 from mini_ee.data.tasks import Split, Task, load_task
 from mini_ee.experiments.markdown import fold_sections, listed, made_by_measuring, markdown_table, wrapped
-from mini_ee.experiments.measured import repeated_trainings
+from mini_ee.experiments.measured import frequent_lines, repeated_trainings
 from mini_ee.experiments.trainings import Sources, trained
 from mini_ee.recording import Record, Recorded, predictions, record
 from mini_ee.rules import NeverExit, Rule, Threshold
@@ -27,6 +27,8 @@ EXITS = (2, 4, 6)
 MAX_LOSS = 0.01
 TASKS = {"SST-2": (6_000, 20_000, (600, 3_000)), "TREC": (2_000, None, (600, 1_500))}
 """name -> rows to train on, rows to record at most, sizes of the held-out set."""
+
+FREQUENT = ("SICK", 1_500)  # the task of frequent_lines.py, and rows to train on
 
 TRAININGS = 100  # per method, each on its own rows
 PROPOSING = 200  # at most, and at most a tenth of a held-out set: rows that propose rules; the others test them
@@ -179,6 +181,12 @@ def measure_tasks(sources: Sources, work: Path) -> dict:
         found["default"] += [resample(name, logits, labels, size) for size in sizes]
         found["calibrate"] += calibrated(name, logits)
     return found
+
+
+def measure_frequent(sources: Sources, work: Path) -> dict:
+    """Guarantees for lines of which a few texts make up a large share."""
+    with np.load(record_unseen(work, sources, *FREQUENT, None)) as saved:
+        return {"frequent": {"task": FREQUENT[0]} | frequent_lines.measure(record_of(saved["logits"]))}
 
 
 PARTS = {

@@ -1,0 +1,93 @@
+"""How often is a guaranteed agreement violated if a few texts make up a large share of the lines, as in real traffic?
+
+Lines are drawn from recorded outputs with known probabilities, so the true agreement of a rule is known exactly. They
+are divided as add-exits divides them, and its default rule is chosen and tested. Every repetition draws its own
+frequent texts and lines. The planted mistake tests each different text once, which add-exits once did.
+"""
+
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from mini_ee.data.tasks import Split, Task
+from mini_ee.export.add_exits import TRAINED
+from mini_ee.recording import Record, predictions
+from mini_ee.statistics import share_interval
+from mini_ee.training.default_rule import Chosen, default_rule
+from mini_ee.training.holdout import TEST_ROWS, split_rows
+
+LINES, REPEATS, SEED, LEVELS = 3_000, 300, 0, (0.95, 0.98)
+KINDS = (
+    *((0.0, 0, False), (0.3, 15, False), (0.3, 40, False), (0.5, 15, False), (0.5, 40, False)),
+    *((0.3, 15, True), (0.5, 40, True)),
+)
+"""(share of the lines, number of frequent texts, whether half of these are texts on which the first exit is wrong)."""
+
+PROCESSES = 4
+
+DROPPED = "each text once"
+
+
+def probabilities(wrong: np.ndarray, share: float, count: int, unlike: bool, random: np.random.Generator) -> np.ndarray:
+    """(N,): of each text to be a line. wrong (N,) bool: whether its first exit disagrees with the last."""
+    order = random.permutation(len(wrong))
+    if unlike:
+        halves = order[wrong[order]][: count // 2], order[~wrong[order]][: count - count // 2]
+        order = np.concatenate((*halves, np.setdiff1d(order, np.concatenate(halves))))
+    found = np.full(len(wrong), (1 - share) / (len(wrong) - count))
+    found[order[:count]] = share / max(1, count)
+    return found
+
+
+def chosen_from(recorded: Record, lines: np.ndarray, level: float, seed: int) -> Chosen:
+    """The default rule for these lines (numbers of texts), which the parts of add-exits choose and test."""
+    names = tuple(map(str, range(recorded.logits.shape[2])))
+    rows = Split(tuple((str(line),) for line in lines), lines)
+    task = Task("lines", names, ("accuracy",), {"train": rows})
+    parts = split_rows(task, seed, max(int(TRAINED * len(lines)), len(lines) - 2 * TEST_ROWS))
+    selection, test = (recorded.take(part.labels) for part in (parts.selection, parts.test))
+    return default_rule(selection, test, task, round(1 - level, 6))
+
+
+def repetition(recorded: Record, kind: tuple[float, int, bool], seed: int) -> list[dict]:
+    """One draw of lines: for each level, without and with the planted mistake, the guarantee and whether it holds.
+
+    recorded: its labels are the predictions of the last exit.
+    """
+    random, predicted = np.random.default_rng((SEED, seed)), predictions(recorded.logits)
+    chance = probabilities(predicted[:, 0] != recorded.labels, *kind, random)
+    lines = random.choice(len(chance), LINES, p=chance)
+    first = np.sort(np.unique(lines, return_index=True)[1])  # where each different text stands first
+    results = []
+    for planted, drawn in ((None, lines), (DROPPED, lines[first])):
+        for level in LEVELS:
+            chosen = chosen_from(recorded, drawn, level, seed)
+            result = recorded.replay(chosen.rule)
+            agreement = float(chance @ (predictions(result.logits) == recorded.labels))
+            guaranteed = chosen.guarantee is not None
+            results.append({"planted": planted, "level": level, "guaranteed": guaranteed})
+            saved = 1 - float(chance @ result.layers_run) / recorded.segments.exits[-1]
+            results[-1] |= {"violated": guaranteed and agreement < level, "saved": saved}
+    return results
+
+
+def of_kind(kind: tuple[float, int, bool], recorded: Record) -> list[dict]:
+    """The sums over all repetitions of a kind: for each level, without and with the planted mistake."""
+    found, cases = [repetition(recorded, kind, seed) for seed in range(REPEATS)], []
+    for each in zip(*found):
+        violated = sum(one["violated"] for one in each)
+        about = dict(zip(("share", "texts", "unlike"), kind)) | {key: each[0][key] for key in ("planted", "level")}
+        about |= {"guaranteed": sum(one["guaranteed"] for one in each), "violated": violated}
+        about |= {"saved": float(np.mean([one["saved"] for one in each]))}
+        cases.append(about | {"interval": share_interval(violated, REPEATS)})
+    return cases
+
+
+def measure(recorded: Record) -> dict:
+    """The violated guarantees of every kind and level, with their 95 % intervals. recorded: of different texts."""
+    recorded = recorded._replace(labels=predictions(recorded.logits[:, -1]))
+    size = {"recorded": len(recorded.logits), "lines": LINES, "repetitions": REPEATS, "seed": SEED}
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        found = pool.map(partial(of_kind, recorded=recorded), KINDS)
+        return size | {"cases": [case for cases in found for case in cases]}
