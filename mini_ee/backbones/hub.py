@@ -27,7 +27,15 @@ from torch.overrides import TorchFunctionMode
 
 from mini_ee.backbones.backbone import Backbone, Layout, some_of
 from mini_ee.backbones.fine_tuned import classification_head
-from mini_ee.data.files import atomic_folder, check_regular, file_sha256, read_json, write_bytes, write_json
+from mini_ee.data.files import (
+    atomic_folder,
+    check_folder,
+    check_regular,
+    file_sha256,
+    read_json,
+    write_bytes,
+    write_json,
+)
 from mini_ee.data.values import shortened
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES
@@ -122,10 +130,6 @@ def load_backbone(folder: str | Path) -> Backbone:
     tensors that do not fit.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
-        )
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
     shards = _read_shards(folder)
@@ -199,6 +203,7 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
 
 def read_config(path: Path) -> Any:
     """The config of a backbone, from its config.json. Errors name the file."""
+    check_folder(path.parent)
     config = read_json(path)
     if "format_version" in config:
         raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")
