@@ -25,7 +25,7 @@ from mini_ee.backbones.fine_tuned import is_multi_label, is_sentence_encoder, la
 from mini_ee.backbones.hub import read_config
 from mini_ee.backbones.sentence_encoder import sentence_modules
 from mini_ee.backbones.setfit_head import is_setfit
-from mini_ee.data.files import read_json, write_bytes, write_json
+from mini_ee.data.files import check_folder, read_json, write_bytes, write_json
 from mini_ee.data.model_files import changed_files, model_sha256s
 from mini_ee.data.tasks import LISTED_LABELS, Split, Task
 from mini_ee.data.tokenizer_config import NO_LIMIT, own_max_length
@@ -79,7 +79,11 @@ def add_exits(
     """
     if options.get("max_loss") is not None and options.get("agreement") is not None:
         raise WrongArguments("--agreement counts the model's own predictions, --max-loss the labels: give one of them")
-    required, model, out = AddOptions(**options), Path(model), Path(out)
+    try:
+        required, model, out = AddOptions(**options), Path(model), Path(out)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    check_folder(model)
     encodes = is_sentence_encoder(model)
     names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
     check_options(options, labels, encodes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.data.files import file_sha256, read_json
+from mini_ee.data.files import file_sha256, how_to_download, read_json, run_config
 from mini_ee.errors import WrongArguments
 
 FORMAT_VERSION = 4  # since model.onnx
@@ -58,10 +58,19 @@ def output_of(unit: str) -> str:
     return "embedding" if unit == "embeddings" else "logits"
 
 
+def _instead(folder: Path) -> str:
+    """What to give in place of a folder without a manifest."""
+    if run_config(folder) is not None:
+        return f"this is a run, export it first: mini-ee export {folder} --out DIR"
+    if (exported := folder / "exported" / MANIFEST).is_file():
+        return f"did you mean {exported.parent}?"
+    return f"expected a folder that `mini-ee export` wrote{how_to_download(folder)}"
+
+
 def read_manifest(folder: Path) -> dict:
     """The manifest of an exported folder. Checks that all files are those that were exported."""
     if not (folder / MANIFEST).is_file():
-        raise FileNotFoundError(f"{folder}: no {MANIFEST} here; expected a folder that `mini-ee export` wrote")
+        raise FileNotFoundError(f"{folder}: no {MANIFEST} here; {_instead(folder)}")
     manifest = read_json(folder / MANIFEST, signed="format_version")
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:

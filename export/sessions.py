@@ -19,6 +19,9 @@ from mini_ee.row_thresholds import THRESHOLD, RowThresholds
 from mini_ee.rules import NeverExit, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+FOR_A_GPU = (
+    "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"  # both in one environment overwrite each other
+)
 PROVIDERS = {None: None, "cpu": [CPU], "cuda": [CUDA]}  # by the value of --device
 
 HIDDEN = "hidden_out"
@@ -219,7 +222,10 @@ def wanted_provider(providers: Sequence[str] | None, allow_fallback: bool) -> st
     wanted = providers[0] if providers else CUDA if CUDA in known else CPU
     if wanted not in known:
         if not allow_fallback:
-            raise ValueError(f"expected a provider that is available here ({' or '.join(known)}), found {wanted}")
+            advice = f"; for {CUDA}: {FOR_A_GPU}" if wanted == CUDA and _has_cuda_driver() else ""
+            raise ValueError(
+                f"expected a provider that is available here ({' or '.join(known)}), found {wanted}{advice}"
+            )
         return CPU
     if wanted == CUDA:
         ort.preload_dlls()

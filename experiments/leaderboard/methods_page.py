@@ -12,6 +12,7 @@ import numpy as np
 from mini_ee.confidence import MEASURES
 from mini_ee.data.files import write_bytes
 from mini_ee.experiments.leaderboard.figures import rules_for
+from mini_ee.experiments.leaderboard.legend import FEWER_EPOCHS
 from mini_ee.experiments.leaderboard.plan import EXAM
 from mini_ee.experiments.leaderboard.protocol import trained_parts
 from mini_ee.experiments.leaderboard.ranking import interval
@@ -196,7 +197,15 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
     *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains both and says why a method
     has none. *FLOPs saved by tokens*: on {tokens}, with a rule that keeps {100 * LEVEL:g} % of the predictions, from
     the same page. It is negative if the heads cost more than the layers save. Made by `{board.plan.command}`."""
-    lines = [HEADING, "", wrapped(" ".join(note.split())), *markdown_table(columns, rows), ""]
+    lines = [
+        HEADING,
+        "",
+        wrapped(FEWER_EPOCHS),
+        "",
+        wrapped(" ".join(note.split())),
+        *markdown_table(columns, rows),
+        "",
+    ]
     return "\n".join([*lines, "## Exit rules", "", *_rule_lines([row[columns.index("exit rule")] for row in rows]), ""])
 
 

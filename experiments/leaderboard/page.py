@@ -13,7 +13,7 @@ from mini_ee.experiments.leaderboard.answer import answer, counted
 from mini_ee.experiments.leaderboard.decoder_section import decoder_section
 from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam, sentences_by_kind
 from mini_ee.experiments.leaderboard.figures import CONTROL, REFERENCE, TaskFigures, Values, confidence_figures
-from mini_ee.experiments.leaderboard.legend import EXAM_NOTE, LEGEND, PREDICTION_NOTE, TASK_LEGEND, TERMS
+from mini_ee.experiments.leaderboard.legend import EXAM_NOTE, FEWER_EPOCHS, LEGEND, PREDICTION_NOTE, TASK_LEGEND, TERMS
 from mini_ee.experiments.leaderboard.methods_page import write_methods
 from mini_ee.experiments.leaderboard.pictures import draw_all
 from mini_ee.experiments.leaderboard.plan import EXAM, Plan, planned
@@ -68,7 +68,7 @@ def page(board: Leaderboard, passed: dict[str, Exam], out: Path, decoders: list[
     """The page as Markdown. out: the folder of its pictures; one that was not drawn is left out."""
     pictures = {name: [f"![{text}]({name})", "", f"*{text}.*", ""] for name, text in PICTURES.items()}
     front, panels, hardness = (lines if (out / name).exists() else [] for name, lines in pictures.items())
-    lines = [HEADING, "", *_wrapped([*answer(board), _is_a_decoder(decoders), _fine_tuned_already(out)])]
+    lines = [HEADING, "", *_wrapped([FEWER_EPOCHS, *answer(board), _is_a_decoder(decoders), _fine_tuned_already(out)])]
     if board.compared:
         lines += [*_wrapped([TERMS]), *main_table(board), *_legend(LEGEND), *front, *panels]
     lines += ["## Each task", "", *_legend(TASK_LEGEND)]

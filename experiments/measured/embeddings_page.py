@@ -155,10 +155,12 @@ Recall of the full model's ten nearest documents, the mean over seeds.
   order differ between seeds. The loss of every training is 1 - cosine to the embedding of the original encoder. Maps
   are trained on a frozen encoder, for {map_epochs} epochs with the learning rate {map_lr:g}. Encoders are trained for
   {epochs} epochs with the learning rate {lr:g}, which was chosen on held-out texts.
-- 2DMSE and Starbucks are trained as in their papers, with two differences: all embeddings have the full size, and the
-  target is the original encoder's embedding instead of labelled pairs (`mini_ee/baselines/matryoshka_2d.py`,
-  `starbucks.py`). A model for one depth (`one_depth.py`) has the same settings and texts. The training is short, and
-  longer training may change the verdicts.
+- 2DMSE and Starbucks have the losses of their methods, but not their training. All embeddings have the full size, the
+  target is the original encoder's embedding instead of labelled pairs, and Starbucks has no pre-training. The paper of
+  2DMSE itself was not compared (the heads of `mini_ee/baselines/matryoshka_2d.py` and `starbucks.py` list the
+  deviations). A model for one depth (`one_depth.py`) has the same settings and texts. In each step 2DMSE trains only
+  one of the shallower layers, so each of them learns in fewer steps than a model for one depth. Longer training may
+  change the verdicts.
 - Sets: all pairs of STS 2012 to 2016 and of SICK-R's test file. Queries are drawn from dev or test, documents from
   train. Nothing was chosen on these sets. Some documents of SST-2 may also be training texts.
 - Intervals: percentile bootstrap with {resamples} resamples of seeds and of pairs or queries, the same on both sides.

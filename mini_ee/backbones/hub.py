@@ -30,7 +30,7 @@ from mini_ee.backbones.fine_tuned import classification_head
 from mini_ee.backbones.setfit_head import SAVED as SETFIT_HEAD
 from mini_ee.backbones.setfit_head import is_setfit, setfit_classifier
 from mini_ee.backbones.tensor_files import read_checkpoint, write_tensors
-from mini_ee.data.files import atomic_folder, file_sha256, write_json
+from mini_ee.data.files import atomic_folder, check_folder, file_sha256, write_json
 from mini_ee.data.sentence_files import transformer_folder
 from mini_ee.errors import WrongArguments
 from mini_ee.registry import BACKBONES
@@ -97,10 +97,6 @@ def load_backbone(folder: str | Path) -> Backbone:
     tensors that do not fit.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}: no such folder; expected a checkpoint with config.json and model.safetensors"
-        )
     whole, folder = folder, transformer_folder(folder)
     config = read_config(folder / "config.json")
     kind, layout = backbone_class(config.model_type), layout_of(config.model_type)
@@ -193,6 +189,7 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
 
 def read_config(path: Path) -> Any:
     """The config of a backbone, from its config.json. Errors name the file."""
+    check_folder(path.parent)
     config, path = model_config(path.parent), model_folder(path.parent) / path.name
     if "format_version" in config:
         raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.cli.command_options import add_task, given_options, number, positive, refuse, refuse_task_options
+from mini_ee.cli.command_options import add_task, given_options, positive, refuse, refuse_task_options, share
 from mini_ee.confidence import MEASURES
 from mini_ee.errors import WrongArguments
 
@@ -23,10 +23,10 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the run's backbone, if it moved")
     sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     sub.add_argument(
-        "--epsilon", type=number, required=True, help="least agreement with the full model, above 0, at most 1"
+        "--epsilon", type=share, required=True, help="least agreement with the full model, above 0, at most 1"
     )
     sub.add_argument(
-        "--delta", type=number, help="largest probability that the guarantee is violated (default no guarantee)"
+        "--delta", type=share, help="largest probability that the guarantee is violated (default no guarantee)"
     )
     sub.add_argument(
         "--guarantee",
@@ -35,7 +35,7 @@ def add(sub: ArgumentParser) -> None:
         help="guarantee: agreement at each exit (exits), or of the final predictions, with one threshold (conformal)",
     )
     cosine = "least cosine to the full embedding, for at least --epsilon of the texts, if the run is a sentence encoder"
-    sub.add_argument("--cosine", type=number, metavar="C", help=cosine)
+    sub.add_argument("--cosine", type=share, metavar="C", help=cosine)
     measures = (*MEASURES, "exit_logit")
     sub.add_argument("--measure", choices=measures, help=MEASURE)
     sub.add_argument(

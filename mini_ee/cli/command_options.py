@@ -1,18 +1,23 @@
 """Options of the command line, made from the fields of settings classes. No torch here."""
 
 import argparse
+import re
 from collections.abc import Container, Iterable
 from dataclasses import MISSING, Field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from mini_ee.data.columns import TaskOptions
 from mini_ee.data.settings import flag_of, has_several, scalar_type
+from mini_ee.data.values import percentage
 from mini_ee.errors import WrongArguments
 
 DIGITS = 10  # maximum of a whole number
 OF_LABELS = "label_column", "regression", "split_file"  # TaskOptions of labelled tasks
 WITHOUT_TASK = "describes the files of --task: give --task too"
+INVALID_CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")  # a message of argparse
+MOST_MEANT = 3  # names that a message shows
 MAX_THREADS = 1024  # a process that starts too many ends without a message
 
 
@@ -42,11 +47,32 @@ class Parser(argparse.ArgumentParser):
         """As argparse does, but each command reports its unknown arguments itself, so the error names its help."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            flags = [word.partition("=")[0][2:] for word in unknown if word.startswith("--")]
+            known = [name[2:] for name in self._option_string_actions if name.startswith("--")]
+            meant = did_you_mean(flags[0], known, "--") if flags else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return namespace, unknown
 
     def error(self, message: str):
+        """Print one line and end with status 2. Of wrong choices it shows those that are close, if there are any."""
+        wrong = INVALID_CHOICE.search(message)
+        if wrong and (meant := did_you_mean(wrong[1], re.findall(r"[^\s',]+", wrong[2]))):
+            message = f"{message[: wrong.start()]}invalid choice: '{wrong[1]}'{meant}"
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def did_you_mean(word: str, names: Iterable[str], dashes: str = "") -> str:
+    """`; did you mean NAME?` with the names that begin with a mistyped word or are close to it; else empty.
+
+    dashes: what stands before each name.
+
+    >>> did_you_mean("jiont", ["joint", "two-stage"]), did_you_mean("xyz", ["joint"])
+    ('; did you mean joint?', '')
+    """
+    names, word = list(names), word.lower()
+    begins = [name for name in names if name == word or name.startswith(word) and len(word) > 2]
+    close = begins or get_close_matches(word, names, 1)
+    return f"; did you mean {' or '.join(dashes + name for name in close)}?" if 0 < len(close) <= MOST_MEANT else ""
 
 
 def add_options(
@@ -190,6 +216,14 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number, found {text!r}") from None
+
+
+def share(text: str) -> float:
+    """A number whose limits the command checks, but no percentage."""
+    value = number(text)
+    if meant := percentage(value):
+        raise argparse.ArgumentTypeError(f"expected a number up to 1, found {text}{meant}")
+    return value
 
 
 def numbers(text: str) -> float | tuple[float, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mini_ee.cli.classify import add_where
-from mini_ee.cli.command_options import number, positive, refuse
+from mini_ee.cli.command_options import number, positive, refuse, share
 from mini_ee.errors import WrongArguments
 from mini_ee.exits.decoding import MISSING_KV, Step
 
@@ -54,7 +54,7 @@ def add_sampling(sub: ArgumentParser) -> None:
     sub.add_argument("--temperature", type=number, default=0.0, help="sampling temperature; 0 is greedy")
     sub.add_argument("--top-k", type=positive, metavar="K", help="number of most likely tokens to sample from")
     sub.add_argument(
-        "--top-p", type=number, metavar="P", help="total probability of the most likely tokens to sample from"
+        "--top-p", type=share, metavar="P", help="total probability of the most likely tokens to sample from"
     )
 
 

@@ -94,6 +94,9 @@ def main(argv: list[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     prog = "mini-ee"
+    if not words:
+        parser(words).print_help()
+        return 0
     try:
         args = parser(words).parse_args(words)
         prog = f"mini-ee {args.command}"

@@ -9,7 +9,7 @@ from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from mini_ee.cli.command_options import number, positive, span, whole_number
+from mini_ee.cli.command_options import number, positive, share, span, whole_number
 from mini_ee.errors import WrongArguments
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.serving.engines import engine_of
@@ -48,7 +48,7 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument("--queue", type=positive, default=MAX_OPEN, metavar="N", help=queue)
     canary = sub.add_argument_group("a canary")
     canary.add_argument("--canary", type=Path, metavar="NEW", help="export that answers a share of the requests")
-    canary.add_argument("--share", type=number, help="share of the requests for --canary (default .05)")
+    canary.add_argument("--share", type=share, help="share of the requests for --canary (default .05)")
     replicas = sub.add_argument_group("on Ray")
     engine = (
         "engine: one process (local), or replicas (ray), each with --threads (1 if not given), on cpu without --device"
@@ -59,12 +59,12 @@ def add(sub: ArgumentParser) -> None:
     guarantee = sub.add_argument_group("the guarantee in service")
     guarantee.add_argument(
         "--shadow",
-        type=number,
+        type=share,
         metavar="SHARE",
         help="share of requests that also run all layers, to measure the agreement",
     )
     epsilon = "agreement that is to be kept (default the one of calibrate --delta or --guarantee conformal)"
-    guarantee.add_argument("--epsilon", type=number, help=epsilon)
+    guarantee.add_argument("--epsilon", type=share, help=epsilon)
     guarantee.add_argument(
         "--tighten", action="store_true", help="raise thresholds while the agreement is below --epsilon"
     )

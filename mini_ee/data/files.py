@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,31 @@ from pathlib import Path
 from mini_ee.errors import WrongArguments
 
 STDOUT = Path("standard output")  # its name in errors
+CHECKPOINT = "a checkpoint with config.json and model.safetensors"
+HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # of a model on Hugging Face
+
+
+def check_folder(folder: Path) -> None:
+    """Raise FileNotFoundError unless a folder, of a checkpoint, exists."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder; expected {CHECKPOINT}{how_to_download(folder)}")
+
+
+def how_to_download(folder: Path) -> str:
+    """The command for a model of Hugging Face whose name stands in place of a folder, as the end of an error.
+
+    Empty if the folder exists, or if no model can have its name.
+    """
+    if folder.exists() or not HUB_NAME.fullmatch(folder.as_posix()):
+        return ""
+    return f"; if this is a model of Hugging Face, first: hf download {folder.as_posix()} --local-dir {folder.name}"
+
+
+def run_config(folder: str | Path) -> dict | None:
+    """The config.json of a run, or None for another folder."""
+    path = Path(folder) / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    return config if "format_version" in config else None
 
 
 def check_regular(path: Path, pipe: bool = False) -> None:

@@ -23,7 +23,8 @@ def check_value(name: str, value, kind: type, *, several: bool = False, choices=
         raise ValueError(f"{name} must be a list, each {wanted}, got {shortened(value)}")
     for one in value if several else (value,):
         if not (one in choices if choices is not None else fits(one, kind, **limits)):
-            raise ValueError(f"{name} must be {wanted}, got {shortened(one)}")
+            is_share = kind is float and 1 in (limits.get("most"), limits.get("below"))
+            raise ValueError(f"{name} must be {wanted}, got {shortened(one)}{percentage(one) if is_share else ''}")
 
 
 def fits(value, kind: type, **limits: float | None) -> bool:
@@ -54,6 +55,17 @@ def expected(kind: type, choices, limits: dict[str, float | None]) -> str:
     return " ".join(
         [what, " and ".join(f"{LIMITS[name][0]} {_number(limit)}" for name, limit in bounds.items())]
     ).strip()
+
+
+def percentage(value: object) -> str:
+    """`; did you mean .95?` for 95 in place of a share, else empty.
+
+    >>> percentage(99.9), percentage(0.5)
+    ('; did you mean .999?', '')
+    """
+    if not isinstance(value, int | float) or not 1 < value <= 100:
+        return ""
+    return f"; did you mean {f'{value / 100:g}'.removeprefix('0')}?"
 
 
 def _number(limit: float) -> str:

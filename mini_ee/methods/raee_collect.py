@@ -18,7 +18,15 @@ import torch
 
 from mini_ee.backbones.adapter import tokenizer_folder
 from mini_ee.backbones.hub import backbone_class, backbone_sha256, load_backbone, read_config
-from mini_ee.data.files import atomic_folder, copy_folder, file_sha256, json_sha256, sole_writer, write_json
+from mini_ee.data.files import (
+    atomic_folder,
+    check_folder,
+    copy_folder,
+    file_sha256,
+    json_sha256,
+    sole_writer,
+    write_json,
+)
 from mini_ee.data.model_files import model_sha256s
 from mini_ee.data.prompt_templates import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.data.tasks import Split, Task, divided, holdout, subset
@@ -93,6 +101,7 @@ def _check_given(request: Request) -> None:
     elif request.config.shots is None:
         refuse(OF_SHOTS, "is for fine-tuning on a few examples: give --shots too")
     if "encoder" in given:
+        check_folder(Path(request.config.encoder))
         refuse(("layer",), "selects the states of the model that are the queries: leave out --layer or --encoder")
 
 

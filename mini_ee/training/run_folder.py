@@ -36,7 +36,15 @@ from mini_ee.backbones.hub import (
 )
 from mini_ee.backbones.tensor_files import read_tensors
 from mini_ee.confidence import LABEL_MEASURES, named
-from mini_ee.data.files import atomic_folder, file_sha256, read_json, sole_writer, write_json
+from mini_ee.data.files import (
+    atomic_folder,
+    file_sha256,
+    how_to_download,
+    read_json,
+    run_config,
+    sole_writer,
+    write_json,
+)
 from mini_ee.data.sentence_prompts import with_prompt
 from mini_ee.data.tasks import Task
 from mini_ee.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
@@ -273,13 +281,6 @@ def is_run(folder: str | Path) -> bool:
     return run_config(folder) is not None
 
 
-def run_config(folder: str | Path) -> dict | None:
-    """The config.json of a run, or None for another folder."""
-    path = Path(folder) / "config.json"
-    config = read_json(path) if path.is_file() else {}
-    return config if "format_version" in config else None
-
-
 def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> Run:
     """Read a run folder and check all of it.
 
@@ -288,10 +289,11 @@ def load_run(folder: str | Path, backbone_folder: str | Path | None = None) -> R
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        unfinished = training_folder(folder)
-        hint = (
-            f"; {unfinished} is an unfinished training, continue it with --resume" if any(unfinished.glob("*")) else ""
-        )
+        unfinished, hint = training_folder(folder), how_to_download(folder)
+        if any(unfinished.glob("*")):
+            hint = f"; {unfinished} is an unfinished training, continue it with --resume"
+        elif is_run(folder / "run"):
+            hint = f"; did you mean {folder / 'run'}?"
         raise FileNotFoundError(f"{folder}: no run here; expected a folder that `mini-ee train` wrote{hint}")
     config = read_json(folder / "config.json", signed="format_version")
     version = config.get("format_version")

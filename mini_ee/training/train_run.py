@@ -21,7 +21,7 @@ from mini_ee.backbones.hub import (
     read_config,
 )
 from mini_ee.data.columns import TaskOptions
-from mini_ee.data.files import sole_writer
+from mini_ee.data.files import check_folder, run_config, sole_writer
 from mini_ee.data.model_files import model_sha256s
 from mini_ee.data.settings import flag_of, unused_option
 from mini_ee.data.tasks import TOY, Task, load_task, toy_task
@@ -32,16 +32,7 @@ from mini_ee.recording import record
 from mini_ee.training import doubts, ranks
 from mini_ee.training.loop import Fitted, fit
 from mini_ee.training.method import Method, configured, load_method
-from mini_ee.training.run_folder import (
-    Run,
-    build_model,
-    encode,
-    is_run,
-    load_run,
-    run_config,
-    save_run,
-    training_folder,
-)
+from mini_ee.training.run_folder import Run, build_model, encode, is_run, load_run, save_run, training_folder
 from mini_ee.training.state import STATE, NothingToResume, Saved
 from mini_ee.training.train_settings import TextOptions, TrainConfig
 from mini_ee.training.unit import TrainingData, Unit, load_unit
@@ -157,10 +148,7 @@ def _unit_of(method: Method, model: Path | None, task: str | Path | None) -> tup
     """(unit, model): the first unit of the method that fits model and task; and its built-in model if none is named."""
     model_type = None
     if model is not None:
-        if not model.is_dir():
-            raise FileNotFoundError(
-                f"{model}: no such folder; expected a checkpoint with config.json and model.safetensors"
-            )
+        check_folder(model)
         run = run_config(model)
         if run is not None and method.train is None:
             raise WrongArguments(

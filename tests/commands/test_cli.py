@@ -926,7 +926,7 @@ def test_calibrate_prints_intervals_of_the_papers_thresholds_and_whether_there_i
     "options, message",
     [
         (["--epsilon", "0"], "epsilon must be above 0"),
-        (["--epsilon", "1.5"], "epsilon must be above 0"),
+        (["--epsilon", "1.5"], "expected a number up to 1, found 1.5"),
         (["--epsilon", ".9", "--delta", "0"], "delta must be at least 1e-09"),
         (["--epsilon", ".999", "--delta", ".05"], "rows are needed"),
         ([], "--epsilon"),

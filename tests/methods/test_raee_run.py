@@ -384,7 +384,7 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"layer": 99}, "the layer must be from 0 to 3, got 99"), ({"encoder": "none"}, "no sentence")],
+    [({"layer": 99}, "the layer must be from 0 to 3, got 99"), ({"encoder": "none"}, "no such folder")],
 )
 def test_wrong_queries_are_told_before_anything_is_trained(
     tmp_path, monkeypatch, checkpoint_folder, task_folder, wrong, message

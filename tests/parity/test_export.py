@@ -1482,6 +1482,14 @@ def test_a_provider_that_is_not_here_is_an_error_unless_a_fallback_is_allowed(ex
     assert Runtime(exported, threads=1).provider == Runtime(exported, [CPU], threads=1).provider == CPU
 
 
+def test_a_gpu_without_its_package_names_the_command_that_installs_it(exported, monkeypatch):
+    monkeypatch.setattr(sessions.ort, "get_available_providers", lambda: [CPU])
+    monkeypatch.setattr(sessions, "_has_cuda_driver", lambda: True)
+    with pytest.raises(ValueError, match="pip uninstall -y onnxruntime && pip install onnxruntime-gpu$"):
+        Runtime(exported, [CUDA], threads=1)
+    assert sessions.FOR_A_GPU in (Path(sessions.__file__).parent / "gpu.md").read_text()
+
+
 def test_a_device_with_memory_of_its_own_takes_the_optional_inputs_of_the_graph(exported, monkeypatch):
     """ONNX Runtime's bindings know no input that has a default."""
     session = Session(exported / "model.onnx", CPU, 1)
