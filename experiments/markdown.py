@@ -75,3 +75,8 @@ def check_is_page(path: Path, heading: str) -> None:
             f"{path}: expected a page of `mini-ee reproduce` that begins with {heading!r}, found another file; "
             f"remove it, or name another folder with --out"
         )
+
+
+def share(value: float) -> str:
+    """In percent."""
+    return f"{value:.1%}".replace("%", " %")

@@ -12,8 +12,8 @@ import mini_ee.statistics as statistics
 import mini_ee.training.default_rule as default_rules
 from mini_ee.data.files import read_json
 from mini_ee.data.tasks import Task
+from mini_ee.experiments.measured import frequent_lines, page_of
 from mini_ee.experiments.measured import guarantees_page as guarantees
-from mini_ee.experiments.measured import page_of
 from mini_ee.recording import Record, Recorded, predictions
 from mini_ee.rules import NeverExit, Patience, Threshold
 from mini_ee.statistics import fixed_sequence, p_values_of_counts, paired_p_values, rows_needed
@@ -469,6 +469,26 @@ def test_the_page_is_made_of_the_figures_that_are_kept_and_the_guarantees_hold()
     assert guarantees.together(usual)["broken"] <= 0.05 * guarantees.together(usual)["trainings"]
     (untested,) = (each for each in figures["repeated"] if each["planted"] == "no test")
     assert untested["interval"][0] > 0.05, "what is measured can be broken"
+    frequent = figures["frequent"]
+    assert {(each["share"], each["texts"]) for each in frequent["cases"]} >= {(0, 0), (0.3, 15), (0.5, 40)}
+    for each in frequent["cases"]:
+        assert each["planted"] or each["violated"] <= 0.05 * frequent["repetitions"] <= each["guaranteed"]
+    assert sum(each["interval"][0] > 0.05 for each in frequent["cases"] if each["planted"]) > 3, "it can be broken"
     for each in figures["calibrate"]:
         assert each["kept"]["sets"] == 1000 and each["kept"]["conformal"] >= each["epsilon"]
         assert each["broken"]["delta"] <= 0.05
+
+
+def test_frequent_texts_have_their_share_of_the_lines_and_each_line_counts():
+    random, wrong = np.random.default_rng(0), np.arange(400) % 8 == 0
+    for unlike in (False, True):
+        chance = frequent_lines.probabilities(wrong, 0.3, 20, unlike, random)
+        often = chance > 1 / 400
+        assert chance.sum() == pytest.approx(1) and often.sum() == 20 and chance[often].sum() == pytest.approx(0.3)
+    assert wrong[often].sum() == 10
+    last = random.normal(size=(400, 2))
+    first = np.where(wrong[:, None], -last, last)
+    record = recorded(np.stack([first, last], axis=1), (1, 2))._replace(labels=predictions(last))
+    for lines, tested in ((np.repeat(np.arange(300), 10), 1000), (np.arange(300), 100)):
+        chosen = frequent_lines.chosen_from(record, lines, 0.8, 0)
+        assert chosen.guarantee["rows"] == tested
