@@ -153,8 +153,7 @@ class Tokenizer:
         Raises ValueError for a text that is empty or not a string.
         """
         rows = text_rows(texts)
-        # Without a template for pairs (many decoders) the backend drops "<s>" or joins the texts without a separator.
-        pairs = self.backend.num_special_tokens_to_add(True) > self.backend.num_special_tokens_to_add(False)
+        pairs = self.separates_pairs
         sequences = [
             self._head(row[0]) if len(row) == 1 else self._heads(row) if pairs else "\n".join(row) for row in rows
         ]
@@ -211,6 +210,13 @@ class Tokenizer:
             f"the model has {vocab_size} tokens, its tokenizer has {len(ids)} beyond them: {named}"
             f"{', ...' if len(ids) > 3 else ''}. A text that contains one of these is refused."
         )
+
+    @property
+    def separates_pairs(self) -> bool:
+        """Whether special tokens stand between two texts. Without a template for pairs (many decoders) the backend
+        drops "<s>" or joins the texts without a separator.
+        """
+        return self.backend.num_special_tokens_to_add(True) > self.backend.num_special_tokens_to_add(False)
 
     def ids_of(self, text: str, special: bool = True) -> list[int]:
         """The token ids of one text. special: with the special tokens around it."""

@@ -57,13 +57,16 @@ def expected(kind: type, choices, limits: dict[str, float | None]) -> str:
     ).strip()
 
 
+LEAST_PERCENTAGE = 1.5  # a smaller number above 1, such as 1.1, is a mistake of another kind
+
+
 def percentage(value: object) -> str:
     """`; did you mean .95?` for 95 in place of a share, else empty.
 
     >>> percentage(99.9), percentage(0.5)
     ('; did you mean .999?', '')
     """
-    if not isinstance(value, int | float) or not 1 < value <= 100:
+    if not isinstance(value, int | float) or not LEAST_PERCENTAGE <= value <= 100:
         return ""
     return f"; did you mean {f'{value / 100:g}'.removeprefix('0')}?"
 

@@ -78,6 +78,17 @@ class RowUnit(Unit):
     def max_length(self, request, backbone):
         return min(request.common.max_length, backbone.config.max_tokens)
 
+    def open_tokenizer(self, request, backbone):
+        """Raises WrongArguments for pairs of a fine-tuned model that would read them otherwise than its own library."""
+        tokenizer = super().open_tokenizer(request, backbone)
+        pairs = len(request.task.split("train").texts[0]) == 2
+        if pairs and request.method.keeps_model and backbone.classification_head and not tokenizer.separates_pairs:
+            raise WrongArguments(
+                f"{request.model}: expected a tokenizer that separates the two texts of a pair, found one that joins "
+                f"them; join them as the model learned them, and give one text"
+            )
+        return tokenizer
+
     def data(self, request, backbone, tokenizer, about, say):
         if request.method.keeps_model:
             train, held, test = _labelled_by_model(request, backbone, tokenizer, about["exits"])

@@ -151,7 +151,7 @@ def test_heads_learn_by_the_binary_cross_entropy_of_each_label(target, penalty):
 
 def test_a_server_gives_the_sigmoid_of_every_label_and_counts_the_same_set_as_agreement(added):
     answer = added.exported.run(TEXTS[:1])[0]
-    reply = formats_of(added.exported)["/predict"].reply(added.exported, {"inputs": TEXTS[0]}, [], [answer])
+    reply = formats_of(added.exported)["/predict"].reply(added.exported, {"inputs": TEXTS[0]}, [], [answer], 0)
     expected = dict(zip(NAMES, 1 / (1 + np.exp(-answer.logits))))
     assert {each["label"]: each["score"] for each in reply} == pytest.approx(expected)
     assert answer.agrees(answer._replace(label={name: 0.9 for name in reversed(answer.label)}))

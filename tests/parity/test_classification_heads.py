@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
+import mini_ee
 from mini_ee.backbones.backbone import Tensors
 from mini_ee.backbones.fine_tuned import is_multi_label, label_names
 from mini_ee.backbones.hub import load_backbone
 from mini_ee.backbones.tensor_files import read_tensors, write_tensors
+from mini_ee.data.tokenizer import Tokenizer
 from mini_ee.errors import WrongArguments
 from mini_ee.exits import heads
 from mini_ee.exits.classification_head import ClassificationHead, FrozenClassifier
@@ -245,3 +248,14 @@ def test_a_head_that_is_not_whole_or_has_an_unknown_activation_is_refused(tmp_pa
     write_tensors(folder / "model.safetensors", {k: v for k, v in tensors.items() if "pooler" not in k})
     with pytest.raises(ValueError, match="found a bert without classification head; `mini-ee train joint` trains one"):
         ClassificationHead(load_backbone(folder))
+
+
+def test_pairs_that_the_tokenizer_joins_are_refused(tmp_path):
+    """Elsewhere two such texts are two lines, and transformers joins them without a separator."""
+    folder = shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
+    words = {word: number for number, word in enumerate(["<unk>", "a", "b"])}
+    Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>")), None).save_beside_model(folder)
+    pairs = [(f"text {number}", "a") for number in range(120)]
+    with pytest.raises(WrongArguments, match="expected a tokenizer that separates the two texts of a pair, found"):
+        mini_ee.add_exits(folder, pairs, tmp_path / "fast")
+    assert not (tmp_path / "fast").exists()

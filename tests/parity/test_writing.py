@@ -359,7 +359,7 @@ def test_wrong_arguments_of_compare_are_one_line(runs, decoder_folder, capsys, t
     for argv, message, expected in (
         ((runs / "calm", decoder_folder), "give a folder that `mini-ee train` wrote", 1),
         ((runs / "calm", "--task", "SST-2"), "--task is not for decoders", 2),
-        ((runs / "calm", "--temperature", 1, "--top-p", 2), "top_p must be from 1e-06 to 1, got 2.0", 2),
+        ((runs / "calm", "--temperature", 1, "--top-p", 0), "top_p must be from 1e-06 to 1, got 0.0", 2),
         ((runs / "calm", "--model", tmp_path), "config.json", 2),
         ((runs / "calm", "--batch-size", 4), "--batch-size is for classifiers; decoders are timed text by text", 2),
         (

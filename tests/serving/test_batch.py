@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -272,15 +271,6 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inp
     monkeypatch.setattr(parts, "write_bytes", full)
     line = refused(capsys, *batch(runtime, tmp_path / "full", inputs / "a.jsonl"), status=1)
     assert "a.jsonl.part-00000.jsonl: No space left on device" in line
-
-
-def test_a_file_whose_name_is_not_utf_8_is_named(capsys, tmp_path, runtime):
-    path = os.fsencode(tmp_path) + b"/a\xff.txt"
-    with open(path, "wb") as file:
-        file.write(b"the film\n")
-    assert main(["batch", str(runtime.folder), "--in", os.fsdecode(path), "--out", str(tmp_path / "out")]) == 1
-    line = capsys.readouterr().err
-    assert re.fullmatch(r"mini-ee batch: expected a name in UTF-8, found 'a\\udcff.txt.*'; rename the file\n", line)
 
 
 def test_the_embeddings_of_a_sentence_encoder_are_those_of_run(capsys, tmp_path, embedding_run, inputs):

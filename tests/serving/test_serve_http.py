@@ -742,7 +742,7 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
         (["--tighten"], "give --shadow .05"),
         (["--epsilon", ".9"], "give --shadow .05"),
         (["--shadow", ".1", "--tighten"], "--tighten needs the agreement to keep: give --epsilon .95"),
-        (["--shadow", "2"], "the share of shadow rows must be above 0 and at most 1"),
+        (["--shadow", "1.1"], "the share of shadow rows must be above 0 and at most 1"),
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (["--max-wait", "-1"], "--max-wait must be from 0 to 60000"),
         (["--max-wait", "nan"], "--max-wait must be from 0 to 60000"),
