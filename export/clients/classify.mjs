@@ -25,7 +25,6 @@ const tokenizer = new Tokenizer(read("tokenizer.json"), {});
 const left = read("tokenizer.json").truncation?.direction === "Left";
 if (hasThreshold && !(values.threshold.trim() && Number(values.threshold) <= Infinity)) fail("--threshold: expected a number");
 if (hasThreshold && !session.inputNames.includes("threshold")) fail("--threshold: this graph's rule has none; leave it out");
-
 const int64 = (numbers, shape = [numbers.length]) => new ort.Tensor("int64", BigInt64Array.from(numbers, BigInt), shape);
 
 function settings() {
@@ -34,7 +33,6 @@ function settings() {
   const threshold = new ort.Tensor("float32", [Number(values.threshold)], []); // for all exits; [rows, exits - 1]: by row
   return { threshold, exit_at: int64([-1]), ...counted };
 }
-
 const overrides = hasThreshold ? settings() : {};
 
 /** Token ids, cut to the length that the model was trained with, on the side that tokenizer.json names. */
