@@ -87,8 +87,8 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         backend.no_truncation()
         doubt = _doubt(folder, backend, config, family)
     rebuilt = family not in (*AS_IT_IS, *CHECKED)
-    if doubt is None and rebuilt and (family in PYTHON_ONLY or config.get("backend") != "tokenizers"):
-        # "backend": version 5 has saved it as it builds it
+    saved = config.get("backend") == "tokenizers" and _without_suffixes(config.get("tokenizer_class")) == family
+    if doubt is None and rebuilt and (family in PYTHON_ONLY or not saved):  # saved: by version 5, as it builds it
         doubt = f"{family}Tokenizer, for which transformers builds another one"
     if (doubt or rebuilt) and family not in PYTHON_ONLY and find_spec("transformers"):
         return _from_transformers(folder)
@@ -145,6 +145,10 @@ def _family(folder: Path, config: dict) -> str | None:
         return only
     if name is None:
         return (TOKENIZERS | DECODER_TOKENIZERS if config else TOKENIZERS).get(kind)
+    return _without_suffixes(name)
+
+
+def _without_suffixes(name: Any) -> str:
     return str(name).removesuffix("Fast").removesuffix("Tokenizer")
 
 
