@@ -6,8 +6,8 @@
 
 Both guarantees are one idea, Learn then Test (Angelopoulos et al. 2021, arXiv:2110.01052): test settings in an order
 that is fixed beforehand, from the strictest on, and stop at the first that fails. A wrong rejection implies that the
-first true hypothesis was rejected, which is a single test: so no correction for their number is needed. A test is exact
-for every number of rows: the tail of a binomial distribution, as in the interval of Clopper and Pearson (1934).
+first true hypothesis was rejected, which is a single test: so no correction for their number is needed. Each test is
+exact: the tail of a binomial distribution, as in the interval of Clopper and Pearson (1934).
 """
 
 import math
@@ -35,25 +35,6 @@ def binomial_cdf(count: int, trials: int, p: float) -> float:
     x = np.arange(min(count, trials) + 1)
     log_ways = [math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in x.tolist()]
     return min(1.0, math.fsum(np.exp(np.array(log_ways) + x * math.log(p) + (trials - x) * math.log1p(-p))))
-
-
-def share_interval(successes: int, count: int, level: float = 0.95) -> tuple[float, float]:
-    """The interval of Clopper and Pearson for a share.
-
-    Its ends are the shares for which as few, or as many, successes have probability (1 - level) / 2.
-
-    >>> share_interval(0, 10)[0], round(share_interval(0, 10)[1], 4)
-    (0.0, 0.3085)
-    """
-
-    def highest(successes: int) -> float:
-        low, high = successes / count, 1.0
-        while high - low > 1e-9:
-            p = (low + high) / 2
-            low, high = (p, high) if binomial_cdf(successes, count, p) > (1 - level) / 2 else (low, p)
-        return high
-
-    return 1 - highest(count - successes), highest(successes)
 
 
 def fixed_sequence(p_values: Sequence[float] | np.ndarray, level: float) -> int:

@@ -125,10 +125,9 @@ def read_task(path: str | Path, tokenizer: Tokenizer, most: int | None = None, s
 
 def split_file(folder: Path, names: Sequence[str]) -> Path:
     """The first of these splits that the folder has, as a table."""
-    for name in names:
-        for suffix in SUFFIXES:
-            if (folder / f"{name}{suffix}").is_file():
-                return folder / f"{name}{suffix}"
+    for path in [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]:
+        if path.is_file():
+            return path
     raise FileNotFoundError(f"{folder}: expected {' or '.join(names)} as {', '.join(SUFFIXES)}")
 
 
@@ -162,9 +161,8 @@ def encoded(learn: list[dict], test: list[dict], tokenizer: Tokenizer, most: int
         columns = "sentence, text, or a pair such as sentence1 and sentence2; and label or score"
         raise ValueError(f"expected the columns {columns}; found {', '.join(learn[0])}")
     learn = [learn[at] for at in np.random.default_rng(seed).permutation(len(learn))[:most]]
-    for record in test:
-        if not record.keys() >= {*texts, label}:
-            raise ValueError(f"the rows of the test need the columns {', '.join((*texts, label))}")
+    if not all(record.keys() >= {*texts, label} for record in test):
+        raise ValueError(f"the rows of the test need the columns {', '.join((*texts, label))}")
     found = {record[label] for record in learn}
     numbers = all(re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", value) for value in found)
     regression = numbers and any("." in value for value in found)
@@ -199,28 +197,17 @@ def score_of(logits: np.ndarray | Tensor, labels: Tensor) -> float:
     return float((logits.argmax(1) == labels.numpy()).mean())
 
 
-class Scored(NamedTuple):
-    """A rule on N rows."""
-
-    score: float
-    layers: float  # mean layers that have run
-    saved: float  # share of the full model's FLOPs that is saved, heads included
-    exit_index: np.ndarray  # (N,)
-
-
 @torch.inference_mode()
-def scored(model: nn.Module, rule: Rule, data: Rows) -> Scored:
-    """Run all rows through the loop, in batches. model: a bert.Exits."""
-    logits, exit_index = np.empty((len(data), data.outputs), np.float32), np.empty(len(data), np.int64)
-    flops = full = 0.0
+def scored(model: nn.Module, rule: Rule, data: Rows) -> tuple[float, float, float]:
+    """All rows through the loop: the score, the mean layers run, the share of the full model's FLOPs that is saved."""
+    logits, layers, flops, full = np.empty((len(data), data.outputs), np.float32), 0.0, 0.0, 0.0
     for rows in batches(data, BATCH):
         result = early_exit(model, rule, inputs := data.batch(rows))
-        logits[rows], exit_index[rows] = result.logits, result.exit_index
-        tokens = inputs.ids.shape[1]
+        logits[rows], tokens = result.logits, inputs.ids.shape[1]
+        layers += model.passes[result.exit_index].sum()
         flops += model.flops(tokens, every_head=rule.needs == "logits")[result.exit_index].sum()
         full += len(rows) * model.flops(tokens, every_head=False)[-1]
-    layers = float(model.passes[exit_index].mean())
-    return Scored(score_of(logits, data.labels), layers, 1 - flops / full, exit_index)
+    return score_of(logits, data.labels), layers / len(data), 1 - flops / full
 
 
 def usual_rules(data: Rows) -> dict[str, Rule]:
@@ -237,8 +224,7 @@ def report(model: nn.Module, data: Rows, rules: Mapping[str, Rule], title: str, 
     print(f"\n{f'on {len(data)} test rows':34}{metric:>12}{'layers':>9}{'FLOPs saved':>13}")
     alone = {f"all exit after layer {layer}": Fixed(k) for k, layer in enumerate(model.exits[:-1])}
     found = {name: scored(model, rule, data) for name, rule in (alone | {"full model": Never()} | rules).items()}
-    for name, each in found.items():
-        print(f"{name:34}{each.score:12.3f}{each.layers:9.2f}{each.saved:13.0%}")
-    points = {name: (each.layers, each.score) for name, each in found.items()}
-    exits = [points.pop(name) for name in (*alone, "full model")]
-    draw(path, title, metric, exits, points)
+    for name, (score, layers, saved) in found.items():
+        print(f"{name:34}{score:12.3f}{layers:9.2f}{saved:13.0%}")
+    points = {name: (layers, score) for name, (score, layers, _) in found.items()}
+    draw(path, title, metric, [points.pop(name) for name in (*alone, "full model")], points)

@@ -25,20 +25,9 @@ from mini_ee.core.loop import early_exit
 from mini_ee.core.rules import Rule
 
 SIZES = "hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings vocab_size".split()
-FIXED = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None,),
-    "rope_parameters": (),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1.0,),
-    "attention_dropout": (0.0,),
-    "rope_theta": (),
-    "head_dim": (),
-    "num_key_value_heads": (),
-    "rms_norm_eps": (),
-    "tie_word_embeddings": (),
-}
+FIXED = {"hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (False,), "mlp_bias": (False,)}
+FIXED |= {"partial_rotary_factor": (1.0,), "attention_dropout": (0.0,), "rope_parameters": (), "rope_theta": ()}
+FIXED |= {"head_dim": (), "num_key_value_heads": (), "rms_norm_eps": (), "tie_word_embeddings": ()}
 PARTS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
 PARTS |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 PARTS |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -234,7 +223,7 @@ class Tokens(NamedTuple):
         return len(self.ids)
 
     def keep(self, rows: np.ndarray) -> "Tokens":
-        return Tokens(*(tensor[torch.from_numpy(rows)] for tensor in self))
+        return Tokens(*(tensor[rows] for tensor in self))
 
 
 class TokenState(NamedTuple):
@@ -244,7 +233,7 @@ class TokenState(NamedTuple):
     tokens: Tokens
 
     def keep(self, rows: np.ndarray) -> "TokenState":
-        return TokenState(self.hidden[torch.from_numpy(rows)], self.tokens.keep(rows))
+        return TokenState(self.hidden[rows], self.tokens.keep(rows))
 
 
 class Decoding:

@@ -72,10 +72,10 @@ def early_exit(engine: Engine, rule: Rule, inputs: Sized) -> Result:
             stops = rule.stop(k, logits, memory)
         exiting, staying = np.flatnonzero(stops), np.flatnonzero(~stops)
         if len(exiting):
-            if logits is None:  # the head is computed for the rows that stop here, and for no others
-                logits = engine.read(k, state.keep(exiting) if len(staying) else state)
-            else:
+            if logits is not None:
                 logits = logits[exiting]
+            else:  # the head is computed for the rows that stop here, and for no others
+                logits = engine.read(k, state.keep(exiting) if len(staying) else state)
             stopped.append((rows[exiting], logits))
             exit_index[rows[exiting]] = k
         if not len(staying):

@@ -150,7 +150,7 @@ class SelfSupervisedOptions(Options):
         default="llama", metadata={"help": "folder of a Llama in Hugging Face's layout, or the built-in one"}
     )
     task: str = field(default="", metadata={"help": "file of texts for D_t and D_c; without it, the model writes them"})
-    rows: int = field(default=320, metadata={"help": "texts of D_t; D_c has as many"})
+    rows: int = field(default=480, metadata={"help": "texts of D_t; D_c has as many"})
     lr: float = field(default=2e-3, metadata={"help": "learning rate of the heads"})
     penalty: float = field(default=LAMBDA, metadata={"help": "lambda of Eq. 1; the paper tries 0, .1 and .95"})
     epsilon: float = field(default=0.9, metadata={"help": "share of tokens that agree with the full model"})

@@ -1,6 +1,7 @@
 """What the four scripts share: a training loop, the scores of exits and rules, a picture, and options."""
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -101,7 +102,7 @@ class Options:
 
     model: str = field(default="bert", metadata={"help": "folder of a BERT of Hugging Face, or the built-in one"})
     task: str = field(default="", metadata={"help": "TSV, CSV or JSONL file, or a folder with train and dev files"})
-    rows: int = field(default=1500, metadata={"help": "most training rows, drawn with the seed"})
+    rows: int = field(default=2000, metadata={"help": "most training rows, drawn with the seed"})
     exits: tuple[int, ...] = field(default=(4, 8, 12), metadata={"help": "exit layers; the last one is the model's"})
     epochs: int = field(default=4, metadata={"help": "epochs of a training"})
     seed: int = field(default=0, metadata={"help": "random seed"})
@@ -113,14 +114,15 @@ Some = TypeVar("Some")
 
 def script(run: Callable[[Some], None], kind: type[Some], about: str) -> None:
     """Parse the fields of a dataclass from the command line, and run. A mistake is one line, with status 2."""
-    parser = argparse.ArgumentParser(
-        description=about.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    shape = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110)
+    first = about.split("\n\n")[0]
+    parser = argparse.ArgumentParser(description=first, usage="%(prog)s [options]", formatter_class=shape)
     for each in fields(kind):  # type: ignore[arg-type]  # a dataclass
-        several, name = isinstance(each.default, tuple), f"--{each.name.replace('_', '-')}"
+        several = isinstance(each.default, tuple)
         convert = (lambda text: tuple(map(int, text.split(",")))) if several else type(each.default)
-        metavar = "4,8" if several else {int: "N", float: "X"}.get(convert, "PATH")
-        parser.add_argument(name, type=convert, default=each.default, metavar=metavar, help=each.metadata["help"])
+        shown = ",".join(map(str, each.default)) if several else str(each.default)
+        help_text = each.metadata["help"] + (f" ({shown})" if shown else "")
+        parser.add_argument(f"--{each.name}", type=convert, default=each.default, help=help_text)
     try:
         run(kind(**vars(parser.parse_args())))
     except (ValueError, OSError) as error:

@@ -159,7 +159,7 @@ def core_lora_model(targets=("query", "value"), exits=(1, 2, 4), rank=4):
         bert = Bert(config | {"vocab_size": 60, "max_position_embeddings": 40})
         for parameter in bert.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        model = lora_exits.LoRAExits(bert, exits, 3, rank, 16.0, targets).eval()
+        model = lora_exits.LoRAExits(bert, exits, 3, rank, targets).eval()
         for parameter in model.adapters.parameters():
             torch.nn.init.normal_(parameter, std=0.15)
         for head in model.heads:
