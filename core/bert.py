@@ -19,14 +19,14 @@ Adapt = Callable[[str, Tensor, Tensor], Tensor]
 """Changes the output of a linear map of a layer: (its name, its input, its output) -> the new output."""
 
 SIZES = "hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings vocab_size".split()
-FIXED = {"hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "type_vocab_size": (2,)}
+FIXED: dict[str, tuple] = {"hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "type_vocab_size": (2,)}
 FIXED |= {"is_decoder": (False,), "add_cross_attention": (False,), "tie_word_embeddings": ()}
 FIXED |= {"hidden_dropout_prob": (), "attention_probs_dropout_prob": (), "layer_norm_eps": ()}
 NAMES = {"query": "attention.self.query", "key": "attention.self.key", "value": "attention.self.value"}
 NAMES |= {"attention_output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm"}
 NAMES |= {"up": "intermediate.dense", "down": "output.dense", "output_norm": "output.LayerNorm", "norm": "LayerNorm"}
 NAMES |= {"word": "word_embeddings", "position": "position_embeddings", "kind": "token_type_embeddings"}
-UNUSED = ("cls.", "pooler.", "classifier.", "embeddings.position_ids")
+UNUSED = ("cls.", "pooler.", "classifier.", "position_ids")
 
 
 def theirs(ours: str) -> str:

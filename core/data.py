@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -215,15 +215,17 @@ def usual_rules(data: Rows) -> dict[str, Rule]:
     if not data.names:
         near = 0.3 * float(data.labels.std())
         return {f"patience {t}": Patience(t, near) for t in (1, 2)}
-    return {f"threshold {tau}": Threshold(tau) for tau in (0.8, 0.9, 0.95)} | {"patience 2": Patience(2)}
+    rules: dict[str, Rule] = {f"threshold {tau}": Threshold(tau) for tau in (0.8, 0.9, 0.95)}
+    return rules | {"patience 2": Patience(2)}
 
 
-def report(model: nn.Module, data: Rows, rules: Mapping[str, Rule], title: str, path: str) -> None:
+def report(model: nn.Module, data: Rows, rules: dict[str, Rule], title: str, path: str) -> None:
     """Print, and draw, score and layers of each exit and each rule on the test rows."""
     metric = "accuracy" if data.names else "correlation"
     print(f"\n{f'on {len(data)} test rows':34}{metric:>12}{'layers':>9}{'FLOPs saved':>13}")
-    alone = {f"all exit after layer {layer}": Fixed(k) for k, layer in enumerate(model.exits[:-1])}
-    found = {name: scored(model, rule, data) for name, rule in (alone | {"full model": Never()} | rules).items()}
+    alone: dict[str, Rule] = {f"all exit after layer {layer}": Fixed(k) for k, layer in enumerate(model.exits[:-1])}
+    every = alone | {"full model": Never()} | rules
+    found = {name: scored(model, rule, data) for name, rule in every.items()}
     for name, (score, layers, saved) in found.items():
         print(f"{name:34}{score:12.3f}{layers:9.2f}{saved:13.0%}")
     points = {name: (layers, score) for name, (score, layers, _) in found.items()}

@@ -25,7 +25,12 @@ from mini_ee.core.loop import early_exit
 from mini_ee.core.rules import Rule
 
 SIZES = "hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings vocab_size".split()
-FIXED = {"hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (False,), "mlp_bias": (False,)}
+FIXED: dict[str, tuple] = {
+    "hidden_act": ("silu",),
+    "rope_scaling": (None,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+}
 FIXED |= {"partial_rotary_factor": (1.0,), "attention_dropout": (0.0,), "rope_parameters": (), "rope_theta": ()}
 FIXED |= {"head_dim": (), "num_key_value_heads": (), "rms_norm_eps": (), "tie_word_embeddings": ()}
 PARTS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
@@ -63,7 +68,7 @@ class Place(NamedTuple):
 
     def read_and_write(self, depth: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """k, v (B, G, T, d) of these tokens -> all that they may read, (B, G, S, d), and the mask (B, 1, T, S)."""
-        if self.cache is None:
+        if self.cache is None or self.rows is None:
             return k, v, None
         rows, slots = self.rows, int(self.at.max()) + 1
         for cached, new in ((self.cache.keys, k), (self.cache.values, v)):
@@ -132,8 +137,7 @@ class Llama(nn.Module):
         """From a folder in Hugging Face's layout, or the built-in one. Raises FileNotFoundError, or ValueError."""
         folder = folder_of(name)
         model = cls(read_config(folder, "llama", SIZES, FIXED))
-        unused = ("rotary_emb", "layers.0.self_attn.rotary_emb") + (() if model.lm_head else ("lm_head.",))
-        load_weights(model, folder, theirs, unused)
+        load_weights(model, folder, theirs, ("rotary_emb.",) if model.lm_head else ("rotary_emb.", "lm_head."))
         return model.eval()
 
     def run(self, x: Tensor, place: Place, start: int, stop: int) -> Tensor:
@@ -305,11 +309,8 @@ def generate(
     Each step is one run of early_exit. Raises ValueError for an empty prompt, an unknown token, or too many tokens.
     """
     config, most = model.llama.config, max(map(len, prompts), default=0) + count
-    if (
-        not prompts
-        or not all(prompts)
-        or not all(0 <= token < config["vocab_size"] for row in prompts for token in row)
-    ):
+    known = all(0 <= token < config["vocab_size"] for prompt in prompts for token in prompt)
+    if not known or not prompts or not all(prompts):
         raise ValueError(f"expected prompts of at least one token each, from 0 to {config['vocab_size'] - 1}")
     if most > config["max_position_embeddings"]:
         raise ValueError(f"expected at most {config['max_position_embeddings']} tokens, prompt included, got {most}")

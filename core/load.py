@@ -73,14 +73,17 @@ def read_config(folder: Path, family: str, sizes: Iterable[str], fixed: Mapping[
 def load_weights(model: nn.Module, folder: Path, theirs: Callable[[str], str], ignored: tuple[str, ...]) -> None:
     """Copy the weights of a folder into a model, as its dtype. theirs: our name of a weight -> the file's name.
 
-    A prefix such as `bert.` or `model.` may be there or not. ignored: beginnings of names of parts that are not used.
+    A prefix such as `bert.` or `model.` may be there or not. ignored: what names of parts that are not used contain.
     """
     stored, prefix = read_weights(folder), theirs("")
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):  # of 2018
+        stored = {name.replace(old, new): value for name, value in stored.items()}
     stored = {name.removeprefix(prefix): value for name, value in stored.items()}
     ours = {theirs(name).removeprefix(prefix): parameter for name, parameter in model.state_dict().items()}
     if missing := sorted(ours.keys() - stored.keys()):
         raise ValueError(f"{folder}: {len(missing)} weights are missing, such as {missing[0]}")
-    if unknown := sorted(name for name in stored.keys() - ours.keys() if not name.startswith(ignored)):
+    extra = sorted(stored.keys() - ours.keys())
+    if unknown := [name for name in extra if not any(part in name for part in ignored)]:
         raise ValueError(f"{folder}: {len(unknown)} weights are unknown, such as {unknown[0]}")
     for name, parameter in ours.items():
         if stored[name].shape != parameter.shape:
@@ -95,7 +98,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
     index = folder / "model.safetensors.index.json"
     shards = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for shard in shards:
         if not (folder / shard).is_file():
             raise FileNotFoundError(f"{folder / shard}: no weights here")

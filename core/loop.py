@@ -50,7 +50,7 @@ class Result(NamedTuple):
 def early_exit(engine: Engine, rule: Rule, inputs: Sized) -> Result:
     """Run a batch of N = len(inputs) rows; at each exit the rule decides which stop, and only the others continue.
 
-    `rows`, `plan` and `memory` hold only the rows that have not stopped. Raises ValueError if there is no row.
+    `rows` and `memory` hold only the rows that have not stopped. Raises ValueError if there is no row.
     """
     if not len(inputs):
         raise ValueError("expected a batch of at least one row, got none")

@@ -33,7 +33,8 @@ def train(
     weights of the best epoch, or those from before, if no epoch is above `to_beat`. Returns the best score.
     Raises ValueError if the loss is not finite.
     """
-    groups, last = [], epochs * math.ceil(count / size)
+    groups: list[dict] = []
+    last = epochs * math.ceil(count / size)
     for module, rate in rates.items():
         matrices, vectors = ([p for p in module.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
         groups += [{"params": matrices, "peak": rate, "weight_decay": WEIGHT_DECAY}]
@@ -118,9 +119,10 @@ def script(run: Callable[[Some], None], kind: type[Some], about: str) -> None:
     first = about.split("\n\n")[0]
     parser = argparse.ArgumentParser(description=first, usage="%(prog)s [options]", formatter_class=shape)
     for each in fields(kind):  # type: ignore[arg-type]  # a dataclass
-        several = isinstance(each.default, tuple)
-        convert = (lambda text: tuple(map(int, text.split(",")))) if several else type(each.default)
-        shown = ",".join(map(str, each.default)) if several else str(each.default)
+        convert = (
+            (lambda text: tuple(map(int, text.split(",")))) if isinstance(each.default, tuple) else type(each.default)
+        )
+        shown = ",".join(map(str, each.default)) if isinstance(each.default, tuple) else str(each.default)
         help_text = each.metadata["help"] + (f" ({shown})" if shown else "")
         parser.add_argument(f"--{each.name}", type=convert, default=each.default, help=help_text)
     try:

@@ -253,6 +253,22 @@ def test_a_strange_or_damaged_folder_is_one_line(kind, checkpoint_folder, tmp_pa
     assert "\n" not in str(raised.value) and str(folder) in str(raised.value)
 
 
+def test_names_of_2018_are_read(checkpoint_folder, tmp_path):
+    """LayerNorm.gamma and .beta, as in bert-base-uncased."""
+    folder, word = shutil.copytree(checkpoint_folder, tmp_path / "bert"), "LayerNorm"
+    weights = load_file(folder / "model.safetensors")
+    old = {
+        name.replace(f"{word}.weight", f"{word}.gamma").replace(f"{word}.bias", f"{word}.beta"): value
+        for name, value in weights.items()
+    }
+    assert old.keys() != weights.keys()
+    save_file(old, folder / "model.safetensors")
+    for (_, ours), (_, theirs) in zip(
+        Bert.load(folder).named_parameters(), Bert.load(checkpoint_folder).named_parameters()
+    ):
+        assert torch.equal(ours, theirs)
+
+
 def test_another_rope_is_refused(decoder_checkpoint, tmp_path):
     folder = shutil.copytree(decoder_checkpoint, tmp_path / "llama")
     changed_config(rope_scaling={"rope_type": "llama3"})(folder)

@@ -66,15 +66,22 @@ def test_consistentee_on_tokens(llama_folder, tmp_path, capsys):
     assert "16 texts of 64 tokens" in printed and "policy, pi > .5" in printed
 
 
-@pytest.mark.parametrize("name", ["lora_exits", "self_supervised", "raee", "consistent"])
-def test_help_fits_on_a_screen_and_a_mistake_is_one_line(name, tmp_path):
-    command = [sys.executable, "-m", f"mini_ee.core.{name}"]
-    help_text, mistake = (
-        subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path)
-        for more in (["--help"], ["--model", str(tmp_path)])
+@pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__.split(".")[-1])
+def test_help_fits_on_a_screen_and_a_mistake_is_one_line(module, tmp_path, monkeypatch, capsys):
+    for status, argv in ((0, ["--help"]), (2, ["--model", str(tmp_path)])):
+        monkeypatch.setattr(sys, "argv", ["script", *argv])
+        with pytest.raises(SystemExit) as stopped:
+            train.script(module.main, SCRIPTS[module], module.__doc__)
+        printed = capsys.readouterr()
+        assert stopped.value.code == status and len(printed.out.splitlines()) <= 25
+    assert printed.out == "" and len(printed.err.splitlines()) == 1 and str(tmp_path) in printed.err
+
+
+def test_a_paper_is_a_script(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mini_ee.core.raee", "--task", "no"], capture_output=True, cwd=tmp_path
     )
-    assert help_text.returncode == 0 and len(help_text.stdout.splitlines()) <= 25
-    assert mistake.returncode == 2 and len(mistake.stderr.splitlines()) == 1 and str(tmp_path) in mistake.stderr
+    assert done.returncode == 2 and done.stderr.decode().startswith("error: no: no such file")
 
 
 # ---- Files ----
