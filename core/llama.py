@@ -121,7 +121,7 @@ class Llama(nn.Module):
         super().__init__()
         D, H, rope = config["hidden_size"], config["num_attention_heads"], config.get("rope_parameters") or {}
         if (kind := rope.get("rope_type", "default")) != "default":
-            raise ValueError(f"config.json: rope_type must be 'default', found {kind!r}; mini_ee.lab has more")
+            raise ValueError(f"config.json: rope_type must be 'default', found {kind!r}; the core implements no other")
         defaults = {"num_key_value_heads": H, "head_dim": D // H, "rms_norm_eps": 1e-6}
         self.config = config = defaults | {key: value for key, value in config.items() if value is not None}
         self.embed_tokens = nn.Embedding(config["vocab_size"], D)

@@ -57,14 +57,16 @@ def read_config(folder: Path, family: str, sizes: Iterable[str], fixed: Mapping[
     path = folder / "config.json"
     config = read_json(path)
     if (found := config.get("model_type")) != family:
-        raise ValueError(f"{path}: expected model_type {family!r}, found {found!r}; mini_ee.lab has other families")
+        raise ValueError(
+            f"{path}: expected model_type {family!r}, found {found!r}; the command mini-ee reads more families"
+        )
     for key in sizes:
         if not isinstance(value := config.get(key), int | float) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"{path}: expected a number above 0 as {key}, found {value!r}")
     for key, value in config.items():
         if key in fixed and fixed[key] and value not in fixed[key]:
             allowed = " or ".join(map(repr, fixed[key]))
-            raise ValueError(f"{path}: {key} must be {allowed}, found {value!r}; mini_ee.lab has more")
+            raise ValueError(f"{path}: {key} must be {allowed}, found {value!r}; the core implements no other")
         if key not in fixed and key not in sizes and key not in ABOUT:
             raise ValueError(f"{path}: unknown key {key!r}, which may change the result; remove it if it does not")
     return config

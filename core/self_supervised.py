@@ -95,9 +95,7 @@ def states_of(model: TokenExits, texts: Tensor) -> Tensor:
 
 
 # ---- Training ----
-def fit(
-    model: TokenExits, texts: Tensor, epochs: int, lr: float, penalty: float = LAMBDA, target: str = "hard"
-) -> None:
+def fit(model: TokenExits, texts: Tensor, epochs: int, lr: float, penalty: float = LAMBDA) -> None:
     """All heads at once, by the sum of Eq. 1 over heads, on texts (N, T). The best epoch: most agreement on a tenth."""
     model.llama.requires_grad_(False)
     states = states_of(model, texts)
@@ -146,9 +144,7 @@ def calibrate(logits: np.ndarray, epsilon: float, texts: np.ndarray | None = Non
 class SelfSupervisedOptions(Options):
     """Options of the script."""
 
-    model: str = field(
-        default="llama", metadata={"help": "folder of a Llama in Hugging Face's layout, or the built-in one"}
-    )
+    model: str = field(default="llama", metadata={"help": "folder of a Llama of Hugging Face, or the built-in one"})
     task: str = field(default="", metadata={"help": "file of texts for D_t and D_c; without it, the model writes them"})
     rows: int = field(default=480, metadata={"help": "texts of D_t; D_c has as many"})
     lr: float = field(default=2e-3, metadata={"help": "learning rate of the heads"})
@@ -198,9 +194,8 @@ def agreement(result: Result, logits: np.ndarray) -> float:
 def report_tokens(model: TokenExits, logits: np.ndarray, rules: dict[str, Threshold], path: str) -> None:
     """Print, and draw, agreement and layers of each exit and each rule on fresh tokens, logits (N, K, V)."""
     alone, all_heads = (model.flops(LENGTH / 2, every_head) for every_head in (False, True))
-    print(
-        f"\n{f'on {len(logits)} fresh tokens':32}{'agreement':>10}{'layers':>8}{'FLOPs saved':>13}   tau of each head"
-    )
+    title = f"on {len(logits)} fresh tokens"
+    print(f"\n{title:32}{'agreement':>10}{'layers':>8}{'FLOPs saved':>13}   tau of each head")
     exits = []
     for k, layer in enumerate(model.exits):
         exits.append((layer, float((logits[:, k].argmax(1) == logits[:, -1].argmax(1)).mean())))

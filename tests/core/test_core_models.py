@@ -19,7 +19,7 @@ from mini_ee.core.load import folder_of
 from mini_ee.core.loop import early_exit
 from mini_ee.core.rules import Fixed, Never, Patience, Rule, Threshold
 from mini_ee.data.tokenizer import Inputs as ProjectInputs
-from mini_ee.exits.generation import gather
+from mini_ee.exits.generation import gather, token_weights
 from mini_ee.exits.generation import generate as generate_with_the_project
 from mini_ee.exits.heads import VocabularyHead
 from mini_ee.exits.row_exits import RowExits
@@ -147,6 +147,21 @@ def test_prompts_of_any_lengths_are_continued_as_the_project_does(tau, missing, 
     )
     assert [(text.ids, text.layers) for text in found] == [(text.tokens, text.layers_run) for text in expected]
     assert len({layer for text in found for layer in text.layers}) > 1
+
+
+@pytest.mark.parametrize("missing", ["copy_state", "recompute"])
+def test_a_prompt_of_a_batch_is_continued_as_it_is_alone(missing, decoder):
+    rule = Threshold(0.1, "breaking_ties")
+    together = generate(decoder[0], rule, PROMPTS, 6, missing)
+    assert together == [generate(decoder[0], rule, [prompt], 6, missing)[0] for prompt in PROMPTS]
+
+
+def test_the_flops_of_a_token_are_the_projects(decoder):
+    core, project, _ = decoder
+    weights = token_weights(project)
+    layer = 2.0 * weights.layer + 4.0 * weights.attention * 8  # the token at position 7 reads 8
+    np.testing.assert_allclose(core.flops(7, every_head=False), np.array(core.exits) * layer + 2.0 * weights.head)
+    np.testing.assert_allclose(core.flops(7, True) - core.flops(7, False), 2.0 * weights.head * np.arange(3))
 
 
 def test_never_exiting_a_text_is_that_of_the_full_model_token_by_token(decoder):
