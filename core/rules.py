@@ -109,7 +109,8 @@ class Threshold(Rule):
             raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {self.measure!r}")
 
     def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
-        return MEASURES[self.measure](read) >= (self.tau[k] if isinstance(self.tau, Sequence) else self.tau)
+        tau = self.tau if isinstance(self.tau, int | float) else self.tau[k]
+        return MEASURES[self.measure](read) >= tau
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,10 @@ class Patience(Rule):
 
     t: int
     tolerance: float = 0.5
+
+    def __post_init__(self):
+        if self.t < 1 or self.tolerance <= 0:
+            raise ValueError(f"patience must be at least 1, its tolerance above 0, got {self.t} and {self.tolerance}")
 
     def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
         if read.shape[1] == 1:  # the defaults inf and -1 are no predictions, so at the first exit no row is equal

@@ -1,4 +1,4 @@
-"""What the four scripts share: a training loop, the scores of exits and rules, a picture, and options."""
+"""What the four scripts share: a training loop, a picture, and options."""
 
 import argparse
 import functools
@@ -110,6 +110,11 @@ class Options:
     picture: str = field(default="", metadata={"help": "file of the picture; by default, one named after the paper"})
 
 
+def layers(text: str) -> tuple[int, ...]:
+    """The layers in a text such as 4,8,12."""
+    return tuple(map(int, text.split(",")))
+
+
 Some = TypeVar("Some")
 
 
@@ -119,10 +124,9 @@ def script(run: Callable[[Some], None], kind: type[Some], about: str) -> None:
     first = about.split("\n\n")[0]
     parser = argparse.ArgumentParser(description=first, usage="%(prog)s [options]", formatter_class=shape)
     for each in fields(kind):  # type: ignore[arg-type]  # a dataclass
-        convert = (
-            (lambda text: tuple(map(int, text.split(",")))) if isinstance(each.default, tuple) else type(each.default)
-        )
-        shown = ",".join(map(str, each.default)) if isinstance(each.default, tuple) else str(each.default)
+        default = each.default
+        convert = layers if isinstance(default, tuple) else type(default)
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         help_text = each.metadata["help"] + (f" ({shown})" if shown else "")
         parser.add_argument(f"--{each.name}", type=convert, default=each.default, help=help_text)
     try:
