@@ -302,7 +302,7 @@ def main_tokens(options: ConsistentOptions) -> None:
         written = generate(model, rule, prompts, 32)
         right = np.mean([text.ids[0] == token for text, token in zip(written, truth)])
         print(f"{name:24}{np.mean([text.layers for text in written]):8.2f}{right:20.3f}")
-        print("   ", " ".join(tokenizer.decode(written[0].ids).split()))
+        print("   ", " ".join(tokenizer.decode(prompts[0][-12:] + written[0].ids).split()))
 
 
 if __name__ == "__main__":

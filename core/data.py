@@ -160,14 +160,14 @@ def encoded(learn: list[dict], test: list[dict], tokenizer: Tokenizer, most: int
     if texts is None or label is None:
         columns = "sentence, text, or a pair such as sentence1 and sentence2; and label or score"
         raise ValueError(f"expected the columns {columns}; found {', '.join(learn[0])}")
-    learn = [learn[at] for at in np.random.default_rng(seed).permutation(len(learn))[:most]]
     if not all(record.keys() >= {*texts, label} for record in test):
         raise ValueError(f"the rows of the test need the columns {', '.join((*texts, label))}")
     found = {record[label] for record in learn}
     numbers = all(re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", value) for value in found)
     regression = numbers and any("." in value for value in found)
     names = () if regression else tuple(sorted(found, key=lambda name: (float(name) if numbers else 0, name)))
-    index = {name: at for at, name in enumerate(names)}
+    index = {name: at for at, name in enumerate(names)}  # of all rows for training, also if fewer are drawn
+    learn = [learn[at] for at in np.random.default_rng(seed).permutation(len(learn))[:most]]
     parts = []
     for records in (learn, test):
         if not regression and (new := {record[label] for record in records} - index.keys()):

@@ -227,6 +227,9 @@ def teacher_of(k: int, last: int, way: str = "segd") -> int | None:
 def fit(model: LoRAExits, learn: Rows, held: Rows, epochs: int, lr: float, way: str = "segd") -> None:
     """One training per exit, the last exit first: it has to be trained before it teaches."""
     last = len(model.exits) - 1
+    if not learn.names:  # the heads of a regression start at the mean
+        for head in model.heads:
+            nn.init.constant_(head[3].bias, float(learn.labels.mean()))
     for k in range(last, -1, -1):
         teacher = teacher_of(k, last, way)
         # The teacher is frozen, so its logits on all examples are computed once.

@@ -113,6 +113,13 @@ def test_numbers_with_a_point_are_a_regression_and_others_are_classes(tmp_path, 
         assert list(task.learn.names) == sorted(task.learn.names, key=float)
 
 
+def test_classes_are_those_of_all_training_rows(tmp_path, checkpoint_folder):
+    """A class that no drawn row has is one of the test's, nevertheless."""
+    table = "sentence\tlabel\n" + "".join(f"the film\t{label}\n" for label in "aaaaaaaaab" * 10)
+    learn, test = read(tmp_path, checkpoint_folder, "rare.tsv", table, most=2)
+    assert learn.names == ("a", "b") and len(learn) == 2 and len(test) == 20
+
+
 STRANGE = {
     "a.txt": ("sentence\tlabel\n", "expected .tsv, .csv, .jsonl, found '.txt'"),
     "b.tsv": ("words\tlabel\na\t1\nb\t0\nc\t1\nd\t0\ne\t1\n", "expected the columns sentence"),
