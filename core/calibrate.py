@@ -74,15 +74,16 @@ def tau_with_confidence(
 
     A cut's hypothesis is that less than epsilon of such rows agree; its p-value is P(X >= the number that agree) for
     X ~ Binomial(rows, epsilon). The strictest cut has at least STRICTEST of the rows, and as many as are needed to pass
-    with a p-value of delta squared if all agree, or, if there are too few rows for that, of delta.
+    with a p-value of delta squared if all agree, or, if there are too few rows for that, of delta. Raises ValueError
+    if even full agreement of all rows would not pass.
     """
+    if not (0 < epsilon < 1 and 0 < delta < 1):
+        raise ValueError(f"epsilon and delta must be between 0 and 1, got {epsilon} and {delta}")
     order = np.random.default_rng(0).permutation(len(groups))
     one = order[np.unique(groups[order], return_index=True)[1]]  # the first of each group in a random order
     confidence, count, agreeing = cuts(confidence[one], agrees[one])
     if len(one) < (needed := math.ceil(math.log(delta) / math.log(epsilon) - 1e-9)):
-        raise ValueError(
-            f"epsilon {epsilon} with delta {delta:.3g} needs at least {needed} rows or texts, got {len(one)}"
-        )
+        raise ValueError(f"epsilon {epsilon}, delta {delta:.3g}: at least {needed} rows or texts, got {len(one)}")
     large = count >= math.ceil(STRICTEST * len(one))
     with_room = large & (epsilon**count <= delta**2)
     tested = np.flatnonzero(with_room if with_room.any() else large & (epsilon**count <= delta))

@@ -24,7 +24,8 @@ Deviations from the paper, and what it leaves open, with the test in tests/spec/
 4. "Until convergence": the mean vanilla reward of held-out examples that stop where pi_t > 1/2 decides which weights
    stay, and training ends after a round without an improvement. Eq. 4 would be wrong there: the reward of an example
    rises if the last exit unlearns it (test_unlearning_the_last_exit_raises_eq4).
-5. Heads and policies read the mean over tokens; the paper's read the first one.
+5. Heads and policies read the mean over tokens; the paper's read the first one. Step 4 samples exits from the same
+   states, with dropout, from which it computes the losses.
 6. Tokens (`--model llama`): the paper trains a decoder with LoRA; here step 1 trains all of it. Then it is frozen, and
    its states are computed once. A policy reads them after the norm of its exit. y is the next token; the reward Eq. 3.
 """

@@ -56,6 +56,12 @@ def test_of_a_text_one_token_counts():
     assert tau_with_confidence(confidence, agrees, texts, 0.9, 0.05) == confidence.min()
 
 
+@pytest.mark.parametrize("epsilon, delta", [(1.0, 0.05), (0.0, 0.05), (0.9, 0.0), (0.9, 1.0)])
+def test_a_guarantee_that_cannot_be_given_is_refused(epsilon, delta):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        tau_with_confidence(*draw(400, 0), np.arange(400), epsilon, delta)
+
+
 def test_with_confidence_new_rows_break_the_share_in_at_most_delta_of_the_draws():
     """A row agrees with probability .7 + .3 c, so those above tau agree with probability .7 + .3 (1 + tau) / 2."""
     broken, plain = 0, 0

@@ -291,6 +291,16 @@ def test_eq6_the_sampled_loss_is_on_average_the_sum_over_exits(name, epsilon):
     assert exact.item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_eq5_and_eq6_draw_the_same_trajectories_in_both():
+    """With the same seed the losses are equal to the last bit."""
+    exit_logits, rewards, losses, found = drawn(6, 3), random_rewards(6), drawn(6, 4).abs(), []
+    for name in IMPLEMENTATIONS:
+        torch.manual_seed(0)
+        paper = CONSISTENT[name]
+        found.append((paper.policy_loss(exit_logits, rewards), paper.consistent_loss(losses, exit_logits)))
+    assert found[0] == found[1]
+
+
 # ---- Eq. 7: the memorized layer ----
 
 
