@@ -85,14 +85,14 @@ def draw(path: str, title: str, metric: str, exits: list[tuple], rules: Mapping[
     except ImportError:
         print("no picture: matplotlib is not installed")
         return
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*exits), "o--", color="0.6", label="one exit for all")
     for (name, point), marker in zip(rules.items(), "*sD^vPX<>d"):
         axes.plot(*point, marker, markersize=9, label=name)
     axes.set(xlabel="mean layers run", ylabel=metric, title=title)
     axes.grid(color="0.9")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))  # beside the points
     figure.savefig(path, dpi=150)
     print(f"picture: {path}")
 
