@@ -373,16 +373,16 @@ def first_rows(name):
 SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contract", "methods", "parity"))
 
 EQUATIONS = [
-    ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
-    ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
+    ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
     ("mini_ee.methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    ("mini_ee.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[sgmv-[5, 5, 5]]"),
+    ("mini_ee.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[project-[5, 5, 5]]"),
     ("mini_ee.methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
     ("mini_ee.methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
     *[
         ("mini_ee.methods.self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
         for bug in (entropy_added, softmax_twice, own_target)
-        for test in ("test_eq1_position_by_position", "test_eq1_hard_targets_have_the_closed_form_optimum[0.1]")
+        for test in ("test_eq1_position_by_position", "test_eq1_hard_targets_have_the_closed_form_optimum[project-0.1]")
     ],
     ("mini_ee.methods.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
     ("mini_ee.methods.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
@@ -392,14 +392,35 @@ EQUATIONS = [
     ("mini_ee.methods.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
     ("mini_ee.methods.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
     ("mini_ee.methods.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
-    ("mini_ee.methods.consistent.log_exit_probabilities", lambda true: lambda z, epsilon=0.0: true(z), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]"),
-    ("mini_ee.methods.consistent.log_exit_probabilities", forced_exit_pays, "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]"),
+    ("mini_ee.methods.consistent.log_exit_probabilities", lambda true: lambda z, epsilon=0.0: true(z), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
+    ("mini_ee.methods.consistent.log_exit_probabilities", forced_exit_pays, "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
     # the mean of all rewards, with the trajectory's own: biased
-    ("mini_ee.methods.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-0.0]"),
-    ("mini_ee.methods.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-0.0]"),
+    ("mini_ee.methods.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
+    ("mini_ee.methods.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
     ("mini_ee.methods.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
     # the first right exit, whatever comes later
     ("mini_ee.methods.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+]
+
+CORE = "mini_ee.core."
+EQUATIONS += [  # the same of the core, and bugs of its own
+    *[(place.replace(".methods.", ".core."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
+    *[(place.replace(".methods.", ".core."), bug, test.replace("project", "core")) for place, bug, test in EQUATIONS
+      if place.endswith(("consistent.leave_one_out", "consistent.memorized_layer"))],
+    (CORE + "loop.early_exit", source("append((rows[exiting], logits))", "append((exiting, logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Threshold'-[0.8]]"),
+    (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Patience'-[2]]"),
+    (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again[core]"),
+    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.t)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[core-2-4]"),
+    (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[core-0.8]"),
+    (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_of_the_core_computes_with_w_plus_ab[2]"),
+    (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t[core]"),
+    (CORE + "lora_exits.sgmv", source("A[i] @ B[i]", "A[0] @ B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[core-[5, 5, 5]]"),
+    (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(tau=0.0, measure='max_probability')-2]"),
+    (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[core-segd-teachers2]"),
+    *[(CORE + "self_supervised.head_loss", source(*change), f"2_self_supervised.py::test_eq1_position_by_position[core-{case}]") for *change, case in (("- penalty * entropy", "+ penalty * entropy", "soft-0.1"), ("-(full.float().softmax(-1)", "-(logits.float().softmax(-1)", "soft-0.1"))],
+    (CORE + "calibrate.tau", source("enough[-1]", "enough[0]"), "2_self_supervised.py::test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees[core]"),
+    (CORE + "consistent.log_exit_probabilities", lambda true: lambda z: true(z) + torch.nn.functional.pad(z[:, :1] * 0 - 1, (z.shape[1], 0)), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[core-0.0]"),
+    (CORE + "consistent.hardness_guided_rewards", always(lambda losses, depths, alpha, memorized: -losses - alpha * depths), "4_consistent.py::test_eq3_and_eq4_count_depth_in_layers[core]"),
 ]
 
 ALONE = "test_compaction_changes_nothing_each_row_leaves_where_it_would_alone[numpy-"

@@ -63,7 +63,13 @@ def test_the_wheel_contains_every_module_and_every_other_file(installed):
     source = "from importlib.util import find_spec; print(find_spec('mini_ee').origin)"
     package = Path(run(installed, source).strip()).parent
     assert package.is_relative_to(installed[0].parent)
-    folders = {"mini_ee/": "", "export/": "export/", "experiments/": "experiments/", "weights/": "weights/"}
+    folders = {
+        "mini_ee/": "",
+        "core/": "core/",
+        "export/": "export/",
+        "experiments/": "experiments/",
+        "weights/": "weights/",
+    }
     expected = {
         inside + name.removeprefix(folder)
         for name in TRACKED

@@ -26,6 +26,7 @@ GROUND = (
     "data",
 )
 FLOORS = (  # what stands in one line may not import each other, but for the ground floor
+    ("core",),
     ("__init__",),
     GROUND,
     ("backbones",),
@@ -117,7 +118,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "cli.serve",
 )
 HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "matplotlib")  # of which the runtime loads none at once
-OUTSIDE = ("export", "experiments")  # of mini_ee/, and installed into it
+OUTSIDE = ("core", "export", "experiments")  # of mini_ee/, and installed into it
 MODULES = [path for room in ("mini_ee", *OUTSIDE) for path in sorted((ROOT / room).rglob("*.py"))]
 MOST_LINES, LONGEST_FUNCTION, MOST_PARAMETERS = 450, 60, 7
 WIDE = {  # functions with more parameters than that
@@ -208,7 +209,7 @@ def test_the_torch_free_floor_imports_no_torch():
 
 def test_every_bar_is_one_that_spares_log_files():
     """See data/progress.py."""
-    assert {name_of(path) for path in MODULES if "tqdm" in imported(path)} == {"data.progress"}
+    assert {name_of(path) for path in MODULES if "tqdm" in imported(path)} == {"core.train", "data.progress"}
     assert not {name_of(path) for path in MODULES if "tqdm.auto" in path.read_text()}
 
 
@@ -235,7 +236,7 @@ def test_what_leaves_and_when_do_not_ask_which_backbone_it_is():
         if isinstance(node, ast.Assign) and node.targets[0].id == "BACKBONES"
     ]
     for path in MODULES:
-        if path.parent.name in ("backbones", "bench", "measured") or path.name == "registry.py":
+        if path.parent.name in ("backbones", "bench", "core", "measured") or path.name == "registry.py":
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":

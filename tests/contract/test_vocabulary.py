@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("mini_ee", "export", "experiments", "weights", "tests")
+FOLDERS = ("mini_ee", "core", "export", "experiments", "weights", "tests")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 BETTER = {  # a name that is a puzzle -> names that say what it is

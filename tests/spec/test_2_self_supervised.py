@@ -1,5 +1,6 @@
 """Self-supervised early exits, equation by equation: Eq. 1 (the loss of the heads) and its optimum, the measures of
-Fig. 1, Table 1, and Eq. 2 and 3 (confidence and agreement). The method: mini_ee/methods/self_supervised.py.
+Fig. 1, Table 1, and Eq. 2 and 3 (confidence and agreement). The method: core/self_supervised.py, and
+mini_ee/methods/self_supervised.py.
 
 The thresholds tau_k on larger samples: tests/contract/test_calibration.py. Training, resuming and writing text:
 tests/methods/test_self_supervised.py.
@@ -10,17 +11,24 @@ import math
 import numpy as np
 import pytest
 import torch
+from both import IMPLEMENTATIONS, SELF_SUPERVISED, token_models
 
 from mini_ee.backbones.hub import load_backbone
-from mini_ee.calibration import observe, tau
+from mini_ee.calibration import observe
 from mini_ee.confidence import MEASURES
-from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS, Text
+from mini_ee.core import self_supervised as core_self_supervised
+from mini_ee.data.decoder_texts import Text
 from mini_ee.exits.token_exits import TextData, record_texts
 from mini_ee.methods import self_supervised
-from mini_ee.methods.self_supervised import Config, build, entropy, head_loss, metrics
+from mini_ee.methods.self_supervised import Config, build, metrics
 
 ATOL = 1e-5  # float32 logits, padded batches against texts alone; measured max 1.5e-6
 TEXTS = [Text([3, 1, 4, 1, 5, 9], 2), Text([2, 6]), Text([5, 3, 5, 8], 3)]  # tokens, and where the counted ones begin
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def paper(request):
+    return SELF_SUPERVISED[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +52,10 @@ def every_position(model, text):
 
 @pytest.mark.parametrize("penalty", [0.0, 0.1, 0.95, 1.0])
 @pytest.mark.parametrize("target", ["soft", "hard"])
-def test_eq1_position_by_position(penalty, target):
+def test_eq1_position_by_position(penalty, target, paper):
     generator = torch.Generator().manual_seed(0)
     logits, full = 2 * torch.randn(2, 3, 4, 7, generator=generator)
-    found = head_loss(logits, full, penalty, target)
+    found = paper.head_loss(logits, full, penalty, target)
     for b in range(3):
         for t in range(4):
             p, p_theta = (np.exp(each[b, t].double().numpy()) for each in (logits, full))
@@ -72,7 +80,7 @@ def optimum(penalty, size):
 
 
 @pytest.mark.parametrize("penalty", [0.1, 0.5, 0.95])
-def test_eq1_hard_targets_have_the_closed_form_optimum(penalty):
+def test_eq1_hard_targets_have_the_closed_form_optimum(penalty, paper):
     """An optimiser that minimises Eq. 1 finds the p of the formula, and equal probabilities for all other tokens."""
     size = 40
     logits = torch.zeros(1, size, requires_grad=True)
@@ -82,7 +90,7 @@ def test_eq1_hard_targets_have_the_closed_form_optimum(penalty):
 
     def closure():
         optimizer.zero_grad()
-        loss = head_loss(logits, full, penalty, "hard").sum()
+        loss = paper.head_loss(logits, full, penalty, "hard").sum()
         loss.backward()
         return loss
 
@@ -99,23 +107,24 @@ def test_eq1_the_optimum_for_phis_vocabulary(penalty, expected):
     assert optimum(penalty, 51200) == pytest.approx(expected, abs=5e-4)
 
 
-def test_eq1_without_a_penalty_the_optimum_is_the_full_model():
+def test_eq1_without_a_penalty_the_optimum_is_the_full_model(paper):
     full = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
     logits = full.clone().requires_grad_()
-    head_loss(logits, full, 0.0).sum().backward()
+    paper.head_loss(logits, full, 0.0).sum().backward()
     assert logits.grad.abs().max() < 1e-6
     least = -(full.softmax(-1) * full.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(head_loss(full, full, 0.0), least)
+    torch.testing.assert_close(paper.head_loss(full, full, 0.0), least)
 
 
 @pytest.mark.parametrize("target", ["soft", "hard"])
-def test_eq1_without_a_penalty_computes_no_entropy(monkeypatch, target):
+@pytest.mark.parametrize("module", [self_supervised, core_self_supervised], ids=IMPLEMENTATIONS)
+def test_eq1_without_a_penalty_computes_no_entropy(monkeypatch, module, target):
     """The entropy would take a fifth of a training step, and be multiplied by 0."""
-    calls = []
-    monkeypatch.setattr(self_supervised, "entropy", lambda log_p: calls.append(log_p) or entropy(log_p))
+    calls, entropy = [], module.entropy
+    monkeypatch.setattr(module, "entropy", lambda log_p: calls.append(log_p) or entropy(log_p))
     logits, full = torch.randn(2, 3, 7)
     for penalty, expected in ((0.0, 0), (0.1, 1)):
-        head_loss(logits, full, penalty, target)
+        module.head_loss(logits, full, penalty, target)
         assert len(calls) == expected
 
 
@@ -140,9 +149,9 @@ def test_fig1_agreement_and_entropy_are_means_over_all_positions(model):
 # ---- Table 1 ----
 
 
-def test_table1_training_and_calibration_prompts_are_disjoint():
-    assert len(TRAINING_PROMPTS) == len(CALIBRATION_PROMPTS) == 5
-    assert not set(TRAINING_PROMPTS) & set(CALIBRATION_PROMPTS)
+def test_table1_training_and_calibration_prompts_are_disjoint(paper):
+    assert len(paper.TRAINING_PROMPTS) == len(paper.CALIBRATION_PROMPTS) == 5
+    assert not set(paper.TRAINING_PROMPTS) & set(paper.CALIBRATION_PROMPTS)
 
 
 # ---- Section 3.3.1, Eq. 2 and 3: confidence, agreement, threshold ----
@@ -165,7 +174,21 @@ def test_eq2_and_eq3_the_confidence_and_the_agreement_of_every_token_that_counts
     assert row == len(found.groups)
 
 
-def test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees():
+def test_eq2_and_eq3_of_both_on_the_same_model(model, decoder_checkpoint, paper):
+    """Breaking ties and agreement of every token of a text, from the logits of each exit."""
+    name = "project" if paper is SELF_SUPERVISED["project"] else "core"
+    both = token_models(decoder_checkpoint, model)
+    for text in TEXTS:
+        logits = paper.every_position(both[name], text.ids)
+        expected = SELF_SUPERVISED["project"].every_position(model, text.ids)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=ATOL)
+        confidence, agrees = paper.observed(both[name], text.ids)
+        p = logits[:, :-1].double().softmax(-1).topk(2).values
+        np.testing.assert_allclose(confidence, p[..., 0] - p[..., 1], atol=ATOL)
+        np.testing.assert_array_equal(agrees, logits[:, :-1].argmax(-1) == logits[:, -1:].argmax(-1))
+
+
+def test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees(paper):
     """From .2 on 3 of 4 tokens agree, from .7 on all do. The token that disagrees has confidence .5."""
     confidence, agrees = np.array([0.9, 0.2, 0.5, 0.7]), np.array([True, True, False, True])
-    assert [tau(confidence, agrees, epsilon) for epsilon in (0.75, 0.76, 1.0)] == [0.2, 0.7, 0.7]
+    assert [paper.tau(confidence, agrees, epsilon) for epsilon in (0.75, 0.76, 1.0)] == [0.2, 0.7, 0.7]

@@ -1,5 +1,6 @@
 """ConsistentEE, equation by equation: Eq. 2 (losses), Eq. 3 and 4 (rewards), Eq. 5 (the policies' objective and its
-gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method: mini_ee/methods/consistent.py.
+gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method: core/consistent.py, and
+mini_ee/methods/consistent.py, which has actions by coin (epsilon) and an exact estimator besides.
 
 With K exits there are only K trajectories, so each expectation is checked against an enumeration. Eq. 1 is the weighted
 sum of training/stages.py. Training, tokens and evaluation: tests/methods/test_consistent.py.
@@ -10,24 +11,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from both import CONSISTENT, IMPLEMENTATIONS, with_coins
 
-from mini_ee.methods.consistent import (
-    Config,
-    consistent_loss,
-    exact_loss,
-    exit_losses,
-    hardness_guided_rewards,
-    leave_one_out,
-    log_exit_probabilities,
-    memorized_layer,
-    policy_loss,
-    reinforce_loss,
-    sample_exits,
-    vanilla_rewards,
-)
+from mini_ee.core import consistent as core_consistent
+from mini_ee.methods.consistent import Config, consistent_loss, exact_loss, policy_loss
 from mini_ee.methods.consistent_hardness import forgetting_events
 
 DRAWS = 10_000
+PROJECT = CONSISTENT["project"]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def paper(request):
+    return CONSISTENT[request.param]
 
 
 def drawn(*shape, seed=0):
@@ -41,34 +37,52 @@ def random_rewards(rows=5, exits=4):
 # ---- Eq. 2: the loss of every exit ----
 
 
-def test_eq2_is_the_cross_entropy_of_each_exit():
+def test_eq2_is_the_cross_entropy_of_each_exit(paper):
     logits, labels = drawn(3, 4, 5), torch.tensor([0, 4, 2])
     expected = [
         [-np.log(np.exp(row[k][label]) / np.exp(row[k]).sum()) for k in range(4)]
         for row, label in zip(logits.numpy(), labels)
     ]
-    np.testing.assert_allclose(exit_losses(logits, labels), expected, rtol=0, atol=1e-12)
-    assert exit_losses(logits.half(), labels).dtype == torch.float32
+    np.testing.assert_allclose(paper.exit_losses(logits, labels), expected, rtol=0, atol=1e-12)
+    assert paper.exit_losses(logits.half(), labels).dtype == torch.float32
 
 
 # ---- Eq. 3 and 4: the reward of exiting at each exit ----
 
 
-def test_eq3_and_eq4_count_depth_in_layers():
+def test_eq3_and_eq4_count_depth_in_layers(paper):
     losses, depths = drawn(3, 3).abs(), (2, 5, 8)
     memorized = (2, 5, 8)
-    vanilla = vanilla_rewards(losses, torch.tensor(depths), 0.3)
-    guided = hardness_guided_rewards(losses, torch.tensor(depths), 0.3, torch.tensor(memorized))
+    vanilla = paper.vanilla_rewards(losses, torch.tensor(depths), 0.3)
+    guided = paper.hardness_guided_rewards(losses, torch.tensor(depths), 0.3, torch.tensor(memorized))
     for row, k in itertools.product(range(3), range(3)):
         assert vanilla[row, k].item() == pytest.approx(-losses[row, k].item() - 0.3 * depths[k], abs=1e-6)
         weight = 0.3 * (1 - memorized[row] / 8)
         assert guided[row, k].item() == pytest.approx(-losses[row, k].item() - weight * depths[k], abs=1e-6)
 
 
-def test_eq4_an_example_memorized_at_the_last_layer_pays_nothing_for_depth():
+def test_unlearning_the_last_exit_raises_eq4():
+    """Deviation 4: an example that the last exit predicts wrong pays nothing for depth by Eq. 4, unlike by Eq. 3."""
+    depths, labels = torch.tensor([2, 5, 8]), torch.tensor([0])
+    right = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]])
+    unlearned = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
+    for guided, compare in ((True, torch.gt), (False, torch.eq)):
+        before, after = (core_consistent.rewards_of(z, labels, depths, 0.3, guided)[0, 0] for z in (right, unlearned))
+        assert compare(after, before)
+
+
+def test_policies_begin_with_equal_chances():
+    """Deviation 2: whatever the state, each exit has probability 1 / K."""
+    policies = core_consistent.policy_networks(6, (1, 2, 3, 4))
+    exit_logits = torch.cat([policy(torch.randn(5, 6)) for policy in policies], 1)
+    chance = core_consistent.log_exit_probabilities(exit_logits).exp()
+    torch.testing.assert_close(chance, torch.full((5, 4), 0.25))
+
+
+def test_eq4_an_example_memorized_at_the_last_layer_pays_nothing_for_depth(paper):
     losses, depths = drawn(1, 3).abs(), torch.tensor([2, 5, 8])
-    assert torch.equal(hardness_guided_rewards(losses, depths, 0.3, torch.tensor([8])), -losses)
-    assert (hardness_guided_rewards(losses, depths, 0.3, torch.tensor([5])) < -losses).all()
+    assert torch.equal(paper.hardness_guided_rewards(losses, depths, 0.3, torch.tensor([8])), -losses)
+    assert (paper.hardness_guided_rewards(losses, depths, 0.3, torch.tensor([5])) < -losses).all()
 
 
 # ---- Eq. 5: trajectories and their probabilities ----
@@ -93,40 +107,40 @@ def enumerate_trajectories(exit_logits, epsilon):
     return found
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
-def test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions(epsilon):
+@pytest.mark.parametrize("name, epsilon", with_coins(0.0, 0.1, 0.5, 1.0))
+def test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions(name, epsilon):
     exit_logits = 2 * drawn(4, 3)
-    found = log_exit_probabilities(exit_logits, epsilon).exp()
+    found = CONSISTENT[name].log_exit_probabilities(exit_logits, epsilon).exp()
     np.testing.assert_allclose(found, enumerate_trajectories(exit_logits, epsilon), rtol=0, atol=1e-12)
     np.testing.assert_allclose(found.sum(dim=1), 1, rtol=0, atol=1e-12)
 
 
-def test_eq5_the_forced_exit_adds_no_log_probability():
+def test_eq5_the_forced_exit_adds_no_log_probability(paper):
     """If the policies always continue, the trajectory is certain: its log-probability is 0."""
     exit_logits = torch.full((1, 3), -40.0, dtype=torch.float64, requires_grad=True)
-    log_exit = log_exit_probabilities(exit_logits)
+    log_exit = paper.log_exit_probabilities(exit_logits)
     assert log_exit.shape == (1, 4) and log_exit[0, -1].item() == pytest.approx(0, abs=1e-12)
     log_exit[0, -1].backward()
     np.testing.assert_allclose(exit_logits.grad, -torch.sigmoid(exit_logits.detach()), rtol=1e-9)
 
 
-def test_eq5_log_probabilities_are_finite_even_if_probabilities_round_to_zero():
+@pytest.mark.parametrize("name, epsilon", with_coins(0.0, 0.1, 1.0))
+def test_eq5_log_probabilities_are_finite_even_if_probabilities_round_to_zero(name, epsilon):
     exit_logits = torch.tensor([[200.0, -200.0, 200.0]], requires_grad=True)
-    for epsilon in (0.0, 0.1, 1.0):
-        log_exit = log_exit_probabilities(exit_logits, epsilon)
-        (gradient,) = torch.autograd.grad(log_exit.sum(), exit_logits)
-        assert torch.isfinite(log_exit).all() and torch.isfinite(gradient).all()
+    log_exit = CONSISTENT[name].log_exit_probabilities(exit_logits, epsilon)
+    (gradient,) = torch.autograd.grad(log_exit.sum(), exit_logits)
+    assert torch.isfinite(log_exit).all() and torch.isfinite(gradient).all()
 
 
 def test_eq5_with_epsilon_1_the_policy_learns_nothing():
     exit_logits = drawn(4, 3).requires_grad_()
-    exact_loss(log_exit_probabilities(exit_logits, 1.0), random_rewards(4)).backward()
+    exact_loss(PROJECT.log_exit_probabilities(exit_logits, 1.0), random_rewards(4)).backward()
     assert exit_logits.grad.abs().max() == 0
 
 
-def test_eq5_sampled_trajectories_are_as_frequent_as_actions_drawn_one_by_one():
+def test_eq5_sampled_trajectories_are_as_frequent_as_actions_drawn_one_by_one(paper):
     exit_logits = drawn(1, 3)
-    found = sample_exits(log_exit_probabilities(exit_logits), 20_000, torch.Generator().manual_seed(0))
+    found = paper.sample_exits(paper.log_exit_probabilities(exit_logits), 20_000, torch.Generator().manual_seed(0))
     random, walked = np.random.default_rng(0), []
     for _ in range(20_000):
         actions = random.random(3) < 1 / (1 + np.exp(-exit_logits[0].numpy()))
@@ -154,80 +168,87 @@ def enumerated_gradient(exit_logits, rewards, epsilon=0.0):
 @pytest.mark.parametrize("epsilon", [0.0, 0.3])
 def test_eq5_the_exact_gradient_is_that_of_the_enumerated_reward(epsilon):
     exit_logits, rewards = drawn(2, 3).requires_grad_(), random_rewards(2)
-    exact_loss(log_exit_probabilities(exit_logits, epsilon), rewards).backward()
+    exact_loss(PROJECT.log_exit_probabilities(exit_logits, epsilon), rewards).backward()
     expected = -enumerated_gradient(exit_logits.detach(), rewards, epsilon) / 2  # a mean over 2 rows
     np.testing.assert_allclose(exit_logits.grad, expected, rtol=0, atol=1e-9)
 
 
-def sampled_gradients(exit_logits, rewards, trajectories, baseline=True, epsilon=0.0):
+def sampled_gradients(paper, exit_logits, rewards, trajectories, baseline=True, epsilon=0.0):
     """(DRAWS, K - 1): the gradient of `reinforce_loss` for one example, DRAWS times, as the rows of one batch."""
     repeated = exit_logits.expand(DRAWS, -1).clone().requires_grad_()
-    log_exit = log_exit_probabilities(repeated, epsilon)
-    exits = sample_exits(log_exit, trajectories, torch.Generator().manual_seed(7))
-    (DRAWS * reinforce_loss(log_exit, rewards.expand(DRAWS, -1), exits, baseline)).backward()
+    log_exit = paper.log_exit_probabilities(repeated, epsilon)
+    exits = paper.sample_exits(log_exit, trajectories, torch.Generator().manual_seed(7))
+    (DRAWS * paper.reinforce_loss(log_exit, rewards.expand(DRAWS, -1), exits, baseline)).backward()
     return -repeated.grad.numpy()
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+@pytest.mark.parametrize("name, epsilon", with_coins(0.0, 0.3))
 @pytest.mark.parametrize("baseline", [True, False])
 @pytest.mark.parametrize("trajectories", [2, 8])
 def test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error(
-    trajectories, baseline, epsilon
+    trajectories, baseline, name, epsilon
 ):
     exit_logits, rewards = drawn(1, 3), random_rewards(1)
-    found = sampled_gradients(exit_logits, rewards, trajectories, baseline, epsilon)
+    found = sampled_gradients(CONSISTENT[name], exit_logits, rewards, trajectories, baseline, epsilon)
     error = found.std(axis=0) / np.sqrt(DRAWS)
     expected = enumerated_gradient(exit_logits, rewards, epsilon)[0]
     assert (abs(found.mean(axis=0) - expected) < 4 * error).all()
     assert (abs(expected) > 8 * error).any()  # enough draws to distinguish it from 0
 
 
-def test_eq5_the_baseline_lowers_the_variance():
+def test_eq5_the_baseline_lowers_the_variance(paper):
     exit_logits, rewards = drawn(1, 3), random_rewards(1)
     without, with_baseline = (
-        sampled_gradients(exit_logits, rewards, 8, baseline).var(axis=0).sum() for baseline in (False, True)
+        sampled_gradients(paper, exit_logits, rewards, 8, baseline).var(axis=0).sum() for baseline in (False, True)
     )
     assert 0 < 2 * with_baseline < without
-    more = sampled_gradients(exit_logits, rewards, 32).var(axis=0).sum()
+    more = sampled_gradients(paper, exit_logits, rewards, 32).var(axis=0).sum()
     assert more < with_baseline / 3
     same = torch.ones(1, 4, dtype=torch.float64)  # equal rewards: the baseline removes all variance
-    assert sampled_gradients(exit_logits, same, 8).var() < 1e-25
-    assert sampled_gradients(exit_logits, same, 8, baseline=False).var() > 0.01
+    assert sampled_gradients(paper, exit_logits, same, 8).var() < 1e-25
+    assert sampled_gradients(paper, exit_logits, same, 8, baseline=False).var() > 0.01
 
 
-def test_eq5_the_baseline_of_a_trajectory_is_the_mean_reward_of_the_others():
+def test_eq5_the_baseline_of_a_trajectory_is_the_mean_reward_of_the_others(paper):
     rewards = drawn(3, 5)
     expected = [[np.mean([*row[:i], *row[i + 1 :]]) for i in range(5)] for row in rewards.numpy()]
-    np.testing.assert_allclose(leave_one_out(rewards), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(paper.leave_one_out(rewards), expected, rtol=0, atol=1e-12)
 
 
-def test_eq5_taken_literally_would_spread_the_probability():
+def test_eq5_taken_literally_would_spread_the_probability(paper):
     """Deviation 1: with R = -1 and -2, E[R prod pi] is largest at pi = 2/3 for the better exit, E[R] at 1."""
     rewards = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     settled = []
-    for objective in (exact_loss, lambda log_exit, rewards: -(log_exit.exp() ** 2 * rewards).sum()):
+    for power in (1, 2):  # E[R] = sum_t P(t) R_t, and as printed
         z = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.SGD([z], lr=5.0)
         for _ in range(100):
             optimizer.zero_grad()
-            objective(log_exit_probabilities(z), rewards).backward()
+            (-(paper.log_exit_probabilities(z).exp() ** power * rewards).sum()).backward()
             optimizer.step()
         settled.append(torch.sigmoid(z).item())
     assert settled[0] > 0.99 and settled[1] == pytest.approx(2 / 3, abs=1e-3)
 
 
-@pytest.mark.parametrize("estimator", ["exact", "reinforce"])
-def test_eq5_a_policy_per_example_finds_the_best_exits_and_a_larger_alpha_exits_earlier(estimator):
+def exact_policy_loss(exit_logits, rewards):
+    """The project's other estimator of the gradient of Eq. 5."""
+    return policy_loss(exit_logits, rewards, Config(estimator="exact", epsilon=0.05))
+
+
+@pytest.mark.parametrize(
+    "loss", [exact_policy_loss, PROJECT.policy_loss, CONSISTENT["core"].policy_loss], ids=("exact", *IMPLEMENTATIONS)
+)
+def test_eq5_a_policy_per_example_finds_the_best_exits_and_a_larger_alpha_exits_earlier(loss):
     torch.manual_seed(0)
     losses, depths = drawn(6, 4).abs().sort(dim=1, descending=True).values, torch.tensor([1, 2, 3, 4])
-    rewards = torch.cat([vanilla_rewards(losses, depths, alpha) for alpha in (0.0, 0.1, 0.3, 1.0, 3.0)])
+    rewards = torch.cat([PROJECT.vanilla_rewards(losses, depths, alpha) for alpha in (0.0, 0.1, 0.3, 1.0, 3.0)])
     z = torch.zeros(30, 3, dtype=torch.float64, requires_grad=True)  # a policy for each example and alpha
     optimizer = torch.optim.Adam([z], lr=0.2)
     for _ in range(150):
         optimizer.zero_grad()
-        policy_loss(z, rewards, Config(estimator=estimator, epsilon=0.05)).backward()
+        loss(z, rewards).backward()
         optimizer.step()
-    chance = log_exit_probabilities(z.detach()).exp()
+    chance = PROJECT.log_exit_probabilities(z.detach()).exp()
     assert ((chance * rewards).sum(dim=1) > rewards.max(dim=1).values - 0.03).all()
     layers = (chance * depths).sum(dim=1).view(5, 6).mean(dim=1).tolist()
     assert layers == sorted(layers, reverse=True)
@@ -237,38 +258,57 @@ def test_eq5_a_policy_per_example_finds_the_best_exits_and_a_larger_alpha_exits_
 # ---- Eq. 6: the loss of the classifiers ----
 
 
-@pytest.mark.parametrize("estimator", ["reinforce", "exact"])
+def exact_consistent_loss(losses, exit_logits):
+    """Eq. 6 over all exits, of the project."""
+    return consistent_loss(losses, exit_logits, Config(estimator="exact"))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [exact_consistent_loss, PROJECT.consistent_loss, CONSISTENT["core"].consistent_loss],
+    ids=("exact", *IMPLEMENTATIONS),
+)
 @pytest.mark.parametrize("exits_at", [0, 1, 3])
-def test_eq6_trains_only_the_exit_at_which_an_example_stops(estimator, exits_at):
+def test_eq6_trains_only_the_exit_at_which_an_example_stops(loss, exits_at):
     losses = drawn(5, 4).abs().requires_grad_()
     exit_logits = torch.full((5, 3), -60.0, dtype=torch.float64)
     if exits_at < 3:
         exit_logits[:, exits_at] = 60.0
-    consistent_loss(losses, exit_logits, Config(estimator=estimator)).backward()
+    loss(losses, exit_logits).backward()
     expected = torch.zeros(5, 4, dtype=torch.float64)
     expected[:, exits_at] = 1 / 5
     torch.testing.assert_close(losses.grad, expected)
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.5])
-def test_eq6_the_sampled_loss_is_on_average_the_sum_over_exits(epsilon):
+@pytest.mark.parametrize("name, epsilon", with_coins(0.0, 0.5))
+def test_eq6_the_sampled_loss_is_on_average_the_sum_over_exits(name, epsilon):
     torch.manual_seed(0)
     losses, exit_logits = drawn(1, 4).abs(), drawn(1, 3)
-    many = consistent_loss(losses.expand(DRAWS, -1), exit_logits.expand(DRAWS, -1), Config(epsilon=epsilon))
+    many = CONSISTENT[name].consistent_loss(losses.expand(DRAWS, -1), exit_logits.expand(DRAWS, -1), epsilon)
     expected = (enumerate_trajectories(exit_logits, epsilon) * losses.numpy()).sum()
     assert many.item() == pytest.approx(expected, abs=4 * losses.std().item() / np.sqrt(8 * DRAWS))
     exact = consistent_loss(losses, exit_logits, Config(estimator="exact", epsilon=epsilon))
     assert exact.item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_eq5_and_eq6_draw_the_same_trajectories_in_both():
+    """With the same seed the losses are equal to the last bit."""
+    exit_logits, rewards, losses, found = drawn(6, 3), random_rewards(6), drawn(6, 4).abs(), []
+    for name in IMPLEMENTATIONS:
+        torch.manual_seed(0)
+        paper = CONSISTENT[name]
+        found.append((paper.policy_loss(exit_logits, rewards), paper.consistent_loss(losses, exit_logits)))
+    assert found[0] == found[1]
+
+
 # ---- Eq. 7: the memorized layer ----
 
 
-def test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern():
+def test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern(paper):
     depths = (1, 3, 4, 6)
     patterns = list(itertools.product([False, True], repeat=4))
     expected = [next((depths[k] for k in range(4) if all(pattern[k:])), 6) for pattern in patterns]
-    assert memorized_layer(torch.tensor(patterns), torch.tensor(depths)).tolist() == expected
+    assert paper.memorized_layer(torch.tensor(patterns), torch.tensor(depths)).tolist() == expected
     assert set(expected) == set(depths)
 
 

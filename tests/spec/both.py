@@ -1,0 +1,302 @@
+"""Today's implementation ("project") and the core's, under one spec. Where an interface differs, the adapter is here.
+
+A test asks the fixture for one of them: `loop`, or `paper` in the file of a paper. Functions are looked up when they
+are called, so a bug that is planted in a module (tests/mutants.py) is found.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from conftest import lora_model, tensors
+
+import mini_ee.confidence
+import mini_ee.early_exit
+import mini_ee.rules
+from mini_ee import calibration
+from mini_ee.calibration import observe
+from mini_ee.core import calibrate, consistent, llama, lora_exits, raee, rules, self_supervised
+from mini_ee.core import loop as core_loop
+from mini_ee.core.bert import Bert
+from mini_ee.core.data import Inputs
+from mini_ee.data import decoder_texts
+from mini_ee.exits.token_exits import TextData, record_texts
+from mini_ee.methods import consistent as project_consistent
+from mini_ee.methods import lora_exits as project_lora
+from mini_ee.methods import raee as project_raee
+from mini_ee.methods import self_supervised as project_self_supervised
+from mini_ee.methods.lora_exits_sgmv import sgmv
+from mini_ee.methods.lora_exits_streams import parallel, restart
+from mini_ee.methods.raee_datastore import Datastore
+from mini_ee.segments import Reading, Segments
+
+IMPLEMENTATIONS = ("project", "core")
+
+
+# ---- The loop and the rules ----
+class Examples(SimpleNamespace):
+    """The state: which examples are still in the model."""
+
+    def keep(self, rows):
+        return Examples(ids=self.ids[rows])
+
+
+class ProjectTable(Segments):
+    """A model whose logits (N, K, C), and policy logits (N, K), are known. It records what is run and what is read."""
+
+    def __init__(self, logits, exit_logits=None):
+        self.logits, self.exit_logits = logits, exit_logits
+        self.exits = tuple(range(1, logits.shape[1] + 1))
+        self.ran, self.were_read = [], []
+
+    def start(self, inputs):
+        return Examples(ids=np.asarray(inputs))
+
+    def advance(self, k, state):
+        self.ran.append((k, state.ids.tolist()))
+        return state
+
+    def read(self, k, state):
+        self.were_read.append((k, state.ids.tolist()))
+        exit_logit = None if self.exit_logits is None else self.exit_logits[state.ids, k]
+        return Reading(self.logits[state.ids, k], exit_logit)
+
+    def flops(self, k, inputs):
+        return 1.0, 1.0
+
+
+class CoreTable(core_loop.Table):
+    """The same of the core."""
+
+    def __init__(self, logits, exit_logits=None):
+        super().__init__(tuple(range(1, logits.shape[1] + 1)), logits, exit_logits)
+        self.ran, self.were_read = [], []
+
+    def advance(self, k, state):
+        self.ran.append((k, state.rows.tolist()))
+        return state
+
+    def read(self, k, state):
+        self.were_read.append((k, state.rows.tolist()))
+        return super().read(k, state)
+
+
+LOOP = {
+    "project": SimpleNamespace(
+        early_exit=lambda *given: mini_ee.early_exit.early_exit(*given),
+        Table=ProjectTable,
+        Rule=mini_ee.rules.Rule,
+        Never=mini_ee.rules.NeverExit,
+        Fixed=mini_ee.rules.FixedExit,
+        Threshold=mini_ee.rules.Threshold,
+        Patience=mini_ee.rules.Patience,
+        Policy=mini_ee.rules.Policy,
+        measure=lambda name, logits: mini_ee.confidence.MEASURES[name][0](logits),
+    ),
+    "core": SimpleNamespace(
+        early_exit=lambda *given: core_loop.early_exit(*given),
+        Table=CoreTable,
+        **{name: getattr(rules, name) for name in ("Rule", "Never", "Fixed", "Threshold", "Patience", "Policy")},
+        measure=lambda name, logits: rules.MEASURES[name](logits),
+    ),
+}
+
+
+# ---- LoRAExit ----
+class ProjectLoRA:
+    """With the core's interface."""
+
+    @staticmethod
+    def exit_loss(logits, labels, teacher, weight=0.95, temperature=2.0):
+        return project_lora.exit_loss(
+            logits, labels, teacher, project_lora.Config(weight=weight, temperature=temperature)
+        )
+
+    @staticmethod
+    def distillation_loss(student, teacher, temperature):
+        return project_lora.distillation_loss(student, teacher, temperature)
+
+    @staticmethod
+    def log_soft_label(logits, temperature):
+        return project_lora.log_soft_label(logits, temperature)
+
+    @staticmethod
+    def teacher_of(k, last, way):
+        return project_lora.Config(distill=way).teacher_of(k, last)
+
+    @staticmethod
+    def sgmv(y, x, A, B, starts, scale):
+        return sgmv(y, x, A, B, starts, scale=scale)
+
+    @staticmethod
+    def passes(exits):
+        """Layer passes up to each exit: side by side, with restarts."""
+        for schedule in (parallel, restart):
+            segments = lora_model(exits=exits).segments(schedule(len(exits)))
+            yield np.cumsum([segments.layer_passes(k) for k in range(len(exits))]).tolist()
+
+
+class CoreLoRA:
+    """The core's functions."""
+
+    def __getattr__(self, name):
+        return getattr(lora_exits, name)
+
+    @staticmethod
+    def passes(exits):
+        model = core_lora_model(exits=exits)
+        return lora_exits.SideBySide(model).passes.tolist(), model.passes.tolist()
+
+
+LORA = {"project": ProjectLoRA(), "core": CoreLoRA()}
+
+
+def core_lora_model(targets=("query", "value"), exits=(1, 2, 4), rank=4):
+    """conftest.lora_model of the core."""
+    config = {"hidden_size": 24, "num_hidden_layers": exits[-1], "num_attention_heads": 3, "intermediate_size": 48}
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        bert = Bert(config | {"vocab_size": 60, "max_position_embeddings": 40})
+        for parameter in bert.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        model = lora_exits.LoRAExits(bert, exits, 3, rank, targets).eval()
+        for parameter in model.adapters.parameters():
+            torch.nn.init.normal_(parameter, std=0.15)
+        for head in model.heads:
+            torch.nn.init.normal_(head[0].weight, std=0.3)
+            torch.nn.init.normal_(head[3].weight, std=0.3)
+    return model
+
+
+def core_inputs(inputs):
+    """A batch of the project as the core's."""
+    return Inputs(*tensors(inputs))
+
+
+# ---- Self-supervised exits ----
+class ProjectSelfSupervised:
+    """With the core's interface."""
+
+    TRAINING_PROMPTS, CALIBRATION_PROMPTS = decoder_texts.TRAINING_PROMPTS, decoder_texts.CALIBRATION_PROMPTS
+    tau = staticmethod(lambda *given: calibration.tau(*given))
+
+    @staticmethod
+    def head_loss(logits, full, penalty, target="soft"):
+        return project_self_supervised.head_loss(logits, full, penalty, target)
+
+    @staticmethod
+    def observed(model, ids):
+        """Confidence and agreement of every token of one text."""
+        found = observe(record_texts(model, [decoder_texts.Text(ids)], batch_size=2), "breaking_ties")
+        return found.confidence, found.agrees
+
+    @staticmethod
+    def every_position(model, ids):
+        """The logits of one text: (T, K, V)."""
+        inputs, _ = TextData([decoder_texts.Text(ids)], every=True).batch(np.array([0]), "cpu")
+        with torch.no_grad():
+            return torch.stack(list(model(*inputs)), 1)
+
+
+class CoreSelfSupervised:
+    """The core's functions, on one text."""
+
+    TRAINING_PROMPTS, CALIBRATION_PROMPTS = self_supervised.TRAINING_PROMPTS, self_supervised.CALIBRATION_PROMPTS
+    tau = staticmethod(lambda *given: calibrate.tau(*given))
+
+    @staticmethod
+    def head_loss(logits, full, penalty, target="soft"):
+        return self_supervised.head_loss(logits, full, penalty, target)
+
+    @staticmethod
+    def observed(model, ids):
+        return self_supervised.observed(self_supervised.table_of(model, torch.tensor([ids])))
+
+    @staticmethod
+    def every_position(model, ids):
+        with torch.no_grad():
+            return model.classify(model.states(torch.tensor([ids])))[0]
+
+
+SELF_SUPERVISED = {"project": ProjectSelfSupervised, "core": CoreSelfSupervised}
+
+
+def token_models(folder, project):
+    """The same decoder with heads after layers 1 and 2, of both."""
+    core = llama.TokenExits(llama.Llama.load(folder), (1, 2, 3)).eval()
+    return {"project": project, "core": core}
+
+
+# ---- RAEE ----
+class CoreRAEE:
+    """The core's functions. A rule is made of the examples and the queries."""
+
+    def __getattr__(self, name):
+        return getattr(raee, name)
+
+    @staticmethod
+    def retrieval(vectors, values, queries, k=12, tau=0.9, fallback_top=0):
+        return raee.Retrieval(lambda inputs: queries, vectors, values, k, tau, fallback_top)
+
+
+class ProjectRAEE:
+    """The same of the project."""
+
+    def __getattr__(self, name):
+        return getattr(project_raee, name)
+
+    @staticmethod
+    def retrieval(vectors, values, queries, k=12, tau=0.9, fallback_top=0):
+        store = Datastore("an encoder", vectors.shape[1], (1, 2, 4, 6))
+        store.add(vectors, values, np.zeros(len(values), int), [("text",)] * len(values))
+        rule = project_raee.Retrieval(k=k, tau=tau, fallback_top=fallback_top)
+        return rule.with_datastore(store, lambda inputs: queries)
+
+
+RAEE = {"project": ProjectRAEE(), "core": CoreRAEE()}
+
+
+# ---- ConsistentEE ----
+class ProjectConsistent:
+    """The project's functions, with the core's interface where it differs. epsilon: the share of actions by coin."""
+
+    def __getattr__(self, name):
+        return getattr(project_consistent, name)
+
+    @staticmethod
+    def consistent_loss(losses, exit_logits, epsilon=0.0):
+        return project_consistent.consistent_loss(losses, exit_logits, project_consistent.Config(epsilon=epsilon))
+
+    @staticmethod
+    def policy_loss(exit_logits, rewards):
+        return project_consistent.policy_loss(exit_logits, rewards, project_consistent.Config())
+
+
+class CoreConsistent:
+    """The core's functions. It has no actions by coin."""
+
+    def __getattr__(self, name):
+        return getattr(consistent, name)
+
+    @staticmethod
+    def log_exit_probabilities(exit_logits, epsilon=0.0):
+        assert not epsilon
+        return consistent.log_exit_probabilities(exit_logits)
+
+    @staticmethod
+    def consistent_loss(losses, exit_logits, epsilon=0.0):
+        assert not epsilon
+        return consistent.consistent_loss(losses, exit_logits)
+
+    @staticmethod
+    def policy_loss(exit_logits, rewards):
+        log_exit = consistent.log_exit_probabilities(exit_logits)
+        return consistent.reinforce_loss(log_exit, rewards, consistent.sample_exits(log_exit, consistent.TRAJECTORIES))
+
+
+CONSISTENT = {"project": ProjectConsistent(), "core": CoreConsistent()}
+
+
+def with_coins(*epsilons):
+    """(implementation, share of actions by coin) of tests that ask both."""
+    return [*(("project", epsilon) for epsilon in epsilons), ("core", 0.0)]
