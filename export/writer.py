@@ -10,7 +10,7 @@ exported/segment_{layer}.onnx  with `segments`: the layers up to an exit, for ro
                                fill_{layer}.onnx, keys and values of a segment for tokens that exited below it
 exported/memory.onnx           for an encoder-decoder that generates text: the encoder, run once per prompt
 exported/model.safetensors     the weights of all graphs, each stored once under its name in torch
-exported/tokenizer.json
+exported/tokenizer.json        with config.json and tokenizer_config.json, by which clients of Hugging Face read it
 exported/README.md             the model card, see card.py
 exported/index.html            with `web`: a page for the browser and its files, see web_page.py
 exported/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
@@ -30,6 +30,8 @@ import torch
 from onnx import helper
 from torch import nn
 
+from mini_ee.backbones.families import layout_of
+from mini_ee.backbones.fine_tuned import CLASSIFIES
 from mini_ee.backbones.tensor_files import write_tensors
 from mini_ee.data.decoder_texts import CALIBRATION_PROMPTS
 from mini_ee.data.files import atomic_folder, file_sha256, write_bytes, write_json
@@ -127,7 +129,8 @@ def export(
             **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web, opset),
             "versions": versions() | {"onnx": onnx.__version__},
         }
-        run.tokenizer.save(partial_folder / "tokenizer.json")
+        run.tokenizer.save_beside_model(partial_folder)
+        write_json(partial_folder / "config.json", _hugging_face_config(run))
         if run.rule.embed is not None:
             manifest["encoder"] = _write_embedder(run.rule, partial_folder)
         if web:
@@ -140,6 +143,17 @@ def export(
         write_bytes(partial_folder / CARD, card(manifest).encode())
         write_json(partial_folder / MANIFEST, manifest)
     return manifest
+
+
+def _hugging_face_config(run: Run) -> dict:
+    """The config.json by which clients of Hugging Face recognise the model, and name its labels."""
+    backbone = run.model.backbone
+    ending = {"tokens": backbone.head_architecture, "embeddings": "Model"}.get(run.unit, CLASSIFIES)
+    config = backbone.config.to_dict()
+    if ending == CLASSIFIES:
+        names = run.label_names or ["LABEL_0"]  # the one of a regression
+        config |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
+    return config | {"architectures": [layout_of(backbone.config.model_type).architecture + ending]}
 
 
 def _scores(run: Run) -> dict:

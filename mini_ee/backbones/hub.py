@@ -191,8 +191,9 @@ def read_config(path: Path) -> Any:
     """The config of a backbone, from its config.json. Errors name the file."""
     check_folder(path.parent)
     config, path = model_config(path.parent), model_folder(path.parent) / path.name
-    if "format_version" in config:
-        raise ValueError(f"{path.parent}: holds a run; expected a checkpoint, such as the one that it was trained on")
+    kinds = {"a run": "format_version" in config, "an export": path.with_name("manifest.json").is_file()}
+    if here := [kind for kind in kinds if kinds[kind]]:
+        raise ValueError(f"{path.parent}: holds {here[0]}; expected a checkpoint, such as the one that was trained")
     try:
         kind = backbone_class(config.get("model_type")).Config
         check_keys(config, kind, layout_of(config["model_type"]))

@@ -340,9 +340,12 @@ class Tokenizer:
         """Write tokenizer.json, and the tokenizer_config.json with which transformers reads it as it is."""
         self.save(Path(folder) / "tokenizer.json")
         types = ["token_type_ids"] * any(self.backend.encode("a", "a").type_ids)
+        named = (("pad_token", ("[PAD]", "<pad>")), ("mask_token", ("[MASK]", "<mask>")))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask", *types],
+            **({} if self.max_length is None else {"model_max_length": self.max_length}),
+            **{key: token for key, names in named for token in names if self.backend.token_to_id(token) is not None},
         }
         write_json(Path(folder) / "tokenizer_config.json", config)
 

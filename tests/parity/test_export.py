@@ -757,7 +757,7 @@ def copy(exported, tmp_path):
 
 
 NAMES = sorted([*(f"segment_{layer}.onnx" for layer in EXITS), "model.onnx"])  # with segments
-FILES = sorted(["model.onnx", "manifest.json", "model.safetensors", "tokenizer.json"])
+FILES = ["config.json", "manifest.json", "model.onnx", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 def torch_answers(run, texts):
@@ -806,6 +806,21 @@ def test_another_rule_may_be_given_to_a_call(exported, by_segment, run):
 def test_a_rule_that_the_graph_does_not_hold_is_told(exported, rule):
     with pytest.raises(ValueError, match="the rule of model.onnx, threshold, found .*--rule.*--segments"):
         Runtime(exported, threads=1).run(TEXTS, rule=rule)
+
+
+def test_transformers_reads_the_config_and_the_tokenizer_of_the_folder(exported, run):
+    config, texts = read_json(exported / "config.json"), ["the film", "a good film, not bad"]
+    assert config["id2label"] == {str(at): name for at, name in enumerate(run.label_names)}
+    with pytest.raises(ValueError, match="holds an export; expected a checkpoint"):
+        load_backbone(exported)
+    transformers = pytest.importorskip("transformers")
+    own = transformers.AutoConfig.from_pretrained(exported)
+    assert (own.architectures, own.id2label[0]) == (["BertForSequenceClassification"], run.label_names[0])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.model_max_length == run.tokenizer.max_length
+    encoded = run.encode(texts).batch(slice(None))
+    for name, ids in tokenizer(texts, padding=True).items():
+        np.testing.assert_array_equal(ids, getattr(encoded, name))
 
 
 def test_the_folder_holds_the_files_of_the_design_and_nothing_else(exported):
