@@ -341,11 +341,12 @@ class Tokenizer:
         self.save(Path(folder) / "tokenizer.json")
         types = ["token_type_ids"] * any(self.backend.encode("a", "a").type_ids)
         named = (("pad_token", ("[PAD]", "<pad>")), ("mask_token", ("[MASK]", "<mask>")))
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask", *types],
             **({} if self.max_length is None else {"model_max_length": self.max_length}),
-            **{key: token for key, names in named for token in names if self.backend.token_to_id(token) is not None},
+            **{key: token for key, names in named for token in names if token in special},
         }
         write_json(Path(folder) / "tokenizer_config.json", config)
 
