@@ -27,9 +27,9 @@ from prose import ROOT, Links, Text, relative
 
 HERE = Path(__file__).parent
 TUTORIAL = "tutorial.md"
-CORE = ("early_exit", "segments", "rules", "confidence", "calibration", "recording", "backbones/bert")
-FOLDERS = ("methods", "baselines", "training", "exits", "backbones")
-CODE = ("mini_ee/*.py", *(f"mini_ee/{each}/*.py" for each in FOLDERS), "export/*.py", "tests/spec/*.py")
+CORE = ("loop", "rules", "bert", "llama", "load", "data", "train", "calibrate")
+FOLDERS = ("methods", "baselines", "training", "exits", "backbones", "export")
+CODE = ("mini_ee/*.py", "lab/*.py", *(f"lab/{each}/*.py" for each in FOLDERS), "tests/spec/*.py")
 
 
 class Page(NamedTuple):
@@ -87,7 +87,7 @@ def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
             markdown_page("files.md", "All files", all_files(files)),
         ],
         "Results": markdown_pages("results/*.md", ["README", *PAPERS]),
-        "Deployment": markdown_pages("export/*.md", ["README"]) + markdown_pages("export/[!w]*/*.md"),
+        "Deployment": markdown_pages("lab/export/*.md", ["README"]) + markdown_pages("export/[!w]*/*.md"),
         "Project": [markdown_page(path) for path in ("CONTRIBUTING.md", "weights/README.md", "CHANGELOG.md")],
     }
 

@@ -156,7 +156,7 @@ def _targets(tree: ast.Module, links: Links, page: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 for module, anchor in ((f"{node.module}.{alias.name}", ""), (node.module, f"#{alias.name}")):
-                    path = f"{module.replace('.', '/').replace('mini_ee/export', 'export')}.py"
+                    path = f"{module.replace('.', '/').replace('mini_ee/lab', 'lab')}.py"
                     if path in links.pages and (not anchor or (path, alias.name) in links.anchors):
                         found[alias.asname or alias.name] = relative(links.pages[path], page) + anchor
                         break

@@ -21,7 +21,7 @@ This is the page that `mini-ee export RUN --web` writes: the built-in BERT with 
 def write_live(out: Path) -> str:
     """Train, export to OUT/live, and return Markdown that shows it, or says why it is missing."""
     import mini_ee
-    from mini_ee.export.web_page import fetch_libraries, vendor_command
+    from mini_ee.lab.export.web_page import fetch_libraries, vendor_command
 
     with tempfile.TemporaryDirectory() as folder:
         run = mini_ee.train("joint", out=Path(folder) / "run", **SETTINGS)

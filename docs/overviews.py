@@ -6,13 +6,13 @@ from pathlib import Path
 from code_page import Code
 from prose import ROOT, Text
 
-from mini_ee.registry import METHODS
+from mini_ee.lab.registry import METHODS
 
 PAPERS = {  # result page -> the file that implements the paper
-    "loraexit": "mini_ee/methods/lora_exits.py",
-    "self-supervised": "mini_ee/methods/self_supervised.py",
-    "raee": "mini_ee/methods/raee.py",
-    "consistentee": "mini_ee/methods/consistent.py",
+    "loraexit": "lab/methods/lora_exits.py",
+    "self-supervised": "lab/methods/self_supervised.py",
+    "raee": "lab/methods/raee.py",
+    "consistentee": "lab/methods/consistent.py",
 }
 
 
@@ -38,7 +38,11 @@ def methods_table(files: dict[str, Code]) -> str:
     lines = ["# All methods", "", about, ""]
     for folder, title in (("methods", "Papers"), ("baselines", "Baselines")):
         lines += [f"## {title}", "", "| method | idea |", "|---|---|"]
-        paths = {name: f"{module.replace('.', '/')}.py" for name, module in METHODS.items() if folder in module}
+        paths = {
+            name: f"{module.removeprefix('mini_ee.').replace('.', '/')}.py"
+            for name, module in METHODS.items()
+            if folder in module
+        }
         lines += [f"| [`{name}`]({path}) | {_cell(files[path].title)} |" for name, path in paths.items()]
         lines.append("")
     return "\n".join(lines)

@@ -114,12 +114,12 @@ class Links:
         return ("" if here else relative(found, page)) + (f"#{anchor}" if anchor else "")
 
     def mentioned(self, name: str, source: str) -> str | None:
-        """The page of a file that a text names by its path, from the root, mini_ee/ or this folder, or by its name."""
+        """The page of a file that a text names by its path, from the root, lab/ or this folder, or by its name."""
         here = posixpath.dirname(source)
-        for path in (name, posixpath.join(here, name), f"mini_ee/{name}"):
+        for path in (name, posixpath.join(here, name), f"lab/{name}"):
             if path in self.pages:
                 return self.pages[path]
-        found = [page for path, page in self.pages.items() if path.endswith(f"/{name}") and path.startswith("mini_ee/")]
+        found = [page for path, page in self.pages.items() if path.endswith(f"/{name}") and path.startswith("lab/")]
         return found[0] if len(found) == 1 else None
 
     def render(self, tokens: list[Token], source: str, page: str, parser: MarkdownIt = MARKDOWN) -> str:

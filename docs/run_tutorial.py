@@ -112,7 +112,7 @@ def bash(command: str, folder: Path) -> str:
 
 def in_process(command: str, folder: Path) -> str:
     """The same, but a command that is `mini-ee` and nothing else runs here, where torch is loaded already."""
-    from mini_ee.cli.main import main
+    from mini_ee.lab.cli.main import main
 
     if unless := UNLESS.match(command):
         if (folder / unless[1]).exists():

@@ -8,8 +8,8 @@ import numpy as np
 
 from mini_ee.experiments.measures import FLOPS_SHARES
 from mini_ee.experiments.records import SeedRecord, read_records
-from mini_ee.recording import ExitResult
-from mini_ee.rules import rule_from_dict
+from mini_ee.lab.recording import ExitResult
+from mini_ee.lab.rules import rule_from_dict
 
 PREFIXES = {"default ": "default", "policy ": "policy"}  # of a figure -> the name of its rule in the record
 

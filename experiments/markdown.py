@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mini_ee import WrongArguments
+from mini_ee.lab.errors import WrongArguments
 
 
 def markdown_row(cells: Iterable) -> str:

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.calibration import observe
-from mini_ee.data.files import read_json
-from mini_ee.data.tasks import Split, Task, holdout, subset
-from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.comparison import compare_tokens, rules_of
-from mini_ee.evaluation.probes import Costs, probe_rows, rows_to_read
-from mini_ee.evaluation.row_evaluation import (
+from mini_ee.experiments.bench.common import medians
+from mini_ee.experiments.bench.streams import bare_streams, over_adapters
+from mini_ee.experiments.records import SeedRecord, rounded
+from mini_ee.experiments.retrieval_measures import of_compared, of_retrieval
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.calibration import observe
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.tasks import Split, Task, holdout, subset
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.evaluation.comparison import compare_tokens, rules_of
+from mini_ee.lab.evaluation.probes import Costs, probe_rows, rows_to_read
+from mini_ee.lab.evaluation.row_evaluation import (
     LOSSES,
     by_exit,
     curve,
@@ -28,22 +32,18 @@ from mini_ee.evaluation.row_evaluation import (
     rows_of,
     timed_batches,
 )
-from mini_ee.evaluation.savings_estimate import savings_at, suitability, threshold_at
-from mini_ee.evaluation.token_evaluation import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
-from mini_ee.exits.generation import Sampling
-from mini_ee.exits.token_exits import record_texts
-from mini_ee.experiments.bench.common import medians
-from mini_ee.experiments.bench.streams import bare_streams, over_adapters
-from mini_ee.experiments.records import SeedRecord, rounded
-from mini_ee.experiments.retrieval_measures import of_compared, of_retrieval
-from mini_ee.methods.consistent_hardness import hardness_in_training
-from mini_ee.methods.lora_exits_streams import parallel, restart
-from mini_ee.methods.raee_collect import untrained_rows
-from mini_ee.recording import Record, exit_scores, record, summary
-from mini_ee.rules import NeverExit, Policy, rule_from_dict
-from mini_ee.training.default_rule import choose
-from mini_ee.training.holdout import split_rows
-from mini_ee.training.run_folder import Run
+from mini_ee.lab.evaluation.savings_estimate import savings_at, suitability, threshold_at
+from mini_ee.lab.evaluation.token_evaluation import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
+from mini_ee.lab.exits.generation import Sampling
+from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.methods.consistent_hardness import hardness_in_training
+from mini_ee.lab.methods.lora_exits_streams import parallel, restart
+from mini_ee.lab.methods.raee_collect import untrained_rows
+from mini_ee.lab.recording import Record, exit_scores, record, summary
+from mini_ee.lab.rules import NeverExit, Policy, rule_from_dict
+from mini_ee.lab.training.default_rule import choose
+from mini_ee.lab.training.holdout import split_rows
+from mini_ee.lab.training.run_folder import Run
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS, TRAIN_ROWS, PROBED_ROWS = 2500, 1000, 2000  # read at most, drawn with the seed

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.evaluation.plots import new_figure, new_panels, save_figure
 from mini_ee.experiments.page_data import PageData, is_share
 from mini_ee.experiments.recipe import filled, panels_of
 from mini_ee.experiments.verdicts import FAILS, HOLDS, UNDECIDED
+from mini_ee.lab.evaluation.plots import new_figure, new_panels, save_figure
 
 SEED_GRID = 40  # points at which the curves of several seeds are averaged
 GREY = "#9a9a9a"

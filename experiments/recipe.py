@@ -9,8 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_ee.data.files import read_json
-from mini_ee.errors import WrongArguments
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.errors import WrongArguments
 
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from filelock import FileLock
 
-from mini_ee.data.files import check_regular, write_bytes
-from mini_ee.recording import Record, Recorded
+from mini_ee.lab.data.files import check_regular, write_bytes
+from mini_ee.lab.recording import Record, Recorded
 
 UNKNOWN = -1  # the label of an example for which every exit is wrong, if there are more than two classes
 PARTS = ("reported", "held_out")

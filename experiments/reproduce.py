@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from mini_ee.data.files import write_bytes
-from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.claims import judge_claim
 from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.measures import ON_A_GPU
@@ -27,6 +25,8 @@ from mini_ee.experiments.recipe import PAPERS, Case, cases_named, cases_of, load
 from mini_ee.experiments.result_page import JUDGING, answer, page
 from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
+from mini_ee.lab.data.files import write_bytes
+from mini_ee.lab.evaluation.plots import can_draw
 
 
 def reproduce(

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from mini_ee.data.metrics import spearman
 from mini_ee.experiments.claims import claim_lines, counted, judge_claim
 from mini_ee.experiments.markdown import folded, made_by, markdown_row, markdown_table
 from mini_ee.experiments.measures import TIMES_ALONE, WITHOUT_RECORD
@@ -15,6 +14,7 @@ from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, fi
 from mini_ee.experiments.recipe import is_choice
 from mini_ee.experiments.trainings import MADE_WITH, record_of
 from mini_ee.experiments.verdicts import MISSING
+from mini_ee.lab.data.metrics import spearman
 
 DIFFERS = "What differs from the paper"
 JUDGING = "judging.md"

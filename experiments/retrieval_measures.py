@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mini_ee.baselines import sleb
-from mini_ee.baselines.adainfer import right_of, svm
-from mini_ee.data.files import read_json
-from mini_ee.data.tasks import Task, subset
-from mini_ee.data.tokenizer import Inputs
-from mini_ee.evaluation.row_evaluation import measure_seconds, rows_of, timed_batches
-from mini_ee.exits.prompt_exits import PromptModel
 from mini_ee.experiments.records import SeedRecord
-from mini_ee.methods.raee import exit_values
-from mini_ee.methods.raee_collect import untrained_rows
-from mini_ee.methods.raee_controls import (
+from mini_ee.lab.baselines import sleb
+from mini_ee.lab.baselines.adainfer import right_of, svm
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.tasks import Task, subset
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.evaluation.row_evaluation import measure_seconds, rows_of, timed_batches
+from mini_ee.lab.exits.prompt_exits import PromptModel
+from mini_ee.lab.methods.raee import exit_values
+from mini_ee.lab.methods.raee_collect import untrained_rows
+from mini_ee.lab.methods.raee_controls import (
     KS,
     SHUFFLES,
     best_single_exit,
@@ -26,11 +26,11 @@ from mini_ee.methods.raee_controls import (
     parts_of,
     shuffled_plan,
 )
-from mini_ee.methods.raee_datastore import Neighbours
-from mini_ee.recording import Record, exit_scores, record, summary
-from mini_ee.rules import NeverExit, Threshold
-from mini_ee.training.run_folder import Run
-from mini_ee.training.stages import task_loss
+from mini_ee.lab.methods.raee_datastore import Neighbours
+from mini_ee.lab.recording import Record, exit_scores, record, summary
+from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.training.run_folder import Run
+from mini_ee.lab.training.stages import task_loss
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS = 2500  # read at most, drawn with the seed

@@ -22,7 +22,10 @@ import torch
 from filelock import FileLock
 
 from mini_ee import __version__
-from mini_ee.data.files import (
+from mini_ee.experiments.measures import MEASUREMENTS, ON_A_GPU, READ_A_TASK, READ_ON_THE_DEVICE, WITHOUT_RECORD
+from mini_ee.experiments.recipe import Case, is_choice
+from mini_ee.experiments.records import read_about, write_record
+from mini_ee.lab.data.files import (
     atomic_folder,
     file_sha256,
     json_sha256,
@@ -31,15 +34,12 @@ from mini_ee.data.files import (
     write_bytes,
     write_json,
 )
-from mini_ee.data.tasks import Task, load_task, toy_task
-from mini_ee.errors import WrongArguments
-from mini_ee.experiments.measures import MEASUREMENTS, ON_A_GPU, READ_A_TASK, READ_ON_THE_DEVICE, WITHOUT_RECORD
-from mini_ee.experiments.recipe import Case, is_choice
-from mini_ee.experiments.records import read_about, write_record
-from mini_ee.training.loop import Diverged
-from mini_ee.training.run_folder import Run, load_run, training_folder
-from mini_ee.training.state import STATE
-from mini_ee.training.train_run import check_device, train
+from mini_ee.lab.data.tasks import Task, load_task, toy_task
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.training.loop import Diverged
+from mini_ee.lab.training.run_folder import Run, load_run, training_folder
+from mini_ee.lab.training.state import STATE
+from mini_ee.lab.training.train_run import check_device, train
 
 MADE_WITH = {"commit", "torch", "machine", "threads", "processor"}  # keys of a seed's "how"
 DIGITS = 5  # of a figure in the JSON

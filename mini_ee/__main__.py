@@ -2,7 +2,7 @@
 
 import sys
 
-from mini_ee.cli.main import main
+from mini_ee.lab.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

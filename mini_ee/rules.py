@@ -1,450 +1,154 @@
-"""Exit rules: which rows (examples or tokens) stop at which exit. At the last exit all rows stop.
+"""Exit rules: which rows (examples or tokens) stop at which exit. At the last exit all rows stop. No torch.
 
-    rule.plan(inputs) -> (N,) exit index, or None      decided before the model runs; None: the rule does not plan
-    rule.stop(k, reading, memory) -> (N,) bool         decided at exit k; memory: arrays by row, kept from exit to exit
-    rule.needs                                         what `stop` reads: "logits", "state" (no logits), or None
-    rule.flops(classes)                                FLOPs of one decision for one row
-    rule.plan_flops(inputs)                            FLOPs of a plan for one row
-    rule.from_loose_to_strict(recorded, n)             the rule with other values of its `knob`, for a sweep
-    rule.to_dict() <-> rule_from_dict                  the rule in a run's config.json
+    plan(inputs) -> (N,) exit index, or None      decided before the model runs; None: the rule decides at the exits
+    stop(k, read, memory) -> (N,) bool            decided at exit k. read: what `needs` names, of the rows still running
+    needs                                         "logits" (N, C), "exit_logit" (N,) of a policy, or None
 
-`plan` and `stop` are numpy code. The same code also runs on graph values, which writes model.onnx (export/tracing.py).
-So it has no `if` on an array, changes no array in place, and a setting may be a graph value in place of a number.
-
-The memory is empty at the first exit. `stop` may put arrays into it whose first axis is the row. The loop keeps their
-entries for the rows that do not stop, so at every exit they belong to the rows of the reading. A comparison with NaN is
-False: a row whose confidence is NaN does not exit early.
-
-A rule is a frozen dataclass; the command line makes its options from the fields and their help. It holds no state: one
-rule may serve many batches. Exit indices k count from 0 along `exits`. Depths count layers: 0 is the embeddings.
+`memory` is empty at the first exit. `stop` may put arrays by row into it; the loop keeps the entries of the rows that
+go on. A rule has no state of its own: one rule serves many batches. To write a rule: a class with `plan` or `stop`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from importlib import import_module
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 
 import numpy as np
 
-from mini_ee.confidence import OF_LOGITS
-from mini_ee.data.settings import option
-from mini_ee.data.values import is_whole
-from mini_ee.errors import WrongArguments
-from mini_ee.registry import RULES as METHOD_RULES
-
-STATE_MEASURES = {"saturation": (-1.0, 1.0)}
-"""Measures that are not computed from logits: name -> (smallest, largest) useful threshold."""
-THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in OF_LOGITS.items()} | STATE_MEASURES
-"""Every measure -> (smallest, largest) useful threshold."""
-
-NO_POLICY = (
-    "the rule {} needs a model with a policy, and this one has none; "
-    "give a run of a method that trains policies, exported with such a rule if it is exported, or choose another rule"
-)
-
-NO_STATES = "{} is computed from hidden states, which this model does not provide; choose another measure"
+Memory = dict[str, np.ndarray]
 
 
+# ---- How confident is an exit? (N, C) logits -> (N,); larger is more confident ----
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """(N, C) -> (N, C), in float32 at least. Raises ValueError for fewer than two classes."""
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise ValueError(
+            f"expected logits (N, C) of at least 2 classes, found {logits.shape}: a regression takes Patience"
+        )
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
+    shifted = logits - logits.max(axis=1, keepdims=True)  # so that exp does not overflow
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def max_probability(logits: np.ndarray) -> np.ndarray:
+    """The largest probability (LoRAExit, Right-Tool)."""
+    return np.exp(log_softmax(logits).max(axis=1))
+
+
+def entropy(logits: np.ndarray) -> np.ndarray:
+    """Minus the entropy, in nats (DeeBERT)."""
+    log_p = log_softmax(logits)
+    return (np.exp(log_p) * log_p).sum(axis=1)
+
+
+def normalised_entropy(logits: np.ndarray) -> np.ndarray:
+    """Minus the entropy over its largest value, ln C (FastBERT)."""
+    return np.maximum(entropy(logits) / math.log(logits.shape[1]), -1)  # rounding may go below -1
+
+
+def breaking_ties(logits: np.ndarray) -> np.ndarray:
+    """The largest probability minus the second largest (self-supervised exits, Eq. 2)."""
+    return _gap(np.exp(log_softmax(logits)))
+
+
+def breaking_ties_logits(logits: np.ndarray) -> np.ndarray:
+    """The same on logits."""
+    return _gap(log_softmax(logits))
+
+
+def _gap(values: np.ndarray) -> np.ndarray:
+    second, first = np.partition(values, -2, axis=1)[:, -2:].T
+    return first - second
+
+
+MEASURES = {
+    measure.__name__: measure
+    for measure in (max_probability, entropy, normalised_entropy, breaking_ties, breaking_ties_logits)
+}
+
+
+# ---- The rules ----
 class Rule:
-    """The base of all rules. By default a rule does not plan, and reads logits."""
+    """The base of all rules."""
 
-    name = ""
     needs: str | None = "logits"
-    needs_policy, needs_embeddings = False, False  # whether `stop` reads the exit_logit, or compares embeddings
-    plans_from_texts = False  # True if `plan` reads the inputs, not only their number
-    embed: Callable | None = None  # the embedding that such a rule plans with: Inputs -> (N, D); it has a name
 
-    def plan(self, inputs: Any) -> np.ndarray | None:
+    def plan(self, inputs: Sized) -> np.ndarray | None:
         return None
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        if self.needs is not None:
-            raise NotImplementedError(f"{type(self).__name__} has no stop(k, reading, memory)")
-        return np.zeros(len(reading.logits), bool)
-
-    def check(self, num_exits: int) -> None:
-        """Raise ValueError if the rule does not fit a model with this number of exits."""
-
-    def flops(self, classes: int) -> float:
-        return 0.0
-
-    def plan_flops(self, inputs: Any) -> float:
-        """FLOPs of a plan for one row."""
-        return 0.0
-
-    def of_batches(self, inputs: Iterable) -> "Iterable[tuple[object, Rule]]":
-        """Each batch of inputs with the rule for it."""
-        return ((batch, self) for batch in inputs)
-
-    # ---- The curve of a rule: the same rule with other values of one setting ----
-    knob: ClassVar[str | None] = None  # the setting that trades layers for score; None: no setting does
-    never: ClassVar[float] = math.inf  # the value of the knob with which no row exits early
-
-    @property
-    def knob_range(self) -> tuple[float, float]:
-        """Smallest and largest useful value of the knob, apart from `never`: the limits of its option."""
-        about = self.__dataclass_fields__[self.knob].metadata  # type: ignore[attr-defined]  # of subclasses
-        least, most = about["least"], about["most"]
-        return -math.inf if least is None else least, math.inf if most is None else most
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        """(N, K - 1): the numbers that are compared with the knob, at every exit but the last. recorded: a Record."""
-        raise NotImplementedError(f"{type(self).__name__} has a knob, and no compared(recorded)")
-
-    def from_loose_to_strict(self, recorded: Any, count: int) -> Sequence["Rule"]:
-        """The rule with increasing values of its knob: fewer and fewer rows exit early, with the last value none.
-
-        The values are `count` quantiles of `compared`, and the rule's own value. Empty if the model has one exit.
-        recorded: a Record.
-        """
-        if self.knob is None or len(recorded.segments.exits) < 2:
-            return []
-        levels = np.quantile(self.compared(recorded), np.linspace(0, 1, count))
-        own = np.atleast_1d(getattr(self, self.knob))
-        values = np.clip([*levels, *own[own != self.never]], *self.knob_range)
-        every = np.unique([*values, self.never]).tolist()
-        return [replace(self, **{self.knob: value}) for value in every]  # type: ignore[type-var]
-
-    # ---- In model.onnx, the graph that contains the loop (export/model_graph.py) ----
-    runtime_settings: tuple[str, ...] = ()  # settings that are inputs of the graph
-    runtime_inputs: ClassVar[dict[str, str]] = {}
-    """Input of the graph -> the attribute that `stop` compares with. With a `threshold` of inf no row exits."""
-
-    def runtime_values(self, count: int) -> dict[str, np.ndarray]:
-        """Input -> the rule's values at the first `count` exits: (count,) float32, or (1,) for an integer."""
-        return {
-            name: _runtime_value(getattr(self, attribute), count) for name, attribute in self.runtime_inputs.items()
-        }
-
-    def with_runtime(self, values: dict) -> Self:
-        """The rule with the graph's inputs at one exit in place of its own settings."""
-        rule = copy(self)  # not dataclasses.replace: __post_init__ cannot check graph values
-        for name, value in values.items():
-            object.__setattr__(rule, self.runtime_inputs[name], value)
-        return rule
-
-    def served_by(self, other: "Rule") -> bool:
-        """Whether a graph that contains the rule `other` computes this one, if it gets other inputs."""
-        return type(self) is type(other) and all(
-            value == getattr(other, name)
-            for name, value in self.settings().items()
-            if name not in self.runtime_settings
-        )
-
-    def opened(self, folder: Path, config: dict, model: Any) -> "Rule":
-        """The rule of a run on disk, completed from the run's other files. Most rules need none."""
-        return self
-
-    def save(self, folder: Path) -> None:
-        """Write the files that the exported rule reads, if it plans with an `embed`."""
-
-    def served(self, folder: Path, embed: Callable) -> "Rule":
-        """The rule of an exported folder, with the files of `save`. embed: the exported graph of the embedding."""
-        raise ValueError(f"the rule {self.name} uses no embeddings, but the folder has a graph for them; export again")
-
-    def settings(self) -> dict:
-        """The fields of the rule by name."""
-        return {name: getattr(self, name) for name in getattr(self, "__dataclass_fields__", ())}
-
-    def to_dict(self) -> dict:
-        return {"name": self.name} | {key: _json(value) for key, value in self.settings().items()}
-
-
-def _runtime_value(value: Any, count: int) -> np.ndarray:
-    if isinstance(value, int):
-        return np.array([value])
-    values = value[:count] if isinstance(value, tuple) else [value] * count
-    return np.array(values, np.float32)
-
-
-def _json(value: Any) -> Any:
-    """A setting in JSON: a list for a tuple, and the strings "inf" and "-inf", for which JSON has no numbers."""
-    if isinstance(value, tuple):
-        return [_json(each) for each in value]
-    return str(value) if value in (math.inf, -math.inf) else value
+    def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
+        raise NotImplementedError(f"{type(self).__name__} has no stop(k, read, memory)")
 
 
 @dataclass(frozen=True)
-class NeverExit(Rule):
-    """The full model: every row runs to the last exit, and only that head is computed."""
+class Never(Rule):
+    """The full model: only the last head is computed."""
 
-    name = "never"
     needs = None
 
 
 @dataclass(frozen=True)
-class FixedExit(Rule):
-    """All rows exit at the same exit, which is chosen in advance. `exit` is an index into exits, from 0."""
+class Fixed(Rule):
+    """All rows stop at the same exit. `exit`: an index, from 0."""
 
-    exit: int = option(help="exit layer of every example or token", flag="--layer")
-    name = "fixed"
+    exit: int
     needs = None
 
-    def plan(self, inputs: Any) -> np.ndarray:
+    def plan(self, inputs: Sized) -> np.ndarray:
         return np.full(len(inputs), self.exit)
-
-    def check(self, num_exits: int) -> None:
-        if not is_whole(self.exit) or self.exit not in range(num_exits):
-            raise ValueError(f"the fixed exit must be one of the {num_exits} exits, got index {self.exit!r}")
-
-
-@dataclass(frozen=True)
-class Planned(Rule):
-    """A plan for one batch: the exit indices of its B rows. cost: FLOPs of the plan of one row."""
-
-    exit_index: tuple[int, ...]
-    cost: float = 0.0
-    name = "planned"
-    needs = None
-
-    def __post_init__(self):
-        object.__setattr__(self, "exit_index", tuple(np.asarray(self.exit_index).tolist()))
-
-    def plan(self, inputs: Any) -> np.ndarray:
-        if len(inputs) != len(self.exit_index):
-            raise ValueError(f"expected the {len(self.exit_index)} planned rows, found {len(inputs)}; plan again")
-        return np.asarray(self.exit_index, np.int64)
-
-    def plan_flops(self, inputs: Any) -> float:
-        return self.cost
-
-    def check(self, num_exits: int) -> None:
-        if not set(self.exit_index) <= set(range(num_exits)):
-            raise ValueError(f"the plan must name the {num_exits} exits by index, got {sorted(set(self.exit_index))}")
-
-
-def confidence(reading: Any, measure: str) -> np.ndarray:
-    """(B,): a confidence measure, from the reading if the engine has computed it, else from the logits."""
-    computed = getattr(reading, measure, None)
-    if computed is None and measure in STATE_MEASURES:
-        raise WrongArguments(NO_STATES.format(measure))
-    return OF_LOGITS[measure][0](reading.logits) if computed is None else computed
 
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """Exit if a confidence measure is at least the threshold: one number, or one for each exit (the last is unused).
+    """Stop if a measure of confidence is at least tau: one number, or one for each exit. inf: never."""
 
-    Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy), CALM
-    (breaking_ties, and saturation: the cosine of a decoder's state and its state at the exit before).
-    inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
-    """
-
-    threshold: float | tuple[float, ...] = option(help="threshold of the measure: a number, or one per exit: .8,.8,.9")
-    measure: str = option("max_probability", "confidence measure", choices=tuple(THRESHOLD_LIMITS))
-    name = "threshold"
+    tau: float | Sequence[float]
+    measure: str = "max_probability"
 
     def __post_init__(self):
-        if self.measure not in THRESHOLD_LIMITS:
-            raise ValueError(f"measure must be one of {', '.join(THRESHOLD_LIMITS)}, got {self.measure!r}")
-        several = isinstance(self.threshold, Sequence) and not isinstance(self.threshold, str)
-        value = tuple(map(float, self.threshold)) if several else float(self.threshold)
-        object.__setattr__(self, "threshold", value)
-        least, most = THRESHOLD_LIMITS[self.measure]
-        for value in np.atleast_1d(self.threshold):
-            if not (least <= value <= most or np.isinf(value)):
-                raise ValueError(f"a threshold on {self.measure} must be from {least} to {most}, got {value}")
+        if self.measure not in MEASURES:
+            raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {self.measure!r}")
 
-    @property
-    def needs(self) -> str:  # type: ignore[override]  # it depends on the measure
-        return "state" if self.measure in STATE_MEASURES else "logits"
-
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
-        return confidence(reading, self.measure) >= threshold
-
-    runtime_settings, runtime_inputs = ("threshold",), {"threshold": "threshold"}
-    knob = "threshold"
-
-    @property
-    def knob_range(self) -> tuple[float, float]:
-        return THRESHOLD_LIMITS[self.measure]
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        return recorded.confidence(self.measure)
-
-    def check(self, num_exits: int) -> None:
-        if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
-            raise ValueError(f"expected one threshold or {num_exits}, one for each exit, got {len(self.threshold)}")
-
-    def flops(self, classes: int) -> float:
-        return 5.0 * classes  # shift, exponential, sum, logarithm, comparison
+    def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
+        tau = self.tau if isinstance(self.tau, int | float) else self.tau[k]
+        return MEASURES[self.measure](read) >= tau
 
 
 @dataclass(frozen=True)
 class Patience(Rule):
-    """Exit if `patience` consecutive exits repeat the prediction of the exit before them: patience + 1 equal ones.
+    """Stop if `t` consecutive exits repeat the prediction of the exit before them (PABEE, Zhou et al. 2020).
 
-    Source: PABEE (Zhou et al. 2020). For regression (C = 1) two
-    predictions are equal if they differ by less than `tolerance`.
+    Two predictions of a regression (C = 1) are equal if they differ by less than `tolerance`.
     """
 
-    patience: int = option(help="number of consecutive exits that must agree (patience) or be confident")
-    tolerance: float = option(0.5, "difference below which two predictions of a regression are equal", above=0)
-    name = "patience"
+    t: int
+    tolerance: float = 0.5
 
     def __post_init__(self):
-        if not is_whole(self.patience) or self.patience < 1:
-            raise ValueError(f"patience must be a whole number of at least 1, got {self.patience!r}")
-        if not 0 < self.tolerance < math.inf:
-            raise ValueError(f"tolerance must be a number above 0, got {self.tolerance}")
+        if self.t < 1 or self.tolerance <= 0:
+            raise ValueError(f"patience must be at least 1, its tolerance above 0, got {self.t} and {self.tolerance}")
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        # At the first exit no row is equal: the defaults inf and -1 are no predictions. They broadcast to all rows.
-        if reading.prediction is None and reading.logits.shape[1] == 1:
-            prediction = reading.logits[:, 0]
-            same = abs(prediction - memory.get("prediction", np.inf)) < self.tolerance
+    def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
+        if read.shape[1] == 1:  # the defaults inf and -1 are no predictions, so at the first exit no row is equal
+            predicted = read[:, 0]
+            same = abs(predicted - memory.get("predicted", np.inf)) < self.tolerance
         else:
-            prediction = reading.logits.argmax(axis=1) if reading.prediction is None else reading.prediction
-            same = prediction == memory.get("prediction", -1)
+            predicted = read.argmax(axis=1)
+            same = predicted == memory.get("predicted", -1)
         memory["streak"] = np.where(same, memory.get("streak", 0) + 1, 0)
-        memory["prediction"] = prediction
-        return memory["streak"] >= self.patience
-
-    runtime_settings, runtime_inputs = ("patience",), {"patience": "patience"}
-    knob = "patience"
-
-    def from_loose_to_strict(self, recorded: Any, count: int) -> list["Patience"]:
-        """Every possible patience, whatever the count."""
-        return [replace(self, patience=patience) for patience in range(1, len(recorded.segments.exits))]
-
-    def flops(self, classes: int) -> float:
-        return classes + 3.0
-
-
-@dataclass(frozen=True)
-class PatienceConfidence(Rule):
-    """Exit if at `patience` consecutive exits the confidence measure is at least the threshold, whatever they predict.
-
-    Source: PCEE-BERT (Zhang et al. 2022). All exits have the same `measure` and `threshold`.
-    """
-
-    patience: int = option(help="number of consecutive exits that must agree (patience) or be confident")
-    threshold: float = option(help="threshold of the confidence measure")
-    measure: str = option("max_probability", "confidence measure", choices=tuple(THRESHOLD_LIMITS))
-    name = "patience-confidence"
-
-    def __post_init__(self):
-        Patience(self.patience)
-        threshold = Threshold(self.threshold, self.measure).threshold
-        if isinstance(threshold, tuple):
-            raise ValueError(f"the rule {self.name} takes one threshold, got {len(threshold)}")
-        object.__setattr__(self, "threshold", threshold)
-
-    @property
-    def needs(self) -> str:  # type: ignore[override]  # it depends on the measure
-        return "state" if self.measure in STATE_MEASURES else "logits"
-
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        confident = confidence(reading, self.measure) >= self.threshold
-        memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
-        return memory["streak"] >= self.patience
-
-    runtime_settings, runtime_inputs = ("patience", "threshold"), {"patience": "patience", "threshold": "threshold"}
-    knob, knob_range, compared = "threshold", Threshold.knob_range, Threshold.compared
-
-    def flops(self, classes: int) -> float:
-        return 5.0 * classes + 2.0
+        memory["predicted"] = predicted
+        return memory["streak"] >= self.t
 
 
 @dataclass(frozen=True)
 class Policy(Rule):
-    """Exit if the exit probability, which a small trained network predicts at each exit, is above the cut.
+    """Stop if the model's own probability of stopping, the sigmoid of its exit_logit, is above `cut` (ConsistentEE)."""
 
-    Sources: ConsistentEE (a policy network), BERxiT (certainty); both use .5. The probability is sigmoid(exit_logit).
-    0 means always, 1 never. Raises ValueError for a cut outside [0, 1], and if the model has no policy.
-    """
-
-    cut: float = option(0.5, "exit probability of the policy above which an example or token exits", least=0, most=1)
-    name = "policy"
-    needs = "state"
-    needs_policy = True
+    cut: float = 0.5
+    needs = "exit_logit"
 
     def __post_init__(self):
-        if not 0 <= self.cut <= 1:
-            raise ValueError(f"the cut on the exit probability must be from 0 to 1, got {self.cut}")
-        # The logit at which the sigmoid is the cut. `stop` compares logits, because many sigmoids are 1 in float32.
-        # Cuts of 0 and 1 have the logits -inf and inf, which math.log cannot compute.
-        at_ends = math.inf if self.cut else -math.inf
-        least = at_ends if self.cut in (0, 1) else math.log(self.cut / (1 - self.cut))
-        object.__setattr__(self, "least_logit", least)
+        if not 0 < self.cut < 1:
+            raise ValueError(f"a policy's cut is a probability between 0 and 1, got {self.cut}")
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        if reading.exit_logit is None:
-            raise ValueError(NO_POLICY.format(self.name))
-        return reading.exit_logit > self.least_logit  # type: ignore[attr-defined]  # set in __post_init__
-
-    runtime_settings, runtime_inputs = ("cut",), {"threshold": "least_logit"}
-    knob, never = "cut", 1.0
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        """The exit probabilities: sigmoid(x) = exp(-ln(1 + e^-x)), in float64."""
-        return np.exp(-np.logaddexp(0, -recorded.segments.exit_logits.astype(np.float64)))
-
-    def flops(self, classes: int) -> float:
-        return 1.0
-
-
-@dataclass(frozen=True)
-class QExit(Rule):
-    """Exit if 1 - prod (1 - p) is above q: a product over the exits so far, where p is the policy's exit probability.
-
-    Source: PALBERT (Balagansky and Gavrilov 2022). 0 means always, 1 never. Raises ValueError for a q outside [0, 1],
-    and if the model has no policy. The memory is -ln prod (1 - sigmoid(exit_logit)), a sum of softplus over exits.
-    """
-
-    q: float = option(0.5, "cumulative exit probability above which an example exits", least=0, most=1)
-    name = "q-exit"
-    needs = "state"
-    needs_policy = True
-
-    def __post_init__(self):
-        if not 0 <= self.q <= 1:
-            raise ValueError(f"q, a cumulative exit probability, must be from 0 to 1, got {self.q}")
-        at_ends = math.inf if self.q else -math.inf
-        object.__setattr__(self, "least_hazard", at_ends if self.q in (0, 1) else -math.log1p(-self.q))
-
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        if reading.exit_logit is None:
-            raise ValueError(NO_POLICY.format(self.name))
-        # -ln(1 - sigmoid(x)) = ln(1 + e^x), which logaddexp computes without overflow. The sum is compared, because the
-        # product underflows.
-        memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, reading.exit_logit)
-        return memory["hazard"] > self.least_hazard  # type: ignore[attr-defined]  # set in __post_init__
-
-    runtime_settings, runtime_inputs = ("q",), {"threshold": "least_hazard"}
-    knob, never = "q", 1.0
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        """The cumulative exit probabilities."""
-        return -np.expm1(-np.logaddexp(0, recorded.segments.exit_logits.astype(np.float64)).cumsum(axis=1))
-
-    def flops(self, classes: int) -> float:
-        return 4.0  # exponential, logarithm, sum, comparison
-
-
-_OWN = (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _OWN}
-
-
-def rule_class(name: Any) -> type[Rule]:
-    """The rule class of a name, from this file or from a method. Raises ValueError for an unknown name."""
-    if name not in RULES and name in METHOD_RULES:
-        import_module(METHOD_RULES[name])
-    if name not in RULES:
-        raise ValueError(f"the rule must be one of {', '.join(RULES)}, found {name!r}")
-    return RULES[name]
-
-
-def rule_from_dict(config: dict) -> Rule:
-    """The rule from the dict that `to_dict` returned. Raises ValueError for an unknown name, key or value."""
-    settings = {key: float(value) if value in ("inf", "-inf") else value for key, value in config.items()}  # see _json
-    name = settings.pop("name", None)
-    kind = rule_class(name)
-    try:
-        return kind(**settings)
-    except TypeError as error:
-        raise ValueError(f"the rule {name} does not take these settings: {error}") from None
+    def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
+        return read > math.log(self.cut / (1 - self.cut))

@@ -15,24 +15,24 @@ import tokenizers
 import torch
 
 import mini_ee
-from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import load_backbone, save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.backbones.tensor_files import read_tensors, write_tensors
-from mini_ee.cli.main import main
-from mini_ee.data.files import read_json, write_json
-from mini_ee.data.tokenizer import Inputs, Tokenizer
-from mini_ee.evaluation import plots, row_evaluation
-from mini_ee.exits.row_exits import RowExits
-from mini_ee.exits.token_exits import TokenExits
-from mini_ee.export import sessions, writer
-from mini_ee.export.manifest import WEIGHTS
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.sessions import Session
-from mini_ee.methods.lora_exits import LoRAExits
-from mini_ee.rules import Threshold
-from mini_ee.training import default_rule
-from mini_ee.training.run_folder import Run
+from mini_ee.lab.backbones.bert import Bert, BertConfig
+from mini_ee.lab.backbones.hub import load_backbone, save_backbone
+from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
+from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
+from mini_ee.lab.evaluation import plots, row_evaluation
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export import sessions, writer
+from mini_ee.lab.export.manifest import WEIGHTS
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.sessions import Session
+from mini_ee.lab.methods.lora_exits import LoRAExits
+from mini_ee.lab.rules import Threshold
+from mini_ee.lab.training import default_rule
+from mini_ee.lab.training.run_folder import Run
 
 collect_ignore = ["make_golden.py", "make_golden_tokenizers.py", "golden/random_heads.py"]  # these need transformers
 torch.set_num_threads(1)  # small models: threads would only wait for each other

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from mini_ee.cli.main import main
-from mini_ee.export import writer
-from mini_ee.export.serving import Worker, server
-from mini_ee.export.serving.hosts import Hosts
-from mini_ee.training import holdout
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.export import writer
+from mini_ee.lab.training import holdout
+from mini_ee.serve import Worker, server
+from mini_ee.serve.hosts import Hosts
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
@@ -91,7 +91,7 @@ def together(port, bodies, path="/classify"):
 
 
 def run_block(which):
-    """Run a block of shell of export/serving/README.md. Returns its line that installs, and the finished process."""
+    """Run a block of shell of serve/README.md. Returns its line that installs, and the finished process."""
     page = (Path(server.__file__).parent / "README.md").read_text()
     install, *lines = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)[which].splitlines()
     return install, run_lines(lines)

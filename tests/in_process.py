@@ -3,9 +3,9 @@
 import json
 import shutil
 
-from mini_ee.cli.main import main
-from mini_ee.early_exit import early_exit
-from mini_ee.training.run_folder import load_run
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.training.run_folder import load_run
 
 
 def called(*argv):

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import confidence
-from mini_ee.backbones.bert import LayerContext
-from mini_ee.baselines import elasticbert
-from mini_ee.data.decoder_texts import Text
-from mini_ee.exits.generation import TokenSegments
-from mini_ee.exits.row_exits import RowState
-from mini_ee.training.stages import fine_tune_then_heads, joint_loss
+from mini_ee.lab import confidence
+from mini_ee.lab.backbones.bert import LayerContext
+from mini_ee.lab.baselines import elasticbert
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.exits.generation import TokenSegments
+from mini_ee.lab.exits.row_exits import RowState
+from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
 
 TESTS = Path(__file__).parent
 CAUGHT = (AssertionError, ValueError, RuntimeWarning, pytest.fail.Exception)  # some bugs break shapes: a catch too
@@ -370,42 +370,42 @@ def first_rows(name):
 
 # ---- The rows ----
 
-SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contract", "methods", "parity"))
+SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contract", "lab/methods", "lab/parity"))
 
 EQUATIONS = [
-    ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
-    ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
-    ("mini_ee.methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    ("mini_ee.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[project-[5, 5, 5]]"),
-    ("mini_ee.methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    ("mini_ee.methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
+    ("mini_ee.lab.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
+    ("mini_ee.lab.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
+    ("mini_ee.lab.methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
+    ("mini_ee.lab.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[project-[5, 5, 5]]"),
+    ("mini_ee.lab.methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
+    ("mini_ee.lab.methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
     *[
-        ("mini_ee.methods.self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
+        ("mini_ee.lab.methods.self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
         for bug in (entropy_added, softmax_twice, own_target)
         for test in ("test_eq1_position_by_position", "test_eq1_hard_targets_have_the_closed_form_optimum[project-0.1]")
     ],
-    ("mini_ee.methods.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.methods.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.methods.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
-    ("mini_ee.methods.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
-    ("mini_ee.methods.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.methods.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
-    ("mini_ee.methods.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
-    ("mini_ee.methods.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
-    ("mini_ee.methods.consistent.log_exit_probabilities", lambda true: lambda z, epsilon=0.0: true(z), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
-    ("mini_ee.methods.consistent.log_exit_probabilities", forced_exit_pays, "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
+    ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.lab.methods.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
+    ("mini_ee.lab.methods.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
+    ("mini_ee.lab.methods.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
+    ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
+    ("mini_ee.lab.methods.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
+    ("mini_ee.lab.methods.consistent.log_exit_probabilities", lambda true: lambda z, epsilon=0.0: true(z), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
+    ("mini_ee.lab.methods.consistent.log_exit_probabilities", forced_exit_pays, "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
     # the mean of all rewards, with the trajectory's own: biased
-    ("mini_ee.methods.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
-    ("mini_ee.methods.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
-    ("mini_ee.methods.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    ("mini_ee.lab.methods.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
+    ("mini_ee.lab.methods.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
+    ("mini_ee.lab.methods.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
     # the first right exit, whatever comes later
-    ("mini_ee.methods.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    ("mini_ee.lab.methods.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
 ]
 
-CORE = "mini_ee.core."
+CORE = "mini_ee."
 EQUATIONS += [  # the same of the core, and bugs of its own
-    *[(place.replace(".methods.", ".core."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
-    *[(place.replace(".methods.", ".core."), bug, test.replace("project", "core")) for place, bug, test in EQUATIONS
+    *[(place.replace(".lab.methods.", "."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
+    *[(place.replace(".lab.methods.", "."), bug, test.replace("project", "core")) for place, bug, test in EQUATIONS
       if place.endswith(("consistent.leave_one_out", "consistent.memorized_layer"))],
     (CORE + "loop.early_exit", source("append((rows[exiting], logits))", "append((exiting, logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Threshold'-[0.8]]"),
     (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Patience'-[2]]"),
@@ -645,14 +645,19 @@ TORCH = [  # what the package calls
     ("numpy.argsort", always(lambda values, kind=None: np.arange(len(values))), PARITY + "tokens.py::test_a_record_is_what_each_text_says_alone[llama-True]"),
 ]
 
+def dotted(place):
+    """The full name of a place in the lab, or in another ring that it names."""
+    return f"mini_ee.{place}" if place.startswith(("experiments.", "serve.")) else f"mini_ee.lab.{place}"
+
+
 MUTANTS = [
     *[(place, bug, SPEC + test) for place, bug, test in EQUATIONS],
-    *[(f"mini_ee.{place}", bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
-    *[(f"mini_ee.{place}", bug, CONTRACT + test) for place, bug, test in RULES],
-    *[(f"mini_ee.{place}", bug, METHODS + test) for place, bug, test in OF_METHODS],
-    *[(f"mini_ee.{place}", bug, PARITY + test) for place, bug, test in OF_MODELS],
-    *[(f"mini_ee.{place}", bug, f"commands/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
-    *[(f"mini_ee.{place}", bug, f"commands/test_{test}") for place, bug, test in OF_PAGES],
+    *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
+    *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
+    *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
+    *[(dotted(place), bug, PARITY + test) for place, bug, test in OF_MODELS],
+    *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
+    *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
     *TORCH,
 ]
 

@@ -42,7 +42,7 @@ def pytest_configure(config) -> None:
         use_per_session_threads = True  # newer versions have this setting
 
     onnxruntime.SessionOptions = SessionOptions
-    from mini_ee.export import builder, writer
+    from mini_ee.lab.export import builder, writer
 
     model, in_opset = builder.Builder.model, writer.in_opset
     builder.Builder.model = lambda *arguments: in_opset(model(*arguments), OPSET)
@@ -62,7 +62,7 @@ def main(version: str, *arguments: str) -> int:
         found = [sys.executable, "-c", "import onnxruntime; print(onnxruntime.__version__)"]
         print("onnxruntime", subprocess.run(found, env=environment, text=True, stdout=subprocess.PIPE).stdout.strip())
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "oldest_runtime", "-k", f"not ({' or '.join(LEFT_OUT)})"]
-        return subprocess.run([*pytest, *(arguments or [str(TESTS / "parity")])], env=environment).returncode
+        return subprocess.run([*pytest, *(arguments or [str(TESTS / "lab" / "parity")])], env=environment).returncode
 
 
 if __name__ == "__main__":

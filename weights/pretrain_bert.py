@@ -31,10 +31,10 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import load_backbone, write_backbone
-from mini_ee.data.files import atomic_folder, write_json
-from mini_ee.data.reviews import read_reviews
+from mini_ee.lab.backbones.bert import Bert, BertConfig
+from mini_ee.lab.backbones.hub import load_backbone, write_backbone
+from mini_ee.lab.data.files import atomic_folder, write_json
+from mini_ee.lab.data.reviews import read_reviews
 
 SINGLE = ["SST-2", "SST-5", "TREC", "MR", "MPQA"]  # sentence, label
 PAIRS = ["RTE", "MRPC"]

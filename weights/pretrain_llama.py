@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from mini_ee.backbones.hub import load_backbone, write_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.backbones.tensor_files import read_tensors, write_tensors
-from mini_ee.data.decoder_texts import END_OF_TEXT
-from mini_ee.data.files import atomic_folder, write_bytes, write_json
-from mini_ee.exits.decoding import gather
-from mini_ee.exits.generation import Sampling, generate
+from mini_ee.lab.backbones.hub import load_backbone, write_backbone
+from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
+from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
+from mini_ee.lab.data.decoder_texts import END_OF_TEXT
+from mini_ee.lab.data.files import atomic_folder, write_bytes, write_json
+from mini_ee.lab.exits.decoding import gather
+from mini_ee.lab.exits.generation import Sampling, generate
 from mini_ee.weights.pretrain_bert import read_corpus
 
 CONTEXT = 512

@@ -56,7 +56,7 @@ FIELD = (  # who trains the exits -> who decides -> methods
         ),
     ),
 )
-HOUSE = (  # name, what it does, its file (in mini_ee/ if there is no other folder)
+HOUSE = (  # name, what it does, its file (in lab/ if there is no other folder)
     ("data", "texts and labels", "data/tasks.py"),
     ("backbone", "the transformer", "backbones/bert.py"),
     ("segments", "layers, then a head", "segments.py"),
@@ -64,8 +64,8 @@ HOUSE = (  # name, what it does, its file (in mini_ee/ if there is no other fold
     ("loop", "run, decide, drop rows", "early_exit.py"),
     ("record and replay", "many rules, one pass", "recording.py"),
     ("calibrate", "choose thresholds", "calibration.py"),
-    ("export", "one ONNX graph", "export/writer.py"),
-    ("serve", "answers over HTTP", "export/serving/app.py"),
+    ("export", "one ONNX graph", "lab/export/writer.py"),
+    ("serve", "answers over HTTP", "serve/app.py"),
 )
 TREE = (  # question, answer if yes, its command
     ("Does it run in a web page?", "Browser", "mini-ee export RUN --web --out DIR", "nothing is sent to a server"),
@@ -114,7 +114,7 @@ def map_of_the_house() -> Drawing:
     about = "From data to a server: the parts of mini_ee and their files."
     d = Drawing("Map of the house", about, 640, 526)
     d.text(22, 38, d.title, 21, "start", "bold")
-    d.text(22, 64, "Files are in mini_ee/, unless another folder is named.", 15, "start", "soft")
+    d.text(22, 64, "Files are in lab/, unless another folder is named.", 15, "start", "soft")
     d.box(226, 84, 392, 46, "", "train")
     d.text(422, 104, "training: one file for each method", 15, kind="bold")
     d.text(422, 123, "methods/  baselines/  training/", 14, kind="mono")

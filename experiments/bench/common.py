@@ -12,14 +12,14 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from mini_ee.backbones.backbone import Backbone
-from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import generates, load_backbone, read_config, save_backbone
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tokenizer import Inputs
-from mini_ee.errors import WrongArguments
-from mini_ee.exits.row_exits import even_exits
-from mini_ee.rules import Threshold
+from mini_ee.lab.backbones.backbone import Backbone
+from mini_ee.lab.backbones.bert import Bert, BertConfig
+from mini_ee.lab.backbones.hub import generates, load_backbone, read_config, save_backbone
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.exits.row_exits import even_exits
+from mini_ee.lab.rules import Threshold
 
 MINILM = BertConfig(
     model_type="bert",

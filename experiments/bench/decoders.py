@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.cache import Cache
-from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
-from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.exits.decoding import MISSING_KV, Generated, gather
-from mini_ee.exits.generation import generate
-from mini_ee.exits.heads import VocabularyHead
-from mini_ee.exits.lossless import generate_lossless
 from mini_ee.experiments.bench.common import forced_out, from_transformers, medians, row_of
-from mini_ee.rules import Rule
+from mini_ee.lab.backbones.backbone import Tensors
+from mini_ee.lab.backbones.cache import Cache
+from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
+from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
+from mini_ee.lab.exits.decoding import MISSING_KV, Generated, gather
+from mini_ee.lab.exits.generation import generate
+from mini_ee.lab.exits.heads import VocabularyHead
+from mini_ee.lab.exits.lossless import generate_lossless
+from mini_ee.lab.rules import Rule
 
 STORIES = DecoderConfig(
     model_type="llama",

@@ -7,13 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mini_ee.backbones.bert import Bert
-from mini_ee.baselines import hashee, tr_bert
-from mini_ee.baselines.adainfer import Svm
-from mini_ee.baselines.hashee import HashExits
-from mini_ee.baselines.tr_bert import ReducedExits
-from mini_ee.early_exit import early_exit
-from mini_ee.exits.row_exits import RowExits, RowSegments
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
     forced_out,
@@ -27,9 +20,16 @@ from mini_ee.experiments.bench.common import (
     tensors_of,
     three_exits,
 )
-from mini_ee.rules import NeverExit, Patience, Policy, QExit, Rule, Threshold
-from mini_ee.training.method import load_method
-from mini_ee.training.run_folder import build_model
+from mini_ee.lab.backbones.bert import Bert
+from mini_ee.lab.baselines import hashee, tr_bert
+from mini_ee.lab.baselines.adainfer import Svm
+from mini_ee.lab.baselines.hashee import HashExits
+from mini_ee.lab.baselines.tr_bert import ReducedExits
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.row_exits import RowExits, RowSegments
+from mini_ee.lab.rules import NeverExit, Patience, Policy, QExit, Rule, Threshold
+from mini_ee.lab.training.method import load_method
+from mini_ee.lab.training.run_folder import build_model
 
 OWN_HEADS = {  # method -> its rule; the first has plain heads, with which the others are compared
     "joint": Threshold(0.9),

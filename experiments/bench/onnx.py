@@ -10,15 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mini_ee.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
-from mini_ee.backbones.llama import Decoder
-from mini_ee.confidence import max_probability
-from mini_ee.data.tokenizer import Inputs
-from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.row_evaluation import REST
-from mini_ee.exits.decoding import Generated, decode, gather
-from mini_ee.exits.row_exits import RowExits, even_exits
-from mini_ee.exits.token_exits import TokenExits
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
     inputs_of,
@@ -30,14 +21,23 @@ from mini_ee.experiments.bench.common import (
     three_exits,
 )
 from mini_ee.experiments.bench.decoders import STORIES, generate_of_transformers, random_decoder
-from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.sessions import CPU, PROVIDERS, GraphRule, Session
-from mini_ee.export.token_graphs import TokenGraphs
-from mini_ee.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
-from mini_ee.export.writer import write_graphs
-from mini_ee.recording import read_every_exit
-from mini_ee.rules import NeverExit, Threshold
-from mini_ee.segments import Segments
+from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
+from mini_ee.lab.backbones.llama import Decoder
+from mini_ee.lab.confidence import max_probability
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.evaluation.row_evaluation import REST
+from mini_ee.lab.exits.decoding import Generated, decode, gather
+from mini_ee.lab.exits.row_exits import RowExits, even_exits
+from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export.row_segments import OrtModel
+from mini_ee.lab.export.sessions import CPU, PROVIDERS, GraphRule, Session
+from mini_ee.lab.export.token_graphs import TokenGraphs
+from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
+from mini_ee.lab.export.writer import write_graphs
+from mini_ee.lab.recording import read_every_exit
+from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.segments import Segments
 
 REACHED_BY_NONE = 1.0  # no row of a random model reaches it: every head is evaluated, no row exits
 NEW_TOKENS = 64

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.backbones.bert import Bert
-from mini_ee.data.progress import tqdm
-from mini_ee.early_exit import early_exit
-from mini_ee.exits.row_exits import RowExits
 from mini_ee.experiments.bench.common import (
     BERT_BASE,
     full_model,
@@ -21,10 +17,14 @@ from mini_ee.experiments.bench.common import (
     random_encoder,
     row_of,
 )
-from mini_ee.methods.raee import Retrieval
-from mini_ee.methods.raee_datastore import Datastore, exact_search
-from mini_ee.methods.raee_encoders import OwnStates
-from mini_ee.rules import FixedExit, Planned
+from mini_ee.lab.backbones.bert import Bert
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.methods.raee import Retrieval
+from mini_ee.lab.methods.raee_datastore import Datastore, exact_search
+from mini_ee.lab.methods.raee_encoders import OwnStates
+from mini_ee.lab.rules import FixedExit, Planned
 
 SST2_ROWS, LARGE = 67_349, 1_000_000  # as many rows as SST-2's train split; rows of --large
 LATENT, CLUSTERS = 32, 256  # of the synthetic embeddings: dimensions in which they vary, clusters

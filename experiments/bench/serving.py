@@ -16,22 +16,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tasks import load_task, toy_task
-from mini_ee.data.tokenizer import Tokenizer
-from mini_ee.exits.row_exits import RowExits
 from mini_ee.experiments.bench.common import minilm_of, row_of, three_exits
-from mini_ee.export.manifest import MANIFEST
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.serving.engines import RowEngine
-from mini_ee.export.serving.load import BURST, Answered, arrivals, goodput, offer, saturation
-from mini_ee.export.serving.worker import Worker
-from mini_ee.export.sessions import CPU
-from mini_ee.export.writer import export
-from mini_ee.recording import record
-from mini_ee.rules import NeverExit, Rule, Threshold
-from mini_ee.training.run_folder import Run
+from mini_ee.lab.backbones.hub import BUILT_IN_MODEL
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tasks import load_task, toy_task
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.export.manifest import MANIFEST
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.sessions import CPU
+from mini_ee.lab.export.writer import export
+from mini_ee.lab.recording import record
+from mini_ee.lab.rules import NeverExit, Rule, Threshold
+from mini_ee.lab.training.run_folder import Run
+from mini_ee.serve.engines import RowEngine
+from mini_ee.serve.load import BURST, Answered, arrivals, goodput, offer, saturation
+from mini_ee.serve.worker import Worker
 
 EXIT_SHARES = (0.6, 0.3)  # of all rows, at the first two of three exits: half of the layers are saved
 LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 1.8, 2.1)  # relative to the saturating load of `whole`

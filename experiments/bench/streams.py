@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import mini_ee.methods.lora_exits_sgmv as lora_exits_sgmv
-from mini_ee.baselines.multi_model import MultiModel
-from mini_ee.data.tokenizer import Inputs
-from mini_ee.early_exit import early_exit
+import mini_ee.lab.methods.lora_exits_sgmv as lora_exits_sgmv
 from mini_ee.experiments.bench.common import BERT_BASE, inputs_of, medians, random_encoder, row_of, tensors_of
-from mini_ee.methods.lora_exits import LoRAExits
-from mini_ee.methods.lora_exits_sgmv import sgmv, sgmv_loop
-from mini_ee.methods.lora_exits_streams import cheapest_schedule, measure_costs, parallel, restart
-from mini_ee.rules import FixedExit, NeverExit
+from mini_ee.lab.baselines.multi_model import MultiModel
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.methods.lora_exits import LoRAExits
+from mini_ee.lab.methods.lora_exits_sgmv import sgmv, sgmv_loop
+from mini_ee.lab.methods.lora_exits_streams import cheapest_schedule, measure_costs, parallel, restart
+from mini_ee.lab.rules import FixedExit, NeverExit
 
 REACH = {  # the share of the rows that reach each of 4 exits
     "most leave": (1.0, 0.3, 0.15, 0.05),

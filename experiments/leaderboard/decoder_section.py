@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.backbones.hub import BUILT_IN_DECODER
-from mini_ee.evaluation.plots import can_draw, new_panels, save_figure
-from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.experiments.leaderboard.decoders import DecoderExam, trainings
 from mini_ee.experiments.leaderboard.ranking import (
     LEAST_SEEDS,
@@ -23,6 +20,9 @@ from mini_ee.experiments.leaderboard.token_figures import Decoders, Figures, dra
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, LEVELS, SHARE, WITHIN
 from mini_ee.experiments.markdown import folded, listed, markdown_table, wrapped
 from mini_ee.experiments.pictures import CYCLE, GREY
+from mini_ee.lab.backbones.hub import BUILT_IN_DECODER
+from mini_ee.lab.evaluation.plots import can_draw, new_panels, save_figure
+from mini_ee.lab.exits.decoding import MISSING_KV
 
 PICTURE = "leaderboard-decoders.png"
 NO_RULE = "–"

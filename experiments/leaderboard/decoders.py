@@ -19,12 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.backbones.hub import BUILT_IN_DECODER, load_backbone
-from mini_ee.data.decoder_texts import Text
-from mini_ee.data.files import file_sha256, sole_writer
-from mini_ee.data.tokenizer import Tokenizer
-from mini_ee.errors import WrongArguments
-from mini_ee.exits.token_exits import TokenExits, record_texts
 from mini_ee.experiments.leaderboard.decoding_figures import decoding_figures, lossless_figures
 from mini_ee.experiments.leaderboard.token_rules import (
     LEVEL,
@@ -39,12 +33,18 @@ from mini_ee.experiments.leaderboard.token_rules import (
 )
 from mini_ee.experiments.records import SeedRecord, read_about, write_record
 from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, trained
-from mini_ee.recording import Record, Recorded
-from mini_ee.registry import METHODS
-from mini_ee.training.loop import Diverged
-from mini_ee.training.method import Method, load_method
-from mini_ee.training.train_settings import TextOptions
-from mini_ee.training.training_text import Source, texts_to_test
+from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, load_backbone
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.files import file_sha256, sole_writer
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.registry import METHODS
+from mini_ee.lab.training.loop import Diverged
+from mini_ee.lab.training.method import Method, load_method
+from mini_ee.lab.training.train_settings import TextOptions
+from mini_ee.lab.training.training_text import Source, texts_to_test
 
 SEEDS = 5
 QUICK_METHODS = ("self-supervised", "layerskip")

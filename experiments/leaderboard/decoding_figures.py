@@ -12,12 +12,12 @@ from itertools import product
 import numpy as np
 import torch
 
-from mini_ee.data.decoder_texts import Text
-from mini_ee.data.metrics import rouge_l
-from mini_ee.data.tokenizer import Tokenizer
-from mini_ee.exits.decoding import MISSING_KV, Generated, gather
-from mini_ee.exits.token_exits import TokenExits, record_texts
-from mini_ee.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.metrics import rouge_l
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.exits.decoding import MISSING_KV, Generated, gather
+from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.rules import FixedExit, NeverExit, Rule
 
 TIMED_TEXTS, ROUNDS = 4, 3
 

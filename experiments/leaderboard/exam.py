@@ -1,6 +1,6 @@
 """The exam of known hardness: does a method exit early on what is easy, or on what is short?
 
-The built-in reviews are of seven kinds, from plain to doubly negated (mini_ee/data/reviews.py). Hard sentences are
+The built-in reviews are of seven kinds, from plain to doubly negated (lab/data/reviews.py). Hard sentences are
 also longer, so two partial correlations are compared: of depth and hardness at equal length, and of depth and length at
 equal hardness. Correlations are Spearman's; length is the number of words. All of it is at the rule of EXAM_SHARE.
 """
@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.data.reviews import HARDNESS
-from mini_ee.data.tasks import Split, toy_task
 from mini_ee.experiments.leaderboard.figures import BUDGETS, CONTROL, HEADLINE, TaskFigures
 from mini_ee.experiments.leaderboard.ranking import (
     DIGITS,
@@ -22,6 +20,8 @@ from mini_ee.experiments.leaderboard.ranking import (
     holm,
     interval,
 )
+from mini_ee.lab.data.reviews import HARDNESS
+from mini_ee.lab.data.tasks import Split, toy_task
 
 EXAM_SHARE = BUDGETS[HEADLINE]
 CORRELATIONS = ("hardness", "length", "hardness at equal length", "length at equal hardness")

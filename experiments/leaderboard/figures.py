@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.data.tasks import toy_task
-from mini_ee.evaluation.comparison import method_rules
-from mini_ee.evaluation.failure_prediction import calibration_error, early_exit_failure_prediction
 from mini_ee.experiments.leaderboard.replays import Replays, replay_all, with_measures
 from mini_ee.experiments.records import SeedRecord, read_records
-from mini_ee.recording import Record
-from mini_ee.rules import FixedExit, NeverExit, Rule
-from mini_ee.training.default_rule import choose
+from mini_ee.lab.data.tasks import toy_task
+from mini_ee.lab.evaluation.comparison import method_rules
+from mini_ee.lab.evaluation.failure_prediction import calibration_error, early_exit_failure_prediction
+from mini_ee.lab.recording import Record
+from mini_ee.lab.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.training.default_rule import choose
 
 REFERENCE = "joint"  # the method whose full model a loss is counted from, and whose curve others are compared with
 CONTROL = "fixed depth"  # the exits of joint training, the same for all examples; see _fixed_depths

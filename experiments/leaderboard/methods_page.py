@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.confidence import MEASURES
-from mini_ee.data.files import write_bytes
 from mini_ee.experiments.leaderboard.figures import rules_for
 from mini_ee.experiments.leaderboard.legend import FEWER_EPOCHS
 from mini_ee.experiments.leaderboard.plan import EXAM
@@ -19,11 +17,13 @@ from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
 from mini_ee.experiments.leaderboard.token_rules import LEVEL
 from mini_ee.experiments.markdown import check_is_page, listed, markdown_table, wrapped
-from mini_ee.recording import Record, Recorded
-from mini_ee.registry import METHODS
-from mini_ee.registry import RULES as METHOD_RULES
-from mini_ee.rules import RULES, rule_class
-from mini_ee.training.method import Method, load_method
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.data.files import write_bytes
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.registry import METHODS
+from mini_ee.lab.registry import RULES as METHOD_RULES
+from mini_ee.lab.rules import RULES, rule_class
+from mini_ee.lab.training.method import Method, load_method
 
 HEADING = "# Methods"
 FIRST_LINE = re.compile(
@@ -167,7 +167,7 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
     for name in METHODS:
         path, method = source_of(name), load_method(name)
         head = about(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
-        file = "/".join(METHODS[name].split(".")) + ".py"
+        file = METHODS[name].removeprefix("mini_ee.").replace(".", "/") + ".py"
         rule = decides(name, method)
         units = ["token"] if rule == INSIDE else ["–"] if method.search else [UNITS[unit] for unit in method.units]
         figure = plus_minus(interval(board.headline[name])) if name in board.headline else ""
@@ -189,7 +189,7 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
     source = "[leaderboard.md](leaderboard.md)" if there else "leaderboard.md, which is not written yet"
     tasks = listed(["the built-in reviews" if task == EXAM else task for task in board.compared])
     tokens = f"the decoder {decoder}" if decoder else "no decoder yet"
-    note = f"""All {len(METHODS)} methods of the registry, `mini_ee/registry.py`: those in mini_ee/methods first, then
+    note = f"""All {len(METHODS)} methods of the registry, `lab/registry.py`: those in lab/methods first, then
     the baselines. *Trains*: the parts that the training changes; → leads to a stage that changes others. *What exits*:
     – if the method removes layers. *Exit rule*: the kinds of rules that the method proposes, explained below the table.
     *Lines*: lines of code in its file, and in files whose name continues that of its file. *Deviations*: how many

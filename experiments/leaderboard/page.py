@@ -5,10 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.data.files import write_bytes
-from mini_ee.data.metrics import spearman
-from mini_ee.data.reviews import HARDNESS
-from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.leaderboard.answer import answer, counted
 from mini_ee.experiments.leaderboard.decoder_section import decoder_section
 from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam, sentences_by_kind
@@ -30,6 +26,10 @@ from mini_ee.experiments.leaderboard.tables import (
 )
 from mini_ee.experiments.leaderboard.token_figures import Decoders, flops_saved, read_decoders
 from mini_ee.experiments.markdown import check_is_page, link, listed, made_by, markdown_table, wrapped
+from mini_ee.lab.data.files import write_bytes
+from mini_ee.lab.data.metrics import spearman
+from mini_ee.lab.data.reviews import HARDNESS
+from mini_ee.lab.evaluation.plots import can_draw
 
 HEADING = "# Leaderboard: early-exit methods for classifiers"
 PICTURES = {

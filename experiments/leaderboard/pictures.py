@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.data.reviews import HARDNESS
-from mini_ee.evaluation.plots import new_panels, save_figure
 from mini_ee.experiments.leaderboard.exam import Exam
 from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, HEADLINE, REFERENCE, SeedFigures, shares_of
 from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard
 from mini_ee.experiments.markdown import listed
 from mini_ee.experiments.pictures import CYCLE, GREY
+from mini_ee.lab.data.reviews import HARDNESS
+from mini_ee.lab.evaluation.plots import new_panels, save_figure
 
 Curve = tuple[list[float], list[float]]  # shares of the FLOPs and accuracies, both in percent
 DARK = "#444444"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_ee.data.files import read_json
 from mini_ee.experiments.leaderboard import protocol
 from mini_ee.experiments.markdown import listed
-from mini_ee.registry import METHODS
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.registry import METHODS
 
 NOT_RUN = "·"  # the reason of a cell whose run is missing; such methods are named below a table
 EXAM = "reviews"  # the task of known hardness; it has a section of its own

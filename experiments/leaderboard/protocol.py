@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mini_ee import registry
-from mini_ee.backbones.backbone import Backbone
-from mini_ee.backbones.hub import BUILT_IN_MODEL, load_backbone, read_config
-from mini_ee.data.tasks import TOY, Task, load_task, subset, toy_task
-from mini_ee.errors import WrongArguments
 from mini_ee.experiments.trainings import Sources
-from mini_ee.training.method import Method, load_method
-from mini_ee.training.run_folder import build_model
-from mini_ee.training.stages import Stage
-from mini_ee.training.train_run import exits_of, make_request
+from mini_ee.lab import registry
+from mini_ee.lab.backbones.backbone import Backbone
+from mini_ee.lab.backbones.hub import BUILT_IN_MODEL, load_backbone, read_config
+from mini_ee.lab.data.tasks import TOY, Task, load_task, subset, toy_task
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.training.method import Method, load_method
+from mini_ee.lab.training.run_folder import build_model
+from mini_ee.lab.training.stages import Stage
+from mini_ee.lab.training.train_run import exits_of, make_request
 
 SEEDS, FEWER_SEEDS, LONG_SECONDS = 5, 3, 900  # fewer if the training of a seed takes longer than LONG_SECONDS
 SEARCH_SEEDS = 2  # number of seeds with which a rate is chosen

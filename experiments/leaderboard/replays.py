@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.confidence import MEASURES
-from mini_ee.recording import Record, Recorded
-from mini_ee.rules import Rule
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.rules import Rule
 
 
 class Replays(NamedTuple):

@@ -26,10 +26,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mini_ee.data.files import read_json, sole_writer, write_json
-from mini_ee.data.tasks import Task
-from mini_ee.evaluation.comparison import method_rules
-from mini_ee.evaluation.row_evaluation import (
+from mini_ee.experiments.leaderboard.figures import REFERENCE
+from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training
+from mini_ee.experiments.records import SeedRecord, read_about, write_record
+from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, next_to_try, trained
+from mini_ee.lab.data.files import read_json, sole_writer, write_json
+from mini_ee.lab.data.tasks import Task
+from mini_ee.lab.evaluation.comparison import method_rules
+from mini_ee.lab.evaluation.row_evaluation import (
     LOSSES,
     curve,
     fewest_flops,
@@ -39,18 +43,14 @@ from mini_ee.evaluation.row_evaluation import (
     replayed,
     rows_of,
 )
-from mini_ee.exits.row_exits import RowExits
-from mini_ee.experiments.leaderboard.figures import REFERENCE
-from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training
-from mini_ee.experiments.records import SeedRecord, read_about, write_record
-from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, next_to_try, trained
-from mini_ee.recording import Record, exit_scores
-from mini_ee.rules import NeverExit, rule_from_dict
-from mini_ee.training.default_rule import choose, default_rule
-from mini_ee.training.holdout import split_rows
-from mini_ee.training.loop import Diverged
-from mini_ee.training.method import load_method
-from mini_ee.training.run_folder import Run
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.recording import Record, exit_scores
+from mini_ee.lab.rules import NeverExit, rule_from_dict
+from mini_ee.lab.training.default_rule import choose, default_rule
+from mini_ee.lab.training.holdout import split_rows
+from mini_ee.lab.training.loop import Diverged
+from mini_ee.lab.training.method import load_method
+from mini_ee.lab.training.run_folder import Run
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS = 1000  # in a record, at most

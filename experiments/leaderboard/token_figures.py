@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.experiments.leaderboard.decoders import EXAMS, QUICK_EXAMS, DecoderExam, trainings
 from mini_ee.experiments.leaderboard.ranking import DIGITS, Drawn, drawn_mean, example_counts, interval
 from mini_ee.experiments.leaderboard.tables import plus_minus
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, outcome
 from mini_ee.experiments.records import read_records
-from mini_ee.recording import Record
-from mini_ee.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.lab.exits.decoding import MISSING_KV
+from mini_ee.lab.recording import Record
+from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
 
 NO_EXITS = {"speedup": 1.0, "agreement": 1.0, "rouge_l": 1.0}  # decoding in full, compared with itself
 

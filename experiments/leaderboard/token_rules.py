@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.calibration import calibrate, observe
-from mini_ee.evaluation.token_evaluation import EPSILON_GRID
-from mini_ee.recording import Record
-from mini_ee.rules import FixedExit, NeverExit, Rule
-from mini_ee.training.method import Method
+from mini_ee.lab.calibration import calibrate, observe
+from mini_ee.lab.evaluation.token_evaluation import EPSILON_GRID
+from mini_ee.lab.recording import Record
+from mini_ee.lab.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.training.method import Method
 
 LEVELS = (0.8, 0.9, 0.95)
 LEVEL = 0.9  # of the rule whose decoding is measured

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from mini_ee import WrongArguments
-from mini_ee.data.files import file_sha256, json_sha256, read_json, write_bytes, write_json
 from mini_ee.experiments.markdown import check_is_page, folded, wrapped
+from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, write_bytes, write_json
+from mini_ee.lab.errors import WrongArguments
 
 MADE = "measured"  # key of the JSON: part -> how it was measured
 MEASURED = ("onnx", "guarantees", "shards", "serving", "embeddings", "add-exits")

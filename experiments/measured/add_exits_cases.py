@@ -20,17 +20,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mini_ee.data.files import read_json, write_json
-from mini_ee.data.tasks import Task, load_task, subset
-from mini_ee.data.tokenizer import Encoded
-from mini_ee.evaluation.row_evaluation import measure_seconds, timed_batches
 from mini_ee.experiments.bench.common import load_transformers
 from mini_ee.experiments.measured.fine_tuning import MODELS, SEEDS, FineTuned, fine_tuned, minutes_of
 from mini_ee.experiments.trainings import Sources
-from mini_ee.export.runtime import Runtime
-from mini_ee.recording import Record, predictions, record
-from mini_ee.rules import NeverExit
-from mini_ee.training.few_exits import savings_curve
+from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.tasks import Task, load_task, subset
+from mini_ee.lab.data.tokenizer import Encoded
+from mini_ee.lab.evaluation.row_evaluation import measure_seconds, timed_batches
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.recording import Record, predictions, record
+from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.training.few_exits import savings_curve
 
 COUNTS = {"SST-2": (1_000, 3_000, 10_000), "TREC": (1_000, 3_000), "MRPC": (10_000,), "SICK-R": (3_000,)}
 """Task -> numbers of texts without labels, at most; a call gets all if there are fewer."""

@@ -12,23 +12,23 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-import mini_ee.export.add_exits as adding
-import mini_ee.training.default_rule as rule
-import mini_ee.training.row_unit as row_unit
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tokenizer import Tokenizer
-from mini_ee.exits.classification_head import FrozenClassifier
-from mini_ee.exits.row_exits import Known, RowData, States, even_exits
+import mini_ee.lab.export.add_exits as adding
+import mini_ee.lab.training.default_rule as rule
+import mini_ee.lab.training.row_unit as row_unit
 from mini_ee.experiments.measured.add_exits_cases import stored
 from mini_ee.experiments.measured.fine_tuning import FineTuned, fine_tuned
 from mini_ee.experiments.measured.repeated_trainings import accept_observed_loss
 from mini_ee.experiments.trainings import Sources
-from mini_ee.recording import predictions
-from mini_ee.rules import Rule
-from mini_ee.statistics import share_interval
-from mini_ee.training.run_folder import Run, encode, load_run
-from mini_ee.training.train_settings import AddOptions
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.exits.classification_head import FrozenClassifier
+from mini_ee.lab.exits.row_exits import Known, RowData, States, even_exits
+from mini_ee.lab.recording import predictions
+from mini_ee.lab.rules import Rule
+from mini_ee.lab.statistics import share_interval
+from mini_ee.lab.training.run_folder import Run, encode, load_run
+from mini_ee.lab.training.train_settings import AddOptions
 
 OF = {"name": "SST-2", "model": "BERT-12x128", "seed": 0}
 POOL, DRAWN, REPEATS, LEVELS, PLANTED = 12_000, 1_500, 100, (0.99, 0.98, 0.95), "no test"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mini_ee.evaluation.plots import can_draw, new_figure, new_panels, save_figure
 from mini_ee.experiments.measured.add_exits_cases import AGREEMENT, COUNTS, KEPT
 from mini_ee.experiments.measured.fine_tuning import MODELS, TASKS
+from mini_ee.lab.evaluation.plots import can_draw, new_figure, new_panels, save_figure
 
 
 def column(cases: list[dict], name: str) -> list:

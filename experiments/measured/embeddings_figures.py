@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.data.metrics import spearman
-from mini_ee.data.progress import tqdm
 from mini_ee.experiments.measured.embeddings_runs import ONE_DEPTHS, TRAININGS, Evaluated
+from mini_ee.lab.data.metrics import spearman
+from mini_ee.lab.data.progress import tqdm
 
 RESAMPLES, LEVEL = 200, 0.95
 ADAPTIVE = ("maps", "starbucks", "2dmse")  # runs with adaptive rules

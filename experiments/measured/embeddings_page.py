@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.plots import can_draw, new_figure, save_figure
 from mini_ee.experiments.markdown import made_by_measuring, markdown_table, wrapped
 from mini_ee.experiments.measured.embeddings_figures import ADAPTIVE, LEVEL, RESAMPLES, quality_of
 from mini_ee.experiments.measured.embeddings_runs import (
@@ -26,11 +24,13 @@ from mini_ee.experiments.measured.embeddings_runs import (
     trained,
 )
 from mini_ee.experiments.trainings import Sources
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.writer import export
-from mini_ee.methods.embedding_maps_rule import Similarity
-from mini_ee.rules import FixedExit, NeverExit, Policy, Rule
-from mini_ee.training.method import load_method
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.evaluation.plots import can_draw, new_figure, save_figure
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.writer import export
+from mini_ee.lab.methods.embedding_maps_rule import Similarity
+from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Rule
+from mini_ee.lab.training.method import load_method
 
 TIMED, ROUNDS = 60, 3  # texts, and times that each is run
 
@@ -157,7 +157,7 @@ Recall of the full model's ten nearest documents, the mean over seeds.
   {epochs} epochs with the learning rate {lr:g}, which was chosen on held-out texts.
 - 2DMSE and Starbucks have the losses of their methods, but not their training. All embeddings have the full size, the
   target is the original encoder's embedding instead of labelled pairs, and Starbucks has no pre-training. The paper of
-  2DMSE itself was not compared (the heads of `mini_ee/baselines/matryoshka_2d.py` and `starbucks.py` list the
+  2DMSE itself was not compared (the heads of `lab/baselines/matryoshka_2d.py` and `starbucks.py` list the
   deviations). A model for one depth (`one_depth.py`) has the same settings and texts. In each step 2DMSE trains only
   one of the shallower layers, so each of them learns in fewer steps than a model for one depth. Longer training may
   change the verdicts.

@@ -18,17 +18,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mini_ee.data.files import read_text
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tasks import load_task, subset
-from mini_ee.data.tokenizer import batches
-from mini_ee.exits.embedding_exits import EmbeddingExits
 from mini_ee.experiments.trainings import Sources
-from mini_ee.methods.embedding_maps_rule import Similarity
-from mini_ee.recording import Record, Recorded
-from mini_ee.rules import FixedExit, Policy, Rule
-from mini_ee.training.run_folder import Run, load_run
-from mini_ee.training.train_run import train
+from mini_ee.lab.data.files import read_text
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tasks import load_task, subset
+from mini_ee.lab.data.tokenizer import batches
+from mini_ee.lab.exits.embedding_exits import EmbeddingExits
+from mini_ee.lab.methods.embedding_maps_rule import Similarity
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.rules import FixedExit, Policy, Rule
+from mini_ee.lab.training.run_folder import Run, load_run
+from mini_ee.lab.training.train_run import train
 
 MODEL, SEEDS = "all-MiniLM-L6-v2", (0, 1, 2)
 TEXTS, WORDS = 1600, 5  # training texts, with at least so many words

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mini_ee.backbones.hub import BUILT_IN_MODEL
-from mini_ee.data.files import atomic_folder, read_json, write_json
-from mini_ee.data.tasks import Split, Task, divided, load_task, subset
 from mini_ee.experiments.bench.common import load_transformers
 from mini_ee.experiments.trainings import Sources
+from mini_ee.lab.backbones.hub import BUILT_IN_MODEL
+from mini_ee.lab.data.files import atomic_folder, read_json, write_json
+from mini_ee.lab.data.tasks import Split, Task, divided, load_task, subset
 
 TASKS = {"SST-2": (3_000, 2), "TREC": (2_000, 2), "MRPC": (1_000, 2), "SICK-R": (1_000, 3)}
 """name -> rows of train on which a model is fine-tuned, epochs. The other rows of train are texts without labels."""

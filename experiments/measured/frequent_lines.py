@@ -11,13 +11,13 @@ from operator import itemgetter
 
 import numpy as np
 
-from mini_ee.data.tasks import Split, Task
 from mini_ee.experiments.markdown import share
-from mini_ee.export.add_exits import TRAINED
-from mini_ee.recording import Record, predictions
-from mini_ee.statistics import share_interval
-from mini_ee.training.default_rule import Chosen, default_rule
-from mini_ee.training.holdout import TEST_ROWS, split_rows
+from mini_ee.lab.data.tasks import Split, Task
+from mini_ee.lab.export.add_exits import TRAINED
+from mini_ee.lab.recording import Record, predictions
+from mini_ee.lab.statistics import share_interval
+from mini_ee.lab.training.default_rule import Chosen, default_rule
+from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
 
 LINES, REPEATS, SEED, LEVELS = 3_000, 300, 0, (0.95, 0.98)
 KINDS = (

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tasks import Split, Task, load_task
 from mini_ee.experiments.markdown import fold_sections, listed, made_by_measuring, markdown_table, share, wrapped
 from mini_ee.experiments.measured import frequent_lines, repeated_trainings
 from mini_ee.experiments.trainings import Sources, trained
-from mini_ee.recording import Record, Recorded, predictions, record
-from mini_ee.rules import NeverExit, Rule, Threshold
-from mini_ee.statistics import POWER, paired_p_values, share_interval
-from mini_ee.training.default_rule import default_rule, sweep
-from mini_ee.training.run_folder import Run
+from mini_ee.lab.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tasks import Split, Task, load_task
+from mini_ee.lab.recording import Record, Recorded, predictions, record
+from mini_ee.lab.rules import NeverExit, Rule, Threshold
+from mini_ee.lab.statistics import POWER, paired_p_values, share_interval
+from mini_ee.lab.training.default_rule import default_rule, sweep
+from mini_ee.lab.training.run_folder import Run
 
 SEED = 0
 EXITS = (2, 4, 6)

@@ -9,15 +9,15 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mini_ee.backbones.modernbert import ModernBert, ModernBertConfig
-from mini_ee.data.tokenizer import Inputs
-from mini_ee.early_exit import early_exit
-from mini_ee.exits.row_exits import RowExits
 from mini_ee.experiments.bench import common
 from mini_ee.experiments.bench.onnx import exit_at, exported
 from mini_ee.experiments.measured.add_exits_cases import stored
 from mini_ee.experiments.trainings import Sources
-from mini_ee.rules import NeverExit
+from mini_ee.lab.backbones.modernbert import ModernBert, ModernBertConfig
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.rules import NeverExit
 
 CONFIG = ModernBertConfig(
     model_type="modernbert",

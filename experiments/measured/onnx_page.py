@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from mini_ee.evaluation.row_evaluation import REST
 from mini_ee.experiments.markdown import fold_sections, listed, made_by_measuring, markdown_row, markdown_rows, wrapped
 from mini_ee.experiments.measured.onnx_parts import AGREEMENT, EXITS, NEW_TOKENS, PARITY_METHODS, PARTS, PROMPT_WORDS
 from mini_ee.experiments.measured.precision import section
+from mini_ee.lab.evaluation.row_evaluation import REST
 
 __all__ = ["PAGE_TEXT", "PARTS", "page"]
 

@@ -27,28 +27,28 @@ import torch
 from safetensors.torch import save_file
 
 import mini_ee
-from mini_ee.calibration import calibrate, end_to_end, observe
-from mini_ee.data.decoder_texts import Text
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tasks import load_task
-from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.token_evaluation import EPSILON_GRID, written_texts
-from mini_ee.exits.decoding import gather
-from mini_ee.exits.generation import generate
-from mini_ee.exits.lossless import generate_lossless
-from mini_ee.exits.row_exits import RowExits
-from mini_ee.exits.token_exits import record_texts
 from mini_ee.experiments.bench.common import BERT_BASE, MINILM, inputs_of, medians, random_encoder
 from mini_ee.experiments.bench.onnx import REACHED_BY_NONE, exit_at, exported
 from mini_ee.experiments.measured.command import answer_of_command, session_memory
 from mini_ee.experiments.measured.precision import precision
 from mini_ee.experiments.trainings import Sources, trained
-from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.sessions import share_threads
-from mini_ee.export.writer import write_graphs
-from mini_ee.methods.lora_exits import LoRAExits
-from mini_ee.rules import NeverExit, Threshold
+from mini_ee.lab.calibration import calibrate, end_to_end, observe
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tasks import load_task
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.evaluation.token_evaluation import EPSILON_GRID, written_texts
+from mini_ee.lab.exits.decoding import gather
+from mini_ee.lab.exits.generation import generate
+from mini_ee.lab.exits.lossless import generate_lossless
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.export.row_segments import OrtModel
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.sessions import share_threads
+from mini_ee.lab.export.writer import write_graphs
+from mini_ee.lab.methods.lora_exits import LoRAExits
+from mini_ee.lab.rules import NeverExit, Threshold
 from mini_ee.weights.pretrain_llama import read_stories
 
 MODEL = "all-MiniLM-L6-v2"

@@ -13,9 +13,6 @@ import numpy as np
 import torch
 
 import mini_ee
-from mini_ee.calibration import Observed, agreement, calibrate, calibration_sets, observe
-from mini_ee.data.tasks import Split, Task, load_task
-from mini_ee.early_exit import early_exit
 from mini_ee.experiments.bench import common
 from mini_ee.experiments.markdown import markdown_rows
 from mini_ee.experiments.measured.add_exits_cases import stored
@@ -23,10 +20,13 @@ from mini_ee.experiments.measured.command import session_memory
 from mini_ee.experiments.measured.guarantees_page import trained_on_part
 from mini_ee.experiments.measured.one_file import Clock
 from mini_ee.experiments.trainings import Sources
-from mini_ee.export.runtime import Runtime
-from mini_ee.recording import Record, predictions, record
-from mini_ee.rules import NeverExit, Rule
-from mini_ee.statistics import share_interval
+from mini_ee.lab.calibration import Observed, agreement, calibrate, calibration_sets, observe
+from mini_ee.lab.data.tasks import Split, Task, load_task
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.recording import Record, predictions, record
+from mini_ee.lab.rules import NeverExit, Rule
+from mini_ee.lab.statistics import share_interval
 
 TASKS = {"TREC": ("test", 2_000), "SST-2": ("dev", 2_000)}  # task -> its reported split, examples to train on
 UNSEEN = 1_600  # at most: training examples that the training did not use

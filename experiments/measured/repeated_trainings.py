@@ -19,19 +19,19 @@ import numpy as np
 import tokenizers
 import torch
 
-import mini_ee.training.default_rule as rule
-import mini_ee.training.row_unit as row_unit
-import mini_ee.training.train_run as training
-from mini_ee.backbones.bert import Bert, BertConfig
-from mini_ee.backbones.hub import save_backbone
-from mini_ee.data.files import read_json
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tokenizer import Tokenizer
-from mini_ee.exits.row_exits import RowData
-from mini_ee.recording import predictions, record
-from mini_ee.statistics import share_interval
-from mini_ee.training.holdout import Parts, split_rows
-from mini_ee.training.run_folder import Run, load_run
+import mini_ee.lab.training.default_rule as rule
+import mini_ee.lab.training.row_unit as row_unit
+import mini_ee.lab.training.train_run as training
+from mini_ee.lab.backbones.bert import Bert, BertConfig
+from mini_ee.lab.backbones.hub import save_backbone
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.exits.row_exits import RowData
+from mini_ee.lab.recording import predictions, record
+from mini_ee.lab.statistics import share_interval
+from mini_ee.lab.training.holdout import Parts, split_rows
+from mini_ee.lab.training.run_folder import Run, load_run
 
 WORTH = np.array([1, 0, -1] * 16)  # worth of each word
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

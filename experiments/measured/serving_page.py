@@ -14,14 +14,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mini_ee.evaluation.plots import can_draw
 from mini_ee.experiments.bench import serving as bench
 from mini_ee.experiments.bench.loads import draw_loads
 from mini_ee.experiments.markdown import fold_sections, made_by_measuring, markdown_row, markdown_table, wrapped
 from mini_ee.experiments.measured.command import answer_of_command
 from mini_ee.experiments.trainings import Sources
-from mini_ee.export.serving import worker
-from mini_ee.export.serving.load import WARM_UP, Answered
+from mini_ee.lab.evaluation.plots import can_draw
+from mini_ee.serve import worker
+from mini_ee.serve.load import WARM_UP, Answered
 
 PICTURES = {"wall": "serving.png", "processor": "serving-processor.png"}
 SECONDS = 4.0  # processor time of each load
@@ -134,7 +134,7 @@ smallest of these ratios.
 
 MiniLM (all-MiniLM-L6-v2, exits after 2, 4 and 6 of 6 layers) classifies the 872 sentences of the dev set of SST-2 on
 one thread. Its thresholds are set so that 60 % of the examples exit at the first exit and 30 % at the second. Tests
-check that each prediction equals that of the model at batch size 1 (`tests/serving/test_serving.py`,
+check that each prediction equals that of the model at batch size 1 (`tests/serve/test_serving.py`,
 `tests/contract/test_conformance.py`). Three servers get the same requests:
 
 - `whole`: the model without early exits. The requests that wait form the next batch (dynamic batching).
@@ -170,12 +170,12 @@ nor do waiting threads. Each load is run once, for {processor_seconds:g} seconds
 
 ## Related tests
 
-- `tests/serving/test_serving.py`: at 1.5 times the saturating load, each request is answered or refused exactly once,
+- `tests/serve/test_serving.py`: at 1.5 times the saturating load, each request is answered or refused exactly once,
   with the label and the number of layers of batch size 1.
-- `MINI_EE_KILLS=50 pytest tests/serving/test_serve_http.py`, and on Ray `tests/serving/test_serve_ray.py`: if a
+- `MINI_EE_KILLS=50 pytest tests/serve/test_serve_http.py`, and on Ray `tests/serve/test_serve_ray.py`: if a
   server is killed under load, its clients get an answer or an error within their deadline.
-- `tests/serving/test_serve_http.py`: invalid requests stop neither the server nor the answers to other requests.
-- `tests/serving/test_serve_guarantee.py`: thresholds are raised while a guarantee is violated, and the interval of
+- `tests/serve/test_serve_http.py`: invalid requests stop neither the server nor the answers to other requests.
+- `tests/serve/test_serve_guarantee.py`: thresholds are raised while a guarantee is violated, and the interval of
   `--shadow` contains the true agreement.
 """
 

@@ -13,14 +13,14 @@ from unittest.mock import patch
 
 import numpy as np
 
-from mini_ee.data.progress import tqdm
-from mini_ee.data.tasks import load_task
-from mini_ee.data.tokenizer import Tokenizer, batches
 from mini_ee.experiments.markdown import fold_sections, made_by_measuring, markdown_rows, wrapped
 from mini_ee.experiments.trainings import Sources
-from mini_ee.methods.raee_datastore import Datastore
-from mini_ee.methods.raee_encoders import SentenceEncoder
-from mini_ee.methods.raee_shards import Shards
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.data.tasks import load_task
+from mini_ee.lab.data.tokenizer import Tokenizer, batches
+from mini_ee.lab.methods.raee_datastore import Datastore
+from mini_ee.lab.methods.raee_encoders import SentenceEncoder
+from mini_ee.lab.methods.raee_shards import Shards
 
 SHARDS, K, ROUNDS, STORE_EXITS, ADDED_AT_ONCE = (1, 2, 4, 8), 12, 5, (1, 2, 3, 4, 5, 6), 1000
 BILLION, INDEX_BYTES, CORES = 10**9, 192e9, 64  # rows; of a machine with 256 GB: bytes for the index, cores
@@ -154,7 +154,7 @@ Times are computing times of one core. *All* is the sum over the shards, *slowes
 
 `mini-ee train raee --shards N` splits RAEE's datastore into N hnswlib indexes. Threads of one process build and
 search them in parallel. The results are merged by distance, so every neighbour that a shard found is considered
-(`mini_ee/methods/raee_shards.py`).
+(`lab/methods/raee_shards.py`).
 
 The datastore contains {rows:,} training examples of SST-2. The queries are its {queries} dev examples, one at a time.
 The embeddings are those of all-MiniLM-L6-v2 ({width} numbers), and the {k} nearest neighbours are searched. In every
@@ -191,7 +191,7 @@ build is short, and each query needs all cores.
 This leaves out the network: each machine receives a query of {width} numbers and returns {k} results. It leaves out
 slower memory: parts of the small graphs measured here were in the processor's caches. And it extrapolates
 {factor:,.0f} times beyond the measured size. The shards of mini_ee are threads of one process or, with Ray, actors on
-several machines (`mini_ee/methods/raee_actors.py`). Both use the same indexes and merge the results in the same way.
+several machines (`lab/methods/raee_actors.py`). Both use the same indexes and merge the results in the same way.
 The cost over a network was not measured.
 """
 

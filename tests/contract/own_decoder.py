@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import Layout
-from mini_ee.backbones.generative import CausalDecoder, GenerativeConfig
-from mini_ee.backbones.layers import Adapted, StackedLinear
+from mini_ee.lab.backbones.backbone import Layout
+from mini_ee.lab.backbones.generative import CausalDecoder, GenerativeConfig
+from mini_ee.lab.backbones.layers import Adapted, StackedLinear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from math import factorial
 import numpy as np
 import pytest
 
-import mini_ee.calibration as calibration
-from mini_ee.calibration import (
+import mini_ee.lab.calibration as calibration
+from mini_ee.lab.calibration import (
     Observed,
     agreement,
     broken_guarantees,
@@ -22,9 +22,9 @@ from mini_ee.calibration import (
     tau,
     tau_with_confidence,
 )
-from mini_ee.confidence import MEASURES
-from mini_ee.recording import Record, Recorded
-from mini_ee.statistics import agreement_p_values
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.statistics import agreement_p_values
 
 EPSILONS = (0.3, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 DELTA = 0.05

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mini_ee import __version__
-from mini_ee.registry import METHODS
+from mini_ee.lab.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
 CITATION = (ROOT / "CITATION.cff").read_text()
@@ -38,7 +38,7 @@ def test_the_number_of_methods_is_that_of_the_registry(text, number):
 
 @pytest.mark.parametrize("text", [README, field("abstract")], ids=["README", "CITATION"])
 def test_the_other_methods_are_those_without_a_page_of_claims(text):
-    lines = re.findall(r"^\| \[[^]]+\]\(mini_ee/methods/\w+\.py\),", README, re.M)
+    lines = re.findall(r"^\| \[[^]]+\]\(lab/methods/\w+\.py\),", README, re.M)
     assert len(lines) == OF_PAPERS
     assert re.findall(r"(\d+) others", text) == [str(len(METHODS) - OF_PAPERS)]
 

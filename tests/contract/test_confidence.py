@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-import mini_ee.confidence as confidence
-from mini_ee.confidence import MEASURES, log_softmax
+import mini_ee.lab.confidence as confidence
+from mini_ee.lab.confidence import MEASURES, log_softmax
 
 FLOAT64_ATOL = 1e-12  # measured max 1.8e-15
 FLOAT32_ATOL = 1e-6  # measured max 1.9e-7

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-import mini_ee.calibration as calibration
-from mini_ee.calibration import (
+import mini_ee.lab.calibration as calibration
+from mini_ee.lab.calibration import (
     COMPARED_DELTA,
     POLICY,
     Observed,
@@ -21,14 +21,14 @@ from mini_ee.calibration import (
     replay,
     tau_with_confidence,
 )
-from mini_ee.cli.main import main
-from mini_ee.data.files import read_json
-from mini_ee.early_exit import early_exit
-from mini_ee.recording import Record, Recorded
-from mini_ee.rules import Policy, Threshold
-from mini_ee.segments import Reading
-from mini_ee.training.run_folder import load_run
-from mini_ee.training.train_run import train
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.rules import Policy, Threshold
+from mini_ee.lab.segments import Reading
+from mini_ee.lab.training.run_folder import load_run
+from mini_ee.lab.training.train_run import train
 
 
 def drawn(rows, exits=3, seed=0, ties=False, power=0.3):

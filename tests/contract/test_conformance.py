@@ -17,25 +17,25 @@ import torch
 from conftest import WORDS, random_decoder
 
 import mini_ee
-from mini_ee import statistics
-from mini_ee.backbones.hub import save_backbone
-from mini_ee.backbones.llama import Decoder, DecoderConfig
-from mini_ee.cli.main import main
-from mini_ee.data.decoder_texts import Text
-from mini_ee.data.files import read_json
-from mini_ee.early_exit import early_exit
-from mini_ee.exits.decoding import gather
-from mini_ee.exits.token_exits import record_texts
-from mini_ee.export import writer
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.serving import Worker, engine_of
-from mini_ee.registry import METHODS
-from mini_ee.rules import FixedExit, NeverExit, Policy, Threshold
-from mini_ee.training import default_rule, state
-from mini_ee.training import train_run as training
-from mini_ee.training.method import load_method
-from mini_ee.training.run_folder import training_folder
-from mini_ee.training.train_settings import RowOptions, TextOptions, TrainOptions
+from mini_ee.lab import statistics
+from mini_ee.lab.backbones.hub import save_backbone
+from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.decoding import gather
+from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.export import writer
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.registry import METHODS
+from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Threshold
+from mini_ee.lab.training import default_rule, state
+from mini_ee.lab.training import train_run as training
+from mini_ee.lab.training.method import load_method
+from mini_ee.lab.training.run_folder import training_folder
+from mini_ee.lab.training.train_settings import RowOptions, TextOptions, TrainOptions
+from mini_ee.serve import Worker, engine_of
 
 EXITS = {"rows": (1, 2, 3), "tokens": (1, 2)}
 WITH_EXIT_0 = (0, 1, 3)  # on rows, of methods that can have an exit before the first layer
@@ -120,7 +120,7 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
             patch.setattr(training, "save_run", save_run)
             patch.setattr(torch.optim.AdamW, "step", counted)
             patch.setattr(state.State, "save", save_state)
-            patch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
+            patch.setattr("mini_ee.lab.training.training_text.HELD_STORIES", 16)
             patch.setattr(default_rule, "CANDIDATES", 8)
             patch.setattr(statistics, "FEW", 0)  # the number of examples that a guarantee needs is approximate ...
             patch.setattr(default_rule, "rows_needed", statistics.rows_needed.__wrapped__)  # ... and not remembered

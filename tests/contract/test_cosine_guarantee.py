@@ -8,13 +8,13 @@ import pytest
 from conftest import ENCODED as TEXTS
 
 import mini_ee
-from mini_ee.cli.main import main
-from mini_ee.errors import WrongArguments
-from mini_ee.evaluation.cosine_guarantee import calibrate_cosine, share_p_value
-from mini_ee.exits.embedding_exits import full_cosines
-from mini_ee.methods.embedding_maps_rule import Similarity
-from mini_ee.recording import Record, Recorded
-from mini_ee.rules import FixedExit, NeverExit
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.evaluation.cosine_guarantee import calibrate_cosine, share_p_value
+from mini_ee.lab.exits.embedding_exits import full_cosines
+from mini_ee.lab.methods.embedding_maps_rule import Similarity
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.rules import FixedExit, NeverExit
 
 EXITS, COSINE, EPSILON, DELTA = (1, 2, 4), 0.9, 0.9, 0.1
 

@@ -8,10 +8,10 @@ import torch
 from pretended import DEVICE, pretended
 from test_conformance import DIFFERENT, PROMPTS, answers, decoded, house  # noqa: F401
 
-from mini_ee.cli.main import main
-from mini_ee.data.tasks import load_task
-from mini_ee.exits.decoding import MISSING_KV
 from mini_ee.experiments import measures
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.tasks import load_task
+from mini_ee.lab.exits.decoding import MISSING_KV
 
 A_GPU = nullcontext if torch.cuda.is_available() else pretended
 SHORT = {"rows": {"epochs": 1, "max_train": 32}, "tokens": {"texts": 20}}

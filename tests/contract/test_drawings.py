@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mini_ee.registry import METHODS
+from mini_ee.lab.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,4 +44,4 @@ def test_the_map_of_the_field_shows_what_exits(draw):
 
 def test_the_map_of_the_house_names_files_that_exist(draw):
     for name, _, file in draw.maps.HOUSE:
-        assert (ROOT / "mini_ee" / file).exists() or (ROOT / file).exists(), f"{name}: {file}"
+        assert (ROOT / "lab" / file).exists() or (ROOT / file).exists(), f"{name}: {file}"

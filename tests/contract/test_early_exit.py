@@ -17,15 +17,15 @@ from conftest import tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import mini_ee.early_exit as loop
-from mini_ee.backbones.backbone import padding_mask
-from mini_ee.backbones.bert import LayerContext
-from mini_ee.confidence import MEASURES
-from mini_ee.data.tokenizer import Encoded, Inputs
-from mini_ee.exits.row_exits import RowSegments
-from mini_ee.recording import Recorded, plan_rows, read_every_exit, record
-from mini_ee.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
-from mini_ee.segments import Reading, Segments
+import mini_ee.lab.early_exit as loop
+from mini_ee.lab.backbones.backbone import padding_mask
+from mini_ee.lab.backbones.bert import LayerContext
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.data.tokenizer import Encoded, Inputs
+from mini_ee.lab.exits.row_exits import RowSegments
+from mini_ee.lab.recording import Recorded, plan_rows, read_every_exit, record
+from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
+from mini_ee.lab.segments import Reading, Segments
 
 EXITS = (1, 2, 4, 6)
 K, B, C = 4, 7, 3
@@ -600,9 +600,10 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
                     raise ImportError(f"{name} is blocked")
 
         sys.meta_path.insert(0, NoTorch())
-        import mini_ee, mini_ee.confidence, mini_ee.early_exit, mini_ee.data.metrics, mini_ee.rules, mini_ee.data.tasks
+        import mini_ee.lab.confidence, mini_ee.lab.early_exit, mini_ee.lab.data.metrics
+        import mini_ee.lab.rules, mini_ee.lab.data.tasks
         try:
-            import mini_ee.exits.row_exits
+            import mini_ee.lab.exits.row_exits
         except ImportError as error:
             print(error)
     """

@@ -14,21 +14,21 @@ from http_server import ask, serving
 from torch import nn
 
 import mini_ee
-from mini_ee.backbones.hub import backbone_class, load_backbone
-from mini_ee.cli.main import main
-from mini_ee.data.files import read_json
-from mini_ee.early_exit import early_exit
-from mini_ee.exits.row_exits import RowExits
-from mini_ee.export.row_segments import OrtModel, OrtSegments
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.serving import Worker, engine_of
-from mini_ee.export.writer import write_graphs
-from mini_ee.methods import self_supervised
-from mini_ee.recording import read_every_exit, record
-from mini_ee.registry import BACKBONES
-from mini_ee.rules import FixedExit, NeverExit, Patience, Planned, Threshold
-from mini_ee.training.run_folder import load_run
-from mini_ee.training.stages import depth_weighted_sum
+from mini_ee.lab.backbones.hub import backbone_class, load_backbone
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.writer import write_graphs
+from mini_ee.lab.methods import self_supervised
+from mini_ee.lab.recording import read_every_exit, record
+from mini_ee.lab.registry import BACKBONES
+from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Planned, Threshold
+from mini_ee.lab.training.run_folder import load_run
+from mini_ee.lab.training.stages import depth_weighted_sum
+from mini_ee.serve import Worker, engine_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXITS = (0, 2, 3)

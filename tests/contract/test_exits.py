@@ -9,16 +9,16 @@ import torch
 from conftest import random_decoder
 
 import mini_ee
-from mini_ee.backbones.backbone import padding_mask
-from mini_ee.data.tokenizer import Inputs
-from mini_ee.early_exit import early_exit
-from mini_ee.exits.heads import HEAD_DROPOUT, ExitHead, pooled
-from mini_ee.exits.row_exits import RowExits, check_exits, even_exits
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.torch_engine import torch_segments
-from mini_ee.recording import read_every_exit
-from mini_ee.rules import FixedExit, NeverExit, Threshold
-from mini_ee.training.policies import OneForAll
+from mini_ee.lab.backbones.backbone import padding_mask
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.heads import HEAD_DROPOUT, ExitHead, pooled
+from mini_ee.lab.exits.row_exits import RowExits, check_exits, even_exits
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.torch_engine import torch_segments
+from mini_ee.lab.recording import read_every_exit
+from mini_ee.lab.rules import FixedExit, NeverExit, Threshold
+from mini_ee.lab.training.policies import OneForAll
 
 FLOAT64_ATOL = 1e-12  # measured max 6.7e-16
 ATOL = 2e-5  # float32 logits of size 7, alone or padded; measured max 1.9e-6, torch 2.13 on CPU

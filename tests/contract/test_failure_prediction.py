@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mini_ee.evaluation.failure_prediction import auroc, calibration_error, early_exit_failure_prediction
+from mini_ee.lab.evaluation.failure_prediction import auroc, calibration_error, early_exit_failure_prediction
 
 
 @pytest.fixture(scope="module")

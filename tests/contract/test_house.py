@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mini_ee.registry import METHODS
+from mini_ee.lab.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
 GROUND = (
@@ -27,14 +27,14 @@ GROUND = (
 )
 FLOORS = (  # what stands in one line may not import each other, but for the ground floor
     ("core",),
-    ("__init__",),
-    GROUND,
+    ("", "__init__", *GROUND),
     ("backbones",),
     ("exits",),
     ("training",),
     ("methods", "baselines"),
     ("evaluation",),
     ("export",),
+    ("serve",),
     ("weights",),
     ("experiments",),
     ("cli",),
@@ -43,82 +43,82 @@ FLOORS = (  # what stands in one line may not import each other, but for the gro
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WITHOUT_TORCH = (  # with everything that they import: what is exported runs on these alone
     "__init__",
-    "errors",
-    "early_exit",
-    "recording",
-    "row_thresholds",
-    "threshold_curve",
-    "segments",
-    "rules",
-    "confidence",
-    "calibration",
-    "statistics",
-    "registry",
-    "data.columns",
-    "data.files",
-    "data.glue",
-    "data.lines",
-    "data.metrics",
-    "data.sentence_files",
-    "data.multiple_choice",
-    "data.settings",
-    "data.progress",
-    "data.prompt_templates",
-    "data.reviews",
-    "data.sentence_prompts",
-    "data.table_files",
-    "data.tasks",
-    "data.text_files",
-    "data.decoder_texts",
-    "data.tokenizer",
-    "data.values",
-    "evaluation.failure_prediction",
-    "exits.decoding",
-    "methods.embedding_maps_rule",
-    "methods.raee",
-    "methods.raee_controls",
-    "methods.raee_datastore",
-    "methods.raee_files",
-    "methods.raee_index",
-    "methods.raee_shards",
-    "baselines.adainfer",
-    "training.train_settings",
-    "export.calibrated",
-    "export.card",
-    "export.manifest",
-    "export.sessions",
-    "export.row_segments",
-    "export.token_segments",
-    "export.runtime",
-    "export.batch.__init__",
-    "export.batch.job",
-    "export.batch.parts",
-    "export.batch.pools",
-    "export.batch.rival",
-    "export.batch.rows",
-    "export.serving.__init__",
-    "export.serving.app",
-    "export.serving.canary",
-    "export.serving.engines",
-    "export.serving.request_thresholds",
-    "export.serving.formats",
-    "export.serving.hosts",
-    "export.serving.http_messages",
-    "export.serving.load",
-    "export.serving.replicas",
-    "export.serving.server",
-    "export.serving.triton_model",
-    "export.serving.monitoring",
-    "export.serving.worker",
-    "cli.batch",
-    "cli.calibrate",
-    "cli.calibrate_export",
-    "cli.main",
-    "cli.run",
-    "cli.serve",
+    "lab.errors",
+    "lab.early_exit",
+    "lab.recording",
+    "lab.row_thresholds",
+    "lab.threshold_curve",
+    "lab.segments",
+    "lab.rules",
+    "lab.confidence",
+    "lab.calibration",
+    "lab.statistics",
+    "lab.registry",
+    "lab.data.columns",
+    "lab.data.files",
+    "lab.data.glue",
+    "lab.data.lines",
+    "lab.data.metrics",
+    "lab.data.sentence_files",
+    "lab.data.multiple_choice",
+    "lab.data.settings",
+    "lab.data.progress",
+    "lab.data.prompt_templates",
+    "lab.data.reviews",
+    "lab.data.sentence_prompts",
+    "lab.data.table_files",
+    "lab.data.tasks",
+    "lab.data.text_files",
+    "lab.data.decoder_texts",
+    "lab.data.tokenizer",
+    "lab.data.values",
+    "lab.evaluation.failure_prediction",
+    "lab.exits.decoding",
+    "lab.methods.embedding_maps_rule",
+    "lab.methods.raee",
+    "lab.methods.raee_controls",
+    "lab.methods.raee_datastore",
+    "lab.methods.raee_files",
+    "lab.methods.raee_index",
+    "lab.methods.raee_shards",
+    "lab.baselines.adainfer",
+    "lab.training.train_settings",
+    "lab.export.calibrated",
+    "lab.export.card",
+    "lab.export.manifest",
+    "lab.export.sessions",
+    "lab.export.row_segments",
+    "lab.export.token_segments",
+    "lab.export.runtime",
+    "serve.batch.__init__",
+    "serve.batch.job",
+    "serve.batch.parts",
+    "serve.batch.pools",
+    "serve.batch.rival",
+    "serve.batch.rows",
+    "serve.__init__",
+    "serve.app",
+    "serve.canary",
+    "serve.engines",
+    "serve.request_thresholds",
+    "serve.formats",
+    "serve.hosts",
+    "serve.http_messages",
+    "serve.load",
+    "serve.replicas",
+    "serve.server",
+    "serve.triton_model",
+    "serve.monitoring",
+    "serve.worker",
+    "lab.cli.batch",
+    "lab.cli.calibrate",
+    "lab.cli.calibrate_export",
+    "lab.cli.main",
+    "lab.cli.run",
+    "lab.cli.serve",
 )
 HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "matplotlib")  # of which the runtime loads none at once
-OUTSIDE = ("core", "export", "experiments")  # of mini_ee/, and installed into it
+OUTSIDE = ("export", "lab", "serve", "experiments")  # of mini_ee/, and installed into it
 MODULES = [path for room in ("mini_ee", *OUTSIDE) for path in sorted((ROOT / room).rglob("*.py"))]
 MOST_LINES, LONGEST_FUNCTION, MOST_PARAMETERS = 450, 60, 7
 WIDE = {  # functions with more parameters than that
@@ -139,7 +139,9 @@ def name_of(path):
 
 
 def room_of(name):
-    return name.split(".")[0]
+    """The folder of a module, in the lab that below lab/; all files of mini_ee/ but __main__.py are the core."""
+    ring, _, inside = name.partition(".")
+    return inside.split(".")[0] if ring == "lab" else ring if ring in ("__main__", "weights", *OUTSIDE) else "core"
 
 
 @functools.cache
@@ -209,7 +211,7 @@ def test_the_torch_free_floor_imports_no_torch():
 
 def test_every_bar_is_one_that_spares_log_files():
     """See data/progress.py."""
-    assert {name_of(path) for path in MODULES if "tqdm" in imported(path)} == {"core.train", "data.progress"}
+    assert {name_of(path) for path in MODULES if "tqdm" in imported(path)} == {"train", "lab.data.progress"}
     assert not {name_of(path) for path in MODULES if "tqdm.auto" in path.read_text()}
 
 
@@ -229,14 +231,14 @@ def test_there_are_no_circles():
 
 def test_what_leaves_and_when_do_not_ask_which_backbone_it_is():
     """A family is asked for what it offers: no isinstance of a backbone, no list of families, no family's file."""
-    families = ast.parse((ROOT / "mini_ee" / "registry.py").read_text())
+    families = ast.parse((ROOT / "lab" / "registry.py").read_text())
     (names,) = [
         ast.literal_eval(node.value)
         for node in families.body
         if isinstance(node, ast.Assign) and node.targets[0].id == "BACKBONES"
     ]
     for path in MODULES:
-        if path.parent.name in ("backbones", "bench", "core", "measured") or path.name == "registry.py":
+        if path.parent.name in ("backbones", "bench", "mini_ee", "measured") or path.name == "registry.py":
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
@@ -259,12 +261,12 @@ def test_files_and_functions_are_of_a_size_to_read():
 
 def test_the_loop_is_on_a_page_whose_first_sentence_names_what_goes_round_it():
     """Also what runs it a turn at a time. Whoever takes rows out of a batch calls at_exit or keep_in_graph."""
-    source = (ROOT / "mini_ee" / "early_exit.py").read_text()
+    source = (ROOT / "lab" / "early_exit.py").read_text()
     tree = ast.parse(source)
     (loop,) = [node for node in tree.body if getattr(node, "name", "") == "run_segments"]
     assert len(source.splitlines()) <= 140 and loop.end_lineno - loop.lineno < 30
     named = set(re.findall(r"([\w/]+)\.py", ast.get_docstring(tree).split("\n\n")[0]))
-    files = {name_of(path).replace(".", "/"): path.read_text() for path in MODULES}
+    files = {name_of(path).removeprefix("lab.").replace(".", "/"): path.read_text() for path in MODULES}
     assert named <= set(files)
     round_it = {name for name, text in files.items() if re.search(r"import at_exit|segments\.keep_in_graph\(", text)}
     assert round_it | {"exits/generation"} == named
@@ -282,12 +284,12 @@ def test_readme_is_one_page():
         "CONTRIBUTING.md",
         "weights/README.md",
         "export/README.md",
-        "export/serving/README.md",
+        "serve/README.md",
     ],
 )
 def test_files_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()
-    for name in re.findall(r"`((?:mini_ee|tests|weights|export|experiments|results)/[\w./-]+)`", text):
+    for name in re.findall(r"`((?:mini_ee|lab|serve|tests|weights|experiments|results)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), f"{page} names {name}"
 
 

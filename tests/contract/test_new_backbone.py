@@ -20,22 +20,22 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mini_ee import registry
-from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.hub import backbone_class, generates, load_backbone, read_config, save_backbone
-from mini_ee.cli.main import main
-from mini_ee.data.prompt_templates import Prompt
-from mini_ee.data.tokenizer import Inputs
-from mini_ee.exits.heads import exit_heads
-from mini_ee.exits.prompt_exits import PromptModel
-from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.tracing import Value
-from mini_ee.export.writer import write_graphs
-from mini_ee.methods.lora_exits import LoRAExits
-from mini_ee.recording import read_every_exit
-from mini_ee.rules import FixedExit, NeverExit, rule_from_dict
-from mini_ee.training.default_rule import CURVE_POINTS
-from mini_ee.training.run_folder import load_run
+from mini_ee.lab import registry
+from mini_ee.lab.backbones.backbone import Tensors
+from mini_ee.lab.backbones.hub import backbone_class, generates, load_backbone, read_config, save_backbone
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.prompt_templates import Prompt
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.exits.heads import exit_heads
+from mini_ee.lab.exits.prompt_exits import PromptModel
+from mini_ee.lab.export.row_segments import OrtModel
+from mini_ee.lab.export.tracing import Value
+from mini_ee.lab.export.writer import write_graphs
+from mini_ee.lab.methods.lora_exits import LoRAExits
+from mini_ee.lab.recording import read_every_exit
+from mini_ee.lab.rules import FixedExit, NeverExit, rule_from_dict
+from mini_ee.lab.training.default_rule import CURVE_POINTS
+from mini_ee.lab.training.run_folder import load_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-4
@@ -54,7 +54,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.backbones.backbone import (
+from mini_ee.lab.backbones.backbone import (
     Backbone,
     Layout,
     check_fields,
@@ -63,8 +63,8 @@ from mini_ee.backbones.backbone import (
     tensor_on,
     token_places,
 )
-from mini_ee.backbones.layers import StackedLinear
-from mini_ee.backbones.shapes import check
+from mini_ee.lab.backbones.layers import StackedLinear
+from mini_ee.lab.backbones.shapes import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +407,7 @@ def test_adapters_are_charged_for_the_vectors_that_they_see(backbone, monkeypatc
     """In a T5 most see one token; in a DeBERTa those of positions, and of what is shared with them, the positions."""
     seen = []
     monkeypatch.setattr(
-        "mini_ee.methods.lora_exits_sgmv.sgmv",
+        "mini_ee.lab.methods.lora_exits_sgmv.sgmv",
         lambda y, x, A, B, *more: seen.append(2.0 * len(x) * (A[0].numel() + B[0].numel())),
     )
     exits, targets = (1, 3), tuple(backbone.projections)

@@ -15,17 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mini_ee import registry
-from mini_ee.backbones.backbone import Tensors, is_traced
-from mini_ee.backbones.hub import backbone_class, generates, load_backbone, save_backbone
-from mini_ee.cli.main import main
-from mini_ee.exits.decoding import MISSING_KV, decode, gather
-from mini_ee.exits.generation import generate
-from mini_ee.exits.token_exits import TokenExits
-from mini_ee.export import writer
-from mini_ee.export.runtime import Runtime
-from mini_ee.rules import FixedExit, NeverExit, Threshold, rule_from_dict
-from mini_ee.training.run_folder import load_run
+from mini_ee.lab import registry
+from mini_ee.lab.backbones.backbone import Tensors, is_traced
+from mini_ee.lab.backbones.hub import backbone_class, generates, load_backbone, save_backbone
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
+from mini_ee.lab.exits.generation import generate
+from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export import writer
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.rules import FixedExit, NeverExit, Threshold, rule_from_dict
+from mini_ee.lab.training.run_folder import load_run
 
 ROOT = Path(__file__).parents[2]
 LINE = {"sloped": "own_decoder"}  # what registry.py would say
@@ -120,7 +120,7 @@ def with_exits(folder):
 def test_a_decoder_family_is_its_file_and_a_line_and_no_graph_is_written_in_it():
     source = Path(own_decoder.__file__).read_text()
     assert not re.search(r"onnx|export|is_traced|\.g\b|graph", source) and len(source.splitlines()) < 100
-    for path in (*ROOT.glob("mini_ee/**/*.py"), *ROOT.glob("export/**/*.py"), *ROOT.glob("experiments/**/*.py")):
+    for path in (*ROOT.glob("mini_ee/**/*.py"), *ROOT.glob("lab/export/**/*.py"), *ROOT.glob("experiments/**/*.py")):
         assert "sloped" not in path.read_text().lower(), f"{path} knows the family"
     assert generates("sloped") and backbone_class("sloped") is own_decoder.Sloped
 

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from mini_ee import load_run, registry, train
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.cli.main import main
-from mini_ee.confidence import max_probability
-from mini_ee.data.files import read_json, write_json
-from mini_ee.data.tasks import load_task
-from mini_ee.early_exit import early_exit
-from mini_ee.exits.heads import ExitHead
-from mini_ee.exits.row_exits import RowExits
-from mini_ee.export.runtime import Runtime
-from mini_ee.recording import read_every_exit
-from mini_ee.rules import Threshold
+from mini_ee import load_run, train
+from mini_ee.lab import registry
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.confidence import max_probability
+from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.tasks import load_task
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.heads import ExitHead
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.recording import read_every_exit
+from mini_ee.lab.rules import Threshold
 
 HEAD = '''\
 """Attention pooling: the mean over tokens, weighted by how much each of them says."""
@@ -30,7 +31,7 @@ HEAD = '''\
 import torch
 from torch import nn
 
-from mini_ee.exits.heads import ExitHead
+from mini_ee.lab.exits.heads import ExitHead
 
 
 class AttentionHead(ExitHead):

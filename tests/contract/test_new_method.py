@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from conftest import random_decoder
 
-from mini_ee import registry
-from mini_ee.backbones.hub import save_backbone
-from mini_ee.backbones.llama import Decoder
-from mini_ee.cli.main import main
-from mini_ee.rules import Policy
-from mini_ee.training.default_rule import CURVE_POINTS
-from mini_ee.training.run_folder import load_run
+from mini_ee.lab import registry
+from mini_ee.lab.backbones.hub import save_backbone
+from mini_ee.lab.backbones.llama import Decoder
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.rules import Policy
+from mini_ee.lab.training.default_rule import CURVE_POINTS
+from mini_ee.lab.training.run_folder import load_run
 
 ROOT = Path(__file__).parents[2]
 METHOD = '''\
@@ -32,11 +32,11 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from mini_ee.data.settings import Settings, option
-from mini_ee.rules import Policy
-from mini_ee.training.default_rule import sweep
-from mini_ee.training.method import Method
-from mini_ee.training.stages import Stage, joint_stage
+from mini_ee.lab.data.settings import Settings, option
+from mini_ee.lab.rules import Policy
+from mini_ee.lab.training.default_rule import sweep
+from mini_ee.lab.training.method import Method
+from mini_ee.lab.training.stages import Stage, joint_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def package(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setattr(registry, "METHODS", registry.METHODS | LINE)
-        for module in ("mini_ee.training.method", "mini_ee.cli.train", "mini_ee.evaluation.comparison"):
+        for module in ("mini_ee.lab.training.method", "mini_ee.lab.cli.train", "mini_ee.lab.evaluation.comparison"):
             __import__(module)
             patch.setattr(sys.modules[module], "METHODS", registry.METHODS)
         yield folder
@@ -156,7 +156,7 @@ def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, 
 
 
 def test_it_teaches_tokens_too(package, decoder_checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mini_ee.training.training_text.HELD_STORIES", 16)
+    monkeypatch.setattr("mini_ee.lab.training.training_text.HELD_STORIES", 16)
     out, model = tmp_path / "run", tmp_path / "model"
     config = random_decoder("llama", 2).config
     save_backbone(Decoder(replace(config, max_position_embeddings=64)), model)

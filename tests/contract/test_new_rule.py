@@ -16,24 +16,24 @@ import pytest
 from http_server import ask, serving
 
 from mini_ee import load_run, train
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.cli.main import main
-from mini_ee.data.files import read_json
-from mini_ee.data.settings import option
-from mini_ee.data.tasks import load_task
-from mini_ee.data.tokenizer import Tokenizer
-from mini_ee.early_exit import early_exit
-from mini_ee.evaluation.row_evaluation import read_rows
-from mini_ee.exits.token_exits import TokenExits
-from mini_ee.export import writer
-from mini_ee.export.row_segments import OrtModel
-from mini_ee.export.runtime import Runtime
-from mini_ee.export.serving import engine_of
-from mini_ee.export.serving.monitoring import stricter
-from mini_ee.recording import Record, Recorded, read_every_exit
-from mini_ee.rules import RULES, Rule, confidence, rule_from_dict
-from mini_ee.training.default_rule import curves
-from mini_ee.training.run_folder import Run, write_rule
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.settings import option
+from mini_ee.lab.data.tasks import load_task
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.evaluation.row_evaluation import read_rows
+from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export import writer
+from mini_ee.lab.export.row_segments import OrtModel
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.recording import Record, Recorded, read_every_exit
+from mini_ee.lab.rules import RULES, Rule, confidence, rule_from_dict
+from mini_ee.lab.training.default_rule import curves
+from mini_ee.lab.training.run_folder import Run, write_rule
+from mini_ee.serve import engine_of
+from mini_ee.serve.monitoring import stricter
 
 LINES = [f"the {thing} was {word}" for thing in ("film", "meal", "song") for word in ("good", "awful", "very dull")]
 

@@ -10,17 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-import mini_ee.baselines.joint as joint
-from mini_ee import load_run, registry
-from mini_ee.cli.main import main
+import mini_ee.lab.baselines.joint as joint
+from mini_ee import load_run
+from mini_ee.lab import registry
+from mini_ee.lab.cli.main import main
 
 UNIT = '''\
 """Examples exit whose words are read from the last to the first."""
 
 from dataclasses import replace
 
-from mini_ee.exits.row_exits import RowExits
-from mini_ee.training.row_unit import RowUnit
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.training.row_unit import RowUnit
 
 
 class BackwardExits(RowExits):

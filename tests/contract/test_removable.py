@@ -11,10 +11,10 @@ from shutil import copytree
 
 import pytest
 
-from mini_ee.registry import BACKBONES, METHODS
+from mini_ee.lab.registry import BACKBONES, METHODS
 
 ROOT = Path(__file__).parents[2]
-KEPT = ("mini_ee.baselines.joint", "mini_ee.backbones.bert")
+KEPT = ("mini_ee.lab.baselines.joint", "mini_ee.lab.backbones.bert")
 REMOVABLE = sorted({*METHODS.values(), *BACKBONES.values()} - set(KEPT))
 GROUPS = {  # what is removed at once: methods and baselines do not import each other, see test_house.py
     "methods": [module for module in REMOVABLE if ".methods." in module],
@@ -40,7 +40,7 @@ def errors(names):
 for folder, names, commands in json.load(sys.stdin):
     sys.path[0] = folder
     os.chdir(folder)
-    from mini_ee.cli.main import main
+    from mini_ee.lab.cli.main import main
     for line in commands:
         if status := main(line.split()):
             sys.exit(f"{folder}: {line}: status {status}")
@@ -67,10 +67,10 @@ def without(modules, folder):
     """The package in a folder, as it is installed, without the files of these modules and their lines."""
     package = folder / "mini_ee"
     copytree(ROOT / "mini_ee", package)
-    for room in ("export", "experiments"):
+    for room in ("export", "lab", "serve", "experiments"):
         copytree(ROOT / room, package / room)
     (package / "weights").symlink_to(ROOT / "weights")
-    registry = package / "registry.py"
+    registry = package / "lab" / "registry.py"
     for module in modules:
         gone, lines = files_of(module, package), registry.read_text().splitlines(keepends=True)
         names = [f'"{dotted(path, folder)}"' for path in gone]
@@ -111,13 +111,13 @@ def dotted(path, root=ROOT):
 
 
 def test_no_other_file_names_one_of_them():
-    paths = [*(ROOT / "mini_ee").rglob("*.py"), *(ROOT / "export").rglob("*.py")]
+    paths = [path for room in ("lab", "serve") for path in (ROOT / room).rglob("*.py")]
     names = {dotted(path): set(names_in(path)) for path in paths}
     for module in REMOVABLE:
-        own = set(map(dotted, files_of(module, ROOT / "mini_ee")))
+        own = set(map(dotted, files_of(module, ROOT)))
         gone = own | {name for name, where in (METHODS | BACKBONES).items() if where == module}
         for path, found in names.items():
-            named = found & gone if path not in own | {"mini_ee.registry"} else ()
+            named = found & gone if path not in own | {"mini_ee.lab.registry"} else ()
             assert not named, f"{path} names {sorted(named)}"
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mini_ee.early_exit import early_exit
-from mini_ee.recording import Recorded
-from mini_ee.registry import RULES as OF_METHODS
-from mini_ee.row_thresholds import RowThresholds
-from mini_ee.rules import RULES, FixedExit, Threshold, rule_class, rule_from_dict
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.recording import Recorded
+from mini_ee.lab.registry import RULES as OF_METHODS
+from mini_ee.lab.row_thresholds import RowThresholds
+from mini_ee.lab.rules import RULES, FixedExit, Threshold, rule_class, rule_from_dict
 
 N, EXITS = 32, (1, 2, 4)
 SETTINGS = {

@@ -9,10 +9,10 @@ import math
 import numpy as np
 import pytest
 
-from mini_ee.confidence import MEASURES
-from mini_ee.early_exit import early_exit
-from mini_ee.recording import Recorded
-from mini_ee.rules import (
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.recording import Recorded
+from mini_ee.lab.rules import (
     RULES,
     FixedExit,
     NeverExit,
@@ -24,7 +24,7 @@ from mini_ee.rules import (
     Threshold,
     rule_from_dict,
 )
-from mini_ee.segments import Reading
+from mini_ee.lab.segments import Reading
 
 EXITS = 8
 
@@ -187,7 +187,7 @@ ONE_OF_EACH = [
 
 def test_one_of_each_has_one_of_each():
     assert {type(rule) for rule in ONE_OF_EACH} == {
-        kind for kind in RULES.values() if kind.__module__ == "mini_ee.rules"
+        kind for kind in RULES.values() if kind.__module__ == "mini_ee.lab.rules"
     }
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mini_ee.statistics import (
+from mini_ee.lab.statistics import (
     agreement_p_values,
     binomial_cdf,
     binomial_pmf,

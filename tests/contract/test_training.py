@@ -13,32 +13,32 @@ import torch
 from safetensors.torch import save_file
 
 import mini_ee
-import mini_ee.baselines.joint as joint_module
-import mini_ee.baselines.two_stage as two_stage_module
-import mini_ee.training.loop as loop
-import mini_ee.training.row_unit as row_unit
-import mini_ee.training.state as state_module
-import mini_ee.training.train_run as train_module
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.backbones.tensor_files import read_tensors
-from mini_ee.data.files import read_json
-from mini_ee.data.tasks import Split, Task, holdout, load_task, subset
-from mini_ee.data.tokenizer import Encoded, Tokenizer
-from mini_ee.errors import WrongArguments
-from mini_ee.evaluation.row_evaluation import overthinking
-from mini_ee.exits.row_exits import RowData, RowExits
-from mini_ee.recording import Record, Recorded
-from mini_ee.registry import METHODS
-from mini_ee.rules import NeverExit, Threshold
-from mini_ee.training.default_rule import choose, default_rule
-from mini_ee.training.holdout import TEST_ROWS, split_rows
-from mini_ee.training.loop import fit
-from mini_ee.training.method import configured, load_method
-from mini_ee.training.run_folder import build_model, encode, training_folder
-from mini_ee.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
-from mini_ee.training.state import Saved
-from mini_ee.training.train_run import exits_of, make_request
-from mini_ee.training.train_settings import TrainConfig
+import mini_ee.lab.baselines.joint as joint_module
+import mini_ee.lab.baselines.two_stage as two_stage_module
+import mini_ee.lab.training.loop as loop
+import mini_ee.lab.training.row_unit as row_unit
+import mini_ee.lab.training.state as state_module
+import mini_ee.lab.training.train_run as train_module
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.backbones.tensor_files import read_tensors
+from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.tasks import Split, Task, holdout, load_task, subset
+from mini_ee.lab.data.tokenizer import Encoded, Tokenizer
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.evaluation.row_evaluation import overthinking
+from mini_ee.lab.exits.row_exits import RowData, RowExits
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.registry import METHODS
+from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.training.default_rule import choose, default_rule
+from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
+from mini_ee.lab.training.loop import fit
+from mini_ee.lab.training.method import configured, load_method
+from mini_ee.lab.training.run_folder import build_model, encode, training_folder
+from mini_ee.lab.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
+from mini_ee.lab.training.state import Saved
+from mini_ee.lab.training.train_run import exits_of, make_request
+from mini_ee.lab.training.train_settings import TrainConfig
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
 FEW = {"max_train": 24}  # 3 steps an epoch

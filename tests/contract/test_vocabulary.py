@@ -1,6 +1,6 @@
 """One term for one thing: words that meant several things do not come back as names.
 
-Help strings have their own tests, in tests/commands/test_cli.py.
+Help strings have their own tests, in tests/lab/commands/test_cli.py.
 """
 
 import ast
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("mini_ee", "core", "export", "experiments", "weights", "tests")
+FOLDERS = ("mini_ee", "lab", "serve", "experiments", "weights", "tests")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 BETTER = {  # a name that is a puzzle -> names that say what it is

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from mini_ee import calibration, statistics
-from mini_ee.core.calibrate import binomial_cdf, default_rule, fixed_sequence, tau, tau_with_confidence
-from mini_ee.core.loop import Table, early_exit
-from mini_ee.core.rules import Never
+from mini_ee.calibrate import binomial_cdf, default_rule, fixed_sequence, tau, tau_with_confidence
+from mini_ee.lab import calibration, statistics
+from mini_ee.loop import Table, early_exit
+from mini_ee.rules import Never
 
 
 def draw(rows, seed, ties=False):

@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.core.bert import Bert, Exits
-from mini_ee.core.data import Inputs
-from mini_ee.core.llama import Llama, TokenExits, generate
-from mini_ee.core.load import folder_of
-from mini_ee.core.loop import early_exit
-from mini_ee.core.rules import Fixed, Never, Patience, Rule, Threshold
-from mini_ee.data.tokenizer import Inputs as ProjectInputs
-from mini_ee.exits.generation import gather, token_weights
-from mini_ee.exits.generation import generate as generate_with_the_project
-from mini_ee.exits.heads import VocabularyHead
-from mini_ee.exits.row_exits import RowExits
-from mini_ee.rules import Threshold as ProjectThreshold
+from mini_ee.bert import Bert, Exits
+from mini_ee.data import Inputs
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.data.tokenizer import Inputs as ProjectInputs
+from mini_ee.lab.exits.generation import gather, token_weights
+from mini_ee.lab.exits.generation import generate as generate_with_the_project
+from mini_ee.lab.exits.heads import VocabularyHead
+from mini_ee.lab.exits.row_exits import RowExits
+from mini_ee.lab.rules import Threshold as ProjectThreshold
+from mini_ee.llama import Llama, TokenExits, generate
+from mini_ee.load import folder_of
+from mini_ee.loop import early_exit
+from mini_ee.rules import Fixed, Never, Patience, Rule, Threshold
 
 ATOL = 2e-5  # float32, 12 layers; measured max 2.0e-6 (BERT), 7.6e-6 (logits of Llama)
 

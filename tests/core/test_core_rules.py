@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mini_ee.core.loop import Table, early_exit
-from mini_ee.core.rules import MEASURES, Fixed, Never, Patience, Policy, Threshold
+from mini_ee.loop import Table, early_exit
+from mini_ee.rules import MEASURES, Fixed, Never, Patience, Policy, Threshold
 
 LOGITS = np.random.default_rng(0).normal(0, 2, (50, 4, 3)).astype(np.float32)
 

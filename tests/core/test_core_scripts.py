@@ -10,12 +10,13 @@ import torch
 from conftest import save_small_llama
 from torch import nn
 
-from mini_ee.core import consistent, lora_exits, raee, self_supervised, train
-from mini_ee.core.bert import Bert, Exits
-from mini_ee.core.data import of_all, open_task, read_task, score_of, scored, usual_rules
-from mini_ee.core.llama import Llama, TokenExits, pieces, read_texts
-from mini_ee.core.load import load_tokenizer
-from mini_ee.core.rules import Never, Patience, Policy, Threshold
+from mini_ee import consistent, lora_exits, raee, self_supervised
+from mini_ee.bert import Bert, Exits
+from mini_ee.data import of_all, open_task, read_task, score_of, scored, usual_rules
+from mini_ee.llama import Llama, TokenExits, pieces, read_texts
+from mini_ee.load import load_tokenizer
+from mini_ee.rules import Never, Patience, Policy, Threshold
+from mini_ee.train import script, task_loss, train
 
 SCRIPTS = {
     lora_exits: lora_exits.LoRAOptions,
@@ -71,16 +72,14 @@ def test_help_fits_on_a_screen_and_a_mistake_is_one_line(module, tmp_path, monke
     for status, argv in ((0, ["--help"]), (2, ["--model", str(tmp_path)])):
         monkeypatch.setattr(sys, "argv", ["script", *argv])
         with pytest.raises(SystemExit) as stopped:
-            train.script(module.main, SCRIPTS[module], module.__doc__)
+            script(module.main, SCRIPTS[module], module.__doc__)
         printed = capsys.readouterr()
         assert stopped.value.code == status and len(printed.out.splitlines()) <= 25
     assert printed.out == "" and len(printed.err.splitlines()) == 1 and str(tmp_path) in printed.err
 
 
 def test_a_paper_is_a_script(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mini_ee.core.raee", "--task", "no"], capture_output=True, cwd=tmp_path
-    )
+    done = subprocess.run([sys.executable, "-m", "mini_ee.raee", "--task", "no"], capture_output=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.decode().startswith("error: no: no such file")
 
 
@@ -161,9 +160,9 @@ def test_a_regression_learns_and_exits_by_patience(checkpoint_folder, tmp_path):
 
     def loss(rows):
         logits = model(learn.batch(rows.numpy()))
-        return train.task_loss(logits.flatten(0, 1), learn.labels[rows].repeat_interleave(3))
+        return task_loss(logits.flatten(0, 1), learn.labels[rows].repeat_interleave(3))
 
-    train.train({model: 3e-3}, len(learn), loss, epochs=15)
+    train({model: 3e-3}, len(learn), loss, epochs=15)
     full, patient = (scored(model, rule, test) for rule in (Never(), usual_rules(test)["patience 1"]))
     assert full[0] > 0.8 and patient[1] < 3 and patient[2] > 0
     assert isinstance(usual_rules(test)["patience 1"], Patience)
@@ -179,7 +178,7 @@ def test_the_best_epoch_stays_and_only_what_is_named_learns():
         return next(scores)
 
     x = torch.randn(8, 2)
-    best = train.train(
+    best = train(
         {model["learns"]: 0.1}, 8, lambda rows: model["frozen"](model["learns"](x[rows]) * x[rows]).pow(2).mean(), 3,
         score=score,
     )  # fmt: skip
@@ -187,14 +186,14 @@ def test_the_best_epoch_stays_and_only_what_is_named_learns():
     assert torch.equal(model["frozen"].weight, before)
     unbeaten = model["learns"].weight.detach().clone()
     learned = model["learns"]
-    train.train({learned: 0.1}, 8, lambda rows: learned(x[rows]).mean(), 1, score=lambda: 3.0, to_beat=3.0)
+    train({learned: 0.1}, 8, lambda rows: learned(x[rows]).mean(), 1, score=lambda: 3.0, to_beat=3.0)
     assert torch.equal(model["learns"].weight, unbeaten)
 
 
 def test_a_training_that_diverges_is_an_error():
     layer = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="diverged"):
-        train.train({layer: 1.0}, 4, lambda rows: layer(torch.full((1, 1), torch.inf)).sum(), 1)
+        train({layer: 1.0}, 4, lambda rows: layer(torch.full((1, 1), torch.inf)).sum(), 1)
 
 
 def test_policies_learn_to_stop_early_where_depth_has_a_price(checkpoint_folder, task_folder):

@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from conftest import lora_model, tensors
 
-import mini_ee.confidence
-import mini_ee.early_exit
-import mini_ee.rules
-from mini_ee import calibration
-from mini_ee.calibration import observe
-from mini_ee.core import calibrate, consistent, llama, lora_exits, raee, rules, self_supervised
-from mini_ee.core import loop as core_loop
-from mini_ee.core.bert import Bert
-from mini_ee.core.data import Inputs
-from mini_ee.data import decoder_texts
-from mini_ee.exits.token_exits import TextData, record_texts
-from mini_ee.methods import consistent as project_consistent
-from mini_ee.methods import lora_exits as project_lora
-from mini_ee.methods import raee as project_raee
-from mini_ee.methods import self_supervised as project_self_supervised
-from mini_ee.methods.lora_exits_sgmv import sgmv
-from mini_ee.methods.lora_exits_streams import parallel, restart
-from mini_ee.methods.raee_datastore import Datastore
-from mini_ee.segments import Reading, Segments
+import mini_ee.lab.confidence
+import mini_ee.lab.early_exit
+import mini_ee.lab.rules
+from mini_ee import calibrate, consistent, llama, lora_exits, raee, rules, self_supervised
+from mini_ee import loop as core_loop
+from mini_ee.bert import Bert
+from mini_ee.data import Inputs
+from mini_ee.lab import calibration
+from mini_ee.lab.calibration import observe
+from mini_ee.lab.data import decoder_texts
+from mini_ee.lab.exits.token_exits import TextData, record_texts
+from mini_ee.lab.methods import consistent as project_consistent
+from mini_ee.lab.methods import lora_exits as project_lora
+from mini_ee.lab.methods import raee as project_raee
+from mini_ee.lab.methods import self_supervised as project_self_supervised
+from mini_ee.lab.methods.lora_exits_sgmv import sgmv
+from mini_ee.lab.methods.lora_exits_streams import parallel, restart
+from mini_ee.lab.methods.raee_datastore import Datastore
+from mini_ee.lab.segments import Reading, Segments
 
 IMPLEMENTATIONS = ("project", "core")
 
@@ -83,15 +83,15 @@ class CoreTable(core_loop.Table):
 
 LOOP = {
     "project": SimpleNamespace(
-        early_exit=lambda *given: mini_ee.early_exit.early_exit(*given),
+        early_exit=lambda *given: mini_ee.lab.early_exit.early_exit(*given),
         Table=ProjectTable,
-        Rule=mini_ee.rules.Rule,
-        Never=mini_ee.rules.NeverExit,
-        Fixed=mini_ee.rules.FixedExit,
-        Threshold=mini_ee.rules.Threshold,
-        Patience=mini_ee.rules.Patience,
-        Policy=mini_ee.rules.Policy,
-        measure=lambda name, logits: mini_ee.confidence.MEASURES[name][0](logits),
+        Rule=mini_ee.lab.rules.Rule,
+        Never=mini_ee.lab.rules.NeverExit,
+        Fixed=mini_ee.lab.rules.FixedExit,
+        Threshold=mini_ee.lab.rules.Threshold,
+        Patience=mini_ee.lab.rules.Patience,
+        Policy=mini_ee.lab.rules.Policy,
+        measure=lambda name, logits: mini_ee.lab.confidence.MEASURES[name][0](logits),
     ),
     "core": SimpleNamespace(
         early_exit=lambda *given: core_loop.early_exit(*given),

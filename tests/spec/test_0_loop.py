@@ -1,7 +1,7 @@
 """The loop and the rules, on a model that is a table: the logits of every example at every exit are given.
 
 So which example stops where is plain arithmetic: each rule is compared with its paper's definition, written as a loop
-over the exits of one example. The loop: core/loop.py and mini_ee/early_exit.py; the rules: rules.py beside them.
+over the exits of one example. The loop: mini_ee/loop.py and lab/early_exit.py; the rules: rules.py beside them.
 
 The same loop on real models, and what a batch costs: tests/contract/test_early_exit.py. Limits and settings of the
 rules: tests/contract/test_rules.py. Bugs that these tests catch: tests/mutants.py.
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from both import IMPLEMENTATIONS, LOOP
 
-from mini_ee.confidence import MEASURES
-from mini_ee.rules import PatienceConfidence
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.rules import PatienceConfidence
 
 K = 8  # exits, one after each layer
 PROJECT = LOOP["project"]

@@ -1,7 +1,7 @@
 """LoRAExit, equation by equation: Eq. 2 (the adapters), Eq. 3 to 5 (the losses), Eq. 6 (several exits in one pass), and
-the cost table. The method: core/lora_exits.py, and mini_ee/methods/lora_exits.py with lora_exits_sgmv.py for Eq. 6.
+the cost table. The method: mini_ee/lora_exits.py, and lab/methods/lora_exits.py with lora_exits_sgmv.py for Eq. 6.
 
-Eq. 1 is the layer of the backbone: tests/parity/test_bert.py compares it with Hugging Face transformers. How exits
+Eq. 1 is the layer of the backbone: tests/lab/parity/test_bert.py compares it with Hugging Face transformers. How exits
 share computation, what is on disk, and whole trainings: test_lora_exits.py, test_sgmv.py, test_segd.py in
 tests/methods.
 """
@@ -15,14 +15,14 @@ from both import IMPLEMENTATIONS, LORA, core_inputs, core_lora_model
 from conftest import DECODERS, all_exits, lora_model, tensors
 from torch.nn.functional import cross_entropy
 
-from mini_ee.core.bert import Bert
-from mini_ee.core.data import Rows
-from mini_ee.core.loop import early_exit
-from mini_ee.core.lora_exits import LoRAExits as CoreLoRAExits
-from mini_ee.core.lora_exits import SideBySide, fit
-from mini_ee.core.rules import Never, Threshold
-from mini_ee.methods.lora_exits import Config, LoRAExits, distillation_loss, recipe
-from mini_ee.methods.lora_exits_sgmv import sgmv_loop
+from mini_ee.bert import Bert
+from mini_ee.data import Rows
+from mini_ee.lab.methods.lora_exits import Config, LoRAExits, distillation_loss, recipe
+from mini_ee.lab.methods.lora_exits_sgmv import sgmv_loop
+from mini_ee.loop import early_exit
+from mini_ee.lora_exits import LoRAExits as CoreLoRAExits
+from mini_ee.lora_exits import SideBySide, fit
+from mini_ee.rules import Never, Threshold
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -1,9 +1,9 @@
 """Self-supervised early exits, equation by equation: Eq. 1 (the loss of the heads) and its optimum, the measures of
-Fig. 1, Table 1, and Eq. 2 and 3 (confidence and agreement). The method: core/self_supervised.py, and
-mini_ee/methods/self_supervised.py.
+Fig. 1, Table 1, and Eq. 2 and 3 (confidence and agreement). The method: mini_ee/self_supervised.py, and
+lab/methods/self_supervised.py.
 
 The thresholds tau_k on larger samples: tests/contract/test_calibration.py. Training, resuming and writing text:
-tests/methods/test_self_supervised.py.
+tests/lab/methods/test_self_supervised.py.
 """
 
 import math
@@ -13,14 +13,14 @@ import pytest
 import torch
 from both import IMPLEMENTATIONS, SELF_SUPERVISED, token_models
 
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.calibration import observe
-from mini_ee.confidence import MEASURES
-from mini_ee.core import self_supervised as core_self_supervised
-from mini_ee.data.decoder_texts import Text
-from mini_ee.exits.token_exits import TextData, record_texts
-from mini_ee.methods import self_supervised
-from mini_ee.methods.self_supervised import Config, build, metrics
+from mini_ee import self_supervised as core_self_supervised
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.calibration import observe
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.exits.token_exits import TextData, record_texts
+from mini_ee.lab.methods import self_supervised
+from mini_ee.lab.methods.self_supervised import Config, build, metrics
 
 ATOL = 1e-5  # float32 logits, padded batches against texts alone; measured max 1.5e-6
 TEXTS = [Text([3, 1, 4, 1, 5, 9], 2), Text([2, 6]), Text([5, 3, 5, 8], 3)]  # tokens, and where the counted ones begin

@@ -1,5 +1,5 @@
 """RAEE, equation by equation: Algorithm 3.1 (collect), Eq. 4 to 6 and Algorithm 3.2 (choose the exit), and the parts of
-Table 2. The method: core/raee.py and mini_ee/methods/raee.py.
+Table 2. The method: mini_ee/raee.py and lab/methods/raee.py.
 
 The datastore, its index and its files, and whole runs: test_retrieval.py and test_raee_run.py in tests/methods.
 """
@@ -11,13 +11,13 @@ import pytest
 import torch
 from both import IMPLEMENTATIONS, RAEE
 
-from mini_ee.core import raee as core_raee
-from mini_ee.core.bert import Bert, Exits
-from mini_ee.core.data import Rows
-from mini_ee.data.tokenizer import Encoded, Inputs
-from mini_ee.methods.raee import collect
-from mini_ee.methods.raee_controls import full_model_is_right
-from mini_ee.recording import record
+from mini_ee import raee as core_raee
+from mini_ee.bert import Bert, Exits
+from mini_ee.data import Rows
+from mini_ee.lab.data.tokenizer import Encoded, Inputs
+from mini_ee.lab.methods.raee import collect
+from mini_ee.lab.methods.raee_controls import full_model_is_right
+from mini_ee.lab.recording import record
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

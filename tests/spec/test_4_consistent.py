@@ -1,9 +1,9 @@
 """ConsistentEE, equation by equation: Eq. 2 (losses), Eq. 3 and 4 (rewards), Eq. 5 (the policies' objective and its
-gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method: core/consistent.py, and
-mini_ee/methods/consistent.py, which has actions by coin (epsilon) and an exact estimator besides.
+gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method: mini_ee/consistent.py, and
+lab/methods/consistent.py, which has actions by coin (epsilon) and an exact estimator besides.
 
 With K exits there are only K trajectories, so each expectation is checked against an enumeration. Eq. 1 is the weighted
-sum of training/stages.py. Training, tokens and evaluation: tests/methods/test_consistent.py.
+sum of training/stages.py. Training, tokens and evaluation: tests/lab/methods/test_consistent.py.
 """
 
 import itertools
@@ -13,9 +13,9 @@ import pytest
 import torch
 from both import CONSISTENT, IMPLEMENTATIONS, with_coins
 
-from mini_ee.core import consistent as core_consistent
-from mini_ee.methods.consistent import Config, consistent_loss, exact_loss, policy_loss
-from mini_ee.methods.consistent_hardness import forgetting_events
+from mini_ee import consistent as core_consistent
+from mini_ee.lab.methods.consistent import Config, consistent_loss, exact_loss, policy_loss
+from mini_ee.lab.methods.consistent_hardness import forgetting_events
 
 DRAWS = 10_000
 PROJECT = CONSISTENT["project"]

@@ -1,0 +1,162 @@
+"""A fine-tuned classifier in a Hugging Face folder: its head, and the names of its labels."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from mini_ee.lab.backbones.adapter import adapter_tensors, is_adapter, model_config, model_folder
+from mini_ee.lab.backbones.backbone import FineTunedHead, Layout
+from mini_ee.lab.backbones.families import layout_of
+from mini_ee.lab.backbones.sentence_encoder import POOLING, check_reranker
+from mini_ee.lab.backbones.setfit_head import is_setfit, logistic_head
+from mini_ee.lab.backbones.tensor_files import shapes_of
+from mini_ee.lab.data.sentence_files import MODULES
+from mini_ee.lab.data.values import fits, shortened
+from mini_ee.lab.errors import WrongArguments
+
+CLASSIFIES = "ForSequenceClassification"
+"""How Hugging Face ends the name of a fine-tuned classifier, or regression, in config.json."""
+
+REGRESSION, SINGLE_LABEL = "regression", "single_label_classification"
+
+MULTI_LABEL = "multi_label_classification"
+"""The problem_type of a classifier that gives an input several labels at once, by a sigmoid for each."""
+
+MOST_LABELS = 63  # of several at once: their sets are numbered in int64
+
+POOLS = {"cls": "first"}  # Hugging Face's name of a pooling -> ours
+
+
+def classification_head(plain: dict[str, Tensor], layout: Layout, config: dict) -> FineTunedHead | None:
+    """The own head of a fine-tuned classifier; None for another model, or if a part of the head is missing.
+
+    plain: all tensors of the checkpoint, with names without prefix. config: the content of config.json.
+    """
+    if layout.head is None or not _classifies(config, True):
+        return None
+    head, unbiased = layout.head, set()
+    parts = ("norm", "dense", "dense_norm", "out")
+    maps = {part: name for part in parts if (name := getattr(head, part))}
+    if head.pool == "last":  # transformers gives the head of a decoder no bias, and passes over one in the file
+        unbiased.add("out.bias")
+    if head.dense_bias_key is not None and not config.get(head.dense_bias_key):
+        unbiased.add("dense.bias")
+    names = {f"{ours}.{leaf}": f"{theirs}.{leaf}" for ours, theirs in maps.items() for leaf in ("weight", "bias")}
+    weights = {ours: plain[name].float() for ours, name in names.items() if name in plain and ours not in unbiased}
+    needed = {f"{ours}.weight" for ours in maps} | {f"{ours}.bias" for ours in maps if "norm" not in ours} - unbiased
+    if not needed <= weights.keys():
+        return None
+    activation = config.get(head.activation_key, head.activation)
+    pool = config.get(head.pool_key, head.pool)
+    own = head._replace(activation=activation, pool=POOLS.get(pool, pool))
+    return FineTunedHead(own, weights, config.get("problem_type") == MULTI_LABEL)
+
+
+def is_sentence_encoder(folder: Path) -> bool:
+    """Whether a folder names a pooling of embeddings, and its model is no classifier, such as a reranker."""
+    names_pooling = (folder / MODULES).is_file() or (folder / POOLING / "config.json").is_file()
+    return names_pooling and not is_setfit(folder) and not _classifies(model_config(folder), False)
+
+
+def _classifies(config: dict, unnamed: bool) -> bool:
+    """Whether config.json names a classifier among its architectures; `unnamed` if it names none at all."""
+    named = config.get("architectures")
+    named = [named] if isinstance(named, str) else named
+    return any(str(each).endswith(CLASSIFIES) for each in named) if isinstance(named, list) and named else unnamed
+
+
+def is_multi_label(folder: str | Path) -> bool:
+    """Whether a fine-tuned classifier gives an input several labels at once."""
+    return model_config(Path(folder)).get("problem_type") == MULTI_LABEL
+
+
+def label_names(folder: str | Path) -> tuple[str, ...]:
+    """The labels of a fine-tuned classifier, in the order of its logits; empty for a regression.
+
+    Raises WrongArguments for a model that is no classifier, one of several numbers, or of too many labels at once; and
+    if config.json does not name the labels that the head has.
+    """
+    folder = Path(folder)
+    if is_setfit(folder):
+        return logistic_head(folder).labels
+    check_reranker(folder)
+    config, path = model_config(folder), model_folder(folder) / "config.json"
+    rows = _rows_of_head(folder, config)
+    if rows is None or not _classifies(config, True):
+        named = config.get("architectures")
+        found = shortened(named[0] if isinstance(named, list) and named else named)
+        if layout_of(config.get("model_type", "")).head is None:
+            found += ", whose kind of head is not supported"
+        elif rows is None and _classifies(config, True):
+            found += " without the tensors of its head" if named else " and no tensors of a head"
+        raise WrongArguments(
+            f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"
+            f"; `mini-ee train joint` trains one"
+        )
+    try:
+        names = _names_in(config)
+        if len(names) != rows and is_adapter(folder):  # the base model of an adapter does not know its labels
+            names = _numbered(rows)
+        if len(names) != rows:
+            key = "id2label" if config.get("id2label") and "num_labels" not in config else "num_labels"
+            raise ValueError(f"{key} must give the {rows} labels of the head, found {len(names)}; write id2label")
+        problem = _problem_type(config, len(names))
+    except ValueError as error:
+        raise WrongArguments(f"{path}: {error}") from None
+    if problem == MULTI_LABEL and not 2 <= len(names) <= MOST_LABELS:
+        found = f"several labels at once ({problem}) of {len(names)}"
+        raise WrongArguments(f"{folder}: gives an input {found}; from 2 to {MOST_LABELS} are supported")
+    if problem == REGRESSION and len(names) != 1:
+        raise WrongArguments(f"{folder}: predicts {len(names)} numbers for an input ({problem}): not supported yet")
+    return () if problem == REGRESSION else names
+
+
+def _rows_of_head(folder: Path, config: dict) -> int | None:
+    """The number of logits of the classification head; None without one."""
+    layout = layout_of(config.get("model_type", ""))
+    if layout.head is None:
+        return None
+    shapes = shapes_of(model_folder(folder))
+    if is_adapter(folder):
+        shapes |= {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder)[0].items()}
+    ending = f"{layout.head.out}.weight"
+    found = [shape for name, shape in shapes.items() if name == ending or name.endswith(f".{ending}")]
+    return found[-1][0] if found and found[-1] else None
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def _names_in(config: dict) -> tuple[str, ...]:
+    """The names of the labels, as transformers 5 reads id2label and num_labels. Raises ValueError where it would."""
+    names, count = config.get("id2label"), config.get("num_labels")
+    if "num_labels" in config and not fits(count, int, least=1):
+        raise ValueError(f"num_labels must be a whole number of at least 1, found {shortened(count)}")
+    if names is None:
+        return _numbered(2 if count is None else count)
+    try:
+        numbered = {int(key): name for key, name in names.items()}
+    except (AttributeError, ValueError):
+        raise ValueError(
+            f'id2label must give each number from 0 on a name, such as {{"0": "no", "1": "yes"}}, found '
+            f"{shortened(names)}; write the numbers as keys"
+        ) from None
+    if count is not None and len(numbered) != count:  # then num_labels counts
+        return _numbered(count)
+    if sorted(numbered) != [*range(len(numbered))] or not numbered:
+        raise ValueError(f"id2label must have the keys 0 to {max(0, len(numbered) - 1)}, found {shortened(names)}")
+    if not all(isinstance(name, str | int | float) for name in numbered.values()):
+        raise ValueError(f"id2label must have texts as names, found {shortened(names)}")
+    return tuple(str(numbered[number]) for number in range(len(numbered)))
+
+
+def _problem_type(config: dict, count: int) -> str:
+    """The problem_type, from the number of labels if config.json has none. Raises ValueError for one that is none."""
+    problem = config.get("problem_type") or (REGRESSION if count == 1 else SINGLE_LABEL)
+    if problem not in (REGRESSION, SINGLE_LABEL, MULTI_LABEL):
+        expected = f"{REGRESSION}, {SINGLE_LABEL} or {MULTI_LABEL}"
+        raise ValueError(f"problem_type must be {expected}, found {shortened(problem)}")
+    if problem == SINGLE_LABEL and count == 1:
+        raise ValueError(f"problem_type {problem} needs at least 2 labels, found 1; {REGRESSION} is for one number")
+    return problem

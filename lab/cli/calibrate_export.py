@@ -1,0 +1,69 @@
+"""`mini-ee calibrate EXPORTED`: the thresholds and the guarantee of an export, from its own graph. No torch here.
+
+What ONNX Runtime computes is calibrated and tested, in int8 too. The full model of the guarantee is the last exit of
+this graph.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from mini_ee.lab.cli.calibrate import BATCH, calibrated, check, report
+from mini_ee.lab.cli.command_options import OF_LABELS, columns_given, refuse, refuse_task_options, task_options
+from mini_ee.lab.data.columns import TaskOptions
+from mini_ee.lab.data.tasks import Task, load_task
+from mini_ee.lab.data.text_files import Row, read_texts
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.export.calibrated import check_calibratable, write_calibrated
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.sessions import PROVIDERS
+from mini_ee.lab.recording import predictions, record
+from mini_ee.lab.threshold_curve import threshold_curve
+
+
+def run(args: Namespace, say: Callable[[str], None]) -> dict:
+    """Record every exit of the graph, calibrate, write the rule into the export, and print what other texts show."""
+    check(args)
+    refuse(args, ("model",), f"is for runs; {args.run} is an export")
+    refuse(args, ("prompt", "greedy", "texts", "new_tokens"), f"is for decoders; {args.run} is an export")
+    refuse(args, ("cosine",), "is for runs of sentence encoders")
+    if args.device not in ("cpu", "cuda"):
+        raise WrongArguments(f"--device {args.device}: expected cpu or cuda for an export")
+    if args.out is not None and args.out.exists():
+        raise FileExistsError(f"{args.out}: is there already; name another folder or remove it")
+    runtime = Runtime(args.run, PROVIDERS[args.device], threads=args.threads or 0)
+    check_calibratable(runtime)
+    texts, about = _texts(args, runtime)
+    size = args.batch_size or BATCH
+    recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
+    labels = Task(runtime.config["method"], tuple(runtime.label_names), (), {}, multi_label=runtime.multi_label)
+    recorded.segments.measures["prediction"] = predictions(recorded.logits, labels)  # of several labels, their set
+    rule, answer, guarantee = calibrated(args, runtime, recorded)
+    fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement")
+    measured = about | {key: answer[key] for key in fields} | {"batch_size": size, "provider": runtime.provider}
+    out = args.out or args.run
+    curve = threshold_curve(recorded, rule, labels, None)
+    model_id = write_calibrated(runtime, out, rule, guarantee, answer["exit_counts"], measured, curve)
+    report(args, runtime.exits, answer, f"rows of {', '.join(about.values())}", say)
+    say(f"The rule of {out} is now these thresholds; its model id is {model_id}.")
+    answer = about | answer | {"batch_size": size, "provider": runtime.provider, "model": model_id}
+    return {"method": runtime.config["method"], "exits": list(runtime.exits), "run": str(out)} | answer
+
+
+def _texts(args: Namespace, runtime: Runtime) -> tuple[list[Row], dict]:
+    """The rows of --text or --task, and where they come from. Labels are not read."""
+    if args.text is not None and args.task is not None:
+        raise WrongArguments("expected texts from --text or from --task, found both; leave one out")
+    if args.text is None and args.task is None:
+        raise WrongArguments(f"{args.run} is an export: give texts like those in service, with --text FILE or --task")
+    if args.text is not None:
+        refuse_task_options(args, "describes the files of --task, found --text", OF_LABELS)
+        refuse(args, ("split",), "is for --task, found --text")
+        texts, about = read_texts([args.text], columns_given(args), runtime.num_texts), {"task": args.text.name}
+    else:
+        task = load_task(Path(args.task), task_options(args, TaskOptions()))
+        split = args.split or ("train" if "train" in task.splits else task.default_split)
+        texts, about = list(task.split(split).texts), {"task": task.name, "split": split}
+    if len(texts[0]) != runtime.num_texts:
+        raise WrongArguments(f"expected {runtime.num_texts} texts in a row for {args.run}, found {len(texts[0])}")
+    return texts, about

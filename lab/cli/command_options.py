@@ -1,0 +1,235 @@
+"""Options of the command line, made from the fields of settings classes. No torch here."""
+
+import argparse
+import re
+from collections.abc import Container, Iterable
+from dataclasses import MISSING, Field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mini_ee.lab.data.columns import TaskOptions
+from mini_ee.lab.data.settings import flag_of, has_several, scalar_type
+from mini_ee.lab.data.values import percentage
+from mini_ee.lab.errors import WrongArguments
+
+DIGITS = 10  # maximum of a whole number
+OF_LABELS = "label_column", "regression", "split_file"  # TaskOptions of labelled tasks
+WITHOUT_TASK = "describes the files of --task: give --task too"
+INVALID_CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")  # a message of argparse
+MOST_MEANT = 3  # names that a message shows
+MAX_THREADS = 1024  # a process that starts too many ends without a message
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Ends the help of each option that has a default with that default."""
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool):
+            return action.help
+        return f"{action.help} (default %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, help with a working example."""
+
+    def __init__(self, *args, example: str = "", **kwargs):
+        super().__init__(
+            *args,
+            allow_abbrev=False,
+            formatter_class=HelpFormatter,
+            epilog=f"example:\n  {example}" if example else None,
+            **kwargs,
+        )
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse does, but each command reports its unknown arguments itself, so the error names its help."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [word.partition("=")[0][2:] for word in unknown if word.startswith("--")]
+            known = [name[2:] for name in self._option_string_actions if name.startswith("--")]
+            meant = did_you_mean(flags[0], known, "--") if flags else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return namespace, unknown
+
+    def error(self, message: str):
+        """Print one line and end with status 2. Of wrong choices it shows those that are close, if there are any."""
+        wrong = INVALID_CHOICE.search(message)
+        if wrong and (meant := did_you_mean(wrong[1], re.findall(r"[^\s',]+", wrong[2]))):
+            message = f"{message[: wrong.start()]}invalid choice: '{wrong[1]}'{meant}"
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def did_you_mean(word: str, names: Iterable[str], dashes: str = "") -> str:
+    """`; did you mean NAME?` with the names that begin with a mistyped word or are close to it; else empty.
+
+    dashes: what stands before each name.
+
+    >>> did_you_mean("jiont", ["joint", "two-stage"]), did_you_mean("xyz", ["joint"])
+    ('; did you mean joint?', '')
+    """
+    names, word = list(names), word.lower()
+    begins = [name for name in names if name == word or name.startswith(word) and len(word) > 2]
+    close = begins or get_close_matches(word, names, 1)
+    return f"; did you mean {' or '.join(dashes + name for name in close)}?" if 0 < len(close) <= MOST_MEANT else ""
+
+
+def add_options(
+    parser: argparse._ActionsContainer, settings: type, defaults: dict | None = None, lacks: tuple[str, ...] = ()
+) -> None:
+    """Add an option for each field of a settings class. The parsed arguments contain only the options that were given.
+
+    defaults: for the help, the defaults that differ from those of the class. lacks: fields that get no option.
+    """
+    for each in fields(settings):
+        if not each.metadata or each.name in lacks:
+            continue
+        kind, about = scalar_type(each.type), each.metadata
+        help = help_of(each, (defaults or {}).get(each.name, each.default))
+        flag, name = flag_of(each.name, about), {"dest": each.name, "default": argparse.SUPPRESS}
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=help, **name)
+            continue
+        many = has_several(each.type)
+        name |= {"metavar": about["metavar"]} if "metavar" in about else {}
+        if about["choices"] is not None and not many:
+            parser.add_argument(flag, choices=about["choices"], help=help, **name)
+        elif many and kind is str and about["choices"] is None and "metavar" in about:
+            parser.add_argument(flag, action="append", help=help, **name)
+        else:
+            parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=help, **name)
+
+
+def help_of(setting: Field, default: Any) -> str:
+    """The help of a setting, which ends with this default, or with the words for it if it is None."""
+    if default is MISSING or isinstance(default, bool):
+        shown = None
+    elif default is None:
+        shown = setting.metadata.get("default_text")
+    else:
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    text = setting.metadata["help"] + ("" if shown is None else f" (default {shown})")
+    return text.replace("%", "%%")
+
+
+def add_task(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add --task and the options for reading its files. cli/open.py opens them."""
+    parser.add_argument("--task", metavar="TASK", help=help)
+    add_options(parser.add_argument_group("files of --task", "a folder, or one file with --split-file"), TaskOptions)
+
+
+def task_options(args: argparse.Namespace, known: TaskOptions = TaskOptions()) -> TaskOptions:
+    """How the files of --task are read: as `known`, with the options that were given. Raises WrongArguments."""
+    given = given_options(args, TaskOptions)
+    if args.task is None:
+        refuse_task_options(args)
+    try:
+        return replace(known, **given)
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def columns_given(args: argparse.Namespace) -> TaskOptions:
+    """The columns of a table without --task. Raises WrongArguments if two options name the same one."""
+    try:
+        return TaskOptions(**given_options(args, TaskOptions))
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+
+
+def refuse_task_options(args: argparse.Namespace, why: str = WITHOUT_TASK, names: Container[str] | None = None) -> None:
+    """Raise WrongArguments if one of the TaskOptions was given, also with the value 0. why: as in `refuse`.
+
+    names: those that are refused, default all.
+    """
+    for name in given_options(args, TaskOptions):
+        if names is None or name in names:
+            raise WrongArguments(f"{flag_of(name, {})} {why}")
+
+
+def given_options(args: argparse.Namespace, *settings: type) -> dict:
+    """The options that were given, by name, of these classes' fields."""
+    names = {each.name for part in settings for each in fields(part)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _several(kind: type):
+    def read(text: str) -> tuple:
+        return tuple(READERS.get(kind, kind)(part) for part in text.split(","))
+
+    return read
+
+
+def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise WrongArguments if one of these options was given. why: the rest of the message, after its name."""
+    for name in names:
+        if getattr(args, name):
+            raise WrongArguments(f"--{name.replace('_', '-')} {why}")
+
+
+def whole_number(text: str) -> int:
+    """A whole number. The settings class checks its limits."""
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
+    if len(text) > DIGITS:
+        raise argparse.ArgumentTypeError(f"expected a number of at most {DIGITS} digits, found {text[:40]}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = whole_number(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return value
+
+
+def span(text: str) -> tuple[int, int]:
+    """(least, most) from a number of at least 1, or from two with a dash."""
+    least, dash, most = text.partition("-")
+    found = positive(least), positive(most if dash else least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"expected the least first, as in 1-4, found {text!r}")
+    return found
+
+
+def seed(text: str) -> int:
+    """A seed that numpy and torch accept."""
+    value = whole_number(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2**32 - 1, found {text}")
+    return value
+
+
+def threads(text: str) -> int:
+    """A number of threads that torch can start."""
+    value = positive(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_THREADS} threads, found {text}")
+    return value
+
+
+def number(text: str) -> float:
+    """A number, or infinity. The settings class checks its limits."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, found {text!r}") from None
+
+
+def share(text: str) -> float:
+    """A number whose limits the command checks, but no percentage."""
+    value = number(text)
+    if meant := percentage(value):
+        raise argparse.ArgumentTypeError(f"expected a number up to 1, found {text}{meant}")
+    return value
+
+
+def numbers(text: str) -> float | tuple[float, ...]:
+    """One number, or several separated by commas."""
+    found = tuple(number(part) for part in text.split(","))
+    return found if len(found) > 1 else found[0]
+
+
+READERS = {int: whole_number, float: number, float | tuple[float, ...]: numbers, Path: Path}

@@ -1,0 +1,143 @@
+"""The exit rule of a command line. Its options are made from the fields of the rules. No torch here."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import MISSING, Field, fields, replace
+from typing import TYPE_CHECKING
+
+from mini_ee.lab.cli.command_options import READERS, help_of
+from mini_ee.lab.confidence import LABEL_MEASURES
+from mini_ee.lab.data.settings import flag_of
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.registry import RULES as OF_METHODS
+from mini_ee.lab.rules import NO_POLICY, RULES, Rule, rule_class
+
+if TYPE_CHECKING:
+    from mini_ee.lab.export.runtime import Runtime
+    from mini_ee.lab.training.run_folder import Run
+
+
+def named_rules() -> dict[str, type[Rule]]:
+    """Name -> class of the rules that --rule can name: those whose settings all have help."""
+    return {name: kind for name, kind in RULES.items() if all(each.metadata for each in fields(kind))}
+
+
+def rule_settings() -> dict[str, Field]:
+    """Name of a setting -> its field, in the first of these rules that has it."""
+    found = {}
+    for each in (each for kind in named_rules().values() for each in fields(kind)):
+        found.setdefault(each.name, each)
+    return found
+
+
+_FITTED = [name for name in OF_METHODS if rule_class(name) not in named_rules().values()]
+OWN = {each.name: (name, each) for name in _FITTED for each in fields(rule_class(name)) if each.metadata}
+"""Setting of a rule that only a run can have -> (name of the rule, field). It replaces the setting of the run."""
+
+
+def add_rule(parser: ArgumentParser) -> None:
+    """Add --rule and the settings of all rules, each once."""
+    parser.add_argument("--rule", choices=tuple(named_rules()), help="exit rule (default the run's own)")
+    group = parser.add_argument_group("settings of a rule")
+    for name, each in rule_settings().items():
+        kind = {"type": READERS.get(each.type), "choices": each.metadata["choices"]}
+        group.add_argument(flag_of(name, each.metadata), dest=name, help=help_of(each, each.default), **kind)
+
+
+def refuse_settings(args: Namespace, why: str, *allowed: str) -> None:
+    """Raise WrongArguments if --rule was given, or a setting of a rule that is not in `allowed`."""
+    for name in ("rule", *rule_settings(), *OWN):
+        if name not in allowed and getattr(args, name, None) is not None:
+            raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name.replace('_', '-')}")
+
+
+def add_own(parser: ArgumentParser) -> None:
+    """Add the settings of methods' rules. They replace the settings of a run."""
+    groups = {}
+    for name, (rule, each) in OWN.items():
+        if rule not in groups:
+            groups[rule] = parser.add_argument_group(f"a run of {rule}", "in place of the settings of the run")
+        about = each.metadata
+        kind = {"type": READERS[each.type], "metavar": about.get("metavar")}
+        groups[rule].add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)
+
+
+def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
+    """The rule that the arguments name, else the run's own. Raises WrongArguments if the arguments do not fit.
+
+    run: a Run or a Runtime, with `rule`, `exits` and `config`.
+    """
+    given = {name: value for name in rule_settings() if (value := getattr(args, name, None)) is not None}
+    own = {name: value for name in OWN if (value := getattr(args, name, None)) is not None}
+    flag, whose = next(((flag_of(each, OWN[each][1].metadata), OWN[each][0]) for each in own), (None, None))
+    name = args.rule or _named_by(given)
+    try:
+        if name is None:
+            if "measure" in given:
+                raise ValueError("--measure is for a threshold: give --threshold too")
+            if given:
+                raise ValueError(f"--{next(iter(given))} is a setting of a rule: name the rule with --rule")
+            if own and run.rule.name != whose:
+                raise ValueError(f"{flag} is for a run of {whose}")
+            rule = replace(run.rule, **own)
+        elif own:
+            raise ValueError(f"{flag} is for a run of {whose} under its own rule")
+        else:
+            rule = _made(name, given, run)
+            if rule.needs is not None and len(run.exits) == 1:
+                raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
+            if rule.needs_policy and not run.is_exported and getattr(run.model, "policy", None) is None:
+                raise ValueError(NO_POLICY.format(name))
+            if given.get("patience", 0) >= len(run.exits):
+                raise ValueError(
+                    f"--patience must be less than the number of exits, {len(run.exits)}, or nothing exits early; "
+                    f"got {given['patience']}"
+                )
+        rule.check(len(run.exits))
+        if rule.needs is not None and run.exits[0] == 0 and run.config["unit"] == "prompts":
+            raise ValueError(
+                f"only a rule that plans can exit at layer 0 of a prompt: use never, fixed or the run's own rule, not "
+                f"{rule.name}"
+            )
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
+    return rule
+
+
+def _named_by(given: dict) -> str | None:
+    """The rule that a setting implies: the first rule whose first field it is."""
+    alone = {}
+    for name, kind in named_rules().items():
+        for each in fields(kind)[:1]:
+            alone.setdefault(each.name, name)
+    return next((rule for setting, rule in alone.items() if setting in given), None)
+
+
+def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
+    """A rule from its settings, on the default measure of the run if none is given."""
+    kind = RULES[name]
+    if kind.needs_embeddings and not run.embeds:
+        raise ValueError(f"the rule {name} compares embeddings: it is for a sentence encoder")
+    if name == "patience" and run.multi_label:
+        raise ValueError(f"the rule {name} compares one prediction of a text, which has several labels here")
+    known = {each.name: each for each in fields(kind) if each.metadata}
+    foreign = sorted(given.keys() - known.keys())
+    if foreign:
+        options = ", ".join(f"--{each}" for each in foreign).replace("--exit", "--layer")
+        raise ValueError(f"the rule {name} does not take {options}")
+    missing = [each for each in known.values() if each.default is MISSING and each.name not in given]
+    if missing:
+        raise ValueError(f"the rule {name} needs {', '.join(flag_of(each.name, each.metadata) for each in missing)}")
+    if "measure" in known:
+        if not run.config.get("task", {}).get("label_names", True):
+            raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")
+        if (given.get("measure", run.default_measure) in LABEL_MEASURES) != run.multi_label:
+            word = "needs" if run.multi_label else "has no use for"
+            count = "several labels" if run.multi_label else "one label"
+            raise ValueError(f"a text has {count} here, which {word} --measure {next(iter(LABEL_MEASURES))}")
+        given = {"measure": run.default_measure} | given
+    if name == "fixed":
+        if given["exit"] not in run.exits:
+            exits = ",".join(map(str, run.exits))
+            raise ValueError(f"--layer must be one of the exits {exits}, got {given['exit']}")
+        given = {"exit": run.exits.index(given["exit"])}
+    return kind(**given)

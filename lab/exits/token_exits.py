@@ -1,0 +1,381 @@
+"""Tokens exit: a decoder predicts the next token after chosen layers.
+
+TokenExits      a frozen decoder with a vocabulary head after each exit before the last, which has the LM head; some
+                methods add adapters of query and value in all layers, or a policy
+SharedExits     a decoder that is trained, and whose own LM head is used at every exit
+TextData        texts as training data; a unit is a token that counts
+record_texts    the outputs of every exit at every token that counts, so that any rule can be replayed
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_ee.lab.backbones.generative import GenerativeBackbone
+from mini_ee.lab.backbones.layers import StackedLinear
+from mini_ee.lab.backbones.lora import LowRank, check_lora
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.progress import tqdm
+from mini_ee.lab.exits.decoding import Generated, Step, gather
+from mini_ee.lab.exits.generation import TokenSegments, generate, token_weights
+from mini_ee.lab.exits.heads import OwnHead, VocabularyHead
+from mini_ee.lab.exits.lossless import DRAFT, generate_lossless
+from mini_ee.lab.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
+from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.rules import NeverExit, Rule
+
+TEXTS_BATCH = 16  # texts in a batch without training
+TOKENS_A_STEP = 256  # tokens at least, if a stage learns from states: a token is much less than a text
+NO_LABEL = -100  # label of the last position of a text; torch's cross_entropy ignores it
+
+
+class QueryValueAdapter(nn.Module):
+    """Adds alpha / rank (A B) to the query and the value of a stacked projection (LoRA, Hu et al. 2022)."""
+
+    def __init__(self, linear: StackedLinear, rank: int, alpha: float):
+        super().__init__()
+        query, self.key, value = linear.sizes
+        self.query, self.value = LowRank(linear.in_features, rank, query), LowRank(linear.in_features, rank, value)
+        self.scale = alpha / rank
+
+    def delta(self) -> Tensor:
+        """The update of the projection's weight: (Q + K + V, D), 0 for the key."""
+        query, value = ((pair.A @ pair.B).T for pair in (self.query, self.value))
+        return self.scale * torch.cat((query, query.new_zeros(self.key, query.shape[1]), value))
+
+    def adapt(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """The output for x of the projection `name`, with the update; y is the output without it."""
+        return y + x @ self.delta().T if name == "qkv" else y
+
+
+class TokenExits(ExitModel):
+    """A decoder with exits. Only heads, adapters and policy are trained; the decoder stays as it was pretrained.
+
+    init: of the heads, "scratch" or "copy" (of the LM head). rank, alpha: of the adapters; rank None: no adapters.
+    policy: as in RowExits; it reads the state after the norm of the exit's head, and no gradient flows back.
+    With a single exit, L, this is a plain decoder. Raises ValueError if exits do not end at L, or if rank or alpha are
+    invalid.
+    """
+
+    unit = "tokens"
+    holds_backbone = False  # a run on disk contains its name
+    missing_kv = "copy_state"  # default of how keys and values of skipped layers are filled in
+    segments_class = TokenSegments  # what decodes with its exits
+    chooses_drafter = False  # whether lossless decoding chooses the exit that drafts, if none is named
+    own_layers = False  # whether each exit before the last has a transformer layer, with a cache, of its own
+
+    def __init__(
+        self,
+        backbone: GenerativeBackbone,
+        exits: tuple[int, ...],
+        init: str = "copy",
+        policy: Callable[[int, tuple[int, ...]], nn.Module] | None = None,
+        rank: int | None = None,
+        alpha: float = 16.0,
+    ):
+        super().__init__()
+        self.exits = check_exits(tuple(exits), backbone.config.num_hidden_layers)
+        self.init, self.rank, self.alpha, self.pool = init, rank, alpha, None
+        self.backbone = backbone.eval().requires_grad_(False)
+        self.heads = nn.ModuleList(VocabularyHead(backbone, init) for _ in self.exits[:-1])
+        self.adapters = None
+        if rank is not None:
+            check_lora(rank, alpha)
+            self.adapters = nn.ModuleList(QueryValueAdapter(layer.qkv, rank, alpha) for layer in backbone.layers)
+        self.policy = policy and policy(backbone.config.hidden_size, self.exits)
+        self.folded: dict[str, Tensor] = {}  # adapters that were added to the decoder's weights
+
+    @property
+    def num_labels(self) -> int:
+        """V, the width of the logits."""
+        return self.backbone.config.vocab_size
+
+    def each_state(
+        self, input_ids: Tensor, counted: Tensor, fork: Fork | None = None, run: RunLayers | None = None
+    ) -> list[Tensor]:
+        """The state of every exit at the tokens that count, (N, D) each. Padding is on the right.
+
+        input_ids (B, T) int64, counted (B, T) bool. fork, run: as in RowExits.each_state.
+        """
+        inputs, counted = self.backbone.read_texts(input_ids, counted)
+        context, hidden, depth, states = self.backbone.context(inputs), self.backbone.embed(inputs), 0, []
+        adapt = None if self.adapters is None else lambda layer, *at: self.adapters[layer].adapt(*at)
+        run = run or self.backbone.run_layers
+        for k, layer in enumerate(self.exits):
+            hidden, depth = run(hidden, context, depth, layer, adapt), layer
+            read, hidden = fork(k, hidden) if fork else (hidden, hidden)
+            states.append(self.head_input(k, read, context)[counted])
+        return states
+
+    def head_input(self, k: int, hidden: Tensor, context: Any) -> Tensor:
+        """What the head of exit k reads, (B, T, D), of the states at this exit: the states themselves, unless the
+        exit has a layer of its own."""
+        return hidden
+
+    def write_exit_keys(self, k: int, hidden: Tensor, context: Any) -> None:
+        """Write the keys and values of the states at exit k, if the exit has a layer of its own."""
+
+    def classify(self, k: int, state: Tensor) -> Tensor:
+        """(..., D) -> logits (..., V) float32 of exit k; the last exit has the LM head."""
+        return self.heads[k](state) if k < len(self.heads) else self.backbone.lm_logits(state)
+
+    def exit_logits(self, states: list[Tensor]) -> Tensor:
+        """The policy's exit_logits at all exits but the last: (N, K - 1) float32."""
+        return torch.stack([decide(state) for decide, state in zip(self.policies, states)], dim=1).float()
+
+    @property
+    def whole(self) -> "TokenExits":
+        """The full model, against which saved layers are counted: this one, or the model that it was made from."""
+        return self
+
+    @property
+    def policies(self) -> list[Callable[[Tensor], Tensor]]:
+        """The policy of each exit but the last, as `generate` takes it: (..., D) -> exit_logit (...)."""
+        if self.policy is None:
+            return []
+        return [
+            lambda state, k=k, norm=head.norm: self.policy.exit_logit(k, norm(state).detach())
+            for k, head in enumerate(self.heads)
+        ]
+
+    def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings: Any) -> Iterator[Step]:
+        """Continue prompts (token ids), one token per step, under a rule. settings: of `generate`."""
+        policies = self.policies if rule.needs_policy else ()
+        exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
+        exits["segments_class"] = self.segments_class
+        exits = {} if isinstance(rule, NeverExit) else exits
+        defaults = {"stop": self.backbone.config.stop_tokens, "missing_kv": self.missing_kv}
+        return generate(self.backbone, prompts, **exits, **defaults | settings)
+
+    def generate_lossless(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        exit_layer: int | None = None,
+        draft: int | None = None,
+        stop: Sequence[int] | None = None,
+    ) -> Iterator[Step]:
+        """The full model's greedy text, as `lossless.generate_lossless`. exit_layer: which drafts; None: the first."""
+        k = 0 if exit_layer is None else self.exits.index(exit_layer)
+        exits = {"exit_layer": self.exits[k], "head": self.heads[k], "segments_class": self.segments_class}
+        settings = {"max_new_tokens": max_new_tokens, "draft": draft or DRAFT}
+        stop = self.backbone.config.stop_tokens if stop is None else stop
+        return generate_lossless(self.backbone, prompts, stop=stop, **exits, **settings)
+
+    def write(
+        self, texts: Sequence[Text], rule: Rule, batch_size: int = TEXTS_BATCH, seed: int = 0, **settings: Any
+    ) -> list[Generated]:
+        """Continuations of the beginning of each text (up to its `start`), generated in batches."""
+        written = []
+        for begin in range(0, len(texts), batch_size):
+            prompts = [text.ids[: text.start + 1] for text in texts[begin : begin + batch_size]]
+            written += gather(self.generate(prompts, rule, seed=seed + begin, **settings), len(prompts))
+        return written
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Add the adapters to the decoder's weights permanently: then they cost no time."""
+        if self.adapters is None:
+            return
+        for layer, adapter in zip(self.backbone.layers, self.adapters):
+            layer.qkv.weight += adapter.delta()
+        self.folded, self.adapters = self.adapters.state_dict(), None
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Also the adapters that were folded."""
+        return super().own_state() | {f"adapters.{name}": value for name, value in self.folded.items()}
+
+
+class SharedExits(TokenExits):
+    """A decoder that is trained, with its own norm and LM head at every exit. Raises ValueError like TokenExits."""
+
+    holds_backbone = True  # as a checkpoint in the run's folder
+
+    def __init__(self, backbone: GenerativeBackbone, exits: tuple[int, ...]):
+        super().__init__(backbone, (backbone.config.num_hidden_layers,))
+        self.exits = check_exits(tuple(exits), backbone.config.num_hidden_layers)
+        self.heads = nn.ModuleList(OwnHead(backbone) for _ in self.exits[:-1])
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Nothing: all that is trained is in the checkpoint."""
+        return {}
+
+
+# ---- Training data ----
+
+
+class TextData(NamedTuple):
+    """Texts whose tokens are learned: those after position `start` of each, or with `every` all positions."""
+
+    texts: Sequence[Text]
+    every: bool = False
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        """Indices of the texts of each batch; every text once, in an order drawn with the seed."""
+        drawn = np.random.default_rng(seed).permutation(len(self.texts))
+        return iter(np.array_split(drawn, self.steps(batch_size)))
+
+    def steps(self, batch_size: int) -> int:
+        """Number of batches in an epoch."""
+        return -(-len(self.texts) // batch_size)
+
+    def batch(self, rows: np.ndarray, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The inputs of TokenExits.states, and the labels (N,): the token after each token that counts."""
+        texts = [self.texts[row] for row in rows]
+        longest = max(len(text.ids) for text in texts)
+        ids = torch.tensor([[*text.ids, *[0] * (longest - len(text.ids))] for text in texts])
+        lengths = torch.tensor([[len(text.ids)] for text in texts])
+        starts = torch.tensor([[0 if self.every else text.start] for text in texts])
+        # Counted positions predict the next token, so without `every` the last position, which has none, is left out.
+        at = torch.arange(longest)[None]
+        counted = (at >= starts) & (at < lengths - (0 if self.every else 1))
+        labels = ids.roll(-1, dims=1).masked_fill(at >= lengths - 1, NO_LABEL)[counted]
+        return (ids.to(device), counted.to(device)), labels.to(device)
+
+    @torch.no_grad()
+    def scores(self, model: TokenExits, batch_size: int) -> tuple[list[float], dict]:
+        """For each exit: the share of tokens for which the most likely token is the label.
+
+        With `every` the label is the prediction of the last exit. The dict is empty, see RowData.scores.
+        """
+        model.eval()
+        device, right, total = next(model.parameters()).device, np.zeros(len(model.exits)), 0
+        for rows in _in_turn(len(self.texts), batch_size):
+            inputs, labels = self.batch(rows, device)
+            predictions = [logits.argmax(-1) for logits in model(*inputs)]
+            labels = predictions[-1] if self.every else labels
+            right += [int((each == labels).sum()) for each in predictions]
+            total += len(labels)
+        return (right / total).tolist(), {}
+
+    @torch.no_grad()
+    def states(self, model: TokenExits) -> States:
+        """The states of all exits, in eval mode, at every token that counts."""
+        model.eval()
+        device, states, labels = next(model.parameters()).device, [], []
+        for rows in tqdm(_in_turn(len(self.texts), TEXTS_BATCH), desc="reading", unit="batch", delay=2):
+            inputs, following = self.batch(rows, device)
+            states.append(torch.stack(model.states(*inputs), dim=1))
+            labels.append(following)
+        states, labels = torch.cat(states), torch.cat(labels)
+
+        def steps(batch_size: int) -> int:
+            return -(-len(labels) // max(batch_size, TOKENS_A_STEP))
+
+        def order(batch_size: int, seed: int) -> Iterator[np.ndarray]:
+            return iter(np.array_split(np.random.default_rng(seed).permutation(len(labels)), steps(batch_size)))
+
+        return States(states, labels, order, steps)
+
+
+def _in_turn(count: int, size: int) -> list[np.ndarray]:
+    return np.array_split(np.arange(count), -(-count // size))
+
+
+# ---- Recorded texts ----
+
+
+@torch.inference_mode()
+def record_texts(
+    model: TokenExits,
+    texts: Sequence[Text],
+    batch_size: int = TEXTS_BATCH,
+    progress: str = "reading",
+    last: bool = True,
+) -> Record:
+    """Record every exit at the tokens of each text from its `start` on; a text is a group.
+
+    Each token attends to all layers of the tokens before it, as in a prompt, and as in decoding with missing_kv
+    "recompute". Instead of V logits, the record has two numbers (N, K, 2): ln p of the next token (nan if there is
+    none), and 1 if that token is the most likely one. Its measures contain all that a rule can read. Tokens are in the
+    order of the texts. last: whether the last token of a text, which has no next token, is recorded.
+    """
+    device, parts = next(model.parameters()).device, []
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row].ids))
+    for begin in tqdm(range(0, len(order), batch_size), desc=progress, unit="batch", delay=2):
+        rows = order[begin : begin + batch_size]
+        # Options of a question may differ only in the token that is not read, such as MMLU's letters. Equal texts run
+        # through the model once: `which` has the index, among the unique texts, of each text of the batch.
+        inputs_of = [(tuple(texts[row].ids if last else texts[row].ids[:-1]), texts[row].start) for row in rows]
+        unique = {pair: at for at, pair in enumerate(dict.fromkeys(inputs_of))}
+        which = torch.tensor([unique[pair] for pair in inputs_of], device=device)
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(each) for each, _ in unique], batch_first=True).to(device)
+        at = torch.arange(ids.shape[1])[None]
+        lengths, starts = (torch.tensor(numbers)[:, None] for numbers in zip(*((len(each), s) for each, s in unique)))
+        inputs, counted = model.backbone.read_texts(ids, ((at >= starts) & (at < lengths)).to(device))
+        counted = counted[which]
+        # The tokens after the counted ones: text by text, as boolean indexing with `counted` orders them.
+        end = (NO_LABEL,) if last else ()
+        following = [token for row in rows for token in (*texts[row].ids[texts[row].start + 1 :], *end)]
+        part = _read_exits(model, inputs, (which, counted), torch.tensor(following, device=device))
+        part["groups"] = np.repeat(rows, counted.sum(1).numpy(force=True))
+        part["position"] = counted.nonzero()[:, 1].numpy(force=True)
+        parts.append(part)
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    # Batches hold the texts by length; a stable sort by text brings back their order, and keeps the order of tokens.
+    back = np.argsort(columns["groups"], kind="stable")
+    columns = {name: values[back] for name, values in columns.items()}
+    groups, position, answers = (columns.pop(name) for name in ("groups", "position", "answers"))
+    passes = np.diff(model.exits, prepend=0).tolist()
+    layer, attention, head = token_weights(model.backbone)
+    layers = 2.0 * (layer + 2 * attention * (position + 1))  # a token attends to position + 1 tokens
+    of_heads = 2.0 * head + np.outer(layers, [*[model.own_layers] * (len(passes) - 1), False])
+    flops = np.stack([np.outer(layers, passes), of_heads], axis=2)
+    recorded = Recorded(model.exits, answers, flops, passes, columns)
+    return Record(recorded, answers, flops[:, :, 0].sum(1) + 2.0 * head, groups)
+
+
+def _read_exits(
+    model: TokenExits, inputs: Any, places: tuple[Tensor, Tensor], following: Tensor
+) -> dict[str, np.ndarray]:
+    """The columns of a record for the N tokens that count: (N, K, 2), (N, K) or (N, K - 1).
+
+    Only the logits of one exit at a time are in memory. inputs: from the backbone's read_texts. places: the index of
+    each text in the inputs, (B,), and which of its tokens count, (B, T) bool. following (N,): the next tokens.
+    """
+    which, counted = places
+    context, hidden = model.backbone.context(inputs), model.backbone.embed(inputs)
+    before, columns = hidden[which][counted], dict[str, list[np.ndarray]]()
+    for k, (start, stop) in enumerate(zip((0, *model.exits), model.exits)):
+        hidden = model.backbone.run_layers(hidden, context, start, stop)
+        state = hidden[which][counted]
+        log_p = model.classify(k, model.head_input(k, hidden, context)[which][counted]).log_softmax(-1)
+        prediction = log_p.argmax(-1)
+        # gather needs a valid index for NO_LABEL too; the mask replaces what it finds there.
+        of_next = log_p.gather(-1, following.clamp(min=0)[:, None])[:, 0].masked_fill(following < 0, torch.nan)
+        of_exit = {
+            "answers": torch.stack((of_next, (prediction == following).float()), dim=1),
+            "prediction": prediction,
+        }
+        if k < len(model.exits) - 1:
+            of_exit |= _measures(log_p)
+            cosine = torch.cosine_similarity(before.float(), state.float())
+            of_exit["saturation"] = cosine.clamp(-1, 1)  # rounding may leave the range
+            if model.policy is not None:
+                of_exit["exit_logit"] = model.policies[k](state).float()
+        before = state
+        for name, values in of_exit.items():
+            columns.setdefault(name, []).append(values.numpy(force=True))
+    return {name: np.stack(values, axis=1) for name, values in columns.items()}
+
+
+def _measures(log_p: Tensor) -> dict[str, Tensor]:
+    """confidence.MEASURES of ln p (N, V), on the model's device: (N,) each."""
+    first, second = log_p.topk(2).values.unbind(-1)
+    # -inf is replaced by the least finite number, because 0 x -inf is NaN.
+    entropy = (log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+    measures = {
+        "max_probability": first.exp(),
+        "entropy": entropy,
+        "normalised_entropy": (entropy / np.log(log_p.shape[-1])).clamp(min=-1),
+        "breaking_ties": first.exp() - second.exp(),
+        "breaking_ties_logits": first - second,
+    }
+    return {name: measures[name] for name in MEASURES}

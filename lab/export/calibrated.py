@@ -1,0 +1,90 @@
+"""Another rule for an exported folder: `mini-ee calibrate EXPORTED`. No torch here.
+
+The rule changes in manifest.json, in the thresholds that model.onnx has of its own, and in the model card. The
+folder is written anew and then takes the place of the old one, so a killed call leaves one of them whole. A server that
+has opened the old one keeps serving it.
+"""
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.lab.data.files import atomic_folder, file_sha256, read_json, write_bytes, write_json
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.export.card import CARD, card
+from mini_ee.lab.export.manifest import MANIFEST
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.sessions import CPU
+from mini_ee.lab.row_thresholds import THRESHOLD
+from mini_ee.lab.rules import Rule, rule_from_dict
+
+MODEL, OWN_THRESHOLD = "model.onnx", "constant_own_threshold_float32"  # a graph, and a constant in it
+
+
+def check_calibratable(runtime: Runtime) -> None:
+    """Raises WrongArguments if the thresholds of an export cannot be replaced, or if onnx is not installed."""
+    config, folder = runtime.config, runtime.folder
+    if not find_spec("onnx"):
+        raise WrongArguments("mini-ee calibrate EXPORTED needs onnx: pip install onnx")
+    if runtime.generates or runtime.embeds:
+        kind = "a decoder" if runtime.generates else "a sentence encoder"
+        raise WrongArguments(f"{folder}: expected a classifier, found {kind}; calibrate its run, then export again")
+    if not runtime.label_names:
+        raise WrongArguments(f"{folder}: expected a classifier, found a regression, which has no confidence")
+    if len(runtime.exits) == 1:
+        raise WrongArguments(f"{folder}: has one exit, so there is nothing to calibrate")
+    if "model_web" in config["graphs"]:
+        raise WrongArguments(f"{folder}: its page contains the thresholds; calibrate the run, then export again")
+    rule = rule_from_dict(config["rule"])
+    if not config.get("rule_in_graph", True) or THRESHOLD not in rule.runtime_values(len(runtime.exits) - 1):
+        found = f"found the rule {rule.name}"
+        raise WrongArguments(
+            f"{folder}: expected a graph with thresholds, {found}; export the run with --threshold .9, then calibrate"
+        )
+
+
+def write_calibrated(
+    runtime: Runtime,
+    out: Path,
+    rule: Rule,
+    guarantee: dict | None,
+    exit_counts: list[int],
+    measured: dict,
+    curve: dict | None = None,
+) -> str:
+    """Write the folder of `runtime` with another rule to `out`, which may be that folder; returns its model id.
+
+    measured: where the rows came from and what they showed, for the model card. curve: see threshold_curve.py.
+    Raises WrongArguments if the graph does not contain the rule.
+    """
+    config = runtime.config
+    own = rule_from_dict(config["rule"])
+    if not rule.served_by(own):
+        found = f"{rule.name} on {getattr(rule, 'measure', None)}"
+        expected = f"the rule of {MODEL}, {own.name} on {getattr(own, 'measure', None)}"
+        raise WrongArguments(f"{runtime.folder}: expected {expected}, found {found}; export the run with that measure")
+    about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts, "calibration": measured}
+    with atomic_folder(out, replace=out.resolve() == runtime.folder.resolve()) as partial:
+        shutil.copytree(runtime.folder, partial, dirs_exist_ok=True)
+        for path in partial.glob("model*.onnx"):  # in a repository for Triton also model_thresholds.onnx
+            _set_thresholds(path, rule.runtime_values(len(runtime.exits) - 1)[THRESHOLD])
+        manifest = read_json(partial / MANIFEST, signed="format_version") | about
+        manifest["curve"] = curve
+        manifest.pop("promise", None)  # the name of guarantee in exports of 0.1.0
+        manifest["files"][MODEL] = file_sha256(partial / MODEL)
+        write_bytes(partial / CARD, card(manifest).encode())
+        write_json(partial / MANIFEST, manifest)
+        return Runtime(partial, [CPU], threads=1).model_id
+
+
+def _set_thresholds(path: Path, own: np.ndarray) -> None:
+    """Replace the thresholds (K - 1,) that a graph has of its own."""
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(path, load_external_data=False)
+    (tensor,) = (each for each in model.graph.initializer if each.name == OWN_THRESHOLD)
+    tensor.CopyFrom(numpy_helper.from_array(own.reshape(tuple(tensor.dims)), OWN_THRESHOLD))
+    write_bytes(path, model.SerializeToString())

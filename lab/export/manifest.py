@@ -1,0 +1,223 @@
+"""manifest.json, which describes an exported folder, and its checks. No torch here."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from mini_ee.lab.data.files import file_sha256, how_to_download, read_json, run_config
+from mini_ee.lab.errors import WrongArguments
+
+FORMAT_VERSION = 4  # since model.onnx
+
+MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
+
+DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights, by their names in safetensors
+EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00)}
+PART = 2**20  # numbers that are checked at a time
+
+COMMON = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbone": dict, "tensors": dict}
+
+ROWS = COMMON | {
+    "task": {"name": str, "texts": int, "label_names": (str,)},
+    "backbone": {"vocab_size": int},
+    "num_labels": int,
+    "max_length": int,
+    "layer_passes": [int],
+    "flops": [[[float]]],
+    "state_flops": [float],
+    "whole_flops": [[float]],
+}
+"""Required keys and types for a folder of rows. [int]: a list of at least one number, (int,): of any length."""
+
+BY_SEGMENT = {"by_segment": {"layer_passes": [int], "flops": [[[float]]]}}
+"""The same for graphs by segment."""
+
+TOKENS = COMMON | {
+    "vocab_size": int,
+    "max_tokens": int,
+    "stop": (int,),
+    "width": int,
+    "cache_width": int,
+    "decides": bool,
+    "weights": {"layer": int, "attention": int, "head": int},
+}
+"""The same for a folder of tokens."""
+
+DEPTH_KEYS = ("num_decoder_layers", "num_hidden_layers", "n_layers")
+"""Keys of a backbone's config that say how many layers have exits: the first that it has counts."""
+
+FORMS = {"rows": ROWS, "prompts": ROWS, "embeddings": ROWS | {"normalize": bool}, "tokens": TOKENS}
+
+
+def output_of(unit: str) -> str:
+    """The name that graphs give to the numbers of an exit: embedding (B, d), else logits (B, C)."""
+    return "embedding" if unit == "embeddings" else "logits"
+
+
+def _instead(folder: Path) -> str:
+    """What to give in place of a folder without a manifest."""
+    if run_config(folder) is not None:
+        return f"this is a run, export it first: mini-ee export {folder} --out DIR"
+    if (exported := folder / "exported" / MANIFEST).is_file():
+        return f"did you mean {exported.parent}?"
+    return f"expected a folder that `mini-ee export` wrote{how_to_download(folder)}"
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of an exported folder. Checks that all files are those that were exported."""
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"{folder}: no {MANIFEST} here; {_instead(folder)}")
+    manifest = read_json(folder / MANIFEST, signed="format_version")
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        advice = "install a newer mini_ee" if newer else "export the run again"
+        raise ValueError(f"{folder}: expected format_version {FORMAT_VERSION}, found {version!r}; {advice}")
+    _check_values(manifest, folder)
+    if "fill" in manifest:  # the name and value of missing_kv in exports of 0.1.0
+        fill = manifest.pop("fill")
+        manifest["missing_kv"] = "copy_state" if fill == "propagate" else fill
+    if "promise" in manifest:  # the name of guarantee in exports of 0.1.0
+        manifest["guarantee"] = manifest.pop("promise")
+    for name, digest in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; export the run again")
+        if file_sha256(path) != digest:
+            raise ValueError(
+                f"{path}: expected the file that was exported with {MANIFEST}, found another one; export the run again"
+            )
+    _check_weights(folder / WEIGHTS, manifest["tensors"])
+    return manifest
+
+
+def layout(path: Path) -> dict[str, list]:
+    """The places of tensors in a safetensors file: name -> [dtype, shape, offset in the file].
+
+    Raises ValueError for a damaged file, and for types that no graph has.
+    """
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(begin - 8 if begin <= size else 0))
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            (start, end), shape = entry["data_offsets"], entry["shape"]
+            whole = all(_is(number, int) for number in (start, end, *shape))
+            length = math.prod(shape) * np.dtype(DTYPES[entry["dtype"]]).itemsize
+            if not whole or not 0 < end - start == length or end > size - begin:
+                raise ValueError(f"{name} of shape {shape} at {start} to {end} of {size - begin} bytes")
+            found[name] = [entry["dtype"], shape, begin + start]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected tensors of {', '.join(DTYPES)}, found {error}; export the run again"
+        ) from None
+    return found
+
+
+def _check_weights(path: Path, expected: dict) -> None:
+    """Raises ValueError if the weights are not at the places where the graphs read them, or if one is NaN or infinite.
+
+    Graphs read bytes at an offset: if the file was written again in another order, they would read other numbers.
+    """
+    found = layout(path)
+    expected = {name: place for name, place in expected.items() if isinstance(place, list)}
+    differ = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
+    if differ:  # prefer one with another dtype or shape: other offsets may only follow from it
+        name = min(differ, key=lambda name: found.get(name, [])[:2] == expected.get(name, [])[:2])
+        both = f"{name} as {expected.get(name)} (dtype, shape, offset), found {found.get(name)}"
+        raise ValueError(f"{path}: {MANIFEST} has {both}; export the run again")
+    data = np.memmap(path, np.uint8, "r")
+    for name, (dtype, shape, offset) in found.items():
+        end = offset + math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+        if dtype in EXPONENTS and not _finite(data[offset:end].view(DTYPES[dtype]), dtype):
+            raise ValueError(f"{path}: {name} must be finite, found NaN or infinity; export the run again")
+
+
+def _finite(values: np.ndarray, dtype: str) -> bool:
+    """Whether all of (N,) are finite: NaN and infinity have all exponent bits set. np.isfinite is slow in float16."""
+    mask = EXPONENTS[dtype]
+    parts = (values[at : at + PART].view(mask.dtype) for at in range(0, len(values), PART))
+    return all((part & mask).max() != mask for part in parts)
+
+
+def _check_values(manifest: dict, folder: Path) -> None:
+    """Raises ValueError if a value that the runtime needs is missing, has a wrong type, or contradicts another."""
+    _check(manifest, {"unit": str, "files": dict}, folder)
+    unit = manifest["unit"]
+    if unit not in FORMS:
+        raise ValueError(f"{folder}: {MANIFEST} has the unit {unit!r}, not {', '.join(FORMS)}; export the run again")
+    _check(manifest, FORMS[unit], folder)
+    exits, backbone = manifest["exits"], manifest["backbone"]
+    layers = next((backbone[key] for key in DEPTH_KEYS if key in backbone), None)
+    if exits[-1] != layers or any(above <= below for below, above in zip(exits, exits[1:])):
+        found = f"{MANIFEST} has the exits {exits!s:.100} of a model of {layers!r:.40} layers"
+        raise ValueError(f"{folder}: {found}, expected exits that ascend to the last layer; export the run again")
+    if "encoder" in manifest:
+        _check(manifest, {"encoder": {"name": str, "flops": [float]}}, folder)
+    if "begins_with" in manifest:  # an encoder reads the prompts
+        _check(manifest, {"begins_with": [int]}, folder)
+    if unit == "tokens":
+        return
+    names, classes = manifest["task"]["label_names"], manifest["num_labels"]
+    if unit != "embeddings" and classes != (len(names) or 1):
+        found = f"{MANIFEST} names {len(names)} labels for {classes} logits"
+        raise ValueError(f"{folder}: {found}; export the run again")
+    of_engines = [manifest]
+    if f"segment_{manifest['exits'][0]}" in manifest["graphs"]:
+        _check(manifest, BY_SEGMENT, folder)
+        of_engines.append(manifest | manifest["by_segment"])
+    for each in of_engines:
+        exits, passes, flops, policies = (len(each[key]) for key in ("exits", "layer_passes", "flops", "state_flops"))
+        pairs = *each["flops"], each["whole_flops"]
+        if not exits == passes == flops == policies or any(len(pair) != 2 for pair in pairs):
+            found = f"{exits} exits, the layers of {passes}, the costs of {flops} and of {policies} policies"
+            raise ValueError(f"{folder}: {MANIFEST} has {found}, two each; export the run again")
+
+
+def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:
+    """Raises ValueError if a key of the form is missing, or has a value of another type. See ROWS."""
+    for key, kind in form.items():
+        if key not in manifest:
+            raise ValueError(f"{folder}: {MANIFEST} has no key {where + key!r}; export the run again")
+        value = manifest[key]
+        if isinstance(kind, dict) and isinstance(value, dict):
+            _check(value, kind, folder, f"{where}{key}.")
+        elif not _is(value, kind):
+            raise ValueError(
+                f"{folder}: {MANIFEST} has a value of a wrong type for {where + key!r} ({value!r:.40}); "
+                f"export the run again"
+            )
+
+
+def _is(value, kind) -> bool:
+    """Whether a JSON value has a type as in ROWS. Ints are at least 0, floats finite."""
+    if isinstance(kind, list | tuple):
+        enough = isinstance(value, list) and len(value) >= isinstance(kind, list)
+        return enough and all(_is(each, kind[0]) for each in value)
+    if kind in (int, float):
+        if not isinstance(value, (int, kind)) or isinstance(value, bool):
+            return False
+        return value >= 0 if kind is int else abs(value) < math.inf
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+@contextmanager
+def blaming_manifest(folder: Path) -> Iterator[None]:
+    """Turns errors about a missing or wrong setting into a ValueError that names the folder."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{folder}: {MANIFEST} has no key {error}; export the run again") from None
+    except (IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}: {MANIFEST} has a value of a wrong type ({error}); export the run again") from None
+    except ValueError as error:
+        if isinstance(error, WrongArguments) or str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder}: {error}") from None

@@ -1,0 +1,230 @@
+"""The loop of early_exit.py as one ONNX graph that stops by itself: model.onnx.
+
+    input_ids, attention_mask, ...  (B, T) int64; for tokens also positions, rows and caches, see token_graphs.py
+    threshold                       float32: (B, K - 1), by row and exit but the last; (K - 1,), by exit; or () for all;
+                                    sizes of 1 broadcast. By default, and for entries that are NaN, the run's own. For a
+                                    policy it applies to the exit_logit. inf: no row exits there; if all rows have it,
+                                    the head is not evaluated. For a decoder (K - 1,) only, and required
+    patience                        (1,) int64, if the rule counts exits
+    exit_at                         (B,) or (1,) int64: index of the exit of a row; negative: the rule decides
+ -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder embedding (B, d) and layers (B,)
+    labels (B, C) bool              instead of label, if a row may have several labels at once
+    exit_logit (B,)                 if a policy decides
+    spent (B, 2)                    if tokens exit within a row: the token_cost of a Reading
+    keys_0_out, values_0_out, ...   for tokens, instead of a label; layers that a token did not run get the keys and
+                                    values that `copy_state` computes
+    compared_threshold (B,) or      for the page in the browser, instead of exit_logit: what the rule compares with that
+    compared_patience (B,)          input at the exit of each row, inf if unknown
+
+The graph is as deep as the model has exits. After exit k there is an If:
+
+    then    gather the rows that continue, run the layers up to exit k + 1, and the same again for exit k + 1
+    else    all rows have exited: the values of exit k are the result
+
+ONNX has no loop that drops rows, so the branches are nested: the If of exit k + 1 stands within the `then` branch of
+exit k. Its outputs have only the rows that continue. ScatterND writes them over the values of exit k, at the places
+of these rows. A branch is run only if its condition holds, so layers that no row needs cost nothing.
+
+Each step is the segments' own start, advance, read_logits, read_state and keep, and the rule's own stop, run on values
+of the graph (tracing.py).
+"""
+
+import numpy as np
+
+from mini_ee.lab.confidence import max_probability, weakest_label
+from mini_ee.lab.export.manifest import output_of
+from mini_ee.lab.export.token_graphs import output_caches
+from mini_ee.lab.export.token_segments import cache_names
+from mini_ee.lab.export.tracing import ArrayValue
+from mini_ee.lab.row_thresholds import THRESHOLD
+from mini_ee.lab.rules import Rule
+from mini_ee.lab.segments import Reading
+
+INFINITY = np.array(np.inf, np.float32)
+
+
+def write_model_graph(g, segments, rule: Rule, compared: bool = False) -> None:
+    """Write the graph of a model with a rule. A rule that plans from texts passes its plan through `exit_at`.
+
+    compared: whether the graph also returns what the rule compares with each of its inputs.
+    """
+    _ModelGraph(g, segments, rule, compared).write()
+
+
+class _ModelGraph:
+    def __init__(self, g, segments, rule: Rule, compared: bool):
+        self.g, self.segments, self.rule = g, segments, rule
+        self.last = len(segments.exits) - 1
+        self.starts_anew = self.last > 0 and all(k in segments.from_embeddings for k in range(self.last + 1))
+        self.tokens = segments.model.unit == "tokens"
+        self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
+        self.compared = compared and self.decides
+        self.extra = [f"compared_{name}" for name in rule.runtime_inputs] if self.compared else []
+        if self.decides and rule.needs_policy and not compared:
+            self.extra = ["exit_logit"]
+        self.classes = segments.model.backbone.config.vocab_size if self.tokens else segments.model.num_labels
+        memory: dict = {}
+        if self.decides and rule.needs == "logits":  # one call in numpy shows whether the rule remembers earlier exits
+            rule.stop(0, Reading(np.zeros((1, self.classes), np.float32)), memory)
+        self.remembers = bool(memory)
+
+    def write(self) -> None:
+        g, segments = self.g, self.segments
+        with g.tracing():
+            values = self._from_exit(0, segments.start(g.inputs()), self._plan(), self._memory())
+        names = [output_of(segments.model.unit), "layers", *["spent"] * segments.tokens_exit, *self.extra]
+        for name, value in zip(names, values):
+            g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
+        if self.tokens:
+            output_caches(g, values[len(names) :], cache_names(segments.exits, segments.model.own_layers))
+        elif names[0] == "logits":
+            self._write_labels(values[0].name)
+
+    def _write_labels(self, logits: str) -> None:
+        g = self.g
+        if self.classes == 1:
+            g.output("label", g.op("Squeeze", logits, g.integers(1)), "batch", dtype=np.float32)
+        else:
+            values, several = g.array(logits, "batch", self.classes), self.segments.model.multi_label
+            if several:
+                g.output("labels", (values > 0).name, "batch", self.classes, dtype=bool)
+            else:
+                g.output("label", g.op("ArgMax", logits, axis=1, keepdims=0), "batch", dtype=np.int64)
+            confidence = weakest_label(values) if several else max_probability(values)
+            g.output("confidence", confidence.name, "batch", dtype=np.float32)
+
+    def _plan(self) -> str:
+        """(B,) int64: the exit of each row, from `exit_at` or the rule's own plan; negative: the rule decides."""
+        g, rule, last = self.g, self.rule, self.last
+        planned = None if self.decides or rule.plans_from_texts else rule.plan(range(1))
+        own = np.array([-1 if self.decides else last]) if planned is None else planned
+        exit_at = g.default("exit_at", own, "rows_planned")
+        exits = g.constant("exits", np.arange(last + 1))
+        known = g.op("Gather", exits, g.op("Max", exit_at, g.integers(0)))  # fails for an index that is no exit
+        exit_at = g.op("Where", g.op("Less", exit_at, g.integers(0)), g.integers(*own), known)
+        return g.op("Expand", exit_at, g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
+
+    def _memory(self) -> dict[str, ArrayValue]:
+        """The rule's memory at the first exit: the thresholds of the rows (B, K - 1), see row_thresholds.py.
+
+        ONNX has no input of any rank, but ONNX Runtime checks no sizes of an input that is declared a scalar. It trusts
+        the declared sizes when it plans memory, so the first node gives the value sizes that are known only when the
+        graph runs. The Reshape fails for sizes that do not fit.
+        """
+        g, own = self.g, self.rule.runtime_values(self.last).get(THRESHOLD) if self.decides else None
+        if own is None or self.tokens:  # a token of a decoder takes little time: its rows share a threshold
+            return {}
+        given = g.default(THRESHOLD, np.array(np.nan, np.float32))
+        rows = g.shape(g.input("input_ids", "batch", "tokens"), 0, 1)
+        sizes = g.op("Concat", rows, g.integers(self.last), axis=0)
+        given = g.op("Reshape", g.op("Expand", given, sizes), sizes)
+        of_rows = g.op("Where", g.op("IsNaN", given), g.constant("own_threshold", own), given)
+        return {THRESHOLD: g.array(of_rows, "batch", self.last)}
+
+    def _rule_at(self, k: int, memory: dict) -> tuple[Rule, dict[str, ArrayValue], ArrayValue | None]:
+        """The rule with the graph's inputs as its settings at exit k, these inputs, and a threshold (B,) or ().
+
+        If that threshold is inf, the head is not evaluated. A rule that remembers logits of earlier exits needs them at
+        later exits too: then it is the smallest threshold from exit k on.
+        """
+        g, values, least = self.g, {}, None
+        for name, own in self.rule.runtime_values(self.last).items():
+            if name not in memory:
+                values[name] = g.array(g.default(name, own, len(own)), len(own), dtype=own.dtype)
+            if name == THRESHOLD:  # one value per exit
+                given = memory.get(name, values.get(name))
+                values[name] = given[..., k]
+                least = given[..., k:].min(axis=-1) if self.remembers else values[name]
+            values[name].compared = []
+        return self.rule.with_runtime(values), values, least
+
+    def _from_exit(self, k: int, state, exit_at: str, memory: dict[str, ArrayValue]) -> list:
+        """The outputs of the rows that reach exit k, as values: logits, layers and `extra`, each from the exit of the
+        row. For tokens, the caches of the layers from here on follow.
+        """
+        g, segments = self.g, self.segments
+        state = state if self.starts_anew else segments.advance(k, state)
+        written, rows = segments.written(state) if self.tokens else [], g.shape(exit_at, 0, 1)
+        if k == self.last:  # every row that reaches the last exit exits there
+            nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
+            read = self._read_logits(k, state)
+            here = self._exit_values(k, read.logits.name, rows, [nothing] * len(self.extra))
+            if segments.tokens_exit:
+                here.insert(2, g.value(read.token_cost.name, f"rows_{k}", 2, dtype=np.float32))
+            return here + written
+        here, exits = self._at_exit(k, state, g.array(exit_at, f"rows_{k}", dtype=np.int64), memory)
+        continues = ~exits
+
+        def later_exits() -> list:
+            index = np.flatnonzero(continues)
+            remaining_memory = {name: value[index] for name, value in memory.items()}
+            rows = index.tensor()
+            remaining = segments.keep_in_graph(state, rows, exits.tensor()) if self.tokens else state.keep(rows)
+            later = self._from_exit(k + 1, remaining, g.op("Gather", exit_at, index.name), remaining_memory)
+            # `later` has a row for each index. Where the row exited later, its values replace those of this exit.
+            places = g.op("Unsqueeze", index.name, g.integers(1))
+            merged = [v._replace(name=g.op("ScatterND", v.name, places, new.name)) for v, new in zip(here, later)]
+            return merged + later[len(here) :]
+
+        def all_exit() -> list:  # both branches return the same values: caches of layers above exit k are filled here
+            return here + (segments.filled(k, state) if self.tokens else [])
+
+        values = g.either(g.any(continues.name), later_exits, all_exit)
+        return values[: len(here)] + written + values[len(here) :]
+
+    def _at_exit(self, k: int, state, exit_at: ArrayValue, memory: dict[str, ArrayValue]) -> tuple[list, ArrayValue]:
+        """The values of exit k, and which rows exit, (B,) bool.
+
+        The head is in an If of its own: it is evaluated if a row exits here, or if the rule reads its logits.
+        """
+        g, segments = self.g, self.segments
+        rows, extra, exits = g.shape(exit_at.name, 0, 1), [], exit_at <= k
+        if not self.decides:
+            logits = self._logits_if(g.any(exits.name), k, state, rows)
+            return self._exit_values(k, logits, rows, []), exits
+        planned, (rule, inputs, least) = exit_at >= 0, self._rule_at(k, memory)  # no plan is negative, and below k
+        if rule.needs == "logits":
+            evaluates = exits if least is None else exits & (planned | (least < np.inf))
+            logits = self._logits_if(g.any(evaluates.name), k, state, rows)
+            reading = Reading(g.array(logits, f"rows_{k}", self.classes))
+        else:
+            reading = segments.read_state(k, state)
+            extra = [] if reading.exit_logit is None else [reading.exit_logit.name] * len(self.extra)
+        exits = exits & (planned | rule.stop(k, reading, memory))
+        if rule.needs != "logits":
+            logits = self._logits_if(g.any(exits.name), k, state, rows)
+        if self.compared:
+            extra = [self._one_number(value.compared, rows) for value in inputs.values()]
+        return self._exit_values(k, logits, rows, extra), exits
+
+    def _one_number(self, values: list, rows: str) -> str:
+        """(B,) float32: the first of these values that has one number per row; inf if there is none."""
+        of_rows = (each for each in values if isinstance(each, ArrayValue) and each.ndim == 1)
+        unknown = self.g.op("Expand", self.g.constant("infinity", INFINITY[None]), rows)
+        return next((each.astype(np.float32).name for each in of_rows), unknown)
+
+    def _exit_values(self, k: int, logits: str, rows: str, extra: list[str]) -> list:
+        g, axis = self.g, f"rows_{k}"
+        layers = g.op("Expand", g.integers(self.segments.exits[k]), rows)
+        values = [g.value(logits, axis, self.classes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
+        return values + [g.value(name, axis, dtype=np.float32) for name in extra]
+
+    def _read_logits(self, k: int, state) -> Reading:
+        """If every exit starts from the embeddings, its layers run only here, together with its head."""
+        state = self.segments.advance(k, state) if self.starts_anew else state
+        return self.segments.read_logits(k, state)
+
+    def _logits_if(self, condition: str, k: int, state, rows: str) -> str:
+        """Logits (B, C) of exit k if the condition () holds; else zeros, which nothing reads."""
+        g = self.g
+
+        def read() -> list:
+            logits = self._read_logits(k, state).logits.name
+            return [g.value(logits, "rows_read", self.classes, dtype=np.float32)]
+
+        def nothing() -> list:
+            shape = g.op("Concat", rows, g.integers(self.classes), axis=0)
+            zeros = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), shape)
+            return [g.value(zeros, "rows_read", self.classes, dtype=np.float32)]
+
+        return g.either(condition, read, nothing)[0].name

@@ -1,0 +1,111 @@
+"""One graph per segment of a model of rows, for rules that model.onnx does not contain, and for servers that batch
+rows again after each exit.
+
+    input_ids, ...  (B, T), of the rows that continue
+    hidden, carried hidden_out and carried_out of the segment before, for all rows that it computed
+    rows            (B,) int64: which of those rows continue
+    read            () bool: whether the head is evaluated; the head of the last segment always is
+ -> hidden_out      (B, T, D), the hidden states; with LoRA streams (n, B, T, D); with T5 (B, 1 + S, D): the one token
+                    of the decoder, then the output of the encoder, so that no later segment runs the encoder
+    carried_out     a further field of the state, if the segments name one in `carried`
+    logits (B, C) or embedding (B, d), max_probability (B,) for classes, exit_logit (B,) of a policy: float32, with no
+                    rows if `read` is false
+
+A segment that starts from the embeddings takes nothing from the one before (Segments.from_embeddings).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_ee.lab.confidence import max_probability
+from mini_ee.lab.export.manifest import output_of
+from mini_ee.lab.segments import Segments
+
+
+def segment_graphs(segments: Segments) -> dict[str, Callable]:
+    """Name of a graph -> the function that writes it, given a Graph. Call them in order."""
+    handed: dict[str, tuple] = {}
+    return {f"segment_{layer}": partial(_write, segments, k, handed) for k, layer in enumerate(segments.exits)}
+
+
+def _write(segments: Segments, k: int, handed: dict[str, tuple], g) -> None:
+    """handed: name -> axes of the values that the segment before hands on; replaced by those of this segment."""
+    with g.tracing():
+        inputs = g.inputs()
+        state = segments.start(inputs)
+        if handed:
+            rows = g.tensor(g.input("rows", "batch"), "batch", dtype=np.int64)
+            taken = {name: _rows_of(g, name, axes, rows) for name, axes in handed.items()}
+            state = _resumed(segments, state, **taken)
+        state, last = segments.advance(k, state), k == len(segments.exits) - 1
+        given = {} if last or k + 1 in segments.from_embeddings else _handed_on(segments, state)
+        handed.clear()
+        for name, value in given.items():
+            streams = value.shape[: value.ndim - 3] if name == "hidden" else ()
+            axes = (*streams, "batch", *_named(value.shape[len(streams) + 1 :]))
+            g.output(f"{name}_out", value.name, *axes)
+            handed[name] = axes
+        _write_reading(segments, k, state, g, optional=not last)
+
+
+def _handed_on(segments: Segments, state) -> dict[str, Tensor]:
+    """What the graph of a segment hands on to the next, by name."""
+    hidden, made_once = state.hidden, segments.model.backbone.made_once
+    if made_once:
+        made = getattr(state.context, made_once)
+        hidden = torch.cat((hidden, made.expand(*hidden.shape[:-2], *made.shape[-2:])), dim=-2)
+    carried = segments.carried and getattr(state, segments.carried)
+    return {"hidden": hidden} if carried is None else {"hidden": hidden, "carried": carried}
+
+
+def _resumed(segments: Segments, state, hidden: Tensor, carried: Tensor | None = None):
+    """The state before a segment: that of `start`, with the values that the segment before has handed on."""
+    context, made_once = state.context, segments.model.backbone.made_once
+    if made_once:  # all streams have the same
+        context = context._replace(**{made_once: hidden[(0,) * (hidden.ndim - 3)][:, 1:]})
+        hidden = hidden[..., :1, :]
+    fields = {} if carried is None else {segments.carried: carried}
+    return state._replace(hidden=hidden, context=context, **fields)
+
+
+def _rows_of(g, name: str, axes: tuple, rows):
+    at = axes.index("batch")
+    value = g.tensor(g.input(name, *axes[:at], "rows_before", *axes[at + 1 :], dtype=g.dtype), *axes)
+    return value[(slice(None),) * at + (rows,)]
+
+
+def _named(sizes) -> list:
+    return [size if isinstance(size, int) else "states" for size in sizes]
+
+
+def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None:
+    """The head is part of the graph of its segment: a call of a separate graph would take longer than the head."""
+    classes, output = segments.model.num_labels, output_of(segments.model.unit)
+
+    def reading() -> dict:
+        read = segments.read(k, state)
+        found = {output: g.value(read.logits.name, "batch", classes, dtype=np.float32)}
+        if segments.tokens_exit:
+            found["spent"] = g.value(read.token_cost.name, "batch", 2, dtype=np.float32)
+        if (
+            classes > 1 and output == "logits" and not segments.model.multi_label
+        ):  # faster here than in numpy, whose code is no longer in the CPU's cache
+            found["max_probability"] = g.value(max_probability(read.logits).name, "batch", dtype=np.float32)
+        if read.exit_logit is not None:
+            found["exit_logit"] = g.value(read.exit_logit.name, "batch", dtype=np.float32)
+        return found
+
+    names: list[str] = []
+
+    def written() -> list:
+        found = reading()
+        names[:] = found
+        return list(found.values())
+
+    values = g.only_if(g.input("read", dtype=bool), written) if optional else written()
+    for name, value in zip(names, values):
+        g.output(name, value.name, *value.axes, dtype=value.dtype)

@@ -1,0 +1,64 @@
+"""Run an exported folder in torch, for machines without ONNX Runtime: Runtime(folder, segments=...)."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mini_ee.lab.backbones.hub import empty_backbone, load_strict, without_memory
+from mini_ee.lab.backbones.tensor_files import read_tensors
+from mini_ee.lab.exits.generation import token_segments
+from mini_ee.lab.exits.prompt_exits import PromptModel
+from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export.builder import SOME_ROWS
+from mini_ee.lab.export.manifest import WEIGHTS, blaming_manifest, read_manifest
+from mini_ee.lab.export.runtime import open_tokenizer
+from mini_ee.lab.segments import Segments
+from mini_ee.lab.training.method import load_method
+from mini_ee.lab.training.run_folder import build_model
+
+
+def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callable[[str, int, int], Segments]:
+    """The engine, for the argument `segments` of Runtime.
+
+    Raises ValueError for an int8 folder, whose weights only ONNX Runtime can use, and what read_manifest raises.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    with blaming_manifest(folder):
+        if manifest["precision"] == "int8":
+            raise ValueError(
+                f"{folder}: expected float weights for --engine torch, found int8; export the run in float32"
+            )
+        model = _empty_model(folder, manifest)
+        tensors = _whole(read_tensors(folder / WEIGHTS), model)
+        load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder / WEIGHTS)
+        model = model.requires_grad_(False).eval().to(device)
+        if manifest["unit"] == "tokens":
+            return partial(token_segments, model)
+        return model.segments(manifest["schedule"]) if "schedule" in manifest else model.segments()
+
+
+def _empty_model(folder: Path, manifest: dict) -> nn.Module:
+    """The exported model, without weights. Adapters of a decoder are already folded into its weights."""
+    config = manifest | manifest.get("base", {}) | {"rank": None}
+    with without_memory():
+        backbone = empty_backbone(manifest["backbone"], lm_head=manifest["unit"] != "rows")
+        if manifest["unit"] == "tokens" and len(manifest["exits"]) == 1:  # plain, or changed by a method
+            return TokenExits(backbone, tuple(manifest["exits"]))
+        if manifest["unit"] != "prompts":
+            return build_model(load_method(config["method"]), manifest["unit"], backbone, config)
+    return PromptModel(backbone, open_tokenizer(folder, manifest), tuple(manifest["exits"]))
+
+
+def _whole(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters. A head to words may be stored for the label words alone: its other rows are zero."""
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
+    for name in [name for name in own if name.endswith(SOME_ROWS)]:
+        rows, whole = own.pop(name), name.removesuffix(SOME_ROWS)
+        if whole not in own:
+            own[whole] = rows.new_zeros(model.state_dict()[whole].shape)
+            own[whole][model.label_tokens] = rows
+    return own

@@ -1,0 +1,112 @@
+"""Stages, the parts of a training that a recipe lists, and the losses and stages that several recipes use."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_ee.lab.training.train_settings import TrainConfig
+
+
+class Batch(NamedTuple):
+    """The input of a loss, on the model's device."""
+
+    inputs: tuple[Tensor, ...]  # of the model's forward; empty if the stage learns from states
+    labels: Tensor  # (N,)
+    states: list[Tensor] | None  # (N, D) of every exit, if the stage learns from states
+    targets: Tensor | None  # (N, ...), what the stage's make_targets returned for these units
+    step: int = 0  # of the stage
+    steps: int = 1  # of the whole stage
+
+
+class Stage(NamedTuple):
+    """One part of a training: the parameters that are trained, their loss, and the score that picks the best epoch."""
+
+    name: str  # other than those of the recipe's other stages
+    trainable: Callable[[str], bool]  # whether the parameter of this name is trained
+    loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
+    score: Callable[[np.ndarray], float] | None = None  # (K,) held-out scores of the exits -> score of the epoch
+    on_states: bool = False  # the backbone is frozen: its states are computed once and are the input of the loss
+    make_targets: Callable[[nn.Module, object], np.ndarray | Tensor] | None = None
+    """(model, train data or States) -> (N, ...), called once before the first step."""
+    validate: Callable[[nn.Module, object], dict[str, float]] | None = None
+    """In place of `score`: (model, States of the held-out set) -> `score`, and other fields of the epoch's record."""
+    log_metrics: Callable[[nn.Module, object], dict] | None = None
+    """(model, held-out data) -> metrics, called before the first step and CURVE_POINTS times during the stage."""
+    begin: Callable[[nn.Module, object], None] | None = None  # (model, train data), before the first step
+    finish: Callable[[nn.Module, object], None] | None = None  # (best model, held-out data), at the end
+    settings: dict = {}  # fields of TrainConfig that differ in this stage
+    to_beat: float | None = None  # score of the initial weights of the stage; None: the first epoch is better
+
+    def config(self, config: TrainConfig) -> TrainConfig:
+        """The settings of the training with those of the stage."""
+        return replace(config, **self.settings)
+
+
+def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy for class indices, mean squared error for float labels (C = 1); in float32."""
+    if labels.is_floating_point():
+        return F.mse_loss(logits.float()[:, 0], labels)
+    return F.cross_entropy(logits.float(), labels)
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """task_loss of each row: (N, C), (N,) -> (N,) float32."""
+    if labels.is_floating_point():
+        return (logits.float()[:, 0] - labels) ** 2
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def depth_weighted_sum(losses, exits: tuple[int, ...]):
+    """ConsistentEE, Eq. 1: $sum_i i l_i / sum_i i$, where i is the depth of an exit; exit 0 has the weight of depth 1.
+
+    >>> depth_weighted_sum([1.0, 4.0], (1, 3)), depth_weighted_sum([1.0, 4.0], (0, 3))
+    (3.25, 3.25)
+    """
+    weights = [max(1, depth) for depth in exits]
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
+
+
+def joint_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The losses of all exits, weighted by Eq. 1."""
+    losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs)]
+    return depth_weighted_sum(losses, model.exits)
+
+
+def joint_stage(model: nn.Module, **own) -> Stage:
+    """Train all exits and all trainable parts of the backbone with Eq. 1. own: other fields of the Stage."""
+    stage = Stage("joint", lambda name: True, joint_loss, lambda scores: float(depth_weighted_sum(scores, model.exits)))
+    return stage._replace(**own)
+
+
+def heads_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum of the losses of all exits but the last."""
+    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs)[:-1])
+
+
+def fine_tune_then_heads(
+    model: nn.Module, heads_loss: Callable[[nn.Module, Batch], Tensor] = heads_loss
+) -> list[Stage]:
+    """Two stages: the backbone with the last head, as in ordinary fine-tuning; then the other heads by heads_loss."""
+    last = f"heads.{len(model.exits) - 1}."
+    stages = [
+        Stage(
+            name="fine-tune",
+            trainable=lambda name: name.startswith(("backbone.", "adapters.", last)),
+            loss=lambda model, batch: task_loss(model(*batch.inputs)[-1], batch.labels),
+            score=lambda scores: float(scores[-1]),
+        )
+    ]
+    if len(model.exits) > 1:
+        stages.append(
+            Stage(
+                name="heads",
+                trainable=lambda name: name.startswith("heads.") and not name.startswith(last),
+                loss=heads_loss,
+                score=lambda scores: float(np.mean(scores[:-1])),
+            )
+        )
+    return stages

@@ -1,7 +1,0 @@
-"""PABEE (Zhou et al. 2020, arXiv:2006.04152v3): joint training; exit if consecutive exits predict the same."""
-
-from mini_ee.rules import Patience
-from mini_ee.training.default_rule import sweep
-from mini_ee.training.method import Method
-
-METHOD = Method(candidates=sweep(Patience(1)))

@@ -1,0 +1,198 @@
+"""RAEE (Huang et al. 2024): the nearest neighbours of an example choose its exit before the model runs.
+
+Paper: Lianming Huang et al., RAEE: A Robust Retrieval-Augmented Early Exit Framework for Efficient Inference, 2024,
+arXiv:2405.15198.
+
+    Algorithm 3.1   collect: run every exit on labelled examples; keep p_i^j, the probability of the right class at exit
+                    j for example i, 0 if exit j is wrong; index the embeddings of the examples
+    Algorithm 3.2   choose: embed x, retrieve its k neighbours v_i, and take the exit for which they vote most:
+        Eq. 4   P(z = l | x) = sum_i P(v_i | x) 1(p_i^l >= tau) p_i^l
+        Eq. 5   P(v_i | x) = min_j d(v_j, x) / d(v_i, x)
+        Eq. 6   f(x) = argmax_l P(z = l | x); the last exit if no neighbour votes
+
+Symbols: l or j = 1 .. m the exits, here 0 .. K - 1; values (N, K): p_i^j of the N collected examples, (B, k, K) of the
+k neighbours of each row of a batch; distances (B, k).
+
+Deviations from the paper, and what it leaves open, with the test in tests/spec/test_3_raee.py:
+1. Exits are trained heads with probabilities over classes; line 8 of Algorithm 3.1 takes them over the vocabulary, of
+   which the label words of a prompt are read (test_algorithm_3_1_reads_every_exit_of_the_model).
+2. If no exit of a neighbour reaches tau, its three best correct exits vote, as in the authors' code; 0 is Eq. 4 as
+   printed (test_eq4_if_no_exit_of_a_neighbour_reaches_tau_its_best_correct_exits_vote).
+3. A query is the mean of the model's own token embeddings, of length 1; the distance is the squared L2 distance: the
+   paper does not specify it (test_algorithm_3_2_is_eq_4_to_6_on_the_k_nearest).
+
+Collected examples must not have trained the exits: on those, every exit would look right.
+The control: the vote of the neighbours' labels needs no exit, and no layer. RAEE has to beat it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_ee.bert import Bert, Exits
+from mini_ee.data import Inputs, Rows, of_all, open_task, report, usual_rules
+from mini_ee.rules import Rule
+from mini_ee.train import Options, script, task_loss, train
+
+NEIGHBOURS, TAU, FALLBACK_TOP = 12, 0.9, 3
+M, EF_CONSTRUCTION, EF = 16, 400, 256  # of hnswlib: links of an element; elements compared when adding, and searching
+
+REPORTED = """
+The paper (Table 1, zero-shot, RoBERTa-large): 36.28 % on average for the full model, 63.41 % for RAEE, at about 40 % of
+the layers. Its neighbours are labelled examples, so the control belongs into the table."""
+
+
+# ---- Algorithm 3.1: collect ----
+def exit_values(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Lines 8 to 11, $p_i^j$: logits (N, K, C) of every exit, labels (N,) -> (N, K) float32."""
+    classes = logits.shape[2]
+    if len(labels) != len(logits) or not np.isin(labels, range(classes)).all():
+        few = np.unique(labels)[:5].tolist()
+        raise ValueError(f"expected {len(logits)} labels from 0 to {classes - 1}, found {len(labels)}, such as {few}")
+    logits = logits.astype(np.float64)
+    odds = np.exp(logits - logits.max(axis=2, keepdims=True))  # at most 1: nothing overflows
+    right = logits.argmax(axis=2) == np.asarray(labels)[:, None]
+    return np.where(right, odds.max(axis=2) / odds.sum(axis=2), 0).astype(np.float32)
+
+
+# ---- Algorithm 3.2: choose the exit ----
+def neighbour_weights(distances: np.ndarray) -> np.ndarray:
+    """Eq. 5, $P(v_i | x)$: squared distances (B, k) -> (B, k) float64. The nearest neighbour weighs 1.
+
+    In the limit of distance 0, neighbours at distance 0 weigh 1 and all others 0.
+    """
+    distances = np.asarray(distances, np.float64)
+    nearest = distances.min(axis=1, keepdims=True)
+    return np.divide(nearest, distances, out=np.ones_like(distances), where=distances > 0)  # 0 / 0 keeps the 1
+
+
+def passing_values(values: np.ndarray, tau: float, fallback_top: int = 0) -> np.ndarray:
+    """The inner factor of Eq. 4, $1(p_i^l >= tau) p_i^l$: (B, k, K) -> (B, k, K).
+
+    fallback_top: how many of its best correct exits vote for a neighbour none of whose exits passes.
+    """
+    passes = (values > 0) & (values >= tau)  # an exit of value 0 is wrong: it never votes, even if tau is 0
+    if fallback_top:
+        rank = np.argsort(np.argsort(-values, axis=2, kind="stable"), axis=2)  # 0 for a neighbour's largest value
+        passes |= (rank < fallback_top) & ~passes.any(axis=2, keepdims=True)
+    return np.where(passes, values, 0)
+
+
+def exit_distribution(values: np.ndarray, distances: np.ndarray, tau: float = TAU, fallback_top: int = 0) -> np.ndarray:
+    """Eq. 4, $P(z = l | x)$, not normalised, as in the paper: values (B, k, K), distances (B, k) -> (B, K)."""
+    votes = neighbour_weights(distances)[:, :, None] * passing_values(values, tau, fallback_top)
+    return np.sort(votes, axis=1).sum(axis=1)  # sorted: so rounding does not depend on the order of the neighbours
+
+
+def chosen_exit(distribution: np.ndarray) -> np.ndarray:
+    """Eq. 6, $f(x)$: (B, K) -> exit index (B,). The earliest of equal exits; the last exit if no neighbour votes."""
+    return np.where(distribution.any(axis=1), distribution.argmax(axis=1), distribution.shape[1] - 1)
+
+
+# ---- The rule ----
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """(N, D), each of length 1."""
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+class Retrieval(Rule):
+    """Plans the exit of each row: Algorithm 3.2 on an index of the collected examples."""
+
+    needs = None
+
+    def __init__(
+        self,
+        embed: Callable[[Inputs], np.ndarray],
+        vectors: np.ndarray,
+        values: np.ndarray,
+        k: int = NEIGHBOURS,
+        tau: float = TAU,
+        fallback_top: int = FALLBACK_TOP,
+    ):
+        """embed: a batch -> its queries (B, D). vectors (N, D), values (N, K): of the collected examples."""
+        try:
+            import hnswlib
+        except ImportError:
+            raise ValueError("RAEE searches with hnswlib, which is not installed: pip install hnswlib") from None
+        self.embed, self.values, self.tau, self.fallback_top = embed, values, tau, fallback_top
+        self.k = min(k, len(values))
+        self.index = hnswlib.Index("l2", vectors.shape[1])
+        self.index.init_index(len(vectors), M=M, ef_construction=EF_CONSTRUCTION, random_seed=0)
+        self.index.add_items(unit(vectors), num_threads=1)  # one thread: the same index each time
+        self.index.set_ef(max(EF, self.k))
+
+    def neighbours(self, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+        """Line 3: the row numbers of the k nearest collected examples, and their distances, (B, k) each."""
+        rows, distances = self.index.knn_query(unit(self.embed(inputs)), self.k)
+        return rows.astype(np.int64), distances
+
+    def plan(self, inputs: Inputs) -> np.ndarray:
+        rows, distances = self.neighbours(inputs)
+        return chosen_exit(exit_distribution(self.values[rows], distances, self.tau, self.fallback_top))
+
+
+def own_embedding(model: Exits) -> Callable[[Inputs], Tensor]:
+    """A batch -> (B, D): the mean of the model's token embeddings. The model computes them anyway."""
+
+    @torch.no_grad()
+    def embed(inputs: Inputs) -> Tensor:
+        weights = inputs.mask[..., None].float()
+        return (model.bert.embed(inputs) * weights).sum(1) / weights.sum(1)
+
+    return embed
+
+
+def collect(model: Exits, data: Rows, **settings) -> Retrieval:
+    """Algorithm 3.1: run every exit on examples that trained none of them. settings: k, tau, fallback_top."""
+    embed = own_embedding(model)
+    values = exit_values(of_all(model, data).numpy(), data.labels.numpy())
+    return Retrieval(lambda inputs: embed(inputs).numpy(), of_all(embed, data).numpy(), values, **settings)
+
+
+def vote_of_labels(rule: Retrieval, collected: Rows, data: Rows) -> float:
+    """The control: the accuracy of the majority of the neighbours' labels, without any exit."""
+    rows, _ = rule.neighbours(data.batch(range(len(data))))
+    labels = collected.labels.numpy()[rows]  # (N, k)
+    counts = np.stack([(labels == label).sum(axis=1) for label in range(data.outputs)], axis=1)
+    return float((counts.argmax(axis=1) == data.labels.numpy()).mean())
+
+
+# ---- The script ----
+@dataclass
+class RAEEOptions(Options):
+    """Options of the script."""
+
+    rows: int = field(default=4000, metadata={"help": "most training rows; three quarters are collected"})
+    exits: tuple[int, ...] = field(default=tuple(range(1, 13)), metadata={"help": "exit layers, up to the last"})
+    lr: float = field(default=4e-4, metadata={"help": "learning rate of the exits' training"})
+    neighbours: int = field(default=NEIGHBOURS, metadata={"help": "neighbours that vote"})
+    tau: float = field(default=TAU, metadata={"help": "least probability at which a neighbour's exit votes"})
+
+
+def main(options: RAEEOptions) -> None:
+    """Train exits on a quarter of the rows, collect on the others."""
+    torch.manual_seed(options.seed)
+    bert = Bert.load(options.model)
+    rows, test = open_task(options.task, options.model, len(bert.position.weight), options.rows, options.seed)
+    if not rows.names:
+        raise ValueError("RAEE needs classes: a value is the probability of the right class")
+    learn, collected = rows.split(0.25, 0.75)
+    model = Exits(bert, options.exits, rows.outputs).eval()
+    print(f"RAEE: exits learn from {len(learn)} rows; their values are collected on {len(collected)} others")
+
+    def loss(batch: Tensor) -> Tensor:
+        logits = model(learn.batch(batch.numpy()))
+        return task_loss(logits.flatten(0, 1), learn.labels[batch].repeat_interleave(len(model.exits)))
+
+    train({model: options.lr}, len(learn), loss, options.epochs)
+    rules = {"RAEE": (rule := collect(model, collected, k=options.neighbours, tau=options.tau))} | usual_rules(rows)
+    report(model, test, rules, "RAEE", options.picture or "raee.png")
+    print(f"{'control: vote of their labels':34}{vote_of_labels(rule, collected, test):12.3f}{0:9.2f}{1:13.0%}")
+    print(REPORTED)
+
+
+if __name__ == "__main__":
+    script(main, RAEEOptions, __doc__)

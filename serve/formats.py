@@ -1,0 +1,281 @@
+"""Requests and responses in the formats of other servers, so that their clients work with an exported folder. No torch.
+
+    POST /predict         text-embeddings-inference, for a classifier: {"inputs": "A film."}, a pair ["a", "b"], or
+                          several [["A film."], ["A book."]]; raw_scores -> [{"score": 0.98, "label": "positive"}, ...],
+                          the most likely label first; for several inputs a list of these. Scores are probabilities;
+                          that of a model with one label is the sigmoid, and the number itself is its raw score
+    POST /rerank          text-embeddings-inference, for pairs with one label: {"query": "A film?", "texts": [...]};
+                          raw_scores, return_text -> [{"index": 2, "score": 0.98}, ...], the best text first
+    POST /v1/rerank       Jina and Cohere, the same: {"query": "A film?", "documents": [...]}, each a text or
+                          {"text": ...}; top_n, return_documents (default true)
+                          -> {"model": ..., "results": [{"index": 2, "relevance_score": 0.98, "document": {...}}], ...}
+    POST /embed           text-embeddings-inference, for a sentence encoder: {"inputs": "A film."} or a list of texts;
+                          normalize (default true), dimensions -> [[0.1, ...], ...]
+    POST /v1/embeddings   OpenAI: {"input": "A film."} or a list of texts; encoding_format float or base64, dimensions
+                          -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [...]}], ...}
+
+    GET /v1/models        OpenAI: the one model          GET /info   text-embeddings-inference: limits and labels
+
+Those of text-embeddings-inference take truncate: with false a text that would be cut is refused. The fields HARMLESS
+are not read; another field that is not known here is refused, because it could change the answer elsewhere. With
+`dimensions` an embedding is cut and scaled to length 1. Those of embeddings take prompt_name, a prompt of the encoder;
+without it a text gets the default prompt.
+"""
+
+import base64
+from collections.abc import Callable, Container
+from typing import NamedTuple
+
+import numpy as np
+
+from mini_ee import __version__
+from mini_ee.lab.confidence import log_softmax, sigmoid
+from mini_ee.lab.data.sentence_prompts import with_prompt
+from mini_ee.lab.data.values import shortened
+from mini_ee.lab.export.manifest import MANIFEST
+from mini_ee.lab.export.runtime import Runtime
+
+Rows = list[tuple[str, ...]]
+
+HARMLESS = {"model", "user", "id", "idx", "index", "label", "metadata", "priority"}  # fields that change no answer
+
+POOLING = {"first": "cls", "mean": "mean", "last": "last_token"}  # by the names of text-embeddings-inference
+
+
+class Format(NamedTuple):
+    """How a request is read and answered."""
+
+    fields: tuple[str, ...]  # that a request may have
+    rows: Callable[[Runtime, dict], Rows]  # raises ValueError for a request that cannot be answered
+    reply: Callable[[Runtime, dict, Rows, list, int], dict | list]
+    """(runtime, fields of the request, its rows, their answers, their tokens) -> the body of the response."""
+
+
+def formats_of(runtime: Runtime) -> dict[str, Format]:
+    """Path -> its Format, for the kind of this runtime."""
+    if runtime.embeds:
+        tei = ("inputs", "normalize", "dimensions", *CUT)
+        openai = Format(("input", "encoding_format", "dimensions", "prompt_name"), _openai_rows, _openai_reply)
+        return {"/embed": Format(tei, _embed_rows, _embed_reply), "/v1/embeddings": openai}
+    if runtime.generates:
+        return {}
+    return {
+        "/predict": Format(("inputs", "raw_scores", *CUT), _predict_rows, _predict_reply),
+        "/rerank": Format(("query", "texts", "raw_scores", "return_text", *CUT), _rerank_rows, _rerank_reply),
+        "/v1/rerank": Format(("query", "documents", "top_n", "return_documents"), _jina_rows, _jina_reply),
+    }
+
+
+def check_fields(fields: dict, known: Container[str]) -> None:
+    """Raises ValueError for a field that is not known, and not HARMLESS or empty."""
+    for name, value in fields.items():
+        if name not in known and name not in HARMLESS and value not in (None, False, "", [], {}):
+            raise ValueError(f"the field {name[:40]!r} is not supported here, found {shortened(value)}; leave it out")
+
+
+def model_of(runtime: Runtime) -> dict:
+    """The model as OpenAI's GET /v1/models shows it."""
+    created = int((runtime.folder / MANIFEST).stat().st_mtime)
+    return {"id": _name(runtime), "object": "model", "created": created, "owned_by": "mini_ee"}
+
+
+def info_of(runtime: Runtime, max_open: int, batch: int) -> dict:
+    """The model as text-embeddings-inference's GET /info shows it."""
+    longest = runtime.config["max_length"]
+    labels = {str(at): name for at, name in enumerate(runtime.label_names or ["LABEL_0"])}
+    named = {"id2label": labels, "label2id": {name: int(at) for at, name in labels.items()}}
+    kind = "classifier" if len(labels) > 1 else "reranker"
+    pooling = runtime.config.get("pool")
+    return {
+        "model_id": _name(runtime),
+        "model_sha": runtime.model_id,
+        "model_dtype": runtime.config["precision"],
+        "model_type": {"embedding": {"pooling": POOLING.get(pooling, pooling)}} if runtime.embeds else {kind: named},
+        "max_concurrent_requests": max_open,
+        "max_input_length": longest,
+        "max_batch_tokens": longest * batch,
+        "max_batch_requests": batch,
+        "max_client_batch_size": max_open,
+        "auto_truncate": True,
+        "tokenization_workers": 1,
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _name(runtime: Runtime) -> str:
+    return runtime.folder.absolute().name
+
+
+# ---- text-embeddings-inference ----
+
+CUT = ("truncate", "truncation_direction", "prompt_name")
+
+
+def _predict_rows(runtime: Runtime, fields: dict) -> Rows:
+    inputs = fields.get("inputs")
+    several = _is_batch(inputs)
+    found = inputs if several else [inputs]
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"expected inputs as a text, a pair of texts, or a list of these, found {shortened(inputs)}")
+    rows = [tuple(each) if isinstance(each, list) else (each,) for each in found]
+    _flag(fields, "raw_scores", False)
+    return _uncut(runtime, fields, rows)
+
+
+def _predict_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> list:
+    found = [_scores(runtime, answer.logits, fields.get("raw_scores") is True) for answer in answers]
+    return found if _is_batch(fields["inputs"]) else found[0]
+
+
+def _is_batch(inputs: object) -> bool:
+    """Whether these are several inputs: then each is a list."""
+    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], list)
+
+
+def _scores(runtime: Runtime, logits: np.ndarray, raw: bool) -> list[dict]:
+    """Score and label of each class, the most likely first."""
+    names, scores = runtime.label_names or ["LABEL_0"], logits
+    if not raw:
+        each_alone = runtime.multi_label or len(names) == 1
+        scores = sigmoid(logits) if each_alone else np.exp(log_softmax(logits[None])[0])
+    order = np.argsort(-scores, kind="stable")
+    return [{"score": float(scores[at]), "label": names[at]} for at in order]
+
+
+def _rerank_rows(runtime: Runtime, fields: dict) -> Rows:
+    _flag(fields, "raw_scores", False)
+    _flag(fields, "return_text", False)
+    return _uncut(runtime, fields, _pairs(runtime, fields, "texts", fields.get("texts")))
+
+
+def _rerank_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> list:
+    text = fields.get("return_text") is True
+    ranked = _ranked(answers, fields.get("raw_scores") is True)
+    return [{"index": at} | ({"text": rows[at][1]} if text else {}) | {"score": score} for at, score in ranked]
+
+
+def _pairs(runtime: Runtime, fields: dict, key: str, texts: object) -> Rows:
+    """The query with each of the texts."""
+    labels, query = runtime.config["num_labels"], fields.get("query")
+    if labels != 1 or runtime.num_texts != 2:
+        found = f"{labels} of {'pairs' if runtime.num_texts == 2 else 'single texts'}"
+        raise ValueError(f"expected a model that gives pairs of texts one label, found {found}; use /predict")
+    if not isinstance(query, str):
+        raise ValueError(f"expected query as a text, found {shortened(query)}")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected {key} as a list of texts, found {shortened(fields.get(key))}")
+    return [(query, text) for text in texts]
+
+
+def _ranked(answers: list, raw: bool) -> list[tuple[int, float]]:
+    """The index and the score of each text, the best first."""
+    logits = np.array([answer.logits[0] for answer in answers])
+    scores = (logits if raw else sigmoid(logits)).tolist()
+    return [(at, scores[at]) for at in np.argsort(-logits, kind="stable").tolist()]
+
+
+def _embed_rows(runtime: Runtime, fields: dict) -> Rows:
+    _flag(fields, "normalize", True)
+    return _uncut(runtime, fields | {"prompt_name": None}, _texts(runtime, fields, "inputs"))
+
+
+def _embed_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> list:
+    normalize = fields.get("normalize") is not False
+    return _vectors(answers, fields.get("dimensions"), normalize).tolist()
+
+
+def _uncut(runtime: Runtime, fields: dict, rows: Rows) -> Rows:
+    """The rows. Raises ValueError if the request allows no cut text, and one would be cut."""
+    for name, usual in (("truncation_direction", runtime.tokenizer.side), ("prompt_name", None)):
+        value = fields.get(name)
+        if value is not None and str(value).lower() != usual:
+            raise ValueError(f"expected {name} {usual or 'left out'}, found {shortened(value)}: not supported")
+    if not _flag(fields, "truncate", True) and any(map(runtime.check, rows)):
+        most = runtime.config["max_length"]
+        raise ValueError(f"expected at most {most} tokens in each text, found more; give truncate as true")
+    return rows
+
+
+# ---- OpenAI, Jina ----
+
+
+def _openai_rows(runtime: Runtime, fields: dict) -> Rows:
+    kind = fields.get("encoding_format")
+    if kind not in (None, "float", "base64"):
+        raise ValueError(f"expected encoding_format float or base64, found {shortened(kind)}")
+    return _texts(runtime, fields, "input")
+
+
+def _openai_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> dict:
+    vectors = _vectors(answers, fields.get("dimensions"), False)
+    packed = fields.get("encoding_format") == "base64"
+    values = [base64.b64encode(each.astype("<f4").tobytes()).decode() if packed else each.tolist() for each in vectors]
+    data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
+    return {"object": "list", "data": data, "model": _name(runtime), "usage": _usage(tokens)}
+
+
+def _jina_rows(runtime: Runtime, fields: dict) -> Rows:
+    top = fields.get("top_n")
+    if top is not None and (type(top) is not int or top < 1):
+        raise ValueError(f"expected top_n as a whole number above 0, found {shortened(top)}")
+    _flag(fields, "return_documents", True)
+    texts = fields.get("documents")
+    if isinstance(texts, list):
+        texts = [each.get("text") if isinstance(each, dict) else each for each in texts]
+    return _pairs(runtime, fields, "documents", texts)
+
+
+def _jina_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> dict:
+    shown = fields.get("return_documents") is not False
+    results = [
+        {"index": at, "relevance_score": score} | ({"document": {"text": rows[at][1]}} if shown else {})
+        for at, score in _ranked(answers, False)[: fields.get("top_n")]
+    ]
+    return {"object": "list", "model": _name(runtime), "results": results, "usage": _usage(tokens)}
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+# ---- Both ----
+
+
+def _texts(runtime: Runtime, fields: dict, key: str) -> Rows:
+    """The texts of a request for embeddings, with the prompt of `prompt_name`, and a check of `dimensions`."""
+    given, size = fields.get(key), runtime.config["num_labels"]
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        found = shortened(given)
+        if _are_ids(given):
+            found = "token ids, perhaps of another tokenizer; in LangChain give check_embedding_ctx_length=False"
+        raise ValueError(f"expected {key} as a text or a list of texts, found {found}")
+    dimensions = fields.get("dimensions")
+    if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= size):
+        raise ValueError(f"expected dimensions from 1 to {size}, found {shortened(dimensions)}")
+    return [(text,) for text in with_prompt(runtime.tokenizer, texts, fields.get("prompt_name"))]
+
+
+def _are_ids(given: object) -> bool:
+    """Whether these are token ids, or lists of them."""
+    while isinstance(given, list) and given:
+        given = given[0]
+    return type(given) is int
+
+
+def _vectors(answers: list, dimensions: int | None, normalize: bool) -> np.ndarray:
+    """(N, d) or (N, dimensions) float32; cut ones are scaled to length 1, others if `normalize`."""
+    found = np.stack([answer.embedding for answer in answers])[:, :dimensions]
+    if not normalize and dimensions is None:
+        return found
+    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.float32(1e-12))
+
+
+def _flag(fields: dict, name: str, usual: bool) -> bool:
+    """A field that is true, false or left out. Raises ValueError for another value."""
+    value = fields.get(name)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"expected {name} as true or false, found {shortened(value)}")
+    return usual if value is None else value

@@ -1,0 +1,1255 @@
+"""`mini-ee reproduce`: a tiny recipe to its page, pages next to their JSON. Verdicts: test_verdicts.py."""
+
+import functools
+import json
+import math
+import re
+import shutil
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_task
+from leaderboard_records import drawn_record
+
+import mini_ee.lab.training.holdout as holdout_module
+from mini_ee import train
+from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, trainings
+from mini_ee.experiments.claims import judge_claim
+from mini_ee.experiments.example_values import example_values
+from mini_ee.experiments.markdown import fold_sections
+from mini_ee.experiments.measured import MEASURED
+from mini_ee.experiments.overview import Card, judging_page, overview_page
+from mini_ee.experiments.page_data import TEST_SHARE, PageData, cell, filled_in, is_share, read_data, with_unit
+from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
+from mini_ee.experiments.records import SeedRecord, read_records, rounded, write_record
+from mini_ee.experiments.result_page import _table_lines, _training_lines, answer, page
+from mini_ee.experiments.trainings import read_case
+from mini_ee.experiments.verdicts import LEAST_SEEDS
+from mini_ee.lab.calibration import observe
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, sole_writer, write_json
+from mini_ee.lab.data.tasks import holdout, load_task, toy_task
+from mini_ee.lab.evaluation import row_evaluation, savings_estimate
+from mini_ee.lab.evaluation.probes import Costs
+from mini_ee.lab.evaluation.token_evaluation import EPSILONS
+from mini_ee.lab.recording import exit_scores, record, summary
+from mini_ee.lab.rules import NeverExit, Threshold, rule_from_dict
+from mini_ee.lab.training.default_rule import sweep
+from mini_ee.lab.training.holdout import split_rows
+from mini_ee.lab.training.loop import Diverged
+from mini_ee.lab.training.method import load_method
+from mini_ee.lab.training.train_settings import RowOptions, TextOptions, TrainConfig
+
+RESULTS = Path(__file__).parents[2] / "results"
+README_FIGURES = {  # as printed -> page, case, figure
+    "90.4 %": ("loraexit", "TREC mean segd", "score after 2"),
+    "91.1 %": ("loraexit", "TREC mean joint", "score after 2"),
+    "15.4 %": ("self-supervised", "stories260K scratch .95 soft", "saved at .9"),
+    "19.0 %": ("self-supervised", "stories260K copy 0 soft", "saved at .9"),
+    "86.7 %": ("self-supervised", "built-in copy 0 soft", "decoded agreement at epsilon .8"),
+    "64.8 %": ("raee", "TREC encoder fallback 3", "score"),
+    "60.7 %": ("raee", "TREC encoder fallback 3", "full"),
+    "76.6 %": ("raee", "TREC encoder fallback 3", "kNN votes"),
+    "46.1 %": ("consistentee", "TREC consistent", "saved at one point"),
+    "55.1 %": ("consistentee", "TREC joint", "saved at one point"),
+}
+MADE = {"figures": {}, "lists": {}, "how": trainings.how_made(), "data": {}} | {
+    "core_seconds": 0.0,
+    "test_rows_dropped": 0,
+}  # of one seed
+JOINT = {"method": "joint", "lr": {"choose": [1e-4, 4e-4]}}
+TINY = {
+    "title": "Tiny",
+    "source": "nobody",
+    "about": "A recipe of this test.",
+    "answer": ["The accuracies are {reviews joint | full} and {reviews two-stage | full}."],
+    "differs": ["Everything."],
+    "next": ["More rows."],
+    "experiments": [
+        {
+            "name": "reviews {method}",
+            "measure": "rows",
+            "axes": {"method": {"joint": JOINT, "two-stage": {"method": "two-stage"}}},
+            "options": {"model": None, "task": "reviews", "exits": [2, 12], "max_train": 40, "epochs": 1},
+            "reference": "reviews joint",
+        }
+    ],
+    "claims": [
+        {"text": "One is above", "paper": ".5", "compare": [{"more": "reviews joint", "than": 0.1, "figure": "full"}]},
+        {
+            "text": "Two",
+            "paper": ".6",
+            "control": True,
+            "compare": [{"more": "reviews joint", "than": "reviews two-stage", "figure": "full"}],
+        },
+        {"text": "Large", "paper": ".7", "unseen": "It needs another machine."},
+    ],
+    "tables": [
+        {
+            "id": "Table 1",
+            "title": "scores",
+            "case": "reviews {method}",
+            "figure": "{figure}",
+            "rows": {"joint": {"method": "joint"}, "two-stage": {"method": "two-stage"}},
+            "columns": {"full": {"figure": "full"}, "saved": {"figure": "saved at one point"}},
+            "theirs": {"columns": ["full"], "rows": {"joint": ["50.0"]}},
+        }
+    ],
+    "pictures": [
+        {
+            "file": "fig.png",
+            "title": "Fig. 3: a curve",
+            "x": "share of the layers saved",
+            "y": "accuracy",
+            "series": {"joint": {"case": "reviews joint", "x": "curve saved", "y": "curve score"}},
+        }
+    ],
+    "quick": {},
+}  # fmt: skip
+
+
+def recorded(figures):
+    """What the measurement of a classifier returns: figures, lists, and a record, always with the same outputs."""
+    part = drawn_record([0.5, 0.9], 8, np.random.default_rng(0), exits=(1, 2))
+    return figures, {}, SeedRecord(part, part, {})
+
+
+def only_counted(monkeypatch):
+    """Nothing is trained; the returned list gets the method of each training. All have the same outputs."""
+    trained = []
+
+    def train(folder, options, *about):
+        trained.append(options["method"])
+        folder.mkdir(parents=True)
+        return SimpleNamespace(config={})
+
+    monkeypatch.setattr(trainings, "trained", train)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5}))
+    return trained
+
+
+@functools.cache
+def committed(paper):
+    """The recipe of a page, and the figures that are committed."""
+    found = load_recipe(paper)
+    return found, read_data(RESULTS / paper, found)
+
+
+# ---- Recipes ----
+
+
+def values_of(option):
+    """The option's value; of a choice all."""
+    return option["choose"] if recipe.is_choice(option) else [option]
+
+
+@pytest.mark.parametrize(("paper", "quick"), [*((page, False) for page in PAGES), *((paper, True) for paper in PAPERS)])
+def test_a_recipe_names_cases_that_its_experiments_make_and_options_that_methods_have(paper, quick):
+    found = load_recipe(paper, quick)
+    cases = cases_of(found)
+    assert cases_named(found, cases) == cases  # none is trained for nothing
+    order = list(cases)
+    assert all(order.index(case.reference or case.name) <= order.index(case.name) for case in cases.values())
+    for case in cases.values():
+        of = cases[case.reference or case.name]
+        assert (case.seeds or LEAST_SEEDS) <= (of.seeds or LEAST_SEEDS), f"{case.name}: seeds that {of.name} lacks"
+        for options in (case.options, case.options.get("base")):
+            if options:
+                known = {"method", "model", "task", "base"}
+                parts = load_method(options["method"]).config, TrainConfig, RowOptions, TextOptions
+                known |= {field.name for part in parts for field in fields(part)}
+                given = {
+                    key
+                    for name, option in options.items()
+                    for value in values_of(option)
+                    for key in trainings._settings(name, value)
+                }
+                assert given <= known, (case.name, given - known)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_recipes_papers_own_numbers_are_in_its_tables_shape(paper):
+    for table in load_recipe(paper)["tables"]:
+        for name, row in table.get("theirs", {"rows": {}})["rows"].items():
+            assert len(row) == len(table["theirs"]["columns"]), (table["id"], name)
+
+
+def test_two_experiments_cannot_make_one_case_differently():
+    other = {"name": "reviews joint", "measure": "rows", "axes": {}, "options": {"method": "joint"}}
+    with pytest.raises(ValueError, match="two experiments make the case 'reviews joint'"):
+        cases_of({"experiments": [*TINY["experiments"], other]})
+
+
+def test_a_case_that_no_experiment_makes_is_named():
+    claims = [{"text": "", "paper": "", "compare": [{"more": "nothing", "than": 1, "figure": "full"}]}]
+    with pytest.raises(ValueError, match="no experiment makes nothing"):
+        cases_named(TINY | {"claims": claims}, cases_of(TINY))
+
+
+# ---- Measures ----
+
+
+def test_streams_are_timed_in_every_way_for_each_number_of_rows(tmp_path, monkeypatch, checkpoint_folder):
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 16)
+    lora = train("lora-exits", checkpoint_folder, out=tmp_path / "run", exits=(1, 3), max_train=32, epochs=1)
+    ran = []
+    monkeypatch.setattr(measures, "medians", lambda ways, name, **_: ran.append([way() for way in ways]) or [2.0] * 5)
+    figures, _ = measures.of_streams(lora, toy_task(), None)
+    ways = ("SGMV", "loop over adapters", "one by one", "no adapters", "full model")
+    assert figures == {f"{way}, {count} rows": 2000.0 for count in (1, 2, 4, 8) for way in ways}
+    for count, (together, _, one_by_one, _, full) in zip((1, 2, 4, 8), ran):
+        assert len(together.logits) == count
+        np.testing.assert_allclose(together.logits, one_by_one.logits, atol=1e-4)
+        np.testing.assert_allclose(together.logits, full.logits, atol=1e-4)
+
+
+# ---- From a recipe to its page ----
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """The tiny recipe in place of RAEE's."""
+    (tmp_path / "raee.json").write_text(json.dumps(TINY))
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path)
+    monkeypatch.setattr(reproduce, "PAPERS", ("loraexit", "raee"))  # the first has no page: no row, no recipe read
+    monkeypatch.setattr(measures, "HELD_OUT_ROWS", 30)
+    monkeypatch.setattr(measures, "TRAIN_ROWS", 30)
+    monkeypatch.setattr(row_evaluation, "TIMED_ROWS", 4)
+    monkeypatch.setattr(holdout_module, "TEST_ROWS", 16)
+    return tmp_path / "out"
+
+
+@pytest.mark.slow
+def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder):
+    pytest.importorskip("matplotlib")
+    (experiment,) = TINY["experiments"]
+    small = experiment["options"] | {"model": str(checkpoint_folder), "exits": [1, 3]}
+    (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": [experiment | {"options": small}]}))
+    labelled, rules_of = [], measures.rules_of
+    monkeypatch.setattr(
+        measures, "rules_of", lambda run, on, task: labelled.append(on.labels is not None) or rules_of(run, on, task)
+    )
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json", "--threads", "1"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ran"] == 2
+    assert "1 of 2 runs are done.\n" in printed.err and "2 of 2 runs are done.\n" in printed.err
+    assert labelled == [True, True]  # rules may be fitted to the hold-out's labels
+    text, made = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
+    figures = made["seeds"]["0"]["figures"]
+    assert 0.3 < figures["full"] < 1 and 0 <= figures["saved at one point"] < 1
+    assert figures["steps"] == 2 and figures["trained parameters"] > 1e3
+    seed = made["seeds"]["0"]
+    task = toy_task().without_seen_rows()[0]
+    assert seed["test_rows"] == len(task.split(task.default_split)) and seed["core_seconds"] > 0
+    assert seed["data"] == {"reviews": json_sha256({name: rows.sha256() for name, rows in task.splits.items()})}
+    assert f"sha256: reviews: {seed['data']['reviews']}." in text and trainings.processor() in text
+    assert " core hours for 2 runs, with everything." in text
+    assert "- Records (what every exit says of each test example): 2 of 2 cases, in results/records/." in text
+    assert {each["lr"] for each in made["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
+    assert made["chosen"]["lr"] == max(made["tried"], key=lambda each: each["hold-out"])["lr"]
+    assert f"| joint | {100 * figures['full']:.1f} | {100 * figures['saved at one point']:.1f} |" in text
+    assert "| the paper's results | full |" in text and "| joint | 50.0 |" in text
+    assert "<b>3. cannot be decided: other hardware or data needed</b> · Large</summary>" in text
+    assert "\n\nIt needs another machine.\n\nThe paper: .7." in text
+    assert "<b>1. too few seeds</b> (comparisons: 1 undecided) · One is above" in text
+    assert (tiny / "raee" / "fig.png").stat().st_size > 1000 and "![Fig. 3: a curve](raee/fig.png)" in text
+    overview = (tiny / "README.md").read_text()
+    assert "| 1 | One is above | too few seeds | 1 undecided |\n| 2 | *control:* Two | too few seeds |" in overview
+    assert "1 cannot be decided (1 other hardware or data needed)" in overview and "![Verdicts" in overview
+    assert "Verdicts of our 1 controls: 1 *too few seeds*." in overview
+    assert "<b>2. too few seeds</b> (comparisons: 1 undecided) · control: Two</summary>" in text
+    assert (tiny / "judging.md").read_text() == judging_page() and (tiny / "verdicts.png").stat().st_size > 400
+    drawn = (tiny / "raee" / "fig.png").read_bytes()
+    assert not list((tiny / "raee" / "runs").glob("*"))  # trainings are gone, their figures and records stay
+    stored = read_records(tiny / "records" / "raee" / "reviews-joint.npz")[0]
+    rule = rule_from_dict(stored.about["rules"]["at one point"])
+    layers = stored.reported.replay(rule).cost.depth.mean()
+    assert layers == pytest.approx(3 - 3 * figures["saved at one point"], rel=1e-4)  # the JSON has five digits
+    assert stored.about["settings"]["lr"] == made["chosen"]["lr"]
+
+    def refuse(*args, **settings):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(trainings, "train", refuse)
+    assert main(command) == 0  # everything is there: nothing is trained
+    assert (tiny / "raee.md").read_text() == text and (tiny / "README.md").read_text() == overview
+    assert (tiny / "raee" / "fig.png").read_bytes() == drawn
+    assert main([*command, "--only", ""]) == 2
+    assert main([*command, "--only", "Table 9"]) == 2
+    assert "expected one of Table 1; Fig. 3; claim 1; claim 2; claim 3; found Table 9" in capsys.readouterr().err
+
+
+def test_a_text_read_by_a_case_has_the_checksum_of_its_file(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "stories.txt").write_text("Once upon a time.")
+    case = Case("a", "tokens", {"text": "continue"}, reads="stories.txt")
+    sums = trainings._checksums(case, None, trainings.Sources(tmp_path, tmp_path))
+    assert sums == {"stories.txt": file_sha256(tmp_path / "data" / "stories.txt")}
+
+
+def test_a_page_can_print_figures_of_another_page(tmp_path):
+    """The figures of both are means over seeds; a page that was not run is a dot."""
+    recipe_ = load_recipe("consistentee") | {"bridges": ["{loraexit: TREC mean pabee | full} {shortest: x | full}"]}
+    data = read_data(RESULTS / "consistentee", recipe_)
+    assert set(data.others) == {"loraexit", "shortest"}
+    shown = filled_in("{TREC pabee | full}, {loraexit: TREC mean pabee | full}", data)
+    assert shown == f"{printed_mean('consistentee', 'TREC pabee', 'full')}, " + printed_mean(
+        "loraexit", "TREC mean pabee", "full"
+    )
+    assert filled_in("{loraexit: TREC mean pabee | full}", read_data(tmp_path / "consistentee", recipe_)) == "·"
+
+
+def test_settings_that_most_cases_share_are_printed_once():
+    shared = {"task": "TREC", "exits": [2, 4]}
+    options = {"a": {"lr": {"choose": [1, 2]}}, "b": {"task": "SST-2"}, "c": {"rank": 8}}
+    cases = {name: Case(name, "rows", shared | own) for name, own in options.items()}
+    del cases["c"].options["exits"]
+    data = PageData(cases, {name: {"seeds": {"0": {}}} for name in cases})
+    assert _training_lines(data) == [
+        "Settings of all cases, unless the table gives others: task TREC, exits 2,4.",
+        "",
+        "| case | seeds | other settings |",
+        "|---|---|---|",
+        "| a | 1 |  |",
+        "| b | 1 | task SST-2 |",
+        "| c | 1 | exits not given, rank 8 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "joint", "two_stage"),
+    [
+        ([], [0, 1, 2], [0]),
+        (["--seed", "4"], [4, 5, 6], [4]),
+        (["--seeds", "2", "--seed", "4"], [4, 5], [4, 5]),
+        (["--quick"], [0], [0]),
+    ],
+)
+def test_a_case_is_run_with_the_seeds_of_its_page_unless_others_are_given(tiny, monkeypatch, options, joint, two_stage):
+    (experiment,) = TINY["experiments"]
+    methods = experiment["axes"]["method"]
+    axes = {"method": methods | {"two-stage": methods["two-stage"] | {"seeds": 1}}}
+    (tiny.parent / "raee.json").write_text(json.dumps(TINY | {"experiments": [experiment | {"axes": axes}]}))
+    ran = []
+    monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    assert main(["reproduce", "raee", "--out", str(tiny), *options]) == 0
+    both = {"reviews joint": joint, "reviews two-stage": two_stage}
+    assert ran == [(name, seed) for seed in joint for name in both if seed in both[name]]
+
+
+def test_a_cell_shows_mean_and_standard_deviation_and_how_many_seeds_have_its_figure():
+    assert (
+        cell([0.2, 0.3, 0.4], "full", 3) == "30.0 ±10.0"
+        and cell([0.2, 0.4], "layers", 3) == "0.30 ±0.14 (2 of 3 seeds)"
+    )
+    assert cell([0.2], "full", 3) == "20.0 (1 of 3 seeds)" and cell([0.2] * 3, "full", 3) == "20.0"
+    assert cell([1234.0, 1236.0, 1238.0], "steps", 3, 0) == "1,236 ±2" and cell([12.34], "train seconds", 1) == "12.3"
+
+
+def test_seconds_of_a_training_on_a_gpu_are_not_averaged_with_those_of_a_processor():
+    figures = {"full": 0.5, "train seconds": 20.0}
+    on_a_gpu = {"figures": figures, "how": MADE["how"] | {"gpu": "NVIDIA H200"}}
+    seeds = {"0": on_a_gpu, "1": MADE | {"figures": figures | {"train seconds": 300.0}}}
+    data = PageData({}, {"joint": {"seeds": seeds}, "two-stage": {"seeds": {"0": on_a_gpu}}})
+    assert data.values("joint", "train seconds") == {"1": 300.0} and data.mean("two-stage", "train seconds") is None
+    assert data.values("joint", "full") == {"0": 0.5, "1": 0.5}
+
+
+def test_of_one_claim_only_what_it_compares_is_run():
+    of_paper = recipe.load_recipe("consistentee")
+    cases = recipe.cases_named(recipe.select(of_paper, "claim 2"), recipe.cases_of(of_paper))
+    alphas = [f"consistent alpha {alpha}" for alpha in (0.05, 0.07, 0.1, 0.2)]  # of which one is selected for each seed
+    methods = ("two-stage", *alphas, "consistent", "pabee", "berxit")  # the first is what all are measured against
+    assert set(cases) == {f"{task} {method}" for task in ("TREC", "SST-2") for method in methods}
+
+
+def test_held_out_examples_select_a_setting_for_each_seed(tmp_path):
+    """By what a rule saves on them, not on the reported examples; only of seeds that all settings have."""
+    figures = {  # alpha -> seed -> saved on the held-out and on the reported examples
+        "0.1": {"0": (0.4, 0.1), "1": (0.2, 0.9), "2": (0.5, 0.5), "10": (0.1, 0.2)},
+        "0.2": {"0": (0.3, 0.8), "1": (0.3, 0.2), "10": (0.3, 0.4)},
+    }
+    axes = {"alpha": {alpha: {"alpha": float(alpha)} for alpha in figures}}
+    options = {"method": "consistent", "task": "reviews"}
+    select = {"of": ["{task} alpha 0.1", "{task} alpha 0.2"], "by": "hold-out saved"}
+    own = TINY | {
+        "experiments": [
+            {"name": "reviews alpha {alpha}", "measure": "rows", "axes": axes, "options": options},
+            {
+                "name": "{task} chosen",
+                "measure": "rows",
+                "axes": {"task": {"reviews": {}}},
+                "options": options,
+                "select": select,
+            },
+        ],
+        "answer": ["It saves {reviews chosen | saved}."],
+        "claims": [],
+        "tables": [],
+        "pictures": [],
+    }
+    cases, about = cases_of(own), MADE | {"core_seconds": 3600, "data": {"reviews": "abc"}}
+    for alpha, seeds in figures.items():
+        case = cases[f"reviews alpha {alpha}"]
+        made = {
+            seed: about | {"figures": {"hold-out saved": held_out, "saved": saved}}
+            for seed, (held_out, saved) in seeds.items()
+        }
+        write_json(trainings.file_of(tmp_path, case.name), trainings.read_case(tmp_path, case) | {"seeds": made})
+    data = read_data(tmp_path, own)
+    assert data.values("reviews chosen", "saved") == {"0": 0.1, "1": 0.2, "10": 0.4}
+    assert [*data.trained] == ["reviews alpha 0.1", "reviews alpha 0.2"]
+    text = page("raee", own, data, tmp_path, "command")
+    assert "It saves 23.3 %." in text and "7 core hours for 7 runs" in text and "cases have been run" not in text
+    listed = "reviews alpha 0.1 (1 of 3 seeds), reviews alpha 0.2 (2 of 3 seeds)"
+    assert f"*reviews chosen*, selected for each seed by hold-out saved: {listed}." in text
+
+
+def test_a_selected_case_is_not_trained_but_those_it_is_selected_from_are(tiny, monkeypatch):
+    (experiment,) = TINY["experiments"]
+    select = {"of": ["reviews joint", "reviews two-stage"], "by": "hold-out full"}
+    chosen = {key: value for key, value in experiment.items() if key != "reference"}
+    chosen |= {"name": "chosen", "axes": {"task": {"reviews": {}}}, "select": select}
+    claim = {"text": "One", "paper": "", "compare": [{"more": "chosen", "than": 0.1, "figure": "full"}]}
+    own = TINY | {"experiments": [experiment, chosen], "answer": [], "claims": [claim], "tables": [], "pictures": []}
+    (tiny.parent / "raee.json").write_text(json.dumps(own))
+    ran = []
+    monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    assert main(["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]) == 0
+    assert ran == [("reviews joint", 0), ("reviews two-stage", 0)]
+
+
+def test_a_stopped_choice_goes_on_behind_what_was_tried(tmp_path, monkeypatch):
+    """Killed in its third candidate: the two before are not trained again, the best of all is the seed's own run."""
+    trained = []
+
+    class Made:
+        config = {}
+
+        def __init__(self, folder):
+            self.folder = folder
+
+    def train(method, out, lr, seed, **options):
+        if lr == 3.0 and trained.count(3.0) == 0:
+            trained.append(lr)
+            raise KeyboardInterrupt
+        trained.append(lr)
+        out.mkdir(parents=True)
+        (out / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [{1.0: 0.2, 2.0: 0.9, 3.0: 0.5}[lr]]}))
+        return Made(out)
+
+    monkeypatch.setattr(trainings, "train", train)
+    monkeypatch.setattr(trainings, "load_run", Made)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({"which": 1.0}, {}))
+    case = Case("a", "rows", {"method": "joint", "task": "reviews", "lr": {"choose": [1.0, 2.0, 3.0]}})
+    sources = trainings.Sources(tmp_path, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
+    trainings.run_case(tmp_path, case, 0, sources, lambda text: None)
+    made = read_json(tmp_path / "a.json")
+    assert trained == [1.0, 2.0, 3.0, 3.0] and made["chosen"] == {"lr": 2.0} and set(made["seeds"]) == {"0"}
+    trainings.run_case(tmp_path, case, 1, sources, lambda text: None)
+    assert trained[-1] == 2.0 and len(trained) == 5  # other seeds take the chosen rate
+
+
+def test_choices_are_made_one_after_the_other_and_none_is_trained_twice(tmp_path, monkeypatch):
+    """T is chosen at the first rate and rank, then the rate at that T, then rank and alpha together."""
+    trained = []
+
+    class Made:
+        config = {}
+
+        def __init__(self, folder):
+            self.folder = folder
+
+    def train(method, out, seed, task, resume, device, lr, temperature, rank, alpha):
+        trained.append((lr, temperature, rank, alpha))
+        out.mkdir(parents=True)
+        score = (temperature == 10.0) + ((rank, alpha) == narrow) - abs(np.log2(lr / 4.0)) / 2
+        (out / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [score]}))
+        return Made(out)
+
+    def measured(run, *about):
+        return {"full": read_json(run.folder / "metrics.json")["per_exit_accuracy"][0]}, {}
+
+    monkeypatch.setattr(trainings, "train", train)
+    monkeypatch.setattr(trainings, "load_run", Made)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
+    wide, narrow = (64, 128.0), (8, 16.0)
+    choices = {
+        "T": {"choose": [{"temperature": 2.0}, {"temperature": 10.0}, {"temperature": 20.0}]},
+        "lr": {"choose": [4.0, 2.0, 8.0]},
+        "size": {"choose": [{"rank": rank, "alpha": alpha} for rank, alpha in (wide, narrow)]},
+    }
+    case = Case("a", "rows", {"method": "lora-exits", "task": "reviews"} | choices)
+    trainings.run_case(tmp_path, case, 0, trainings.Sources(tmp_path, tmp_path), lambda text: None)
+    assert trained[:3] == [(4.0, T, *wide) for T in (2.0, 10.0, 20.0)]
+    assert trained[3:] == [(2.0, 10.0, *wide), (8.0, 10.0, *wide), (4.0, 10.0, *narrow)]
+    made = read_json(tmp_path / "a.json")
+    assert made["seeds"]["0"]["figures"]["full"] == 2.0  # the best of the tried runs is not trained again
+    assert made["chosen"] == {"temperature": 10.0, "lr": 4.0, "rank": 8, "alpha": 16.0}
+    names = ("lr", "temperature", "rank", "alpha")
+    assert [tuple(each[name] for name in names) for each in made["tried"]] == trained
+
+
+@pytest.mark.parametrize(
+    "best, tried",
+    [
+        (2.0, [1.0, 2.0, 4.0]),
+        (4.0, [1.0, 2.0, 4.0, 8.0]),
+        (8.0, [1.0, 2.0, 4.0, 8.0, 16.0]),
+        (0.5, [1.0, 2.0, 4.0, 0.5, 0.25]),
+    ],
+)
+def test_while_the_best_value_is_at_an_end_one_beyond_it_is_tried(best, tried):
+    scores = {}
+    while value := trainings.next_to_try([1.0, 2.0, 4.0], scores):
+        scores[value] = -abs(np.log(value / best))
+    assert [*scores] == tried
+
+
+def test_scores_at_equal_flops_are_interpolated():
+    found = measures._at_equal_flops({"curve operations": [1.0, 0.5, 0.4], "curve score": [0.9, 0.8, 0.3]})
+    assert found == {"score at two thirds": pytest.approx(0.8 + 0.1 / 3)}  # a third: cheaper than all its points
+
+
+def test_what_was_made_with_other_settings_or_another_reference_is_not_taken(tmp_path, monkeypatch):
+    """A run that was stopped before it was measured, and then the recipe changed; a reference that was made anew."""
+    trained = []
+
+    class Made:
+        config = {}
+
+    def train(method, out, seed, **options):
+        out.mkdir(parents=True)
+        trained.append(options["epochs"])
+        return Made()
+
+    def measured(run, task, reference):
+        return recorded({"full": 0.5 + len(trained) / 10} | ({"reference": reference["full"]} if reference else {}))
+
+    monkeypatch.setattr(trainings, "train", train)
+    sources, say = trainings.Sources(tmp_path, tmp_path), lambda text: None
+    with monkeypatch.context() as patch:
+        patch.setitem(trainings.MEASUREMENTS, "rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainings.run_case(tmp_path, Case("a", "rows", {"method": "joint", "epochs": 1}), 0, sources, say)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
+    first = Case("a", "rows", {"method": "joint", "epochs": 6})
+    second = Case("b", "rows", {"method": "joint", "epochs": 2}, reference="a")
+    for case in (first, second):
+        trainings.run_case(tmp_path, case, 0, sources, say)
+        assert trainings.is_done(tmp_path, case, 0)
+    assert trained == [1, 6, 2]
+    trainings.file_of(tmp_path, "a").unlink()
+    trainings.run_case(tmp_path, first, 0, sources, say)
+    assert not trainings.is_done(tmp_path, second, 0)
+    trainings.run_case(tmp_path, second, 0, sources, say)
+    assert trained == [1, 6, 2, 6, 2] and trainings.is_done(tmp_path, second, 0)
+
+
+def test_a_score_that_was_rounded_for_json_is_reached_by_as_many_right_rows_and_by_no_row_less():
+    for rows in (2452, 2500):
+        for right in range(1, rows + 1):
+            least = trainings._short(right / rows) - measures.ROUNDING
+            assert (right - 1) / rows < least <= right / rows
+
+
+def test_writing_has_no_figure_for_shares_that_its_curve_does_not_reach(monkeypatch):
+    curve = [{"layers_saved": 0.0, "rouge_l": 1.0}, {"layers_saved": 0.2, "rouge_l": 0.6}]
+    row = {"measure": "gap", "rouge_l": 0.7, "layers_saved": 0.15, "curve": curve}
+    monkeypatch.setattr(measures, "compare_tokens", lambda *_: {"rows": [{"rouge_l_reference": 0.5}, row]})
+    figures, _ = measures.of_writing(SimpleNamespace(config={"seed": 0}), None, None)
+    assert figures["Rouge-L at 10% saved"] == pytest.approx(0.8) and figures["Rouge-L at 20% saved"] == 0.6
+    assert "Rouge-L at 30% saved" not in figures
+
+
+def test_the_guarantee_of_epsilon_is_that_of_each_head_that_decides_a_token(monkeypatch):
+    row = dict.fromkeys(("end_to_end", "layers_saved", "decoded_agreement", "speedup", "decoded_layers"), 0.5)
+    rows = [row | {"agreement": [0.9, None, 0.8], "exit_counts": [1, 0, 1, 2]} for _ in EPSILONS]
+    monkeypatch.setattr(measures, "of_tokens", lambda *_: ({}, {}))
+    monkeypatch.setattr(measures, "sweep", lambda *_: {"rows": rows})
+    figures, _ = measures.of_tokens_over_epsilon(SimpleNamespace(config={"seed": 0}, exits=(1, 2, 3, 4)), None, None)
+    heads = {name: share for name, share in figures.items() if name.startswith("head") and name.endswith(" .95")}
+    assert heads == {"head 1 at epsilon .95": 0.9, "head 3 at epsilon .95": 0.8}
+
+
+@pytest.mark.parametrize(("held", "ran"), [("reviews joint", 0), ("reviews two-stage", 1)])
+def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
+    """What another process holds is left to it, and what is compared with that; the rest is run."""
+    trained = only_counted(monkeypatch)
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
+    stale = trainings.file_of(tiny / "raee", "reviews joint")  # of older settings: nothing is compared with that
+    stale.parent.mkdir(parents=True)
+    write_json(stale, {"options": {}, "seeds": {"0": MADE | {"figures": {"full": 0.1}}}})
+    with sole_writer(trainings.file_of(tiny / "raee", held)):
+        assert main(command) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ran"] == len(trained) == ran
+    assert f"{2 - ran} runs are left to other processes" in printed.err
+    assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("deleted", ["joint", "two-stage"])
+def test_a_deleted_record_has_its_run_made_again_and_no_other(tiny, monkeypatch, deleted):
+    """Both runs have the same outputs, so the record of two-stage training names that of joint training. It is found
+    again when joint training was run.
+    """
+    trained = only_counted(monkeypatch)
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
+    assert main(command) == main(command) == 0 and trained == ["joint", "two-stage"]
+    trainings.record_of(tiny / "raee", f"reviews {deleted}").unlink()
+    assert main(command) == main(command) == 0 and trained[2:] == [deleted]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": []},
+        {"seeds": None},
+        {"seeds": {"0": None}},
+        {"seeds": {"0": {}}},
+        {"seeds": {"one": MADE}},
+        {"seeds": {"0": MADE | {"figures": {"full": "0.5"}}}},
+        {"seeds": {"0": MADE | {"figures": {"full": True}}}},
+        {"seeds": {"0": MADE | {"figures": [0.5]}}},
+        {"seeds": {"0": MADE | {"lists": {"curve": 0.5}}}},
+        {"seeds": {"0": MADE | {"lists": {"curve": ["0.5"]}}}},
+        {"seeds": {"0": MADE | {"how": {"commit": "abc"}}}},
+        {"seeds": {"0": MADE | {"core_seconds": None}}},
+        {"seeds": {"0": {name: value for name, value in MADE.items() if name != "data"}}},
+        {"seeds": {"0": MADE}, "tried": 5},
+        {"seeds": {"0": MADE}, "tried": [0.5]},
+        {"seeds": {"0": MADE}, "chosen": {"lr": "fast"}},
+    ],
+)
+def test_figures_of_a_wrong_type_are_one_line(tmp_path, change):
+    case = Case("a", "rows", {"method": "joint"})
+    write_json(tmp_path / "a.json", {"case": "a", "measure": "rows", "options": case.options} | change)
+    with pytest.raises(
+        ValueError, match="a.json: expected figures, lists of numbers.*remove the file to make it again"
+    ):
+        read_case(tmp_path, case)
+
+
+def test_figures_without_their_checksum_are_refused(tmp_path):
+    case = Case("a", "rows", {"method": "joint"})
+    made = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    (tmp_path / "a.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match="a.json: damaged or edited: the checksum that was written with it is gone"):
+        read_case(tmp_path, case)
+    write_json(tmp_path / "a.json", made)
+    assert read_case(tmp_path, case)["seeds"] == {"0": MADE}
+
+
+def test_other_settings_are_run_anew(tmp_path):
+    case = Case("a", "rows", {"method": "joint", "epochs": 1})
+    made = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+    write_json(tmp_path / "a.json", made)
+    assert trainings.read_case(tmp_path, case)["seeds"] == {"0": MADE}
+    assert trainings.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
+
+
+def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
+    assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err
+    assert "no such file or folder; give --sources a folder with weights/ and data/" in line and line.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "raee.md"])
+def test_a_file_of_anothers_stays(tiny, capsys, name):
+    tiny.mkdir()
+    (tiny / name).write_text("# My notes\n")
+    assert main(["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]) == 2
+    assert f"{name}: expected a page of `mini-ee reproduce`" in capsys.readouterr().err
+    assert [path.name for path in tiny.iterdir()] == [name] and (tiny / name).read_text() == "# My notes\n"
+
+
+def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_same_call(tiny, monkeypatch, capsys):
+    made = []
+
+    def measured(run, task, reference):
+        made.append(reference)
+        about = {"full": 0.5, "hold-out full": len(made) / 10}  # as many right of the test, others of the hold-out
+        counted = {"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}
+        return recorded(about | counted)
+
+    monkeypatch.setattr(
+        trainings, "trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
+    )
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
+    assert main(command) == 0 and len(made) == 2
+    trainings.file_of(tiny / "raee", "reviews joint").unlink()
+    capsys.readouterr()
+    assert main(command) == 0 and json.loads(capsys.readouterr().out)["ran"] == 2
+    assert [each and each["hold-out full"] for each in made] == [None, 0.1, None, 0.3]
+    assert main([*command[:-2], "2", "--json"]) == 0  # the second seed is counted from the reference's second
+    assert made[5]["hold-out full"] == 0.5
+
+
+def test_runs_are_trained_and_read_on_the_named_device_and_its_gpu_is_recorded(tiny, monkeypatch):
+    trained_on, read_on = [], []
+    model = SimpleNamespace(to=read_on.append)
+
+    def train(method, out, device, **options):
+        trained_on.append(device)
+        out.mkdir(parents=True)
+        return SimpleNamespace(config={}, model=model)
+
+    monkeypatch.setattr(trainings, "train", train)
+    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setattr(trainings, "check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5, "hold-out full": 0.5}))
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
+    assert main([*command, "--device", "cuda:1"]) == 0
+    assert trained_on == read_on == ["cuda:1", "cuda:1"]
+    made = [read_json(path)["seeds"]["0"]["how"] for path in (tiny / "raee").glob("*.json")]
+    assert [each["gpu"] for each in made] == ["the card cuda:1"] * 2
+    assert "Run on a GPU (the card cuda:1): 2 of 2 cases." in (tiny / "raee.md").read_text()
+    shutil.rmtree(tiny / "raee")
+    assert main(command) == 0 and trained_on[2:] == ["cpu", "cpu"] and len(read_on) == 2
+    assert "gpu" not in read_json(next((tiny / "raee").glob("*.json")))["seeds"]["0"]["how"]
+    assert "on a GPU" not in (tiny / "raee.md").read_text()
+
+
+def test_cases_that_need_a_gpu_are_left_out_without_one_and_use_it_also_if_others_are_trained_on_the_cpu(
+    tiny, monkeypatch, capsys
+):
+    (experiment,) = TINY["experiments"]
+    streams = {"name": "streams", "axes": {}, "measure": measures.ON_A_GPU, "options": {"task": "reviews"}}
+    claim = {"text": "One", "paper": "", "compare": [{"more": "streams", "than": 0.1, "figure": "full"}]}
+    own = TINY | {"experiments": [experiment, streams], "claims": [*TINY["claims"], claim]}
+    (tiny.parent / "raee.json").write_text(json.dumps(own))
+    ran = []
+    monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
+    monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
+    command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(command) == 0 and "1 of 3 cases need a GPU and are left out: streams." in capsys.readouterr().out
+    assert ran == [("reviews joint", 0), ("reviews two-stage", 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(command) == 0 and ran[2:] == [("streams", 0)]
+    used = []
+    monkeypatch.setattr(
+        trainings, "trained", lambda *about: SimpleNamespace(config={}, model=SimpleNamespace(to=used.append))
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
+    monkeypatch.setitem(trainings.MEASUREMENTS, measures.ON_A_GPU, lambda *about: ({}, {}))
+    case = Case("streams", measures.ON_A_GPU, {"task": "reviews"})
+    (tmp := tiny / "raee" / "runs" / "streams" / trainings.json_sha256(case.options)[:12] / "0").mkdir(parents=True)
+    trainings.run_case(tiny / "raee", case, 0, trainings.Sources(tiny, tiny), lambda text: None)
+    made = read_json(tiny / "raee" / "streams.json")["seeds"]["0"]["how"]
+    assert used == ["cuda"] and made["gpu"] == "the card cuda" and not tmp.exists()
+
+
+@pytest.mark.parametrize("paper", ["raee", "leaderboard"])
+def test_a_device_that_cannot_be_used_is_refused_before_anything_is_written(paper, tmp_path, capsys):
+    assert main(["reproduce", paper, "--quick", "--out", str(tmp_path / "out"), "--device", "tpu"]) == 2
+    assert "--device tpu: cannot be used here (expected cpu, cuda or cuda:N); use cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_are_tried_with_one_seed_and_one_that_diverges_is_the_worst(tmp_path, monkeypatch):
+    tried = []
+
+    def train(folder, options, seed, sources):
+        tried.append((options["lr"], seed))
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        if options["lr"] == 4.0:
+            raise Diverged("the loss became nan")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [1 / options["lr"]]}))
+        return SimpleNamespace(config={}, folder=folder)
+
+    monkeypatch.setattr(trainings, "trained", train)
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda run, task, reference: ({}, {}))
+    case = Case("a", "rows", {"task": "reviews", "lr": {"choose": [2.0, 4.0, 1.0]}})
+    sources = trainings.Sources(tmp_path, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainings.run_case(tmp_path, case, 0, sources, print)
+    monkeypatch.setattr(
+        trainings, "next_to_try", lambda values, scores: next((v for v in values if v not in scores), 0)
+    )
+    trainings.run_case(tmp_path, case, 1, sources, print)
+    assert tried == [(2.0, 0), (4.0, 0), (2.0, 1), (4.0, 1), (1.0, 1), (1.0, 1)]
+    made = read_json(tmp_path / "a.json")
+    assert made["tried"][1] == {"lr": 4.0, "hold-out": 0.0} and made["chosen"] == {"lr": 1.0}
+
+
+def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
+    for name, rows in (
+        ("SST-5/train", ["bad\t0", "poor\t1", "so so\t2", "good\t3", "great\t4"]),
+        ("SST-2/dev", ["fine\t1"]),
+    ):
+        path = tmp_path / "data" / f"{name}.tsv"
+        path.parent.mkdir(parents=True)
+        path.write_text("\n".join(["sentence\tlabel", *rows, ""]))
+    folder = trainings.Sources(tmp_path, tmp_path / "made").find("data", "SST-2 sentences")
+    assert folder.name == "SST-2"
+    assert (folder / "train.tsv").read_text() == "sentence\tlabel\nbad\t0\npoor\t0\ngood\t1\ngreat\t1\n"
+    assert (folder / "dev.tsv").read_text() == "sentence\tlabel\nfine\t1\n"
+    shutil.rmtree(tmp_path / "made")  # several processes that start together: all find what one makes
+    with ThreadPoolExecutor(4) as pool:
+        sources = [trainings.Sources(tmp_path, tmp_path / "made") for _ in range(4)]
+        assert set(pool.map(lambda each: each.find("data", "SST-2 sentences"), sources)) == {folder}
+
+
+# ---- What is committed ----
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_the_command_runs_what_a_page_shows_and_no_more(paper):
+    found, data = committed(paper)
+    cases = cases_of(found)
+    seeds_of = {name: sorted(map(int, data.found[name]["seeds"])) for name in data.trained}
+    assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in data.trained.items()}
+    assert len([*(RESULTS / paper).glob("*.json")]) == len(data.trained)
+    assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_a_page_shows_what_its_json_contains(paper):
+    made = page(paper, *committed(paper), RESULTS / paper, f"mini-ee reproduce {paper}")
+    assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
+
+
+@pytest.mark.parametrize("paper", PAGES)
+def test_a_page_without_runs_shows_that_none_was_run(paper, tmp_path):
+    """It is written after the first case of a fresh folder, when all others are missing."""
+    found = load_recipe(paper)
+    data = read_data(tmp_path, found)
+    made = page(paper, found, data, tmp_path, f"mini-ee reproduce {paper}")
+    assert f"0 of {len(data.trained)} cases have been run; `·` stands for the others." in made and "| nan" not in made
+
+
+def test_a_model_for_each_exit_is_measured_as_exits_are(tmp_path, checkpoint_folder, task_folder):
+    run = train("multi-model", checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
+    figures, *_ = measures.of_rows(run, load_task(task_folder), None)
+    assert 0 < figures["full"] <= 1 and "policy saved" not in figures
+
+
+def draw_weights(run):
+    """So that exits say different things."""
+    torch.manual_seed(0)
+    for name, parameter in run.model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.3)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_the_reported_split(
+    tmp_path, monkeypatch, checkpoint_folder, task_folder, own
+):
+    """A loss is counted from the full model's own score on those rows, or from that of another model."""
+    task, given = load_task(task_folder), {"exits": (1, 2, 3), "max_train": 30, "epochs": 1}
+    run = train("joint", checkpoint_folder, task_folder, tmp_path / "run", **given)
+    draw_weights(run)
+    fitted, every, dev = split_rows(task, 0, 30).train, task.split("train"), task.split("dev")
+    others = every.take(np.array([text not in fitted.texts for text in every.texts]))
+    on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
+    points = row_evaluation.curve(on_others, [NeverExit(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
+    full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
+    least = full if own else max(point["score"] for point in points)
+    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: [1.0] * len(runs))
+    figures, lists, made = measures.of_rows(run, task, None if own else {"full": 1.0, "hold-out full": least})
+    assert figures["hold-out full"] == full != there == figures["full"]
+    assert (figures["reference"], figures["reference hold-out"]) == (there if own else 1.0, least)
+    for name, loss in (("no loss", 0.0), ("one point", 0.01)):
+        good = [point for point in points if point["score"] >= least - loss - measures.ROUNDING]
+        rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
+        there = summary(on_dev.replay(rule), on_dev, task, dev.labels)
+        assert (figures[f"score at {name}"], figures[f"saved at {name}"]) == (there["score"], there["layers_saved"])
+        chosen_on = summary(on_others.replay(rule), on_others, task, others.labels)
+        assert figures[f"hold-out saved at {name}"] == chosen_on["layers_saved"]
+    scores = exit_scores(on_others, task, others.labels)
+    assert [figures[f"hold-out score after {layer}"] for layer in run.exits] == list(scores)
+    losses = [each["loss"] for each in row_evaluation.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
+    assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
+    stored = write_record(tmp_path / "one.npz", 0, made)  # figures and curves come from it again, without the model
+    for before, after in zip(made[:2], stored[:2]):  # measured on float16 numbers, as they are read back
+        assert np.array_equal(before.logits, after.logits) and np.array_equal(before.labels, after.labels)
+    for name, rule in stored.about["rules"].items():
+        again = summary(stored.reported.replay(rule_from_dict(rule)), stored.reported, task, dev.labels)
+        prefix, suffix = ("default ", "") if name == "default" else ("", f" {name}")
+        assert figures[f"{prefix}score{suffix}"] == again["score"]
+        assert figures[f"{prefix}saved{suffix}"] == again["layers_saved"]
+    shares = {name: value for name, value in figures.items() if TEST_SHARE.fullmatch(name) and name != "majority"}
+    assert shares.keys() >= {"full", "score after 1", "score at one point", "saved at no loss", "score at two thirds"}
+    for name, value in shares.items():  # each example's own, of which the figure is the mean
+        assert example_values(tmp_path / "one.npz", 0, name).mean() == pytest.approx(value, abs=1e-12), name
+    rules = map(rule_from_dict, stored.about["curve"])
+    again = [summary(stored.reported.replay(rule), stored.reported, task, dev.labels) for rule in rules]
+    assert lists["curve score"] == [each["score"] for each in again] and len(again) > 2
+    assert lists["curve saved"] == [each["layers_saved"] for each in again]
+
+
+def test_savings_are_measured_on_the_reported_split_at_the_held_out_threshold(tmp_path, checkpoint_folder):
+    folder = write_task(tmp_path / "words")
+    run = train("joint", checkpoint_folder, folder, tmp_path / "run", exits=(1, 2, 3), max_train=30, epochs=1)
+    draw_weights(run)
+    task = load_task(folder)
+    figures, _, made = measures.of_estimate(run, task, None)
+    (fitted, held), dev = holdout(task.split("train"), 0), task.split("dev")
+    some, others, there = (
+        rounded(record(run.segments(), run.encode(rows.texts), 8)._replace(labels=rows.labels))
+        for rows in (held, fitted, dev)
+    )
+    rules = [savings_estimate.threshold_at(observe(on)) for on in (some, others, there)]
+    found = [savings_estimate.savings_at(observe(there), rule, (1, 2, 3), Costs(0.0, 0.0)) for rule in rules]
+    assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
+    assert len({each.saved for each in found}) == 3
+    assert figures["full"] == exit_scores(there, task, dev.labels)[-1]
+    stored = write_record(tmp_path / "one.npz", 0, made)  # the figures come from it again, without the model
+    result = stored.reported.replay(rule_from_dict(stored.about["rules"]["at 95 % agreement"]))
+    assert 1 - result.cost.depth.mean() / 3 == pytest.approx(figures["measured"])
+    agrees = result.logits.argmax(axis=1) == stored.reported.predictions[:, -1]
+    assert agrees.mean() == pytest.approx(figures["agreement"])
+    assert example_values(tmp_path / "one.npz", 0, "full").mean() == pytest.approx(figures["full"])
+
+
+@pytest.mark.parametrize("method", ["multi-model", "lora-exits"])
+def test_if_no_example_exits_early_the_model_without_exits_is_timed(
+    tmp_path, monkeypatch, checkpoint_folder, task_folder, method
+):
+    run = train(method, checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
+    monkeypatch.setattr(measures, "rules_of", lambda run, on, task: [NeverExit()])
+    timed = []
+    monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: timed.extend(runs) or [1.0] * len(runs))
+    figures, *_ = measures.of_rows(run, load_task(task_folder), None)
+    assert figures["operations at one point"] == 1 and figures["saved at one point"] == 0
+    assert {segments.exits for segments, *_ in timed} == {(3,)}
+
+
+def test_what_read_another_text_is_not_taken(tmp_path):
+    case = Case("writes", "writing", {"method": "calm"}, reads="old.txt")
+    write_json(trainings.file_of(tmp_path, "writes"), read_case(tmp_path, case) | {"seeds": {"0": MADE}})
+    assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
+
+
+def test_a_band_is_the_mean_and_one_standard_deviation_over_seeds():
+    """Of a figure of each setting, and of the points of a curve."""
+    scores = [0.4, 0.7, 0.7]
+    spread = statistics.stdev(scores)
+    seeds = {
+        str(seed): MADE | {"figures": {"score": score}, "lists": {"x": [0.0, 1.0], "y": [0.0, score]}}
+        for seed, score in enumerate(scores)
+    }
+    data = PageData({}, {"k 4": {"seeds": seeds}})
+    (x, *band), *others = zip(*pictures._over({"case": "k {}", "over": ["4"], "y": "score"}, data))
+    assert (x, others) == (4.0, []) and band == pytest.approx([0.6, 0.6 - spread, 0.6 + spread])
+    grid, *curves = pictures._lists({"case": "k 4", "x": "x", "y": "y"}, data)
+    assert grid[-1] == 1 and [curve[-1] for curve in curves] == pytest.approx([0.6, 0.6 - spread, 0.6 + spread])
+
+
+@pytest.mark.parametrize("name", ["joint", "a decoder of some length, heads from scratch, lambda .95"])
+def test_a_pictures_legend_is_inside_it(tmp_path, monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    lists = {"x": [0.0, 1.0], "y": [0.5, 0.7]}
+    series = {f"{name} {number}": {"case": "one", "x": "x", "y": "y"} for number in range(4)}
+    data = SimpleNamespace(found={"one": {"seeds": {"0": {"lists": lists}}}})
+    pictures.draw(tmp_path / "fig.png", {"x": "saved", "y": "score", "series": series}, data)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    inside = legend.get_window_extent()
+    assert 0 <= inside.x0 and inside.x1 <= figure.bbox.width and len(legend.get_texts()) == 4
+
+
+def test_a_picture_has_a_panel_for_each_series_next_to_another_or_for_each_of_its_panels():
+    series = {name: {"case": f"{{task}} {name}"} for name in "abc"}
+    pairs = panels_of({"series": series, "against": "b"})
+    assert [(panel["panel"], [*panel["series"]]) for panel in pairs] == [("a", ["b", "a"]), ("c", ["b", "c"])]
+    first, second = panels_of({"series": series, "y": "up", "panels": [{"with": {"task": "T"}}, {"y": "down"}]})
+    assert first["series"]["a"] == {"case": "{task} a", "task": "T"} and (first["y"], second["y"]) == ("up", "down")
+    assert second["series"] == series
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_page_begins_with_its_answer_two_pictures_and_its_main_table(paper):
+    before, claims, _ = re.split(r"## (?:Claims|Appendix)\n", (RESULTS / f"{paper}.md").read_text())
+    assert before.count("\n![") == 2 and len(before.partition("\n|")[0].split()) < 300
+    assert not re.search(r"·|\{|\}", before), "a figure of the answer is missing"
+    assert claims.count("<details>") == claims.count("</details>") >= len(load_recipe(paper)["claims"])
+
+
+def test_dropped_examples_are_listed_with_the_data_also_if_there_is_one_table():
+    made = page("estimate", *committed("estimate"), RESULTS / "estimate", "command")
+    trained = made.partition("<summary>How it was trained</summary>")[2].partition("</details>")[0]
+    assert "- Test examples that also occur in the train split, word for word, are dropped: 561 of MPQA" in trained
+    assert "More tables" not in made
+
+
+def test_the_overview_shows_what_the_records_contain():
+    cards = {}
+    for paper in PAPERS:
+        found, data = committed(paper)
+        judged = [judge_claim(claim, data) for claim in found["claims"]]
+        cards[paper] = Card(found["title"], answer(found, data), judged)
+    assert overview_page(cards, True, False) == (RESULTS / "README.md").read_text()
+    assert judging_page() == (RESULTS / "judging.md").read_text()
+    every = [one for card in cards.values() for one in card.judged if not one.claim.get("control")]
+    assert f"**{len(every)} claims of 4 papers" in (RESULTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("share", "other"),
+    [("score after 2", "loss after 2"), ("full", "full perplexity"), ("saved at .9", "speed-up at epsilon .8")]
+    + [("kNN votes weighted", "layers k 2"), ("oracle", "oracle layers"), ("end to end at epsilon .5", "SGMV, 2 rows")],
+)
+def test_only_shares_are_in_percent(share, other):
+    assert is_share(share) and not is_share(other)
+
+
+def test_the_papers_columns_stand_next_to_ours_if_they_are_joined():
+    data = PageData(
+        cases_of(TINY), {name: {"seeds": {"0": MADE | {"figures": {"full": 0.5}}}} for name in cases_of(TINY)}
+    )
+    (table,) = TINY["tables"]
+    lines = _table_lines(table | {"join": True}, data)
+    assert "| joint | 50.0 | none | 1 | 50.0 |" in _table_lines(table | {"join": True}, data, main=True)
+    assert "|  | full | saved | the paper: full |" in lines
+    assert "| joint | 50.0 | none | 50.0 |" in lines and "| two-stage | 50.0 | none |  |" in lines
+
+
+def test_dots_are_means_in_percent_and_stacked_bars_add_up(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    seeds = {"0": {"figures": {"full": 0.4, "leave 1": 0.3, "leave 2": 0.7}}, "1": {"figures": {"full": 0.6}}}
+    data = PageData({}, {"T one": {"seeds": seeds}, "T two": {"seeds": {}}})
+    about = {"x": "x", "y": "y", "level": {"case": "T one", "figure": "full", "name": "full model"}}
+    rows, dot = {"one": {"of": "one"}, "two": {"of": "two"}}, {"case": "T {of}", "figure": "full"}
+    pictures.draw(tmp_path / "dots.png", about | {"kind": "dots", "rows": rows, "series": {"RAEE": dot}}, data)
+    parts = {f"layer {k}": {"case": "T one", "over": [".5"], "y": f"leave {k}"} for k in (1, 2)}
+    pictures.draw(tmp_path / "bars.png", about | {"kind": "stacked", "series": parts}, data)
+    (dots,), (bars,) = (figure.axes for figure in drawn)
+    ((x,), (y,)) = dots.containers[0].lines[0].get_data()
+    assert (x, y) == (pytest.approx(50), 0) and [text.get_text() for text in dots.get_yticklabels()] == ["one", "two"]
+    assert [(bar.get_y(), bar.get_height()) for bar in bars.patches] == [(0, 0.3), (0.3, 0.7)]
+    assert [text.get_text() for text in bars.texts] == ["full model"] and bars.lines[0].get_ydata()[0] == pytest.approx(
+        0.5
+    )
+
+
+def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
+    cases = cases_of(TINY)
+    name = "reviews joint"
+    made = MADE | {"figures": {"full": 0.75}, "data": {"reviews": "abc"}, "test_rows": 0}
+    made_before = {"case": name, "measure": "rows", "options": cases[name].options, "seeds": dict.fromkeys("012", made)}
+    write_json(trainings.file_of(tmp_path, name), made_before)
+    compare = [
+        {"more": "reviews two-stage", "than": 0.1, "figure": "full"},
+        {"more": name, "than": 0.5, "figure": "full", "exact": True},
+    ]
+    claims = [{"text": "Both", "paper": "-", "compare": compare}]
+    text = page("raee", TINY | {"claims": claims}, read_data(tmp_path, TINY), tmp_path, "command")
+    assert (
+        "<b>1. runs are missing</b> (comparisons: 1 above, 1 undecided) · Both</summary>" in text
+        and "\nThe paper: -.\n" in text
+    )
+    assert "\n| full: reviews joint, against a number | 75.0 % | 50.0 % | +25.0 | 3 | above |\n" in text
+
+
+def test_a_page_that_differs_from_its_json_is_found(tiny, monkeypatch):
+    """A figure changed by hand, in the page or in the JSON, and the two are not equal any more."""
+    cases = cases_of(TINY)
+    folder = tiny / "raee"
+    folder.mkdir(parents=True)
+    for number, (name, case) in enumerate(cases.items()):
+        figures = {"full": 0.5 + number / 10, "saved at one point": 0.25}
+        seeds = {"0": MADE | {"figures": figures, "data": {"reviews": "abc"}, "test_rows": 40}}
+        made_before = {"case": name, "measure": case.measure, "options": case.options, "seeds": seeds}
+        write_json(trainings.file_of(folder, name), made_before)
+    found = load_recipe("raee")
+
+    def made():
+        return page("raee", found, read_data(folder, found), folder, "command")
+
+    first = made()
+    assert "| joint | 50.0 | 25.0 |" in first and "| two-stage | 60.0 | 25.0 |" in first
+    assert "\nThe accuracies are 50.0 % and 60.0 %.\n" in first
+    path = trainings.file_of(folder, "reviews two-stage")
+    made_before = read_json(path)
+    made_before["seeds"]["0"]["figures"]["full"] = 0.7
+    write_json(path, made_before)
+    assert made() != first and "| two-stage | 70.0 | 25.0 |" in made()
+
+
+def test_readme_prints_no_figure_that_is_not_in_the_json():
+    text = re.sub(r"```.*?```", "", (RESULTS.parent / "README.md").read_text(), flags=re.S)
+    printed = set(re.findall(r"(?<![\w.])\d+\.\d %", text))
+    assert printed == README_FIGURES.keys()
+    for shown, (paper, case, figure) in README_FIGURES.items():
+        assert shown == printed_mean(paper, case, figure), (paper, case, figure)
+    examples = committed("raee")[1].mean("TREC encoder fallback 3", "rows")
+    assert f"{examples:,.0f} more labelled ones" in text
+    speed_up = printed_mean("consistentee", "TREC joint", "speed-up at one point")
+    assert f"{speed_up} times as fast" in text
+    for decoder in ("built-in", "stories260K"):
+        speed_up = printed_mean("self-supervised", f"{decoder} copy 0 soft", "speed-up at epsilon .8")
+        assert f"{speed_up} times as fast" in text, decoder
+    case, figures = "built-in copy 0 soft", ("full perplexity", "perplexity at epsilon .8")
+    before, after = (printed_mean("self-supervised", case, figure) for figure in figures)
+    assert f"its perplexity rises from {before} to {after}" in text
+
+
+def test_a_page_repeats_the_figure_of_another_page():
+    shown = printed_mean("shortest", "lora-exits on TREC", "saved at one point")
+    assert f"it saves {shown}, compared with its own full model" in (RESULTS / "loraexit.md").read_text()
+
+
+@pytest.mark.parametrize("document", ["README.md", "tutorial.md", "CONTRIBUTING.md", "export/README.md"])
+def test_a_figure_that_a_document_cites_from_a_page_is_on_that_page(document):
+    """Decimals and percentages of a sentence with a link to a page of results."""
+    path = RESULTS.parent / document
+    for sentence, link in citations(path.read_text()):
+        page = set(re.findall(r"\d[\d,]*(?:\.\d+)?", (path.parent / link).read_text()))
+        cited = re.findall(r"(?<![\w.])\d[\d,]*\.\d+|\d+(?= ?%)", sentence)
+        assert set(cited) <= page, f"not on {link}: {set(cited) - page}, in: {sentence}"
+
+
+def citations(text: str) -> list[tuple[str, str]]:
+    """(sentence, page) of each link to a page of results; a sentence ends where its link does."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        paragraph = " ".join(paragraph.split())
+        for link in re.finditer(r"\]\(((?:\.\./)?results/[\w-]+\.md)", paragraph):
+            before = paragraph[: link.end()]
+            ends = [end.end() for end in re.finditer(r"(?<=[\w%)`*])[.:!?] (?=[A-Z*`\[])", before)]
+            found.append((before[max(ends, default=0) :], link[1]))
+    return found
+
+
+def test_a_citation_is_the_sentence_before_its_link():
+    text = "It had 9.9 %. It saves 1.5 % ([results](results/raee.md)). Then 7.7.\n\nNo [link](../results/onnx.md) here."
+    assert citations(text) == [
+        ("It saves 1.5 % ([results](results/raee.md", "results/raee.md"),
+        ("No [link](../results/onnx.md", "../results/onnx.md"),
+    ]
+
+
+def printed_mean(paper: str, case: str, figure: str) -> str:
+    return with_unit(committed(paper)[1].mean(case, figure), figure)
+
+
+# ---- Measured pages ----
+
+
+def test_sections_after_the_first_ones_are_folded():
+    text = "# Page\n\nAnswer.\n\n## First\n\none\n\n## Second\n\n### Part\n\ntwo\n"
+    made = fold_sections(text, 1)
+    assert made.startswith(
+        "# Page\n\nAnswer.\n\n## First\n\none\n\n<details>\n<summary><b>Second</b></summary>\n\n### Part"
+    )
+    assert (
+        made.count("<details>") == made.count("</details>") == 1
+        and fold_sections("# Page\n\nAnswer.\n", 0) == "# Page\n\nAnswer.\n"
+    )
+
+
+@pytest.fixture
+def measured_page(monkeypatch):
+    """A page of two parts in place of shards; the first one counts the letters of a file of the data."""
+
+    def first(sources, work):
+        assert sources.find("weights", "model").exists()
+        return {"first": len((sources.find("data", "one") / "a.txt").read_text())}
+
+    parts = {
+        "first": first,
+        "second": lambda *_: {"second": 2},
+    }
+    text = "# Two parts\n\n{first} {second}\n"
+    module = SimpleNamespace(PARTS=parts, PAGE_TEXT=text, page=lambda figures: text.format(**figures))
+    monkeypatch.setattr(measured, "import_module", lambda name: module)
+    return module
+
+
+def test_hours_of_an_interrupted_measurement_count(measured_page, tmp_path, monkeypatch):
+    clock = iter((0.0, 3600.0, 5000.0, 5000.0 + 7200.0))
+    monkeypatch.setattr(measured.os, "times", lambda: (next(clock), 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setitem(measured_page.PARTS, "second", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measured.make_page("shards", ["second"], tmp_path, tmp_path)
+    assert not (tmp_path / "shards.json").exists()
+    monkeypatch.setitem(measured_page.PARTS, "second", lambda *_: {"second": 2})
+    measured.make_page("shards", ["second"], tmp_path, tmp_path)
+    assert read_json(tmp_path / "shards.json")["measured"]["second"]["core_hours"] == 3.0
+
+
+def test_a_page_is_not_written_from_parts_of_which_nothing_says_how_they_were_measured(measured_page, tmp_path):
+    lines = []
+    write_json(tmp_path / "shards.json", {"first": 1, "second": 2})
+    assert measured.make_page("shards", out=tmp_path, say=lines.append)["page"] is None
+    assert lines == [f"{tmp_path / 'shards.md'} is not written yet; missing parts: first, second"]
+
+
+def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, tmp_path, capsys):
+    (one := tmp_path / "here" / "data" / "one").mkdir(parents=True)
+    (tmp_path / "here" / "weights" / "model").mkdir(parents=True)
+    (one / "a.txt").write_text("a")
+    command = ["reproduce", "shards", "--out", str(tmp_path), "--sources", str(tmp_path / "here"), "--json"]
+    assert main(command) == 2 and "`mini-ee reproduce shards --measure` writes it" in capsys.readouterr().err
+    assert main([*command, "--measure", "third"]) == 2
+    assert "--measure: expected some of first, second; found third" in capsys.readouterr().err
+    assert main([*command, "--measure", "first"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["page"] is None and answer["measured"] == ["first"] and not (tmp_path / "shards.md").exists()
+    assert main([*command, "--measure", "second"]) == 0
+    made = read_json(tmp_path / "shards.json", signed="first")
+    about = made.pop("measured")
+    assert made == {"first": 1, "second": 2} and set(about) == {"first", "second"}
+    sums = {"one": json_sha256({"a.txt": file_sha256(one / "a.txt")})}
+    assert [about[part]["data"] for part in about] == [sums, {}] and about["first"]["core_hours"] < 0.1
+    text = (tmp_path / "shards.md").read_text()
+    assert text.startswith("# Two parts\n\n1 2\n") and f"sha256) of one: {sums['one']}." in text
+    assert f"- second: {about['second']['core_hours']:g} core hours; {trainings.processor()}, " in text
+    capsys.readouterr()
+    for measure, parts in (([], []), (["--measure"], ["first", "second"])):
+        assert main([*command, *measure]) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == parts
+
+
+def test_a_measured_page_does_not_replace_another_file(measured_page, tmp_path, capsys):
+    (tmp_path / "shards.md").write_text("# Notes\n")
+    assert main(["reproduce", "shards", "--out", str(tmp_path), "--measure"]) == 2
+    assert (
+        "expected a page of `mini-ee reproduce`" in capsys.readouterr().err and not (tmp_path / "shards.json").exists()
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["shards", "--quick"], "--only, --quick, --seeds and --device are for papers; shards has --measure PART"),
+        (
+            ["shards", "--only", "Table 1"],
+            "--only, --quick, --seeds and --device are for papers; shards has --measure PART",
+        ),
+        (["raee", "--measure"], "raee runs what is missing; leave it out"),
+    ],
+)
+def test_papers_and_measured_pages_have_options_of_their_own(command, error, capsys):
+    assert main(["reproduce", *command]) == 2 and error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_measured_page_names_its_command(name):
+    text = (RESULTS / f"{name}.md").read_text()
+    assert f"Made by `mini-ee reproduce {name}` from [{name}.json]({name}.json)" in " ".join(text.split())

@@ -1,0 +1,520 @@
+"""T5 against transformers, through what tests/make_golden.py wrote and on random configs, and against loops."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from t5_cases import GOLDEN, KINDS, TOLERANCE, assert_close, golden
+from torch.nn import functional as F
+
+import mini_ee.lab.backbones.relative_biases as relative_biases
+import mini_ee.lab.backbones.t5 as t5
+import mini_ee.lab.backbones.t5_layers as t5_layers
+from mini_ee.lab.backbones.hub import load_backbone, read_config, save_backbone
+from mini_ee.lab.backbones.relative_biases import Biases, buckets
+from mini_ee.lab.backbones.t5 import T5
+from mini_ee.lab.backbones.t5_layers import HeadNorm, Layer, LayerContext, Pairs, T5Config
+
+RANDOM_TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def states_of(model, inputs):
+    """What the encoder and the decoder make of texts and answers, by the names of the golden files."""
+    depth, context, hidden = len(model.encoder), model.context(inputs), model.embed(inputs)
+    found = {f"encoder.{layer}": model.encode(inputs, layer)[0] for layer in range(depth)}
+    found |= {f"encoder.{depth}": context.memory, "hidden.0": hidden}
+    for layer in range(model.config.num_hidden_layers):
+        hidden = model.run_layers(hidden, context, layer, layer + 1)
+        found[f"hidden.{layer + 1}"] = hidden
+    last = found.pop(f"hidden.{model.config.num_hidden_layers}")
+    return found | {"normed": model.norm(last) / model.norm.scale, "lm_logits": model.lm_logits(last)}
+
+
+def assert_states(model, inputs, expected, tolerance=TOLERANCE):
+    found, real = states_of(model, inputs), inputs.attention_mask.bool()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        own = real if name.startswith("encoder") else ...
+        assert_close(found[name][own], tensor[own], tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_and_logits_are_those_of_transformers(kind):
+    model, inputs, expected = golden(kind)
+    del expected["greedy"]
+    assert_states(model, inputs, expected)
+    alone = model.hidden_states(inputs.input_ids, inputs.attention_mask)  # of the token that an answer starts with
+    assert [state.shape for state in alone] == [(3, 1, 8)] * 4
+    for depth in range(3):
+        assert_close(alone[depth], expected[f"hidden.{depth}"][:, :1])
+    assert_close(model.lm_logits(alone[3]), expected["lm_logits"][:, :1])
+
+
+# ---- The test above can fail: each of these bugs is planted, and must be caught. ----
+
+
+def after_loading(damage):
+    """load_backbone ends with `.eval()`: there the loaded model is damaged."""
+    return lambda patch: patch.setattr(T5, "eval", lambda self: (damage(self), self.train(False))[1])
+
+
+def scaled_scores(patch):
+    right = F.scaled_dot_product_attention
+    patch.setattr(
+        t5_layers.F, "scaled_dot_product_attention", lambda *x, scale, **more: right(*x, scale=5**-0.5 * scale, **more)
+    )
+
+
+def of_buckets(change):
+    right = buckets
+    return lambda patch: patch.setattr(relative_biases, "buckets", lambda *given: right(*change(*given)))
+
+
+def reads_ahead(patch):
+    right = T5.context
+    patch.setattr(
+        T5,
+        "context",
+        lambda self, inputs: (found := right(self, inputs))._replace(bias=found.bias.nan_to_num(neginf=0)),
+    )
+
+
+def reads_padding_in(name):
+    def plant(patch):
+        right = getattr(t5, "padding_mask")
+        if name == "encoder":
+            patch.setattr(t5, "padding_mask", lambda *given: None)
+        else:
+            context = T5.context
+            patch.setattr(T5, "context", lambda self, inputs: context(self, inputs)._replace(readable=None))
+        assert right is not None
+
+    return plant
+
+
+def biased_cross_attention(patch):
+    right = LayerContext.attend_memory
+
+    def attend_memory(self, depth, layer, query, *more):
+        bias = torch.linspace(0, 1, self.memory.shape[1]).expand(len(query), 1, 1, -1)
+        return right(self._replace(readable=bias.masked_fill(~self.readable, -torch.inf)), depth, layer, query, *more)
+
+    patch.setattr(LayerContext, "attend_memory", attend_memory)
+
+
+def memory_is_normed(patch):
+    right = Layer.linear
+    patch.setattr(
+        Layer,
+        "linear",
+        lambda self, name, x, adapt: right(self, name, self.cross_norm(x) if name == "cross_key_value" else x, adapt),
+    )
+
+
+BUGS = {
+    "t5: scores are scaled": scaled_scores,
+    "t5: i - j for j - i": of_buckets(lambda r, both, config: (-r, both, config)),
+    "t5: both stacks look one way": of_buckets(lambda r, both, config: (r, False, config)),
+    "t5: both stacks look two ways": of_buckets(lambda r, both, config: (r, True, config)),
+    "t5: distances end earlier": of_buckets(
+        lambda r, both, config: (r, both, replace(config, relative_attention_max_distance=5))
+    ),
+    "t5: one table for both": after_loading(lambda model: setattr(model, "biases", model.encoder_biases)),
+    "t5: answers read what follows": reads_ahead,
+    "t5: padding is read": reads_padding_in("encoder"),
+    "t5: padding is read across": reads_padding_in("decoder"),
+    "t5: bias across": biased_cross_attention,
+    "t5: the memory is normed twice": memory_is_normed,
+    "t5: the memory is not normed": after_loading(lambda model: setattr(model, "encoder_norm", torch.nn.Identity())),
+    "t5: the head's input is not scaled": after_loading(
+        lambda model: setattr(model, "lm_logits", lambda x: F.linear(model.norm(x) * 8**0.5, model.embeddings.weight))
+    ),
+    "t5-v1.1: the head's input is scaled": after_loading(lambda model: setattr(model.norm, "scale", 8**-0.5)),
+    "t5-v1.1: the head is tied": after_loading(
+        lambda model: setattr(model, "lm_logits", lambda x: F.linear(model.norm(x), model.embeddings.weight))
+    ),
+    "t5-v1.1: the gate is the other map": after_loading(
+        lambda model: [
+            (setattr(layer, "gate", layer.gated), setattr(layer, "gated", gate))
+            for layer in model.layers
+            for gate in [layer.gate]
+        ]
+    ),
+    "t5-v1.1: exact gelu": after_loading(lambda model: [setattr(each, "activation", F.gelu) for each in model.layers]),
+    "t5-v1.1: another eps": after_loading(lambda model: setattr(model.layers[1].mlp_norm, "eps", 0.1)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_comparison_with_transformers_can_fail(monkeypatch, bug):
+    BUGS[bug](monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        test_hidden_states_and_logits_are_those_of_transformers(bug.split(":")[0])
+
+
+# ---- Random configs, all switches ----
+
+
+def drawn_config(seed):
+    """Small, with every switch that changes what is computed."""
+    draw = np.random.default_rng([seed, 5])
+
+    def one_of(*values):
+        return values[draw.integers(len(values))]
+
+    count = one_of(4, 5, 7, 8, 16, 32)
+    return {
+        "vocab_size": 40,
+        "d_model": one_of(8, 12, 18),
+        "d_kv": one_of(1, 3, 8),
+        "d_ff": one_of(8, 20),
+        "num_heads": one_of(1, 2, 5),
+        "num_layers": one_of(1, 2, 3),
+        "num_decoder_layers": one_of(None, 1, 2, 3),
+        "relative_attention_num_buckets": count,
+        "relative_attention_max_distance": count // 2 + one_of(1, 2, 5, 112),
+        "feed_forward_proj": one_of(
+            *(f"{gate}{act}" for gate in ("", "gated-") for act in ("relu", "gelu", "gelu_new", "silu"))
+        ),
+        "layer_norm_epsilon": one_of(1e-6, 1e-3, 0.1),
+        "tie_word_embeddings": one_of(True, False),
+        "decoder_start_token_id": one_of(0, 3),
+        "eos_token_id": one_of(1, 2),
+    }
+
+
+def theirs(config, seed, own_head):
+    """The model of transformers, every parameter drawn."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**config)).eval()
+    if own_head:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(config["vocab_size"], config["d_model"]))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.normal_(generator=generator)
+        if parameter.dim() == 1:
+            parameter.mul_(0.3).add_(1)
+        else:
+            parameter.mul_(parameter.shape[1] ** -0.5)
+    return model
+
+
+def drawn_pairs(config, seed):
+    """Three texts of 12, 7 and 1 tokens, the second with its padding on the left; answers of 6 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, written = (torch.randint(2, config["vocab_size"], (3, n), generator=generator) for n in (12, 6))
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [1]])).long()
+    mask[1] = mask[1].flip(0)
+    written[:, 0] = config["decoder_start_token_id"]
+    return Pairs(ids * mask, mask, written)
+
+
+def as_version_4(folder):
+    """config.json as transformers 4 wrote it, which told by the tie whether the head's input is scaled."""
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config.pop("scale_decoder_outputs")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_configs_are_equal_to_transformers_and_written_as_they_are_read(seed, tmp_path):
+    config, own_head = drawn_config(seed), seed % 2 == 0
+    model, inputs = theirs(config, seed, own_head), drawn_pairs(config, seed)
+    model.save_pretrained(tmp_path / "theirs")
+    if own_head or config["tie_word_embeddings"]:
+        as_version_4(tmp_path / "theirs")
+    output = model(**inputs._asdict(), output_hidden_states=True)
+    *states, normed = output.decoder_hidden_states
+    expected = {f"encoder.{depth}": state for depth, state in enumerate(output.encoder_hidden_states)}
+    expected |= {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    ours = load_backbone(tmp_path / "theirs")
+    assert_states(ours, inputs, expected | {"normed": normed, "lm_logits": output.logits}, RANDOM_TOLERANCE)
+    assert ours.config.decoder_start_token_id == config["decoder_start_token_id"]
+    assert (ours.lm_head is not None) == own_head
+
+    save_backbone(ours, tmp_path / "ours")
+    assert load_backbone(tmp_path / "ours").config == ours.config
+    again, report = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert_close(again.eval()(**inputs._asdict()).logits, output.logits)
+
+
+# ---- The equations ----
+
+
+def bucket(r, both, count=32, most=128):
+    """In plain Python, for the numbers that all published checkpoints have."""
+    first, n = 0, max(-r, 0)
+    if both:
+        count //= 2
+        first, n = count * (r > 0), abs(r)
+    half = count // 2
+    far = half + math.floor(math.log(n / half) / math.log(most / half) * (count - half)) if n >= half else 0
+    return first + (n if n < half else min(far, count - 1))
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_buckets_are_those_of_the_formula(both):
+    config, distances = load_backbone(GOLDEN / "t5").config, torch.arange(-600, 601)
+    found = buckets(
+        distances, both, replace(config, relative_attention_num_buckets=32, relative_attention_max_distance=128)
+    )
+    assert found.tolist() == [bucket(r, both) for r in distances.tolist()]
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    attention = transformers.models.t5.modeling_t5.T5Attention
+    assert torch.equal(found, attention._relative_position_bucket(distances, both, 32, 128))
+
+
+def by_loops(file, config, text, answer):
+    """The logits of one text and answer, (T, V) in float64, from the tensors of Hugging Face's file, in loops."""
+    get = {name: tensor.double().numpy() for name, tensor in file.items()}
+    heads, d = config.num_attention_heads, config.head_width
+    sizes = config.relative_attention_num_buckets, config.relative_attention_max_distance
+
+    def norm(x, name):
+        return [row / math.sqrt(sum(v * v for v in row) / len(row) + 1e-6) * get[f"{name}.weight"] for row in x]
+
+    def attention(x, others, name, table, both):
+        q, k, v = (
+            [get[f"{name}.{part}.weight"] @ row for row in rows] for part, rows in zip("qkv", (x, others, others))
+        )
+        out = []
+        for i in range(len(x)):
+            read = np.zeros(heads * d)
+            for h in range(heads):
+                own, scores = slice(h * d, (h + 1) * d), []
+                for j in range(len(others)):
+                    bias = 0.0 if table is None else get[table][bucket(j - i, both, *sizes), h]
+                    scores.append(-math.inf if table and not both and j > i else q[i][own] @ k[j][own] + bias)
+                powers = [math.exp(score - max(scores)) for score in scores]
+                for j, power in enumerate(powers):
+                    read[own] += power / sum(powers) * v[j][own]
+            out.append(get[f"{name}.o.weight"] @ read)
+        return out
+
+    def feed(x, name):
+        found = []
+        for row in x:
+            if f"{name}.wi.weight" in get:
+                inner = np.maximum(get[f"{name}.wi.weight"] @ row, 0)
+            else:
+                g = get[f"{name}.wi_0.weight"] @ row
+                gelu = 0.5 * g * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+                inner = gelu * (get[f"{name}.wi_1.weight"] @ row)
+            found.append(get[f"{name}.wo.weight"] @ inner)
+        return found
+
+    def add(x, y):
+        return [a + b for a, b in zip(x, y)]
+
+    def stack(name, ids, layers, memory):
+        x, table = (
+            [get["shared.weight"][i] for i in ids],
+            f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        )
+        for layer in range(layers):
+            own = f"{name}.block.{layer}.layer"
+            normed = norm(x, f"{own}.0.layer_norm")
+            x = add(x, attention(normed, normed, f"{own}.0.SelfAttention", table, name == "encoder"))
+            if memory is not None:
+                x = add(x, attention(norm(x, f"{own}.1.layer_norm"), memory, f"{own}.1.EncDecAttention", None, False))
+            last = 1 if memory is None else 2
+            x = add(x, feed(norm(x, f"{own}.{last}.layer_norm"), f"{own}.{last}.DenseReluDense"))
+        return norm(x, f"{name}.final_layer_norm")
+
+    memory = stack("encoder", text, config.num_encoder_layers, None)
+    normed = stack("decoder", answer, config.num_hidden_layers, memory)
+    scale = config.hidden_size**-0.5 if "lm_head.weight" not in get else 1.0
+    return np.stack([get.get("lm_head.weight", get["shared.weight"]) @ (row * scale) for row in normed])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_its_equations_in_loops_in_float64(kind):
+    model, inputs, _ = golden(kind)
+    file, model = load_file(GOLDEN / kind / "model.safetensors"), model.double()
+    one = Pairs(inputs.input_ids[1:2, :6], None, inputs.decoder_input_ids[1:2, :5])
+    hidden = model.run_layers(model.embed(one), model.context(one), 0, 3)
+    found = F.linear(model.norm(hidden), model.get_parameter(model.vocabulary["weight"]))[0].numpy()  # in float64
+    expected = by_loops(file, model.config, one.input_ids[0].tolist(), one.decoder_input_ids[0].tolist())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_what_the_encoder_makes_of_a_text_does_not_depend_on_its_padding():
+    model, inputs, _ = golden("t5")
+    whole = model.context(inputs)
+    for row, length in enumerate(inputs.attention_mask.sum(1)):
+        alone = model.context(
+            Pairs(inputs.input_ids[row : row + 1, :length], None, inputs.decoder_input_ids[row : row + 1])
+        )
+        assert alone.readable is None
+        assert_close(whole.memory[row, :length], alone.memory[0], 2e-6)
+    other = inputs.input_ids.where(inputs.attention_mask.bool(), torch.tensor(7))
+    changed = model.context(inputs._replace(input_ids=other))
+    assert torch.equal(changed.memory[inputs.attention_mask.bool()], whole.memory[inputs.attention_mask.bool()])
+
+
+# ---- Folders ----
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """changed(kind, config, tensors): a golden folder with other keys and tensors; None takes one away."""
+
+    def changed(kind="t5", config=None, tensors=None):
+        folder = tmp_path / "changed"
+        folder.mkdir(exist_ok=True)
+        keys = json.loads((GOLDEN / kind / "config.json").read_text()) | (config or {})
+        (folder / "config.json").write_text(json.dumps({key: v for key, v in keys.items() if v != "absent"}))
+        found = load_file(GOLDEN / kind / "model.safetensors") | (tensors or {})
+        save_file({name: tensor for name, tensor in found.items() if tensor is not None}, folder / "model.safetensors")
+        return folder
+
+    return changed
+
+
+def words():
+    return load_file(GOLDEN / "t5" / "model.safetensors")["shared.weight"]
+
+
+OLD_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+def test_old_copies_and_what_nothing_reads_are_passed_over(folder):
+    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    path = folder(tensors={name: words() for name in copies} | {OLD_BIAS: torch.zeros(8, 2)})
+    model = load_backbone(path)
+    assert model.lm_head is None and model.config.tie_word_embeddings and not model.left_out
+    assert model.state_dict().keys() == load_backbone(GOLDEN / "t5").state_dict().keys()
+
+
+CLASSIFIER = {"classification_head.dense.weight": torch.ones(8, 8), "classification_head.dense.bias": torch.ones(8)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_classifier_the_backbone_is_taken_and_the_head_is_left_out(folder, kind):
+    file = load_file(GOLDEN / kind / "model.safetensors")
+    renamed = dict.fromkeys(file) | {f"transformer.{name}": t for name, t in file.items() if name != "lm_head.weight"}
+    keys = {"architectures": ["T5ForSequenceClassification"], "tie_word_embeddings": kind == "t5"}
+    found, (whole, inputs, _) = load_backbone(folder(kind, keys, renamed | CLASSIFIER)), golden(kind)
+    assert found.left_out == tuple(sorted(CLASSIFIER)) and not found.untied_head
+    assert found.has_lm_head == (kind == "t5")  # v1.1 has a head of its own, which is not in this file
+    for state, expected in zip(found.hidden_states(*inputs[:2]), whole.hidden_states(*inputs[:2]), strict=True):
+        assert torch.equal(state, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_classifier_that_transformers_saved_is_read_as_it_reads_it(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config = drawn_config(0) | {"num_decoder_layers": 2}
+    model = transformers.T5ForSequenceClassification(transformers.T5Config(**config)).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    inputs, ours = drawn_pairs(config, 0), load_backbone(tmp_path / "theirs")
+    output = model.transformer(**inputs._asdict(), output_hidden_states=True)
+    context, hidden = ours.context(inputs), ours.embed(inputs)
+    for depth, expected in enumerate(output.decoder_hidden_states[:2]):
+        assert_close(hidden, expected, RANDOM_TOLERANCE)
+        hidden = ours.run_layers(hidden, context, depth, depth + 1)
+    assert_close(F.rms_norm(hidden, hidden.shape[-1:], ours.norm.weight, ours.norm.eps), output.last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        (
+            "t5",
+            {"encoder.embed_tokens.weight": torch.ones(64, 8)},
+            "encoder.embed_tokens.weight must be tied to shared",
+        ),
+        ("t5", {"decoder.final_layer_norm.weight": None}, r"1 missing \(decoder.final_layer_norm.weight\)"),
+        ("t5", {"encoder.block.1.layer.0.SelfAttention.k.weight": None}, "1 missing .*SelfAttention.k.weight"),
+        ("t5", {"decoder.block.3.layer.0.layer_norm.weight": torch.ones(8)}, "1 unexpected .*block.3"),
+        ("t5", {"encoder.block.0.layer.1.DenseReluDense.wi_0.weight": torch.ones(12, 8)}, "1 unexpected .*wi_0"),
+        ("t5", {"shared.weight": torch.ones(60, 8)}, r"shared.weight must have shape \(64, 8\), found \(60, 8\)"),
+        ("t5", {"shared.weight": None}, r"1 missing \(shared.weight\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_told(folder, kind, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_backbone(folder(kind, tensors=change))
+
+
+def test_a_model_without_a_head_of_its_own_is_asked_for_one_where_its_config_names_it(folder):
+    untied, nothing = {"tie_word_embeddings": False}, {"lm_head.weight": None}
+    with pytest.raises(ValueError, match=r"1 missing \(lm_head.weight\)"):
+        load_backbone(folder("t5-v1.1", untied, nothing))
+    bare = load_backbone(folder("t5-v1.1", untied | {"architectures": ["T5Model"]}, nothing))
+    assert not bare.has_lm_head
+    with pytest.raises(ValueError, match="this t5 has no LM head: load a checkpoint that was saved with one"):
+        bare.lm_logits(torch.zeros(1, 8))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"d_model": "wide"}, "d_model must be a whole number from 1 to [0-9]*, got 'wide'"),
+        ({"d_kv": "absent"}, "missing key d_kv"),
+        ({"num_layers": 10**9}, "num_layers must be a whole number from 1 to 1000"),
+        ({"num_decoder_layers": 0}, "num_decoder_layers must be a whole number from 1 to [0-9]*, got 0"),
+        ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj must be one of gelu, .* got 'gated-tanh'"),
+        ({"feed_forward_proj": ["relu"]}, "feed_forward_proj must be one of"),
+        ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be at least 4"),
+        ({"relative_attention_max_distance": 4}, "relative_attention_max_distance above half of it, got 8 and 4"),
+        ({"decoder_start_token_id": 64}, "decoder_start_token_id must be below vocab_size, got 64 and 64"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a whole number"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder must be True, got False: not supported"),
+        ({"is_causal": False}, "is_causal must be True, got False: not supported"),
+        ({"is_causal": None}, "is_causal must be True, got None: not supported"),
+        ({"dropout_rate": 2}, "dropout_rate must be a number from 0 to 1"),
+        ({"dense_act_fn": "gelu"}, "dense_act_fn must be 'relu', got 'gelu': not supported"),
+        ({"feed_forward_proj": "gated-gelu"}, "dense_act_fn must be 'gelu_new', got 'relu': not supported"),
+        ({"dense_act_fn": None}, "dense_act_fn must be 'relu', got None: not supported"),
+        ({"is_gated_act": True}, "is_gated_act must be False, got True: not supported"),
+        ({"scale_decoder_outputs": None}, "scale_decoder_outputs must be True, got None: not supported"),
+    ],
+)
+def test_a_wrong_config_is_told_in_the_words_of_the_file(folder, change, message):
+    path = folder(config=change) / "config.json"
+    with pytest.raises(ValueError, match=message) as info:
+        read_config(path)
+    assert str(path) in str(info.value) and "\n" not in str(info.value)
+
+
+def test_what_a_config_leaves_out_is_as_hugging_face_takes_it(folder):
+    left_out = ["num_decoder_layers", "decoder_start_token_id", "scale_decoder_outputs", "n_positions"]
+    left_out.append("tie_word_embeddings")  # as in the files of v1.0
+    config = read_config(folder(config=dict.fromkeys(left_out, "absent") | {"pad_token_id": 5}) / "config.json")
+    assert (config.num_hidden_layers, config.decoder_start_token_id, config.max_tokens) == (2, 5, 512)
+    assert config.scale_decoder_outputs and config.tie_word_embeddings and isinstance(config, T5Config)
+
+
+def test_a_new_one_is_drawn_as_hugging_face_draws_it():
+    sizes = dict(vocab_size=900, hidden_size=64, num_hidden_layers=2, num_encoder_layers=2, num_attention_heads=4)
+    config = T5Config(model_type="t5", **sizes, head_dim=25, intermediate_size=96, feed_forward_proj="gated-gelu")
+    torch.manual_seed(0)
+    model = T5(replace(config, tie_word_embeddings=False))
+    wanted = {
+        "embeddings.weight": 1,
+        "lm_head.weight": 1,
+        "biases.table.weight": 64**-0.5,
+        "layers.1.gate.weight": 64**-0.5,
+        "encoder.0.down.weight": 96**-0.5,
+        "layers.0.attention_output.weight": 100**-0.5,
+        "layers.0.cross_query.weight": (64 * 25) ** -0.5,
+        "layers.0.cross_key_value.weight": 64**-0.5,
+    }
+    found = {name: float(model.get_parameter(name).std()) for name in wanted}
+    assert found == pytest.approx(wanted, rel=0.1)
+    query, key, _ = model.encoder[1].qkv.weight.split(100)
+    assert float(query.std()) == pytest.approx((64 * 25) ** -0.5, rel=0.1) and float(key.std()) > 4 * float(query.std())
+    assert isinstance(model.norm, HeadNorm) and isinstance(model.biases, Biases)

@@ -1,0 +1,68 @@
+"""export/README.md names metrics, endpoints, options and versions that exist; its commands: test_serve_http.py."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from http_server import ask, serving
+
+from mini_ee.lab.cli.main import parser
+from mini_ee.lab.export import builder
+from mini_ee.lab.rules import Threshold
+from mini_ee.serve import Worker, engine_of
+from mini_ee.serve.canary import Compared
+from mini_ee.serve.monitoring import Guarantee, Metrics
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "export" / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+def test_the_alerts_are_on_metrics_that_exist(runtime):
+    metrics = Metrics((4, 8, 12), Guarantee(0.5, 0.9), (1, 1, 1), "id")
+    metrics.count_answer(4, 0.01)
+    metrics.guarantee.observe(True, Threshold(0.9))
+    with Worker(engine_of(runtime)) as worker:
+        compared = Compared(worker, worker)
+        compared.agreements.append(True)
+        page = metrics.page({}) + compared.page()
+    (group,) = yaml.safe_load((ROOT / "serve" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]:
+        assert f"`{rule['alert']}`" in PAGE and rule["annotations"].keys() == {"summary", "description"}
+        assert "mini_ee_" in rule["expr"] and rule["for"]
+        for name, labels in re.findall(r"(mini_ee_\w+)(?:{(.*?)})?", rule["expr"]):
+            assert f"\n{name}" in page, name
+            for label, values in re.findall(r'(\w+)=~?"(.*?)"', labels):
+                for value in values.split("|"):
+                    assert f'{name}{{{label}="{value}"}}' in page, (name, label, value)
+
+
+def test_the_probes_and_the_container_use_endpoints_and_options_that_exist(runtime):
+    deployment = blocks("yaml")[0]
+    with serving(engine_of(runtime)) as (_, port):
+        assert [ask(port, None, path, "GET")[0] for path in re.findall(r"path: (\S+),", deployment)] == [200, 200]
+    (command,) = re.findall(r"^CMD (.*)$", blocks("dockerfile")[0], re.M)
+    (arguments,) = re.findall(r"args: \[(.*)\]", deployment)
+    for words in (json.loads(command), shlex.split(arguments.replace(",", ""))):
+        assert words[0] == "mini-ee" and parser(words[1:]).parse_args(words[1:]).exported == Path("/model")
+
+
+def test_the_container_installs_what_the_server_needs():
+    (packages,) = re.findall(r"pip install --no-cache-dir (numpy.*)", blocks("dockerfile")[0])
+    assert f"pip install {packages} && pip install --no-deps" in (ROOT / "serve/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "package, where", [("onnxruntime-node", "export/clients"), ("onnxruntime-web", "lab/export/web")]
+)
+def test_the_versions_of_onnx_runtime_are_those_that_are_tested(package, where):
+    version = json.loads((ROOT / where / "package.json").read_text())["dependencies"][package]
+    (row,) = [line for line in PAGE.splitlines() if f"| {package} |" in line]
+    assert row.endswith(f" {version} |")
+    assert f"opset {builder.OPSET} and IR version {builder.IR_VERSION}" in PAGE

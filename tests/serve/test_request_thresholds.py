@@ -1,0 +1,204 @@
+"""Requests with thresholds of their own share batches, and each is answered as if it were alone."""
+
+import json
+from copy import deepcopy
+
+import numpy as np
+import pytest
+from http_server import SENTENCES, ask, serving, together
+
+from mini_ee.lab.export.sessions import GraphRule
+from mini_ee.lab.row_thresholds import RowThresholds
+from mini_ee.lab.rules import NeverExit, Policy, Threshold
+from mini_ee.serve import engine_of
+from mini_ee.serve.engines import RowEngine
+from mini_ee.serve.monitoring import Guarantee
+from mini_ee.serve.request_thresholds import RequestThresholds
+
+TEXTS = (SENTENCES * 2)[:32]
+THRESHOLDS = [np.round(each, 4).tolist() for each in np.random.default_rng(0).uniform(0.4, 1, (32, 3))]
+THRESHOLDS[:3] = 0.9, ["inf", 0.5, 0.5], None  # for all exits; never at the first; the rule's own
+POINTS = [[0.4, 0.7, 0.2, 1.5], [0.8, 0.9, 0.05, 2.5], [0.9, 0.97, 0.0, 4.0], ["inf", 1.0, 0.0, 6.0]]
+
+
+def alone(runtime, text, threshold):
+    """The answer to one text as a batch of its own, under a rule of one threshold or of one for each exit."""
+    if threshold is None:
+        return runtime.run([text])[0]
+    values = [threshold] if isinstance(threshold, float) else [*threshold, 0.0]
+    numbers = tuple(map(float, values))
+    return runtime.run([text], rule=Threshold(numbers if len(numbers) > 1 else numbers[0]))[0]
+
+
+def assert_answered_as_alone(runtime, rebatch):
+    expected = [alone(runtime, *each) for each in zip(TEXTS, THRESHOLDS)]
+    assert len({each.layers for each in expected}) > 2
+    assert [each.layers for each in expected] != [each.layers for each in runtime.run(TEXTS)]
+    expected = [(each.label, each.layers) for each in expected]
+    bodies = [{"text": text, "threshold": threshold} for text, threshold in zip(TEXTS, THRESHOLDS)]
+    with serving(RowEngine(runtime, rebatch=rebatch), max_wait=0.05) as (worker, port):
+        apart = together(port, bodies)
+        status, found, _ = ask(port, {"texts": TEXTS, "threshold": THRESHOLDS})
+        assert worker.metrics.rows.total() > 1.5 * worker.metrics.batches.total(), "the rows should share batches"
+    assert status == 200 and [(each["label"], each["layers"]) for each in found["answers"]] == expected
+    assert [(each["label"], each["layers"]) for _, each, _ in apart] == expected
+
+
+@pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
+def test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one(runtime, rebatch):
+    assert_answered_as_alone(runtime, rebatch)
+
+
+@pytest.mark.parametrize("bug", ["the rule's thresholds", "those of the next row"])
+@pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
+def test_that_test_can_fail(runtime, monkeypatch, rebatch, bug):
+    if bug == "the rule's thresholds":
+        monkeypatch.setattr(RowEngine, "_rule_of", lambda self, rows: self.rule)
+    else:
+        made = RowThresholds.__init__
+        monkeypatch.setattr(
+            RowThresholds, "__init__", lambda self, rule, values: made(self, rule, np.roll(values, 1, axis=0))
+        )
+    with pytest.raises(AssertionError):
+        assert_answered_as_alone(runtime, rebatch)
+
+
+def test_the_runtime_takes_thresholds_by_row(runtime):
+    values = np.array([[np.nan] * 3 if each is None else np.ones(3) * np.float32(each) for each in THRESHOLDS])
+    found = runtime.run(TEXTS, batch_size=8, thresholds=values)
+    assert [each.layers for each in found] == [alone(runtime, *each).layers for each in zip(TEXTS, THRESHOLDS)]
+    with pytest.raises(ValueError, match="expected 3 thresholds for each row, one for each exit but the last, found 2"):
+        runtime.run(TEXTS, thresholds=values[:, 1:])
+    with pytest.raises(
+        ValueError, match="expected a rule with a threshold, found the rule never; leave the thresholds out"
+    ):
+        runtime.run(TEXTS, rule=NeverExit(), thresholds=values)
+
+
+def test_a_graph_of_an_earlier_export_takes_one_threshold_for_all_rows(runtime, decoder):
+    manifest = deepcopy(runtime.config)
+    manifest["graphs"]["model"]["inputs"]["threshold"]["axes"] = [3]
+    for config, rule in ((manifest, runtime.rule), (decoder.config, decoder.rule)):
+        several = RowThresholds(rule, np.zeros((2, len(config["exits"]) - 1)))
+        with pytest.raises(ValueError, match="model.onnx takes one threshold for all rows"):
+            GraphRule(runtime.folder, config).feeds(several, None)
+
+
+REFUSED = [
+    ({"threshold": [0.5, 0.5]}, "expected threshold as a number of at least 0 and at most 1, "),
+    ({"threshold": [0.5] * 4}, "or a list of 3, one for each exit but the last, found [0.5, 0.5, 0.5, 0.5]"),
+    ({"threshold": []}, "found []"),
+    ({"threshold": float("nan")}, "found nan"),
+    ({"threshold": [0.5, None, 0.5]}, "found [0.5, None, 0.5]"),
+    ({"threshold": -0.1}, "expected threshold as a number of at least 0 and at most 1, "),
+    ({"threshold": 1.5}, "expected threshold as a number of at least 0 and at most 1, "),
+    ({"threshold": 10**400}, "expected threshold as a number of at least 0 and at most 1, "),
+    ({"threshold": "high"}, "found 'high'"),
+    ({"threshold": True}, "found True"),
+    ({"threshold": {"0": 1}}, "found {'0': 1}"),
+    ({"threshold": 0.5, "max_loss": 0.01}, "expected one of threshold, agreement, max_loss, found threshold and max"),
+    ({"agreement": 1.01}, "expected agreement as a number from 0 to 1, found 1.01"),
+    ({"agreement": "all"}, "expected agreement as a number from 0 to 1, found 'all'"),
+    ({"max_loss": -0.01}, "expected max_loss as a number from 0 to 1, found -0.01"),
+    ({"max_loss": [0.1, 0.1, 0.1]}, "expected max_loss as a number from 0 to 1, found [0.1, 0.1, 0.1]"),
+]
+
+
+def test_a_wrong_threshold_is_400_with_one_line(runtime, monkeypatch):
+    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
+    with serving(engine_of(runtime)) as (_, port):
+        for fields, message in REFUSED:
+            status, found, _ = ask(port, json.dumps({"text": "the film"} | fields).encode())
+            assert (status, list(found)) == (400, ["error"]) and message in found["error"], (fields, found)
+            assert "\n" not in found["error"] and len(found["error"]) < 300
+        status, found, _ = ask(port, {"texts": ["the film"] * 3, "threshold": [0.5, 0.6]})
+        assert status == 400
+        assert found["error"] == "expected threshold as a value for all 3 texts, or one for each, found 2"
+        for several in ("high", [0.5, "high"]):
+            status, found, _ = ask(port, {"texts": ["the film"] * 2, "threshold": several})
+            assert (status, list(found)) == (400, ["error"]) and "found 'high'" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("points", "fields", "message"),
+    [
+        (None, {"agreement": 0.9}, "a curve of its rule, which this .* have: give threshold, or calibrate the export$"),
+        (
+            None,
+            {"max_loss": 0.1},
+            "max_loss needs a curve of its rule, which this .*, or calibrate its run on examples",
+        ),
+        (
+            [[0.4, 0.7, None, 1.5]],
+            {"max_loss": 0.1},
+            "max_loss needs a curve with losses, which this export does not have: give threshold or agreement, or cal",
+        ),
+    ],
+    ids=["agreement", "max_loss", "labels"],
+)
+def test_what_the_curve_cannot_map_is_refused_with_what_is_possible(runtime, monkeypatch, points, fields, message):
+    if points:
+        monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": points})
+    with pytest.raises(ValueError, match=message):
+        RequestThresholds(runtime, runtime.rule).of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "threshold"),
+    [
+        ({"agreement": 0.5}, 0.4),
+        ({"agreement": 0.9}, 0.8),
+        ({"agreement": 0.901}, 0.9),
+        ({"agreement": 1}, np.inf),
+        ({"max_loss": 1}, 0.4),
+        ({"max_loss": 0.1}, 0.8),
+        ({"max_loss": 0}, 0.9),
+    ],
+    ids=str,
+)
+def test_an_agreement_or_a_loss_becomes_the_loosest_threshold_of_the_curve_that_has_it(
+    runtime, monkeypatch, fields, threshold
+):
+    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
+    found = RequestThresholds(runtime, runtime.rule).of(**fields)
+    np.testing.assert_array_equal(found, np.full(3, threshold, np.float32))
+
+
+def test_a_stricter_point_that_fails_ends_the_search(runtime, monkeypatch):
+    points = [[0.4, 0.95, 0.0, 1.5], [0.8, 0.85, 0.05, 2.5], ["inf", 1.0, 0.0, 6.0]]
+    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": points})
+    assert RequestThresholds(runtime, runtime.rule).of(agreement=0.9)[0] == np.inf
+
+
+def test_a_curve_of_another_rule_maps_nothing_and_a_logit_has_no_limits(runtime, monkeypatch):
+    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
+    with pytest.raises(ValueError, match="agreement needs a curve of its rule"):
+        RequestThresholds(runtime, Threshold(-0.5, "entropy")).of(agreement=0.9)
+    assert RequestThresholds(runtime, Policy(0.5)).of(threshold=-7).tolist() == [-7.0] * 3
+    with pytest.raises(ValueError, match="expected threshold as a number, "):
+        RequestThresholds(runtime, Policy(0.5)).of(threshold=10**400)
+    with pytest.raises(ValueError, match="expected threshold as a number of at most 0, "):
+        RequestThresholds(runtime, Threshold(-0.5, "entropy")).of(threshold=0.5)
+    with pytest.raises(ValueError, match='expected threshold as a number, "inf" or "-inf", or a list of 3'):
+        RequestThresholds(runtime, Policy(0.5)).of(threshold="high")
+    with pytest.raises(ValueError, match="agreement needs a rule with a threshold, found the rule never; leave it out"):
+        RequestThresholds(runtime, NeverExit()).of(agreement=0.9)
+
+
+def test_a_row_with_its_own_threshold_is_no_shadow_row(runtime):
+    with serving(engine_of(runtime, guarantee=Guarantee(1.0, 0.9))) as (worker, port):
+        for threshold in (0.5, None):
+            assert ask(port, {"text": "the film", "threshold": threshold})[0] == 200
+    assert worker.engine.guarantee.rows == 1
+
+
+def test_the_formats_of_other_servers_take_a_threshold_and_a_decoder_refuses_it(runtime, decoder):
+    with serving(engine_of(runtime)) as (worker, port):
+        for body in ({"inputs": "the film", "threshold": "inf"}, {"inputs": "the film", "threshold": "-inf"}):
+            assert ask(port, body, "/predict")[0] == 200
+        both = {"inputs": [["the film"], ["a meal"]], "threshold": ["inf", "-inf"]}
+        assert ask(port, both, "/predict")[0] == 200
+    assert worker.metrics.exit_counts == {1: 2, 6: 2}
+    with serving(engine_of(decoder, room=4)) as (_, port):
+        status, found, _ = ask(port, {"text": "the film", "agreement": 0.9}, "/generate")
+    assert (status, found["error"]) == (400, "agreement is for classifiers, found a decoder; leave it out")

@@ -1,0 +1,399 @@
+"""`mini-ee run`: lines in, JSON lines out, in order; a bad line is told with its number and stops nothing."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mini_ee.lab.cli.run as serve
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.data.files import read_json, sole_writer, write_json
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.writer import export
+from mini_ee.lab.rules import FixedExit, Threshold
+from mini_ee.lab.training.run_folder import Run
+
+THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
+SENTENCES = [f"the {thing} was {'very ' * (number % 4)}{word}" for number, thing in enumerate(THINGS) for word in WORDS]
+
+
+def export_random(folder, checkpoint_folder, random_model, texts, num_labels=3):
+    """An untrained model as an exported folder; its words are drawn anew for the tokenizer's few."""
+    labels = ["bad", "fair", "good"] if num_labels > 1 else []
+    task = {"name": "words", "label_names": labels, "metrics": ["accuracy"], "texts": texts}
+    model, tokenizer = random_model((1, 2, 4, 6), num_labels), Tokenizer.from_folder(checkpoint_folder, 30)
+    config = {"method": "joint", "unit": "rows", "num_labels": num_labels, "settings": {}, "task": task}
+    run = Run(Path("run"), config, model, tokenizer, Threshold(0.9))
+    export(run, folder, [(sentence,) * texts for sentence in SENTENCES[:8]])
+    return run
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, checkpoint_folder, random_model):
+    """An exported folder, and the run that it came from."""
+    folder = tmp_path_factory.mktemp("served") / "exported"
+    return folder, export_random(folder, checkpoint_folder, random_model, 1)
+
+
+@pytest.fixture(scope="module")
+def served_pairs(tmp_path_factory, checkpoint_folder, random_model):
+    folder = tmp_path_factory.mktemp("pairs") / "exported"
+    export_random(folder, checkpoint_folder, random_model, 2)
+    return folder
+
+
+def lines_of(tmp_path, *lines):
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else line.encode() + b"\n" for line in lines))
+    return path
+
+
+def answers(tmp_path, folder, *lines, options=()):
+    """Of lines on standard input."""
+    out = tmp_path / "out.jsonl"
+    with pytest.MonkeyPatch.context() as patch, open(lines_of(tmp_path, *lines)) as source:
+        patch.setattr(sys, "stdin", source)
+        status = main(["run", *map(str, (folder, "--out", out, "--threads", 1, *options))])
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert status == any("error" in each for each in found)
+    return found
+
+
+def expected(run, text):
+    result = early_exit(run.segments(), run.rule, run.encode([(text,)]).batch(np.arange(1)))
+    return run.label_names[result.logits[0].argmax()], int(result.layers_run[0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(served, tmp_path, batch_size):
+    folder, run = served
+    found = answers(tmp_path, folder, *SENTENCES, options=["--batch-size", batch_size])
+    assert [each["line"] for each in found] == list(range(1, len(SENTENCES) + 1))
+    assert [(each["label"], each["layers"]) for each in found] == [expected(run, text) for text in SENTENCES]
+    assert len({each["layers"] for each in found}) > 1
+    keys = {"line", "label", "confidence", "exit", "layers", "milliseconds"}
+    assert all(set(each) == keys and 0 < each["confidence"] <= 1 for each in found)
+
+
+def test_the_time_of_a_batch_has_the_wait_for_its_plan_in_it(served):
+    @dataclass(frozen=True)
+    class Slow(FixedExit):
+        plans_from_texts = True
+
+        def plan(self, inputs):
+            time.sleep(0.2)
+            return super().plan(inputs)
+
+    (answer,) = Runtime(served[0]).run(["the film was good"], rule=Slow(0))
+    assert answer.milliseconds >= 200
+
+
+def test_that_test_can_fail_if_rows_of_a_batch_change_places(served, tmp_path, monkeypatch):
+    run = Runtime.run
+    monkeypatch.setattr(Runtime, "run", lambda self, texts, size: run(self, texts, size)[::-1])
+    with pytest.raises(AssertionError):
+        test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(served, tmp_path, 32)
+
+
+def test_plain_lines_and_json_may_be_mixed(served, tmp_path):
+    text = "the film was good"
+    as_json = [json.dumps({key: text, "id": 7}) for key in ("text", "sentence")]
+    plain, *others = answers(tmp_path, served[0], text, *as_json, f"{text}\r\n".encode())
+    for other in others:
+        assert (other["label"], other["layers"]) == (plain["label"], plain["layers"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "the film\tthe film was good",
+        '{"text": "the film", "text_b": "the film was good"}',
+        '{"sentence1": "the film", "sentence2": "the film was good", "label": 1}',
+    ],
+)
+def test_rows_of_two_texts_are_given_with_a_tab_or_as_json(served_pairs, tmp_path, line):
+    (found,) = answers(tmp_path, served_pairs, line)
+    (alone,) = Runtime(served_pairs, threads=1).run([("the film", "the film was good")])
+    assert (found["label"], found["exit"]) == (alone.label, alone.exit)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"caf\xe9\n", "UTF-8"),
+        ('{"text": "the film"', "one JSON object"),
+        ('{"texts": "the film"}', 'expected {"text": ...} or {"sentence": ...}, found the keys \'texts\''),
+        ("{}", "found the keys none"),
+        ('{"text_b": "the film"}', "found the keys 'text_b'"),
+        ('{"text": "the film", "text_b": "the film"}', "found the keys 'text', 'text_b'"),
+        ('{"text": 7}', "text"),
+        ('{"text": null}', "text"),
+        ("", "empty"),
+        ("   ", "empty"),
+        ("{" * 100_000, "one JSON object"),
+    ],
+    ids=[
+        "not UTF-8",
+        "half",
+        "other key",
+        "no key",
+        "second alone",
+        "two texts",
+        "number",
+        "null",
+        "empty",
+        "blank",
+        "deep",
+    ],
+)
+def test_a_bad_line_is_reported_with_its_number_and_the_others_are_answered(served, tmp_path, capsys, line, message):
+    good = "the film was good"
+    found = answers(tmp_path, served[0], good, line, good, options=["--batch-size", 2])
+    assert [each["line"] for each in found] == [1, 2, 3]
+    assert set(found[1]) == {"line", "error"} and message in found[1]["error"]
+    assert found[0]["label"] == found[2]["label"]
+    lines = [text for text in capsys.readouterr().err.splitlines() if text.startswith("mini-ee run: line 2: ")]
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_a_byte_order_mark_and_blanks_are_not_text(served, tmp_path):
+    found = answers(tmp_path, served[0], *(f'{each}{{"text": "the film was good"}}' for each in ("", "\ufeff", "  ")))
+    assert [{**each, "line": 0, "milliseconds": 0} for each in found] == [
+        {**found[0], "line": 0, "milliseconds": 0}
+    ] * 3
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(served, tmp_path):
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "target")
+    assert len(answers(tmp_path, served[0], "the film was good")) == 1
+    assert (tmp_path / "out.jsonl").is_symlink() and (tmp_path / "target").is_file()
+    (tmp_path / "out.jsonl").unlink()
+    os.mkfifo(tmp_path / "out.jsonl")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "out.jsonl").read_text()))
+    reader.start()
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / "out.jsonl", "--threads", 1
+    assert main(["run", *map(str, arguments)]) == 0
+    reader.join()
+    assert len(read[0].splitlines()) == 1 and (tmp_path / "out.jsonl").is_fifo()
+
+
+def test_a_pipe_by_its_number_is_written_to_at_once(served, tmp_path):
+    reading, writing = os.pipe()
+    out = f"/dev/fd/{writing}"
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", out, "--threads", 1
+    assert main(["run", *map(str, arguments)]) == 0
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        assert len(pipe.readlines()) == 1
+
+
+@pytest.mark.parametrize(("out", "message"), [("", "is a folder"), ("nowhere/out", "is in no folder")])
+def test_an_output_that_is_no_file_is_refused_before_a_row_is_answered(
+    served, tmp_path, capsys, monkeypatch, out, message
+):
+    monkeypatch.setattr(serve, "_answers", lambda *_: pytest.fail("a row was answered"))
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / out
+    assert main(["run", *map(str, arguments)]) == 2
+    assert f"{message}; name a file" in capsys.readouterr().err
+
+
+def test_the_answers_do_not_take_the_place_of_what_is_read(served, tmp_path, capsys):
+    source = lines_of(tmp_path, "the film was good")
+    before = source.read_bytes()
+    assert main(["run", str(served[0]), str(source), "--out", str(source)]) == 2
+    assert "is the input file; name another" in capsys.readouterr().err
+    assert source.read_bytes() == before
+
+
+def test_an_exported_folder_runs_on_the_devices_that_onnx_runtime_knows(served, capsys):
+    assert main(["classify", str(served[0]), "--text", "the film was good", "--device", "cuda:1"]) == 2
+    assert "expected cpu or cuda for an export" in capsys.readouterr().err
+
+
+def test_two_that_write_one_file_do_not_mix(served, tmp_path, capsys):
+    with sole_writer(tmp_path / "out.jsonl"):
+        arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / "out.jsonl"
+        assert main(["run", *map(str, arguments)]) == 2
+    assert "out.jsonl: another process is writing it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_closed_streams_are_one_line_or_silence(served, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["run", str(served[0])]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)
+    arguments = served[0], lines_of(tmp_path, b"\xff\n"), "--out", tmp_path / "out", "--json"
+    assert main(["run", *map(str, arguments)]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == 1  # what is wrong with the line is not among the answers
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["run", *map(str, arguments)]) == 1
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("task", None, "no key 'task'"),
+        ("task", {"name": "words", "label_names": ["a", "b", "c"]}, "no key 'task.texts'"),
+        ("task", {"name": "words", "label_names": [1, 2, 3], "texts": 1}, "wrong type for 'task.label_names'"),
+        ("task", {"name": "words", "label_names": [], "texts": 1}, "names 0 labels for 3 logits"),
+        ("num_labels", 2, "names 3 labels for 2 logits"),
+        ("rule", 3, "wrong type"),
+        ("rule", {"name": []}, "wrong type"),
+        ("exits", 3, "wrong type"),
+        ("exits", [], "wrong type"),
+        ("unit", None, "no key 'unit'"),
+        ("files", [], "wrong type"),
+        ("layer_passes", ["1"], "wrong type"),
+        ("flops", [[1, 2]], "wrong type"),
+        ("whole_flops", None, "no key 'whole_flops'"),
+        ("unit", "pages", "the unit 'pages', not rows, prompts, embeddings, tokens"),
+        ("layer_passes", [1, 1], "4 exits, the layers of 2, the costs of 4 and of 4 policies"),
+        ("flops", [[[1.0]]] * 4, "two each"),
+        ("encoder", {"name": "one"}, "no key 'encoder.flops'"),
+    ],
+)
+def test_a_manifest_that_was_written_wrong_is_one_line(served, tmp_path, capsys, key, value, message):
+    folder = tmp_path / "edited"
+    shutil.copytree(served[0], folder)
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", {k: v for k, v in (manifest | {key: value}).items() if v is not None})
+    with pytest.raises(ValueError, match=f"edited: manifest.json .*{re.escape(message)}.*; export the run again"):
+        Runtime(folder)
+    assert main(["run", str(folder), "--engine", "torch"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_summary_counts_rows_and_failures(served, tmp_path, capsys):
+    out, source = tmp_path / "out", lines_of(tmp_path, "the film was good", b"\xff\n", "a dull book")
+    assert main(["run", *map(str, (served[0], source, "--out", out, "--json", "--threads", 1))]) == 1
+    summary = json.loads(capsys.readouterr().out)
+    layers = [json.loads(line).get("layers") for line in out.read_text().splitlines()]
+    assert (summary["rows"], summary["failed"]) == (3, 1) and layers[1] is None
+    assert summary["mean_layers"] == (layers[0] + layers[2]) / 2
+    assert summary["engine"] == "onnxruntime" and summary["provider"] == "CPUExecutionProvider"
+
+
+def test_texts_that_are_cut_are_counted(served, tmp_path, capsys):
+    source = lines_of(tmp_path, "the film was good", "the film was good " * 20)
+    assert main(["run", *map(str, (served[0], source, "--out", tmp_path / "out", "--json"))]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rows_truncated"] == 1 and "1 of 2 texts were cut to 30 tokens" in printed.err
+
+
+def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):
+    folder = shutil.copytree(served[0], tmp_path / "edited")
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", manifest | {"num_labels": 1, "task": manifest["task"] | {"label_names": []}})
+    with pytest.raises(ValueError, match="returns 3 logits, expected 1 as in manifest.json; export the run again"):
+        Runtime(folder)
+
+
+def test_a_log_file_holds_no_progress_bars(served, tmp_path, monkeypatch, capsys):
+    shown = []
+    right = serve.tqdm
+    monkeypatch.setattr(serve, "tqdm", lambda **settings: shown.append(right(**settings | {"delay": 0})) or shown[-1])
+    answers(tmp_path, served[0], "the film was good")
+    assert shown[0].disable and capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (2026-11)")
+@pytest.mark.parametrize("more", [[], ["--json", "--out", "answers.jsonl"]], ids=["answers", "--json"])
+def test_a_full_standard_output_is_named(runtime, tmp_path, more):
+    (tmp_path / "in.txt").write_text("the film\n")
+    command = [sys.executable, "-m", "mini_ee", "run", str(runtime.folder), "in.txt", *more]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "mini-ee run: standard output: No space left on device\n" and done.returncode == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (2026-11)")
+def test_a_full_disk_names_the_file(served, tmp_path, capsys, monkeypatch):
+    def full(name, *arguments, **settings):
+        return open("/dev/full" if str(name).endswith(".partial") else name, *arguments, **settings)
+
+    monkeypatch.setattr(serve, "open", full, raising=False)
+    out = tmp_path / "out.jsonl"
+    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", out, "--threads", 1
+    assert main(["run", *map(str, arguments)]) == 1
+    assert capsys.readouterr().err == f"mini-ee run: {out}: No space left on device\n"
+
+
+def test_no_lines_are_no_answers_and_no_failure(served, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["run", *map(str, (served[0], lines_of(tmp_path), "--out", out, "--json"))]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert out.read_text() == "" and summary["rows"] == 0 and summary["mean_layers"] is None
+
+
+def test_the_torch_engine_gives_the_same_answers(served, tmp_path):
+    ours, theirs = (
+        answers(tmp_path, served[0], *SENTENCES, options=["--engine", engine]) for engine in ("onnx", "torch")
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one["label"], one["exit"]) == (other["label"], other["exit"])
+        assert one["confidence"] == pytest.approx(other["confidence"], abs=1e-5)
+
+
+def test_an_output_file_takes_its_name_when_all_is_written(served, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    out.write_text("the answers of yesterday\n")
+
+    def stops(runtime, lines, size):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "_answers", stops)
+    assert main(["run", *map(str, (served[0], lines_of(tmp_path, "the film"), "--out", out))]) == 1
+    assert out.read_text() == "the answers of yesterday\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "argv, status, message",
+    [
+        (["nowhere"], 2, "no manifest.json here"),
+        (["FOLDER", "no-such-file.txt"], 2, "no-such-file.txt"),
+        (["FOLDER", "--json"], 2, "--out"),
+        (["FOLDER", "--batch-size", "0"], 2, "batch-size"),
+        (["FOLDER", "--engine", "jax"], 2, "engine"),
+    ],
+)
+def test_wrong_arguments_are_one_line(served, tmp_path, capsys, monkeypatch, argv, status, message):
+    monkeypatch.chdir(tmp_path)
+    argv = [str(served[0]) if word == "FOLDER" else word for word in argv]
+    try:
+        found = main(["run", *argv])
+    except SystemExit as stop:
+        found = stop.code
+    printed = capsys.readouterr()
+    assert found == status and message in printed.err and printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_standard_input_is_answered_as_it_comes(served):
+    """With batches of one, an answer is there before the next line is asked for."""
+    command = [sys.executable, "-m", "mini_ee", "run", str(served[0]), "--batch-size", "1", "--threads", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ) as process:
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        for number in (1, 2):
+            process.stdin.write(b"the film was good\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["line"] == number
+        process.stdin.close()
+        assert process.wait() == 0
+        killer.cancel()

@@ -1,0 +1,219 @@
+"""The guarantee in service, by simulation: an interval that holds the true agreement, and thresholds that rise if the
+guarantee is broken and stay where it is kept. What a server counts, as Prometheus reads it."""
+
+import logging
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, QExit, Threshold
+from mini_ee.lab.statistics import share_interval
+from mini_ee.serve.monitoring import ERROR_LEVEL, RECENT, Guarantee, Metrics, stricter
+
+
+# ---- The interval ----
+def binomial(count, p):
+    """P(Binomial(count, p) = x) for x = 0..count, in whole numbers and powers."""
+    return [math.comb(count, x) * p**x * (1 - p) ** (count - x) for x in range(count + 1)]
+
+
+@pytest.mark.parametrize("count, agreeing", [(1, 0), (7, 3), (40, 38), (200, 193)])
+def test_each_end_of_the_interval_has_a_tail_of_one_fortieth(count, agreeing):
+    low, high = share_interval(agreeing, count)
+    assert sum(binomial(count, high)[: agreeing + 1]) == pytest.approx(0.025, rel=1e-3)
+    if agreeing:
+        assert sum(binomial(count, low)[agreeing:]) == pytest.approx(0.025, rel=1e-3)
+    else:
+        assert low == 0
+
+
+def covered(hours, interval=share_interval):
+    """In how many of so many hours, of 50 to 1,000 rows in the shadow, the interval that is shown holds the truth."""
+    random, found = np.random.default_rng(1), 0
+    for _ in range(hours):
+        agreement, guarantee, rule = random.uniform(0.85, 0.995), Guarantee(1.0), Threshold(0.8)
+        for agrees in random.random(random.integers(50, 1000)) < agreement:
+            guarantee.observe(bool(agrees), rule)
+        low, high = interval(sum(guarantee.agreements), len(guarantee.agreements))
+        found += low <= agreement <= high
+    return found
+
+
+def test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours():
+    assert covered(200) >= 0.93 * 200
+
+
+def test_that_test_can_fail_if_the_interval_is_that_of_68_percent():
+    assert covered(60, lambda *seen: share_interval(*seen, level=0.68)) < 0.93 * 60
+
+
+# ---- Tightening ----
+class World:
+    """Rows whose confidence at the exit says how likely they agree: from .75 at .5 to 1 at 1."""
+
+    def __init__(self, seed):
+        self.random = np.random.default_rng(seed)
+
+    def agrees(self, threshold):
+        confidence = self.random.uniform(0.5, 1)
+        return confidence < threshold or self.random.random() < 0.5 + confidence / 2
+
+    @staticmethod
+    def agreement(threshold):
+        confidence = np.linspace(0.5, 1, 10_001)
+        return float(np.where(confidence < threshold, 1, 0.5 + confidence / 2).mean())
+
+
+def served(world, guarantee, threshold, requests):
+    """The threshold after so many requests."""
+    rule = Threshold(threshold)
+    for _ in range(requests):
+        if world.random.random() < guarantee.share:
+            rule = guarantee.observe(bool(world.agrees(rule.threshold)), rule)
+    return rule.threshold
+
+
+def test_a_broken_guarantee_holds_again_within_2000_requests():
+    """Calibrated where rows are easier: of these .87 agree, guaranteed are .95."""
+    assert World.agreement(0.5) == pytest.approx(0.875, abs=0.01)
+    ends = [served(World(seed), Guarantee(0.25, 0.95, tighten=True), 0.5, 2000) for seed in range(40)]
+    assert np.mean([World.agreement(end) >= 0.95 for end in ends]) >= 0.95
+
+
+def test_that_test_can_fail_if_nothing_is_tightened():
+    ends = [served(World(seed), Guarantee(0.25, 0.95), 0.5, 500) for seed in range(3)]
+    assert set(ends) == {0.5}
+
+
+def test_a_guarantee_that_holds_is_not_tightened():
+    guarantees = [Guarantee(0.25, 0.95, tighten=True) for _ in range(20)]
+    for seed, guarantee in enumerate(guarantees):
+        served(World(seed), guarantee, 0.93, 4000)
+    assert World.agreement(0.93) > 0.99
+    assert not any(guarantee.tightened for guarantee in guarantees)
+
+
+def test_over_many_looks_a_guarantee_that_just_holds_is_found_broken_in_one_of_ten_services_at_most():
+    """The count of looks is spent from LEVEL: 100 looks at LEVEL each would tighten in four of ten services."""
+    random, tightened = np.random.default_rng(0), 0
+    for _ in range(40):
+        guarantee = Guarantee(1.0, 0.95, tighten=True)
+        for agrees in random.random(2000) < 0.95:
+            guarantee.observe(bool(agrees), Threshold(0.5))
+        tightened += guarantee.tightened > 0
+    assert tightened / 40 <= ERROR_LEVEL + 2 * (ERROR_LEVEL * (1 - ERROR_LEVEL) / 40) ** 0.5
+
+
+def test_a_raised_threshold_is_logged_and_counted_anew(caplog):
+    guarantee, rule = Guarantee(1.0, 0.95, tighten=True), Threshold((0.6, 0.8, 0.0))
+    with caplog.at_level(logging.WARNING, "mini_ee.serve"):
+        for at in range(20):
+            rule = guarantee.observe(at % 2 == 0, rule)
+    assert rule == Threshold((0.8, 0.9, 0.5)) and guarantee.tightened == 1 and not guarantee.agreements
+    (line,) = caplog.messages
+    assert line.startswith(
+        "10 of 20 shadow rows agree with the full model, below the guaranteed agreement of 0.95; "
+        "the new rule is {'name': "
+    )
+
+
+@pytest.mark.parametrize(
+    "rule, tighter",
+    [
+        (Threshold(0.8), Threshold(0.9)),
+        (Threshold(0.9995), Threshold(math.inf)),
+        (Threshold((math.inf, 0.5, 0.0)), Threshold((math.inf, 0.75, 0.5))),  # closed by `calibrate`: stays closed
+        (Threshold((math.inf, -0.4), "entropy"), Threshold((math.inf, -0.2), "entropy")),
+        (Threshold((-math.inf, 0.5, 0.0)), Threshold((0.5, 0.75, 0.5))),
+        (Threshold(-0.4, "entropy"), Threshold(-0.2, "entropy")),
+        (Threshold(-math.inf, "entropy"), Threshold(-1.0, "entropy")),
+        (Threshold(3.0, "breaking_ties_logits"), Threshold(4.0, "breaking_ties_logits")),
+        (Policy(0.5), Policy(0.75)),
+        (QExit(0.0), QExit(0.5)),
+        (Patience(2), Patience(3)),
+        (PatienceConfidence(2, 0.8), PatienceConfidence(2, 0.9)),
+    ],
+)
+def test_half_of_what_is_missing_to_certainty_is_added(rule, tighter):
+    assert stricter(rule) == tighter
+
+
+def test_stricter_ends_at_never():
+    rule = Threshold(0.0)
+    for _ in range(12):
+        rule = stricter(rule)
+    assert rule.threshold == math.inf
+
+
+@pytest.mark.parametrize("rule", [NeverExit(), FixedExit(1)])
+def test_a_rule_without_a_threshold_cannot_be_tightened(rule):
+    with pytest.raises(ValueError, match="has no threshold to raise; leave out --tighten"):
+        stricter(rule)
+
+
+@pytest.mark.parametrize("settings", [(0, None), (1.1, None), (math.nan, None), (0.1, 1.0), (0.1, 0.0)])
+def test_a_share_or_an_agreement_that_makes_no_sense_is_refused(settings):
+    with pytest.raises(ValueError, match="must be above 0"):
+        Guarantee(*settings)
+
+
+# ---- What is shown ----
+def values(page):
+    """name{label} -> value, as Prometheus reads a page."""
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if line[0] != "#"}
+
+
+def test_the_page_counts_requests_exits_and_seconds():
+    metrics = Metrics((2, 4), None, None, "id")
+    for layers, seconds in ((2, 0.004), (2, 0.0005), (4.0000005, 99.0), ([2, 4, 4], 0.02)):
+        metrics.count_answer(layers, seconds)
+    metrics.count_batch("4", 3)
+    metrics.requests["refused"] += 2
+    found = values(metrics.page({"2": 0, "4": 7}))
+    assert found['mini_ee_requests_total{outcome="answered"}'] == 4
+    assert found['mini_ee_requests_total{outcome="refused"}'] == 2
+    assert found['mini_ee_exits_total{layers="2"}'] == 3 and found['mini_ee_exits_total{layers="4"}'] == 3
+    assert found['mini_ee_queue_rows{queue="4"}'] == 7 and found['mini_ee_batch_rows_total{queue="4"}'] == 3
+    buckets = [
+        found[f'mini_ee_request_seconds_bucket{{le="{bound}"}}'] for bound in (0.001, 0.005, 0.025, 10.0, "+Inf")
+    ]
+    assert buckets == [1, 2, 3, 3, 4] and found["mini_ee_request_seconds_count"] == 4
+    assert found["mini_ee_request_seconds_sum"] == pytest.approx(99.0245)
+    assert not any("agreement" in name or "drift" in name for name in found)
+
+
+def test_every_value_has_a_help_and_a_type_before_it():
+    metrics, guarantee = Metrics((2, 4), Guarantee(0.5, 0.9), (3, 1), "id"), None
+    metrics.guarantee.observe(True, guarantee)
+    metrics.count_answer(2, 0.1)
+    named = Counter()
+    for line in metrics.page({"2": 1}).splitlines():
+        name = line.split()[2] if line[0] == "#" else line.split("{")[0].split()[0]
+        if line[0] == "#":
+            named[name] += 1
+        else:
+            assert any(named[name.removesuffix(end)] == 2 for end in ("", "_bucket", "_sum", "_count")), line
+
+
+def test_agreement_is_shown_with_its_interval_and_what_is_guaranteed():
+    metrics = Metrics((2, 4), Guarantee(0.5, 0.9), None, "id")
+    for at in range(100):
+        metrics.guarantee.observe(at < 95, None)
+    found = values(metrics.page({}))
+    low, high = share_interval(95, 100)
+    ends = [found[f'mini_ee_agreement{{end="{end}"}}'] for end in ("low", "mean", "high")]
+    assert ends == pytest.approx([low, 0.95, high], abs=1e-5)
+    assert found["mini_ee_guaranteed_agreement"] == 0.9 and found["mini_ee_shadow_total"] == 100
+
+
+@pytest.mark.parametrize("expected", [(75, 25), None], ids=["calibrated", "the first answers"])
+def test_drift_is_how_far_exits_are_from_the_expected(expected):
+    metrics = Metrics((2, 4), None, expected, "id")
+    for at in range(RECENT):
+        metrics.count_answer(4 if at % 4 == 0 else 2, 0.01)
+    assert metrics.drift() == pytest.approx(0, abs=1e-9)
+    for _ in range(RECENT):
+        metrics.count_answer(4, 0.01)
+    assert metrics.drift() == pytest.approx(0.75)

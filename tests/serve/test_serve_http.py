@@ -1,0 +1,831 @@
+"""The server: what it answers over HTTP, and what bad, slow and vanishing clients do to it."""
+
+import asyncio
+import contextlib
+import http.client
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from http_server import KILLS, PROMPTS, SENTENCES, ask, run_block, run_lines, serving, together
+
+from mini_ee.lab.cli import serve
+from mini_ee.lab.cli.main import main, parser
+from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.rules import FixedExit
+from mini_ee.serve import Worker, app, engine_of, server
+from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.monitoring import Guarantee
+from mini_ee.serve.worker import ENDING, LATE, LONG
+
+JSON_HEAD = b"HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def served(runtime):
+    with serving(engine_of(runtime, guarantee=Guarantee(0.5, 0.9)), max_open=32) as (worker, port):
+        yield worker, port
+
+
+# ---- What it answers ----
+def test_an_answer_equals_that_of_the_runtime(served, runtime):
+    alone = runtime.run(SENTENCES, batch_size=1)
+    for text, expected in zip(SENTENCES, alone):
+        status, found, _ = ask(served[1], {"text": text})
+        assert status == 200 and set(found) == {"label", "confidence", "exit", "layers", "milliseconds"}
+        assert (found["label"], found["layers"]) == (expected.label, expected.layers)
+        assert found["confidence"] == pytest.approx(expected.confidence, abs=1e-5)
+
+
+def test_health_and_metrics(served):
+    status, found, _ = ask(served[1], None, "/health", "GET")
+    assert status == 200 and found["status"] == "ready" and found["exits"] == [1, 2, 4, 6]
+    assert ask(served[1], None, "/live", "GET")[:2] == (200, {"status": "ready"})
+    for _ in range(20):  # half of them run to full depth beside
+        ask(served[1], {"text": "the film"})
+    status, page, headers = ask(served[1], None, "/metrics", "GET")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    for name in ("requests_total", "request_seconds_bucket", "exits_total", "queue_rows", "agreement", "shadow_total"):
+        assert f"\nmini_ee_{name}" in page, name
+    assert 'mini_ee_http_responses_total{status="200"}' in page
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "expected one JSON object"),
+        (b'{"text": "the fi', 400, "expected one JSON object"),
+        (b'["the film"]', 400, "expected one JSON object, found '[\"the film\"]'"),
+        (b'{"text": "caf\xe9"}', 400, "expected UTF-8"),
+        (b"[" * 100_000, 400, "expected one JSON object"),
+        (b'{"text": ' * 50_000, 400, "expected one JSON object"),
+        (b'{"text": ""}', 400, "empty"),
+        (b'{"text": 7}', 400, "no string"),
+        (b'{"text": "\\ud800"}', 400, ""),
+        (b'{"sentences": "the film"}', 400, "found the keys 'sentences'"),
+        (b'{"texts": "the film"}', 400, "expected texts as a list of at least one, found 'the film'"),
+        (b'{"texts": []}', 400, "expected texts as a list of at least one, found '[]'"),
+        (b'{"texts": ["the film", ["a", "b"]]}', 400, "expected 1 texts in each row of texts, found 2 in row 1"),
+        (b'{"texts": ["a"], "text": "b"}', 400, "expected texts or text, found both; leave one out"),
+        (b'{"texts": ["a"], "sentence2": "b"}', 400, "expected texts or sentence2, found both"),
+        (b'{"text": "a", "treshold": 0.5}', 400, "the field 'treshold' is not supported here, found 0.5; leave it out"),
+        (b'{"texts": ["a"], "stream": true}', 400, "the field 'stream' is not supported here"),
+        (b'{"text": "a", "text_b": "b"}', 400, "found the keys 'text', 'text_b'"),
+        (b'{"text": "a", "deadline_ms": -1}', 400, "deadline_ms"),
+        (b'{"text": "a", "deadline_ms": NaN}', 400, "deadline_ms"),
+        (b'{"text": "a", "deadline_ms": true}', 400, "deadline_ms"),
+        (b" " * (app.MAX_BODY + 1), 413, "at most 1048576 bytes"),
+    ],
+    ids=lambda value: None if isinstance(value, int) else repr(value[:24]),
+)
+def test_a_wrong_request_is_one_line(served, body, status, message):
+    found, answer, _ = ask(served[1], body)
+    assert (found, list(answer)) == (status, ["error"])
+    assert message in answer["error"] and "\n" not in answer["error"] and len(answer["error"]) < 400
+    assert ask(served[1], {"text": "the film"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/classify", 405), ("POST", "/health", 405), ("GET", "/", 404), ("POST", "/generate", 404)],
+)
+def test_another_path_or_method_is_an_error(served, method, path, status):
+    found, answer, headers = ask(served[1], None, path, method)
+    assert found == status and "found" in answer["error"]
+    assert headers["allow"] == ({"GET": "POST", "POST": "GET"}[method] if status == 405 else None)
+
+
+def slowed(engine, seconds):
+    """The engine, with so many seconds before each batch."""
+    run = engine.run
+    engine.run = lambda at, rows: (time.sleep(seconds), run(at, rows))
+    return engine
+
+
+def test_a_server_that_accepts_no_more_requests_is_unhealthy_with_the_reason(runtime):
+    with serving(engine_of(runtime)) as (worker, port):
+        assert worker.drain(10)
+        status, found, headers = ask(port, None, "/health", "GET")
+        assert (status, found["status"], headers["retry-after"]) == (503, "drained", "1")
+        assert ask(port, None, "/live", "GET")[:2] == (200, {"status": "drained"})
+        status, found, _ = ask(port, {"text": "the film"})
+        assert (status, found) == (503, {"error": "the server is shutting down; send the request to another server"})
+
+
+def test_a_server_whose_worker_has_failed_is_not_alive(runtime, monkeypatch):
+    with serving(engine_of(runtime)) as (worker, port):
+        with monkeypatch.context() as failed:
+            failed.setattr(type(worker), "state", "dead")
+            assert ask(port, None, "/live", "GET")[:2] == (503, {"status": "dead"})
+
+
+def test_responses_and_metrics_name_the_exported_model(served, runtime, tmp_path):
+    for body, path, method in (
+        ({"text": "a film"}, "/classify", "POST"),
+        ({}, "/classify", "POST"),
+        (None, "/", "GET"),
+    ):
+        assert ask(served[1], body, path, method)[2]["x-model-id"] == runtime.model_id
+    assert ask(served[1], None, "/health", "GET")[1]["model"] == runtime.model_id
+    assert f'mini_ee_model_info{{model="{runtime.model_id}"}} 1' in ask(served[1], None, "/metrics", "GET")[1]
+    copy = shutil.copytree(runtime.folder, tmp_path / "copy")
+    assert Runtime(copy).model_id == runtime.model_id
+    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | {"max_length": 64})
+    assert Runtime(copy).model_id != runtime.model_id
+
+
+def test_a_full_queue_is_503_with_the_reason(runtime):
+    with serving(slowed(engine_of(runtime, rule=FixedExit(0)), 0.05), max_open=2, batch=1) as (worker, port):
+        found = together(port, [{"text": "the film"}] * 12)
+        assert {status for status, *_ in found} == {200, 503}
+        refused = [(answer, headers) for status, answer, headers in found if status == 503]
+        assert all("2 requests are open" in answer["error"] and headers["retry-after"] for answer, headers in refused)
+    assert worker.metrics.responses[503] == len(refused)
+
+
+def test_a_request_is_refused_when_its_deadline_has_passed(runtime, caplog):
+    with serving(slowed(engine_of(runtime), 0.3)) as (worker, port):
+        begin = time.perf_counter()
+        status, answer, _ = ask(port, {"text": "the film", "deadline_ms": 50})
+        assert status == 503 and "the deadline passed" in answer["error"] and time.perf_counter() - begin < 0.28
+    assert worker.metrics.requests["late"] == 1 and not worker.metrics.requests["cancelled"] and not caplog.text
+
+
+def held_encoding(engine):
+    """The engine, and an event until which no long text is encoded; how many are encoded at the same time is noted."""
+    row, go, now, most = engine.row, threading.Event(), [], []
+
+    def held(texts, **settings):
+        if len(texts[0]) > LONG:
+            now.append(texts)
+            most.append(len(now))
+            assert go.wait(20)
+            now.pop()
+        return row(texts, **settings)
+
+    engine.row = held
+    return engine, go, most
+
+
+LONG_TEXT = "the film was good " * (LONG // 16)
+
+
+def test_a_long_text_is_encoded_beside_other_requests_and_its_deadline_runs(runtime):
+    engine, go, _ = held_encoding(engine_of(runtime))
+    with serving(engine) as (worker, port):
+        begin = time.perf_counter()
+        assert ask(port, {"text": LONG_TEXT, "deadline_ms": 50})[:2] == (503, {"error": LATE})
+        assert time.perf_counter() - begin < 10 and not go.is_set()
+        assert ask(port, {"text": "the film"})[0] == 200
+        go.set()
+        assert ask(port, {"text": LONG_TEXT})[0] == 200
+    assert worker._open == 0 and worker.metrics.requests["late"] == 1
+
+
+def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runtime):
+    """Above --queue they are refused while none is encoded yet, and one that is given up keeps its place till then."""
+    engine, go, most = held_encoding(engine_of(runtime))
+    with serving(engine, max_open=4) as (worker, port):
+        found = []
+        asking = threading.Thread(target=lambda: found.extend(together(port, [{"text": LONG_TEXT}] * 20)))
+        asking.start()
+        deadline = time.monotonic() + 10
+        while worker.metrics.requests["refused"] < 16 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert worker.metrics.requests["refused"] == 16 and worker._open == 4
+        next(iter(worker._encoding)).cancel()
+        status, answer, _ = ask(port, {"text": "the film"})
+        assert status == 503 and "4 requests are open, with room for 0 more" in answer["error"]
+        go.set()
+        asking.join()
+        assert ask(port, {"text": "the film"})[0] == 200
+    assert sorted(status for status, *_ in found if status == 200) == [200] * 3
+    assert set(most) == {1} and worker._open == 0
+
+
+def test_a_long_text_that_is_being_encoded_is_answered_before_the_worker_ends(runtime):
+    engine, go, _ = held_encoding(engine_of(runtime))
+    worker = Worker(engine)
+    future = worker.submit((LONG_TEXT,))
+    threading.Timer(0.2, go.set).start()
+    assert worker.drain(20) and future.result(1).label in runtime.label_names
+
+
+def test_a_large_body_takes_a_place_while_it_comes(runtime):
+    """Otherwise the bodies of all connections would be held at once; small ones take none, however slow they are."""
+    start = b"POST /classify " + JSON_HEAD + b"content-length: 1000000\r\n\r\n"
+    with serving(engine_of(runtime), max_open=2) as (worker, port), contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(6)]
+        for at, sock in enumerate(slow):
+            sock.sendall(start + b" " * (app.LARGE + 1 if at < 3 else 100))
+        deadline = time.monotonic() + 10
+        while not worker.metrics.requests["refused"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ask(port, {"text": "the film"})[0] == 200
+        for sock in slow[:3]:
+            sock.sendall(b" " * (1_000_000 - app.LARGE - 1))
+        statuses = sorted(sock.recv(1000).split(b" ")[1] for sock in slow[:3])
+    assert statuses == [b"400", b"400", b"503"]  # blanks are no JSON
+
+
+@pytest.mark.slow
+def test_what_a_shutdown_does_not_wait_for_is_503_without_a_traceback(runtime, decoder, monkeypatch, caplog):
+    monkeypatch.setattr(server, "DRAIN", 1)
+    engine, go, _ = held_encoding(slowed(engine_of(runtime), 0.05))
+    ended = []
+    with serving(engine) as (_, port):
+        asking = threading.Thread(target=lambda: ended.extend(together(port, [{"text": LONG_TEXT}] * 3)))
+        asking.start()
+        time.sleep(0.3)
+        threading.Timer(1.2, go.set).start()  # so that the worker's thread ends at last
+    asking.join()
+    assert [(status, answer["error"]) for status, answer, _ in ended] == [(503, ENDING)] * 3
+    with serving(slowed(engine_of(decoder, room=1), 0.3)) as (_, port):
+        body = {"text": PROMPTS[0], "max_new_tokens": 8, "stream": True}
+        asking = threading.Thread(target=lambda: ended.append(ask(port, body, "/generate")))
+        asking.start()
+        time.sleep(0.6)
+    asking.join()
+    *pieces, last = map(json.loads, ended[-1][1].splitlines())
+    assert ended[-1][0] == 200 and pieces and last == {"error": ENDING}
+    assert "Traceback" not in caplog.text
+
+
+def test_a_client_that_hangs_up_frees_its_row(runtime):
+    ran, engine, goes_on = [], engine_of(runtime), threading.Event()
+    run = engine.run
+    engine.run = lambda at, rows: (
+        goes_on.wait(30),
+        ran.extend(row.encoded.texts[0][0] for row in rows),
+        run(at, rows),
+    )
+    with serving(engine, batch=1) as (worker, port):
+        first = threading.Thread(target=ask, args=(port, {"text": "the film"}))
+        first.start()
+        until(lambda: worker._open == 1)
+        body = b'{"text": "the meal was awful"}'
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            gone.sendall(b"POST /classify " + JSON_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: worker._open == 2)
+        until(lambda: worker.metrics.requests["cancelled"] == 1)
+        goes_on.set()
+        first.join()
+        assert ask(port, {"text": "a song"})[0] == 200
+    assert ran[0] == "the film" and "the meal was awful" not in ran and worker.metrics.requests["cancelled"] == 1
+
+
+def until(reached, seconds=20):
+    """Wait until it is so."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, "it did not become so in time"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_a_client_that_closes_its_sending_side_gets_its_answer(runtime, monkeypatch, version):
+    """Although it looks like one that hangs up. A slow answer comes after interim responses, if it speaks HTTP/1.1."""
+    monkeypatch.setattr(server, "PROBE_SECONDS", 0.05)
+    body = b'{"text": "the film"}'
+    request = b"POST /classify " + JSON_HEAD.replace(b"1.1", version) + b"content-length: %d\r\n\r\n" % len(body) + body
+    with serving(slowed(engine_of(runtime), 0.3)) as (_, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+            sock.sendall(request)
+            sock.shutdown(socket.SHUT_WR)
+            received = b"".join(iter(lambda: sock.recv(10_000), b""))
+    before, _, answer = received.rpartition(b"HTTP/1.1 200 OK")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["label"] in runtime.label_names
+    assert before == server.CONTINUE * before.count(server.CONTINUE) and bool(before) == (version == b"1.1")
+
+
+# ---- Decoders ----
+def test_a_decoder_writes_the_whole_text_or_streams_its_pieces(decoder):
+    with serving(engine_of(decoder, room=4)) as (_, port):
+        alone = [decoder.run([prompt], max_new_tokens=5)[0] for prompt in PROMPTS]
+        bodies = [{"text": prompt, "max_new_tokens": 5} for prompt in PROMPTS]
+        for (status, found, _), expected in zip(together(port, bodies, "/generate"), alone):
+            assert status == 200 and (found["text"], found["tokens"]) == (expected.text, expected.tokens)
+        for (status, found, headers), expected in zip(
+            together(port, [body | {"stream": True} for body in bodies], "/generate"), alone
+        ):
+            *pieces, answer = map(json.loads, found.splitlines())
+            assert status == 200 and headers["content-type"] == "application/x-ndjson"
+            assert "".join(piece["text"] for piece in pieces) == answer["text"] == expected.text
+            assert answer["layers"] == expected.layers
+        for body in ({"text": "a", "max_new_tokens": 0}, {"text": "a", "stream": 1}, {"text": ""}):
+            assert ask(port, body, "/generate")[0] == 400
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decoder):
+    with serving(slowed(engine_of(decoder, room=1), 0.02)) as (worker, port):
+        body = json.dumps({"text": PROMPTS[0], "max_new_tokens": 30, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            gone.sendall(b"POST /generate " + JSON_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            assert gone.recv(100).startswith(b"HTTP/1.1 200")
+        assert ask(port, {"text": PROMPTS[1], "max_new_tokens": 1}, "/generate")[0] == 200
+    assert worker.metrics.requests["cancelled"] == worker.metrics.requests["answered"] == 1
+    assert worker.metrics.responses["hung up"] == 1  # /metrics shows it among the statuses
+
+
+def test_a_stream_whose_deadline_passes_ends_with_an_error(decoder, caplog):
+    with serving(slowed(engine_of(decoder), 0.05)) as (worker, port):
+        body = {"text": PROMPTS[0], "max_new_tokens": 30, "stream": True, "deadline_ms": 500}
+        status, stream, _ = ask(port, body, "/generate")
+    *pieces, last = map(json.loads, stream.splitlines())
+    assert status == 200 and 0 < len(pieces) < 30 and last == {"error": LATE} and not caplog.text
+    assert worker.metrics.requests["late"] == 1
+
+
+# ---- Bad clients ----
+def bad_request(port, chance):
+    """One of those that a server meets: what it sends is wrong, too much, too slow, or never ends."""
+    kind = chance.randrange(8)
+    lines = b"POST /classify " + JSON_HEAD
+    text = bytes(chance.randrange(256) for _ in range(60))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        if kind == 0:  # no HTTP
+            sock.sendall(text + b"\r\n\r\n")
+        elif kind == 1:  # a body of random bytes
+            sock.sendall(lines + b"content-length: 60\r\n\r\n" + text)
+        elif kind == 2:  # a body that is said to be huge
+            sock.sendall(lines + b"content-length: 99999999999\r\n\r\n" + text)
+        elif kind == 3:  # deep nesting
+            body = b'{"text": [' * 2000
+            sock.sendall(lines + b"content-length: %d\r\n\r\n" % len(body) + body)
+        elif kind == 4:  # half a head
+            sock.sendall(lines[: chance.randrange(len(lines))])
+            return
+        elif kind == 5:  # half a body, and the sending half closed
+            sock.sendall(lines + b"content-length: 100\r\n\r\n" + text[:10])
+            sock.shutdown(socket.SHUT_WR)
+        elif kind == 6:  # a whole request, and gone
+            sock.sendall(lines + b"content-length: 20\r\n\r\n" + b'{"text": "the film"}')
+            return
+        else:  # chunks of a wrong form
+            sock.sendall(lines + b"transfer-encoding: chunked\r\n\r\nzz\r\n" + text)
+        status = sock.recv(100)
+        assert not status or status.startswith(b"HTTP/1.1 4"), (kind, status)
+
+
+def quickest(port, count):
+    """Median seconds of so many good requests, one after the other."""
+    seconds = []
+    for at in range(count):
+        begin = time.perf_counter()
+        assert ask(port, {"text": SENTENCES[at % len(SENTENCES)]})[0] == 200
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[count // 2]
+
+
+def test_300_bad_requests_bring_nothing_down(served):
+    """Some 40 connections at the same time stay silent, or send a byte now and then."""
+    worker, port = served
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    try:
+        for at, sock in enumerate(slow):
+            sock.sendall(b"POST /classify HTTP/1.1\r\n"[: at % 25])
+        chance = random.Random(0)
+        for at in range(300):
+            bad_request(port, chance)
+            if not at % 50:
+                slow[at % 40].sendall(b"x")
+                assert ask(port, {"text": "the film"})[0] == 200
+        assert quickest(port, 20) < 0.5
+    finally:
+        for sock in slow:
+            sock.close()
+    assert worker.state == "ready"
+    deadline = time.monotonic() + 5
+    while worker._open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker._open == 0
+
+
+def test_a_connection_that_brings_no_request_is_closed(runtime, monkeypatch):
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    with serving(engine_of(runtime)) as (_, port):
+        for sent in (b"", b"POST /cl", b"POST /classify HTTP/1.1\r\nhost: localhost\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+                sock.sendall(sent)
+                assert sock.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(b"POST /classify " + JSON_HEAD + b"content-length: 9\r\n\r\n{")
+            assert sock.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_silence_is_counted_anew_after_each_response(monkeypatch):
+    """By a clock that stands still: one timer is set at a time, and what it finds at work it leaves open."""
+    timers, closed = [], []
+
+    class Timer:
+        def __init__(self, seconds, call):
+            self.call, self.set = call, True
+            timers.append(self)
+
+        def cancel(self):
+            self.set = False
+
+    for name in ("connection_made", "on_response_complete", "connection_lost"):
+        monkeypatch.setattr(server.H11Protocol, name, lambda self, *given: None)
+    protocol = object.__new__(server.Protocol)
+    protocol.loop, protocol.cycle = SimpleNamespace(call_later=Timer), None
+    protocol.transport = SimpleNamespace(close=lambda: closed.append(len(timers)))
+    protocol.connection_made(None)
+    for complete in (False, True):
+        protocol.cycle = SimpleNamespace(response_complete=complete)
+        timers[-1].call()
+        protocol.on_response_complete()
+    assert closed == [2] and [timer.set for timer in timers] == [False, False, True]
+    protocol.connection_lost(None)
+    assert not timers[-1].set
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_error_of_the_model_is_500_and_the_next_is_answered(runtime, caplog, kind):
+    engine = engine_of(runtime)
+    run = engine.run
+
+    def failing(at, rows):
+        if any("dull" in row.encoded.texts[0][0] for row in rows):
+            raise kind("out of memory")
+        run(at, rows)
+
+    engine.run = failing
+    with serving(engine) as (_, port):
+        status, answer, _ = ask(port, {"text": "the film was dull"})
+        assert status == 500 and answer["error"] == ("out of memory" if kind is ValueError else app.FAILED)
+        assert ask(port, {"text": "the film was good"})[0] == 200
+    assert "out of memory" in caplog.text
+
+
+def test_an_error_of_the_model_in_a_stream_is_sent_and_logged(decoder, caplog):
+    engine = engine_of(decoder)
+
+    def failing(at, rows):
+        raise RuntimeError("out of memory")
+
+    engine.run = failing
+    with serving(engine) as (_, port):
+        status, answer, _ = ask(port, {"text": PROMPTS[0], "max_new_tokens": 2, "stream": True}, "/generate")
+    assert status == 500 and answer == {"error": app.FAILED} and "out of memory" in caplog.text
+
+
+def test_what_is_no_http_is_ignored(runtime):
+    with Worker(engine_of(runtime)) as worker:
+        assert asyncio.run(app.App(worker)({"type": "lifespan"}, None, None)) is None
+
+
+# ---- Whom it answers ----
+@pytest.mark.parametrize(
+    ("bound", "more", "host", "allowed"),
+    [
+        ("127.0.0.1", (), "127.0.0.1:8000", True),
+        ("127.0.0.1", (), "localhost", True),
+        ("127.0.0.1", (), "LocalHost.:9000", True),  # a port that is forwarded
+        ("127.0.0.1", (), "127.0.0.2", True),
+        ("127.0.0.1", (), "[::1]:8000", True),
+        ("127.0.0.1", (), "evil.example:8000", False),
+        ("127.0.0.1", (), "localhost.evil.example", False),
+        ("127.0.0.1", (), "127.0.0.1.evil.example", False),
+        ("127.0.0.1", (), "10.0.0.7", False),
+        ("127.0.0.1", (), "0.0.0.0:8000", False),
+        ("127.0.0.1", (), "", False),
+        ("127.0.0.1", (), "localhost@evil.example", False),
+        ("127.0.0.1", (), "localhost evil.example", False),
+        ("127.0.0.1", (), "::1", False),
+        ("127.0.0.1", ("api.example",), "api.example", True),  # behind a proxy that hands the name on
+        ("127.0.0.1", ("api.example",), "localhost", True),
+        ("127.0.0.1", ("api.example",), "other.example", False),
+        ("127.0.0.1", ("*",), "evil.example", True),
+        ("localhost", (), "127.0.0.1:8000", True),
+        ("::1", (), "[::1]", True),
+        ("0.0.0.0", (), "10.1.2.3:8000", True),  # as a probe of Kubernetes asks
+        ("0.0.0.0", (), "[fd00::7]:8000", True),
+        ("::", (), "10.1.2.3", True),
+        ("0.0.0.0", (), "localhost", True),
+        ("0.0.0.0", (), socket.gethostname(), True),
+        ("0.0.0.0", (), "evil.example", False),
+        ("0.0.0.0", ("reviews.default.svc",), "reviews.default.svc:80", True),
+        ("10.1.2.3", (), "10.1.2.3:8000", True),
+        ("10.1.2.3", (), "10.1.2.4:8000", False),
+        ("10.1.2.3", (), "localhost", False),
+        ("node7", (), "node7:8000", True),
+    ],
+)
+def test_a_request_may_name_the_host_that_the_server_is_bound_to(bound, more, host, allowed):
+    assert Hosts(bound, more).allow(host.encode()) is allowed
+
+
+@pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", "", "a/b", "[::1]:80"])
+def test_a_host_with_more_than_its_name_is_refused(runtime, capsys, name):
+    assert main(["serve", str(runtime.folder), "--allow-host", name]) == 2
+    line = capsys.readouterr().err
+    assert f"--allow-host: expected the name of a host, without scheme and port, found {name!r}" in line
+    assert line.count("\n") == 1
+
+
+def test_a_request_for_another_host_is_421_with_advice(served, runtime):
+    for path, method in (("/classify", "POST"), ("/health", "GET"), ("/metrics", "GET")):
+        headers = {"host": "evil.example:8000", "content-type": "application/json"}
+        status, answer, _ = ask(served[1], {"text": "the film"} if method == "POST" else None, path, method, headers)
+        assert status == 421 and "127.0.0.1, localhost), found evil.example:8000; see --allow-host" in answer["error"]
+    with serving(engine_of(runtime), Hosts("127.0.0.1", ["evil.example"])) as (_, port):
+        assert ask(port, {"text": "the film"}, headers=headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("text/plain", 415),  # what a web page may post without being asked: these three, and none at all
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        (None, 415),
+        ("text/plain; application/json", 415),
+        ('application/json; charset="UTF8"', 200),
+    ],
+)
+def test_only_a_body_that_is_called_json_is_taken(served, kind, status):
+    found, answer, _ = ask(served[1], {"text": "the film"}, headers={"content-type": kind} if kind else {})
+    assert found == status and (status == 200 or "expected Content-Type: application/json, found" in answer["error"])
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "message"),
+    [
+        (
+            {"content-encoding": "gzip"},
+            415,
+            "expected a body without Content-Encoding, found gzip; send it uncompressed",
+        ),
+        ({"content-encoding": "br"}, 415, "found br; send it uncompressed"),
+        ({"content-encoding": "identity, deflate"}, 415, "found identity, deflate; send it uncompressed"),
+        ({"content-encoding": "Identity"}, 200, ""),
+        ({"content-type": "application/json; charset=latin-1"}, 415, "expected JSON in UTF-8, found charset=latin-1"),
+        ({"content-type": "application/json; charset=utf-16"}, 415, "found charset=utf-16; send it in UTF-8"),
+    ],
+)
+def test_a_body_in_another_encoding_is_415_with_the_reason(served, more, status, message):
+    headers = {"content-type": "application/json"} | more
+    found, answer, _ = ask(served[1], {"text": "the film"}, headers=headers)
+    assert found == status and message in answer.get("error", "")
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served):
+    """What a proxy takes for one request may be two for a server that goes by the other length."""
+    inside = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    head = b"POST /classify " + JSON_HEAD
+    both = b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" % (len(inside) + 5)
+    with socket.create_connection(("127.0.0.1", served[1]), timeout=10) as sock:
+        sock.sendall(head + both + inside)
+        received = b"".join(iter(lambda: sock.recv(10_000), b""))
+    assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in received.lower()
+
+
+# ---- Several texts in a request ----
+def test_several_texts_in_a_request_are_answered_in_their_order(runtime, decoder):
+    alone = runtime.run(SENTENCES, batch_size=1)
+    with serving(engine_of(runtime)) as (_, port):
+        status, answer, _ = ask(port, {"texts": SENTENCES})
+        assert ask(port, {"texts": [[SENTENCES[0]]]})[1]["answers"][0]["label"] == alone[0].label
+    assert status == 200 and set(answer) == {"answers"}
+    assert [(each["label"], each["layers"]) for each in answer["answers"]] == [
+        (each.label, each.layers) for each in alone
+    ]
+    with serving(engine_of(decoder, room=4)) as (_, port):
+        status, answer, _ = ask(port, {"texts": PROMPTS, "max_new_tokens": 3}, "/generate")
+        assert ask(port, {"texts": PROMPTS, "stream": True}, "/generate")[0] == 400
+    assert status == 200
+    alone = decoder.run(PROMPTS, max_new_tokens=3)
+    assert [each["text"] for each in answer["answers"]] == [each.text for each in alone]
+
+
+def test_more_texts_than_places_are_answered_in_parts_with_others_in_between(runtime):
+    texts = (SENTENCES * 3)[:40]
+    alone = [(each.label, each.layers) for each in runtime.run(texts, batch_size=1)]
+    with serving(slowed(engine_of(runtime), 0.01), max_open=8) as (worker, port):
+        found = []
+        asking = threading.Thread(target=lambda: found.append(ask(port, {"texts": texts})))
+        asking.start()
+        until(lambda: worker._open)
+        between = 0
+        while asking.is_alive():
+            assert ask(port, {"text": "the film"})[0] == 200 and worker._open <= 8
+            between += 1
+        asking.join()
+        assert ask(port, {"texts": texts, "deadline_ms": 60})[:2] == (503, {"error": LATE})
+    status, answer, _ = found[0]
+    assert status == 200 and [(each["label"], each["layers"]) for each in answer["answers"]] == alone and between > 1
+    assert not worker.metrics.requests["refused"] and not worker._open
+
+
+def test_the_texts_of_a_long_request_are_tokenized_beside_the_loop(runtime):
+    """Each is short. Otherwise no other request, not even /live, would be answered meanwhile."""
+    engine, threads = engine_of(runtime), set()
+    row = engine.row
+    engine.row = lambda texts, **settings: (threads.add(threading.current_thread().name), row(texts, **settings))[1]
+    with serving(engine) as (_, port):
+        assert ask(port, {"texts": ["the film was good " * 50] * 40})[0] == 200
+        assert {name.rpartition("_")[0] for name in threads} == {"mini-ee-encoder"}
+        threads.clear()
+        assert ask(port, {"texts": ["the film was good"] * 40})[0] == 200
+    assert len(threads) == 1 and "mini-ee-encoder" not in threads.pop()
+
+
+@pytest.mark.slow
+def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
+    with serving(slowed(engine_of(runtime), 0.3), max_open=4) as (worker, port):
+        first = threading.Thread(target=ask, args=(port, {"texts": ["the film"] * 3}))
+        first.start()
+        while worker._open < 3:
+            time.sleep(0.01)
+        status, answer, _ = ask(port, {"texts": ["a meal"] * 2})
+        assert status == 503 and "3 requests are open, with room for 1 more" in answer["error"] and worker._open == 3
+        first.join()
+        assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
+
+
+def test_milliseconds_are_rounded(served, runtime, decoder):
+    found = [ask(served[1], {"text": "the film"})[1]]
+    found += [runtime.run(["the film"])[0].to_dict(), decoder.run(["the film"])[0].to_dict()]
+    found += [each._replace(milliseconds=1.23456).to_dict() for each in decoder.run(["the film"])]
+    assert all(each["milliseconds"] == round(each["milliseconds"], 3) > 0 for each in found)
+    assert found[-1]["milliseconds"] == 1.235
+
+
+# ---- The command ----
+@contextmanager
+def command(folder, *options):
+    """The program, and its port once it says so."""
+    words = [sys.executable, "-m", "mini_ee", "serve", str(folder), "--port", "0", "--threads", "1", *options]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        assert "http://127.0.0.1:" in line, line + process.stderr.read()
+        yield process, int(line.split("http://127.0.0.1:")[1].split(",")[0])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_drains_and_ends_with_the_summary(runtime):
+    with command(runtime.folder, "--json") as (process, port):
+        found = []
+        asking = threading.Thread(target=lambda: found.extend(together(port, [{"text": "the film"}] * 16)))
+        asking.start()
+        while not found and not ask(port, None, "/metrics", "GET")[1].count('outcome="answered"} 1'):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        out, error = process.communicate(timeout=20)
+        asking.join()
+    assert process.returncode == 0 and "Traceback" not in error
+    assert json.loads(out)["requests"]["answered"] == sum(status == 200 for status, *_ in found)
+    assert "drained" in error
+
+
+def test_an_interrupt_as_soon_as_the_server_is_ready_ends_it_with_the_summary(runtime):
+    with command(runtime.folder, "--json") as (process, _):
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=20)
+    assert process.returncode == 0 and json.loads(out)["requests"]["answered"] == 0 and "drained" in error
+
+
+def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serves(runtime):
+    """50 kills were made by hand, with MINI_EE_KILLS=50."""
+    for kill in range(KILLS):
+        with command(runtime.folder) as (process, port):
+            assert ask(port, {"text": "the film"})[0] == 200
+            outcomes, begin = [], time.monotonic()
+
+            def client():
+                for _ in range(1000):
+                    try:
+                        outcomes.append(ask(port, {"text": "the film", "deadline_ms": 2000})[0])
+                    except (OSError, http.client.HTTPException) as error:
+                        outcomes.append(error)
+                        return
+
+            clients = [threading.Thread(target=client) for _ in range(4)]
+            for each in clients:
+                each.start()
+            time.sleep(0.1 + 0.02 * kill)
+            os.kill(process.pid, signal.SIGKILL)
+            for each in clients:
+                each.join(5)
+            assert not any(each.is_alive() for each in clients) and time.monotonic() - begin < 5
+        assert set(filter(lambda each: isinstance(each, int), outcomes)) <= {200, 503}
+        assert sum(isinstance(each, Exception) for each in outcomes) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tighten"], "give --shadow .05"),
+        (["--epsilon", ".9"], "give --shadow .05"),
+        (["--shadow", ".1", "--tighten"], "--tighten needs the agreement to keep: give --epsilon .95"),
+        (["--shadow", "1.1"], "the share of shadow rows must be above 0 and at most 1"),
+        (["--port", "70000"], "--port must be from 0 to 65535"),
+        (["--max-wait", "-1"], "--max-wait must be from 0 to 60000"),
+        (["--max-wait", "nan"], "--max-wait must be from 0 to 60000"),
+        (["--replicas", "2"], "--replicas is for --engine ray"),
+    ],
+)
+def test_wrong_arguments_are_one_line(runtime, capsys, options, message):
+    assert main(["serve", str(runtime.folder), *options]) == 2
+    line = capsys.readouterr().err
+    assert message in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "options", "watched"),
+    [
+        (None, ["--shadow", ".2"], (0.2, None, False)),
+        ({"epsilon": 0.9}, ["--shadow", ".2", "--tighten"], (0.2, 0.9, True)),
+        ({"epsilon": 0.9}, ["--shadow", ".2", "--epsilon", ".95"], (0.2, 0.95, False)),
+    ],
+)
+def test_the_guarantee_in_service_is_the_calibrations_or_the_given_one(
+    runtime, monkeypatch, calibrated, options, watched
+):
+    monkeypatch.setattr(runtime, "config", runtime.config | {"guarantee": calibrated})
+    words = ["serve", str(runtime.folder), *options]
+    guarantee = serve._engine(parser(words).parse_args(words), runtime).guarantee
+    assert (guarantee.share, guarantee.epsilon, guarantee.tighten) == watched
+
+
+def test_a_rule_that_cannot_be_tightened_is_refused_before_serving(runtime, monkeypatch):
+    monkeypatch.setattr(runtime, "rule", FixedExit(1))
+    words = ["serve", str(runtime.folder), "--shadow", ".2", "--tighten", "--epsilon", ".9"]
+    with pytest.raises(WrongArguments, match="the rule fixed has no threshold to raise; leave out --tighten"):
+        serve._engine(parser(words).parse_args(words), runtime)
+
+
+@pytest.mark.parametrize("options", [["--shadow", ".1"], ["--tighten"], ["--epsilon", ".9"]])
+def test_a_guarantee_of_a_decoder_is_refused(decoder, capsys, options):
+    assert main(["serve", str(decoder.folder), *options]) == 2
+    assert "--shadow, --tighten and --epsilon are for classifiers" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_an_error(runtime, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(runtime.folder), "--port", str(port)]) == 1
+    line = capsys.readouterr().err
+    assert f"127.0.0.1:{port}: " in line and "choose another --host or --port" in line
+
+
+@pytest.mark.parametrize("engine, module, extra", [("local", "server", "serve"), ("ray", "replicas", "ray")])
+def test_without_an_extra_the_command_names_what_to_install(runtime, capsys, monkeypatch, engine, module, extra):
+    monkeypatch.setitem(sys.modules, f"mini_ee.serve.{module}", None)
+    assert main(["serve", str(runtime.folder), "--engine", engine]) == 2
+    assert f"pip install 'mini-ee[{extra}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("replicas, message", [("0", "of at least 1"), ("4-1", "the least first"), ("1-", "a whole")])
+def test_a_wrong_number_of_replicas_is_refused(capsys, replicas, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "exported", "--engine", "ray", "--replicas", replicas])
+    assert message in capsys.readouterr().err
+
+
+# ---- The page ----
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("curl"), reason="the page asks by curl")
+def test_the_pages_from_a_run_to_a_running_server_run_as_they_stand(tmp_path, monkeypatch):
+    """export/README.md first; then serve/README.md, with the run that is there."""
+    monkeypatch.chdir(tmp_path)
+    steps = (Path(server.__file__).parents[1] / "export" / "README.md").read_text()
+    lines = "".join(re.findall(r"^```bash\n(.*?)^```$", steps, re.M | re.S)).splitlines()
+    assert lines[0].startswith("pip install")
+    found = run_lines(lines[1:])
+    assert '"layers": ' in found.stdout and '"status": "ready"' in found.stdout and '"error": ' not in found.stdout
+    assert Path("current").readlink() == Path("served-1") and Path("served-int8/model.onnx").exists()
+    shutil.copytree("served-1", "served")  # which the other page exports by the same command
+    install, found = run_block(0)
+    assert install.startswith("pip install") and '"layers": ' in found.stdout
+    assert 'mini_ee_requests_total{outcome="answered"} 1' in found.stdout
+    assert "drained; 1 requests answered" in found.stderr
+    page = (Path(server.__file__).parent / "README.md").read_text()
+    (python,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(python, {})
+    assert printed.getvalue().count("tive") == 2  # negative, positive
