@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from mini_ee import rules as core_rules
 from mini_ee.lab import confidence
 from mini_ee.lab.backbones.bert import LayerContext
 from mini_ee.lab.baselines import elasticbert
@@ -407,15 +408,15 @@ EQUATIONS += [  # the same of the core, and bugs of its own
     *[(place.replace(".lab.methods.", "."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
     *[(place.replace(".lab.methods.", "."), bug, test.replace("project", "core")) for place, bug, test in EQUATIONS
       if place.endswith(("consistent.leave_one_out", "consistent.memorized_layer"))],
-    (CORE + "loop.early_exit", source("append((rows[exiting], logits))", "append((exiting, logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Threshold'-[0.8]]"),
+    (CORE + "loop.early_exit", source("append((rows[stops], logits))", "append((np.flatnonzero(stops), logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Threshold'-[0.8]]"),
     (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Patience'-[2]]"),
     (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again[core]"),
-    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.t)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[core-2-4]"),
+    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[core-2-4]"),
     (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[core-0.8]"),
     (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_of_the_core_computes_with_w_plus_ab[2]"),
     (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t[core]"),
     (CORE + "lora_exits.sgmv", source("A[i] @ B[i]", "A[0] @ B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[core-[5, 5, 5]]"),
-    (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(tau=0.0, measure='max_probability')-2]"),
+    (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(threshold=0.0, measure='max_probability')-2]"),
     (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[core-segd-teachers2]"),
     *[(CORE + "self_supervised.head_loss", source(*change), f"2_self_supervised.py::test_eq1_position_by_position[core-{case}]") for *change, case in (("- penalty * entropy", "+ penalty * entropy", "soft-0.1"), ("-(full.float().softmax(-1)", "-(logits.float().softmax(-1)", "soft-0.1"))],
     (CORE + "calibrate.tau", source("enough[-1]", "enough[0]"), "2_self_supervised.py::test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees[core]"),
@@ -485,10 +486,10 @@ RULES = [
     ("evaluation.failure_prediction.failures", source("[:, ::-1]  #", "  #"), "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right"),
     ("evaluation.failure_prediction.calibration_error", source("np.abs(gaps).sum()", "np.abs(gaps.sum())"), "failure_prediction.py::test_the_calibration_error_is_that_of_a_loop_over_bins[7]"),
     ("confidence.MEASURES.entropy", measure(zero_times_log_zero), "confidence.py::test_a_probability_of_zero_gives_full_confidence_and_no_nan[row0-entropy]"),
-    ("confidence.MEASURES.entropy", measure(lambda logits: -confidence.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
-    ("confidence.MEASURES.entropy", measure(lambda logits: confidence.entropy(logits) / math.log(2)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
-    ("confidence.MEASURES.normalised_entropy", measure(confidence.entropy), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-normalised_entropy]"),
-    ("confidence.MEASURES.breaking_ties", measure(confidence.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
+    ("confidence.MEASURES.entropy", measure(lambda logits: -core_rules.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
+    ("confidence.MEASURES.entropy", measure(lambda logits: core_rules.entropy(logits) / math.log(2)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
+    ("confidence.MEASURES.normalised_entropy", measure(core_rules.entropy), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-normalised_entropy]"),
+    ("confidence.MEASURES.breaking_ties", measure(core_rules.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
     ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
     ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
     ("rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),

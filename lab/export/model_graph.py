@@ -31,7 +31,7 @@ of the graph (tracing.py).
 
 import numpy as np
 
-from mini_ee.lab.confidence import max_probability, weakest_label
+from mini_ee.lab.confidence import weakest_label
 from mini_ee.lab.export.manifest import output_of
 from mini_ee.lab.export.token_graphs import output_caches
 from mini_ee.lab.export.token_segments import cache_names
@@ -39,6 +39,7 @@ from mini_ee.lab.export.tracing import ArrayValue
 from mini_ee.lab.row_thresholds import THRESHOLD
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.segments import Reading
+from mini_ee.rules import max_probability
 
 INFINITY = np.array(np.inf, np.float32)
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.export.manifest import output_of
 from mini_ee.lab.segments import Segments
+from mini_ee.rules import max_probability
 
 
 def segment_graphs(segments: Segments) -> dict[str, Callable]:

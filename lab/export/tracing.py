@@ -319,10 +319,6 @@ class ArrayValue(Value):
     def astype(self, dtype) -> "ArrayValue":
         return cast(self, dtype)
 
-    def log_softmax(self, axis: int) -> "ArrayValue":
-        """Numpy has no such function; confidence.py calls this method."""
-        return LOWERINGS[torch.log_softmax](self, axis)
-
     def argmax(self, axis: int) -> "ArrayValue":
         return LOWERINGS[np.argmax](self, axis)
 

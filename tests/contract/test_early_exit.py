@@ -560,7 +560,7 @@ def test_a_regression_leaves_by_patience_and_returns_one_number_a_row(random_mod
     expected = np.array([exit_by_hand(case.logits[row], Patience(1, tolerance)) for row in range(B)])
     assert_same(result, case.logits[ALL, expected], expected)
     assert result.logits.shape == (B, 1)
-    with pytest.raises(ValueError, match="a regression task takes the rules fixed and patience"):
+    with pytest.raises(ValueError, match="take Fixed or Patience"):
         run(case, Threshold(0.9))
 
 

@@ -39,7 +39,6 @@ from mini_ee.lab.backbones.llama import Decoder
 from mini_ee.lab.backbones.tensor_files import write_tensors
 from mini_ee.lab.baselines.multi_model import MultiModel
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.data.files import file_sha256, read_json, write_json
 from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tasks import load_task
@@ -64,6 +63,7 @@ from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence
 from mini_ee.lab.segments import Reading
 from mini_ee.lab.training.policies import OneForAll
 from mini_ee.lab.training.run_folder import Run, versions
+from mini_ee.rules import max_probability
 
 SHARED = "MINI_EE_SHARED"
 KINDS = ("bert", "roberta", "albert", "elasticbert")

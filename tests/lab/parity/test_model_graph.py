@@ -17,7 +17,6 @@ from torch import nn
 from mini_ee.lab.backbones.bert import Bert, BertConfig
 from mini_ee.lab.baselines.multi_model import MultiModel
 from mini_ee.lab.baselines.palbert import Ponder, PonderExits
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
@@ -46,6 +45,7 @@ from mini_ee.lab.rules import (
 )
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.policies import OneForAll
+from mini_ee.rules import max_probability
 
 EXITS, K, C, B = (1, 2, 4), 3, 3, 16
 ATOL = 2e-5  # float32 logits of size 4; measured at most 1.1e-5
