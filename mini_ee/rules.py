@@ -130,11 +130,11 @@ class Patience(Rule):
             raise ValueError(f"patience must be at least 1, its tolerance above 0, got {self}")
 
     def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
-        if read.shape[1] == 1:  # the defaults inf and -1 are no predictions, so at the first exit no row is equal
+        if read.shape[1:] == (1,):  # the defaults inf and -1 are no predictions, so at the first exit no row is equal
             predicted = read[:, 0]
             same = abs(predicted - memory.get("predicted", np.inf)) < self.tolerance
         else:
-            predicted = read.argmax(axis=1)
+            predicted = read.argmax(axis=1) if read.ndim == 2 else read  # (N,): predictions that were recorded
             same = predicted == memory.get("predicted", -1)
         memory["streak"] = np.where(same, memory.get("streak", 0) + 1, 0)
         memory["predicted"] = predicted

@@ -58,29 +58,29 @@ def measure(wrong):
     return lambda true: (wrong, *true[1:])
 
 
-def counts_equal_predictions(self, k, reading, memory):
+def counts_equal_predictions(self, k, read, memory):
     """t equal predictions instead of t + 1: the first one counts too."""
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = np.where(prediction == memory.get("prediction", -1), memory.get("streak", 0) + 1, 1)
-    memory["prediction"] = prediction
+    predicted = read.argmax(axis=1)
+    memory["streak"] = np.where(predicted == memory.get("predicted", -1), memory.get("streak", 0) + 1, 1)
+    memory["predicted"] = predicted
     return memory["streak"] >= self.patience
 
 
-def never_starts_again(self, k, reading, memory):
+def never_starts_again(self, k, read, memory):
     """A change of prediction does not set the counter back."""
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = memory.get("streak", 0) + (prediction == memory.get("prediction", -1))
-    memory["prediction"] = prediction
+    predicted = read.argmax(axis=1)
+    memory["streak"] = memory.get("streak", 0) + (predicted == memory.get("predicted", -1))
+    memory["predicted"] = predicted
     return memory["streak"] >= self.patience
 
 
 def counter_on_the_rule(true):
     memory = {}
-    return lambda self, k, reading, _: true(self, k, reading, memory)
+    return lambda self, k, read, _: true(self, k, read, memory)
 
 
-def below_the_threshold(self, k, reading, memory):
-    return confidence.MEASURES[self.measure][0](reading.logits) < self.threshold
+def below_the_threshold(self, k, read, memory):
+    return core_rules.MEASURES[self.measure](read) < self.threshold
 
 
 def zero_times_log_zero(logits):
@@ -374,8 +374,8 @@ def first_rows(name):
 SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contract", "lab/methods", "lab/parity"))
 
 EQUATIONS = [
-    ("mini_ee.lab.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
-    ("mini_ee.lab.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
+    ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
     ("mini_ee.lab.methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
     ("mini_ee.lab.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[project-[5, 5, 5]]"),
     ("mini_ee.lab.methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
@@ -408,11 +408,11 @@ EQUATIONS += [  # the same of the core, and bugs of its own
     *[(place.replace(".lab.methods.", "."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
     *[(place.replace(".lab.methods.", "."), bug, test.replace("project", "core")) for place, bug, test in EQUATIONS
       if place.endswith(("consistent.leave_one_out", "consistent.memorized_layer"))],
-    (CORE + "loop.early_exit", source("append((rows[stops], logits))", "append((np.flatnonzero(stops), logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Threshold'-[0.8]]"),
-    (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Patience'-[2]]"),
-    (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again[core]"),
-    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[core-2-4]"),
-    (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[core-0.8]"),
+    (CORE + "loop.early_exit", source("append((rows[stops], logits))", "append((np.flatnonzero(stops), logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Threshold'>-[0.8]]"),
+    (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Patience'>-[2]]"),
+    (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again"),
+    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[0.8]"),
     (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_of_the_core_computes_with_w_plus_ab[2]"),
     (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t[core]"),
     (CORE + "lora_exits.sgmv", source("A[i] @ B[i]", "A[0] @ B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[core-[5, 5, 5]]"),
@@ -426,31 +426,32 @@ EQUATIONS += [  # the same of the core, and bugs of its own
 
 ALONE = "test_compaction_changes_nothing_each_row_leaves_where_it_would_alone[numpy-"
 NEVER = "test_never_exit_equals_the_full_model["
-KEEP, LAST = "state, rows = state.keep(staying), rows[staying]", "k == len(segments.exits) - 1"
+TURN, CORE_LOOP = "mini_ee.loop.at_exit", "mini_ee.loop.early_exit"
+KEEP, LAST = "state, rows = state.keep(staying), rows[staying]", "k == len(engine.exits) - 1"
 FLOPS = "test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions"
 STATE = "test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there"
 LOOP = [
-    ("early_exit.run_segments", source(KEEP, "state, rows = state.keep(staying), rows[: len(staying)]"), ALONE + "max_probability]"),
-    ("early_exit.run_segments", source(KEEP, "state, rows = state.keep(np.arange(len(staying))), rows[staying]"), ALONE + "max_probability]"),
-    ("early_exit.run_segments", source("values[staying]", "values[: len(staying)]"), ALONE + "remembers]"),
-    ("early_exit.run_segments", source("values[staying]", "values[: len(staying)]"), "test_memory_is_kept_with_the_rows"),
-    ("early_exit.run_segments", source("else plan[staying]", "else plan[: len(staying)]"), ALONE + "planned]"),
-    ("early_exit.run_segments", source("break", "pass"), "test_nothing_runs_after_the_last_row_has_left"),
-    ("early_exit.run_segments", source("exit_index.fill(k)", "exit_index.fill(0)"), NEVER + "numpy]"),
-    ("early_exit.at_exit", source("if plan is not None:\n        exits", "if plan is not None and rule.needs is None:\n        exits"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
-    ("early_exit.at_exit", source(LAST, "k >= len(segments.exits) - 2"), NEVER + "numpy]"),
-    ("early_exit.at_exit", source(LAST, "k >= len(segments.exits) - 2"), "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]"),
-    ("early_exit.at_exit", source("reading = reading.keep(exiting)", "reading = reading.keep(np.arange(len(exiting)))"), ALONE + "max_probability]"),
-    ("early_exit.at_exit", source("state.keep(exiting) if len(staying) else state", "state"), "test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there"),
-    ("early_exit.at_exit", source("    elif rule.needs is None:\n        return state, None, None\n", ""), "test_never_exit_reads_the_last_head_once"),
-    ("early_exit.at_exit", source('segments.read_state(k, state) if rule.needs == "state" else ', ""), STATE),
-    ("early_exit.at_exit", source('evaluated = "state" if reading.logits is None else "logits"', 'evaluated = "state"'), FLOPS),
+    (CORE_LOOP, source(KEEP, "state, rows = state.keep(staying), rows[: len(staying)]"), ALONE + "max_probability]"),
+    (CORE_LOOP, source(KEEP, "state, rows = state.keep(np.arange(len(staying))), rows[staying]"), ALONE + "max_probability]"),
+    (CORE_LOOP, source("values[staying]", "values[: len(staying)]"), ALONE + "remembers]"),
+    (CORE_LOOP, source("values[staying]", "values[: len(staying)]"), "test_memory_is_kept_with_the_rows"),
+    (CORE_LOOP, source("else plan[rows]", "else plan[: len(rows)]"), ALONE + "planned]"),
+    (CORE_LOOP, source("            break", "            pass"), "test_nothing_runs_after_the_last_row_has_left"),
+    (CORE_LOOP, source("exit_index[rows[stops]] = k", "exit_index[rows[stops]] = 0"), NEVER + "numpy]"),
+    (CORE_LOOP, source("logits[at] = values", "logits[at] = stopped[0][1][: 1]"), ALONE + "max_probability]"),
+    ("early_exit.run_segments", source("rule if plan is None else Planned(plan)", "rule"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
+    (TURN, source(LAST, "k >= len(engine.exits) - 2"), NEVER + "numpy]"),
+    (TURN, source(LAST, "k >= len(engine.exits) - 2"), "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]"),
+    (TURN, source("else logits[stops]", "else logits[: stops.sum()]"), ALONE + "max_probability]"),
+    (TURN, source("state if stops.all() else state.keep(np.flatnonzero(stops))", "state"), "test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there"),
+    (TURN, source("return state, np.zeros(0, bool), None", "engine.read(k, state)\n        return state, np.zeros(0, bool), None"), "test_never_exit_reads_the_last_head_once"),
+    (TURN, source("getattr(engine, rule.needs)(k, state)", "engine.read(k, state)[:, 0]"), STATE),
+    ("early_exit.run_segments", source("rule.needs if plan is None else None", "None"), FLOPS),
     ("early_exit.select_heads", source("set(plan.tolist())", "{len(segments.exits) - 1}"), "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]"),
-    ("early_exit.in_batch_order", source("logits[rows] = reading.logits", "logits[rows] = first.logits[: len(rows)]"), ALONE + "max_probability]"),
-    ("segments.Cost", source("segments.state_flops(k) + decision", "decision"), STATE),
+    ("segments.Cost", source("(state + decision)", "decision"), STATE),
     ("segments.Cost", source("self._rule.flops(batch.logits.shape[1])", "0.0"), FLOPS),
     ("segments.Cost", source("np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"), "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes"),
-    ("rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
+    ("mini_ee.rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
     ("backbones.bert.padding_mask", no_padding, "test_padding_does_not_change_the_decision[torch first-never]"),
     *[
         ("exits.row_exits.RowState.keep", always(bug), test)
@@ -462,7 +463,7 @@ LOOP = [
         )
     ],
     *[
-        ("exits.row_exits.RowSegments.read_logits", next_head(shift), test)
+        ("exits.row_exits.RowSegments.read", next_head(shift), test)
         for shift in (1, -1)
         for test in (
             "test_always_exit_equals_the_first_head[torch mean-always]",
@@ -492,7 +493,7 @@ RULES = [
     ("confidence.MEASURES.breaking_ties", measure(core_rules.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
     ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
     ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
-    ("rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
+    ("mini_ee.rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
     ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
     *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
     *[("calibration._tau", bug, "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for bug in (source("np.unique(confidence[order], return_index=True)", "confidence[order], np.arange(len(order))"), source("[:, first]", "[:, np.append(first[1:], first[-1])]"), source("math.inf)", "values[-1])"))],
@@ -648,7 +649,9 @@ TORCH = [  # what the package calls
 
 def dotted(place):
     """The full name of a place in the lab, or in another ring that it names."""
-    return f"mini_ee.{place}" if place.startswith(("experiments.", "serve.")) else f"mini_ee.lab.{place}"
+    if place.startswith(("experiments.", "serve.")):
+        return f"mini_ee.{place}"
+    return place if place.startswith("mini_ee.") else f"mini_ee.lab.{place}"
 
 
 MUTANTS = [

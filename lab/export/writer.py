@@ -271,7 +271,7 @@ def _costs(source: Segments, segments: bool) -> dict:
         return {"layer_passes": passes, "flops": _quadratic(partial(costs, each))}
 
     found = of_exits(source.in_one_graph())
-    found["state_flops"] = [source.state_flops(k) for k in range(len(source.exits))]
+    found["state_flops"] = [source.state_flops(k) or 0.0 for k in range(len(source.exits))]
     found["whole_flops"] = _quadratic(whole)
     return found | ({"by_segment": of_exits(source)} if segments else {})
 

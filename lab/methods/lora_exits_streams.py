@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mini_ee.lab.backbones.backbone import LayerContext, Tensors, is_traced, tensor_on
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import RowSegments
-from mini_ee.lab.segments import Reading, Segments
+from mini_ee.lab.segments import Segments
 
 
 # ---- Schedules: which streams start together ----
@@ -150,9 +150,9 @@ class LoRASegments(RowSegments):
         flat = self.model.backbone.run_layers(hidden.flatten(0, 1), context, start, self.exits[k], adapt)
         return LoRAState(state.embedded, flat.view(hidden.shape), state.context)
 
-    def read_logits(self, k: int, state: LoRAState) -> Reading:
+    def read(self, k: int, state: LoRAState) -> np.ndarray:
         assert state.hidden is not None
-        return Reading(self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True))
+        return self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True)
 
     def layer_passes(self, k: int) -> int:
         return super().layer_passes(k) * (self._group[k][-1] - k + 1)

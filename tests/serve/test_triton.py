@@ -231,8 +231,8 @@ class Untwinned(Rule):
 
     name = "untwinned"
 
-    def stop(self, k, reading, memory):
-        return np.ones(len(reading.logits), bool)
+    def stop(self, k, read, memory):
+        return np.ones(len(read), bool)
 
 
 class Planner(Rule):

@@ -43,7 +43,6 @@ from mini_ee.lab.rules import (
     Rule,
     Threshold,
 )
-from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.policies import OneForAll
 from mini_ee.rules import max_probability
 
@@ -240,15 +239,14 @@ BUGS = {
 
 
 def without_memory(stop):
-    def wrong(self, k, reading, memory):
-        return stop(self, k, reading, {} if isinstance(reading.logits, ArrayValue) else memory)
+    def wrong(self, k, read, memory):
+        return stop(self, k, read, {} if isinstance(read, ArrayValue) else memory)
 
     return wrong
 
 
-def first_thresholds(self, k, reading, memory):
-    rows = len(reading.exit_logit if reading.logits is None else reading.logits)
-    return self.rule.with_runtime({"threshold": self.thresholds[:rows, k]}).stop(k, reading, memory)
+def first_thresholds(self, k, read, memory):
+    return self.rule.with_runtime({"threshold": self.thresholds[: len(read), k]}).stop(k, read, memory)
 
 
 def rolled(feeds):
@@ -424,7 +422,6 @@ def test_a_replay_of_the_graph_costs_what_the_graph_costs(tmp_path, name):
     for number, rule in enumerate({type(rule): rule for rule in rules_of(name, model, inputs)}.values()):
         graph = written(model, rule, tmp_path / str(number))
         logits, flops, measures = read_and_measure(graph, inputs)
-        assert type(graph).read_state is not Segments.read_state, "a rule on states reads no head: record() asks this"
         costs = [graph.layer_passes(k) for k in range(K)], measures, [graph.state_flops(k) for k in range(K)]
         replayed = early_exit(Recorded(graph.exits, logits, flops, *costs), rule, range(B))
         run = early_exit(graph, rule, inputs)
@@ -452,8 +449,8 @@ def test_a_rule_that_no_graph_can_hold_is_refused_with_its_line_unless_there_are
     class Coin(Rule):
         name = "coin"
 
-        def stop(self, k, reading, memory):
-            return np.arange(len(reading.logits)) % 2 == 0
+        def stop(self, k, read, memory):
+            return np.arange(len(read)) % 2 == 0
 
     model, inputs = made("bert"), rows()
     line = r"test_model_graph.py:\d+: the size rows_0 is known only when the graph runs: .* --engine torch"
@@ -470,8 +467,8 @@ def test_a_rule_remembers_what_an_exit_says_at_which_nobody_may_leave(tmp_path, 
 
         name = "mean"
 
-        def stop(self, k, reading, memory):
-            memory["sum"] = memory.get("sum", 0) + max_probability(reading.logits)
+        def stop(self, k, read, memory):
+            memory["sum"] = memory.get("sum", 0) + max_probability(read)
             threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
             return memory["sum"] / (k + 1) >= threshold
 
