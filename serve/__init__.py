@@ -8,7 +8,6 @@ formats.py       requests and responses in the formats of text-embeddings-infere
 hosts.py         names of the server that a request may have in its Host header
 replicas.py      the same application and worker in several processes, on Ray Serve (the extra `ray`)
 load.py          the load generator of `mini-ee bench serve`
-triton_model.py  the worker as a model for NVIDIA Triton; see serve/triton.py
 """
 
 from mini_ee.serve.engines import engine_of

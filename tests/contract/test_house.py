@@ -107,7 +107,6 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "serve.load",
     "serve.replicas",
     "serve.server",
-    "serve.triton_model",
     "serve.monitoring",
     "serve.worker",
     "lab.cli.batch",
