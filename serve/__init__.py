@@ -7,7 +7,6 @@ app.py           the HTTP interface; server.py runs it on uvicorn (the extra `se
 formats.py       requests and responses in the formats of text-embeddings-inference and OpenAI
 hosts.py         names of the server that a request may have in its Host header
 replicas.py      the same application and worker in several processes, on Ray Serve (the extra `ray`)
-load.py          the load generator of `mini-ee bench serve`
 """
 
 from mini_ee.serve.engines import engine_of

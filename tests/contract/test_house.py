@@ -100,7 +100,6 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "serve.formats",
     "serve.hosts",
     "serve.http_messages",
-    "serve.load",
     "serve.replicas",
     "serve.server",
     "serve.monitoring",
