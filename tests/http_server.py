@@ -19,7 +19,7 @@ from mini_ee.lab.cli.main import main
 from mini_ee.lab.export import writer
 from mini_ee.lab.training import holdout
 from mini_ee.serve import Worker, server
-from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Metrics
 from mini_ee.serve.worker import Row
 

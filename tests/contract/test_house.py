@@ -98,7 +98,6 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "serve.engines",
     "serve.request_thresholds",
     "serve.formats",
-    "serve.hosts",
     "serve.http_messages",
     "serve.replicas",
     "serve.server",

@@ -16,7 +16,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Threshold
 from mini_ee.serve import Worker, engine_of
 from mini_ee.serve.canary import Canary, Compared, check_same
-from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.http_messages import Hosts
 
 CALIBRATION = {"task": "words", "rows_calibration": 1, "rows_fresh": 1, "end_to_end": 1.0, "mean_layers": 1.0}
 

@@ -29,7 +29,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import FixedExit
 from mini_ee.serve import Worker, app, engine_of, server
-from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Guarantee
 from mini_ee.serve.worker import ENDING, LATE, LONG
 
