@@ -228,20 +228,9 @@ def refusals(inputs, out):
     """(arguments, part of the line) of commands that are refused; `out` has a job over `inputs`."""
     jsonl, txt = inputs / "a.jsonl", inputs / "b.txt"
     return [
-        (([inputs / "none*"], out), "none*: no such file"),
-        (([inputs], out), "expected a file, found a folder"),
-        (([inputs / "a.bin"], out), "expected a name that ends with .tsv, .csv"),
-        (([jsonl, inputs / "other" / "a.jsonl"], out), "found a.jsonl twice"),
-        (([inputs / "other" / "t.csv"], out), "t.csv:1: expected a text column"),
-        (([inputs / "other" / "none.csv"], inputs / "new"), "none.csv: expected rows, found none; name a file with"),
-        (([jsonl], txt), "expected a folder, found a file"),
-        (([jsonl], inputs), "expected an empty folder"),
         (([jsonl, txt], out, "--part-rows", 6), "out: expected part_rows 5 as in job.json, found 6; give"),
         (([jsonl, txt], out, "--text-column", "text"), "expected text_column None as in job.json, found text;"),
         (([jsonl], out), "expected b.txt too"),
-        (([jsonl], inputs / "new", "--text-column", "words"), "expected the column words"),
-        (([jsonl], inputs / "new", "--id-column", "key"), "expected the column key"),
-        (([jsonl], inputs / "new", "--text-column", ""), "--text-column: expected the name of a column"),
     ]
 
 

@@ -99,13 +99,6 @@ def test_the_time_of_a_batch_has_the_wait_for_its_plan_in_it(served):
     assert answer.milliseconds >= 200
 
 
-def test_that_test_can_fail_if_rows_of_a_batch_change_places(served, tmp_path, monkeypatch):
-    run = Runtime.run
-    monkeypatch.setattr(Runtime, "run", lambda self, texts, size: run(self, texts, size)[::-1])
-    with pytest.raises(AssertionError):
-        test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(served, tmp_path, 32)
-
-
 def test_plain_lines_and_json_may_be_mixed(served, tmp_path):
     text = "the film was good"
     as_json = [json.dumps({key: text, "id": 7}) for key in ("text", "sentence")]
@@ -197,29 +190,6 @@ def test_a_pipe_by_its_number_is_written_to_at_once(served, tmp_path):
     os.close(writing)
     with open(reading, encoding="utf-8") as pipe:
         assert len(pipe.readlines()) == 1
-
-
-@pytest.mark.parametrize(("out", "message"), [("", "is a folder"), ("nowhere/out", "is in no folder")])
-def test_an_output_that_is_no_file_is_refused_before_a_row_is_answered(
-    served, tmp_path, capsys, monkeypatch, out, message
-):
-    monkeypatch.setattr(serve, "_answers", lambda *_: pytest.fail("a row was answered"))
-    arguments = served[0], lines_of(tmp_path, "the film was good"), "--out", tmp_path / out
-    assert main(["run", *map(str, arguments)]) == 2
-    assert f"{message}; name a file" in capsys.readouterr().err
-
-
-def test_the_answers_do_not_take_the_place_of_what_is_read(served, tmp_path, capsys):
-    source = lines_of(tmp_path, "the film was good")
-    before = source.read_bytes()
-    assert main(["run", str(served[0]), str(source), "--out", str(source)]) == 2
-    assert "is the input file; name another" in capsys.readouterr().err
-    assert source.read_bytes() == before
-
-
-def test_an_exported_folder_runs_on_the_devices_that_onnx_runtime_knows(served, capsys):
-    assert main(["classify", str(served[0]), "--text", "the film was good", "--device", "cuda:1"]) == 2
-    assert "expected cpu or cuda for an export" in capsys.readouterr().err
 
 
 def test_two_that_write_one_file_do_not_mix(served, tmp_path, capsys):
@@ -360,28 +330,6 @@ def test_an_output_file_takes_its_name_when_all_is_written(served, tmp_path, mon
     assert main(["run", *map(str, (served[0], lines_of(tmp_path, "the film"), "--out", out))]) == 1
     assert out.read_text() == "the answers of yesterday\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.jsonl"]
-
-
-@pytest.mark.parametrize(
-    "argv, status, message",
-    [
-        (["nowhere"], 2, "no manifest.json here"),
-        (["FOLDER", "no-such-file.txt"], 2, "no-such-file.txt"),
-        (["FOLDER", "--json"], 2, "--out"),
-        (["FOLDER", "--batch-size", "0"], 2, "batch-size"),
-        (["FOLDER", "--engine", "jax"], 2, "engine"),
-    ],
-)
-def test_wrong_arguments_are_one_line(served, tmp_path, capsys, monkeypatch, argv, status, message):
-    monkeypatch.chdir(tmp_path)
-    argv = [str(served[0]) if word == "FOLDER" else word for word in argv]
-    try:
-        found = main(["run", *argv])
-    except SystemExit as stop:
-        found = stop.code
-    printed = capsys.readouterr()
-    assert found == status and message in printed.err and printed.out == ""
-    assert len(printed.err.splitlines()) == 1
 
 
 def test_standard_input_is_answered_as_it_comes(served):

@@ -29,24 +29,16 @@ def test_each_end_of_the_interval_has_a_tail_of_one_fortieth(count, agreeing):
         assert low == 0
 
 
-def covered(hours, interval=share_interval):
-    """In how many of so many hours, of 50 to 1,000 rows in the shadow, the interval that is shown holds the truth."""
-    random, found = np.random.default_rng(1), 0
-    for _ in range(hours):
+def test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours():
+    """In each of them, 50 to 1,000 rows are in the shadow."""
+    random, covered = np.random.default_rng(1), 0
+    for _ in range(200):
         agreement, guarantee, rule = random.uniform(0.85, 0.995), Guarantee(1.0), Threshold(0.8)
         for agrees in random.random(random.integers(50, 1000)) < agreement:
             guarantee.observe(bool(agrees), rule)
-        low, high = interval(sum(guarantee.agreements), len(guarantee.agreements))
-        found += low <= agreement <= high
-    return found
-
-
-def test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours():
-    assert covered(200) >= 0.93 * 200
-
-
-def test_that_test_can_fail_if_the_interval_is_that_of_68_percent():
-    assert covered(60, lambda *seen: share_interval(*seen, level=0.68)) < 0.93 * 60
+        low, high = share_interval(sum(guarantee.agreements), len(guarantee.agreements))
+        covered += low <= agreement <= high
+    assert covered >= 0.93 * 200
 
 
 # ---- Tightening ----
@@ -80,11 +72,6 @@ def test_a_broken_guarantee_holds_again_within_2000_requests():
     assert World.agreement(0.5) == pytest.approx(0.875, abs=0.01)
     ends = [served(World(seed), Guarantee(0.25, 0.95, tighten=True), 0.5, 2000) for seed in range(40)]
     assert np.mean([World.agreement(end) >= 0.95 for end in ends]) >= 0.95
-
-
-def test_that_test_can_fail_if_nothing_is_tightened():
-    ends = [served(World(seed), Guarantee(0.25, 0.95), 0.5, 500) for seed in range(3)]
-    assert set(ends) == {0.5}
 
 
 def test_a_guarantee_that_holds_is_not_tightened():
@@ -151,12 +138,6 @@ def test_stricter_ends_at_never():
 def test_a_rule_without_a_threshold_cannot_be_tightened(rule):
     with pytest.raises(ValueError, match="has no threshold to raise; leave out --tighten"):
         stricter(rule)
-
-
-@pytest.mark.parametrize("settings", [(0, None), (1.1, None), (math.nan, None), (0.1, 1.0), (0.1, 0.0)])
-def test_a_share_or_an_agreement_that_makes_no_sense_is_refused(settings):
-    with pytest.raises(ValueError, match="must be above 0"):
-        Guarantee(*settings)
 
 
 # ---- What is shown ----

@@ -65,51 +65,6 @@ def test_health_and_metrics(served):
     assert 'mini_ee_http_responses_total{status="200"}' in page
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"", 400, "expected one JSON object"),
-        (b'{"text": "the fi', 400, "expected one JSON object"),
-        (b'["the film"]', 400, "expected one JSON object, found '[\"the film\"]'"),
-        (b'{"text": "caf\xe9"}', 400, "expected UTF-8"),
-        (b"[" * 100_000, 400, "expected one JSON object"),
-        (b'{"text": ' * 50_000, 400, "expected one JSON object"),
-        (b'{"text": ""}', 400, "empty"),
-        (b'{"text": 7}', 400, "no string"),
-        (b'{"text": "\\ud800"}', 400, ""),
-        (b'{"sentences": "the film"}', 400, "found the keys 'sentences'"),
-        (b'{"texts": "the film"}', 400, "expected texts as a list of at least one, found 'the film'"),
-        (b'{"texts": []}', 400, "expected texts as a list of at least one, found '[]'"),
-        (b'{"texts": ["the film", ["a", "b"]]}', 400, "expected 1 texts in each row of texts, found 2 in row 1"),
-        (b'{"texts": ["a"], "text": "b"}', 400, "expected texts or text, found both; leave one out"),
-        (b'{"texts": ["a"], "sentence2": "b"}', 400, "expected texts or sentence2, found both"),
-        (b'{"text": "a", "treshold": 0.5}', 400, "the field 'treshold' is not supported here, found 0.5; leave it out"),
-        (b'{"texts": ["a"], "stream": true}', 400, "the field 'stream' is not supported here"),
-        (b'{"text": "a", "text_b": "b"}', 400, "found the keys 'text', 'text_b'"),
-        (b'{"text": "a", "deadline_ms": -1}', 400, "deadline_ms"),
-        (b'{"text": "a", "deadline_ms": NaN}', 400, "deadline_ms"),
-        (b'{"text": "a", "deadline_ms": true}', 400, "deadline_ms"),
-        (b" " * (app.MAX_BODY + 1), 413, "at most 1048576 bytes"),
-    ],
-    ids=lambda value: None if isinstance(value, int) else repr(value[:24]),
-)
-def test_a_wrong_request_is_one_line(served, body, status, message):
-    found, answer, _ = ask(served[1], body)
-    assert (found, list(answer)) == (status, ["error"])
-    assert message in answer["error"] and "\n" not in answer["error"] and len(answer["error"]) < 400
-    assert ask(served[1], {"text": "the film"})[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/classify", 405), ("POST", "/health", 405), ("GET", "/", 404), ("POST", "/generate", 404)],
-)
-def test_another_path_or_method_is_an_error(served, method, path, status):
-    found, answer, headers = ask(served[1], None, path, method)
-    assert found == status and "found" in answer["error"]
-    assert headers["allow"] == ({"GET": "POST", "POST": "GET"}[method] if status == 405 else None)
-
-
 def slowed(engine, seconds):
     """The engine, with so many seconds before each batch."""
     run = engine.run
@@ -327,8 +282,6 @@ def test_a_decoder_writes_the_whole_text_or_streams_its_pieces(decoder):
             assert status == 200 and headers["content-type"] == "application/x-ndjson"
             assert "".join(piece["text"] for piece in pieces) == answer["text"] == expected.text
             assert answer["layers"] == expected.layers
-        for body in ({"text": "a", "max_new_tokens": 0}, {"text": "a", "stream": 1}, {"text": ""}):
-            assert ask(port, body, "/generate")[0] == 400
 
 
 def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(decoder):
@@ -532,19 +485,8 @@ def test_a_request_may_name_the_host_that_the_server_is_bound_to(bound, more, ho
     assert Hosts(bound, more).allow(host.encode()) is allowed
 
 
-@pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", "", "a/b", "[::1]:80"])
-def test_a_host_with_more_than_its_name_is_refused(runtime, capsys, name):
-    assert main(["serve", str(runtime.folder), "--allow-host", name]) == 2
-    line = capsys.readouterr().err
-    assert f"--allow-host: expected the name of a host, without scheme and port, found {name!r}" in line
-    assert line.count("\n") == 1
-
-
-def test_a_request_for_another_host_is_421_with_advice(served, runtime):
-    for path, method in (("/classify", "POST"), ("/health", "GET"), ("/metrics", "GET")):
-        headers = {"host": "evil.example:8000", "content-type": "application/json"}
-        status, answer, _ = ask(served[1], {"text": "the film"} if method == "POST" else None, path, method, headers)
-        assert status == 421 and "127.0.0.1, localhost), found evil.example:8000; see --allow-host" in answer["error"]
+def test_a_request_for_a_host_that_is_allowed_is_answered(runtime):
+    headers = {"host": "evil.example:8000", "content-type": "application/json"}
     with serving(engine_of(runtime), Hosts("127.0.0.1", ["evil.example"])) as (_, port):
         assert ask(port, {"text": "the film"}, headers=headers)[0] == 200
 
@@ -555,38 +497,13 @@ def test_a_request_for_another_host_is_421_with_advice(served, runtime):
         ("application/json", 200),
         ("Application/JSON; charset=utf-8", 200),
         ("application/vnd.api+json", 200),
-        ("text/plain", 415),  # what a web page may post without being asked: these three, and none at all
-        ("application/x-www-form-urlencoded", 415),
-        ("multipart/form-data; boundary=x", 415),
-        (None, 415),
-        ("text/plain; application/json", 415),
         ('application/json; charset="UTF8"', 200),
+        (None, 415),
     ],
 )
 def test_only_a_body_that_is_called_json_is_taken(served, kind, status):
-    found, answer, _ = ask(served[1], {"text": "the film"}, headers={"content-type": kind} if kind else {})
-    assert found == status and (status == 200 or "expected Content-Type: application/json, found" in answer["error"])
-
-
-@pytest.mark.parametrize(
-    ("more", "status", "message"),
-    [
-        (
-            {"content-encoding": "gzip"},
-            415,
-            "expected a body without Content-Encoding, found gzip; send it uncompressed",
-        ),
-        ({"content-encoding": "br"}, 415, "found br; send it uncompressed"),
-        ({"content-encoding": "identity, deflate"}, 415, "found identity, deflate; send it uncompressed"),
-        ({"content-encoding": "Identity"}, 200, ""),
-        ({"content-type": "application/json; charset=latin-1"}, 415, "expected JSON in UTF-8, found charset=latin-1"),
-        ({"content-type": "application/json; charset=utf-16"}, 415, "found charset=utf-16; send it in UTF-8"),
-    ],
-)
-def test_a_body_in_another_encoding_is_415_with_the_reason(served, more, status, message):
-    headers = {"content-type": "application/json"} | more
-    found, answer, _ = ask(served[1], {"text": "the film"}, headers=headers)
-    assert found == status and message in answer.get("error", "")
+    headers = {"content-type": kind, "content-encoding": "Identity"} if kind else {}
+    assert ask(served[1], {"text": "the film"}, headers=headers)[0] == status
 
 
 def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served):
@@ -613,7 +530,6 @@ def test_several_texts_in_a_request_are_answered_in_their_order(runtime, decoder
     ]
     with serving(engine_of(decoder, room=4)) as (_, port):
         status, answer, _ = ask(port, {"texts": PROMPTS, "max_new_tokens": 3}, "/generate")
-        assert ask(port, {"texts": PROMPTS, "stream": True}, "/generate")[0] == 400
     assert status == 200
     alone = decoder.run(PROMPTS, max_new_tokens=3)
     assert [each["text"] for each in answer["answers"]] == [each.text for each in alone]
@@ -737,25 +653,6 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tighten"], "give --shadow .05"),
-        (["--epsilon", ".9"], "give --shadow .05"),
-        (["--shadow", ".1", "--tighten"], "--tighten needs the agreement to keep: give --epsilon .95"),
-        (["--shadow", "1.1"], "the share of shadow rows must be above 0 and at most 1"),
-        (["--port", "70000"], "--port must be from 0 to 65535"),
-        (["--max-wait", "-1"], "--max-wait must be from 0 to 60000"),
-        (["--max-wait", "nan"], "--max-wait must be from 0 to 60000"),
-        (["--replicas", "2"], "--replicas is for --engine ray"),
-    ],
-)
-def test_wrong_arguments_are_one_line(runtime, capsys, options, message):
-    assert main(["serve", str(runtime.folder), *options]) == 2
-    line = capsys.readouterr().err
-    assert message in line and line.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("calibrated", "options", "watched"),
     [
         (None, ["--shadow", ".2"], (0.2, None, False)),
@@ -779,12 +676,6 @@ def test_a_rule_that_cannot_be_tightened_is_refused_before_serving(runtime, monk
         serve._engine(parser(words).parse_args(words), runtime)
 
 
-@pytest.mark.parametrize("options", [["--shadow", ".1"], ["--tighten"], ["--epsilon", ".9"]])
-def test_a_guarantee_of_a_decoder_is_refused(decoder, capsys, options):
-    assert main(["serve", str(decoder.folder), *options]) == 2
-    assert "--shadow, --tighten and --epsilon are for classifiers" in capsys.readouterr().err
-
-
 def test_a_port_that_is_taken_is_an_error(runtime, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -798,13 +689,6 @@ def test_without_an_extra_the_command_names_what_to_install(runtime, capsys, mon
     monkeypatch.setitem(sys.modules, f"mini_ee.serve.{module}", None)
     assert main(["serve", str(runtime.folder), "--engine", engine]) == 2
     assert f"pip install 'mini-ee[{extra}]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("replicas, message", [("0", "of at least 1"), ("4-1", "the least first"), ("1-", "a whole")])
-def test_a_wrong_number_of_replicas_is_refused(capsys, replicas, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(["serve", "exported", "--engine", "ray", "--replicas", replicas])
-    assert message in capsys.readouterr().err
 
 
 # ---- The page ----

@@ -133,20 +133,6 @@ def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
     np.testing.assert_allclose(seen[-1], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("bug", ["other rows", "lost memory"])
-def test_that_test_can_fail(runtime, monkeypatch, bug):
-    segments = type(runtime.segments().by_segment(NeverExit()))
-    if bug == "other rows":
-        joined = segments.joined
-        monkeypatch.setattr(segments, "joined", lambda self, inputs, parts: joined(self, inputs, parts[::-1]))
-        rule = RULES["threshold"]
-    else:
-        monkeypatch.setattr("mini_ee.serve.engines._memory", lambda remaining: {})
-        rule = RULES["patience"]
-    with pytest.raises((AssertionError, ValueError)):  # some break shapes first
-        answers_are_those_at_batch_1(runtime, rule, True, max_wait=0.2)  # so that rows share batches on a busy machine
-
-
 def test_what_has_no_answer_of_full_depth_is_not_put_in_the_shadow(runtime):
     graphs, task = runtime.config["graphs"] | {"whole": {}}, runtime.config["task"] | {"label_names": []}
     for about, line in (({"graphs": graphs}, "tokens exit within a row"), ({"task": task}, "found a regression")):
