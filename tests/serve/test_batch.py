@@ -120,16 +120,6 @@ def test_a_damaged_row_is_an_error_with_its_line_and_the_rows_around_it_are_read
     assert all(row.error.startswith(begin) for row, (_, begin) in zip(damaged, errors))
 
 
-def test_columns_are_chosen_as_in_the_other_commands(tmp_path):
-    (tmp_path / "a.csv").write_text("key,left,right\nk1,x,y\n")
-    options = TaskOptions(text_column="left", text_pair_column="right")
-    (row,) = TextReader(tmp_path / "a.csv", options, 2, id_column="key")
-    assert row.texts == ("x", "y") and row.id == "k1"
-    (tmp_path / "b.txt").write_text("x\ty\nalone\n")
-    first, second = TextReader(tmp_path / "b.txt", options, 2)
-    assert first.texts == ("x", "y") and second.error.startswith("expected two texts")
-
-
 def test_a_line_without_end_is_an_error_and_is_never_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("mini_ee.lab.data.table_files.LONGEST_LINE", 10)
     (tmp_path / "a.txt").write_text("short\n" + "long " * 7 + "\nlast\n")
@@ -262,16 +252,6 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inp
     monkeypatch.setattr(parts, "write_bytes", full)
     line = refused(capsys, *batch(runtime, tmp_path / "full", inputs / "a.jsonl"), status=1)
     assert "a.jsonl.part-00000.jsonl: No space left on device" in line
-
-
-def test_the_embeddings_of_a_sentence_encoder_are_those_of_run(capsys, tmp_path, embedding_run, inputs):
-    runtime = exported_encoder(embedding_run, tmp_path)
-    answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl"))
-    found, expected = answers_of(tmp_path / "out"), runtime.run(TEXTS, batch_size=1)
-    assert [row["id"] for row in found] == [f"n{at}" for at in range(16)]
-    assert [row["layers"] for row in found] == [each.layers for each in expected]
-    assert found[0].keys() == {"id", "embedding", "exit", "layers"}
-    np.testing.assert_allclose([row["embedding"] for row in found], [each.embedding for each in expected], atol=1e-5)
 
 
 def exported_encoder(run, tmp_path):
