@@ -228,6 +228,14 @@ def test_the_summary_counts_rows_failures_and_cut_texts(served, tmp_path, capsys
     assert summary["engine"] == "onnxruntime" and summary["provider"] == "CPUExecutionProvider"
 
 
+def test_labels_that_the_graphs_do_not_give_are_refused(served, tmp_path):
+    folder = shutil.copytree(served[0], tmp_path / "edited")
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", manifest | {"num_labels": 1, "task": manifest["task"] | {"label_names": []}})
+    with pytest.raises(ValueError, match="returns 3 logits, expected 1 as in manifest.json; export the run again"):
+        Runtime(folder)
+
+
 def test_a_log_file_holds_no_progress_bars(served, tmp_path, monkeypatch, capsys):
     shown = []
     right = serve.tqdm

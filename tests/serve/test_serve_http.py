@@ -43,26 +43,25 @@ def served(runtime):
 
 
 # ---- What it answers ----
-def test_an_answer_equals_that_of_the_runtime(served, runtime):
-    alone = runtime.run(SENTENCES, batch_size=1)
-    for text, expected in zip(SENTENCES, alone):
-        status, found, _ = ask(served[1], {"text": text})
-        assert status == 200 and set(found) == {"label", "confidence", "exit", "layers", "milliseconds"}
-        assert (found["label"], found["layers"]) == (expected.label, expected.layers)
-        assert found["confidence"] == pytest.approx(expected.confidence, abs=1e-5)
 
 
-def test_health_and_metrics(served):
+def test_health_and_metrics_name_the_exported_model(served, runtime, tmp_path):
     status, found, _ = ask(served[1], None, "/health", "GET")
     assert status == 200 and found["status"] == "ready" and found["exits"] == [1, 2, 4, 6]
+    assert found["model"] == runtime.model_id
     assert ask(served[1], None, "/live", "GET")[:2] == (200, {"status": "ready"})
     for _ in range(20):  # half of them run to full depth beside
-        ask(served[1], {"text": "the film"})
+        assert ask(served[1], {"text": "the film"})[2]["x-model-id"] == runtime.model_id
     status, page, headers = ask(served[1], None, "/metrics", "GET")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
     for name in ("requests_total", "request_seconds_bucket", "exits_total", "queue_rows", "agreement", "shadow_total"):
         assert f"\nmini_ee_{name}" in page, name
     assert 'mini_ee_http_responses_total{status="200"}' in page
+    assert f'mini_ee_model_info{{model="{runtime.model_id}"}} 1' in page
+    copy = shutil.copytree(runtime.folder, tmp_path / "copy")
+    assert Runtime(copy).model_id == runtime.model_id
+    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | {"max_length": 64})
+    assert Runtime(copy).model_id != runtime.model_id
 
 
 def slowed(engine, seconds):
@@ -72,36 +71,17 @@ def slowed(engine, seconds):
     return engine
 
 
-def test_a_server_that_accepts_no_more_requests_is_unhealthy_with_the_reason(runtime):
+def test_a_server_that_drains_is_unhealthy_and_one_whose_worker_has_failed_is_not_alive(runtime, monkeypatch):
     with serving(engine_of(runtime)) as (worker, port):
+        with monkeypatch.context() as failed:
+            failed.setattr(type(worker), "state", "dead")
+            assert ask(port, None, "/live", "GET")[:2] == (503, {"status": "dead"})
         assert worker.drain(10)
         status, found, headers = ask(port, None, "/health", "GET")
         assert (status, found["status"], headers["retry-after"]) == (503, "drained", "1")
         assert ask(port, None, "/live", "GET")[:2] == (200, {"status": "drained"})
         status, found, _ = ask(port, {"text": "the film"})
         assert (status, found) == (503, {"error": "the server is shutting down; send the request to another server"})
-
-
-def test_a_server_whose_worker_has_failed_is_not_alive(runtime, monkeypatch):
-    with serving(engine_of(runtime)) as (worker, port):
-        with monkeypatch.context() as failed:
-            failed.setattr(type(worker), "state", "dead")
-            assert ask(port, None, "/live", "GET")[:2] == (503, {"status": "dead"})
-
-
-def test_responses_and_metrics_name_the_exported_model(served, runtime, tmp_path):
-    for body, path, method in (
-        ({"text": "a film"}, "/classify", "POST"),
-        ({}, "/classify", "POST"),
-        (None, "/", "GET"),
-    ):
-        assert ask(served[1], body, path, method)[2]["x-model-id"] == runtime.model_id
-    assert ask(served[1], None, "/health", "GET")[1]["model"] == runtime.model_id
-    assert f'mini_ee_model_info{{model="{runtime.model_id}"}} 1' in ask(served[1], None, "/metrics", "GET")[1]
-    copy = shutil.copytree(runtime.folder, tmp_path / "copy")
-    assert Runtime(copy).model_id == runtime.model_id
-    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | {"max_length": 64})
-    assert Runtime(copy).model_id != runtime.model_id
 
 
 def test_a_full_queue_is_503_with_the_reason(runtime):
@@ -171,14 +151,6 @@ def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runti
         assert ask(port, {"text": "the film"})[0] == 200
     assert sorted(status for status, *_ in found if status == 200) == [200] * 3
     assert set(most) == {1} and worker._open == 0
-
-
-def test_a_long_text_that_is_being_encoded_is_answered_before_the_worker_ends(runtime):
-    engine, go, _ = held_encoding(engine_of(runtime))
-    worker = Worker(engine)
-    future = worker.submit((LONG_TEXT,))
-    threading.Timer(0.2, go.set).start()
-    assert worker.drain(20) and future.result(1).label in runtime.label_names
 
 
 def test_a_large_body_takes_a_place_while_it_comes(runtime):
@@ -506,20 +478,22 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served)
 
 
 # ---- Several texts in a request ----
-def test_several_texts_in_a_request_are_answered_in_their_order(runtime, decoder):
-    alone = runtime.run(SENTENCES, batch_size=1)
+def test_texts_are_answered_alone_and_together_as_by_the_runtime(runtime, decoder):
+    alone = [each.to_dict() for each in runtime.run(SENTENCES, batch_size=1)]
     with serving(engine_of(runtime)) as (_, port):
         status, answer, _ = ask(port, {"texts": SENTENCES})
-        assert ask(port, {"texts": [[SENTENCES[0]]]})[1]["answers"][0]["label"] == alone[0].label
-    assert status == 200 and set(answer) == {"answers"}
-    assert [(each["label"], each["layers"]) for each in answer["answers"]] == [
-        (each.label, each.layers) for each in alone
-    ]
+        found = [ask(port, {"text": text})[1] for text in SENTENCES]
+        pair = ask(port, {"texts": [[SENTENCES[0]]]})[1]["answers"]
+    assert status == 200 and set(answer) == {"answers"} and pair[0]["label"] == alone[0]["label"]
+    for one, other, expected in zip(found, answer["answers"], alone, strict=True):
+        assert one["milliseconds"] == round(one["milliseconds"], 3) > 0
+        for each in (one, other):
+            confidence = pytest.approx(expected["confidence"], abs=1e-5)
+            assert each == expected | {"confidence": confidence, "milliseconds": each["milliseconds"]}
     with serving(engine_of(decoder, room=4)) as (_, port):
         status, answer, _ = ask(port, {"texts": PROMPTS, "max_new_tokens": 3}, "/generate")
-    assert status == 200
     alone = decoder.run(PROMPTS, max_new_tokens=3)
-    assert [each["text"] for each in answer["answers"]] == [each.text for each in alone]
+    assert status == 200 and [each["text"] for each in answer["answers"]] == [each.text for each in alone]
 
 
 def test_more_texts_than_places_are_answered_in_parts_with_others_in_between(runtime):
@@ -565,14 +539,6 @@ def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
         assert status == 503 and "3 requests are open, with room for 1 more" in answer["error"] and worker._open == 3
         first.join()
         assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
-
-
-def test_milliseconds_are_rounded(served, runtime, decoder):
-    found = [ask(served[1], {"text": "the film"})[1]]
-    found += [runtime.run(["the film"])[0].to_dict(), decoder.run(["the film"])[0].to_dict()]
-    found += [each._replace(milliseconds=1.23456).to_dict() for each in decoder.run(["the film"])]
-    assert all(each["milliseconds"] == round(each["milliseconds"], 3) > 0 for each in found)
-    assert found[-1]["milliseconds"] == 1.235
 
 
 # ---- The command ----

@@ -204,17 +204,15 @@ def test_rows_that_exited_by_a_rule_do_not_count_for_the_stricter_one(runtime, t
     assert [row.answer.exit for row in rows] == [exit] * 3 and len(observed) == 1
 
 
-def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, monkeypatch):
-    monkeypatch.setattr(runtime, "config", runtime.config | {"exit_counts": [6, 2, 1, 1]})
-    _, metrics = all_at_once(RowEngine(runtime, NeverExit()), SENTENCES)
-    assert metrics.drift() == pytest.approx(0.9)
-
-
-def test_of_a_decoder_too(decoder, monkeypatch):
+def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, decoder, monkeypatch):
     last = len(decoder.exits) - 1
     monkeypatch.setattr(decoder, "config", decoder.config | {"exit_counts": [3] + [0] * (last - 1) + [1]})
-    _, metrics = all_at_once(TextEngine(decoder, NeverExit()), PROMPTS[:3])
-    assert metrics.drift() == pytest.approx(0.75)
+    monkeypatch.setattr(runtime, "config", runtime.config | {"exit_counts": [6, 2, 1, 1]})
+    for engine, texts, drift in (
+        (RowEngine(runtime, NeverExit()), SENTENCES, 0.9),
+        (TextEngine(decoder, NeverExit()), PROMPTS[:3], 0.75),
+    ):
+        assert all_at_once(engine, texts)[1].drift() == pytest.approx(drift)
 
 
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
@@ -359,18 +357,18 @@ def waiting_behind(engine, worker, widths):
         return [worker.submit("x" * width) for width in widths]
 
 
-def test_rows_of_similar_lengths_share_the_batch_of_the_oldest():
+@pytest.mark.parametrize(
+    "size, widths, batches",
+    [
+        (3, [100, 500, 102, 504, 98, 496], [[100, 102, 98], [500, 504, 496]]),
+        (16, [4, 100, 4, 4], [[4, 4, 4], [100]]),  # not filled up with padding
+    ],
+)
+def test_rows_of_similar_lengths_share_the_batch_of_the_oldest(size, widths, batches):
     engine = Slow()
-    with Worker(engine, batch=3) as worker:
-        wait(waiting_behind(engine, worker, [100, 500, 102, 504, 98, 496]))
-    assert engine.ran[1:3] == [("first", [100, 102, 98]), ("first", [500, 504, 496])]
-
-
-def test_a_batch_that_is_not_full_is_not_filled_up_with_padding():
-    engine = Slow()
-    with Worker(engine, batch=16) as worker:
-        wait(waiting_behind(engine, worker, [4, 100, 4, 4]))
-    assert engine.ran[1:] == [("first", [4, 4, 4]), ("first", [100])]
+    with Worker(engine, batch=size) as worker:
+        wait(waiting_behind(engine, worker, widths))
+    assert engine.ran[1:3] == [("first", batch) for batch in batches]
 
 
 def test_the_deepest_queue_that_is_full_or_due_is_next_else_the_first():
@@ -428,25 +426,6 @@ def test_a_deadline_that_passes_is_an_error_and_the_row_is_not_run():
         assert fine.result(5).layers == 1
     assert [widths for _, widths in engine.ran] == [[2], [4]] and len(engine.released) == 3
     assert worker.metrics.requests["late"] == 1
-
-
-def test_a_cancelled_row_is_not_run():
-    engine = Slow()
-    with Worker(engine) as worker:
-        with busy(engine, worker):
-            futures = [worker.submit("x" * width) for width in (2, 4, 6)]
-            futures[1].cancel()
-        assert len(wait(futures, 5).done) == 3
-    assert all(4 not in widths for _, widths in engine.ran)
-
-
-def test_a_batch_that_fails_fails_only_its_own_requests():
-    with Worker(Slow()) as worker:
-        with pytest.raises(RuntimeError, match="a batch that fails"):
-            worker.submit("x" * 13).result(5)
-        assert worker.submit("xx").result(5).layers == 1
-        assert worker.state == "ready"
-    assert worker.metrics.requests["failed"] == 1
 
 
 def test_the_rows_of_a_batch_that_fails_run_one_by_one():
