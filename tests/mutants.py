@@ -638,6 +638,19 @@ OF_PAGES = [
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
 ]
 
+SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
+ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
+OF_SERVING = [
+    *[("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + each) for each in ("segments]", "one graph]")],
+    *[("row_thresholds.RowThresholds.__init__", lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)), SHARED + each) for each in ("segments]", "one graph]")],
+    ("export.row_segments.OrtSegments.joined", lambda true: lambda self, inputs, parts: true(self, inputs, parts[::-1]), ALONE + "threshold-segments]"),
+    ("serve.engines._memory", always(lambda parts: {}), ALONE + "patience-segments]"),
+    ("export.runtime.Runtime.run", lambda true: lambda self, texts, size: true(self, texts, size)[::-1], "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]"),
+    ("statistics.share_interval", lambda true: lambda *seen: true(*seen, level=0.68), "test_serve_guarantee.py::test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours"),
+    ("serve.monitoring.stricter", always(lambda rule: rule), "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests"),
+    ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
+]
+
 TORCH = [  # what the package calls
     ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
     ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
@@ -662,6 +675,7 @@ MUTANTS = [
     *[(dotted(place), bug, PARITY + test) for place, bug, test in OF_MODELS],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
+    *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
     *TORCH,
 ]
 
