@@ -16,7 +16,7 @@ import torch
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-OPSET, IR_VERSION = 23, 11
+OPSET, IR_VERSION = 23, 11  # read by ONNX Runtime 1.23 and newer
 
 INT8_LARGEST = np.float32(63)  # largest absolute value of an int8 weight, see linear_int8
 

@@ -729,7 +729,7 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys):
 # Smaller weights
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "phi3"])  # others are in test_older_opsets.py
+@pytest.mark.parametrize("kind", ["qwen3", "phi3"])
 def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
     right = case_of(kind)
     half = make_case(tmp_path / "exported", right.opened, "float16")
