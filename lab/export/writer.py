@@ -40,7 +40,7 @@ from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, DecoderSegments, decode, gather, greedy
 from mini_ee.lab.exits.generation import token_segments, token_weights
-from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of
+from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of, whole_tables
 from mini_ee.lab.export.card import CARD, card
 from mini_ee.lab.export.graph import Graph
 from mini_ee.lab.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
@@ -194,24 +194,25 @@ def write_graphs(
     own, made, tokens = parameters_of(model), {}, model.unit == "tokens"
     metadata = {} if tokens else {key: getattr(source.model, key) for key in OF_ROWS}
     metadata |= source.metadata
-    for name, write in _graphs(source, rule, segments, web).items():
-        fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
-        made[name] = fresh()
-        try:
-            write(made[name])
-        except NotTraceable:
-            if name not in ("model", WEB) or not segments:
-                raise
-            metadata["rule_in_graph"] = False  # the rule runs outside, between graphs by segment
-            made[name] = fresh()
-            write_model_graph(made[name], source.in_one_graph(), NeverExit())
     encoder = rule.embed and rule.embed.states  # its states are averaged to the embeddings
-    if encoder is not None:
-        others = parameters_of(encoder.backbone, "encoder.backbone.")
-        if own.keys().isdisjoint(others):
-            own, settings = others, settings | {"dtype": np.float32}
-        made["encoder"] = Graph(own, **settings)
-        _write_encoder(encoder, made["encoder"])
+    with whole_tables(model if encoder is None else nn.ModuleList((model, encoder.backbone))):
+        for name, write in _graphs(source, rule, segments, web).items():
+            fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
+            made[name] = fresh()
+            try:
+                write(made[name])
+            except NotTraceable:
+                if name not in ("model", WEB) or not segments:
+                    raise
+                metadata["rule_in_graph"] = False  # the rule runs outside, between graphs by segment
+                made[name] = fresh()
+                write_model_graph(made[name], source.in_one_graph(), NeverExit())
+        if encoder is not None:
+            others = parameters_of(encoder.backbone, "encoder.backbone.")
+            if own.keys().isdisjoint(others):
+                own, settings = others, settings | {"dtype": np.float32}
+            made["encoder"] = Graph(own, **settings)
+            _write_encoder(encoder, made["encoder"])
     write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
     tensors, graphs = layout(folder / WEIGHTS), {}
     for name, builder in made.items():

@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-import mini_ee.lab.backbones.cache
+import mini_ee.lab.export.decoder_blocks
 import mini_ee.lab.export.writer as writer
 from mini_ee.lab.backbones.backbone import Tensors
-from mini_ee.lab.backbones.cache import GraphBlock
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, save_backbone
 from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
 from mini_ee.lab.backbones.tensor_files import read_tensors
@@ -36,6 +35,7 @@ from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import generate
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.builder import Builder
+from mini_ee.lab.export.decoder_blocks import GraphBlock
 from mini_ee.lab.export.manifest import read_manifest
 from mini_ee.lab.export.runtime import Runtime, TokenRuntime
 from mini_ee.lab.export.sessions import CPU, CUDA, GraphRule, Session
@@ -420,7 +420,7 @@ GRAPH_BUGS = {
     "no window": ("mistral", GraphBlock, "attend", forgotten_window),
     "LongRoPE's heads are not widened": (
         "phi3",
-        mini_ee.lab.backbones.cache,
+        mini_ee.lab.export.decoder_blocks,
         "graph_cos_sin",
         lambda right, config, *at, **way: [each / config.rope_scale for each in right(config, *at, **way)],
     ),

@@ -33,7 +33,6 @@ import mini_ee.lab.export.segment_graphs as segment_graphs
 import mini_ee.lab.export.sessions as sessions
 import mini_ee.lab.export.writer as writer
 from mini_ee.lab.backbones.bert import Bert, BertConfig
-from mini_ee.lab.backbones.cache import GraphBlock
 from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.backbones.llama import Decoder
 from mini_ee.lab.backbones.tensor_files import write_tensors
@@ -48,6 +47,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.prompt_exits import PromptModel
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments
 from mini_ee.lab.export.builder import OPSET, Builder, branches_of
+from mini_ee.lab.export.decoder_blocks import GraphBlock
 from mini_ee.lab.export.row_segments import OrtModel, OrtSegments, OrtState, WholeModel
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU, CUDA, Session

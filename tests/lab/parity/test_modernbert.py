@@ -14,6 +14,7 @@ from conftest import SCHEDULES, all_schedules, tensors
 from safetensors.torch import load_file, save_file
 
 import mini_ee
+import mini_ee.lab.backbones.cache as cache
 import mini_ee.lab.backbones.modernbert as modernbert
 from mini_ee.lab.backbones.backbone import Tensors
 from mini_ee.lab.backbones.hub import load_backbone, read_config, save_backbone
@@ -109,8 +110,8 @@ def mask_without_padding(patch):
 
 
 def turn_the_other_way(patch):
-    right = modernbert.rotate
-    patch.setattr(modernbert, "rotate", lambda heads, cos, sin: right(heads, cos, -sin))
+    right = cache.rotate
+    patch.setattr(cache, "rotate", lambda heads, cos, sin: right(heads, cos, -sin))
 
 
 FULL, WINDOW = modernbert.LAYER_TYPES

@@ -13,8 +13,8 @@ from t5_cases import ENGINES, GOLDEN, KINDS, assert_close, golden, t5_folder  # 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import mini_ee.lab.backbones.t5 as t5
 import mini_ee.lab.baselines.free as free
+import mini_ee.lab.export.decoder_blocks as decoder_blocks
 from mini_ee.lab.backbones.cache import Cache
 from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.backbones.t5_layers import EncoderLayer, Layer, Pairs
@@ -393,13 +393,13 @@ def other_prompts(patch):
 
 
 def no_biases(patch):
-    right = t5.T5Block.__init__
+    right = decoder_blocks.MemoryBlock.__init__
 
     def init(self, config, at, masks, **settings):
         right(self, config, at, masks, **settings)
         self.readable = at.g.op("Mul", self.readable, at.g.constant_of(np.array(1.5, np.float32)))
 
-    patch.setattr(t5.T5Block, "__init__", init)
+    patch.setattr(decoder_blocks.MemoryBlock, "__init__", init)
 
 
 @pytest.mark.parametrize("bug", [other_prompts, no_biases], ids=lambda bug: bug.__name__)
