@@ -446,16 +446,6 @@ def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug)
     assert not list(tmp_path.iterdir())
 
 
-@each_missing_kv
-def test_the_test_of_padded_batches_can_fail_where_the_gaps_are_filled_from_other_rows(
-    monkeypatch, case_of, missing_kv
-):
-    case, right = case_of("llama"), OrtTokenSegments._slots
-    monkeypatch.setattr(OrtTokenSegments, "_slots", lambda self, rows, positions: right(self, rows[::-1], positions))
-    with pytest.raises(AssertionError):
-        assert_every_exit_says_what_its_definition_says(case, missing_kv)
-
-
 # Served: without torch, by several threads at once, through torch, and in a damaged folder
 
 
