@@ -1018,74 +1018,19 @@ def test_sixty_bits_flipped_anywhere_are_told_or_change_nothing(copy):
     assert report >= 58
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("share", [0, 0.5, 0.99])
-def test_a_truncated_file_is_told(copy, name, share):
-    content = (copy / name).read_bytes()
-    (copy / name).write_bytes(content[: int(len(content) * share)])
-    refused(copy, match=name)
+def cut(name, share):
+    return lambda folder: (folder / name).write_bytes((c := (folder / name).read_bytes())[: int(len(c) * share)])
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_named(copy, name):
-    (copy / name).unlink()
-    refused(copy, FileNotFoundError, name)
+def edited(old, new):
+    """manifest.json in an editor, so that its checksum does not fit."""
 
+    def change(folder):
+        text = (folder / "manifest.json").read_text()
+        assert old in text
+        (folder / "manifest.json").write_text(text.replace(old, new))
 
-def test_a_folder_that_is_not_there_and_one_that_is_no_export_are_told(tmp_path):
-    for folder in (tmp_path / "nowhere", tmp_path):
-        refused(folder, FileNotFoundError, "mini-ee export")
-
-
-@pytest.mark.parametrize("old, new", [('"threshold": 0.9', '"threshold": 0.8'), ('"sha256"', '"sha255"'), ("4", "5")])
-def test_an_edited_manifest_is_told(copy, old, new):
-    path = copy / "manifest.json"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-    refused(copy, match="manifest.json: damaged or edited")
-
-
-def test_a_manifest_without_its_checksum_is_told(copy):
-    path = copy / "manifest.json"
-    lines = [line for line in path.read_text().splitlines() if not line.startswith('  "sha256"')]
-    lines[-2] = lines[-2].rstrip(",")
-    path.write_text("\n".join(lines))
-    refused(copy, match="checksum .* is gone")
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"format_version": 5}, "format_version 4, found 5; install a newer mini_ee"),
-        ({"format_version": 3}, "format_version 4, found 3; export the run again"),
-        ({"format_version": "4"}, "format_version 4, found '4'; export the run again"),
-        ({"format_version": None}, "format_version 4, found None"),
-    ],
-)
-def test_a_manifest_of_another_format_is_refused(copy, change, message):
-    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | change)
-    refused(copy, match=message)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"rule": {"name": "oracle"}}, "'oracle'"),
-        ({"rule": {"name": "threshold", "threshold": 7}}, "got 7"),
-        ({"rule": {"name": "threshold", "threshold": [0.5, 0.5]}}, "expected one threshold or 3"),
-        ({"rule": {"name": "fixed", "exit": 3}}, "3 exits"),
-    ],
-)
-def test_a_rule_that_does_not_fit_is_refused(copy, change, message):
-    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | change)
-    refused(copy, match=message)
-
-
-def test_a_file_of_another_run_is_refused(exported, precisions, tmp_path):
-    for name in ("model.onnx", "model.safetensors"):
-        copy = shutil.copytree(exported, tmp_path / name)
-        shutil.copy(precisions / "float32" / name, copy / name)
-        refused(copy, match=f"{name}.*export the run again")
+    return change
 
 
 def forge(folder, tensors=None, **change):
@@ -1097,35 +1042,74 @@ def forge(folder, tensors=None, **change):
     write_json(folder / "manifest.json", manifest)
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (lambda t: t.update(extra=np.zeros(2, np.float32)), "manifest.json has"),
-        (lambda t: t.pop("heads.0.dense.bias"), "manifest.json has"),
-        (lambda t: t.update({"heads.0.dense.bios": t.pop("heads.0.dense.bias")}), "manifest.json has"),
-        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].reshape(1, -1)}), r"\[1, 576\]"),
-        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].astype(np.float16)}), "F16"),
-        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].astype(np.float64)}), "F64"),
-    ],
-    ids=["one more", "one less", "renamed", "another shape", "another dtype", "a dtype of no graph"],
-)
-def test_forged_weights_are_refused(copy, wrong, message):
-    tensors = load_file(copy / "model.safetensors")
-    wrong(tensors)
-    forge(copy, tensors)
-    refused(copy, match=f"model.safetensors.*{message}.*export the run again")
+def forged(**change):
+    return lambda folder: forge(folder, **change)
 
 
-def test_the_same_weights_in_another_order_are_refused(copy):
-    """The graphs would read others at the offsets where they look."""
-    before, path = load_file(copy / "model.safetensors"), copy / "model.safetensors"
-    save_file(before, path)  # without the metadata that the exporter writes
-    for name, tensor in load_file(path).items():
-        np.testing.assert_array_equal(tensor, before[name])
-    forge(copy)
-    refused(
-        copy, match=r"model.safetensors: manifest.json has .* \(dtype, shape, offset\), found .*export the run again"
-    )
+def weights(change):
+    def write(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        forge(folder, tensors)
+
+    return write
+
+
+def without_checksum(folder):
+    path = folder / "manifest.json"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith('  "sha256"')]
+    lines[-2] = lines[-2].rstrip(",")
+    path.write_text("\n".join(lines))
+
+
+EDITED, AGAIN = "manifest.json: damaged or edited", "export the run again"
+DENSE, BIAS = "heads.0.dense.weight", "heads.0.dense.bias"
+FAULTS = {  # name: (the change, the message); a missing file is a FileNotFoundError
+    **{f"{name}, {share} of it": (cut(name, share), name) for name in FILES for share in (0, 0.5, 0.99)},
+    **{f"no {name}": (lambda folder, name=name: (folder / name).unlink(), name) for name in FILES},
+    "another threshold": (edited('"threshold": 0.9', '"threshold": 0.8'), EDITED),
+    "another key": (edited('"sha256"', '"sha255"'), EDITED),
+    "other numbers": (edited("4", "5"), EDITED),
+    "no checksum": (without_checksum, "checksum .* is gone"),
+    "a newer format": (forged(format_version=5), "format_version 4, found 5; install a newer mini_ee"),
+    "an older format": (forged(format_version=3), f"format_version 4, found 3; {AGAIN}"),
+    "a format of another type": (forged(format_version="4"), f"format_version 4, found '4'; {AGAIN}"),
+    "no format": (forged(format_version=None), "format_version 4, found None"),
+    "an unknown rule": (forged(rule={"name": "oracle"}), "'oracle'"),
+    "a threshold of 7": (forged(rule={"name": "threshold", "threshold": 7}), "got 7"),
+    "two thresholds": (forged(rule={"name": "threshold", "threshold": [0.5, 0.5]}), "expected one threshold or 3"),
+    "exit 3 of 0 .. 2": (forged(rule={"name": "fixed", "exit": 3}), "3 exits"),
+    "one weight more": (weights(lambda t: t.update(extra=np.zeros(2, np.float32))), f"manifest.json has.*{AGAIN}"),
+    "one weight less": (weights(lambda t: t.pop(BIAS)), f"manifest.json has.*{AGAIN}"),
+    "a renamed weight": (weights(lambda t: t.update(bios=t.pop(BIAS))), f"manifest.json has.*{AGAIN}"),
+    "another shape": (weights(lambda t: t.update({DENSE: t[DENSE].reshape(1, -1)})), rf"\[1, 576\].*{AGAIN}"),
+    "another dtype": (weights(lambda t: t.update({DENSE: t[DENSE].astype(np.float16)})), f"F16.*{AGAIN}"),
+    "a dtype of no graph": (weights(lambda t: t.update({DENSE: t[DENSE].astype(np.float64)})), f"F64.*{AGAIN}"),
+    "another order": (weights(lambda t: None), rf"manifest.json has .* \(dtype, shape, offset\), found .*{AGAIN}"),
+    **{
+        f"exits {exits}": (forged(exits=exits), "manifest.json has the exits .* of a model of 4 layers")
+        for exits in ([1, 2, 5], [1, 2, 10**15], [1, 2], [2, 1, 4], [1, 1, 4])
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_damaged_or_forged_folder_is_one_line(copy, name):
+    change, message = FAULTS[name]
+    change(copy)
+    refused(copy, FileNotFoundError if name.removeprefix("no ") in FILES else ValueError, message)
+
+
+def test_a_folder_that_is_not_there_and_one_that_is_no_export_are_told(tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        refused(folder, FileNotFoundError, "mini-ee export")
+
+
+def test_a_file_of_another_run_is_refused(exported, precisions, tmp_path):
+    for name in ("model.onnx", "model.safetensors"):
+        copy = shutil.copytree(exported, tmp_path / name)
+        shutil.copy(precisions / "float32" / name, copy / name)
+        refused(copy, match=f"{name}.*export the run again")
 
 
 @pytest.mark.parametrize(
@@ -1158,12 +1142,6 @@ def test_a_forged_graph_is_told_in_one_line(copy):
     manifest["files"]["model.onnx"] = file_sha256(copy / "model.onnx")
     write_json(copy / "manifest.json", manifest)
     refused(copy, match="model.onnx: ONNX Runtime cannot load .* topologically sorted.*; export the run again")
-
-
-@pytest.mark.parametrize("exits", [[1, 2, 5], [1, 2, 10**15], [1, 2], [2, 1, 4], [1, 1, 4]])
-def test_forged_exits_are_refused(copy, exits):
-    forge(copy, exits=exits)
-    refused(copy, match="manifest.json has the exits .* of a model of 4 layers")
 
 
 def test_exits_that_are_not_those_of_the_graph_are_told_at_the_first_row_that_leaves_there(copy, run):
