@@ -52,19 +52,19 @@ def _write(segments: Segments, k: int, handed: dict[str, tuple], g) -> None:
 
 def _handed_on(segments: Segments, state) -> dict[str, Tensor]:
     """What the graph of a segment hands on to the next, by name."""
-    hidden, made_once = state.hidden, segments.model.backbone.made_once
-    if made_once:
-        made = getattr(state.context, made_once)
-        hidden = torch.cat((hidden, made.expand(*hidden.shape[:-2], *made.shape[-2:])), dim=-2)
+    hidden = state.hidden
+    if segments.model.backbone.is_encoder_decoder:  # its output is too expensive to compute twice
+        memory = state.context.memory
+        hidden = torch.cat((hidden, memory.expand(*hidden.shape[:-2], *memory.shape[-2:])), dim=-2)
     carried = segments.carried and getattr(state, segments.carried)
     return {"hidden": hidden} if carried is None else {"hidden": hidden, "carried": carried}
 
 
 def _resumed(segments: Segments, state, hidden: Tensor, carried: Tensor | None = None):
     """The state before a segment: that of `start`, with the values that the segment before has handed on."""
-    context, made_once = state.context, segments.model.backbone.made_once
-    if made_once:  # all streams have the same
-        context = context._replace(**{made_once: hidden[(0,) * (hidden.ndim - 3)][:, 1:]})
+    context = state.context
+    if segments.model.backbone.is_encoder_decoder:  # all streams have the same
+        context = context._replace(memory=hidden[(0,) * (hidden.ndim - 3)][:, 1:])
         hidden = hidden[..., :1, :]
     fields = {} if carried is None else {segments.carried: carried}
     return state._replace(hidden=hidden, context=context, **fields)

@@ -1,7 +1,7 @@
 """The ONNX graphs of a TokenExits: one that stops by itself, for a step of decoding, and one graph per segment.
 
 Every graph takes positions (B, T) int64, -1 for padding; rows (B,) int64, the prompt of each row; and the caches, see
-backbones/cache.py. The head reads the last of the T tokens. If exit k has a layer of its own, its
+decoder_blocks.py. The head reads the last of the T tokens. If exit k has a layer of its own, its
 caches are keys_exit_k and values_exit_k.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.lab.backbones.cache import GraphBlock
 from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export.decoder_blocks import GraphBlock, MemoryBlock
 from mini_ee.lab.segments import Segments
 
 
@@ -112,7 +112,7 @@ class TokenGraphs(Segments):
     def prompt_graphs(self) -> dict[str, Callable]:
         """As `graphs`: the graph of the encoder, if an encoder reads the prompts."""
         backbone = self.model.backbone
-        return {"memory": partial(backbone.graph_context.write_memory, backbone)} if backbone.is_encoder_decoder else {}
+        return {"memory": partial(MemoryBlock.write_memory, backbone)} if backbone.is_encoder_decoder else {}
 
     # ---- By segment ----
     def graphs(self) -> dict[str, Callable]:
@@ -149,7 +149,8 @@ class TokenGraphs(Segments):
         output_caches(g, _caches(g, block), block.written)
 
     def _block(self, g, first: int | str) -> GraphBlock:
-        return self.model.backbone.graph_context.over_caches(g, self.model.backbone, first)
+        kind = MemoryBlock if self.model.backbone.is_encoder_decoder else GraphBlock
+        return kind.over_caches(g, self.model.backbone, first)
 
     def _hidden(self, g, block: GraphBlock) -> Tensor:
         width = self.model.backbone.config.hidden_size
