@@ -81,7 +81,10 @@ class Adapters(nn.ModuleDict):
 def exit_loss(
     logits: Tensor, labels: Tensor, teacher: Tensor | None, weight: float = LAMBDA, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Eq. 3, or with a teacher Eq. 4; the mean over examples. logits, teacher (B, C), labels (B,); weight: lambda."""
+    """Eq. 4, $(1 - lambda) CE(y, z^k) + lambda KL(y^t, y^k)$; without a teacher Eq. 3, $CE(y, z^k)$. weight: lambda.
+
+    The mean over examples. logits and those of the teacher (B, C), labels (B,).
+    """
     hard = task_loss(logits, labels)
     if teacher is None:
         return hard

@@ -13,18 +13,13 @@ from conftest import lora_model, tensors
 import mini_ee.lab.confidence
 import mini_ee.lab.early_exit
 import mini_ee.lab.rules
-from mini_ee import calibrate, consistent, llama, lora_exits, raee, rules, self_supervised
+from mini_ee import consistent, lora_exits, raee, rules
 from mini_ee import loop as core_loop
 from mini_ee.bert import Bert
 from mini_ee.data import Inputs
-from mini_ee.lab import calibration
-from mini_ee.lab.calibration import observe
-from mini_ee.lab.data import decoder_texts
-from mini_ee.lab.exits.token_exits import TextData, record_texts
 from mini_ee.lab.methods import consistent as project_consistent
 from mini_ee.lab.methods import lora_exits as project_lora
 from mini_ee.lab.methods import raee as project_raee
-from mini_ee.lab.methods import self_supervised as project_self_supervised
 from mini_ee.lab.methods.lora_exits_sgmv import sgmv
 from mini_ee.lab.methods.lora_exits_streams import parallel, restart
 from mini_ee.lab.methods.raee_datastore import Datastore
@@ -171,60 +166,6 @@ def core_lora_model(targets=("query", "value"), exits=(1, 2, 4), rank=4):
 def core_inputs(inputs):
     """A batch of the project as the core's."""
     return Inputs(*tensors(inputs))
-
-
-# ---- Self-supervised exits ----
-class ProjectSelfSupervised:
-    """With the core's interface."""
-
-    TRAINING_PROMPTS, CALIBRATION_PROMPTS = decoder_texts.TRAINING_PROMPTS, decoder_texts.CALIBRATION_PROMPTS
-    tau = staticmethod(lambda *given: calibration.tau(*given))
-
-    @staticmethod
-    def head_loss(logits, full, penalty, target="soft"):
-        return project_self_supervised.head_loss(logits, full, penalty, target)
-
-    @staticmethod
-    def observed(model, ids):
-        """Confidence and agreement of every token of one text."""
-        found = observe(record_texts(model, [decoder_texts.Text(ids)], batch_size=2), "breaking_ties")
-        return found.confidence, found.agrees
-
-    @staticmethod
-    def every_position(model, ids):
-        """The logits of one text: (T, K, V)."""
-        inputs, _ = TextData([decoder_texts.Text(ids)], every=True).batch(np.array([0]), "cpu")
-        with torch.no_grad():
-            return torch.stack(list(model(*inputs)), 1)
-
-
-class CoreSelfSupervised:
-    """The core's functions, on one text."""
-
-    TRAINING_PROMPTS, CALIBRATION_PROMPTS = self_supervised.TRAINING_PROMPTS, self_supervised.CALIBRATION_PROMPTS
-    tau = staticmethod(lambda *given: calibrate.tau(*given))
-
-    @staticmethod
-    def head_loss(logits, full, penalty, target="soft"):
-        return self_supervised.head_loss(logits, full, penalty, target)
-
-    @staticmethod
-    def observed(model, ids):
-        return self_supervised.observed(self_supervised.table_of(model, torch.tensor([ids])))
-
-    @staticmethod
-    def every_position(model, ids):
-        with torch.no_grad():
-            return model.classify(model.states(torch.tensor([ids])))[0]
-
-
-SELF_SUPERVISED = {"project": ProjectSelfSupervised, "core": CoreSelfSupervised}
-
-
-def token_models(folder, project):
-    """The same decoder with heads after layers 1 and 2, of both."""
-    core = llama.TokenExits(llama.Llama.load(folder), (1, 2, 3)).eval()
-    return {"project": project, "core": core}
 
 
 # ---- RAEE ----
