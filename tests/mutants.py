@@ -13,6 +13,7 @@ import sys
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -371,10 +372,6 @@ SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contrac
 EQUATIONS = [
     ("mini_ee.lab.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
     ("mini_ee.lab.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
-    ("mini_ee.lab.methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    ("mini_ee.lab.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[project-[5, 5, 5]]"),
-    ("mini_ee.lab.methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    ("mini_ee.lab.methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
     ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
     ("mini_ee.lab.methods.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
     ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
@@ -403,11 +400,11 @@ EQUATIONS += [  # the same of the core, and bugs of its own
     (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again[core]"),
     (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.t)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[core-2-4]"),
     (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[core-0.8]"),
-    (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_of_the_core_computes_with_w_plus_ab[2]"),
-    (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t[core]"),
-    (CORE + "lora_exits.sgmv", source("A[i] @ B[i]", "A[0] @ B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[core-[5, 5, 5]]"),
+    (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2]"),
+    (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t"),
+    (CORE + "lora_exits.sgmv", source("@ A[i], B[i]", "@ A[0], B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[[5, 5, 5]]"),
     (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(tau=0.0, measure='max_probability')-2]"),
-    (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[core-segd-teachers2]"),
+    (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[segd-teachers2]"),
     *[
         (CORE + "self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
         for bug in (softmax_twice, own_target)
@@ -520,6 +517,11 @@ SHADOWS = "del.py::test_shadow_tokens_are_those_of_every_exit_where_the_full_mod
 RECOMPUTED = "balcony.py::test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text"
 MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
+    ("methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
+    ("methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "sgmv.py::test_it_adds_in_place_to_the_columns_that_it_is_given[equal]"),
+    ("methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
+    ("methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
+    ("methods.lora_exits.Config.factor", always(lambda self, classes: 1.0), "segd.py::test_t_squared_multiplies_the_divergence_and_not_a_squared_error[2-9.0]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]"),
     ("methods.lora_exits_streams.LoRAState.keep", forgets_embeddings, "lora_exits.py::test_parallel_equals_restart_and_a_batch_equals_rows_alone[Threshold(threshold=0.75, measure='max_probability')-[[0, 1, 2]]]"),
@@ -589,6 +591,9 @@ COPIES = "generation.py::test_copy_state_and_recompute_are_what_their_definition
 GREEDY = "generation.py::test_greedy_text_is_that_of_transformers_token_for_token[llama]"
 LOSSLESS = "generation.py::test_lossless_text_is_the_full_models[llama-1-4-0.0]"
 BLOCKS = "t5_tokens.py::test_blocks_over_a_cache_are_the_whole_answer[t5]"
+if find_spec("triton"):
+    late = lambda true: lambda x, W, starts: true(x, W, (1, *starts[1:]))  # noqa: E731 - every segment begins a row late
+    OF_METHODS += [("methods.lora_exits_sgmv_triton._launch", late, "sgmv_triton.py::test_the_kernel_twice_equals_the_loop[8-ragged-small]")]
 OF_MODELS = [
     # a gap behind the prompt, and a position too low
     ("exits.generation.TokenSegments.block", positions(lambda some: [position + 2 for position in some]), GREEDY),

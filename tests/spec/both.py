@@ -7,21 +7,14 @@ are called, so a bug that is planted in a module (tests/mutants.py) is found.
 from types import SimpleNamespace
 
 import numpy as np
-import torch
-from conftest import lora_model, tensors
 
 import mini_ee.lab.confidence
 import mini_ee.lab.early_exit
 import mini_ee.lab.rules
-from mini_ee import consistent, lora_exits, raee, rules
+from mini_ee import consistent, raee, rules
 from mini_ee import loop as core_loop
-from mini_ee.bert import Bert
-from mini_ee.data import Inputs
 from mini_ee.lab.methods import consistent as project_consistent
-from mini_ee.lab.methods import lora_exits as project_lora
 from mini_ee.lab.methods import raee as project_raee
-from mini_ee.lab.methods.lora_exits_sgmv import sgmv
-from mini_ee.lab.methods.lora_exits_streams import parallel, restart
 from mini_ee.lab.methods.raee_datastore import Datastore
 from mini_ee.lab.segments import Reading, Segments
 
@@ -95,77 +88,6 @@ LOOP = {
         measure=lambda name, logits: rules.MEASURES[name](logits),
     ),
 }
-
-
-# ---- LoRAExit ----
-class ProjectLoRA:
-    """With the core's interface."""
-
-    @staticmethod
-    def exit_loss(logits, labels, teacher, weight=0.95, temperature=2.0):
-        return project_lora.exit_loss(
-            logits, labels, teacher, project_lora.Config(weight=weight, temperature=temperature)
-        )
-
-    @staticmethod
-    def distillation_loss(student, teacher, temperature):
-        return project_lora.distillation_loss(student, teacher, temperature)
-
-    @staticmethod
-    def log_soft_label(logits, temperature):
-        return project_lora.log_soft_label(logits, temperature)
-
-    @staticmethod
-    def teacher_of(k, last, way):
-        return project_lora.Config(distill=way).teacher_of(k, last)
-
-    @staticmethod
-    def sgmv(y, x, A, B, starts, scale):
-        return sgmv(y, x, A, B, starts, scale=scale)
-
-    @staticmethod
-    def passes(exits):
-        """Layer passes up to each exit: side by side, with restarts."""
-        for schedule in (parallel, restart):
-            segments = lora_model(exits=exits).segments(schedule(len(exits)))
-            yield np.cumsum([segments.layer_passes(k) for k in range(len(exits))]).tolist()
-
-
-class CoreLoRA:
-    """The core's functions."""
-
-    def __getattr__(self, name):
-        return getattr(lora_exits, name)
-
-    @staticmethod
-    def passes(exits):
-        model = core_lora_model(exits=exits)
-        return lora_exits.SideBySide(model).passes.tolist(), model.passes.tolist()
-
-
-LORA = {"project": ProjectLoRA(), "core": CoreLoRA()}
-
-
-def core_lora_model(targets=("query", "value"), exits=(1, 2, 4), rank=4):
-    """conftest.lora_model of the core."""
-    config = {"hidden_size": 24, "num_hidden_layers": exits[-1], "num_attention_heads": 3, "intermediate_size": 48}
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        bert = Bert(config | {"vocab_size": 60, "max_position_embeddings": 40})
-        for parameter in bert.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        model = lora_exits.LoRAExits(bert, exits, 3, rank, targets).eval()
-        for parameter in model.adapters.parameters():
-            torch.nn.init.normal_(parameter, std=0.15)
-        for head in model.heads:
-            torch.nn.init.normal_(head[0].weight, std=0.3)
-            torch.nn.init.normal_(head[3].weight, std=0.3)
-    return model
-
-
-def core_inputs(inputs):
-    """A batch of the project as the core's."""
-    return Inputs(*tensors(inputs))
 
 
 # ---- RAEE ----

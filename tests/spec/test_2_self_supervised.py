@@ -109,9 +109,9 @@ def test_table1_training_and_calibration_prompts_are_disjoint():
 # ---- Section 3.3.1, Eq. 2 and 3: confidence, agreement, threshold ----
 
 
-def test_eq2_and_eq3_are_breaking_ties_and_agreement_of_every_token(decoder_checkpoint):
+def test_eq2_and_eq3_are_breaking_ties_and_agreement_of_every_token():
     """From the logits of each exit: (N T, K, V) of two texts."""
-    model = TokenExits(Llama.load(decoder_checkpoint), (1, 2, 3)).eval()
+    model = TokenExits(Llama.load(), (4, 8, 12)).eval()
     logits = paper.table_of(model, torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]]))
     confidence, agrees = paper.observed(logits)
     assert confidence.shape == agrees.shape == (12, 2)
