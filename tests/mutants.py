@@ -97,17 +97,6 @@ def in_half_precision(logits):
     return shifted.max(axis=1) / shifted.sum(axis=1)
 
 
-def forced_exit_pays(true):
-    """The last policy's term once more at the last exit."""
-
-    def log_exit_probabilities(exit_logits, epsilon=0.0):
-        log_exit = true(exit_logits, epsilon)
-        forced = torch.nn.functional.logsigmoid(exit_logits[:, -1:])
-        return torch.cat([log_exit[:, :-1], log_exit[:, -1:] + forced], dim=1)
-
-    return log_exit_probabilities
-
-
 def softmax_twice(true):
     return lambda logits, full, penalty, target="soft": true(logits.softmax(-1), full, penalty, target)
 
@@ -380,21 +369,17 @@ EQUATIONS = [
     ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
     ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
     ("mini_ee.lab.methods.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
-    ("mini_ee.lab.methods.consistent.log_exit_probabilities", lambda true: lambda z, epsilon=0.0: true(z), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
-    ("mini_ee.lab.methods.consistent.log_exit_probabilities", forced_exit_pays, "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
     # the mean of all rewards, with the trajectory's own: biased
-    ("mini_ee.lab.methods.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
-    ("mini_ee.lab.methods.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
-    ("mini_ee.lab.methods.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    ("mini_ee.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
+    ("mini_ee.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
+    ("mini_ee.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
     # the first right exit, whatever comes later
-    ("mini_ee.lab.methods.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    ("mini_ee.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
 ]
 
 CORE = "mini_ee."
 EQUATIONS += [  # the same of the core, and bugs of its own
     *[(place.replace(".lab.methods.", "."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
-    *[(place.replace(".lab.methods.", "."), bug, test.replace("project", "core")) for place, bug, test in EQUATIONS
-      if place.endswith(("consistent.leave_one_out", "consistent.memorized_layer"))],
     (CORE + "loop.early_exit", source("append((rows[exiting], logits))", "append((exiting, logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Threshold'-[0.8]]"),
     (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Patience'-[2]]"),
     (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again[core]"),
@@ -412,8 +397,8 @@ EQUATIONS += [  # the same of the core, and bugs of its own
     ],
     *[(CORE + "self_supervised.head_loss", source(*change), f"2_self_supervised.py::test_eq1_position_by_position[{case}]") for *change, case in (("- penalty * entropy", "+ penalty * entropy", "soft-0.1"), ("-(full.float().softmax(-1)", "-(logits.float().softmax(-1)", "soft-0.1"))],
     (CORE + "calibrate.tau", source("enough[-1]", "enough[0]"), "2_self_supervised.py::test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees"),
-    (CORE + "consistent.log_exit_probabilities", lambda true: lambda z: true(z) + torch.nn.functional.pad(z[:, :1] * 0 - 1, (z.shape[1], 0)), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[core-0.0]"),
-    (CORE + "consistent.hardness_guided_rewards", always(lambda losses, depths, alpha, memorized: -losses - alpha * depths), "4_consistent.py::test_eq3_and_eq4_count_depth_in_layers[core]"),
+    (CORE + "consistent.log_exit_probabilities", lambda true: lambda z: true(z) + torch.nn.functional.pad(z[:, :1] * 0 - 1, (z.shape[1], 0)), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_actions"),
+    (CORE + "consistent.hardness_guided_rewards", always(lambda losses, depths, alpha, memorized: -losses - alpha * depths), "4_consistent.py::test_eq3_and_eq4_count_depth_in_layers"),
 ]
 
 ALONE = "test_compaction_changes_nothing_each_row_leaves_where_it_would_alone[numpy-"
@@ -534,7 +519,8 @@ OF_METHODS = [
     ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
-    ("methods.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
+    ("methods.consistent.with_coins", lambda true: lambda z, epsilon: true(z, 0.0), "consistent.py::test_the_probability_of_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]"),
+    ("mini_ee.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
     ("exits.token_exits.TokenExits.policies", always(property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)), "consistent.py::test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut"),
     ("baselines.adainfer.MAX_STEPS", always(20), "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]"),
     ("baselines.mixed.mean_loss", always(joint_loss), MIXED),
@@ -648,6 +634,8 @@ TORCH = [  # what the package calls
 
 def dotted(place):
     """The full name of a place in the lab, or in another ring that it names."""
+    if place.startswith("mini_ee."):
+        return place
     return f"mini_ee.{place}" if place.startswith(("experiments.", "serve.")) else f"mini_ee.lab.{place}"
 
 

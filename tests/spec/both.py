@@ -11,9 +11,8 @@ import numpy as np
 import mini_ee.lab.confidence
 import mini_ee.lab.early_exit
 import mini_ee.lab.rules
-from mini_ee import consistent, raee, rules
 from mini_ee import loop as core_loop
-from mini_ee.lab.methods import consistent as project_consistent
+from mini_ee import raee, rules
 from mini_ee.lab.methods import raee as project_raee
 from mini_ee.lab.methods.raee_datastore import Datastore
 from mini_ee.lab.segments import Reading, Segments
@@ -117,49 +116,3 @@ class ProjectRAEE:
 
 
 RAEE = {"project": ProjectRAEE(), "core": CoreRAEE()}
-
-
-# ---- ConsistentEE ----
-class ProjectConsistent:
-    """The project's functions, with the core's interface where it differs. epsilon: the share of actions by coin."""
-
-    def __getattr__(self, name):
-        return getattr(project_consistent, name)
-
-    @staticmethod
-    def consistent_loss(losses, exit_logits, epsilon=0.0):
-        return project_consistent.consistent_loss(losses, exit_logits, project_consistent.Config(epsilon=epsilon))
-
-    @staticmethod
-    def policy_loss(exit_logits, rewards):
-        return project_consistent.policy_loss(exit_logits, rewards, project_consistent.Config())
-
-
-class CoreConsistent:
-    """The core's functions. It has no actions by coin."""
-
-    def __getattr__(self, name):
-        return getattr(consistent, name)
-
-    @staticmethod
-    def log_exit_probabilities(exit_logits, epsilon=0.0):
-        assert not epsilon
-        return consistent.log_exit_probabilities(exit_logits)
-
-    @staticmethod
-    def consistent_loss(losses, exit_logits, epsilon=0.0):
-        assert not epsilon
-        return consistent.consistent_loss(losses, exit_logits)
-
-    @staticmethod
-    def policy_loss(exit_logits, rewards):
-        log_exit = consistent.log_exit_probabilities(exit_logits)
-        return consistent.reinforce_loss(log_exit, rewards, consistent.sample_exits(log_exit, consistent.TRAJECTORIES))
-
-
-CONSISTENT = {"project": ProjectConsistent(), "core": CoreConsistent()}
-
-
-def with_coins(*epsilons):
-    """(implementation, share of actions by coin) of tests that ask both."""
-    return [*(("project", epsilon) for epsilon in epsilons), ("core", 0.0)]
