@@ -16,8 +16,6 @@ import numpy as np
 from mini_ee.lab.calibration import calibrate_record
 from mini_ee.lab.data.decoder_texts import (
     BETWEEN_TEXTS,
-    CALIBRATION_PROMPTS,
-    TRAINING_PROMPTS,
     Text,
     continuations,
     copies,
@@ -31,6 +29,7 @@ from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.train_settings import TextOptions
+from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 
 GIVEN, FOLLOW = 40, 40  # tokens of the beginning of a story, and tokens after it
 CALIBRATION_PIECES = 512  # default number for a calibration

@@ -14,7 +14,6 @@ from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.calibration import calibrate, intervals, observe
 from mini_ee.lab.cli.generate import colours_of, painted
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import gather
@@ -25,6 +24,7 @@ from mini_ee.lab.methods.self_supervised import metrics
 from mini_ee.lab.rules import Patience, PatienceConfidence, Threshold
 from mini_ee.lab.training import training_text
 from mini_ee.lab.training.run_folder import load_run
+from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")

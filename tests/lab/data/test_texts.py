@@ -20,7 +20,7 @@ from mini_ee.lab.backbones.hub import backbone_sha256, load_backbone, save_backb
 from mini_ee.lab.backbones.llama import Decoder
 from mini_ee.lab.calibration import agreement, calibrate, end_to_end, observe, replay
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS, Text
+from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.multiple_choice import Benchmark, Question, QuestionRequests, Request
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.evaluation.plots import draw_decoder, new_figure, save_figure
@@ -46,6 +46,7 @@ from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.run_folder import load_run, save_run
 from mini_ee.lab.training.train_settings import TextOptions
 from mini_ee.lab.training.training_text import Source, texts_to_calibrate, texts_to_learn, texts_to_test
+from mini_ee.self_supervised import CALIBRATION_PROMPTS
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-4  # log p in float32, padded and batched, against float64 and one text at a time; measured max 4e-6
