@@ -13,7 +13,7 @@ from conftest import lora_model, tensors
 import mini_ee.lab.confidence
 import mini_ee.lab.early_exit
 import mini_ee.lab.rules
-from mini_ee import calibrate, consistent, llama, lora_exits, raee, rules, self_supervised
+from mini_ee import calibrate, consistent, llama, lora_exits, rules, self_supervised
 from mini_ee import loop as core_loop
 from mini_ee.bert import Bert
 from mini_ee.data import Inputs
@@ -23,11 +23,9 @@ from mini_ee.lab.data import decoder_texts
 from mini_ee.lab.exits.token_exits import TextData, record_texts
 from mini_ee.lab.methods import consistent as project_consistent
 from mini_ee.lab.methods import lora_exits as project_lora
-from mini_ee.lab.methods import raee as project_raee
 from mini_ee.lab.methods import self_supervised as project_self_supervised
 from mini_ee.lab.methods.lora_exits_sgmv import sgmv
 from mini_ee.lab.methods.lora_exits_streams import parallel, restart
-from mini_ee.lab.methods.raee_datastore import Datastore
 from mini_ee.lab.segments import Reading, Segments
 
 IMPLEMENTATIONS = ("project", "core")
@@ -225,35 +223,6 @@ def token_models(folder, project):
     """The same decoder with heads after layers 1 and 2, of both."""
     core = llama.TokenExits(llama.Llama.load(folder), (1, 2, 3)).eval()
     return {"project": project, "core": core}
-
-
-# ---- RAEE ----
-class CoreRAEE:
-    """The core's functions. A rule is made of the examples and the queries."""
-
-    def __getattr__(self, name):
-        return getattr(raee, name)
-
-    @staticmethod
-    def retrieval(vectors, values, queries, k=12, tau=0.9, fallback_top=0):
-        return raee.Retrieval(lambda inputs: queries, vectors, values, k, tau, fallback_top)
-
-
-class ProjectRAEE:
-    """The same of the project."""
-
-    def __getattr__(self, name):
-        return getattr(project_raee, name)
-
-    @staticmethod
-    def retrieval(vectors, values, queries, k=12, tau=0.9, fallback_top=0):
-        store = Datastore("an encoder", vectors.shape[1], (1, 2, 4, 6))
-        store.add(vectors, values, np.zeros(len(values), int), [("text",)] * len(values))
-        rule = project_raee.Retrieval(k=k, tau=tau, fallback_top=fallback_top)
-        return rule.with_datastore(store, lambda inputs: queries)
-
-
-RAEE = {"project": ProjectRAEE(), "core": CoreRAEE()}
 
 
 # ---- ConsistentEE ----

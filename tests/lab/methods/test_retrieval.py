@@ -24,7 +24,7 @@ from mini_ee.lab.data.files import file_sha256, read_json, write_json
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.data.tokenizer import Encoded, Inputs
 from mini_ee.lab.early_exit import early_exit
-from mini_ee.lab.methods.raee import Retrieval, chosen_exit, exit_distribution, neighbour_weights, plan_ahead
+from mini_ee.lab.methods.raee import Retrieval, collect, plan_ahead
 from mini_ee.lab.methods.raee_controls import (
     KS,
     ablation,
@@ -40,6 +40,7 @@ from mini_ee.lab.methods.raee_files import read_manifest
 from mini_ee.lab.methods.raee_index import HEADER
 from mini_ee.lab.recording import plan_rows, record
 from mini_ee.lab.rules import FixedExit, NeverExit, Planned, rule_from_dict
+from mini_ee.raee import chosen_exit, exit_distribution, exit_values, neighbour_weights
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 KILLS = int(os.environ.get("MINI_EE_KILLS", "1"))  # moments of each kind; 20 by hand
@@ -744,6 +745,13 @@ def test_kill_9_while_building_leaves_nothing_or_the_whole_and_the_build_goes_on
 # The rule
 
 
+def test_every_exit_of_the_model_is_collected(random_model):
+    encoded, segments = sentences([f"row {i}" for i in range(7)]), random_model().segments()
+    labels = np.array([0, 1, 2, 0, 1, 2, 0])
+    expected = exit_values(record(segments, encoded, 4).logits, labels)
+    np.testing.assert_array_equal(collect(segments, encoded, labels, 4), expected)
+
+
 def bound(store=None, **settings):
     return Retrieval(**settings).with_datastore(store or filled(), embed)
 
@@ -916,6 +924,11 @@ def test_the_oracle_is_the_first_exit_that_is_right_and_the_last_where_none_is()
 
 
 # The tables
+
+
+def test_table2_without_keeps_the_examples_that_the_full_model_predicts_correctly():
+    values = np.array([[0.9, 0.0], [0.0, 0.6], [0.0, 0.0], [0.7, 0.8]])
+    np.testing.assert_array_equal(full_model_is_right(values), [False, True, False, True])
 
 
 def ablation_of(random_model, monkeypatch, seed):
