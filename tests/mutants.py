@@ -23,6 +23,7 @@ from mini_ee.lab import confidence
 from mini_ee.lab.backbones.bert import LayerContext
 from mini_ee.lab.baselines import elasticbert
 from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
@@ -267,9 +268,13 @@ def confidence_of_their_own_class(true):
     return features
 
 
-def first_shard_only(self, queries, k, ids):
-    names, distances = self.indexes[0].knn_query(queries, k)
-    return names.astype(np.int64) * len(self.indexes), distances
+def held_out_alone(run, task):
+    """Without the rows that max_train left."""
+    return holdout(task.split("train"), run.config["seed"])[1]
+
+
+def first_shard_only(self, work):
+    return [work(0)]
 
 
 def alone(true):
@@ -526,12 +531,13 @@ OF_METHODS = [
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]"),
     ("methods.lora_exits_streams.LoRAState.keep", forgets_embeddings, "lora_exits.py::test_parallel_equals_restart_and_a_batch_equals_rows_alone[Threshold(threshold=0.75, measure='max_probability')-[[0, 1, 2]]]"),
+    ("methods.raee_collect.untrained_rows", always(held_out_alone), "raee_run.py::test_the_datastore_holds_all_rows_that_a_training_with_max_train_left"),
     ("methods.raee_controls.knn_labels", always(lambda labels, weights: labels[:, 0]), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee.neighbour_weights", always(lambda distances: 1 / (1e-6 + distances[:, ::-1])), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.best_single_exit", always(lambda values: values.shape[1] - 1), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.earliest_right_exit", always(lambda values: np.zeros(len(values), np.int64)), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.shuffled_plan", always(lambda plan, seed: np.zeros_like(plan)), "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots"),
-    ("methods.raee_shards.Shards.search", always(first_shard_only), "shards.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
+    ("methods.raee_datastore.Datastore._each", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
     ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),

@@ -27,8 +27,7 @@ import numpy as np
 from mini_ee.lab.data.settings import Settings, check_options, option
 from mini_ee.lab.data.tokenizer import Encoded, Inputs
 from mini_ee.lab.methods.raee_controls import ablation, controls, retrieved
-from mini_ee.lab.methods.raee_datastore import Datastore, Embed, Neighbours
-from mini_ee.lab.methods.raee_shards import MOST_SHARDS
+from mini_ee.lab.methods.raee_datastore import MOST_SHARDS, Datastore, Embed, Neighbours
 from mini_ee.lab.recording import record
 from mini_ee.lab.rules import RULES, Planned, Rule
 from mini_ee.lab.segments import Segments
