@@ -6,7 +6,7 @@ run/model.safetensors    what the method trained: heads, policy, and the backbon
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
 run/checkpoint/          SLEB: the short decoder, as a checkpoint like any other
 run/backbone/            a backbone fine-tuned through prompts, or a fine-tuned decoder, as a checkpoint
-run/datastore/           RAEE: the files of methods/raee_files.py
+run/datastore/           RAEE: the files of methods/raee_datastore.py
 run/metrics.json         measurements of the training
 run/tokenizer.json       the backbone's
 """
