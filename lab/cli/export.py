@@ -25,8 +25,6 @@ def add(sub: ArgumentParser) -> None:
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="export in half precision, for GPUs")
     precision.add_argument("--int8", action="store_true", help="export with dynamic quantisation, for CPUs")
-    opset = "opset of the graphs, 18 to 23; a lower one is for older versions of ONNX Runtime"
-    sub.add_argument("--opset", type=int, choices=range(18, 24), metavar="N", default=23, help=opset)
     sub.add_argument(
         "--segments", action="store_true", help="also export a graph per segment, for other rules and re-batching"
     )
@@ -64,7 +62,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         task = open_task_of([opened], args)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts
-    parts = {"segments": args.segments, "web": args.web, "opset": args.opset}
+    parts = {"segments": args.segments, "web": args.web}
     manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed, **parts)
     verified = manifest["verified"]
     what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""

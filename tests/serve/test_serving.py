@@ -119,10 +119,10 @@ def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
     class Keeps(Rule):
         needs = "logits"
 
-        def stop(self, k, reading, memory):
+        def stop(self, k, read, memory):
             seen.append(memory.get("said"))
-            memory["said"] = reading.logits
-            return np.zeros(len(reading.logits), bool)
+            memory["said"] = read
+            return np.zeros(len(read), bool)
 
     engine = RowEngine(runtime, Keeps())
     rows = [engine.row(text) for text in SENTENCES[:6]]
