@@ -114,7 +114,6 @@ def test_it_needs_no_torch(export):
         (("--text", "texts.txt", "--measure", "entropy"), "found threshold on entropy; export the run with"),
         (("--text", "texts.txt", "--model", "."), "--model is for runs"),
         (("--text", "texts.txt", "--task", "."), "expected texts from --text or from --task, found both"),
-        (("--text", "texts.txt", "--new-tokens", "3"), "--new-tokens is for decoders"),
         (("--text", "texts.txt", "--split", "dev"), "--split is for --task"),
         (("--text", "texts.txt", "--out", "texts.txt"), "texts.txt: is there already"),
     ],

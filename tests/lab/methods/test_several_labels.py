@@ -190,7 +190,6 @@ REFUSED = [
         ["classify", "{one}", "--text", "x", "--threshold", ".9", "--measure", "weakest_label"],
         "one label here, which has no use for --measure weak",
     ),
-    (["classify", "{one}", "--text", "x", "--rule", "similarity", "--least-cosine", ".5"], "is for a sentence encoder"),
     (["calibrate", "{out}/run", "--epsilon", ".9", "--task", "{task}"], "gives a text several labels at once"),
     (["evaluate", "{out}/exported", "--task", "{task}"], "gives a text several labels at once"),
     (["export", "{out}/run", "--triton", "{tmp}/t"], "--triton: expected a model that gives a text one label"),
