@@ -206,7 +206,7 @@ def report_tokens(model: TokenExits, logits: np.ndarray, rules: dict[str, Thresh
         result = early_exit(Table(model.exits, logits), rule, range(len(logits)))
         points[name] = result.layers.mean(), agreement(result, logits)
         saved = 1 - all_heads[result.exit_index].mean() / alone[-1]
-        taus = " ".join(f"{t:.2f}" for t in np.atleast_1d(rule.tau)[:-1])
+        taus = " ".join(f"{t:.2f}" for t in np.atleast_1d(rule.threshold)[:-1])
         print(f"{name:32}{points[name][1]:10.3f}{points[name][0]:8.2f}{saved:13.0%}   {taus}")
     draw(path, "Self-supervised exits", "agreement with the full model", exits, points)
 

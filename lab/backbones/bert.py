@@ -7,7 +7,9 @@ Sources: Devlin et al. 2018 (BERT), Liu et al. 2019 (RoBERTa), Conneau et al. 20
     ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
     ElasticBERT   every layer has a pooler of its own
 
-Hidden states and logits agree with those of transformers: tests/lab/parity/test_bert.py.
+mini_ee/bert.py is the reference, equal in tests/core/test_core_models.py. This file has in addition these families, the
+masked-LM head, poolers, stacked projections and ALBERT's sharing. Hidden states and logits agree with those of
+transformers: tests/lab/parity/test_bert.py.
 """
 
 from dataclasses import asdict, dataclass

@@ -13,8 +13,8 @@ A family of CausalDecoder is one file: a config, a layer, and those of these met
     position_bias(at, reads)   what is added to the scores of attention
     config.rope_frequencies()  the frequencies of rotary positions, with config.rotary_width
 
-All of this is torch code. An export traces the same code on values of a graph, so it must not branch on the values of
-tensors. A layer calls these methods of `context` (cache.py): with_exited, without_exited, rotate, attend and write.
+The code must not branch on the values of tensors. A layer calls these methods of `context` (cache.py): with_exited,
+without_exited, rotate, attend and write.
 
 The final norm belongs to the head: hidden[L] is its input.
 """
@@ -22,7 +22,7 @@ The final norm belongs to the head: hidden[L] is its input.
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,14 +34,13 @@ from mini_ee.lab.backbones.backbone import (
     Backbone,
     Tensors,
     check_fields,
-    is_traced,
     known_fields,
     matrix_weights,
     padding_mask,
     tensor_on,
     token_places,
 )
-from mini_ee.lab.backbones.cache import Cache, GraphBlock, LayerContext, readable, token_positions
+from mini_ee.lab.backbones.cache import Cache, LayerContext, readable, token_positions
 from mini_ee.lab.backbones.hub import hugging_face_names
 from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.tokenizer import Inputs
@@ -110,7 +109,6 @@ class GenerativeBackbone(Backbone):
     """
 
     generates = True
-    graph_context: ClassVar[type[GraphBlock]] = GraphBlock  # the context of its layers in ONNX graphs
     embeddings: nn.Embedding
     norm: Any  # a module, or None without heads
 
@@ -275,14 +273,12 @@ class CausalDecoder(GenerativeBackbone):
             raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
         return self.embed_tokens(ids, at)
 
-    def context(self, inputs: Tensors | Inputs) -> LayerContext | GraphBlock:
+    def context(self, inputs: Tensors | Inputs) -> LayerContext:
         """The context of whole rows, padded on either side; padding on the right is the fastest, as it needs no mask.
 
         Raises ValueError if a row has more tokens than the model has positions.
         """
-        attention_mask: Any = inputs.attention_mask if self.text_end is None else self._until_last(inputs)
-        if is_traced(attention_mask):
-            return GraphBlock.of_texts(self, attention_mask.bool())
+        attention_mask: Any = inputs.attention_mask if self.text_end is None else self.until_last(inputs)
         tokens = check(inputs.input_ids, "B T")["T"]
         padding, limit = padding_mask(attention_mask, self.device), self.config.max_tokens
         some_long = self.max_written < tokens and self.max_written < limit  # some rows may use LongRoPE's second table
@@ -294,7 +290,7 @@ class CausalDecoder(GenerativeBackbone):
         # The causal mask hides padding on the right, as it comes after all tokens of its row.
         return self._causal(self._cos_sin(slice(0, tokens)), tokens)._replace(padding=padding)
 
-    def _until_last(self, inputs: Tensors | Inputs) -> Tensor:
+    def until_last(self, inputs: Tensors | Inputs) -> Tensor:
         """(B, T), true up to the last token whose id is not `text_end`, and at the first; causal layers see no more."""
         ids, mask = (tensor_on(self.device, each) for each in (inputs.input_ids, inputs.attention_mask))
         places, real = token_places(ids), ids != self.text_end

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.lab.backbones import cache
 from mini_ee.lab.backbones.activations import ACTIVATIONS
 from mini_ee.lab.backbones.backbone import (
     LARGEST_NUMBER,
@@ -39,13 +40,11 @@ from mini_ee.lab.backbones.backbone import (
     Layout,
     check_fields,
     check_fixed,
-    is_traced,
     known_fields,
     padding_mask,
     tensor_on,
     token_places,
 )
-from mini_ee.lab.backbones.cache import rotate
 from mini_ee.lab.backbones.layers import Adapted, StackedLinear
 from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.values import check_value, shortened
@@ -254,7 +253,7 @@ class Layer(Adapted):
         mask = context.near if self.windowed and context.near is not None else context.padding
         query, key, value = self.qkv.sizes
         turning, values = self.linear("qkv", normed, adapt).split((query + key, value), dim=-1)
-        turned = rotate(
+        turned = cache.rotate(
             turning.unflatten(-1, (2 * self.heads, -1)),
             context.cos[int(self.windowed)],
             context.sin[int(self.windowed)],
@@ -333,7 +332,7 @@ class ModernBert(Backbone):
     def _near(self, places: Tensor, padding: Tensor | None) -> Tensor | None:
         """What tokens read within the window; None if that is all there is. A token of padding reads itself."""
         window = self.config.window
-        if not is_traced(places) and len(places) <= window + 1:
+        if places.shape[0] <= window + 1:
             return None
         at = places[:, None]
         near = ((places >= at - window) & (places <= at + window))[None, None]

@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import Backbone, Tensors, sizes_of, tensor_on, token_places
+from mini_ee.lab.backbones.backbone import Backbone, Tensors, tensor_on, token_places
 from mini_ee.lab.baselines.tokenwise import RemainingTokens, TokenwiseExits, gather_tokens, token_costs
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.tokenizer import Inputs
@@ -157,7 +157,7 @@ def compact(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     A stable sort of the mask puts the remaining tokens first, in order, so the first `most` columns have them all.
     """
-    (most,) = sizes_of(mask.sum(dim=1).amax(dim=0, keepdim=True))
+    (most,) = mask.sum(dim=1).amax(dim=0, keepdim=True).tolist()
     order = mask.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
     return gather_tokens(order, hidden, None)[0], mask.gather(1, order)
 

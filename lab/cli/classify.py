@@ -29,11 +29,11 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Predict the label of one text at every exit, and print at which one the text exits."""
     from mini_ee.lab.cli.open import of_rows, open_trained
     from mini_ee.lab.cli.rule_options import chosen_rule
-    from mini_ee.lab.confidence import log_softmax
     from mini_ee.lab.data.text_table import table
     from mini_ee.lab.early_exit import early_exit
     from mini_ee.lab.errors import WrongArguments
     from mini_ee.lab.recording import read_every_exit
+    from mini_ee.rules import log_softmax
 
     given = (("--text", args.text), ("--text-b", args.text_b))
     text = tuple(checked_text(some, name, "a sentence") for name, some in given if some is not None)

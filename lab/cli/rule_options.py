@@ -10,7 +10,8 @@ from mini_ee.lab.confidence import LABEL_MEASURES
 from mini_ee.lab.data.settings import flag_of
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import RULES as OF_METHODS
-from mini_ee.lab.rules import NO_POLICY, RULES, Rule, rule_class
+from mini_ee.lab.rules import RULES, Rule, rule_class
+from mini_ee.lab.segments import NO_POLICY
 
 if TYPE_CHECKING:
     from mini_ee.lab.cli.command_options import Parser
@@ -102,7 +103,7 @@ def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
             rule = _made(name, given, run)
             if rule.needs is not None and len(run.exits) == 1:
                 raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
-            if rule.needs_policy and not run.is_exported and getattr(run.model, "policy", None) is None:
+            if rule.needs == "exit_logit" and not run.is_exported and getattr(run.model, "policy", None) is None:
                 raise ValueError(NO_POLICY.format(name))
             if given.get("patience", 0) >= len(run.exits):
                 raise ValueError(

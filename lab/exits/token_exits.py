@@ -144,7 +144,7 @@ class TokenExits(ExitModel):
 
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings: Any) -> Iterator[Step]:
         """Continue prompts (token ids), one token per step, under a rule. settings: of `generate`."""
-        policies = self.policies if rule.needs_policy else ()
+        policies = self.policies if rule.needs == "exit_logit" else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits["segments_class"] = self.segments_class
         exits = {} if isinstance(rule, NeverExit) else exits

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import Adapt, is_traced
+from mini_ee.lab.backbones.backbone import Adapt
 from mini_ee.lab.backbones.lora import columns_of
 from mini_ee.lab.backbones.targets import TARGETS
 
@@ -150,7 +150,7 @@ class Streams:
             projections = [stacked.last(live) for stacked in self.layers[stored].get(name, ())]
             if not projections:
                 return y
-            if is_traced(x):  # in a graph nothing is added in place
+            if not isinstance(x, Tensor):  # in a graph nothing is added in place
                 return y + low_rank_of_map(x, projections, y.shape[-1], self.scale).reshape(y.shape)
             rows = starts or range(0, len(x) + 1, len(x) // live)
             for stacked in projections:

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import LayerContext, Tensors, is_traced, tensor_on
+from mini_ee.lab.backbones.backbone import LayerContext, Tensors, tensor_on
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import RowSegments
-from mini_ee.lab.segments import Reading, Segments
+from mini_ee.lab.segments import Segments
 
 
 # ---- Schedules: which streams start together ----
@@ -144,15 +144,17 @@ class LoRASegments(RowSegments):
             assert state.hidden is not None
             start, hidden = self.exits[k - 1], state.hidden[1:]
         context = state.context.repeat(len(hidden))
-        graph = is_traced(hidden)  # a graph knows parameters by name only, so it stacks the adapters itself
+        graph = not isinstance(
+            hidden, Tensor
+        )  # a graph knows parameters by name only, so it stacks the adapters itself
         streams = self.model.streams(group[0], group[-1] + 1) if graph else self._streams[group[0]]
         adapt = streams.adapt(len(hidden))  # the streams still running are the last ones of the group
         flat = self.model.backbone.run_layers(hidden.flatten(0, 1), context, start, self.exits[k], adapt)
         return LoRAState(state.embedded, flat.view(hidden.shape), state.context)
 
-    def read_logits(self, k: int, state: LoRAState) -> Reading:
+    def read(self, k: int, state: LoRAState) -> np.ndarray:
         assert state.hidden is not None
-        return Reading(self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True))
+        return self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True)
 
     def layer_passes(self, k: int) -> int:
         return super().layer_passes(k) * (self._group[k][-1] - k + 1)

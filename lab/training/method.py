@@ -67,6 +67,8 @@ class Method:
     default_rule: Callable | None = None
     """Tokens: (model, Source, held) -> Chosen, in place of agreement_rule. Embeddings: (Record, least mean cosine) ->
     Rule, in place of a fixed depth."""
+    trained_as: str = ""
+    """The method that is trained in the same way; they differ by their rules alone. Not on a unit with own defaults."""
     trains_encoder: bool = False
     """Embeddings: the encoder is trained, from pairs with scores or from its own embeddings; exits have no maps."""
 

@@ -1,6 +1,5 @@
 """Requests with thresholds of their own share batches, and each is answered as if it were alone."""
 
-import json
 from copy import deepcopy
 
 import numpy as np
@@ -49,20 +48,6 @@ def test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one(runtim
     assert_answered_as_alone(runtime, rebatch)
 
 
-@pytest.mark.parametrize("bug", ["the rule's thresholds", "those of the next row"])
-@pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
-def test_that_test_can_fail(runtime, monkeypatch, rebatch, bug):
-    if bug == "the rule's thresholds":
-        monkeypatch.setattr(RowEngine, "_rule_of", lambda self, rows: self.rule)
-    else:
-        made = RowThresholds.__init__
-        monkeypatch.setattr(
-            RowThresholds, "__init__", lambda self, rule, values: made(self, rule, np.roll(values, 1, axis=0))
-        )
-    with pytest.raises(AssertionError):
-        assert_answered_as_alone(runtime, rebatch)
-
-
 def test_the_runtime_takes_thresholds_by_row(runtime):
     values = np.array([[np.nan] * 3 if each is None else np.ones(3) * np.float32(each) for each in THRESHOLDS])
     found = runtime.run(TEXTS, batch_size=8, thresholds=values)
@@ -82,41 +67,6 @@ def test_a_graph_of_an_earlier_export_takes_one_threshold_for_all_rows(runtime, 
         several = RowThresholds(rule, np.zeros((2, len(config["exits"]) - 1)))
         with pytest.raises(ValueError, match="model.onnx takes one threshold for all rows"):
             GraphRule(runtime.folder, config).feeds(several, None)
-
-
-REFUSED = [
-    ({"threshold": [0.5, 0.5]}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": [0.5] * 4}, "or a list of 3, one for each exit but the last, found [0.5, 0.5, 0.5, 0.5]"),
-    ({"threshold": []}, "found []"),
-    ({"threshold": float("nan")}, "found nan"),
-    ({"threshold": [0.5, None, 0.5]}, "found [0.5, None, 0.5]"),
-    ({"threshold": -0.1}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": 1.5}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": 10**400}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": "high"}, "found 'high'"),
-    ({"threshold": True}, "found True"),
-    ({"threshold": {"0": 1}}, "found {'0': 1}"),
-    ({"threshold": 0.5, "max_loss": 0.01}, "expected one of threshold, agreement, max_loss, found threshold and max"),
-    ({"agreement": 1.01}, "expected agreement as a number from 0 to 1, found 1.01"),
-    ({"agreement": "all"}, "expected agreement as a number from 0 to 1, found 'all'"),
-    ({"max_loss": -0.01}, "expected max_loss as a number from 0 to 1, found -0.01"),
-    ({"max_loss": [0.1, 0.1, 0.1]}, "expected max_loss as a number from 0 to 1, found [0.1, 0.1, 0.1]"),
-]
-
-
-def test_a_wrong_threshold_is_400_with_one_line(runtime, monkeypatch):
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
-    with serving(engine_of(runtime)) as (_, port):
-        for fields, message in REFUSED:
-            status, found, _ = ask(port, json.dumps({"text": "the film"} | fields).encode())
-            assert (status, list(found)) == (400, ["error"]) and message in found["error"], (fields, found)
-            assert "\n" not in found["error"] and len(found["error"]) < 300
-        status, found, _ = ask(port, {"texts": ["the film"] * 3, "threshold": [0.5, 0.6]})
-        assert status == 400
-        assert found["error"] == "expected threshold as a value for all 3 texts, or one for each, found 2"
-        for several in ("high", [0.5, "high"]):
-            status, found, _ = ask(port, {"texts": ["the film"] * 2, "threshold": several})
-            assert (status, list(found)) == (400, ["error"]) and "found 'high'" in found["error"]
 
 
 @pytest.mark.parametrize(
@@ -192,13 +142,10 @@ def test_a_row_with_its_own_threshold_is_no_shadow_row(runtime):
     assert worker.engine.guarantee.rows == 1
 
 
-def test_the_formats_of_other_servers_take_a_threshold_and_a_decoder_refuses_it(runtime, decoder):
+def test_the_formats_of_other_servers_take_a_threshold(runtime):
     with serving(engine_of(runtime)) as (worker, port):
         for body in ({"inputs": "the film", "threshold": "inf"}, {"inputs": "the film", "threshold": "-inf"}):
             assert ask(port, body, "/predict")[0] == 200
         both = {"inputs": [["the film"], ["a meal"]], "threshold": ["inf", "-inf"]}
         assert ask(port, both, "/predict")[0] == 200
     assert worker.metrics.exit_counts == {1: 2, 6: 2}
-    with serving(engine_of(decoder, room=4)) as (_, port):
-        status, found, _ = ask(port, {"text": "the film", "agreement": 0.9}, "/generate")
-    assert (status, found["error"]) == (400, "agreement is for classifiers, found a decoder; leave it out")

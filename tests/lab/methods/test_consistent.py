@@ -136,11 +136,9 @@ def test_segments_say_the_logits_and_exit_logits_of_training(pool, padded_inputs
         state = segments.start(padded_inputs)
         for k in range(3):
             state = segments.advance(k, state)
-            reading = segments.read(k, state)
-            np.testing.assert_allclose(reading.logits, logits[k], rtol=0, atol=ATOL)
+            np.testing.assert_allclose(segments.read(k, state), logits[k], rtol=0, atol=ATOL)
             if k < 2:
-                np.testing.assert_allclose(reading.exit_logit, exit_logits[:, k], rtol=0, atol=ATOL)
-    assert reading.exit_logit is None
+                np.testing.assert_allclose(segments.exit_logit(k, state), exit_logits[:, k], rtol=0, atol=ATOL)
 
 
 def test_a_row_leaves_at_the_first_exit_whose_policy_says_more_than_one_half_alone_as_in_a_batch(padded_inputs):

@@ -217,7 +217,7 @@ def test_a_q_is_a_probability(q):
 
 
 def test_a_model_without_chances_is_told(random_model, padded_inputs):
-    with pytest.raises(ValueError, match="the rule q-exit needs a model with a policy"):
+    with pytest.raises(ValueError, match="needs a model with a policy"):
         early_exit(random_model().segments(), QExit(0.5), padded_inputs)
 
 

@@ -571,9 +571,9 @@ def test_a_plan_is_known_before_the_model_runs(prompted, monkeypatch):
     order = []
     segments, plan = run.segments(), type(run.rule).plan
     monkeypatch.setattr(type(run.rule), "plan", lambda self, rows: order.append("plan") or plan(self, rows))
-    advance, read = segments.advance, segments.read_logits
+    advance, read = segments.advance, segments.read
     segments.advance = lambda k, state: order.append(f"layers {k}") or advance(k, state)
-    segments.read_logits = lambda k, state: order.append(f"head {k}") or read(k, state)
+    segments.read = lambda k, state: order.append(f"head {k}") or read(k, state)
     result = early_exit(segments, run.rule, inputs)
     assert order[0] == "plan" and order.count("plan") == 1 and (result.exit_index == expected).all()
     assert [step for step in order if "head" in step] == [f"head {k}" for k in sorted(set(expected))]

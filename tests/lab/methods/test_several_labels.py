@@ -192,7 +192,6 @@ REFUSED = [
     ),
     (["calibrate", "{out}/run", "--epsilon", ".9", "--task", "{task}"], "gives a text several labels at once"),
     (["evaluate", "{out}/exported", "--task", "{task}"], "gives a text several labels at once"),
-    (["export", "{out}/run", "--triton", "{tmp}/t"], "--triton: expected a model that gives a text one label"),
     (["export", "{out}/run", "--web", "--out", "{tmp}/w"], "--web: expected a model of one label"),
 ]
 

@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-import mini_ee.lab.backbones.cache
+import mini_ee.lab.export.decoder_blocks
 import mini_ee.lab.export.writer as writer
 from mini_ee.lab.backbones.backbone import Tensors
-from mini_ee.lab.backbones.cache import GraphBlock
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, save_backbone
 from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
 from mini_ee.lab.backbones.tensor_files import read_tensors
@@ -36,6 +35,7 @@ from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import generate
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.builder import Builder
+from mini_ee.lab.export.decoder_blocks import GraphBlock
 from mini_ee.lab.export.manifest import read_manifest
 from mini_ee.lab.export.runtime import Runtime, TokenRuntime
 from mini_ee.lab.export.sessions import CPU, CUDA, GraphRule, Session
@@ -420,7 +420,7 @@ GRAPH_BUGS = {
     "no window": ("mistral", GraphBlock, "attend", forgotten_window),
     "LongRoPE's heads are not widened": (
         "phi3",
-        mini_ee.lab.backbones.cache,
+        mini_ee.lab.export.decoder_blocks,
         "graph_cos_sin",
         lambda right, config, *at, **way: [each / config.rope_scale for each in right(config, *at, **way)],
     ),
@@ -444,16 +444,6 @@ def test_a_wrong_graph_is_found_and_leaves_no_folder(monkeypatch, tmp_path, bug)
     with pytest.raises(ValueError, match="differ from torch"):
         made.export(tmp_path / "exported", segments=segments)
     assert not list(tmp_path.iterdir())
-
-
-@each_missing_kv
-def test_the_test_of_padded_batches_can_fail_where_the_gaps_are_filled_from_other_rows(
-    monkeypatch, case_of, missing_kv
-):
-    case, right = case_of("llama"), OrtTokenSegments._slots
-    monkeypatch.setattr(OrtTokenSegments, "_slots", lambda self, rows, positions: right(self, rows[::-1], positions))
-    with pytest.raises(AssertionError):
-        assert_every_exit_says_what_its_definition_says(case, missing_kv)
 
 
 # Served: without torch, by several threads at once, through torch, and in a damaged folder
@@ -729,7 +719,7 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys):
 # Smaller weights
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "phi3"])  # others are in test_older_opsets.py
+@pytest.mark.parametrize("kind", ["qwen3", "phi3"])
 def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_path, case_of, kind):
     right = case_of(kind)
     half = make_case(tmp_path / "exported", right.opened, "float16")
