@@ -106,6 +106,8 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.cli.batch",
     "lab.cli.calibrate",
     "lab.cli.calibrate_export",
+    "lab.cli.guarantee_options",
+    "lab.cli.named_run",
     "lab.cli.main",
     "lab.cli.run",
     "lab.cli.serve",
