@@ -128,7 +128,7 @@ class Rule(rules.Rule):
 
     def settings(self) -> dict:
         """The fields of the rule by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)} if is_dataclass(self) else {}
+        return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
 
     def to_dict(self) -> dict:
         return {"name": self.name} | {key: _json(value) for key, value in self.settings().items()}
