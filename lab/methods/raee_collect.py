@@ -87,7 +87,7 @@ def collect_run(request: Request, rule: Rule, collect: Callable, say: Callable) 
                     f"{base}: a regression run, whose exits are neither right nor wrong; give a run with classes"
                 )
             store, metrics = _collected(request, run, collect)
-            _write_run(request, run, replace(rule, datastore=store), metrics)
+            _write_run(request, run, replace(rule, datastore=store), metrics)  # type: ignore[type-var]  # Retrieval
             shutil.rmtree(unfinished, ignore_errors=True)  # it is there if a checkpoint was read
         ranks.wait()
     return load_run(request.out)
