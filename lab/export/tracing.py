@@ -312,10 +312,6 @@ class ArrayValue(Value):
     def astype(self, dtype) -> "ArrayValue":
         return cast(self, dtype)
 
-    def log_softmax(self, axis: int) -> "ArrayValue":
-        """Numpy has no such function; confidence.py calls this method."""
-        return LOWERINGS[torch.log_softmax](self, axis)
-
     def __getattr__(self, name: str):
         """The lowering of a method of arrays."""
         if not hasattr(np.ndarray, name) or not callable(function := getattr(np, name, None)):

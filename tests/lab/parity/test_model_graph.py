@@ -17,7 +17,6 @@ from torch import nn
 from mini_ee.lab.backbones.bert import Bert, BertConfig
 from mini_ee.lab.baselines.multi_model import MultiModel
 from mini_ee.lab.baselines.palbert import Ponder, PonderExits
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
@@ -42,8 +41,8 @@ from mini_ee.lab.rules import (
     Rule,
     Threshold,
 )
-from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.policies import OneForAll
+from mini_ee.rules import max_probability
 
 EXITS, K, C, B = (1, 2, 4), 3, 3, 16
 ATOL = 2e-5  # float32 logits of size 4; measured at most 1.1e-5
@@ -359,7 +358,6 @@ def test_a_replay_of_the_graph_costs_what_the_graph_costs(tmp_path, name):
     for number, rule in enumerate({type(rule): rule for rule in rules_of(name, model, inputs)}.values()):
         graph = written(model, rule, tmp_path / str(number))
         logits, flops, measures = read_and_measure(graph, inputs)
-        assert type(graph).read_state is not Segments.read_state, "a rule on states reads no head: record() asks this"
         costs = [graph.layer_passes(k) for k in range(K)], measures, [graph.state_flops(k) for k in range(K)]
         replayed = early_exit(Recorded(graph.exits, logits, flops, *costs), rule, range(B))
         run = early_exit(graph, rule, inputs)
@@ -387,8 +385,8 @@ def test_a_rule_that_no_graph_can_hold_is_refused_with_its_line_unless_there_are
     class Coin(Rule):
         name = "coin"
 
-        def stop(self, k, reading, memory):
-            return np.arange(len(reading.logits)) % 2 == 0
+        def stop(self, k, read, memory):
+            return np.arange(len(read)) % 2 == 0
 
     model, inputs = made("bert"), rows()
     line = r"test_model_graph.py:\d+: the size rows_0 is known only when the graph runs: .* --engine torch"
@@ -405,8 +403,8 @@ def test_a_rule_remembers_what_an_exit_says_at_which_nobody_may_leave(tmp_path, 
 
         name = "mean"
 
-        def stop(self, k, reading, memory):
-            memory["sum"] = memory.get("sum", 0) + max_probability(reading.logits)
+        def stop(self, k, read, memory):
+            memory["sum"] = memory.get("sum", 0) + max_probability(read)
             threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
             return memory["sum"] / (k + 1) >= threshold
 
