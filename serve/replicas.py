@@ -74,7 +74,7 @@ class Replica:
     async def page(self) -> tuple[str, str]:
         """The name of the replica and its metrics."""
         name = ray_serve.get_replica_context().replica_id.unique_id
-        return name, self.worker.metrics.page(self.worker.lengths())
+        return name, self.worker.page()
 
     async def drain(self) -> Counter:
         """Drain the worker; returns the outcomes of its requests."""
