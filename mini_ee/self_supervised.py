@@ -49,7 +49,10 @@ LENGTH = 64  # tokens of a text
 
 # ---- Eq. 1 ----
 def head_loss(logits: Tensor, full: Tensor, penalty: float = LAMBDA, target: str = "hard") -> Tensor:
-    """Eq. 1 at each position, in nats: logits of a head and of the full model, (..., V), (..., V) -> (...)."""
+    """Eq. 1 at each position, $(1 - lambda) CE(p_k, p_theta) - lambda Entropy(p_k)$, in nats and in float32.
+
+    logits of a head and of the full model, (..., V), (..., V) -> (...). target: see deviation 2.
+    """
     log_p = logits.float().log_softmax(-1)
     if target == "soft":
         cross_entropy = -(full.float().softmax(-1) * log_p).sum(-1)

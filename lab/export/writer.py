@@ -33,7 +33,6 @@ from torch import nn
 from mini_ee.lab.backbones.families import layout_of
 from mini_ee.lab.backbones.fine_tuned import CLASSIFIES
 from mini_ee.lab.backbones.tensor_files import write_tensors
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS
 from mini_ee.lab.data.files import atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.data.tokenizer import Inputs
@@ -55,6 +54,7 @@ from mini_ee.lab.recording import plan_rows, predictions, read_every_exit, recor
 from mini_ee.lab.rules import STATE_MEASURES, NeverExit, Rule
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.run_folder import Run, versions
+from mini_ee.self_supervised import CALIBRATION_PROMPTS
 
 PRECISIONS = ("float32", "float16", "int8")
 

@@ -1,13 +1,11 @@
 """LoRAExit at inference (section 3.3): which streams run side by side, what that costs, and the segments of early_exit.
 
-Paper: see lora_exits.py. A stream is the computation of one exit. A schedule divides the exits into groups of
-neighbours; the streams of a group start together. One group of all exits is `parallel`, as in the paper; groups of one
-exit each are `restart`.
+The paper: mini_ee/lora_exits.py, with the engines of the two usual schedules. A stream is the computation of one exit.
+A schedule divides the exits into groups of neighbours; the streams of a group start together. One group of all exits is
+`parallel`, as in the paper; groups of one exit each are `restart`.
 
 In a group k .. n all streams run through the layers 1 .. e_k together. Then exit k is read, and its stream ends. For
 the rows that do not stop, the other streams go on to e_{k+1}. The next group starts again from the embeddings.
-
-The schedules as tests: tests/spec/test_1_lora_exits.py.
 """
 
 import time
