@@ -84,12 +84,8 @@ def test_a_copy_of_a_runtime_opens_its_folder_again_with_its_own_arguments_and_r
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(runtime, rule, rebatch):
-    answers_are_those_at_batch_1(runtime, rule, rebatch, max_wait=0.002)
-
-
-def answers_are_those_at_batch_1(runtime, rule, rebatch, max_wait):
     texts = random.Random(3).choices(SENTENCES, k=60) + SENTENCES
-    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=max_wait)
+    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=0.002)
     alone = runtime.run(texts, batch_size=1, rule=rule)
     assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
     np.testing.assert_allclose([each.logits for each in found], [each.logits for each in alone], atol=1e-5)
