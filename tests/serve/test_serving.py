@@ -424,6 +424,19 @@ def test_a_deadline_that_passes_is_an_error_and_the_row_is_not_run():
     assert worker.metrics.requests["late"] == 1
 
 
+def test_a_row_that_is_cancelled_while_it_runs_ends_nothing():
+    engine = Slow()
+    with Worker(engine) as worker:
+        engine.held.clear()
+        gone = worker.submit("xx")
+        while sum(worker.lengths().values()):
+            time.sleep(0.001)
+        assert gone.cancel()
+        engine.held.set()
+        assert wait([gone], 5).done and worker.submit("xx").result(5).layers == 1
+    assert worker.metrics.requests == {"answered": 1, "refused": 0, "late": 0, "cancelled": 1, "failed": 0}
+
+
 def test_the_rows_of_a_batch_that_fails_run_one_by_one():
     engine = Slow()
     engine.by_length = False
