@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,7 @@ from mini_ee.rules import Fixed, Never, Patience, Policy, Rule, Threshold
 FORMAT_VERSION = 4  # since model.onnx
 MANIFEST = "manifest.json"
 IDS = ("input_ids", "token_type_ids", "attention_mask")  # inputs of the graphs
-RULES: dict[str, tuple[type[Rule], dict[str, str]]] = {  # name -> its class, and its settings: key -> field
-    "never": (Never, {}),
-    "fixed": (Fixed, {"exit": "exit"}),
-    "threshold": (Threshold, {"threshold": "tau", "measure": "measure"}),
-    "patience": (Patience, {"patience": "t", "tolerance": "tolerance"}),
-    "policy": (Policy, {"cut": "cut"}),
-}
+RULES = {"never": Never, "fixed": Fixed, "threshold": Threshold, "patience": Patience, "policy": Policy}
 
 
 def file_sha256(path: Path) -> str:
@@ -64,10 +58,10 @@ def read_manifest(folder: Path) -> dict:
 
 def rule_to_dict(rule: Rule) -> dict:
     """The rule in the manifest. A rule that plans from texts, such as RAEE's, is `never`: its plan is an input."""
-    for name, (kind, keys) in RULES.items():
+    for name, kind in RULES.items():
         if type(rule) is kind:
-            settings = {key: getattr(rule, field) for key, field in keys.items()}
-            return {"name": name} | json.loads(json.dumps(settings).replace("Infinity", '"inf"').replace('-"', '"-'))
+            settings = json.dumps(asdict(rule)).replace("Infinity", '"inf"').replace('-"', '"-')
+            return {"name": name} | json.loads(settings)
     if rule.needs is not None:
         raise ValueError(f"the graph has the rules {', '.join(RULES)}, and plans; found {type(rule).__name__}")
     return {"name": "never"}
@@ -75,21 +69,21 @@ def rule_to_dict(rule: Rule) -> dict:
 
 def rule_from_dict(settings: dict) -> Rule:
     """The rule of a manifest. Raises KeyError or ValueError for one that is not of the core."""
-    kind, keys = RULES[settings["name"]]
-    given = {keys[key]: value for key, value in settings.items() if key != "name"}
+    given = dict(settings)
+    kind = RULES[given.pop("name")]
     if kind is Threshold:  # JSON has no infinity, but "inf"
-        tau = given["tau"]
-        given["tau"] = tuple(map(float, tau)) if isinstance(tau, list) else float(tau)
+        tau = given["threshold"]
+        given["threshold"] = tuple(map(float, tau)) if isinstance(tau, list) else float(tau)
     return kind(**given)
 
 
 def graph_inputs(rule: Rule, exits: int) -> dict[str, np.ndarray]:
     """The inputs with which model.onnx stops by a rule; of a rule that decides at no exit, the last exit."""
     if isinstance(rule, Patience) and exits > 1:
-        return {"patience": np.array([rule.t])}
+        return {"patience": np.array([rule.patience])}
     if not isinstance(rule, Threshold | Policy) or exits == 1:
         return {"exit_at": np.array([rule.exit if isinstance(rule, Fixed) else exits - 1])}
-    tau = rule.tau if isinstance(rule, Threshold) else math.log(rule.cut / (1 - rule.cut))
+    tau = rule.threshold if isinstance(rule, Threshold) else rule.least_logit
     values = [tau] * exits if isinstance(tau, int | float) else list(tau)
     if len(values) not in (exits - 1, exits):
         raise ValueError(f"expected one threshold or {exits}, one for each exit, found {len(values)}")

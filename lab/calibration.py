@@ -207,7 +207,7 @@ def above(tau: float, measure: str) -> Rule:
     if measure == POLICY:
         # The cut is the sigmoid of tau (exp(tau) if tau is very negative), or the next number whose logit is not below.
         cut = 1 / (1 + math.exp(-tau)) if tau > -30 else math.exp(tau)
-        while Policy(cut).least_logit < tau:  # type: ignore[attr-defined]  # set in __post_init__
+        while Policy(cut).least_logit < tau:
             cut = math.nextafter(cut, 1)
         return Policy(cut)
     if math.isinf(tau):

@@ -8,17 +8,19 @@ exit_scores, summary                the score of every exit; score, layers and F
 """
 
 from collections.abc import Sized
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mini_ee.lab.confidence import OF_LOGITS
 from mini_ee.lab.data.progress import tqdm
-from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.data.tokenizer import Encoded, batches
 from mini_ee.lab.early_exit import ExitResult, early_exit, run_segments
 from mini_ee.lab.rules import Measured, Planned, Rule
 from mini_ee.lab.segments import BatchResult, Segments, check_finite
+
+if TYPE_CHECKING:
+    from mini_ee.lab.data.tasks import Task
 
 
 def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -285,7 +287,7 @@ def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
     return Planned(tuple(exit_index), flops / len(encoded))
 
 
-def predictions(logits: np.ndarray, task: Task | None = None) -> np.ndarray:
+def predictions(logits: np.ndarray, task: "Task | None" = None) -> np.ndarray:
     """(..., C) logits -> (...): the class index, or for regression (C = 1) the number.
 
     If the task has several labels at once, the number of the set of those above .5: the sum of 2^i over its labels i.
@@ -295,12 +297,12 @@ def predictions(logits: np.ndarray, task: Task | None = None) -> np.ndarray:
     return logits[..., 0] if logits.shape[-1] == 1 else logits.argmax(axis=-1)
 
 
-def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
+def exit_scores(recorded: Record, task: "Task", labels: np.ndarray, metric: str = "score") -> list[float]:
     """A metric of the task at every exit, over all rows."""
     return [task.score(found, labels)[metric] for found in predictions(recorded.logits, task).T]
 
 
-def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
+def summary(result: ExitResult, recorded: Record, task: "Task", labels: np.ndarray) -> dict:
     """Score, depth and FLOPs of a result, under the keys of the JSON output."""
     num_layers = recorded.segments.exits[-1]
     mean_layers = float(result.cost.depth.mean())

@@ -99,10 +99,9 @@ class Known(NamedTuple):
 
 
 class Table:
-    """An engine that computes nothing: the logits (N, K, C) of every exit are known. Its inputs are row numbers."""
+    """An engine of known logits (N, K, C), and exit_logits (N, K - 1 or K) of a policy. Its inputs are row numbers."""
 
     def __init__(self, exits: Sequence[int], logits: np.ndarray, exit_logits: np.ndarray | None = None):
-        """exit_logits (N, K) or (N, K - 1): of a policy."""
         self.exits, self.logits, self.exit_logits = exits, logits, exit_logits
 
     def start(self, inputs: Sized) -> Known:

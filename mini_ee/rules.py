@@ -11,6 +11,7 @@ go on. A rule has no state of its own: one rule serves many batches. To write a 
 import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,8 +23,7 @@ def shifted(logits: np.ndarray) -> np.ndarray:
     """(N, C) minus the row's largest, so that exp does not overflow; float32 at least. Raises ValueError if C < 2."""
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise ValueError(f"only 2 or more classes have a confidence, not logits {logits.shape}: take Fixed or Patience")
-    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
-    return logits - logits.max(axis=1, keepdims=True)
+    return (x := logits.astype(np.promote_types(logits.dtype, np.float32))) - x.max(axis=1, keepdims=True)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -146,13 +146,14 @@ class Policy(Rule):
     """Stop if the model's own probability of stopping, the sigmoid of its exit_logit, is above `cut` (ConsistentEE)."""
 
     cut: float = 0.5
+    least_logit: ClassVar[float]  # of the cut. Logits are compared, because many sigmoids are 1 in float32
     needs = "exit_logit"
 
     def __post_init__(self):
         if not 0 <= self.cut <= 1:
             raise ValueError(f"the cut on the exit probability must be from 0 to 1, got {self.cut}")
         logit = math.log(self.cut / (1 - self.cut)) if 0 < self.cut < 1 else math.inf if self.cut else -math.inf
-        object.__setattr__(self, "least_logit", logit)  # not the sigmoid is compared: many are 1 in float32
+        object.__setattr__(self, "least_logit", logit)
 
     def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
-        return read > self.least_logit  # type: ignore[attr-defined]  # set in __post_init__
+        return read > self.least_logit

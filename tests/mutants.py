@@ -25,6 +25,7 @@ from mini_ee.lab import confidence
 from mini_ee.lab.backbones.bert import LayerContext
 from mini_ee.lab.baselines import elasticbert
 from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.export.tracing import Value
@@ -255,9 +256,13 @@ def confidence_of_their_own_class(true):
     return features
 
 
-def first_shard_only(self, queries, k, ids):
-    names, distances = self.indexes[0].knn_query(queries, k)
-    return names.astype(np.int64) * len(self.indexes), distances
+def held_out_alone(run, task):
+    """Without the rows that max_train left."""
+    return holdout(task.split("train"), run.config["seed"])[1]
+
+
+def first_shard_only(self, work):
+    return [work(0)]
 
 
 def alone(true):
@@ -410,14 +415,14 @@ SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contrac
 EQUATIONS = [
     ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
     ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
-    ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.lab.methods.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
-    ("mini_ee.lab.methods.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
-    ("mini_ee.lab.methods.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
-    ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
-    ("mini_ee.lab.methods.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
+    ("mini_ee.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
+    ("mini_ee.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
+    ("mini_ee.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
+    ("mini_ee.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
+    ("mini_ee.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
     # the mean of all rewards, with the trajectory's own: biased
     ("mini_ee.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
     ("mini_ee.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
@@ -428,7 +433,6 @@ EQUATIONS = [
 
 CORE = "mini_ee."
 EQUATIONS += [  # the same of the core, and bugs of its own
-    *[(place.replace(".lab.methods.", "."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
     (CORE + "loop.early_exit", source("append((rows[stops], logits))", "append((np.flatnonzero(stops), logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Threshold'>-[0.8]]"),
     (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Patience'>-[2]]"),
     (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again"),
@@ -568,12 +572,13 @@ OF_METHODS = [
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]"),
     ("methods.lora_exits_streams.LoRAState.keep", forgets_embeddings, "lora_exits.py::test_parallel_equals_restart_and_a_batch_equals_rows_alone[Threshold(threshold=0.75, measure='max_probability')-[[0, 1, 2]]]"),
+    ("methods.raee_collect.untrained_rows", always(held_out_alone), "raee_run.py::test_the_datastore_holds_all_rows_that_a_training_with_max_train_left"),
     ("methods.raee_controls.knn_labels", always(lambda labels, weights: labels[:, 0]), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee.neighbour_weights", always(lambda distances: 1 / (1e-6 + distances[:, ::-1])), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.best_single_exit", always(lambda values: values.shape[1] - 1), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.earliest_right_exit", always(lambda values: np.zeros(len(values), np.int64)), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.shuffled_plan", always(lambda plan, seed: np.zeros_like(plan)), "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots"),
-    ("methods.raee_shards.Shards.search", always(first_shard_only), "shards.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
+    ("methods.raee_datastore.Datastore._each", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
     ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
@@ -760,11 +765,11 @@ OF_GRAPHS = [
     ("export.segment_graphs._rows_of", source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"), LABEL_WORDS),
     (OPERATION, node("Not", "Identity"), STOPS),
     ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
-    ("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: self.rule.with_runtime({"threshold": self.thresholds[: len(reading.logits), k]}).stop(k, reading, memory)), STOPS),
+    ("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: self.rule.with_runtime({"threshold": self.thresholds[: len(reading), k]}).stop(k, reading, memory)), STOPS),
     ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
     ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
-    ("rules.Patience.stop", lambda true: lambda self, k, reading, memory: true(self, k, reading, {} if isinstance(reading.logits, Value) else memory), STOPS),
+    ("rules.Patience.stop", lambda true: lambda self, k, reading, memory: true(self, k, reading, {} if isinstance(reading, Value) else memory), STOPS),
 ]
 
 LEADERBOARD = "experiments.leaderboard."

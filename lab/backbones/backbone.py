@@ -48,18 +48,33 @@ class Tensors(NamedTuple):
 
 def tensor_on(device: torch.device, array: Tensor | np.ndarray | None) -> Any:
     """An array or a tensor as a tensor on a device; None stays None."""
-    return (
-        torch.from_numpy(array).to(device)
-        if isinstance(array, np.ndarray)
-        else None
-        if array is None
-        else array.to(device)
-    )
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array).to(device)
+    return None if array is None else array.to(device)
 
 
 def token_places(ids: Tensor) -> Tensor:
     """(B, T) -> 0, 1, ... T - 1."""
     return torch.arange(ids.shape[1], device=ids.device)
+
+
+def check_tokens(ids: Any, most: int | None = None) -> int:
+    """T of ids (B, T). Raises ValueError for other axes, and for more than `most` tokens."""
+    if len(ids.shape) != 2:
+        raise ValueError(f"expected 'B T' (2 dimensions), got shape {tuple(ids.shape)}")
+    if most is not None and ids.shape[1] > most:
+        raise ValueError(f"expected at most {most} tokens, got {ids.shape[1]}: truncate the input")
+    return ids.shape[1]
+
+
+def rows_of(tensor: Tensor | None, rows: np.ndarray | Tensor) -> Any:
+    """These rows of a tensor, for `LayerContext.keep`; None stays None."""
+    return None if tensor is None else tensor[tensor_on(tensor.device, rows)]
+
+
+def copies_of(tensor: Tensor | None, count: int) -> Any:
+    """`count` copies of a tensor, one after the other, for `LayerContext.repeat`; None stays None."""
+    return None if tensor is None else tensor.repeat(count, *[1] * (tensor.dim() - 1))
 
 
 def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.device | None = None) -> Tensor | None:

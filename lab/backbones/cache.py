@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_ee.lab.backbones.backbone import tensor_on
+from mini_ee.lab.backbones.backbone import copies_of, rows_of
 
 
 def token_positions(attention_mask: Tensor) -> Tensor:
@@ -160,10 +160,10 @@ class LayerContext(NamedTuple):
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
         """The context of the given rows; not with a cache, for which `CausalDecoder.block` makes one per token."""
-        return self._changed(lambda tensor: tensor[tensor_on(tensor.device, rows)])
+        return self._changed(lambda tensor: rows_of(tensor, rows))
 
     def repeat(self, count: int) -> "LayerContext":
-        return self._changed(lambda tensor: tensor.repeat(count, 1, 1, 1))
+        return self._changed(lambda tensor: copies_of(tensor, count))
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "LayerContext":
         names = ("cos", "sin", "mask", "padding", "window_mask")

@@ -29,12 +29,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones import bert
-from mini_ee.lab.backbones.backbone import Adapt, AdaptLayer, Backbone, Tensors, layer_flops, padding_mask, tensor_on
+from mini_ee.lab.backbones.backbone import (
+    Adapt,
+    AdaptLayer,
+    Backbone,
+    Tensors,
+    check_tokens,
+    copies_of,
+    layer_flops,
+    padding_mask,
+    rows_of,
+    tensor_on,
+)
 from mini_ee.lab.backbones.bert import ACTIVATIONS, Bert, MaskedLMHead
 from mini_ee.lab.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
 from mini_ee.lab.backbones.layers import Adapted, StackedLinear
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.tokenizer import Inputs
 
 MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> its linear map of positions
@@ -50,10 +59,10 @@ class LayerContext(NamedTuple):
     distance: Tensor | None  # (T, T), the index of i - j among the S distances
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        return self._replace(padding=bert.LayerContext(self.padding).keep(rows).padding)
+        return self._replace(padding=rows_of(self.padding, rows))
 
     def repeat(self, count: int) -> "LayerContext":
-        return self._replace(padding=bert.LayerContext(self.padding).repeat(count).padding)
+        return self._replace(padding=copies_of(self.padding, count))
 
 
 class Embeddings(nn.Module):
@@ -235,9 +244,7 @@ class Deberta(Backbone):
     def embed(self, inputs: Tensors | Inputs) -> Tensor:
         device = self.embeddings.word.weight.device  # self.device iterates over modules, which is slow at batch 1
         ids, types = tensor_on(device, inputs.input_ids), tensor_on(device, inputs.token_type_ids)
-        tokens = check(ids, "B T")["T"]
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        check_tokens(ids, self.config.max_tokens)
         return self.embeddings(ids, types, padding_mask(inputs.attention_mask, device))
 
     def context(self, inputs: Tensors | Inputs) -> LayerContext:

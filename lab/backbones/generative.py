@@ -34,6 +34,7 @@ from mini_ee.lab.backbones.backbone import (
     Backbone,
     Tensors,
     check_fields,
+    check_tokens,
     known_fields,
     matrix_weights,
     padding_mask,
@@ -42,7 +43,6 @@ from mini_ee.lab.backbones.backbone import (
 )
 from mini_ee.lab.backbones.cache import Cache, LayerContext, readable, token_positions
 from mini_ee.lab.backbones.hub import hugging_face_names
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.tokenizer import Inputs
 
 
@@ -267,10 +267,10 @@ class CausalDecoder(GenerativeBackbone):
     def embed(self, inputs: Tensors | Inputs) -> Tensor:
         """As `Backbone.embed`; token types are ignored."""
         ids, mask = (tensor_on(self.device, each) for each in (inputs.input_ids, inputs.attention_mask))
-        tokens, limit = check(ids, "B T")["T"], self.config.max_tokens
+        tokens, limit = check_tokens(ids), self.config.max_tokens
         at = token_places(ids)[None] if mask is None else token_positions(mask).clamp(min=0)
         if tokens > limit and int(at.max()) >= limit:
-            raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
+            check_tokens(ids, limit)
         return self.embed_tokens(ids, at)
 
     def context(self, inputs: Tensors | Inputs) -> LayerContext:
@@ -279,14 +279,13 @@ class CausalDecoder(GenerativeBackbone):
         Raises ValueError if a row has more tokens than the model has positions.
         """
         attention_mask: Any = inputs.attention_mask if self.text_end is None else self.until_last(inputs)
-        tokens = check(inputs.input_ids, "B T")["T"]
+        tokens = check_tokens(inputs.input_ids)
         padding, limit = padding_mask(attention_mask, self.device), self.config.max_tokens
         some_long = self.max_written < tokens and self.max_written < limit  # some rows may use LongRoPE's second table
         if some_long or padding is not None and not _padded_on_the_right(attention_mask):
             mask = np.ones(inputs.input_ids.shape, bool) if attention_mask is None else attention_mask
             return self.block(token_positions(tensor_on(self.device, mask)))._replace(padding=padding)
-        if tokens > limit:
-            raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
+        check_tokens(inputs.input_ids, limit)
         # The causal mask hides padding on the right, as it comes after all tokens of its row.
         return self._causal(self._cos_sin(slice(0, tokens)), tokens)._replace(padding=padding)
 
@@ -304,7 +303,7 @@ class CausalDecoder(GenerativeBackbone):
 
     def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> LayerContext:
         """As `GenerativeBackbone.block`. Without a cache the tokens read each other."""
-        tokens = check(positions, "B T")["T"]
+        tokens = check_tokens(positions)
         low, high = (int(bound) for bound in positions.aminmax())
         limit = self.config.max_tokens if cache is None else cache.capacity
         if high >= limit:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_ee.lab.backbones.activations import ACTIVATIONS
+from mini_ee.lab.backbones.activations import check_activation
 from mini_ee.lab.backbones.backbone import LARGEST, LARGEST_NUMBER, check_fields, check_integer, known_fields
 from mini_ee.lab.backbones.generative import GenerativeConfig
 from mini_ee.lab.backbones.llama_families import (
@@ -80,8 +80,7 @@ class DecoderConfig(GenerativeConfig):
                 f"max_position_embeddings times the width of a head must be at most {LARGEST_TABLE}, "
                 f"got {self.max_position_embeddings} and {self.head_width}"
             )
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {shortened(self.hidden_act)}")
+        check_activation("hidden_act", self.hidden_act)
         if self.layer_types is not None:
             self._check_layer_types()
         self._check_rope()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from mini_ee.lab.backbones.backbone import (
     Layout,
     Tensors,
+    check_tokens,
     layer_flops,
     matrix_weights,
     padding_mask,
@@ -37,7 +38,6 @@ from mini_ee.lab.backbones.backbone import (
 from mini_ee.lab.backbones.cache import Cache
 from mini_ee.lab.backbones.generative import GenerativeBackbone
 from mini_ee.lab.backbones.relative_biases import Biases
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.backbones.t5_layers import (
     FIXED_KEYS,
     THEIR_KEYS,
@@ -97,7 +97,7 @@ class T5(GenerativeBackbone):
     def embed(self, inputs: Tensors | Inputs | Pairs) -> Tensor:
         """hidden[0]: (B, 1, D), of the start token; (B, T, D), of the decoder's tokens if inputs are Pairs."""
         device = self.embeddings.weight.device
-        check(inputs.input_ids, "B T")
+        check_tokens(inputs.input_ids)
         written = getattr(inputs, "decoder_input_ids", None)
         if written is None:
             start = self.embeddings.weight[self.config.decoder_start_token_id]
@@ -107,9 +107,8 @@ class T5(GenerativeBackbone):
     def encode(self, inputs: Tensors | Inputs | Pairs, stop: int) -> tuple[Tensor, Tensor | None]:
         """The states after the first `stop` layers of the encoder, (B, S, D), not normed; and the padding mask."""
         ids = tensor_on(self.embeddings.weight.device, inputs.input_ids)
-        tokens, places = check(ids, "B S")["S"], token_places(ids)
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        check_tokens(ids, self.config.max_tokens)
+        places = token_places(ids)
         readable, bias = padding_mask(inputs.attention_mask, ids.device), self.encoder_biases(places[None], places)
         if readable is not None:
             bias = bias.masked_fill(~readable, -torch.inf)

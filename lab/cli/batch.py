@@ -6,8 +6,9 @@ from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import OF_LABELS, add_options, columns_given, given_options, positive
+from mini_ee.lab.cli.command_options import add_options, given_options, positive
 from mini_ee.lab.cli.serve import OF_RAY
+from mini_ee.lab.cli.task_options import OF_LABELS, columns_given
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.sessions import versions

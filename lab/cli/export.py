@@ -5,14 +5,14 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import add_task, refuse_task_options
+from mini_ee.lab.cli.task_options import add_task, refuse_task_options
 
 HELP = "export a run to ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
 
 
 def add(sub: ArgumentParser) -> None:
-    from mini_ee.lab.cli.classify import add_where
+    from mini_ee.lab.cli.command_options import add_schedule, add_where
     from mini_ee.lab.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN", help="folder of a run or of a decoder's checkpoint")
@@ -34,6 +34,7 @@ def add(sub: ArgumentParser) -> None:
         help="also write a page that runs the model in a browser, offline; npm fetches its libraries",
     )
     add_where(sub, device=False)
+    add_schedule(sub)
     add_rule(sub)
     add_own(sub)
 
@@ -41,8 +42,9 @@ def add(sub: ArgumentParser) -> None:
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Export, and say how far the graphs are from torch."""
     import mini_ee
-    from mini_ee.lab.cli.open import open_run, open_task_of
+    from mini_ee.lab.cli.open import open_run
     from mini_ee.lab.cli.rule_options import chosen_rule
+    from mini_ee.lab.cli.task_options import open_task_of
     from mini_ee.lab.errors import WrongArguments
     from mini_ee.lab.export.web_page import fetch_libraries, vendor_command
     from mini_ee.lab.training.train_run import check_task
@@ -85,7 +87,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
 
 def _held_out(opened, args: Namespace) -> list | None:
     """The texts that the training held out to test its rule; None if they are not there."""
-    from mini_ee.lab.cli.open import open_task_of
+    from mini_ee.lab.cli.task_options import open_task_of
     from mini_ee.lab.errors import WrongArguments
     from mini_ee.lab.training.holdout import split_rows
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.lab.early_exit as loop
+from mini_ee import rules as core
 from mini_ee.lab.backbones.backbone import padding_mask
 from mini_ee.lab.backbones.bert import LayerContext
 from mini_ee.lab.confidence import MEASURES
@@ -26,6 +27,7 @@ from mini_ee.lab.exits.row_exits import RowSegments
 from mini_ee.lab.recording import Recorded, plan_rows, read_every_exit, record
 from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.lab.segments import Segments
+from mini_ee.loop import early_exit
 
 EXITS = (1, 2, 4, 6)
 K, B, C = 4, 7, 3
@@ -208,7 +210,17 @@ def assert_same(found, logits, exit_index):
     np.testing.assert_allclose(found.logits, logits, rtol=0, atol=ATOL)
 
 
-# Six invariants
+# The contract, and six invariants
+
+
+@pytest.mark.parametrize(
+    "rule, same",
+    [(core.Threshold(0.85), Threshold(0.85)), (core.Patience(2), Patience(2)), (core.Fixed(1), FixedExit(1))],
+)
+def test_the_loop_and_the_rules_of_the_core_need_nothing_of_the_lab(case, rule, same):
+    found, expected = early_exit(case.segments, rule, case.inputs), run(case, same)
+    assert_same(expected, found.logits, found.exit_index)
+    np.testing.assert_array_equal(found.layers, expected.layers_run)
 
 
 def test_never_exit_equals_the_full_model(case):

@@ -58,13 +58,13 @@ from mini_ee.lab.backbones.backbone import (
     Backbone,
     Layout,
     check_fields,
+    check_tokens,
     known_fields,
     padding_mask,
     tensor_on,
     token_places,
 )
 from mini_ee.lab.backbones.layers import StackedLinear
-from mini_ee.lab.backbones.shapes import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,7 @@ class Distant(Backbone):
 
     def embed(self, inputs):
         ids = tensor_on(self.device, inputs.input_ids)
-        if check(ids, "B T")["T"] > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens: truncate the input")
+        check_tokens(ids, self.config.max_tokens)
         return self.embeddings(ids)
 
     def context(self, inputs):

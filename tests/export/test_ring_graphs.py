@@ -94,7 +94,7 @@ def test_thresholds_patience_and_plans_are_inputs_with_defaults(folder):
     session = Runtime(folder("joint", HALF), threads=1).session
     ids = batch_of(rows_of("joint").batch(range(12))).ids
     own = session.run(["layers"], ids)[0]
-    for same in (HALF.tau, np.nan, [HALF.tau] * 2, [[HALF.tau, np.nan]] * 12):
+    for same in (HALF.threshold, np.nan, [HALF.threshold] * 2, [[HALF.threshold, np.nan]] * 12):
         assert (session.run(["layers"], ids | {"threshold": np.array(same, np.float32)})[0] == own).all()
     by_row = np.full((12, 2), np.inf, np.float32)
     by_row[3], by_row[5, 1] = -1, 0

@@ -214,31 +214,20 @@ def test_two_processes_write_the_same_and_go_on_after_a_kill(tmp_path, runtime, 
     assert parts_of(tmp_path / "two") == parts_of(tmp_path / "one")
 
 
-def refusals(inputs, out):
-    """(arguments, part of the line) of commands that are refused; `out` has a job over `inputs`."""
-    jsonl, txt = inputs / "a.jsonl", inputs / "b.txt"
-    return [
-        (([jsonl, txt], out, "--part-rows", 6), "out: expected part_rows 5 as in job.json, found 6; give"),
-        (([jsonl, txt], out, "--text-column", "text"), "expected text_column None as in job.json, found text;"),
-        (([jsonl], out), "expected b.txt too"),
-    ]
-
-
-def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inputs, monkeypatch):
+def test_what_does_not_fit_a_job_or_a_disk_is_refused_in_one_line(capsys, tmp_path, runtime, inputs, monkeypatch):
     out = tmp_path / "out"
     assert answer(capsys, *batch(runtime, out, f"{inputs}/*"))["rows_now"] == 23
-    (inputs / "other").mkdir()
-    (inputs / "other" / "t.csv").write_text("a\n1\n")
-    (inputs / "other" / "none.csv").write_text("text\n")
-    for path in (inputs / "a.bin", inputs / "other" / "a.jsonl"):
-        shutil.copy(inputs / "a.jsonl", path)
     before = parts_of(out)
-    for (names, folder, *options), part in refusals(inputs, out):
-        assert part in refused(capsys, *batch(runtime, folder, *names, options=options), status=2)
+    for names, options, part in (
+        (("a.jsonl", "b.txt"), ("--part-rows", 6), "out: expected part_rows 5 as in job.json, found 6; give"),
+        (("a.jsonl", "b.txt"), ("--text-column", "text"), "expected text_column None as in job.json, found text;"),
+        (("a.jsonl",), (), "expected b.txt too"),
+    ):
+        command = batch(runtime, out, *(inputs / name for name in names), options=options)
+        assert part in refused(capsys, *command, status=2)
     (inputs / "b.txt").write_text("changed\n")
-    (inputs / "a.bin").unlink()
     assert "b.txt: changed since" in refused(capsys, *batch(runtime, out, f"{inputs}/*"), status=2)
-    assert parts_of(out) == before and not (inputs / "new").exists()
+    assert parts_of(out) == before
     with monkeypatch.context() as patch:
         patch.setattr(job, "find_spec", lambda name: None)
         line = refused(

@@ -226,7 +226,10 @@ COMMANDS = [  # words after mini-ee, a part of the line; in braces the folder of
     ("calibrate {runtime} --text texts.txt --measure entropy", "found threshold on entropy; export the run with"),
     ("calibrate {runtime} --text texts.txt --model .", "--model is for runs"),
     ("calibrate {runtime} --text texts.txt --task .", "expected texts from --text or from --task, found both"),
-    ("calibrate {runtime} --text texts.txt --new-tokens 3", "--new-tokens is for decoders"),
+    (
+        "calibrate {runtime} --text texts.txt --new-tokens 3",
+        "unrecognized arguments for an export of a classifier: --new-tokens 3",
+    ),
     ("calibrate {runtime} --text texts.txt --split dev", "--split is for --task"),
     ("calibrate {runtime} --text texts.txt --out texts.txt", "texts.txt: is there already"),
     ("calibrate none --out new", "none: no run here"),

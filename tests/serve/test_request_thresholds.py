@@ -69,70 +69,45 @@ def test_a_graph_of_an_earlier_export_takes_one_threshold_for_all_rows(runtime, 
             GraphRule(runtime.folder, config).feeds(several, None)
 
 
-@pytest.mark.parametrize(
-    ("points", "fields", "message"),
-    [
-        (None, {"agreement": 0.9}, "a curve of its rule, which this .* have: give threshold, or calibrate the export$"),
-        (
-            None,
-            {"max_loss": 0.1},
-            "max_loss needs a curve of its rule, which this .*, or calibrate its run on examples",
-        ),
-        (
-            [[0.4, 0.7, None, 1.5]],
-            {"max_loss": 0.1},
-            "max_loss needs a curve with losses, which this export does not have: give threshold or agreement, or cal",
-        ),
-    ],
-    ids=["agreement", "max_loss", "labels"],
-)
-def test_what_the_curve_cannot_map_is_refused_with_what_is_possible(runtime, monkeypatch, points, fields, message):
-    if points:
-        monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": points})
-    with pytest.raises(ValueError, match=message):
-        RequestThresholds(runtime, runtime.rule).of(**fields)
+ENTROPY = Threshold(-0.5, "entropy")
+FAILING = [[0.4, 0.95, 0.0, 1.5], [0.8, 0.85, 0.05, 2.5], ["inf", 1.0, 0.0, 6.0]]  # a stricter point fails
+NO_CURVE = "a curve of its rule, which this export does not have: give threshold, or calibrate"
+NO_LOSS = "max_loss needs a curve with losses, which this .* have: give threshold or agreement, or calibrate its run on"
 
 
 @pytest.mark.parametrize(
-    ("fields", "threshold"),
+    ("rule", "points", "fields", "expected"),
     [
-        ({"agreement": 0.5}, 0.4),
-        ({"agreement": 0.9}, 0.8),
-        ({"agreement": 0.901}, 0.9),
-        ({"agreement": 1}, np.inf),
-        ({"max_loss": 1}, 0.4),
-        ({"max_loss": 0.1}, 0.8),
-        ({"max_loss": 0}, 0.9),
+        (None, POINTS, {"agreement": 0.5}, 0.4),
+        (None, POINTS, {"agreement": 0.9}, 0.8),
+        (None, POINTS, {"agreement": 0.901}, 0.9),
+        (None, POINTS, {"agreement": 1}, np.inf),
+        (None, POINTS, {"max_loss": 1}, 0.4),
+        (None, POINTS, {"max_loss": 0.1}, 0.8),
+        (None, POINTS, {"max_loss": 0}, 0.9),
+        (None, FAILING, {"agreement": 0.9}, np.inf),
+        (None, None, {"agreement": 0.9}, f"agreement needs {NO_CURVE} the export$"),
+        (None, None, {"max_loss": 0.1}, f"max_loss needs {NO_CURVE} its run on examples"),
+        (None, [[0.4, 0.7, None, 1.5]], {"max_loss": 0.1}, NO_LOSS),
+        (ENTROPY, POINTS, {"agreement": 0.9}, "agreement needs a curve of its rule"),
+        (ENTROPY, None, {"threshold": 0.5}, "expected threshold as a number of at most 0, "),
+        (Policy(0.5), None, {"threshold": -7}, -7.0),  # a logit has no limits
+        (Policy(0.5), None, {"threshold": 10**400}, "expected threshold as a number, "),
+        (Policy(0.5), None, {"threshold": "high"}, 'expected threshold as a number, "inf" or "-inf", or a list of 3'),
+        (NeverExit(), None, {"agreement": 0.9}, "needs a rule with a threshold, found the rule never; leave it out"),
     ],
     ids=str,
 )
-def test_an_agreement_or_a_loss_becomes_the_loosest_threshold_of_the_curve_that_has_it(
-    runtime, monkeypatch, fields, threshold
+def test_fields_become_the_loosest_threshold_of_the_curve_that_has_them(
+    runtime, monkeypatch, rule, points, fields, expected
 ):
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
-    found = RequestThresholds(runtime, runtime.rule).of(**fields)
-    np.testing.assert_array_equal(found, np.full(3, threshold, np.float32))
-
-
-def test_a_stricter_point_that_fails_ends_the_search(runtime, monkeypatch):
-    points = [[0.4, 0.95, 0.0, 1.5], [0.8, 0.85, 0.05, 2.5], ["inf", 1.0, 0.0, 6.0]]
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": points})
-    assert RequestThresholds(runtime, runtime.rule).of(agreement=0.9)[0] == np.inf
-
-
-def test_a_curve_of_another_rule_maps_nothing_and_a_logit_has_no_limits(runtime, monkeypatch):
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
-    with pytest.raises(ValueError, match="agreement needs a curve of its rule"):
-        RequestThresholds(runtime, Threshold(-0.5, "entropy")).of(agreement=0.9)
-    assert RequestThresholds(runtime, Policy(0.5)).of(threshold=-7).tolist() == [-7.0] * 3
-    with pytest.raises(ValueError, match="expected threshold as a number, "):
-        RequestThresholds(runtime, Policy(0.5)).of(threshold=10**400)
-    with pytest.raises(ValueError, match="expected threshold as a number of at most 0, "):
-        RequestThresholds(runtime, Threshold(-0.5, "entropy")).of(threshold=0.5)
-    with pytest.raises(ValueError, match='expected threshold as a number, "inf" or "-inf", or a list of 3'):
-        RequestThresholds(runtime, Policy(0.5)).of(threshold="high")
-    with pytest.raises(ValueError, match="agreement needs a rule with a threshold, found the rule never; leave it out"):
-        RequestThresholds(runtime, NeverExit()).of(agreement=0.9)
+    monkeypatch.setitem(runtime.config, "curve", points and {"rows": 100, "points": points})
+    requested = RequestThresholds(runtime, rule or runtime.rule)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            requested.of(**fields)
+    else:
+        np.testing.assert_array_equal(requested.of(**fields), np.full(3, expected, np.float32))
 
 
 def test_a_row_with_its_own_threshold_is_no_shadow_row(runtime):

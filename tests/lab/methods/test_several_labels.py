@@ -193,7 +193,6 @@ REFUSED = [
         ["classify", "{one}", "--text", "x", "--threshold", ".9", "--measure", "weakest_label"],
         "one label here, which has no use for --measure weak",
     ),
-    (["classify", "{one}", "--text", "x", "--rule", "similarity", "--least-cosine", ".5"], "is for a sentence encoder"),
     (["calibrate", "{out}/run", "--epsilon", ".9", "--task", "{task}"], "gives a text several labels at once"),
     (["evaluate", "{out}/exported", "--task", "{task}"], "gives a text several labels at once"),
     (["export", "{out}/run", "--web", "--out", "{tmp}/w"], "--web: expected a model of one label"),

@@ -50,7 +50,7 @@ from mini_ee.lab.export.writer import export, write_graphs
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.raee import Retrieval
-from mini_ee.lab.methods.raee_datastore import Datastore
+from mini_ee.lab.methods.raee_datastore import Datastore, unit_length
 from mini_ee.lab.methods.raee_encoders import OwnStates, SentenceEncoder
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
@@ -847,9 +847,9 @@ def retrieving(tokenizer, encoder, rows=30):
     """A run whose rule asks a datastore: the values are drawn, so that rows are planned to every exit."""
     run = make_run(tokenizer, make_model())
     encoded, drawn = run.encode(sentences(rows, seed=5)), np.random.default_rng(5)
-    store = Datastore(encoder.name, 24 if encoder.tokenizer is None else 16, EXITS)
     right = np.eye(K, dtype=np.float32)[drawn.integers(0, K, rows)]
-    store.add(encoder(encoded.batch(slice(None))), right, drawn.integers(0, C, rows), encoded.texts)
+    embeddings, labels = unit_length(encoder(encoded.batch(slice(None)))), drawn.integers(0, C, rows)
+    store = Datastore(encoder.name, EXITS, embeddings, right, labels, encoded.texts)
     return run._replace(rule=Retrieval(k=3).with_datastore(store, encoder))
 
 
