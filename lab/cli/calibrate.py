@@ -127,7 +127,7 @@ def _embeddings(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.evaluation.cosine_guarantee import calibrate_cosine
     from mini_ee.lab.recording import record
     from mini_ee.lab.training.run_folder import write_rule
-    from mini_ee.lab.training.unit import load_unit
+    from mini_ee.lab.training.train_embeddings import unseen
 
     given = (args.cosine, args.delta, args.task)
     if None in given or not -1 < args.cosine <= 1 or args.epsilon == 1:
@@ -137,7 +137,7 @@ def _embeddings(opened, args: Namespace, say: Callable[[str], None]) -> dict:
         )
     names = ("split", "measure", "sets", "text", "prompt", "greedy", "texts", "new_tokens")
     refuse(args, names, f"is not for sentence encoders; {args.run} is one")
-    rows = load_unit(opened.unit).unseen(opened, args.task, task_options(args))
+    rows = unseen(opened, args.task, task_options(args))
     recorded = record(opened.segments(), opened.encode(rows.texts), BATCH, progress="reading")
     rule, answer = calibrate_cosine(recorded, opened.rule, args.cosine, args.epsilon, args.delta, args.seed)
     guarantee = {name: answer[name] for name in ("guarantee", "cosine", "epsilon", "delta")}

@@ -42,7 +42,7 @@ class Method:
     `search` is given."""
     units: tuple[str, ...] = ("rows", "tokens")  # what can exit; the first one if model and data fit several
     model: Callable | None = None
-    """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (registry.UNITS)."""
+    """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (run_folder.py)."""
     policy: Callable | None = None  # (width, exits) -> a module that decides at the exits, as RowExits takes it
     candidates: Candidates | None = None  # candidates for the default rule; None: thresholds
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
