@@ -110,15 +110,14 @@ def _collected(request: Request, run: Run) -> tuple[Datastore, dict]:
     rows = untrained_rows(run, request.task)
     if request.common.max_train is not None:
         rows = subset(rows, request.common.max_train, request.seed)
-    encoded, model = run.encode(rows.texts), run.model.to(request.common.device)
+    encoded, labels, model = run.encode(rows.texts), np.asarray(rows.labels), run.model.to(request.common.device)
     embed, begin = open_encoder(_query_source(request.config), model.backbone), time.perf_counter()
-    values = collect(run.segments(), encoded, rows.labels, BATCH_SIZE, progress="collecting")
+    values = collect(run.segments(), encoded, labels, BATCH_SIZE, progress="collecting")
     parts = list(batches(encoded, EMBEDDED_AT_ONCE))
     embeddings = [embed(encoded.batch(part)) for part in tqdm(parts, desc="embedding", unit="batch", delay=2)]
-    order, of_rows = np.concatenate(parts), unit_length(np.concatenate(embeddings))
-    texts = [encoded.texts[row] for row in order]
-    labels, shards = np.asarray(rows.labels)[order], request.config.shards
-    store = Datastore(embed.name, run.exits, of_rows, values[order], labels, texts, shards)
+    order, texts = np.concatenate(parts), [encoded.texts[row] for part in parts for row in part]
+    of_rows = unit_length(np.concatenate(embeddings)), values[order], labels[order], texts
+    store = Datastore(embed.name, run.exits, *of_rows, request.config.shards)
     return store, {
         "epochs": run.metrics.get("epochs", []),
         "rows": len(store),
