@@ -1,1 +1,1 @@
-"""An exported folder, and how to deploy it: README.md and the clients."""
+"""The ring around the core: a BERT with exits as ONNX graphs (writer.py), and a runtime without torch (runtime.py)."""

@@ -367,7 +367,7 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
     printed = capsys.readouterr().out
     assert f"exits after {output[0]['layer']} layers. Its neighbours vote:" in printed
     assert printed.count("\n    1.00 for ") == 2
-    assert "--neighbours is for runs of raee" in refused(capsys, "evaluate", base, *given[2:])
+    assert "unrecognized arguments for a classifier: --neighbours 2" in refused(capsys, "evaluate", base, *given[2:])
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,9 @@ def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folde
 
 
 def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_folder):
-    assert "--k is for a run of raee" in refused(capsys, "evaluate", base, "--task", task_folder, "--k", 3)
+    assert "unrecognized arguments for a classifier: --k 3" in refused(
+        capsys, "evaluate", base, "--task", task_folder, "--k", 3
+    )
     message = "--k is for a run of raee under its own rule"
     assert message in refused(capsys, "evaluate", own, "--task", task_folder, "--rule", "never", "--k", 3)
 
@@ -557,9 +559,9 @@ def test_a_plan_is_known_before_the_model_runs(prompted, monkeypatch):
     order = []
     segments, plan = run.segments(), type(run.rule).plan
     monkeypatch.setattr(type(run.rule), "plan", lambda self, rows: order.append("plan") or plan(self, rows))
-    advance, read = segments.advance, segments.read_logits
+    advance, read = segments.advance, segments.read
     segments.advance = lambda k, state: order.append(f"layers {k}") or advance(k, state)
-    segments.read_logits = lambda k, state: order.append(f"head {k}") or read(k, state)
+    segments.read = lambda k, state: order.append(f"head {k}") or read(k, state)
     result = early_exit(segments, run.rule, inputs)
     assert order[0] == "plan" and order.count("plan") == 1 and (result.exit_index == expected).all()
     assert [step for step in order if "head" in step] == [f"head {k}" for k in sorted(set(expected))]
@@ -766,4 +768,4 @@ def test_prompts_are_for_a_checkpoint_and_pictures_for_a_sweep(capsys, tmp_path,
     message = "mini-ee train joint: unrecognized arguments: --template"
     assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)
     picture = ("--task", task_folder, "--picture", tmp_path / "a.png")
-    assert "--picture is for --sweep of decoders or of raee" in refused(capsys, "evaluate", prompted, *picture)
+    assert "--picture is for --sweep: add it" in refused(capsys, "evaluate", prompted, *picture)

@@ -1,0 +1,46 @@
+"""Compare the graphs of an export with torch, before the folder gets its name."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mini_ee.bert import Exits
+from mini_ee.data import Rows
+from mini_ee.export.manifest import IDS
+from mini_ee.export.runtime import Batch, Runtime
+from mini_ee.loop import early_exit
+from mini_ee.rules import Fixed, Never, Rule
+
+ROWS, SINGLE = 64, 8  # compared as one batch, and each alone
+TOLERANCE, RELATIVE = 1e-4, 1e-5  # of a logit, and as a share of the largest one
+AGREEMENT = 0.9  # least share of equal exits: rounding decides for a row at a threshold
+
+
+@torch.inference_mode()
+def verify(folder: Path, model: Exits, rule: Rule, data: Rows) -> dict:
+    """Compare every exit of model.onnx, and of graphs by segment if there are any, and where the rule stops.
+
+    Returns the largest difference of a logit, with which the ValueError begins that is raised if it is too large.
+    """
+    runtime, differences, largest = Runtime(folder, threads=1), list[float](), 0.0
+    rows = np.random.default_rng(0).permutation(len(data))[:ROWS]
+    rule = Never() if rule.needs is None else rule  # a plan is an input
+    for some in (*rows[:SINGLE, None], rows):
+        inputs = data.batch(some)
+        ids = dict(zip(IDS, (inputs.ids.numpy(), inputs.kinds.numpy(), inputs.mask.numpy())))
+        batch = Batch(ids, np.arange(len(some)))
+        for k in range(len(model.exits)):
+            expected = early_exit(model, Fixed(k), inputs).logits
+            found = [runtime.run_batch(batch, Fixed(k)).logits]
+            if f"segment_{model.exits[0]}" in runtime.config["graphs"]:
+                found.append(early_exit(runtime.segments, Fixed(k), batch).logits)
+            differences += [float(abs(expected - logits).max()) for logits in found]
+            largest = max(largest, float(abs(expected).max()))
+    stops = early_exit(model, rule, inputs).exit_index, runtime.run_batch(batch, rule).exit_index
+    agreement = float(np.mean(stops[0] == stops[1]))
+    difference, allowed = float(np.max(differences)), max(TOLERANCE, RELATIVE * largest)
+    if not difference <= allowed or agreement < AGREEMENT:
+        found = f"by {difference:.2g} (logits; {allowed:.2g} are allowed), {agreement:.1%} of the exits are equal"
+        raise ValueError(f"graphs and torch differ {found}; no folder was written")
+    return {"texts": len(rows), "max_logit_difference": difference, "exit_agreement": agreement}

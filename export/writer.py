@@ -1,0 +1,132 @@
+"""Export a model of the core: a folder with one graph that stops by itself, compared with torch at the end.
+
+manifest.json         exits, rule, labels, costs, inputs and outputs of each graph, places of weights, SHA-256 of files
+model.onnx            nested_if.py
+segment_{layer}.onnx  with `segments`: segments.py
+model.safetensors     the weights of all graphs, each once
+config.json           with tokenizer.json and tokenizer_config.json: by which clients of Hugging Face read the folder
+
+It is the format of the command `mini-ee export`, so `mini-ee run`, `evaluate` and `serve` open it too.
+"""
+
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx
+from onnx import helper
+from safetensors.torch import save
+from tokenizers import Tokenizer
+from torch.nn.utils import parameters_to_vector
+
+from mini_ee import __version__
+from mini_ee.bert import Exits
+from mini_ee.data import Rows
+from mini_ee.export.graph import OPSET, WEIGHTS, Graph
+from mini_ee.export.manifest import FORMAT_VERSION, IDS, MANIFEST, file_sha256, rule_to_dict, write_json
+from mini_ee.export.nested_if import NestedIf
+from mini_ee.export.segments import write_segment
+from mini_ee.export.torch_engine import KINDS, stored_weights
+from mini_ee.export.verify import verify
+from mini_ee.load import load_tokenizer
+from mini_ee.lora_exits import LoRAExits
+from mini_ee.rules import Rule
+
+
+def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, segments: bool = False) -> dict:
+    """Write the folder, and return its manifest.
+
+    data: its labels' names, and rows on which the graphs are compared with torch. source: the model's folder or name,
+    for its tokenizer. segments: also write a graph per segment.
+    Raises FileExistsError; ValueError if the rule does not fit the model, or graphs and torch differ: see verify.py.
+    """
+    out = Path(out)
+    if out.exists():
+        raise FileExistsError(f"{out}: is there already; name another folder or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        folder, tokens = Path(temporary) / "export", len(model.bert.position.weight)
+        folder.mkdir()
+        task = {"name": "rows", "texts": 1 + any(map(any, data.kinds)), "label_names": list(data.names)}
+        manifest = about(model) | {"rule": rule_to_dict(rule), "task": task, "max_length": tokens}
+        manifest |= write_graphs(model, rule, folder, segments) | costs(model, segments)
+        write_tokenizer(load_tokenizer(source, tokens), folder, tokens)
+        labels = dict(enumerate(data.names or ("LABEL_0",)))  # the name of a regression
+        config = {"id2label": labels, "label2id": {label: number for number, label in labels.items()}}
+        config |= model.bert.config | {"architectures": ["BertForSequenceClassification"]}
+        write_json(folder / "config.json", config)
+        manifest["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+        write_json(folder / MANIFEST, manifest)
+        manifest["verified"] = verify(folder, model, rule, data)
+        write_json(folder / MANIFEST, manifest)
+        os.rename(folder, out)
+    return manifest
+
+
+def write_graphs(model: Exits, rule: Rule, folder: Path, segments: bool) -> dict:
+    """Write weights and graphs into a folder; returns their entries of the manifest."""
+    (folder / WEIGHTS).write_bytes(content := save(tensors := stored_weights(model)))
+    begin = 8 + int.from_bytes(content[:8], "little")  # a safetensors file: size of the header, header, tensors
+    places = {name: begin + entry["data_offsets"][0] for name, entry in json.loads(content[8:begin]).items()}
+    weights = {name: (tensor.numpy(), places[name]) for name, tensor in tensors.items()}
+    names = ["model", *(f"segment_{layer}" for layer in model.exits if segments)]
+    interfaces = {}
+    for k, name in enumerate(names, -1):
+        graph = Graph(weights)
+        if k < 0:
+            NestedIf(graph, model, rule).write()
+        else:
+            write_segment(graph, model, k)
+        written = graph.model(name)
+        onnx.save(written, folder / f"{name}.onnx")
+        onnx.checker.check_model(folder / f"{name}.onnx", full_check=True)
+        interfaces[name] = {"inputs": values(written.graph.input), "outputs": values(written.graph.output)}
+    entries = {name: ["F32", list(tensor.shape), places[name]] for name, tensor in tensors.items()}
+    return {"graphs": interfaces, "tensors": entries}
+
+
+def values(infos) -> dict:
+    """Name, type and axes of inputs or outputs."""
+    found = {info.name: info.type.tensor_type for info in infos}
+    kinds = {name: helper.tensor_dtype_to_np_dtype(each.elem_type).name for name, each in found.items()}
+    axes = {name: [axis.dim_param or axis.dim_value for axis in each.shape.dim] for name, each in found.items()}
+    return {name: {"dtype": kinds[name], "axes": axes[name]} for name in found}
+
+
+def about(model: Exits) -> dict:
+    """What the manifest has about the model."""
+    found = {"format_version": FORMAT_VERSION, "unit": "rows", "precision": "float32", "opset": OPSET, "head": "dense"}
+    found |= {"method": next(name for name, kind in KINDS.items() if type(model) is kind), "settings": {}}
+    found |= {"exits": list(model.exits), "num_labels": model.classes, "pool": model.pool}
+    if isinstance(model, LoRAExits):
+        layer = model.adapters[-1][0]
+        rank = next(iter(layer.values())).A.shape[1]
+        found["settings"] = {"rank": rank, "alpha": model.scale * rank, "targets": list(layer)}
+        found["schedule"] = [[k] for k in range(len(model.exits))]  # restarts, in the words of mini_ee.lab
+    return found | {"backbone": model.bert.config, "versions": {"mini_ee": __version__, "onnx": onnx.__version__}}
+
+
+def costs(model: Exits, segments: bool) -> dict:
+    """FLOPs, each as the coefficients of 1, T and T^2 of T tokens: of the layers of each exit, and of its head."""
+    D, inner = model.bert.config["hidden_size"], model.bert.config["intermediate_size"]
+    restarts, numbers = isinstance(model, LoRAExits), [0] * len(model.exits)  # of weights in adapters and policies
+    lengths = list(model.exits) if restarts else np.diff(model.exits, prepend=0).tolist()
+    adapters = [parameters_to_vector(p.parameters()).numel() for p in model.adapters] if restarts else numbers
+    policies = [parameters_to_vector(p.parameters()).numel() for p in getattr(model, "policies", ())]
+    read = [2.0 * (D * D + D * model.classes), float(D) if model.pool == "mean" else 0.0, 0.0]
+    layers = [[0.0, 2.0 * (n * (4 * D * D + 2 * D * inner) + a), 4.0 * n * D] for n, a in zip(lengths, adapters)]
+    of_exits = {"layer_passes": lengths, "flops": [[each, read] for each in layers]}
+    whole = layers[-1] if restarts else np.sum(layers, axis=0).tolist()
+    found = of_exits | {"state_flops": [2.0 * n for n in (policies + numbers)[: len(lengths)]]}
+    return found | {"whole_flops": [whole, read]} | ({"by_segment": of_exits} if segments else {})
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, tokens: int) -> None:
+    """Write tokenizer.json, and the tokenizer_config.json by which transformers reads it."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": tokens, "model_input_names": list(IDS)}
+    config |= {f"{token[1:-1].lower()}_token": token for token in ("[PAD]", "[MASK]") if token in special}
+    write_json(folder / "tokenizer_config.json", config)
