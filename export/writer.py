@@ -1,16 +1,15 @@
-"""Export a model of the core: a folder with one graph that stops by itself, compared with torch at the end.
+"""Export a model of the core to a folder as the command `mini-ee export` writes, which `mini-ee run` and `serve` open.
 
 manifest.json         exits, rule, labels, costs, inputs and outputs of each graph, places of weights, SHA-256 of files
 model.onnx            nested_if.py
 segment_{layer}.onnx  with `segments`: segments.py
 model.safetensors     the weights of all graphs, each once
 config.json           with tokenizer.json and tokenizer_config.json: by which clients of Hugging Face read the folder
-
-It is the format of the command `mini-ee export`, so `mini-ee run`, `evaluate` and `serve` open it too.
 """
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +32,7 @@ from mini_ee.export.verify import verify
 from mini_ee.load import load_tokenizer
 from mini_ee.lora_exits import LoRAExits
 from mini_ee.rules import Rule
+from mini_ee.train import Options
 
 
 def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, segments: bool = False) -> dict:
@@ -63,6 +63,17 @@ def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, s
         write_json(folder / MANIFEST, manifest)
         os.rename(folder, out)
     return manifest
+
+
+def run_and_export(run: Callable, options: Options) -> None:
+    """A script with --out: export what it returns, a model, a rule, and rows."""
+    if Path(options.out).exists():  # before the training
+        raise FileExistsError(f"{options.out}: is there already; name another folder or remove it")
+    if (made := run(options)) is None:
+        raise ValueError("--out: the graph of a decoder's token is in the lab: mini-ee train, then mini-ee export")
+    model, rule, data = made
+    verified = export(options.out, model, rule, data, options.model)["verified"]
+    print(f"exported: {options.out} (logits differ from torch by {verified['max_logit_difference']:.1g})")
 
 
 def write_graphs(model: Exits, rule: Rule, folder: Path, segments: bool) -> dict:

@@ -172,7 +172,7 @@ class RAEEOptions(Options):
     tau: float = field(default=TAU, metadata={"help": "least probability at which a neighbour's exit votes"})
 
 
-def main(options: RAEEOptions) -> None:
+def main(options: RAEEOptions) -> tuple[Exits, Rule, Rows]:
     """Train exits on a quarter of the rows, collect on the others."""
     torch.manual_seed(options.seed)
     bert = Bert.load(options.model)
@@ -192,6 +192,7 @@ def main(options: RAEEOptions) -> None:
     report(model, test, rules, "RAEE", options.picture or "raee.png")
     print(f"{'control: vote of their labels':34}{vote_of_labels(rule, collected, test):12.3f}{0:9.2f}{1:13.0%}")
     print(REPORTED)
+    return model, rule, test
 
 
 if __name__ == "__main__":

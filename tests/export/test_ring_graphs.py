@@ -1,5 +1,7 @@
 """The graphs that export/ writes from the core's models: equal to torch, for each kind of exits and each rule."""
 
+from dataclasses import astuple
+
 import numpy as np
 import onnx
 import pytest
@@ -21,6 +23,7 @@ CASES += [("joint", median_threshold("joint", measure)) for measure in MEASURES]
 CASES += [("lora", median_threshold("lora", "max_probability")), ("joint", Threshold((0.9, 0.4, 0.7)))]
 CASES += [("regression", Patience(1, 0.1)), ("policies", Policy()), ("policies", Policy(0.9))]
 HALF = median_threshold("joint", "max_probability")
+TAU = astuple(HALF)[0]
 
 
 class Planned(Rule):
@@ -94,7 +97,7 @@ def test_thresholds_patience_and_plans_are_inputs_with_defaults(folder):
     session = Runtime(folder("joint", HALF), threads=1).session
     ids = batch_of(rows_of("joint").batch(range(12))).ids
     own = session.run(["layers"], ids)[0]
-    for same in (HALF.tau, np.nan, [HALF.tau] * 2, [[HALF.tau, np.nan]] * 12):
+    for same in (TAU, np.nan, [TAU] * 2, [[TAU, np.nan]] * 12):
         assert (session.run(["layers"], ids | {"threshold": np.array(same, np.float32)})[0] == own).all()
     by_row = np.full((12, 2), np.inf, np.float32)
     by_row[3], by_row[5, 1] = -1, 0
