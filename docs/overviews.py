@@ -9,10 +9,10 @@ from prose import ROOT, Text
 from mini_ee.lab.registry import METHODS
 
 PAPERS = {  # result page -> the file that implements the paper
-    "loraexit": "lab/methods/lora_exits.py",
-    "self-supervised": "lab/methods/self_supervised.py",
-    "raee": "lab/methods/raee.py",
-    "consistentee": "lab/methods/consistent.py",
+    "loraexit": "mini_ee/lora_exits.py",
+    "self-supervised": "mini_ee/self_supervised.py",
+    "raee": "mini_ee/raee.py",
+    "consistentee": "mini_ee/consistent.py",
 }
 
 

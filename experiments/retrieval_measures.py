@@ -14,7 +14,6 @@ from mini_ee.lab.data.tasks import Task, subset
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.evaluation.row_evaluation import measure_seconds, rows_of, timed_batches
 from mini_ee.lab.exits.prompt_exits import PromptModel
-from mini_ee.lab.methods.raee import exit_values
 from mini_ee.lab.methods.raee_collect import untrained_rows
 from mini_ee.lab.methods.raee_controls import (
     KS,
@@ -31,6 +30,7 @@ from mini_ee.lab.recording import Record, exit_scores, record, summary
 from mini_ee.lab.rules import NeverExit, Threshold
 from mini_ee.lab.training.run_folder import Run
 from mini_ee.lab.training.stages import task_loss
+from mini_ee.raee import exit_values
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS = 2500  # read at most, drawn with the seed

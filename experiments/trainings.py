@@ -37,9 +37,9 @@ from mini_ee.lab.data.files import (
 from mini_ee.lab.data.tasks import Task, load_task, toy_task
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.training.loop import Diverged
-from mini_ee.lab.training.run_folder import Run, load_run, training_folder
+from mini_ee.lab.training.run_folder import Run, check_device, load_run, training_folder
 from mini_ee.lab.training.state import STATE
-from mini_ee.lab.training.train_run import check_device, train
+from mini_ee.lab.training.train_run import train
 
 MADE_WITH = {"commit", "torch", "machine", "threads", "processor"}  # keys of a seed's "how"
 DIGITS = 5  # of a figure in the JSON

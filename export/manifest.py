@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import math
-from dataclasses import astuple
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,7 @@ FORMAT_VERSION = 4  # since model.onnx
 MANIFEST = "manifest.json"
 IDS = ("input_ids", "token_type_ids", "attention_mask")  # inputs of the graphs
 STACKED = ("query", "key", "value")  # whose weights are one, `qkv`, for one product
-RULES: dict[str, tuple[type[Rule], tuple[str, ...]]] = {  # name -> its class, and the keys of its fields, in order
-    "never": (Never, ()),
-    "fixed": (Fixed, ("exit",)),
-    "threshold": (Threshold, ("threshold", "measure")),
-    "patience": (Patience, ("patience", "tolerance")),
-    "policy": (Policy, ("cut",)),
-}
+RULES = {"never": Never, "fixed": Fixed, "threshold": Threshold, "patience": Patience, "policy": Policy}
 
 
 def file_sha256(path: Path) -> str:
@@ -66,10 +59,10 @@ def read_manifest(folder: Path) -> dict:
 
 def rule_to_dict(rule: Rule) -> dict:
     """The rule in the manifest. A rule that plans from texts, such as RAEE's, is `never`: its plan is an input."""
-    for name, (kind, keys) in RULES.items():
+    for name, kind in RULES.items():
         if type(rule) is kind:
-            settings = json.dumps(dict(zip(keys, astuple(rule))))  # type: ignore[call-overload]  # a dataclass
-            return {"name": name} | json.loads(settings.replace("-Infinity", '"-inf"').replace("Infinity", '"inf"'))
+            settings = json.dumps(asdict(rule)).replace("Infinity", '"inf"').replace('-"', '"-')  # type: ignore[call-overload]
+            return {"name": name} | json.loads(settings)
     if rule.needs is not None:
         raise ValueError(f"the graph has the rules {', '.join(RULES)}, and plans; found {type(rule).__name__}")
     return {"name": "never"}
@@ -77,23 +70,22 @@ def rule_to_dict(rule: Rule) -> dict:
 
 def rule_from_dict(settings: dict) -> Rule:
     """The rule of a manifest. Raises KeyError or ValueError for one that is not of the core."""
-    kind, keys = RULES[settings["name"]]
-    given = [settings[key] for key in keys]
+    given = dict(settings)
+    kind = RULES[given.pop("name")]
     if kind is Threshold:  # JSON has no infinity, but "inf"
-        given[0] = tuple(map(float, given[0])) if isinstance(given[0], list) else float(given[0])
-    return kind(*given)
+        tau = given["threshold"]
+        given["threshold"] = tuple(map(float, tau)) if isinstance(tau, list) else float(tau)
+    return kind(**given)
 
 
 def graph_inputs(rule: Rule, exits: int) -> dict[str, np.ndarray]:
     """The inputs with which model.onnx stops by a rule; of a rule that decides at no exit, the last exit."""
-    if not isinstance(rule, Threshold | Policy | Patience) or exits == 1:
+    if isinstance(rule, Patience) and exits > 1:
+        return {"patience": np.array([rule.patience])}
+    if not isinstance(rule, Threshold | Policy) or exits == 1:
         return {"exit_at": np.array([rule.exit if isinstance(rule, Fixed) else exits - 1])}
-    value = astuple(rule)[0]
-    if isinstance(rule, Patience):
-        return {"patience": np.array([value])}
-    if isinstance(rule, Policy):
-        value = math.log(value / (1 - value)) if 0 < value < 1 else math.inf if value else -math.inf
-    values = [value] * exits if isinstance(value, int | float) else list(value)
+    tau = rule.threshold if isinstance(rule, Threshold) else rule.least_logit
+    values = [tau] * exits if isinstance(tau, int | float) else list(tau)
     if len(values) not in (exits - 1, exits):
         raise ValueError(f"expected one threshold or {exits}, one for each exit, found {len(values)}")
     return {"threshold": np.array(values[: exits - 1], np.float32)}

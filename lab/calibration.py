@@ -23,7 +23,7 @@ Symbols:   N rows, K exits, of which the first K - 1 are calibrated; epsilon: th
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -237,7 +237,7 @@ def above(tau: float, measure: str) -> Rule:
     if measure == POLICY:
         # The cut is the sigmoid of tau (exp(tau) if tau is very negative), or the next number whose logit is not below.
         cut = 1 / (1 + math.exp(-tau)) if tau > -30 else math.exp(tau)
-        while Policy(cut).least_logit < tau:  # type: ignore[attr-defined]  # set in __post_init__
+        while Policy(cut).least_logit < tau:
             cut = math.nextafter(cut, 1)
         return Policy(cut)
     if math.isinf(tau):
@@ -267,13 +267,13 @@ def agreement_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed
 class _Cuts(Rule):
     """A threshold for each exit on any observed measure, without the limits that Threshold checks."""
 
-    needs = "state"
+    needs = POLICY
 
     def __init__(self, cuts: Sequence[float]):
         self.cuts = cuts
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        return reading.exit_logit >= self.cuts[k]
+    def stop(self, k: int, read: np.ndarray, memory: dict[str, np.ndarray]) -> np.ndarray:
+        return read >= self.cuts[k]
 
 
 def calibration_sets(observed: Observed, sets: int, seed: int) -> Iterator[np.ndarray]:

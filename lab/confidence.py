@@ -1,80 +1,20 @@
-"""Confidence measures: numpy functions of the logits of an exit. For every measure larger means more confident.
+"""Confidence measures with their ranges; the functions: mini_ee/rules.py. Larger always means more confident.
 
 Logits are (B, C) with C >= 2, of any float dtype, and computed in float32 at least; each function returns (B,). The
-same code also runs on graph values (lab/export/tracing.py). All raise ValueError for C < 2: the output of a regression
-has no confidence.
-
-    measure               source                           range
-    max_probability       LoRAExit, Right-Tool             [1/C, 1]
-    entropy               DeeBERT, negated, in nats        [-ln C, 0]
-    normalised_entropy    FastBERT, negated                [-1, 0]
-    breaking_ties         self-supervised exits, Eq. 2     [0, 1]      largest minus second largest probability
-    breaking_ties_logits  the same on logits               [0, inf)
+same code also runs on graph values (lab/export/tracing.py).
 
 If an input may have several labels at once, each logit is that of a sigmoid, and one measure suits:
 
     weakest_label         this project                     [.5, 1]     probability of the least confident of C decisions
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from mini_ee.lab.segments import check_finite
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """(B, C) -> (B, C), in float32 at least."""
-    logits = _checked(logits)
-    if not isinstance(logits, np.ndarray):  # a graph value: ONNX has this operator
-        return logits.log_softmax(axis=1)
-    shifted = logits - logits.max(axis=1, keepdims=True)  # so that exp does not overflow
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-
-
-def _checked(logits: np.ndarray) -> np.ndarray:
-    """The logits in float32 at least. Raises ValueError if there are fewer than two classes."""
-    logits = logits if hasattr(logits, "__array_ufunc__") else np.asarray(logits)  # a graph value must stay one
-    if logits.ndim != 2 or logits.shape[1] < 2:
-        raise ValueError(
-            f"confidence needs logits of shape (B, C) with at least 2 classes, found {logits.shape}: "
-            f"a regression task takes the rules fixed and patience"
-        )
-    return logits.astype(np.float32) if logits.itemsize < 4 else logits
-
-
-def max_probability(logits: np.ndarray) -> np.ndarray:
-    """The largest softmax probability.
-
-    >>> max_probability(np.zeros((1, 4)))
-    array([0.25])
-    """
-    logits = _checked(logits)
-    return np.reciprocal(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
-
-
-def entropy(logits: np.ndarray) -> np.ndarray:
-    """Minus the entropy of the softmax, in nats: larger is more confident."""
-    log_p = log_softmax(logits)
-    p = np.exp(log_p)
-    # If p is 0, ln p may be -inf, and 0 x -inf is NaN; the limit of p ln p is 0.
-    return (p * np.where(p > 0, log_p, 0)).sum(axis=1)
-
-
-def normalised_entropy(logits: np.ndarray) -> np.ndarray:
-    """Minus the entropy of the softmax over ln C, its largest value."""
-    return np.maximum(entropy(logits) / math.log(np.shape(logits)[1]), -1)  # rounding may leave the range
-
-
-def breaking_ties(logits: np.ndarray) -> np.ndarray:
-    """The largest softmax probability minus the second largest."""
-    return _gap(np.exp(log_softmax(logits)))
-
-
-def breaking_ties_logits(logits: np.ndarray) -> np.ndarray:
-    """The largest logit minus the second largest: the logarithm of the ratio of their probabilities."""
-    return _gap(log_softmax(logits))
+from mini_ee.rules import MEASURES as FUNCTIONS
+from mini_ee.rules import max_probability
 
 
 def weakest_label(logits: np.ndarray) -> np.ndarray:
@@ -83,21 +23,18 @@ def weakest_label(logits: np.ndarray) -> np.ndarray:
     >>> weakest_label(np.log([[4.0, 1 / 9]]))
     array([0.8])
     """
-    return np.reciprocal(1 + np.exp(-abs(_checked(logits)).min(axis=1)))
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
+    return np.reciprocal(1 + np.exp(-abs(logits).min(axis=1)))
 
 
-def _gap(values: np.ndarray) -> np.ndarray:
-    second, first = np.partition(values, -2, axis=1)[:, -2:].T  # (B, 2).T: the two largest, ascending
-    return first - second
-
-
-MEASURES = {
-    "max_probability": (max_probability, 0.0, 1.0),
-    "entropy": (entropy, -np.inf, 0.0),
-    "normalised_entropy": (normalised_entropy, -1.0, 0.0),
-    "breaking_ties": (breaking_ties, 0.0, 1.0),
-    "breaking_ties_logits": (breaking_ties_logits, 0.0, np.inf),
+_RANGES = {
+    "max_probability": (0.0, 1.0),
+    "entropy": (-np.inf, 0.0),
+    "normalised_entropy": (-1.0, 0.0),
+    "breaking_ties": (0.0, 1.0),
+    "breaking_ties_logits": (0.0, np.inf),
 }
+MEASURES = {name: (function, *_RANGES[name]) for name, function in FUNCTIONS.items()}
 """name -> (function, smallest and largest useful threshold)."""
 
 LABEL_MEASURES = {"weakest_label": (weakest_label, 0.5, 1.0)}

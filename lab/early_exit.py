@@ -1,20 +1,19 @@
-"""The loop of early exit. One turn of it at a time also runs in the server (serve/engines.py). Two things exit
-early without it: model.onnx contains the loop as nested Ifs (export/model_graph.py), and in lossless decoding an exit
-drafts tokens and the full model verifies them (exits/generation.py).
+"""A batch of the lab: the loop of mini_ee/loop.py, and what the batch cost. No torch.
 
-A model with exits e_1 < ... < e_K = L consists of K segments: the layers between two exits, and the head of the second
-one. After a segment the rule decides which rows (examples or tokens) stop; the next one runs on the others. No torch.
-The loop and the rules as tests: tests/spec/test_0_loop.py.
+One turn of the loop at a time also runs in the server (serve/engines.py). Two things exit early without it: model.onnx
+contains the loop as nested Ifs (export/model_graph.py), and in lossless decoding an exit drafts tokens and the full
+model verifies them (exits/generation.py).
 """
 
 import time
 from collections.abc import Sized
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.lab.rules import Rule
-from mini_ee.lab.segments import BatchResult, Cost, Reading, Segments, known_logits
+from mini_ee import loop
+from mini_ee.lab.rules import Planned, Rule
+from mini_ee.lab.segments import BatchResult, Cost, Segments
 
 
 class ExitResult(NamedTuple):
@@ -24,17 +23,6 @@ class ExitResult(NamedTuple):
     exit_index: np.ndarray  # (N,) int64, index into segments.exits, from 0
     layers_run: np.ndarray  # (N,) int64, depth of that exit, in 0..L
     cost: Cost
-
-
-class ExitedRows(NamedTuple):
-    """The n rows that stop at one exit, of the N rows that reached it. Row numbers count within these N rows."""
-
-    reading: Reading  # of the n rows
-    exiting: np.ndarray  # (n,), the rows that stop
-    staying: np.ndarray  # (N - n,), the other rows
-
-
-NO_ROWS = np.empty(0, np.int64)
 
 
 def early_exit(segments: Segments, rule: Rule, inputs: Sized) -> ExitResult:
@@ -55,80 +43,19 @@ def early_exit(segments: Segments, rule: Rule, inputs: Sized) -> ExitResult:
 
 
 def run_segments(segments: Segments, rule: Rule, inputs: Sized) -> BatchResult:
-    """The loop itself. `state`, `plan` and `memory` hold only the rows that have not stopped yet."""
-    plan, state = rule.plan(inputs), segments.start(inputs)
-    state = select_heads(segments, rule, plan, state)
-    rows = np.arange(len(inputs))  # of each row that has not stopped: its number in the batch
-    exit_index, memory = np.empty(len(inputs), np.int64), dict[str, np.ndarray]()
-    readings = list[tuple[np.ndarray, Reading]]()
-    evaluated: list[str | None] = [None] * len(segments.exits)
-    for k in range(len(segments.exits)):
-        state, exited, evaluated[k] = at_exit(segments, rule, k, state, memory, plan)
-        if exited is None:
-            continue
-        reading, exiting, staying = exited
-        if len(exiting) == len(inputs):  # all rows at once, as with one row: nothing to put in order
-            exit_index.fill(k)
-            return BatchResult(known_logits(reading), exit_index, evaluated, reading.token_cost)
-        exit_index[rows[exiting]] = k
-        readings.append((rows[exiting], reading))
-        if not len(staying):
-            break
-        state, rows = state.keep(staying), rows[staying]
-        plan = None if plan is None else plan[staying]
-        memory = {name: values[staying] for name, values in memory.items()}
-    logits, token_cost = in_batch_order(readings, len(inputs))
-    return BatchResult(logits, exit_index, evaluated, token_cost)
+    """The loop, after the plan: if the exits are known beforehand, an engine computes no other heads."""
+    plan = rule.plan(inputs)
+    segments, needs = select_heads(segments, rule, plan), rule.needs if plan is None else None
+    if segments.tokens_exit:  # the rows themselves exit at the only exit
+        state = segments.advance(0, segments.start(inputs))
+        exit_index = np.zeros(len(inputs), np.int64)
+        return BatchResult(segments.read(0, state), exit_index, needs, segments.token_cost(0, state))
+    result = loop.early_exit(segments, rule if plan is None else Planned(plan), inputs)
+    return BatchResult(result.logits, result.exit_index, needs)
 
 
-def at_exit(
-    segments: Segments, rule: Rule, k: int, state: Any, memory: dict[str, np.ndarray], plan: np.ndarray | None
-) -> tuple[Any, ExitedRows | None, str | None]:
-    """One turn of the loop, for the N rows that reach exit k.
-
-    Returns their state; ExitedRows, or None if no row stops; what the rule read of all: "logits", "state" or None.
-    memory: arrays by row that the rule keeps. plan (N,): exit index of each row, if the rule knows it beforehand.
-    """
-    state, evaluated = segments.advance(k, state), None
-    if k == len(segments.exits) - 1:
-        reading = segments.read_logits(k, state)
-        return state, ExitedRows(reading, np.arange(len(known_logits(reading))), NO_ROWS), None
+def select_heads(segments: Segments, rule: Rule, plan: np.ndarray | None) -> Segments:
+    """The segments with only the heads that will be read, if the rule knows them before the model runs."""
     if plan is not None:
-        exits = plan <= k
-    elif rule.needs is None:
-        return state, None, None
-    else:
-        reading = segments.read_state(k, state) if rule.needs == "state" else segments.read_logits(k, state)
-        exits = rule.stop(k, reading, memory)
-        evaluated = "state" if reading.logits is None else "logits"
-    exiting = exits.nonzero()[0]
-    if not len(exiting):
-        return state, None, evaluated
-    staying = (~exits).nonzero()[0]
-    if evaluated != "logits":  # the rule needed no logits: the head is computed now, for the rows that stop
-        reading = segments.read_logits(k, state.keep(exiting) if len(staying) else state)
-    elif len(staying):
-        reading = reading.keep(exiting)
-    return state, ExitedRows(reading, exiting, staying), evaluated
-
-
-def select_heads(segments: Segments, rule: Rule, plan: np.ndarray | None, state: Any) -> Any:
-    """The state at the start, with only the heads that will be read, if the rule knows them before the model runs."""
-    if plan is not None:
-        return segments.select_heads(set(plan.tolist()), state)
-    if rule.needs is None:
-        return segments.select_heads({len(segments.exits) - 1}, state)
-    return state
-
-
-def in_batch_order(readings: list[tuple[np.ndarray, Reading]], size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Logits (size, C) and token cost (size, 2) or None, from readings of several exits with their batch rows."""
-    _, first = readings[0]
-    some = known_logits(first)
-    logits = np.empty((size, some.shape[1]), some.dtype)
-    token_cost = None if first.token_cost is None else np.empty((size, 2))
-    for rows, reading in readings:
-        logits[rows] = reading.logits
-        if token_cost is not None:
-            token_cost[rows] = reading.token_cost
-    return logits, token_cost
+        return segments.select_heads(set(plan.tolist()))
+    return segments.select_heads({len(segments.exits) - 1}) if rule.needs is None else segments

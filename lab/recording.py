@@ -8,17 +8,19 @@ exit_scores, summary                the score of every exit; score, layers and F
 """
 
 from collections.abc import Sized
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mini_ee.lab.confidence import OF_LOGITS
 from mini_ee.lab.data.progress import tqdm
-from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.data.tokenizer import Encoded, batches
-from mini_ee.lab.early_exit import ExitResult, early_exit
-from mini_ee.lab.rules import Planned, Rule
-from mini_ee.lab.segments import Reading, Segments, check_finite, known_logits
+from mini_ee.lab.early_exit import ExitResult, early_exit, run_segments
+from mini_ee.lab.rules import Measured, Planned, Rule
+from mini_ee.lab.segments import BatchResult, Segments, check_finite
+
+if TYPE_CHECKING:
+    from mini_ee.lab.data.tasks import Task
 
 
 def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -31,18 +33,18 @@ def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.n
 
 
 def read_and_measure(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Logits and FLOPs as above, and the `measures` of Recorded: field of a Reading -> its values (N, K - 1 or K)."""
+    """Logits and FLOPs as above, and the `measures` of Recorded: name -> values (N, K - 1 or K)."""
     logits, flops = [], np.zeros((len(inputs), len(segments.exits), 2))
     measures: dict[str, list[np.ndarray]] = {}
     with segments.running():
         state = segments.start(inputs)
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
-            reading = segments.read(k, state)
-            logits.append(known_logits(reading))
-            for name, value in (("exit_logit", reading.exit_logit), ("token_cost", reading.token_cost)):
-                if value is not None:
-                    measures.setdefault(name, []).append(value)
+            logits.append(segments.read(k, state))
+            if segments.has_policy and k < len(segments.exits) - 1:
+                measures.setdefault("exit_logit", []).append(segments.exit_logit(k, state))
+            if segments.tokens_exit:
+                measures.setdefault("token_cost", []).append(segments.token_cost(k, state))
             flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
     return np.stack(logits, axis=1), flops, {name: np.stack(each, axis=1) for name, each in measures.items()}
 
@@ -58,9 +60,9 @@ def _flops(segments: Segments, inputs: Sized) -> np.ndarray:
 class Recorded(Segments):
     """Segments that return the recorded outputs of N rows (examples or tokens): a sweep of rules runs the model once.
 
-    logits (N, K, C), or any C numbers that are wanted of the exit where a row stops. measures: fields of a Reading by
-    name, (N, K - 1) or (N, K), that are not computed from the logits. flops (N, K, 2): of each segment and its head.
-    layer_passes (K,). state_flops (K,): FLOPs of read_state, if the recorded segments can omit the logits.
+    logits (N, K, C), or any C numbers that are wanted of the exit where a row stops. measures: what is not computed
+    from the logits, by name, (N, K - 1) or (N, K): exit_logit, saturation, confidence measures, a prediction; and
+    token_cost (N, K, 2). flops (N, K, 2): of each segment and its head. layer_passes, state_flops (K,): as of Segments.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Recorded(Segments):
     ):
         self.exits, self.logits, self.measures = exits, logits, measures or {}
         self._flops, self._layer_passes, self._state_flops = flops, layer_passes, state_flops
+        self.tokens_exit = "token_cost" in self.measures
 
     def take(self, rows: np.ndarray) -> "Recorded":
         """Some of the rows: an index or a mask (N,)."""
@@ -113,23 +116,62 @@ class Recorded(Segments):
     def advance(self, k: int, state: "RecordedRows") -> "RecordedRows":
         return state
 
-    def read(self, k: int, state: "RecordedRows") -> Reading:
-        # Measures of K - 1 columns have no value at the last exit, where no rule decides.
-        measures = {name: values[state.rows, k] for name, values in self.measures.items() if k < values.shape[1]}
-        return Reading(self.logits[state.rows, k], **measures)
+    def run_batch(self, rule: Rule, inputs: Sized) -> BatchResult | None:
+        """The loop. A rule that reads logits gets a Measured, if there are measures of logits."""
+        if self.needed(rule) == rule.needs:
+            return None
+        batch = run_segments(self, _OfMeasures(rule), inputs)
+        return batch._replace(needs=batch.needs and rule.needs)
 
-    def read_state(self, k: int, state: "RecordedRows") -> Reading:
-        reading = self.read(k, state)
-        return reading if self._state_flops is None else reading._replace(logits=None)
+    def read(self, k: int, state: "RecordedRows") -> np.ndarray:
+        return self.logits[state.rows, k]
 
-    def state_flops(self, k: int) -> float:
-        return 0.0 if self._state_flops is None else self._state_flops[k]
+    def needed(self, rule: Rule) -> str | None:
+        """The method here that returns what the rule reads."""
+        of_logits = self.measures.keys() & {*OF_LOGITS, "prediction"}
+        return "measured" if rule.needs == "logits" and of_logits else rule.needs
+
+    def measured(self, k: int, state: "RecordedRows") -> Measured:
+        """What rules read of exit k, before the last, in place of logits."""
+        return Measured(self.read(k, state), {name: values[state.rows, k] for name, values in self.measures.items()})
+
+    def exit_logit(self, k: int, state: "RecordedRows") -> np.ndarray:
+        return self._measure("exit_logit", k, state)
+
+    def saturation(self, k: int, state: "RecordedRows") -> np.ndarray:
+        return self._measure("saturation", k, state)
+
+    def token_cost(self, k: int, state: "RecordedRows") -> np.ndarray:
+        return self._measure("token_cost", k, state)
+
+    def _measure(self, name: str, k: int, state: "RecordedRows") -> np.ndarray:
+        if name not in self.measures:
+            return getattr(super(), name)(k, state)
+        return self.measures[name][state.rows, k]
+
+    def state_flops(self, k: int) -> float | None:
+        return None if self._state_flops is None else self._state_flops[k]
 
     def layer_passes(self, k: int) -> int:
         return self._layer_passes[k]
 
     def flops(self, k: int, inputs: Sized) -> tuple[np.ndarray, ...]:
         return tuple(self._flops[:, k].T)
+
+
+class _OfMeasures(Rule):
+    """A rule that reads logits, on a record that has measures of them."""
+
+    needs = "measured"
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+
+    def plan(self, inputs: Sized) -> np.ndarray | None:
+        return self.rule.plan(inputs)
+
+    def stop(self, k: int, read: Measured, memory: dict[str, np.ndarray]) -> np.ndarray:
+        return self.rule.stop(k, read, memory)
 
 
 class RecordedRows(NamedTuple):
@@ -217,8 +259,7 @@ def record(
     logits, flops = (np.concatenate(part)[back] for part in both)
     measures = {name: np.concatenate([each[name] for each in measured])[back] for name in measured[0]}
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
-    omits_logits = type(segments).read_state is not Segments.read_state
-    state_flops = [segments.state_flops(k) for k in range(len(segments.exits))] if omits_logits else None
+    state_flops = [of for k in range(len(segments.exits)) if (of := segments.state_flops(k)) is not None] or None
     recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
     return Record(recorded, logits, np.concatenate(full)[back])
 
@@ -246,7 +287,7 @@ def plan_rows(rule: Rule, encoded: Encoded, batch_size: int) -> Planned:
     return Planned(tuple(exit_index), flops / len(encoded))
 
 
-def predictions(logits: np.ndarray, task: Task | None = None) -> np.ndarray:
+def predictions(logits: np.ndarray, task: "Task | None" = None) -> np.ndarray:
     """(..., C) logits -> (...): the class index, or for regression (C = 1) the number.
 
     If the task has several labels at once, the number of the set of those above .5: the sum of 2^i over its labels i.
@@ -256,12 +297,12 @@ def predictions(logits: np.ndarray, task: Task | None = None) -> np.ndarray:
     return logits[..., 0] if logits.shape[-1] == 1 else logits.argmax(axis=-1)
 
 
-def exit_scores(recorded: Record, task: Task, labels: np.ndarray, metric: str = "score") -> list[float]:
+def exit_scores(recorded: Record, task: "Task", labels: np.ndarray, metric: str = "score") -> list[float]:
     """A metric of the task at every exit, over all rows."""
     return [task.score(found, labels)[metric] for found in predictions(recorded.logits, task).T]
 
 
-def summary(result: ExitResult, recorded: Record, task: Task, labels: np.ndarray) -> dict:
+def summary(result: ExitResult, recorded: Record, task: "Task", labels: np.ndarray) -> dict:
     """Score, depth and FLOPs of a result, under the keys of the JSON output."""
     num_layers = recorded.segments.exits[-1]
     mean_layers = float(result.cost.depth.mean())

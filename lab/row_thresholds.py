@@ -32,7 +32,7 @@ class RowThresholds(Rule):
             raise ValueError(f"expected thresholds of shape (rows, exits - 1), found {thresholds.shape}")
         own = rule.runtime_values(thresholds.shape[1])[THRESHOLD]
         self.rule, self.thresholds = rule, np.where(np.isnan(thresholds), own, thresholds)
-        self.needs, self.needs_policy, self.needs_embeddings = rule.needs, rule.needs_policy, rule.needs_embeddings
+        self.needs, self.needs_embeddings = rule.needs, rule.needs_embeddings
 
     def check(self, num_exits: int) -> None:
         self.rule.check(num_exits)
@@ -46,9 +46,9 @@ class RowThresholds(Rule):
         if len(inputs) != len(self.thresholds):
             raise ValueError(f"expected thresholds for {len(inputs)} rows, found those of {len(self.thresholds)}")
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         of_rows = memory.setdefault(THRESHOLD, self.thresholds)
-        return self.rule.with_runtime({THRESHOLD: of_rows[:, k]}).stop(k, reading, memory)
+        return self.rule.with_runtime({THRESHOLD: of_rows[:, k]}).stop(k, read, memory)
 
     def flops(self, classes: int) -> float:
         return self.rule.flops(classes)

@@ -1,22 +1,19 @@
 """Exit rules: which rows (examples or tokens) stop at which exit. At the last exit all rows stop.
 
-    rule.plan(inputs) -> (N,) exit index, or None      decided before the model runs; None: the rule does not plan
-    rule.stop(k, reading, memory) -> (N,) bool         decided at exit k; memory: arrays by row, kept from exit to exit
-    rule.needs                                         what `stop` reads: "logits", "state" (no logits), or None
+mini_ee/rules.py has what rules decide by: `plan`, `stop` and `needs`. Here are the rules of methods besides, and what
+the lab knows of each rule:
+
     rule.flops(classes)                                FLOPs of one decision for one row
     rule.plan_flops(inputs)                            FLOPs of a plan for one row
     rule.from_loose_to_strict(recorded, n)             the rule with other values of its `knob`, for a sweep
     rule.to_dict() <-> rule_from_dict                  the rule in a run's config.json
 
 `plan` and `stop` are numpy code. The same code also runs on graph values, which writes model.onnx (export/tracing.py).
-So it has no `if` on an array, changes no array in place, and a setting may be a graph value in place of a number.
+So it has no `if` on an array, changes no array in place, and a setting may be a graph value in place of a number. A
+comparison with NaN is False: a row whose confidence is NaN does not exit early.
 
-The memory is empty at the first exit. `stop` may put arrays into it whose first axis is the row. The loop keeps their
-entries for the rows that do not stop, so at every exit they belong to the rows of the reading. A comparison with NaN is
-False: a row whose confidence is NaN does not exit early.
-
-A rule is a frozen dataclass; the command line makes its options from the fields and their help. It holds no state: one
-rule may serve many batches. Exit indices k count from 0 along `exits`. Depths count layers: 0 is the embeddings.
+A rule is a frozen dataclass; the command line makes its options from the fields and their help. Exit indices k count
+from 0 along `exits`. Depths count layers: 0 is the embeddings.
 """
 
 import math
@@ -25,14 +22,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from mini_ee import rules
 from mini_ee.lab.confidence import OF_LOGITS
 from mini_ee.lab.data.settings import option
 from mini_ee.lab.data.values import is_whole
-from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import RULES as METHOD_RULES
 
 STATE_MEASURES = {"saturation": (-1.0, 1.0)}
@@ -40,30 +37,14 @@ STATE_MEASURES = {"saturation": (-1.0, 1.0)}
 THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in OF_LOGITS.items()} | STATE_MEASURES
 """Every measure -> (smallest, largest) useful threshold."""
 
-NO_POLICY = (
-    "the rule {} needs a model with a policy, and this one has none; "
-    "give a run of a method that trains policies, exported with such a rule if it is exported, or choose another rule"
-)
 
-NO_STATES = "{} is computed from hidden states, which this model does not provide; choose another measure"
-
-
-class Rule:
+class Rule(rules.Rule):
     """The base of all rules. By default a rule does not plan, and reads logits."""
 
     name = ""
-    needs: str | None = "logits"
-    needs_policy, needs_embeddings = False, False  # whether `stop` reads the exit_logit, or compares embeddings
+    needs_embeddings = False  # whether `stop` compares embeddings
     plans_from_texts = False  # True if `plan` reads the inputs, not only their number
     embed: Callable | None = None  # the embedding that such a rule plans with: Inputs -> (N, D); it has a name
-
-    def plan(self, inputs: Any) -> np.ndarray | None:
-        return None
-
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        if self.needs is not None:
-            raise NotImplementedError(f"{type(self).__name__} has no stop(k, reading, memory)")
-        return np.zeros(len(reading.logits), bool)
 
     def check(self, num_exits: int) -> None:
         """Raise ValueError if the rule does not fit a model with this number of exits."""
@@ -168,23 +149,18 @@ def _json(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class NeverExit(Rule):
+class NeverExit(rules.Never, Rule):
     """The full model: every row runs to the last exit, and only that head is computed."""
 
     name = "never"
-    needs = None
 
 
 @dataclass(frozen=True)
-class FixedExit(Rule):
+class FixedExit(rules.Fixed, Rule):
     """All rows exit at the same exit, which is chosen in advance. `exit` is an index into exits, from 0."""
 
     exit: int = option(help="exit layer of every example or token", flag="--layer")
     name = "fixed"
-    needs = None
-
-    def plan(self, inputs: Any) -> np.ndarray:
-        return np.full(len(inputs), self.exit)
 
     def check(self, num_exits: int) -> None:
         if not is_whole(self.exit) or self.exit not in range(num_exits):
@@ -216,16 +192,22 @@ class Planned(Rule):
             raise ValueError(f"the plan must name the {num_exits} exits by index, got {sorted(set(self.exit_index))}")
 
 
-def confidence(reading: Any, measure: str) -> np.ndarray:
-    """(B,): a confidence measure, from the reading if the engine has computed it, else from the logits."""
-    computed = getattr(reading, measure, None)
-    if computed is None and measure in STATE_MEASURES:
-        raise WrongArguments(NO_STATES.format(measure))
-    return OF_LOGITS[measure][0](reading.logits) if computed is None else computed
+class Measured(NamedTuple):
+    """What a record holds of one exit, for rules that read logits: `measures`, and `logits` for all others."""
+
+    logits: np.ndarray  # (N, C)
+    measures: dict[str, np.ndarray]  # (N,) each, by the name of a confidence measure; or "prediction"
+
+
+def confidence(read: Any, measure: str) -> np.ndarray:
+    """(N,): a confidence measure of logits (N, C) or of a Measured; a measure of states as the engine returned it."""
+    if isinstance(read, Measured):
+        return read.measures[measure] if measure in read.measures else OF_LOGITS[measure][0](read.logits)
+    return read if measure in STATE_MEASURES else OF_LOGITS[measure][0](read)
 
 
 @dataclass(frozen=True)
-class Threshold(Rule):
+class Threshold(rules.Threshold, Rule):
     """Exit if a confidence measure is at least the threshold: one number, or one for each exit (the last is unused).
 
     Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy), CALM
@@ -250,11 +232,10 @@ class Threshold(Rule):
 
     @property
     def needs(self) -> str:  # type: ignore[override]  # it depends on the measure
-        return "state" if self.measure in STATE_MEASURES else "logits"
+        return self.measure if self.measure in STATE_MEASURES else "logits"
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        threshold = self.threshold[k] if isinstance(self.threshold, tuple) else self.threshold
-        return confidence(reading, self.measure) >= threshold
+    def confidence(self, read: Any) -> np.ndarray:
+        return confidence(read, self.measure)
 
     runtime_settings, runtime_inputs = ("threshold",), {"threshold": "threshold"}
     knob = "threshold"
@@ -275,7 +256,7 @@ class Threshold(Rule):
 
 
 @dataclass(frozen=True)
-class Patience(Rule):
+class Patience(rules.Patience, Rule):
     """Exit if `patience` consecutive exits repeat the prediction of the exit before them: patience + 1 equal ones.
 
     Source: PABEE (Zhou et al. 2020). For regression (C = 1) two
@@ -292,17 +273,9 @@ class Patience(Rule):
         if not 0 < self.tolerance < math.inf:
             raise ValueError(f"tolerance must be a number above 0, got {self.tolerance}")
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        # At the first exit no row is equal: the defaults inf and -1 are no predictions. They broadcast to all rows.
-        if reading.prediction is None and reading.logits.shape[1] == 1:
-            prediction = reading.logits[:, 0]
-            same = abs(prediction - memory.get("prediction", np.inf)) < self.tolerance
-        else:
-            prediction = reading.logits.argmax(axis=1) if reading.prediction is None else reading.prediction
-            same = prediction == memory.get("prediction", -1)
-        memory["streak"] = np.where(same, memory.get("streak", 0) + 1, 0)
-        memory["prediction"] = prediction
-        return memory["streak"] >= self.patience
+    def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
+        read = read.measures.get("prediction", read.logits) if isinstance(read, Measured) else read
+        return super().stop(k, read, memory)
 
     runtime_settings, runtime_inputs = ("patience",), {"patience": "patience"}
     knob = "patience"
@@ -336,10 +309,10 @@ class PatienceConfidence(Rule):
 
     @property
     def needs(self) -> str:  # type: ignore[override]  # it depends on the measure
-        return "state" if self.measure in STATE_MEASURES else "logits"
+        return self.measure if self.measure in STATE_MEASURES else "logits"
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        confident = confidence(reading, self.measure) >= self.threshold
+    def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
+        confident = confidence(read, self.measure) >= self.threshold
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
         return memory["streak"] >= self.patience
 
@@ -351,7 +324,7 @@ class PatienceConfidence(Rule):
 
 
 @dataclass(frozen=True)
-class Policy(Rule):
+class Policy(rules.Policy, Rule):
     """Exit if the exit probability, which a small trained network predicts at each exit, is above the cut.
 
     Sources: ConsistentEE (a policy network), BERxiT (certainty); both use .5. The probability is sigmoid(exit_logit).
@@ -360,23 +333,6 @@ class Policy(Rule):
 
     cut: float = option(0.5, "exit probability of the policy above which an example or token exits", least=0, most=1)
     name = "policy"
-    needs = "state"
-    needs_policy = True
-
-    def __post_init__(self):
-        if not 0 <= self.cut <= 1:
-            raise ValueError(f"the cut on the exit probability must be from 0 to 1, got {self.cut}")
-        # The logit at which the sigmoid is the cut. `stop` compares logits, because many sigmoids are 1 in float32.
-        # Cuts of 0 and 1 have the logits -inf and inf, which math.log cannot compute.
-        at_ends = math.inf if self.cut else -math.inf
-        least = at_ends if self.cut in (0, 1) else math.log(self.cut / (1 - self.cut))
-        object.__setattr__(self, "least_logit", least)
-
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        if reading.exit_logit is None:
-            raise ValueError(NO_POLICY.format(self.name))
-        return reading.exit_logit > self.least_logit  # type: ignore[attr-defined]  # set in __post_init__
-
     runtime_settings, runtime_inputs = ("cut",), {"threshold": "least_logit"}
     knob, never = "cut", 1.0
 
@@ -398,8 +354,7 @@ class QExit(Rule):
 
     q: float = option(0.5, "cumulative exit probability above which an example exits", least=0, most=1)
     name = "q-exit"
-    needs = "state"
-    needs_policy = True
+    needs = "exit_logit"
 
     def __post_init__(self):
         if not 0 <= self.q <= 1:
@@ -407,12 +362,10 @@ class QExit(Rule):
         at_ends = math.inf if self.q else -math.inf
         object.__setattr__(self, "least_hazard", at_ends if self.q in (0, 1) else -math.log1p(-self.q))
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        if reading.exit_logit is None:
-            raise ValueError(NO_POLICY.format(self.name))
+    def stop(self, k: int, read: np.ndarray, memory: dict[str, np.ndarray]) -> np.ndarray:
         # -ln(1 - sigmoid(x)) = ln(1 + e^x), which logaddexp computes without overflow. The sum is compared, because the
         # product underflows.
-        memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, reading.exit_logit)
+        memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, read)
         return memory["hazard"] > self.least_hazard  # type: ignore[attr-defined]  # set in __post_init__
 
     runtime_settings, runtime_inputs = ("q",), {"threshold": "least_hazard"}

@@ -1,8 +1,8 @@
-"""Segments: the parts of a model that the loop of early_exit.py runs one after the other, and what they cost.
+"""Segments: the parts of a model that the loop of mini_ee/loop.py runs one after the other, and what they cost.
 
 Segment k contains the layers between exit k - 1 and exit k, and the head of exit k; k counts from 0 along exits. Each
-engine (torch, ONNX Runtime, recorded logits) implements Segments. Hidden states stay inside the engine; a Reading holds
-numpy arrays, because the rule decides on the CPU. No torch here.
+engine (torch, ONNX Runtime, recorded logits) implements Segments. Hidden states stay inside the engine; what is read is
+a numpy array, because the rule decides on the CPU. No torch here.
 """
 
 from collections.abc import Container, Sized
@@ -11,39 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mini_ee.lab.errors import WrongArguments
+
 if TYPE_CHECKING:
     from mini_ee.lab.rules import Rule
 
+NO_POLICY = (
+    "the rule {} needs a model with a policy, and this one has none; "
+    "give a run of a method that trains policies, exported with such a rule if it is exported, or choose another rule"
+)
 
-class Reading(NamedTuple):
-    """The outputs of exit k for the N rows (examples or tokens) that reached it.
-
-    The fields besides the logits are None, unless the engine has computed them or they cannot be computed from logits.
-    """
-
-    logits: np.ndarray | None  # (N, C); None if the rule needs the state alone
-    exit_logit: np.ndarray | None = None  # (N,), if the model has a policy
-    max_probability: np.ndarray | None = None  # (N,), one field for each measure of confidence.py
-    breaking_ties: np.ndarray | None = None
-    saturation: np.ndarray | None = None  # (N,), cosine of the state and the state at the exit before
-    entropy: np.ndarray | None = None
-    normalised_entropy: np.ndarray | None = None
-    breaking_ties_logits: np.ndarray | None = None
-    prediction: np.ndarray | None = None  # (N,), index of the largest logit; for regression the number
-    token_cost: np.ndarray | None = None  # (N, 2), if tokens exit within a row: mean layers per token, and FLOPs
-    weakest_label: np.ndarray | None = None  # (N,), the measure of several labels at once
-
-    def keep(self, rows: np.ndarray) -> "Reading":
-        """The logits and costs of some rows. The other fields are for the rule, which has read them."""
-        assert self.logits is not None
-        token_cost = None if self.token_cost is None else self.token_cost[rows]
-        return Reading(self.logits[rows], token_cost=token_cost)
-
-
-def known_logits(reading: Reading) -> np.ndarray:
-    """The logits (N, C) of a head that was computed."""
-    assert reading.logits is not None
-    return reading.logits
+NO_STATES = "{} is computed from hidden states, which this model does not provide; choose another measure"
 
 
 def check_finite(x: np.ndarray, what: str = "the logits") -> np.ndarray:
@@ -57,7 +35,8 @@ def check_finite(x: np.ndarray, what: str = "the logits") -> np.ndarray:
 
 
 class Segments:
-    """The parts of a model. An engine implements start, advance, read and flops; the other methods have defaults.
+    """An engine of mini_ee/loop.py that knows its cost. It implements start, advance, read and flops; the other methods
+    have defaults.
 
     k counts from 0 along exits. A `state` belongs to the engine: it holds tensors whose first axis is the row, and
     state.keep(rows) returns the state of some rows.
@@ -65,7 +44,8 @@ class Segments:
 
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
     engine = "numpy"  # the library that computes
-    tokens_exit = False  # whether tokens exit within a row: then Reading.token_cost is the cost of each row
+    tokens_exit = False  # whether tokens exit within a row, which itself has one exit: see token_cost
+    has_policy = False  # whether there is an exit_logit, at every exit but the last
     from_embeddings: Container[int] = (0,)  # each k whose segment starts from the embeddings, not from segment k - 1
     metadata: dict = {}  # entries of their own in the manifest of an exported folder
 
@@ -77,12 +57,12 @@ class Segments:
         """Run the layers between exit k - 1 and exit k."""
         raise NotImplementedError
 
-    def read(self, k: int, state: Any) -> Reading:
-        """All outputs of exit k: logits, and what rules need besides."""
+    def read(self, k: int, state: Any) -> np.ndarray:
+        """The logits (N, C) of exit k."""
         raise NotImplementedError
 
     def flops(self, k: int, inputs: Any) -> tuple:
-        """Floating-point operations (FLOPs) of one row in advance(k), and in read_logits(k), if no token exits early.
+        """Floating-point operations (FLOPs) of one row in advance(k), and in read(k), if no token exits early.
 
         Two numbers, or two arrays (N,) if rows differ.
         """
@@ -93,28 +73,33 @@ class Segments:
         return nullcontext()
 
     def run_batch(self, rule: "Rule", inputs: Any) -> "BatchResult | None":
-        """The whole batch, for an engine whose graph contains the loop; None: the loop of early_exit.py runs it."""
+        """The whole batch, for an engine whose graph contains the loop; None: the loop itself runs it."""
         return None
 
     def whole(self) -> "Segments":
         """The model without early exits. A speed-up is measured against it."""
         return self
 
-    def select_heads(self, heads: Container[int], state: Any) -> Any:
-        """The state if only these heads will be read, for engines that compute a head together with its layers."""
-        return state
+    def select_heads(self, heads: Container[int]) -> "Segments":
+        """The same if only these heads will be read, for engines that compute a head together with its layers."""
+        return self
 
-    def read_state(self, k: int, state: Any) -> Reading:
-        """A reading for rules that need no logits. An engine that can omit the logits overrides this."""
-        return self.read(k, state)
+    # ---- What rules read in place of logits ----
+    def exit_logit(self, k: int, state: Any) -> np.ndarray:
+        """(N,): the logit of the policy's exit probability."""
+        raise ValueError(NO_POLICY.format("policy"))
 
-    def read_logits(self, k: int, state: Any) -> Reading:
-        """The logits of exit k. An engine whose `read` computes more, such as a policy, overrides this."""
-        return self.read(k, state)
+    def saturation(self, k: int, state: Any) -> np.ndarray:
+        """(N,): the cosine of the state and the state at the exit before."""
+        raise WrongArguments(NO_STATES.format("saturation"))
 
-    def state_flops(self, k: int) -> float:
-        """FLOPs of one row in read_state(k)."""
-        return 0.0
+    def state_flops(self, k: int) -> float | None:
+        """FLOPs of one row in these two; None: the head is computed with them."""
+        return None
+
+    def token_cost(self, k: int, state: Any) -> np.ndarray:
+        """(N, 2), if tokens exit within a row: mean layers per token, and FLOPs."""
+        raise NotImplementedError
 
     def layer_passes(self, k: int) -> int:
         """Layers that are run for one row in advance(k)."""
@@ -130,8 +115,8 @@ class BatchResult(NamedTuple):
 
     logits: np.ndarray  # (N, C), of the exit where each row stopped
     exit_index: np.ndarray  # (N,)
-    evaluated: list[str | None]  # (K,), what the rule read at each exit, of all rows that reached it: see at_exit
-    token_cost: np.ndarray | None = None  # (N, 2), see Reading
+    needs: str | None  # what the rule read at each exit but the last, of all rows that reached it; None: it planned
+    token_cost: np.ndarray | None = None  # (N, 2), see Segments
     segments: Segments | None = None  # the segments whose layers and FLOPs count, if an engine delegated the batch
 
 
@@ -169,11 +154,12 @@ class Cost:
             advance, read = segments.flops(k, self._inputs)
             reached, exited = batch.exit_index >= k, batch.exit_index == k
             total += reached * advance if batch.token_cost is None else exited * batch.token_cost[:, 1]
+            decides, state = batch.needs is not None and k < len(segments.exits) - 1, segments.state_flops(k)
             # A head that the rule reads is computed for every row that reaches it, else only for rows that stop there.
-            if batch.evaluated[k] == "logits":
+            if decides and (batch.needs == "logits" or state is None):
                 total += reached * (read + decision)
+            elif decides:
+                total += exited * read + reached * (state + decision)
             else:
                 total += exited * read
-            if batch.evaluated[k] == "state":
-                total += reached * (segments.state_flops(k) + decision)
         return total

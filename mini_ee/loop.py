@@ -1,16 +1,7 @@
 """The loop of early exit. No torch: an engine computes, a rule decides, the loop does the bookkeeping.
 
 A model with exits e_1 < ... < e_K = L consists of K segments: the layers between two exits, and the head of the second
-one. After a segment the rule decides which rows (examples or tokens) stop; the next segment runs on the others. An
-engine is anything that has
-
-    exits                   (K,) layers after which a row may stop; exit k = 0 .. K - 1 is after layer exits[k]
-    start(inputs)           -> the state of all rows; state.keep(rows) -> the state of some of them
-    advance(k, state)       -> the state after the layers between exit k - 1 and exit k
-    read(k, state)          -> logits (B, C) of exit k, a numpy array
-    exit_logit(k, state)    -> (B,): the logit of a policy's probability of stopping. Only the rule Policy reads it
-
-Bert with exits (bert.py), Llama's tokens (llama.py) and a table of known logits (below) are engines.
+one. After a segment the rule decides which rows (examples or tokens) stop; the next segment runs on the others.
 """
 
 from collections.abc import Sequence, Sized
@@ -18,28 +9,26 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from mini_ee.rules import Rule
+from mini_ee.rules import Memory, Rule
 
 
 class State(Protocol):
     """The rows that are still in the model."""
 
-    def keep(self, rows: np.ndarray) -> Self: ...
+    def keep(self, rows: np.ndarray) -> Self: ...  # some of them
 
 
 S = TypeVar("S", bound=State)
 
 
 class Engine(Protocol[S]):
-    """See the head of this file."""
+    """What computes: bert.py, llama.py, Table. With exit_logit(k, state) -> (B,) it can also run the rule Policy."""
 
-    exits: Sequence[int]
+    exits: Sequence[int]  # (K,) layers after which a row may stop; exit k = 0 .. K - 1 is after layer exits[k]
 
-    def start(self, inputs) -> S: ...
-
-    def advance(self, k: int, state: S) -> S: ...
-
-    def read(self, k: int, state: S) -> np.ndarray: ...
+    def start(self, inputs) -> S: ...  # all rows
+    def advance(self, k: int, state: S) -> S: ...  # after the layers between exit k - 1 and exit k
+    def read(self, k: int, state: S) -> np.ndarray: ...  # logits (B, C) of exit k
 
 
 class Result(NamedTuple):
@@ -51,45 +40,53 @@ class Result(NamedTuple):
 
 
 def early_exit(engine: Engine[S], rule: Rule, inputs: Sized) -> Result:
-    """Run a batch of N = len(inputs) rows; at each exit the rule decides which stop, and only the others continue.
-
-    `rows` and `memory` hold only the rows that have not stopped. Raises ValueError if there is no row.
-    """
+    """Run a batch of N = len(inputs) >= 1 rows; at each exit the rule decides which stop, and the others continue."""
     if not len(inputs):
         raise ValueError("expected a batch of at least one row, got none")
-    plan, state, last = rule.plan(inputs), engine.start(inputs), len(engine.exits) - 1
+    plan, state = rule.plan(inputs), engine.start(inputs)
     rows, memory, stopped = np.arange(len(inputs)), dict[str, np.ndarray](), []
     exit_index = np.empty(len(inputs), np.int64)
-    for k in range(last + 1):
-        state, logits = engine.advance(k, state), None
-        if k == last:
-            stops = np.ones(len(rows), bool)
-        elif plan is not None:
-            stops = plan[rows] <= k
-        elif rule.needs is None:
+    for k in range(len(engine.exits)):
+        state, stops, logits = at_exit(engine, rule, k, state, memory, None if plan is None else plan[rows])
+        if logits is None:
             continue
-        elif rule.needs == "exit_logit":
-            stops = rule.stop(k, engine.exit_logit(k, state), memory)  # type: ignore[attr-defined]  # of some engines
-        else:
-            logits = engine.read(k, state)
-            stops = rule.stop(k, logits, memory)
-        exiting, staying = np.flatnonzero(stops), np.flatnonzero(~stops)
-        if len(exiting):
-            if logits is not None:
-                logits = logits[exiting]
-            else:  # the head is computed for the rows that stop here, and for no others
-                logits = engine.read(k, state.keep(exiting) if len(staying) else state)
-            stopped.append((rows[exiting], logits))
-            exit_index[rows[exiting]] = k
-        if not len(staying):
+        exit_index[rows[stops]] = k
+        stopped.append((rows[stops], logits))
+        if stops.all():
             break
-        if len(exiting):
-            state, rows = state.keep(staying), rows[staying]
-            memory = {name: values[staying] for name, values in memory.items()}
-    logits = np.empty((len(inputs), stopped[0][1].shape[1]), stopped[0][1].dtype)
+        staying = np.flatnonzero(~stops)
+        state, rows = state.keep(staying), rows[staying]
+        memory = {name: values[staying] for name, values in memory.items()}
+    logits = np.empty((len(inputs), *stopped[0][1].shape[1:]), stopped[0][1].dtype)
     for at, values in stopped:
         logits[at] = values
     return Result(logits, exit_index, np.asarray(engine.exits)[exit_index])
+
+
+def at_exit(
+    engine: Engine[S], rule: Rule, k: int, state: S, memory: Memory, plan: np.ndarray | None
+) -> tuple[S, np.ndarray, np.ndarray | None]:
+    """One turn, for the n rows that reach exit k, with their memory and plan (n,).
+
+    Returns their state there; which of them stop, (n,) bool; and the logits of those, or None if no row stops.
+    """
+    state, logits = engine.advance(k, state), None
+    if k == len(engine.exits) - 1:
+        return state, np.ones(len(logits := engine.read(k, state)), bool), logits
+    if plan is not None:
+        stops = plan <= k
+    elif rule.needs is None:
+        return state, np.zeros(0, bool), None
+    elif rule.needs == "logits":
+        logits = engine.read(k, state)
+        stops = rule.stop(k, logits, memory)
+    else:
+        stops = rule.stop(k, getattr(engine, rule.needs)(k, state), memory)
+    if not stops.any():
+        return state, stops, None
+    if logits is None:  # the head is computed for the rows that stop here, and for no others
+        return state, stops, engine.read(k, state if stops.all() else state.keep(np.flatnonzero(stops)))
+    return state, stops, logits if stops.all() else logits[stops]
 
 
 class Known(NamedTuple):
@@ -102,10 +99,9 @@ class Known(NamedTuple):
 
 
 class Table:
-    """An engine that computes nothing: the logits (N, K, C) of every exit are known. Its inputs are row numbers."""
+    """An engine of known logits (N, K, C), and exit_logits (N, K - 1 or K) of a policy. Its inputs are row numbers."""
 
     def __init__(self, exits: Sequence[int], logits: np.ndarray, exit_logits: np.ndarray | None = None):
-        """exit_logits (N, K) or (N, K - 1): of a policy."""
         self.exits, self.logits, self.exit_logits = exits, logits, exit_logits
 
     def start(self, inputs: Sized) -> Known:
@@ -118,6 +114,5 @@ class Table:
         return self.logits[state.rows, k]
 
     def exit_logit(self, k: int, state: Known) -> np.ndarray:
-        """(B,): as the policy of exit k computed it."""
         assert self.exit_logits is not None, "this table has no policy"
         return self.exit_logits[state.rows, k]

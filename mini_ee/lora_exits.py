@@ -80,13 +80,22 @@ class Adapters(nn.ModuleDict):
 
 # ---- Eq. 3 to 5: the loss of an exit ----
 def exit_loss(
-    logits: Tensor, labels: Tensor, teacher: Tensor | None, weight: float = LAMBDA, temperature: float = TEMPERATURE
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None,
+    weight: float = LAMBDA,
+    temperature: float = TEMPERATURE,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Eq. 3, or with a teacher Eq. 4; the mean over examples. logits, teacher (B, C), labels (B,); weight: lambda."""
+    """Eq. 4, $(1 - lambda) CE(y, z^k) + lambda KL(y^t, y^k)$; without a teacher Eq. 3, $CE(y, z^k)$. weight: lambda.
+
+    The mean over examples. logits and those of the teacher (B, C), labels (B,). factor: of KL, in the paper 1; Hinton
+    et al. 2015 multiply it by T squared.
+    """
     hard = task_loss(logits, labels)
     if teacher is None:
         return hard
-    return (1 - weight) * hard + weight * distillation_loss(logits, teacher, temperature)
+    return (1 - weight) * hard + weight * (factor * distillation_loss(logits, teacher, temperature))
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -113,7 +122,7 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
         raise ValueError(f"starts must ascend from 0 to {len(x)} with {len(A)} segments, got {list(starts)}")
     for i, (start, stop) in enumerate(zip(starts, starts[1:])):
         if start < stop:
-            y[start:stop] += scale * (x[start:stop] @ A[i] @ B[i])
+            y[start:stop].addmm_(x[start:stop] @ A[i], B[i], alpha=scale)  # += scale (x A) B
     return y
 
 

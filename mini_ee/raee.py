@@ -23,19 +23,28 @@ Deviations from the paper, and what it leaves open, with the test in tests/spec/
 
 Collected examples must not have trained the exits: on those, every exit would look right.
 The control: the vote of the neighbours' labels needs no exit, and no layer. RAEE has to beat it.
+
+The paper's main table is zero-shot: a pretrained model reads each example through a prompt, and nothing is trained. The
+lab has its prompts: `mini-ee train raee --model DIR --task DIR`.
+
+A served model chooses exits with this file and has no torch, so only the functions that train or collect import torch.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from mini_ee.bert import Bert, Exits
-from mini_ee.data import Inputs, Rows, of_all, open_task, report, usual_rules
 from mini_ee.rules import Rule
-from mini_ee.train import Options, script, task_loss, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mini_ee.bert import Exits
+    from mini_ee.data import Inputs, Rows
 
 NEIGHBOURS, TAU, FALLBACK_TOP = 12, 0.9, 3
 M, EF_CONSTRUCTION, EF = 16, 400, 256  # of hnswlib: links of an element; elements compared when adding, and searching
@@ -136,6 +145,7 @@ class Retrieval(Rule):
 
 def own_embedding(model: Exits) -> Callable[[Inputs], Tensor]:
     """A batch -> (B, D): the mean of the model's token embeddings. The model computes them anyway."""
+    import torch
 
     @torch.no_grad()
     def embed(inputs: Inputs) -> Tensor:
@@ -147,6 +157,8 @@ def own_embedding(model: Exits) -> Callable[[Inputs], Tensor]:
 
 def collect(model: Exits, data: Rows, **settings) -> Retrieval:
     """Algorithm 3.1: run every exit on examples that trained none of them. settings: k, tau, fallback_top."""
+    from mini_ee.data import of_all
+
     embed = own_embedding(model)
     values = exit_values(of_all(model, data).numpy(), data.labels.numpy())
     return Retrieval(lambda inputs: embed(inputs).numpy(), of_all(embed, data).numpy(), values, **settings)
@@ -162,18 +174,30 @@ def vote_of_labels(rule: Retrieval, collected: Rows, data: Rows) -> float:
 
 # ---- The script ----
 @dataclass
-class RAEEOptions(Options):
-    """Options of the script."""
+class RAEEOptions:
+    """Options of the script: all of them, because the options that scripts share stand beside torch in train.py."""
 
+    model: str = field(default="bert", metadata={"help": "folder of a BERT of Hugging Face, or the built-in one"})
+    task: str = field(default="", metadata={"help": "TSV, CSV or JSONL file, or a folder with train and dev files"})
     rows: int = field(default=4000, metadata={"help": "most training rows; three quarters are collected"})
     exits: tuple[int, ...] = field(default=tuple(range(1, 13)), metadata={"help": "exit layers, up to the last"})
+    epochs: int = field(default=4, metadata={"help": "epochs of the exits' training"})
     lr: float = field(default=4e-4, metadata={"help": "learning rate of the exits' training"})
     neighbours: int = field(default=NEIGHBOURS, metadata={"help": "neighbours that vote"})
     tau: float = field(default=TAU, metadata={"help": "least probability at which a neighbour's exit votes"})
+    seed: int = field(default=0, metadata={"help": "random seed"})
+    picture: str = field(default="", metadata={"help": "file of the picture; by default, one named after the paper"})
+    out: str = field(default="", metadata={"help": "new folder, for model.onnx, which stops by itself"})
 
 
 def main(options: RAEEOptions) -> tuple[Exits, Rule, Rows]:
     """Train exits on a quarter of the rows, collect on the others."""
+    import torch
+
+    from mini_ee.bert import Bert, Exits
+    from mini_ee.data import open_task, report, usual_rules
+    from mini_ee.train import task_loss, train
+
     torch.manual_seed(options.seed)
     bert = Bert.load(options.model)
     rows, test = open_task(options.task, options.model, len(bert.position.weight), options.rows, options.seed)
@@ -196,4 +220,6 @@ def main(options: RAEEOptions) -> tuple[Exits, Rule, Rows]:
 
 
 if __name__ == "__main__":
+    from mini_ee.train import script
+
     script(main, RAEEOptions, __doc__)

@@ -2,7 +2,7 @@
 
     plan(inputs) -> (N,) exit index, or None      decided before the model runs; None: the rule decides at the exits
     stop(k, read, memory) -> (N,) bool            decided at exit k. read: what `needs` names, of the rows still running
-    needs                                         "logits" (N, C), "exit_logit" (N,) of a policy, or None
+    needs                                         "logits" (N, C), or a method of the engine ("exit_logit"), or None
 
 `memory` is empty at the first exit. `stop` may put arrays by row into it; the loop keeps the entries of the rows that
 go on. A rule has no state of its own: one rule serves many batches. To write a rule: a class with `plan` or `stop`.
@@ -11,6 +11,7 @@ go on. A rule has no state of its own: one rule serves many batches. To write a 
 import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,25 +19,26 @@ Memory = dict[str, np.ndarray]
 
 
 # ---- How confident is an exit? (N, C) logits -> (N,); larger is more confident ----
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """(N, C) -> (N, C), in float32 at least. Raises ValueError for fewer than two classes."""
+def shifted(logits: np.ndarray) -> np.ndarray:
+    """(N, C) minus the row's largest, so that exp does not overflow; float32 at least. Raises ValueError if C < 2."""
     if logits.ndim != 2 or logits.shape[1] < 2:
-        raise ValueError(
-            f"expected logits (N, C) of at least 2 classes, found {logits.shape}: a regression takes Patience"
-        )
-    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
-    shifted = logits - logits.max(axis=1, keepdims=True)  # so that exp does not overflow
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        raise ValueError(f"only 2 or more classes have a confidence, not logits {logits.shape}: take Fixed or Patience")
+    return (x := logits.astype(np.promote_types(logits.dtype, np.float32))) - x.max(axis=1, keepdims=True)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """(N, C) -> (N, C)."""
+    return (x := shifted(logits)) - np.log(np.exp(x).sum(axis=1, keepdims=True))
 
 
 def max_probability(logits: np.ndarray) -> np.ndarray:
     """The largest probability (LoRAExit, Right-Tool)."""
-    return np.exp(log_softmax(logits).max(axis=1))
+    return np.reciprocal(np.exp(shifted(logits)).sum(axis=1))
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:
     """Minus the entropy, in nats (DeeBERT)."""
-    log_p = log_softmax(logits)
+    log_p = np.maximum(log_softmax(logits), -1e30)  # 0 x -inf would be NaN
     return (np.exp(log_p) * log_p).sum(axis=1)
 
 
@@ -60,10 +62,8 @@ def _gap(values: np.ndarray) -> np.ndarray:
     return first - second
 
 
-MEASURES = {
-    measure.__name__: measure
-    for measure in (max_probability, entropy, normalised_entropy, breaking_ties, breaking_ties_logits)
-}
+_MEASURES = (max_probability, entropy, normalised_entropy, breaking_ties, breaking_ties_logits)
+MEASURES = {measure.__name__: measure for measure in _MEASURES}
 
 
 # ---- The rules ----
@@ -99,9 +99,9 @@ class Fixed(Rule):
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """Stop if a measure of confidence is at least tau: one number, or one for each exit. inf: never."""
+    """Stop if a measure of confidence is at least the threshold: one number, or one for each exit. inf: never."""
 
-    tau: float | Sequence[float]
+    threshold: float | Sequence[float]
     measure: str = "max_probability"
 
     def __post_init__(self):
@@ -109,34 +109,36 @@ class Threshold(Rule):
             raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {self.measure!r}")
 
     def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
-        tau = self.tau if isinstance(self.tau, int | float) else self.tau[k]
-        return MEASURES[self.measure](read) >= tau
+        return self.confidence(read) >= (self.threshold[k] if isinstance(self.threshold, Sequence) else self.threshold)
+
+    def confidence(self, read: np.ndarray) -> np.ndarray:
+        return MEASURES[self.measure](read)
 
 
 @dataclass(frozen=True)
 class Patience(Rule):
-    """Stop if `t` consecutive exits repeat the prediction of the exit before them (PABEE, Zhou et al. 2020).
+    """Stop if `patience` consecutive exits repeat the prediction of the exit before them (PABEE, Zhou et al. 2020).
 
     Two predictions of a regression (C = 1) are equal if they differ by less than `tolerance`.
     """
 
-    t: int
+    patience: int
     tolerance: float = 0.5
 
     def __post_init__(self):
-        if self.t < 1 or self.tolerance <= 0:
-            raise ValueError(f"patience must be at least 1, its tolerance above 0, got {self.t} and {self.tolerance}")
+        if self.patience < 1 or self.tolerance <= 0:
+            raise ValueError(f"patience must be at least 1, its tolerance above 0, got {self}")
 
     def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
-        if read.shape[1] == 1:  # the defaults inf and -1 are no predictions, so at the first exit no row is equal
+        if read.shape[1:] == (1,):  # the defaults inf and -1 are no predictions, so at the first exit no row is equal
             predicted = read[:, 0]
             same = abs(predicted - memory.get("predicted", np.inf)) < self.tolerance
         else:
-            predicted = read.argmax(axis=1)
+            predicted = read.argmax(axis=1) if read.ndim == 2 else read  # (N,): predictions that were recorded
             same = predicted == memory.get("predicted", -1)
         memory["streak"] = np.where(same, memory.get("streak", 0) + 1, 0)
         memory["predicted"] = predicted
-        return memory["streak"] >= self.t
+        return memory["streak"] >= self.patience
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,14 @@ class Policy(Rule):
     """Stop if the model's own probability of stopping, the sigmoid of its exit_logit, is above `cut` (ConsistentEE)."""
 
     cut: float = 0.5
+    least_logit: ClassVar[float]  # of the cut. Logits are compared, because many sigmoids are 1 in float32
     needs = "exit_logit"
 
     def __post_init__(self):
-        if not 0 < self.cut < 1:
-            raise ValueError(f"a policy's cut is a probability between 0 and 1, got {self.cut}")
+        if not 0 <= self.cut <= 1:
+            raise ValueError(f"the cut on the exit probability must be from 0 to 1, got {self.cut}")
+        logit = math.log(self.cut / (1 - self.cut)) if 0 < self.cut < 1 else math.inf if self.cut else -math.inf
+        object.__setattr__(self, "least_logit", logit)
 
     def stop(self, k: int, read: np.ndarray, memory: Memory) -> np.ndarray:
-        return read > math.log(self.cut / (1 - self.cut))
+        return read > self.least_logit

@@ -49,7 +49,10 @@ LENGTH = 64  # tokens of a text
 
 # ---- Eq. 1 ----
 def head_loss(logits: Tensor, full: Tensor, penalty: float = LAMBDA, target: str = "hard") -> Tensor:
-    """Eq. 1 at each position, in nats: logits of a head and of the full model, (..., V), (..., V) -> (...)."""
+    """Eq. 1 at each position, $(1 - lambda) CE(p_k, p_theta) - lambda Entropy(p_k)$, in nats and in float32.
+
+    logits of a head and of the full model, (..., V), (..., V) -> (...). target: see deviation 2.
+    """
     log_p = logits.float().log_softmax(-1)
     if target == "soft":
         cross_entropy = -(full.float().softmax(-1) * log_p).sum(-1)
@@ -206,7 +209,7 @@ def report_tokens(model: TokenExits, logits: np.ndarray, rules: dict[str, Thresh
         result = early_exit(Table(model.exits, logits), rule, range(len(logits)))
         points[name] = result.layers.mean(), agreement(result, logits)
         saved = 1 - all_heads[result.exit_index].mean() / alone[-1]
-        taus = " ".join(f"{t:.2f}" for t in np.atleast_1d(rule.tau)[:-1])
+        taus = " ".join(f"{t:.2f}" for t in np.atleast_1d(rule.threshold)[:-1])
         print(f"{name:32}{points[name][1]:10.3f}{points[name][0]:8.2f}{saved:13.0%}   {taus}")
     draw(path, "Self-supervised exits", "agreement with the full model", exits, points)
 

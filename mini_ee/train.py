@@ -112,7 +112,7 @@ def layers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def script(run: Callable, kind: type[Options], about: str) -> None:
+def script(run: Callable, kind: type, about: str) -> None:
     """Parse the fields of a dataclass from the command line, and run. A mistake is one line, with status 2."""
     shape, first = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110), about.split("\n\n")[0]
     parser = argparse.ArgumentParser(description=first, usage="%(prog)s [options]", formatter_class=shape)

@@ -5,10 +5,8 @@ engines.py       run a batch: on graphs by segment, on the one graph, or on the 
 monitoring.py    metrics for Prometheus; the guarantee in service
 app.py           the HTTP interface; server.py runs it on uvicorn (the extra `serve`)
 formats.py       requests and responses in the formats of text-embeddings-inference and OpenAI
-hosts.py         names of the server that a request may have in its Host header
+http_messages.py heads and bodies; names of the server that a request may have in its Host header
 replicas.py      the same application and worker in several processes, on Ray Serve (the extra `ray`)
-load.py          the load generator of `mini-ee bench serve`
-triton_model.py  the worker as a model for NVIDIA Triton; see serve/triton.py
 """
 
 from mini_ee.serve.engines import engine_of

@@ -18,7 +18,7 @@ A request to a classifier or an encoder may have a "threshold", an "agreement" o
 request_thresholds.py. A request may have a "deadline_ms". An error is one line of JSON, {"error": ...}, and on /v1 an
 object as OpenAI's, {"error": {"message": ..., "type": ..., "param": null, "code": null}}, with a status:
 
-    400   no server could answer the request            421   the Host header names another host, see hosts.py
+    400   no server could answer the request            421   the Host header names another host
     408   the body is not complete within 10 s          500   the model failed on the request
     413   the body is too large                         503   the request is refused now, with the reason
     415   the body is not JSON in UTF-8, or compressed
@@ -36,11 +36,11 @@ from typing import Any
 
 from mini_ee.lab.data.lines import KEYS, decoded, json_object, rows_of_object
 from mini_ee.serve.formats import Format, Rows, check_fields, formats_of, info_of, model_of
-from mini_ee.serve.hosts import Hosts
 from mini_ee.serve.http_messages import (
     DEADLINE,
     JSON,
     V1,
+    Hosts,
     HTTPError,
     check_kind,
     deadline_of,

@@ -17,10 +17,9 @@ from math import inf
 
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.statistics import share_interval
 from mini_ee.serve.app import App
-from mini_ee.serve.hosts import Hosts
-from mini_ee.serve.monitoring import WINDOW, merge_pages
+from mini_ee.serve.http_messages import Hosts
+from mini_ee.serve.monitoring import WINDOW, merge_pages, shown, shown_share
 from mini_ee.serve.worker import Refused, RowFuture, Worker
 
 log = logging.getLogger("mini_ee.serve")
@@ -82,20 +81,9 @@ class Compared:
 
     def page(self) -> str:
         """The metrics of the comparison."""
-        made = ["# HELP mini_ee_canary_rows_total texts that both exports answered"]
-        made += ["# TYPE mini_ee_canary_rows_total counter", f"mini_ee_canary_rows_total {self.rows}"]
-        agreements = list(self.agreements)
-        if agreements:
-            agreeing, count = sum(agreements), len(agreements)
-            low, high = share_interval(agreeing, count)
-            name = "mini_ee_canary_agreement"
-            made += [f"# HELP {name} share of equal predictions of both exports, with its 95 % interval"]
-            made += [f"# TYPE {name} gauge"]
-            made += [
-                f'{name}{{end="{end}"}} {value:.6f}'
-                for end, value in (("low", low), ("mean", agreeing / count), ("high", high))
-            ]
-        return "\n".join(made) + "\n"
+        page = shown("canary_rows_total", "counter", "texts that both exports answered", self.rows)
+        about = "share of equal predictions of both exports, with its 95 % interval"
+        return page + shown_share("canary_agreement", about, self.agreements)
 
 
 class Canary:

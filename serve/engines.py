@@ -1,4 +1,4 @@
-"""Engines: they run a batch of a worker's rows on the exported model, through the loop of early_exit.py.
+"""Engines: they run a batch of a worker's rows on the exported model, through the loop of mini_ee/loop.py.
 
 RowEngine    for classifiers. It has a queue for each segment if the folder has graphs by segment (`mini-ee export
              --segments`) and rows of several batches can be joined. Else it has one queue, for model.onnx. A rule that
@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from mini_ee.lab.data.tokenizer import Encoded, Inputs
-from mini_ee.lab.early_exit import at_exit, early_exit, select_heads
+from mini_ee.lab.early_exit import early_exit, select_heads
 from mini_ee.lab.exits.decoding import Tokens, greedy
 from mini_ee.lab.export.runtime import Answer, Continuation, Runtime, TokenRuntime
 from mini_ee.lab.row_thresholds import THRESHOLD, RowThresholds
 from mini_ee.lab.rules import NeverExit, Planned, Rule
+from mini_ee.loop import at_exit
 from mini_ee.serve.monitoring import Guarantee, Metrics
 from mini_ee.serve.request_thresholds import RequestThresholds
 from mini_ee.serve.worker import BATCH, Row
@@ -128,18 +129,19 @@ class RowEngine:
             for row, chosen in zip(rows, plan.tolist()):
                 row.plan = chosen
         plan = None if rows[0].plan is None else np.array([row.plan for row in rows])
+        segments = select_heads(segments, rule, plan)
         with segments.running():
             state = segments.joined(inputs, [row.part for row in rows]) if k else segments.start(inputs)
-            state = select_heads(segments, rule, plan, state)
             memory = _memory([row.memory for row in rows]) if k else {}
-            state, exited, _ = at_exit(segments, rule, k, state, memory, plan)
+            state, stops, logits = at_exit(segments, rule, k, state, memory, plan)
         memory.pop(THRESHOLD, None)  # its rows keep them; the next batch has other rows
         exiting, answers = (), []
-        if exited is not None:  # before any row changes: if this fails, each row runs again alone from its old state
-            reading, exiting = exited.reading, exited.exiting
-            count, token_cost = len(exiting), reading.token_cost
-            depth = [self.runtime.exits[k]] * count if token_cost is None else token_cost[:, 0].tolist()
-            answers = self.runtime.answers(reading.logits, [k] * count, depth, [0.0] * count)
+        if logits is not None:  # before any row changes: if this fails, each row runs again alone from its old state
+            exiting = np.flatnonzero(stops)
+            count, depth = len(exiting), [self.runtime.exits[k]] * len(exiting)
+            if segments.tokens_exit:
+                depth = segments.token_cost(k, state)[exiting, 0].tolist()
+            answers = self.runtime.answers(logits, [k] * count, depth, [0.0] * count)
         for at, row in enumerate(rows):
             row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
         self._answer([rows[at] for at in exiting], answers, self.rule)

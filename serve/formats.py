@@ -29,11 +29,12 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee import __version__
-from mini_ee.lab.confidence import log_softmax, sigmoid
+from mini_ee.lab.confidence import sigmoid
 from mini_ee.lab.data.sentence_prompts import with_prompt
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.export.manifest import MANIFEST
 from mini_ee.lab.export.runtime import Runtime
+from mini_ee.rules import log_softmax
 
 Rows = list[tuple[str, ...]]
 
@@ -115,11 +116,7 @@ CUT = ("truncate", "truncation_direction", "prompt_name")
 
 def _predict_rows(runtime: Runtime, fields: dict) -> Rows:
     inputs = fields.get("inputs")
-    several = _is_batch(inputs)
-    found = inputs if several else [inputs]
-    if not isinstance(found, list) or not found:
-        raise ValueError(f"expected inputs as a text, a pair of texts, or a list of these, found {shortened(inputs)}")
-    rows = [tuple(each) if isinstance(each, list) else (each,) for each in found]
+    rows = [tuple(each) if isinstance(each, list) else (each,) for each in (inputs if _is_batch(inputs) else [inputs])]
     _flag(fields, "raw_scores", False)
     return _uncut(runtime, fields, rows)
 

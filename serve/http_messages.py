@@ -1,6 +1,10 @@
 """Heads and bodies of requests and responses over HTTP, for app.py and replicas.py. No torch."""
 
 import json
+import re
+import socket
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import inf
 
 JSON = b"application/json"
@@ -10,6 +14,11 @@ V1 = "/v1/"  # paths of OpenAI's API, and of others that follow it
 DEADLINE = "deadline_ms"
 
 UTF_8 = (b"utf-8", b"utf8", b"us-ascii")  # values of charset; ASCII is part of UTF-8
+
+ANY = "*"  # every host
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/\[\]@]+)(?::\d*)?", re.IGNORECASE)
+"""A Host header: a name or an address, IPv6 in brackets, and an optional port."""
 
 
 class HTTPError(Exception):
@@ -77,3 +86,52 @@ def _shown(value: bytes) -> str:
 def one_line(error: Exception) -> str:
     """The message of an error, in one line."""
     return " ".join(str(error).split())
+
+
+class Hosts:
+    """The hosts that requests may name in their Host header, with any port, because a port may be forwarded.
+
+    The owner of another site can let its name resolve to this machine (DNS rebinding). The browser then takes this
+    server for that site, and lets the site's page read the answers. Such a request names that site.
+
+    bound: the address that the server listens on, which is allowed. With a loopback address, localhost and all loopback
+    addresses are allowed too. With 0.0.0.0 or ::, every address is allowed, because a site's name is never an address,
+    and so are localhost and the name of the machine. more: further names, such as that of a proxy; "*": all.
+    """
+
+    def __init__(self, bound: str, more: Sequence[str] = ()):
+        """Raises ValueError for a string that is not the name of a host, or has a port."""
+        for name in more:
+            host = HOST.fullmatch(name)
+            if name != ANY and not _address(name) and (host is None or host[1] != name):
+                raise ValueError(f"expected the name of a host, without scheme and port, found {name!r}")
+        address, self.names = _address(bound), {_plain(name) for name in (bound, *more)}
+        self._everywhere = address is not None and address.is_unspecified
+        self._local = self._everywhere or bound == "localhost" or address is not None and address.is_loopback
+        if self._local:
+            self.names |= {"localhost"}
+        if self._everywhere:
+            self.names |= {_plain(socket.gethostname()), _plain(socket.getfqdn())}
+
+    def allow(self, header: bytes) -> bool:
+        """Whether a Host header names this server."""
+        host = HOST.fullmatch(header.decode("latin-1"))
+        if ANY in self.names or host is None:
+            return ANY in self.names
+        name = _plain(host[1])
+        address = _address(name)
+        is_ours = address is not None and (self._everywhere or self._local and address.is_loopback)
+        return name in self.names or is_ours
+
+
+def _plain(name: str) -> str:
+    """A name for comparison: lower case, without brackets and without a dot at its end."""
+    return name.strip("[]").rstrip(".").lower()
+
+
+def _address(name: str) -> IPv4Address | IPv6Address | None:
+    """The address in a string; None if the string is a name."""
+    try:
+        return ip_address(name.strip("[]"))
+    except ValueError:
+        return None

@@ -13,7 +13,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,21 +21,8 @@ import numpy as np
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.statistics import binomial_cdf, share_interval
 
-BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)  # seconds: bounds of the latency histogram
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Bounds of the latency histogram, in seconds."""
 
 RECENT = 1000  # latest answers, for the drift
 
@@ -154,60 +141,51 @@ class Metrics:
 
     def page(self, lengths: dict[str, int]) -> str:
         """The metrics in Prometheus' text format. lengths: rows in each queue, by its name."""
-        made: list[str] = []
-
-        def add(name: str, kind: str, about: str, values: dict, label: str = "") -> None:
-            made.append(f"# HELP mini_ee_{name} {about}\n# TYPE mini_ee_{name} {kind}")
-            made.extend(
-                f'mini_ee_{name}{{{label}="{key}"}} {value}' if label else f"mini_ee_{name} {value}"
-                for key, value in dict(values).items()  # a copy, because other threads change it
-            )
-
-        add("model_info", "gauge", "1, with the id of the exported model", {self.model_id: 1}, "model")
-        add("requests_total", "counter", "requests by outcome", self.requests, "outcome")
-        add("http_responses_total", "counter", "responses by status", self.responses, "status")
-        made.append(self._histogram())
         exits = {depth: self.exit_counts[depth] for depth in self.exits}
-        add("exits_total", "counter", "answers, or tokens of texts, by number of layers", exits, "layers")
-        add("queue_rows", "gauge", "waiting rows by queue", lengths, "queue")
-        add("batches_total", "counter", "batches by queue", self.batches, "queue")
-        add("batch_rows_total", "counter", "rows in these batches by queue", self.rows, "queue")
-        drift = self.drift()
+        page = shown("model_info", "gauge", "1, with the id of the exported model", {self.model_id: 1}, "model")
+        page += shown("requests_total", "counter", "requests by outcome", self.requests, "outcome")
+        page += shown("http_responses_total", "counter", "responses by status", self.responses, "status")
+        so_far = np.cumsum(self._seconds).tolist()
+        about, buckets = "seconds from arrival to answer", dict(zip((*BUCKETS, "+Inf"), so_far))
+        page += shown("request_seconds", "histogram", about, buckets, "le", "_bucket")
+        page += f"mini_ee_request_seconds_sum {self._total:.6f}\nmini_ee_request_seconds_count {so_far[-1]}\n"
+        page += shown("exits_total", "counter", "answers, or tokens of texts, by number of layers", exits, "layers")
+        page += shown("queue_rows", "gauge", "waiting rows by queue", lengths, "queue")
+        page += shown("batches_total", "counter", "batches by queue", self.batches, "queue")
+        page += shown("batch_rows_total", "counter", "rows in these batches by queue", self.rows, "queue")
+        drift, guarantee = self.drift(), self.guarantee
         if drift is not None:
             about = "distance between the latest exits and the expected ones, 0 to 1"
-            add("exit_drift", "gauge", about, {"": round(drift, 6)})
-        if self.guarantee:
-            self._agreement(add)
-        return "\n".join(made) + "\n"
-
-    def _histogram(self) -> str:
-        name, so_far = "mini_ee_request_seconds", np.cumsum(self._seconds).tolist()
-        lines = [f"# HELP {name} seconds from arrival to answer", f"# TYPE {name} histogram"]
-        lines += [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in zip((*BUCKETS, "+Inf"), so_far)]
-        return "\n".join([*lines, f"{name}_sum {self._total:.6f}", f"{name}_count {so_far[-1]}"])
-
-    def _agreement(self, add) -> None:
-        guarantee, agreements = self.guarantee, list(self.guarantee.agreements)
-        add(
-            "shadow_total",
-            "counter",
-            "shadow rows, which ran through all layers after their answer",
-            {"": guarantee.rows},
-        )
-        add("tightened_total", "counter", "times that the rule was made stricter", {"": guarantee.tightened})
+            page += shown("exit_drift", "gauge", about, round(drift, 6))
+        if guarantee is None:
+            return page
+        about = "shadow rows, which ran through all layers after their answer"
+        page += shown("shadow_total", "counter", about, guarantee.rows)
+        page += shown("tightened_total", "counter", "times that the rule was made stricter", guarantee.tightened)
         if guarantee.epsilon is not None:
-            add("guaranteed_agreement", "gauge", "guaranteed agreement", {"": guarantee.epsilon})
-        if agreements:
-            agreeing, count = sum(agreements), len(agreements)
-            low, high = share_interval(agreeing, count)
-            ends = {"low": round(low, 6), "mean": round(agreeing / count, 6), "high": round(high, 6)}
-            add(
-                "agreement",
-                "gauge",
-                "share of shadow rows whose answer equals that of the full model, with its 95 % interval",
-                ends,
-                "end",
-            )
+            page += shown("guaranteed_agreement", "gauge", "guaranteed agreement", guarantee.epsilon)
+        about = "share of shadow rows whose answer equals that of the full model, with its 95 % interval"
+        return page + shown_share("agreement", about, guarantee.agreements)
+
+
+def shown(name: str, kind: str, about: str, values: float | dict, label: str = "", end: str = "") -> str:
+    """A metric in Prometheus' text format. values: one, or several by the value of `label`."""
+    lines = [f"# HELP mini_ee_{name} {about}", f"# TYPE mini_ee_{name} {kind}"]
+    if isinstance(values, dict):  # a copy, because other threads change it
+        lines += [f'mini_ee_{name}{end}{{{label}="{key}"}} {value}' for key, value in dict(values).items()]
+    else:
+        lines += [f"mini_ee_{name} {values}"]
+    return "\n".join([*lines, ""])
+
+
+def shown_share(name: str, about: str, agreements: Iterable[bool]) -> str:
+    """The mean of the agreements with its 95 % interval; nothing if there are none."""
+    seen = list(agreements)
+    if not seen:
+        return ""
+    low, high = share_interval(sum(seen), len(seen))
+    ends = {"low": low, "mean": sum(seen) / len(seen), "high": high}
+    return shown(name, "gauge", about, {end: round(value, 6) for end, value in ends.items()}, "end")
 
 
 def merge_pages(pages: dict[str, str], label: str = "replica") -> str:

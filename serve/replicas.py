@@ -26,8 +26,7 @@ from starlette.middleware import Middleware
 
 from mini_ee.lab.data.lines import decoded, json_object
 from mini_ee.serve.app import MAX_BODY, App
-from mini_ee.serve.hosts import Hosts
-from mini_ee.serve.http_messages import JSON, deadline_of, error_of, head, line
+from mini_ee.serve.http_messages import JSON, Hosts, deadline_of, error_of, head, line
 from mini_ee.serve.monitoring import merge_pages
 from mini_ee.serve.server import DRAIN, address_of, listen
 from mini_ee.serve.worker import LATE, Worker

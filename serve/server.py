@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mini_ee.serve.app import App
 from mini_ee.serve.canary import Canary
-from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.worker import Worker
 
 HEAD_SECONDS = 15.0  # seconds in which a connection must send the head of a request

@@ -30,7 +30,7 @@ from mini_ee.lab.export.manifest import WEIGHTS
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import Session
 from mini_ee.lab.methods.lora_exits import LoRAExits
-from mini_ee.lab.rules import Threshold
+from mini_ee.lab.rules import FixedExit, Threshold
 from mini_ee.lab.training import default_rule
 from mini_ee.lab.training.run_folder import Run
 
@@ -450,3 +450,30 @@ def decoder(tmp_path_factory, decoder_checkpoint):
         patch.setattr(writer, "VERIFIED_TOKENS", 4)
         writer.export(run, folder, ["the film was", "a meal", "the"])
     return Runtime(folder, threads=1, max_new_tokens=8)
+
+
+@pytest.fixture(scope="session")
+def encoder(embedding_run, tmp_path_factory):
+    """That sentence encoder, exported with graphs by segment."""
+    folder = tmp_path_factory.mktemp("serving") / "encoder"
+    mini_ee.export(embedding_run, folder, segments=True)
+    return Runtime(folder, threads=1)
+
+
+@pytest.fixture(scope="session")
+def classifier(checkpoint_folder, task_folder, tmp_path_factory):
+    """A trained classifier of two labels, exported without graphs by segment."""
+    folder = tmp_path_factory.mktemp("serving")
+    run = mini_ee.train("joint", checkpoint_folder, task_folder, folder / "run", epochs=1)
+    mini_ee.export(run, folder / "classifier")
+    return Runtime(folder / "classifier", threads=1)
+
+
+@pytest.fixture(scope="session")
+def reranker(random_model, checkpoint_folder, tmp_path_factory):
+    """An untrained model of pairs with one label."""
+    task = {"name": "pairs", "metrics": ["pearson"], "texts": 2, "label_names": []}
+    config = {"method": "joint", "unit": "rows", "num_labels": 1, "settings": {}, "task": task}
+    run = Run(Path("run"), config, random_model((2, 6), 1), Tokenizer.from_folder(checkpoint_folder, 30), FixedExit(1))
+    writer.export(run, folder := tmp_path_factory.mktemp("serving") / "pairs", [("the film", "was good")] * 8)
+    return Runtime(folder, threads=1)

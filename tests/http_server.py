@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,12 +19,47 @@ from mini_ee.lab.cli.main import main
 from mini_ee.lab.export import writer
 from mini_ee.lab.training import holdout
 from mini_ee.serve import Worker, server
-from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.http_messages import Hosts
+from mini_ee.serve.monitoring import Metrics
+from mini_ee.serve.worker import Row
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
 SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
 PROMPTS = ["the film was", "a meal", "book and song and room", "the", "very very good"]
 KILLS = int(os.environ.get("MINI_EE_KILLS", 1))  # moments; 50 by hand
+
+
+class Slow:
+    """An engine of two queues, whose batches take as long as they are told; `ran` lists them."""
+
+    queues, by_length, room = ("first", "second"), True, 100
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.ran, self.released = seconds, [], []
+        self.metrics, self.held = Metrics((1, 2), None, None, "id"), threading.Event()
+        self.held.set()
+
+    def row(self, text):
+        return Row(len(text))
+
+    def release(self, row):
+        self.released.append(row)
+
+    def run(self, at, rows):
+        self.held.wait(10)
+        time.sleep(self.seconds)
+        self.ran.append((self.queues[at], [row.width for row in rows]))
+        for row in rows:
+            if row.width == 13:
+                raise RuntimeError("a batch that fails")
+            row.queue = 1 if not at and row.width % 2 else None
+            if row.queue is None:
+                row.answer = Said(at + 1)
+
+
+class Said:
+    def __init__(self, layers):
+        self.layers = layers
 
 
 def free_port():

@@ -1,8 +1,7 @@
 """Tests can fail: rows of (place, bug, test that must fail).
 
 `bug` is given what stands at the place, and returns what is planted there. The test runs in this process, with its
-own fixtures, which are made before the bug is planted. Bugs in a loaded checkpoint or in a graph stay beside their
-tests in parity/: they need the models that are built there.
+own fixtures, which are made before the bug is planted.
 """
 
 import functools
@@ -10,21 +9,26 @@ import inspect
 import itertools
 import math
 import sys
+import textwrap
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from mini_ee import rules as core_rules
 from mini_ee.lab import confidence
 from mini_ee.lab.backbones.bert import LayerContext
 from mini_ee.lab.baselines import elasticbert
 from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
+from mini_ee.lab.export.tracing import Value
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
 
 TESTS = Path(__file__).parent
@@ -43,7 +47,7 @@ def source(old, new):
     """One piece of a function's source is replaced."""
 
     def bug(true):
-        code, module = inspect.getsource(true), vars(sys.modules[true.__module__])
+        code, module = textwrap.dedent(inspect.getsource(true)), vars(sys.modules[true.__module__])
         if code.count(old) != 1:  # no error that a test may raise
             raise LookupError(f"{old!r} is not in {true.__name__} any more: plant this bug anew")
         exec(code.replace(old, new), namespace := dict(module))
@@ -57,29 +61,29 @@ def measure(wrong):
     return lambda true: (wrong, *true[1:])
 
 
-def counts_equal_predictions(self, k, reading, memory):
+def counts_equal_predictions(self, k, read, memory):
     """t equal predictions instead of t + 1: the first one counts too."""
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = np.where(prediction == memory.get("prediction", -1), memory.get("streak", 0) + 1, 1)
-    memory["prediction"] = prediction
+    predicted = read.argmax(axis=1)
+    memory["streak"] = np.where(predicted == memory.get("predicted", -1), memory.get("streak", 0) + 1, 1)
+    memory["predicted"] = predicted
     return memory["streak"] >= self.patience
 
 
-def never_starts_again(self, k, reading, memory):
+def never_starts_again(self, k, read, memory):
     """A change of prediction does not set the counter back."""
-    prediction = reading.logits.argmax(axis=1)
-    memory["streak"] = memory.get("streak", 0) + (prediction == memory.get("prediction", -1))
-    memory["prediction"] = prediction
+    predicted = read.argmax(axis=1)
+    memory["streak"] = memory.get("streak", 0) + (predicted == memory.get("predicted", -1))
+    memory["predicted"] = predicted
     return memory["streak"] >= self.patience
 
 
 def counter_on_the_rule(true):
     memory = {}
-    return lambda self, k, reading, _: true(self, k, reading, memory)
+    return lambda self, k, read, _: true(self, k, read, memory)
 
 
-def below_the_threshold(self, k, reading, memory):
-    return confidence.MEASURES[self.measure][0](reading.logits) < self.threshold
+def below_the_threshold(self, k, read, memory):
+    return core_rules.MEASURES[self.measure](read) < self.threshold
 
 
 def zero_times_log_zero(logits):
@@ -94,21 +98,6 @@ def in_half_precision(logits):
     """Logits keep their dtype."""
     shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
     return shifted.max(axis=1) / shifted.sum(axis=1)
-
-
-def forced_exit_pays(true):
-    """The last policy's term once more at the last exit."""
-
-    def log_exit_probabilities(exit_logits, epsilon=0.0):
-        log_exit = true(exit_logits, epsilon)
-        forced = torch.nn.functional.logsigmoid(exit_logits[:, -1:])
-        return torch.cat([log_exit[:, :-1], log_exit[:, -1:] + forced], dim=1)
-
-    return log_exit_probabilities
-
-
-def entropy_added(true):
-    return lambda logits, full, penalty, target="soft": true(logits, full, -penalty, target)
 
 
 def softmax_twice(true):
@@ -267,9 +256,13 @@ def confidence_of_their_own_class(true):
     return features
 
 
-def first_shard_only(self, queries, k, ids):
-    names, distances = self.indexes[0].knn_query(queries, k)
-    return names.astype(np.int64) * len(self.indexes), distances
+def held_out_alone(run, task):
+    """Without the rows that max_train left."""
+    return holdout(task.split("train"), run.config["seed"])[1]
+
+
+def first_shard_only(self, work):
+    return [work(0)]
 
 
 def alone(true):
@@ -368,88 +361,127 @@ def first_rows(name):
     return lambda true: lambda self, rows: true(self, rows)._replace(**{name: getattr(self, name)[: len(rows)]})
 
 
+def changed_config(**change):
+    """A backbone is made of another config."""
+    return lambda true: lambda self, config, **parts: true(self, replace(config, **change), **parts)
+
+
+def after_loading(damage):
+    """load_backbone ends with `.eval()`: there the loaded model is damaged."""
+    return lambda true: lambda self: (damage(self), self.train(False))[1]
+
+
+def swapped(first, second):
+    """Two modules of every layer."""
+    return after_loading(lambda model: [[setattr(layer, name, module) for name, module in ((first, getattr(layer, second)), (second, getattr(layer, first)))] for layer in model.layers])
+
+
+def heads_of(change):
+    """Attention of changed queries, keys and values."""
+    return lambda true: lambda query, key, value, **rest: true(*change(query, key, value), **rest)
+
+
+def groups_in_turn(query, key, value):
+    """Queries share keys in turn, not in groups."""
+    return query[:, torch.arange(query.shape[1]).view(-1, key.shape[1]).T.flatten()], key, value
+
+
+def interleaved(true):
+    """Neighbours rotate as pairs."""
+
+    def rotate(heads, cos, sin):
+        swap = torch.arange(heads.shape[-1]).view(2, -1).T.flatten()
+        return true(heads[..., swap], cos, sin)[..., swap.argsort()]
+
+    return rotate
+
+
+def node(kind, becomes=None, **attributes):
+    """Nodes of a kind in every graph become others."""
+
+    def bug(true):
+        def op(self, op_type, *inputs, **given):
+            return true(self, becomes or kind, *inputs, **given | attributes) if op_type == kind else true(self, op_type, *inputs, **given)
+
+        return op
+
+    return bug
+
+
 # ---- The rows ----
 
 SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contract", "lab/methods", "lab/parity"))
 
 EQUATIONS = [
-    ("mini_ee.lab.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
-    ("mini_ee.lab.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[project-2-4]"),
-    ("mini_ee.lab.methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    ("mini_ee.lab.methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[project-[5, 5, 5]]"),
-    ("mini_ee.lab.methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    ("mini_ee.lab.methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2-bert]"),
-    *[
-        ("mini_ee.lab.methods.self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
-        for bug in (entropy_added, softmax_twice, own_target)
-        for test in ("test_eq1_position_by_position", "test_eq1_hard_targets_have_the_closed_form_optimum[project-0.1]")
-    ],
-    ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.lab.methods.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.lab.methods.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
-    ("mini_ee.lab.methods.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
-    ("mini_ee.lab.methods.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
-    ("mini_ee.lab.methods.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
-    ("mini_ee.lab.methods.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
-    ("mini_ee.lab.methods.consistent.log_exit_probabilities", lambda true: lambda z, epsilon=0.0: true(z), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
-    ("mini_ee.lab.methods.consistent.log_exit_probabilities", forced_exit_pays, "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[project-0.5]"),
+    ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    ("mini_ee.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
+    ("mini_ee.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
+    ("mini_ee.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    ("mini_ee.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
+    ("mini_ee.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
+    ("mini_ee.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
     # the mean of all rewards, with the trajectory's own: biased
-    ("mini_ee.lab.methods.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
-    ("mini_ee.lab.methods.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True-project-0.0]"),
-    ("mini_ee.lab.methods.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    ("mini_ee.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
+    ("mini_ee.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
+    ("mini_ee.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
     # the first right exit, whatever comes later
-    ("mini_ee.lab.methods.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    ("mini_ee.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
 ]
 
 CORE = "mini_ee."
 EQUATIONS += [  # the same of the core, and bugs of its own
-    *[(place.replace(".lab.methods.", "."), bug, test) for place, bug, test in EQUATIONS if ".raee." in place],
-    *[(place.replace(".lab.methods.", "."), bug, test.replace("project", "core")) for place, bug, test in EQUATIONS
-      if place.endswith(("consistent.leave_one_out", "consistent.memorized_layer"))],
-    (CORE + "loop.early_exit", source("append((rows[exiting], logits))", "append((exiting, logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Threshold'-[0.8]]"),
-    (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[core-'Patience'-[2]]"),
-    (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again[core]"),
-    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.t)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[core-2-4]"),
-    (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[core-0.8]"),
-    (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_of_the_core_computes_with_w_plus_ab[2]"),
-    (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t[core]"),
-    (CORE + "lora_exits.sgmv", source("A[i] @ B[i]", "A[0] @ B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[core-[5, 5, 5]]"),
-    (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(tau=0.0, measure='max_probability')-2]"),
-    (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[core-segd-teachers2]"),
-    *[(CORE + "self_supervised.head_loss", source(*change), f"2_self_supervised.py::test_eq1_position_by_position[core-{case}]") for *change, case in (("- penalty * entropy", "+ penalty * entropy", "soft-0.1"), ("-(full.float().softmax(-1)", "-(logits.float().softmax(-1)", "soft-0.1"))],
-    (CORE + "calibrate.tau", source("enough[-1]", "enough[0]"), "2_self_supervised.py::test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees[core]"),
-    (CORE + "consistent.log_exit_probabilities", lambda true: lambda z: true(z) + torch.nn.functional.pad(z[:, :1] * 0 - 1, (z.shape[1], 0)), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_coins_and_actions[core-0.0]"),
-    (CORE + "consistent.hardness_guided_rewards", always(lambda losses, depths, alpha, memorized: -losses - alpha * depths), "4_consistent.py::test_eq3_and_eq4_count_depth_in_layers[core]"),
+    (CORE + "loop.early_exit", source("append((rows[stops], logits))", "append((np.flatnonzero(stops), logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Threshold'>-[0.8]]"),
+    (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Patience'>-[2]]"),
+    (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again"),
+    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
+    (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[0.8]"),
+    (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2]"),
+    (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t"),
+    (CORE + "lora_exits.sgmv", source("@ A[i], B[i]", "@ A[0], B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[[5, 5, 5]]"),
+    (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(threshold=0.0, measure='max_probability')-2]"),
+    (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[segd-teachers2]"),
+    *[
+        (CORE + "self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
+        for bug in (softmax_twice, own_target)
+        for test in ("test_eq1_position_by_position", "test_eq1_hard_targets_have_the_closed_form_optimum[0.1]")
+    ],
+    *[(CORE + "self_supervised.head_loss", source(*change), f"2_self_supervised.py::test_eq1_position_by_position[{case}]") for *change, case in (("- penalty * entropy", "+ penalty * entropy", "soft-0.1"), ("-(full.float().softmax(-1)", "-(logits.float().softmax(-1)", "soft-0.1"))],
+    (CORE + "calibrate.tau", source("enough[-1]", "enough[0]"), "2_self_supervised.py::test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees"),
+    (CORE + "consistent.log_exit_probabilities", lambda true: lambda z: true(z) + torch.nn.functional.pad(z[:, :1] * 0 - 1, (z.shape[1], 0)), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_actions"),
+    (CORE + "consistent.hardness_guided_rewards", always(lambda losses, depths, alpha, memorized: -losses - alpha * depths), "4_consistent.py::test_eq3_and_eq4_count_depth_in_layers"),
 ]
 
 ALONE = "test_compaction_changes_nothing_each_row_leaves_where_it_would_alone[numpy-"
 NEVER = "test_never_exit_equals_the_full_model["
-KEEP, LAST = "state, rows = state.keep(staying), rows[staying]", "k == len(segments.exits) - 1"
+TURN, CORE_LOOP = "mini_ee.loop.at_exit", "mini_ee.loop.early_exit"
+KEEP, LAST = "state, rows = state.keep(staying), rows[staying]", "k == len(engine.exits) - 1"
 FLOPS = "test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_decisions"
 STATE = "test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there"
 LOOP = [
-    ("early_exit.run_segments", source(KEEP, "state, rows = state.keep(staying), rows[: len(staying)]"), ALONE + "max_probability]"),
-    ("early_exit.run_segments", source(KEEP, "state, rows = state.keep(np.arange(len(staying))), rows[staying]"), ALONE + "max_probability]"),
-    ("early_exit.run_segments", source("values[staying]", "values[: len(staying)]"), ALONE + "remembers]"),
-    ("early_exit.run_segments", source("values[staying]", "values[: len(staying)]"), "test_memory_is_kept_with_the_rows"),
-    ("early_exit.run_segments", source("else plan[staying]", "else plan[: len(staying)]"), ALONE + "planned]"),
-    ("early_exit.run_segments", source("break", "pass"), "test_nothing_runs_after_the_last_row_has_left"),
-    ("early_exit.run_segments", source("exit_index.fill(k)", "exit_index.fill(0)"), NEVER + "numpy]"),
-    ("early_exit.at_exit", source("if plan is not None:\n        exits", "if plan is not None and rule.needs is None:\n        exits"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
-    ("early_exit.at_exit", source(LAST, "k >= len(segments.exits) - 2"), NEVER + "numpy]"),
-    ("early_exit.at_exit", source(LAST, "k >= len(segments.exits) - 2"), "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]"),
-    ("early_exit.at_exit", source("reading = reading.keep(exiting)", "reading = reading.keep(np.arange(len(exiting)))"), ALONE + "max_probability]"),
-    ("early_exit.at_exit", source("state.keep(exiting) if len(staying) else state", "state"), "test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there"),
-    ("early_exit.at_exit", source("    elif rule.needs is None:\n        return state, None, None\n", ""), "test_never_exit_reads_the_last_head_once"),
-    ("early_exit.at_exit", source('segments.read_state(k, state) if rule.needs == "state" else ', ""), STATE),
-    ("early_exit.at_exit", source('evaluated = "state" if reading.logits is None else "logits"', 'evaluated = "state"'), FLOPS),
+    (CORE_LOOP, source(KEEP, "state, rows = state.keep(staying), rows[: len(staying)]"), ALONE + "max_probability]"),
+    (CORE_LOOP, source(KEEP, "state, rows = state.keep(np.arange(len(staying))), rows[staying]"), ALONE + "max_probability]"),
+    (CORE_LOOP, source("values[staying]", "values[: len(staying)]"), ALONE + "remembers]"),
+    (CORE_LOOP, source("values[staying]", "values[: len(staying)]"), "test_memory_is_kept_with_the_rows"),
+    (CORE_LOOP, source("else plan[rows]", "else plan[: len(rows)]"), ALONE + "planned]"),
+    (CORE_LOOP, source("            break", "            pass"), "test_nothing_runs_after_the_last_row_has_left"),
+    (CORE_LOOP, source("exit_index[rows[stops]] = k", "exit_index[rows[stops]] = 0"), NEVER + "numpy]"),
+    (CORE_LOOP, source("logits[at] = values", "logits[at] = stopped[0][1][: 1]"), ALONE + "max_probability]"),
+    ("early_exit.run_segments", source("rule if plan is None else Planned(plan)", "rule"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
+    (TURN, source(LAST, "k >= len(engine.exits) - 2"), NEVER + "numpy]"),
+    (TURN, source(LAST, "k >= len(engine.exits) - 2"), "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]"),
+    (TURN, source("else logits[stops]", "else logits[: stops.sum()]"), ALONE + "max_probability]"),
+    (TURN, source("state if stops.all() else state.keep(np.flatnonzero(stops))", "state"), "test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there"),
+    (TURN, source("return state, np.zeros(0, bool), None", "engine.read(k, state)\n        return state, np.zeros(0, bool), None"), "test_never_exit_reads_the_last_head_once"),
+    (TURN, source("getattr(engine, rule.needs)(k, state)", "engine.read(k, state)[:, 0]"), STATE),
+    ("early_exit.run_segments", source("rule.needs if plan is None else None", "None"), FLOPS),
     ("early_exit.select_heads", source("set(plan.tolist())", "{len(segments.exits) - 1}"), "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]"),
-    ("early_exit.in_batch_order", source("logits[rows] = reading.logits", "logits[rows] = first.logits[: len(rows)]"), ALONE + "max_probability]"),
-    ("segments.Cost", source("segments.state_flops(k) + decision", "decision"), STATE),
+    ("segments.Cost", source("(state + decision)", "decision"), STATE),
     ("segments.Cost", source("self._rule.flops(batch.logits.shape[1])", "0.0"), FLOPS),
     ("segments.Cost", source("np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"), "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes"),
-    ("rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
+    ("mini_ee.rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
     ("backbones.bert.padding_mask", no_padding, "test_padding_does_not_change_the_decision[torch first-never]"),
     *[
         ("exits.row_exits.RowState.keep", always(bug), test)
@@ -461,7 +493,7 @@ LOOP = [
         )
     ],
     *[
-        ("exits.row_exits.RowSegments.read_logits", next_head(shift), test)
+        ("exits.row_exits.RowSegments.read", next_head(shift), test)
         for shift in (1, -1)
         for test in (
             "test_always_exit_equals_the_first_head[torch mean-always]",
@@ -476,6 +508,7 @@ LOOP = [
     ],
 ]
 
+NEW = "new_backbone.py::test_"
 ZERO = "exit_0.py::test_exit_0_"
 ZERO_COSTS = "exit_0.py::test_an_example_that_exits_at_0_runs_no_layer_and_costs_none[FixedExit(exit=0)]"
 PAIRS = "failure_prediction.py::test_auroc_is_the_share_of_pairs_in_order_and_a_tie_counts_half"
@@ -485,13 +518,13 @@ RULES = [
     ("evaluation.failure_prediction.failures", source("[:, ::-1]  #", "  #"), "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right"),
     ("evaluation.failure_prediction.calibration_error", source("np.abs(gaps).sum()", "np.abs(gaps.sum())"), "failure_prediction.py::test_the_calibration_error_is_that_of_a_loop_over_bins[7]"),
     ("confidence.MEASURES.entropy", measure(zero_times_log_zero), "confidence.py::test_a_probability_of_zero_gives_full_confidence_and_no_nan[row0-entropy]"),
-    ("confidence.MEASURES.entropy", measure(lambda logits: -confidence.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
-    ("confidence.MEASURES.entropy", measure(lambda logits: confidence.entropy(logits) / math.log(2)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
-    ("confidence.MEASURES.normalised_entropy", measure(confidence.entropy), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-normalised_entropy]"),
-    ("confidence.MEASURES.breaking_ties", measure(confidence.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
+    ("confidence.MEASURES.entropy", measure(lambda logits: -core_rules.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
+    ("confidence.MEASURES.entropy", measure(lambda logits: core_rules.entropy(logits) / math.log(2)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
+    ("confidence.MEASURES.normalised_entropy", measure(core_rules.entropy), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-normalised_entropy]"),
+    ("confidence.MEASURES.breaking_ties", measure(core_rules.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
     ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
     ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
-    ("rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
+    ("mini_ee.rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
     ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
     *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
     *[("calibration._tau", bug, "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for bug in (source("np.unique(confidence[order], return_index=True)", "confidence[order], np.arange(len(order))"), source("[:, first]", "[:, np.append(first[1:], first[-1])]"), source("math.inf)", "values[-1])"))],
@@ -515,6 +548,10 @@ RULES = [
     ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
     ("training.stages.depth_weighted_sum", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
+    ("backbones.bert.LayerContext.keep", always(lambda self, rows: self._replace(padding=self.padding[: len(rows)])), NEW + "rows_that_are_kept_go_on_as_if_the_others_had_never_been_there[bert-[1, 3]]"),
+    ("backbones.bert.LayerContext.repeat", always(lambda self, count: self._replace(padding=self.padding.repeat_interleave(count, 0))), NEW + "the_context_of_a_repeated_batch_repeats_it[bert]"),
+    ("backbones.bert.Bert.run_layers", lambda true: lambda self, *given: true(self, *given[:4]), NEW + "adapters_see_every_projection_of_every_layer_that_runs[bert]"),
+    ("backbones.llama.Decoder.run_layers", lambda true: lambda self, hidden, context, start, stop: true(self, hidden, context, min(start + 1, stop), stop), NEW + "layers_chained_one_by_one_are_the_whole_model[llama]"),
 ]
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
 ENCODERS = "trained_encoders.py::test_"
@@ -524,19 +561,26 @@ SHADOWS = "del.py::test_shadow_tokens_are_those_of_every_exit_where_the_full_mod
 RECOMPUTED = "balcony.py::test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text"
 MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
+    ("methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
+    ("methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "sgmv.py::test_it_adds_in_place_to_the_columns_that_it_is_given[equal]"),
+    ("methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
+    ("methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
+    ("methods.lora_exits.Config.factor", always(lambda self, classes: 1.0), "segd.py::test_t_squared_multiplies_the_divergence_and_not_a_squared_error[2-9.0]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]"),
     ("methods.lora_exits_streams.LoRAState.keep", forgets_embeddings, "lora_exits.py::test_parallel_equals_restart_and_a_batch_equals_rows_alone[Threshold(threshold=0.75, measure='max_probability')-[[0, 1, 2]]]"),
+    ("methods.raee_collect.untrained_rows", always(held_out_alone), "raee_run.py::test_the_datastore_holds_all_rows_that_a_training_with_max_train_left"),
     ("methods.raee_controls.knn_labels", always(lambda labels, weights: labels[:, 0]), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee.neighbour_weights", always(lambda distances: 1 / (1e-6 + distances[:, ::-1])), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.best_single_exit", always(lambda values: values.shape[1] - 1), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.earliest_right_exit", always(lambda values: np.zeros(len(values), np.int64)), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.shuffled_plan", always(lambda plan, seed: np.zeros_like(plan)), "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots"),
-    ("methods.raee_shards.Shards.search", always(first_shard_only), "shards.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
+    ("methods.raee_datastore.Datastore._each", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
     ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
-    ("methods.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
+    ("methods.consistent.with_coins", lambda true: lambda z, epsilon: true(z, 0.0), "consistent.py::test_the_probability_of_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]"),
+    ("mini_ee.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
     ("exits.token_exits.TokenExits.policies", always(property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)), "consistent.py::test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut"),
     ("baselines.adainfer.MAX_STEPS", always(20), "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]"),
     ("baselines.mixed.mean_loss", always(joint_loss), MIXED),
@@ -593,6 +637,9 @@ COPIES = "generation.py::test_copy_state_and_recompute_are_what_their_definition
 GREEDY = "generation.py::test_greedy_text_is_that_of_transformers_token_for_token[llama]"
 LOSSLESS = "generation.py::test_lossless_text_is_the_full_models[llama-1-4-0.0]"
 BLOCKS = "t5_tokens.py::test_blocks_over_a_cache_are_the_whole_answer[t5]"
+if find_spec("triton"):
+    late = lambda true: lambda x, W, starts: true(x, W, (1, *starts[1:]))  # noqa: E731 - every segment begins a row late
+    OF_METHODS += [("methods.lora_exits_sgmv_triton._launch", late, "sgmv_triton.py::test_the_kernel_twice_equals_the_loop[8-ragged-small]")]
 OF_MODELS = [
     # a gap behind the prompt, and a position too low
     ("exits.generation.TokenSegments.block", positions(lambda some: [position + 2 for position in some]), GREEDY),
@@ -618,6 +665,110 @@ OF_MODELS = [
     *[("methods.raee_encoders.pooled", always(bug), "encoders.py::test_own_states_are_the_mean_over_the_tokens_of_the_row_after_the_layer[2]") for bug in (lambda hidden, mask, pool: hidden[:, 0], lambda hidden, mask, pool: hidden[:, -1], lambda hidden, mask, pool: hidden.amax(dim=1))],
 ]
 
+BERTS = "bert.py::test_hidden_states_pooled_outputs_and_logits_are_those_of_transformers["
+FAMILIES = {name: f"{name}.py::test_hidden_states_and_logits_are_those_of_transformers" for name in ("deberta", "modernbert", "t5", "decoder")}
+ATTENTION = "F.scaled_dot_product_attention"
+OF_FAMILIES = [
+    *[(f"backbones.{place}", bug, BERTS + kind + "]") for kind, place, bug in (
+        ("bert", f"bert.{ATTENTION}", lambda true: lambda *heads, attn_mask, dropout_p: true(*heads)),
+        ("bert", f"bert.{ATTENTION}", heads_of(lambda query, key, value: (key, query, value))),
+        ("bert", f"bert.{ATTENTION}", lambda true: lambda *heads, **rest: true(*heads, scale=1.0, **rest)),
+        ("bert", "bert.ACTIVATIONS.gelu", always(lambda x: torch.nn.functional.gelu(x, approximate="tanh"))),
+        ("bert", "bert.Embeddings.forward", lambda true: lambda self, ids, types: true(self, ids, 1 - types)),
+        ("bert", "bert.Embeddings.forward", lambda true: lambda self, ids, types: true(self, ids)),
+        ("bert", "bert.Bert.__init__", changed_config(num_attention_heads=2)),
+        ("bert", "bert.Bert.eval", swapped("attention_norm", "output_norm")),
+        ("bert", "bert.Bert.pooled", source("torch.tanh", "")),
+        ("bert", "bert.Bert.eval", after_loading(lambda model: model.lm_head.bias.zero_())),
+        ("roberta", "bert.Embeddings.forward", source("real.cumsum(1) * real", "torch.ones_like(real).cumsum(1)")),
+        ("roberta", "bert.Embeddings.forward", source(" + self.config.pad_token_id)", ")")),
+        ("roberta", "bert.ACTIVATIONS.relu", always(torch.nn.functional.gelu)),
+        ("albert", "bert.ACTIVATIONS.gelu_new", always(torch.nn.functional.gelu)),
+        ("albert", "bert.Bert.eval", after_loading(lambda model: model.embeddings.to_hidden.bias.zero_())),
+        ("elasticbert", "bert.Bert.pooled", source("self.poolers[str(depth)](", 'self.poolers["1"](')),
+        ("elasticbert", "bert.Bert.__init__", changed_config(layer_norm_eps=1e-12)),
+        ("electra", "electra.ElectraConfig.head_act", always("relu")),
+        ("distilbert", "bert.Bert.__init__", changed_config(layer_norm_eps=1e-3)),
+        ("mpnet", "relative_biases.Biases.forward", lambda true: lambda self, *places: true(self, *places).mT),
+        ("mpnet", "relative_biases.buckets", lambda true: lambda distances, both, config: true(distances, False, config)),
+        ("mpnet", "mpnet.padding_mask", always(lambda mask, device=None: None)),
+    )],
+    *[(f"backbones.{place}", bug, f"{FAMILIES['deberta']}[{kind}]") for kind, place, bug in (
+        *[(kind, "deberta.Layer.position_scores", lambda true: lambda self, q, k, tables, index: true(self, q, k, dict(zip(tables, [*tables.values()][::-1])), index)) for kind in ("deberta", "deberta-v2")],
+        *[(kind, "deberta.Layer.position_scores", lambda true: lambda self, q, k, tables, index: true(self, q, k, tables, index.T)) for kind in ("deberta", "deberta-v2")],
+        ("deberta", "deberta.Layer.position_scores", lambda true: lambda self, q, k, tables, index: true(self, q, k, tables | {"p2c": tables["p2c"].flip(-2)}, index)),  # by (j, i), as the paper prints it
+        ("deberta", "deberta.HeadByHead.from_file", always(lambda self, weight: weight)),
+        ("deberta", "deberta.padding_mask", always(lambda mask, device: None)),
+        ("deberta", "deberta.Deberta.eval", after_loading(lambda model: [setattr(layer, "scale", 4**-0.5) for layer in model.layers])),
+        ("deberta", "deberta.Deberta.eval", after_loading(lambda model: [layer.v_bias.zero_() for layer in model.layers])),
+        ("deberta-v2", "deberta_config.table_rows", always(lambda distances, config: (distances + config.span).clamp(0, 2 * config.span - 1))),
+        ("deberta-v2", "deberta_config.table_rows", source("ceil", "floor")),
+        ("deberta-v2", "deberta.Embeddings.forward", lambda true: lambda self, ids, types, padding: true(self, ids, types, None)),
+        ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.positions, "norm", None))),
+        ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.layers[0], "conv", None))),
+        ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.layers[0].conv, "activation", torch.tanh))),
+    )],
+    *[(f"backbones.{place}", bug, FAMILIES["modernbert"]) for place, bug in (
+        ("modernbert.padding_mask", always(lambda mask, device: None)),
+        ("modernbert.ModernBert._near", lambda true: lambda self, places, padding: true(self, places, None)),
+        *[("modernbert.ModernBert.__init__", changed_config(**change)) for change in ({"local_attention": 6}, {"local_attention": 64}, {"layer_types": ("full_attention",) * 3}, {"global_rope_theta": 20.0, "local_rope_theta": 500.0}, {"hidden_activation": "gelu_new"}, {"classifier_activation": "gelu_new"}, {"norm_eps": 1e-2})],
+        ("cache.rotate", lambda true: lambda heads, cos, sin: true(heads, cos, -sin)),
+        ("modernbert.ModernBert.eval", swapped("gate", "up")),
+        ("modernbert.ModernBert.eval", after_loading(lambda model: setattr(model.layers[0], "attention_norm", model.layers[1].attention_norm))),
+        ("modernbert.ModernBert.eval", after_loading(lambda model: setattr(model, "norm", torch.nn.Identity()))),
+        ("modernbert.ModernBert.eval", after_loading(lambda model: model.lm_head.bias.zero_())),
+    )],
+    *[(f"backbones.{place}", bug, f"{FAMILIES['t5']}[{kind}]") for kind, place, bug in (
+        ("t5", f"t5_layers.{ATTENTION}", lambda true: lambda *heads, scale, **rest: true(*heads, scale=5**-0.5 * scale, **rest)),
+        *[("t5", "relative_biases.buckets", lambda true, change=change: lambda *given: true(*change(*given))) for change in (lambda r, both, config: (-r, both, config), lambda r, both, config: (r, False, config), lambda r, both, config: (r, True, config), lambda r, both, config: (r, both, replace(config, relative_attention_max_distance=5)))],
+        ("t5", "t5.T5.context", source(".masked_fill(places > places[:, None], -torch.inf)", "")),
+        ("t5", "t5.padding_mask", always(lambda mask, device: None)),
+        ("t5", "t5.T5.context", source("readable, bias)", "None, bias)")),
+        ("t5", "t5_layers.Layer.memory_heads", source('"cross_key_value", memory,', '"cross_key_value", self.cross_norm(memory),')),
+        ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model, "biases", model.encoder_biases))),
+        ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model, "encoder_norm", torch.nn.Identity()))),
+        ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model.norm, "scale", 1.0))),
+        ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: setattr(model.norm, "scale", 8**-0.5))),
+        ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: setattr(model, "lm_head", None))),
+        ("t5-v1.1", "t5.T5.eval", swapped("gate", "gated")),
+        ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: [setattr(layer, "activation", torch.nn.functional.gelu) for layer in model.layers])),
+    )],
+    *[(f"backbones.{place}", bug, f"{FAMILIES['decoder']}[{kind}]") for kind, place, bug in (
+        ("llama", f"cache.{ATTENTION}", lambda true: lambda *heads, attn_mask, is_causal, **rest: true(*heads, **rest)),
+        *[("llama", f"cache.{ATTENTION}", heads_of(change)) for change in (groups_in_turn, lambda q, k, v: (q, k.flip(1), v), lambda q, k, v: (q * 2, k, v))],
+        *[("llama", "cache.rotate", bug) for bug in (always(lambda heads, cos, sin: heads), interleaved, lambda true: lambda heads, cos, sin: true(heads, cos, -sin if heads.shape[2] > 1 else sin))],
+        ("llama", "layers.RMSNorm.forward", always(lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))),
+        *[(kind, "layers.RMSNorm.__init__", lambda true: lambda self, width, eps, offset: true(self, width, eps, not offset)) for kind in ("llama", "gemma")],
+        ("llama", "llama.Layer.mlp", always(lambda self, x, adapt: self.down(self.gate(x) * self.activation(self.up(x))))),
+        ("gemma", "llama.Decoder.embed", always(lambda self, inputs: self.embeddings(inputs.input_ids))),
+        *[(kind, "llama.Decoder.__init__", changed_config(**change)) for kind, change in (("llama", {"hidden_act": "gelu"}), ("llama", {"norm_eps": 1e-2}), ("llama3", {"rope_scaling": None}), ("llama3", {"rope_theta": 10000.0}), ("phi", {"partial_rotary_factor": 1.0}), ("phi", {"hidden_act": "relu"}), ("mistral", {"sliding_window": None}), ("mistral", {"sliding_window": 5}), ("mistral", {"sliding_window": 7}), ("qwen2", {"layer_types": None, "max_window_layers": 0}), ("qwen3", {"layer_types": None}), ("phi3", {"partial_rotary_factor": 1.0, "rope_scaling": None}))],
+        ("qwen3", "llama.Layer.of_heads", always(lambda self, norm, x: x)),
+        ("phi3", "llama_config.DecoderConfig.rope_scale", always(1.0)),
+        ("phi3", "llama_config.DecoderConfig.rope_frequencies", lambda true: lambda config, long=False: true(config, True)),
+        ("phi3-long", "llama_config.DecoderConfig.short_tokens", always(None)),
+    )],
+]
+LABEL_WORDS = "export.py::test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says[bert-None]"
+DECODER_WORDS = "export.py::test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says[llama-1]"
+STOPS = "model_graph.py::test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says[bert]"
+OPERATION = "export.builder.Builder.op"
+OF_GRAPHS = [
+    (OPERATION, node("Gelu", approximate="tanh"), LABEL_WORDS),
+    (OPERATION, node("LayerNormalization", epsilon=1e-2), LABEL_WORDS),
+    ("export.row_segments.OrtState.keep", lambda true: lambda self, rows: (state := true(self, rows))._replace(ids=state.ids | {"input_ids": self.ids["input_ids"][: len(rows)]}), LABEL_WORDS),
+    ("export.row_segments.OrtState.keep", lambda true: lambda self, rows: true(self, rows)._replace(rows=np.arange(len(rows))), LABEL_WORDS),
+    (OPERATION, node("LessOrEqual", "GreaterOrEqual"), DECODER_WORDS),
+    ("export.decoder_blocks.GraphBlock.of_texts", lambda true: classmethod(lambda cls, decoder, mask: true.__func__(cls, decoder, ~mask)), DECODER_WORDS),
+    ("export.segment_graphs._rows_of", source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"), LABEL_WORDS),
+    (OPERATION, node("Not", "Identity"), STOPS),
+    ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
+    ("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: self.rule.with_runtime({"threshold": self.thresholds[: len(reading.logits), k]}).stop(k, reading, memory)), STOPS),
+    ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
+    ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
+    ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
+    ("rules.Patience.stop", lambda true: lambda self, k, reading, memory: true(self, k, reading, {} if isinstance(reading.logits, Value) else memory), STOPS),
+]
+
 LEADERBOARD = "experiments.leaderboard."
 OF_LEADERBOARD = [
     (LEADERBOARD + "ranking.holm", source("(len(p_values) - place)", "len(p_values)"), "statistics.py::test_holm_rejects_what_adjusted_p_values_reject"),
@@ -636,6 +787,19 @@ OF_PAGES = [
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
 ]
 
+SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
+ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
+OF_SERVING = [
+    *[("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + each) for each in ("segments]", "one graph]")],
+    *[("row_thresholds.RowThresholds.__init__", lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)), SHARED + each) for each in ("segments]", "one graph]")],
+    ("export.row_segments.OrtSegments.joined", lambda true: lambda self, inputs, parts: true(self, inputs, parts[::-1]), ALONE + "threshold-segments]"),
+    ("serve.engines._memory", always(lambda parts: {}), ALONE + "patience-segments]"),
+    ("export.runtime.Runtime.run", lambda true: lambda self, texts, size: true(self, texts, size)[::-1], "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]"),
+    ("statistics.share_interval", lambda true: lambda *seen: true(*seen, level=0.68), "test_serve_guarantee.py::test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours"),
+    ("serve.monitoring.stricter", always(lambda rule: rule), "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests"),
+    ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
+]
+
 TORCH = [  # what the package calls
     ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
     ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
@@ -647,7 +811,9 @@ TORCH = [  # what the package calls
 
 def dotted(place):
     """The full name of a place in the lab, or in another ring that it names."""
-    return f"mini_ee.{place}" if place.startswith(("experiments.", "serve.")) else f"mini_ee.lab.{place}"
+    if place.startswith(("experiments.", "serve.")):
+        return f"mini_ee.{place}"
+    return place if place.startswith("mini_ee.") else f"mini_ee.lab.{place}"
 
 
 MUTANTS = [
@@ -655,9 +821,10 @@ MUTANTS = [
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
     *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
-    *[(dotted(place), bug, PARITY + test) for place, bug, test in OF_MODELS],
+    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
+    *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
     *TORCH,
 ]
 

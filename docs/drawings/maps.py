@@ -69,7 +69,6 @@ HOUSE = (  # name, what it does, its file (in lab/ if there is no other folder)
 )
 TREE = (  # question, answer if yes, its command
     ("Does it run in a web page?", "Browser", "mini-ee export RUN --web --out DIR", "nothing is sent to a server"),
-    ("Do you run NVIDIA Triton?", "Triton", "mini-ee export RUN --triton DIR", "a model repository for your server"),
     (
         "One text at a time, in your own program?",
         "CPU at batch size 1",
@@ -146,8 +145,8 @@ def map_of_the_house() -> Drawing:
 
 def decision_tree() -> Drawing:
     """Which way to deploy."""
-    about = "Five ways to deploy a run, and the questions that choose between them."
-    d = Drawing("Where will it run?", about, 640, 558)
+    about = "Four ways to deploy a run, and the questions that choose between them."
+    d = Drawing("Where will it run?", about, 640, 462)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, "Ask the questions from top to bottom; take the first yes.", 15, "start", "soft")
     for at, (question, answer, command, note) in enumerate(TREE):

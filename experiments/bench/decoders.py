@@ -100,10 +100,10 @@ class _LastGoesOn(Rule):
     def __init__(self, num_tokens: int):
         self.remaining, self.first_exit, self.last_exit = num_tokens - 1, forced_out(0, 2), forced_out(1, 2)
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, read, memory: dict[str, np.ndarray]) -> np.ndarray:
         rule = self.first_exit if self.remaining else self.last_exit
         self.remaining -= 1
-        return rule.stop(k, reading, memory)
+        return rule.stop(k, read, memory)
 
 
 def _forced_decoding(case: str, decoder: Decoder, layer: int, missing_kv: str, new_tokens: int) -> dict:

@@ -137,10 +137,10 @@ class _ForcedExits(Rule):
 
     def __init__(self, rule: Rule, exit_of_row: Sequence[int]):
         self.rule, self.exit_of_row = rule, np.asarray(exit_of_row)
-        self.needs, self.needs_policy = rule.needs, rule.needs_policy
+        self.needs = rule.needs
 
-    def stop(self, k: int, reading, memory: dict[str, np.ndarray]) -> np.ndarray:
-        self.rule.stop(k, reading, memory)
+    def stop(self, k: int, read, memory: dict[str, np.ndarray]) -> np.ndarray:
+        self.rule.stop(k, read, memory)
         return memory.setdefault("exit_of_row", self.exit_of_row) == k
 
 

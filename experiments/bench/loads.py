@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from mini_ee.lab.data.text_table import table
 from mini_ee.lab.evaluation.plots import new_panels, save_figure
-from mini_ee.lab.evaluation.tables import table
 
 
 def loads_table(loads: list[dict]) -> str:

@@ -23,7 +23,6 @@ from mini_ee.experiments.bench.common import (
 from mini_ee.experiments.bench.decoders import STORIES, generate_of_transformers, random_decoder
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
 from mini_ee.lab.backbones.llama import Decoder
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.evaluation.row_evaluation import REST
@@ -38,6 +37,7 @@ from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import NeverExit, Threshold
 from mini_ee.lab.segments import Segments
+from mini_ee.rules import max_probability
 
 REACHED_BY_NONE = 1.0  # no row of a random model reaches it: every head is evaluated, no row exits
 NEW_TOKENS = 64

@@ -18,18 +18,16 @@ from mini_ee.experiments.bench.common import (
     row_of,
 )
 from mini_ee.lab.backbones.bert import Bert
-from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.methods.raee import Retrieval
-from mini_ee.lab.methods.raee_datastore import Datastore, exact_search
+from mini_ee.lab.methods.raee_datastore import Datastore, exact_search, unit_length
 from mini_ee.lab.methods.raee_encoders import OwnStates
 from mini_ee.lab.rules import FixedExit, Planned
 
 SST2_ROWS, LARGE = 67_349, 1_000_000  # as many rows as SST-2's train split; rows of --large
 LATENT, CLUSTERS = 32, 256  # of the synthetic embeddings: dimensions in which they vary, clusters
 QUERIES = 200  # for recall
-BUILD_THREADS = 2
 
 
 def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Iterator[dict]:
@@ -87,11 +85,8 @@ def _clustered(count: int, width: int, seed: int) -> np.ndarray:
 def _filled(vectors: np.ndarray, seed: int) -> Datastore:
     """A datastore of 12 exits with these vectors and random values."""
     random, count = np.random.default_rng(seed), len(vectors)
-    store = Datastore("synthetic", vectors.shape[1], tuple(range(1, 13)))
     values, labels = random.random((count, 12), np.float32), random.integers(0, 2, count)
-    for part in tqdm(np.array_split(np.arange(count), -(-count // 1000)), desc="indexing", delay=2, leave=False):
-        store.add(vectors[part], values[part], labels[part], [("",)] * len(part), threads=BUILD_THREADS)
-    return store
+    return Datastore("synthetic", tuple(range(1, 13)), unit_length(vectors), values, labels, [("",)] * count)
 
 
 def _recall(store: Datastore, queries: np.ndarray) -> dict:
@@ -118,7 +113,7 @@ def _building(width: int, most: int, seed: int) -> Iterator[dict]:
         each = (time.perf_counter() - begin) / count
         first = first or each
         with tempfile.TemporaryDirectory() as folder:
-            store.save(folder)
-            size = sum(path.stat().st_size for path in Path(folder).iterdir())
+            store.save(Path(folder) / "store")
+            size = sum(path.stat().st_size for path in Path(folder).glob("store/*"))
         row = row_of(f"{name} build", each, first, bar=(count / 1_000) ** 0.5)
         yield row | {"rows": count, "build_seconds": each * count, "bytes": size, "bytes_a_row": size / count}

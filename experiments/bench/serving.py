@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mini_ee.experiments.bench.common import minilm_of, row_of, three_exits
+from mini_ee.experiments.bench.open_load import BURST, Answered, arrivals, goodput, offer, saturation
 from mini_ee.lab.backbones.hub import BUILT_IN_MODEL
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tasks import load_task, toy_task
@@ -30,7 +31,6 @@ from mini_ee.lab.recording import record
 from mini_ee.lab.rules import NeverExit, Rule, Threshold
 from mini_ee.lab.training.run_folder import Run
 from mini_ee.serve.engines import RowEngine
-from mini_ee.serve.load import BURST, Answered, arrivals, goodput, offer, saturation
 from mini_ee.serve.worker import Worker
 
 EXIT_SHARES = (0.6, 0.3)  # of all rows, at the first two of three exits: half of the layers are saved

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 import mini_ee.lab.methods.lora_exits_sgmv as lora_exits_sgmv
+import mini_ee.lora_exits as paper
 from mini_ee.experiments.bench.common import BERT_BASE, inputs_of, medians, random_encoder, row_of, tensors_of
 from mini_ee.lab.baselines.multi_model import MultiModel
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.methods.lora_exits import LoRAExits
-from mini_ee.lab.methods.lora_exits_sgmv import sgmv, sgmv_loop
+from mini_ee.lab.methods.lora_exits_sgmv import sgmv
 from mini_ee.lab.methods.lora_exits_streams import cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.lab.rules import FixedExit, NeverExit
 
@@ -83,7 +84,7 @@ def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
 
 def over_adapters(run: Callable) -> None:
     """Call a function with SGMV replaced by the loop over segments."""
-    lora_exits_sgmv.sgmv = sgmv_loop
+    lora_exits_sgmv.sgmv = paper.sgmv
     try:
         run()
     finally:

@@ -139,23 +139,14 @@ def trainings(quick: bool, only: str | None = None) -> list[Training]:
         raise WrongArguments(f"--only: expected one of {', '.join(token_methods())} for decoders; found {only}")
     found = []
     for exam in QUICK_EXAMS if quick else EXAMS:
-        groups: dict[tuple, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for name in token_methods():
-            groups.setdefault(_trained_like(load_method(name)), []).append(name)
+            method = load_method(name)
+            groups.setdefault(("tokens" not in method.defaults and method.trained_as) or name, []).append(name)
         found += [Training(exam, tuple(names)) for names in groups.values()]
     if only is not None:
         return [training for training in found if only in training.methods]
     return [training for training in found if not quick or training.methods[0] in QUICK_METHODS]
-
-
-def _trained_like(method: Method) -> tuple:
-    """Equal for methods that are trained in the same way on tokens."""
-    recipe: Any = method.recipe
-    code = getattr(recipe, "__code__", None)
-    if code is not None and not recipe.__closure__:  # two functions with the same code and the same global names
-        recipe = code.co_code, code.co_consts, *(id(recipe.__globals__.get(name, name)) for name in code.co_names)
-    defaults = sorted(method.defaults.get("tokens", {}).items())
-    return recipe, method.model, method.policy, method.search, method.config, str(defaults), method.lacks
 
 
 def run_decoders(

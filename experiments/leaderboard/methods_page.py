@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+import mini_ee
 from mini_ee.experiments.leaderboard.figures import rules_for
 from mini_ee.experiments.leaderboard.legend import FEWER_EPOCHS
 from mini_ee.experiments.leaderboard.plan import EXAM
@@ -73,6 +74,16 @@ def deviations(text: str) -> int:
         for found in re.finditer(r"(?<![\w.])(\d+)\.\s", text[begin.start() :]):
             count += int(found[1]) == count + 1
     return count
+
+
+def _head(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+def _of_the_core(path: Path) -> int:
+    """The deviations that the core's file of the same paper lists."""
+    core = Path(mini_ee.__file__).with_name(path.name)
+    return deviations(_head(core)) if core.exists() else 0
 
 
 def source_of(name: str) -> Path:
@@ -166,7 +177,7 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
     rows = []
     for name in METHODS:
         path, method = source_of(name), load_method(name)
-        head = about(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+        head = about(_head(path))
         file = METHODS[name].removeprefix("mini_ee.").replace(".", "/") + ".py"
         rule = decides(name, method)
         units = ["token"] if rule == INSIDE else ["–"] if method.search else [UNITS[unit] for unit in method.units]
@@ -182,7 +193,7 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
                 rule,
                 ", ".join(dict.fromkeys(units)),
             ]
-            + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations]
+            + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations + _of_the_core(path)]
             + [figure, rank, saved.get(name, "")]
         )
     there = (board.plan.records.parent / "leaderboard.md").exists()
@@ -193,7 +204,7 @@ def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str
     the baselines. *Trains*: the parts that the training changes; → leads to a stage that changes others. *What exits*:
     – if the method removes layers. *Exit rule*: the kinds of rules that the method proposes, explained below the table.
     *Lines*: lines of code in its file, and in files whose name continues that of its file. *Deviations*: how many
-    numbered points the head of the file lists, where it differs from the paper or the paper leaves something open.
+    numbered points the head of the file, and of a file of the same name in `mini_ee/`, lists as different or open.
     *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains both and says why a method
     has none. *FLOPs saved by tokens*: on {tokens}, with a rule that keeps {100 * LEVEL:g} % of the predictions, from
     the same page. It is negative if the heads cost more than the layers save. Made by `{board.plan.command}`."""

@@ -8,9 +8,7 @@ import functools
 from collections.abc import Generator
 from copy import deepcopy
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -133,15 +131,16 @@ def trainings_of(exam: Exam, sources: Sources) -> list[Training]:
     """The trainings of all methods that fit, in the order of the registry."""
     folder, found = exam.model_folder(sources), {}
     for name in methods(quick=False):
-        key, training = _planned(name, exam, folder)
-        first = found.setdefault(key, training)
-        if first is not training:
-            found[key] = first._replace(methods=(*first.methods, name))
+        alike = load_method(name).trained_as or name
+        if alike not in found:
+            found[alike] = _planned(name, exam, folder)
+        else:
+            found[alike] = found[alike]._replace(methods=(*found[alike].methods, name))
     return [*found.values()]
 
 
-def _planned(name: str, exam: Exam, folder: Path) -> tuple[tuple, Training]:
-    """The training of a method, and a key that is equal if another method is trained in the same way."""
+def _planned(name: str, exam: Exam, folder: Path) -> Training:
+    """The training of a method."""
     method = load_method(name)
     request = make_request(name, folder, toy_task(), Path("unused"), False, {})
     layers, own_exits = read_config(folder / "config.json").num_hidden_layers, "exits" in method.lacks
@@ -157,10 +156,7 @@ def _planned(name: str, exam: Exam, folder: Path) -> tuple[tuple, Training]:
     options |= {} if own_exits else {"exits": list(exits)}
     options |= {} if "epochs" in method.lacks else {"epochs": epochs_of(model, stages, exam.epochs)}
     rates = {rate: getattr(request.train, rate) for rate in ("lr", "head_lr") if rate not in method.lacks}
-    shapes = tuple((name, tuple(value.shape)) for name, value in model.named_parameters())
-    same = (method.model, method.policy, request.config, request.train, rates, options, exits)
-    key = type(model), shapes, *map(_identity, (*same, *stages))
-    return key, Training(exam, (name,), {"method": name} | options, rates)
+    return Training(exam, (name,), {"method": name} | options, rates)
 
 
 def trained_parts(name: str) -> list[tuple[str, ...]]:
@@ -235,26 +231,3 @@ def _learning(model: nn.Module, stage: Stage) -> set[int]:
             if any(each is not None and bool(each.any()) for each in gradients):
                 found.add(k)
     return found
-
-
-def _identity(value: Any) -> Any:
-    """Equal for two functions with the same code and equal values inside; other values as they are, but hashable."""
-    if isinstance(value, FunctionType):
-        cells = tuple(_identity(cell.cell_contents) for cell in value.__closure__ or ())
-        names = tuple(_identity_of_global(value, name) for name in value.__code__.co_names)
-        return value.__code__.co_code, value.__code__.co_consts, names, cells, _identity(value.__defaults__)
-    if isinstance(value, partial):
-        return _identity(value.func), _identity(value.args), _identity(value.keywords)
-    if isinstance(value, nn.Module):
-        return type(value)
-    if isinstance(value, dict):
-        return tuple((key, _identity(each)) for key, each in value.items())
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_identity, value))
-    return value
-
-
-def _identity_of_global(function: FunctionType, name: str) -> Any:
-    """What a name in a function stands for: an object of its module, or only the name, of an attribute."""
-    found = function.__globals__.get(name, name)
-    return found if isinstance(found, (FunctionType, type, str)) else name

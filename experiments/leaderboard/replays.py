@@ -15,7 +15,7 @@ import numpy as np
 
 from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.recording import Record, Recorded
-from mini_ee.lab.rules import Rule
+from mini_ee.lab.rules import Measured, Rule
 
 
 class Replays(NamedTuple):
@@ -38,9 +38,8 @@ class ExitsAt(Rule):
     def needs(self) -> str | None:  # type: ignore[override]  # that of the other rule
         return self.rule.needs
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        found = next(each for each in reading if each is not None)
-        return np.full(len(found), k >= self.exit)
+    def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
+        return np.full(len(read.logits if isinstance(read, Measured) else read), k >= self.exit)
 
     def flops(self, classes: int) -> float:
         return self.rule.flops(classes)
@@ -111,10 +110,10 @@ def _exit_indices(recorded: Record, rules: Sequence[Rule]) -> np.ndarray:
         values[name] = column.astype(np.float32) if column.dtype.kind == "f" else column
     rule, rows = rules[0].with_runtime(values), range(len(recorded.logits))
     segments, memory, stops = recorded.segments, dict[str, np.ndarray](), []
-    state = segments.start(rows)
+    state, read = segments.start(rows), getattr(segments, segments.needed(rule))
     for k in range(len(segments.exits) - 1):
         state = segments.advance(k, state)
-        stops.append(rule.stop(k, segments.read(k, state), memory))
+        stops.append(rule.stop(k, read(k, state), memory))
     exit_index = np.full((len(rules), len(rows)), len(stops))
     for k in reversed(range(len(stops))):
         exit_index[stops[k]] = k

@@ -16,12 +16,12 @@ import torch
 
 from mini_ee.experiments.bench import serving as bench
 from mini_ee.experiments.bench.loads import draw_loads
+from mini_ee.experiments.bench.open_load import WARM_UP, Answered
 from mini_ee.experiments.markdown import fold_sections, made_by_measuring, markdown_row, markdown_table, wrapped
 from mini_ee.experiments.measured.command import answer_of_command
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.evaluation.plots import can_draw
 from mini_ee.serve import worker
-from mini_ee.serve.load import WARM_UP, Answered
 
 PICTURES = {"wall": "serving.png", "processor": "serving-processor.png"}
 SECONDS = 4.0  # processor time of each load

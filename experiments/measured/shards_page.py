@@ -9,7 +9,6 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 
@@ -18,25 +17,24 @@ from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tasks import load_task
 from mini_ee.lab.data.tokenizer import Tokenizer, batches
-from mini_ee.lab.methods.raee_datastore import Datastore
+from mini_ee.lab.methods.raee_datastore import ROWS, Datastore, unit_length
 from mini_ee.lab.methods.raee_encoders import SentenceEncoder
-from mini_ee.lab.methods.raee_shards import Shards
 
-SHARDS, K, ROUNDS, STORE_EXITS, ADDED_AT_ONCE = (1, 2, 4, 8), 12, 5, (1, 2, 3, 4, 5, 6), 1000
+SHARDS, K, ROUNDS, STORE_EXITS = (1, 2, 4, 8), 12, 5, (1, 2, 3, 4, 5, 6)
 BILLION, INDEX_BYTES, CORES = 10**9, 192e9, 64  # rows; of a machine with 256 GB: bytes for the index, cores
 
 
-class Timed(Shards):
-    """Shards that add up the processor seconds of each shard's thread."""
+class Timed(Datastore):
+    """A datastore that adds up the processor seconds of each shard's thread."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seconds = np.zeros(len(self.indexes))
+    def __post_init__(self):
+        self.seconds = np.zeros(self.shards)
+        super().__post_init__()
 
-    def _each(self, ask):
+    def _each(self, work):
         def timed(shard):
             begin = time.thread_time()
-            found = ask(shard)
+            found = work(shard)
             self.seconds[shard] += time.thread_time() - begin
             return found
 
@@ -60,14 +58,11 @@ def embedded(sources: Sources, work: Path) -> tuple[np.ndarray, np.ndarray, list
     return found["train"], found["dev"], list(task.split("train").texts)
 
 
-def filled(embeddings: np.ndarray, texts: list, shards: int) -> Datastore:
+def filled(embeddings: np.ndarray, texts: list, shards: int) -> Timed:
     """A datastore with these embeddings, and random values and labels."""
-    random = np.random.default_rng(0)
-    store = Datastore("all-MiniLM-L6-v2", embeddings.shape[1], STORE_EXITS, shards=shards)
-    for part in np.array_split(np.arange(len(embeddings)), -(-len(embeddings) // ADDED_AT_ONCE)):
-        values, labels = random.random((len(part), len(STORE_EXITS)), np.float32), random.integers(0, 2, len(part))
-        store.add(embeddings[part], values, labels, [texts[row] for row in part])
-    return store
+    random, count = np.random.default_rng(0), len(embeddings)
+    values, labels = random.random((count, len(STORE_EXITS)), np.float32), random.integers(0, 2, count)
+    return Timed("all-MiniLM-L6-v2", STORE_EXITS, unit_length(embeddings), values, labels, texts, shards)
 
 
 def brute_force(embeddings: np.ndarray, queries: np.ndarray) -> np.ndarray:
@@ -76,7 +71,6 @@ def brute_force(embeddings: np.ndarray, queries: np.ndarray) -> np.ndarray:
     return np.concatenate([np.argsort(-part @ rows.T, axis=1)[:, :K] for part in np.array_split(queries, 32)])
 
 
-@patch.object(Datastore, "sharded", Timed)
 def measure_cases(sources: Sources, work: Path) -> dict:
     """Recall, times and sizes for each number of shards."""
     embeddings, queries, texts = embedded(sources, work)
@@ -84,22 +78,22 @@ def measure_cases(sources: Sources, work: Path) -> dict:
     for shards in tqdm(SHARDS, desc="building"):
         store = filled(embeddings, texts, shards)
         with tempfile.TemporaryDirectory(dir=work) as folder:
-            store.save(folder)
-            sizes = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
+            store.save(Path(folder) / "store")
+            sizes = {path.name: path.stat().st_size for path in Path(folder).glob("store/*")}
         found = store.search(queries, K).rows
         hits = sum(len(set(ours) & set(theirs)) for ours, theirs in zip(found.tolist(), exact.tolist()))
-        stores[shards], built = store, store._shards.seconds
+        stores[shards], built = store, store.seconds.copy()
         cases[shards] = {"shards": shards, "recall": hits / exact.size}
         cases[shards] |= {"build_core": built.sum(), "build_longest": built.max()}
         cases[shards] |= {"index_bytes": sum(size for name, size in sizes.items() if name.endswith(".hnsw"))}
-        cases[shards] |= {"entries_bytes": sizes["entries.safetensors"]}
+        cases[shards] |= {"entries_bytes": sizes[ROWS] - store.embeddings.nbytes}
     times = {shards: [] for shards in SHARDS}
     for _ in tqdm(range(ROUNDS), desc="searching"):  # the stores take turns
         for shards, store in stores.items():
-            store._shards.seconds[:] = 0
+            store.seconds[:] = 0
             for query in queries:
                 store.search(query[None], K)
-            seconds = store._shards.seconds / len(queries)
+            seconds = store.seconds / len(queries)
             times[shards].append([seconds.sum(), seconds.max()])
     for shards, each in times.items():
         cases[shards] |= dict(zip(("query_core", "query_longest"), np.median(each, axis=0).tolist()))
@@ -154,7 +148,7 @@ Times are computing times of one core. *All* is the sum over the shards, *slowes
 
 `mini-ee train raee --shards N` splits RAEE's datastore into N hnswlib indexes. Threads of one process build and
 search them in parallel. The results are merged by distance, so every neighbour that a shard found is considered
-(`lab/methods/raee_shards.py`).
+(`lab/methods/raee_datastore.py`).
 
 The datastore contains {rows:,} training examples of SST-2. The queries are its {queries} dev examples, one at a time.
 The embeddings are those of all-MiniLM-L6-v2 ({width} numbers), and the {k} nearest neighbours are searched. In every
@@ -172,9 +166,9 @@ datastore that is too large for one machine.
 ## A billion examples, extrapolated
 
 On disk, the index takes {index_row:,.0f} bytes per example: {width} numbers of 4 bytes, links, and an id. hnswlib
-takes as much memory, and reserves more for later examples without using it. {billion:,} examples take {terabytes:.2f}
-TB: {machines} machines with {machine:.0f} GB each for the index. The values of {exits} exits, the label, the id and
-the text take {entries_row:.0f} bytes per example on disk ({entries:.0f} GB).
+takes as much memory. {billion:,} examples take {terabytes:.2f}
+TB: {machines} machines with {machine:.0f} GB each for the index. The values of {exits} exits, the label and the
+text take {entries_row:.0f} bytes per example on disk ({entries:.0f} GB), without a second copy of the embeddings.
 
 Least squares over the sizes above gives the time of one core: {build_a:.3f} + {build_b:.3f} ln(n) ms to add an
 example to a shard of n examples, and {query_a:.3f} + {query_b:.3f} ln(n) ms to search such a shard. Extrapolated to a
@@ -185,14 +179,13 @@ billion examples, with {cores_each} cores per machine:
 {on_paper}
 
 With one shard per machine, one core searches it for a query, and the other cores answer other queries. Several
-threads can build one shard (`threads`), but then the graph differs from build to build. With one shard per core, the
+threads could build one shard, but then the graph differs from build to build. With one shard per core, the
 build is short, and each query needs all cores.
 
 This leaves out the network: each machine receives a query of {width} numbers and returns {k} results. It leaves out
 slower memory: parts of the small graphs measured here were in the processor's caches. And it extrapolates
-{factor:,.0f} times beyond the measured size. The shards of mini_ee are threads of one process or, with Ray, actors on
-several machines (`lab/methods/raee_actors.py`). Both use the same indexes and merge the results in the same way.
-The cost over a network was not measured.
+{factor:,.0f} times beyond the measured size. The shards of mini_ee are threads of one process. The
+cost over a network was not measured.
 """
 
 

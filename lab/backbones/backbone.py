@@ -21,7 +21,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mini_ee.lab.backbones.targets import TARGETS
 from mini_ee.lab.data.tokenizer import Inputs
@@ -49,32 +48,33 @@ class Tensors(NamedTuple):
 
 def tensor_on(device: torch.device, array: Tensor | np.ndarray | None) -> Any:
     """An array or a tensor as a tensor on a device; None stays None."""
-    return (
-        torch.from_numpy(array).to(device)
-        if isinstance(array, np.ndarray)
-        else None
-        if array is None
-        else array.to(device)
-    )
-
-
-def is_traced(x: object) -> bool:
-    """Whether x is a value of an ONNX graph that is being traced (lab/export/tracing.py), not a tensor or an array."""
-    return x is not None and not isinstance(x, Tensor | np.ndarray)
-
-
-def sizes_of(counts: Tensor) -> list[int]:
-    """(n,) -> n sizes. Tracing replaces this function: in a graph the sizes are unknown until it runs."""
-    if has_torch_function_unary(counts):
-        return handle_torch_function(sizes_of, (counts,), counts)
-    return counts.tolist()
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array).to(device)
+    return None if array is None else array.to(device)
 
 
 def token_places(ids: Tensor) -> Tensor:
-    """(B, T) -> 0, 1, ... T - 1. Tracing replaces this function: torch.arange does not take sizes of a graph."""
-    if has_torch_function_unary(ids):
-        return handle_torch_function(token_places, (ids,), ids)
+    """(B, T) -> 0, 1, ... T - 1."""
     return torch.arange(ids.shape[1], device=ids.device)
+
+
+def check_tokens(ids: Any, most: int | None = None) -> int:
+    """T of ids (B, T). Raises ValueError for other axes, and for more than `most` tokens."""
+    if len(ids.shape) != 2:
+        raise ValueError(f"expected 'B T' (2 dimensions), got shape {tuple(ids.shape)}")
+    if most is not None and ids.shape[1] > most:
+        raise ValueError(f"expected at most {most} tokens, got {ids.shape[1]}: truncate the input")
+    return ids.shape[1]
+
+
+def rows_of(tensor: Tensor | None, rows: np.ndarray | Tensor) -> Any:
+    """These rows of a tensor, for `LayerContext.keep`; None stays None."""
+    return None if tensor is None else tensor[tensor_on(tensor.device, rows)]
+
+
+def copies_of(tensor: Tensor | None, count: int) -> Any:
+    """`count` copies of a tensor, one after the other, for `LayerContext.repeat`; None stays None."""
+    return None if tensor is None else tensor.repeat(count, *[1] * (tensor.dim() - 1))
 
 
 def padding_mask(attention_mask: Tensor | np.ndarray | None, device: torch.device | None = None) -> Tensor | None:
@@ -140,7 +140,6 @@ class Backbone(nn.Module):
     poolings: ClassVar[tuple[str, ...]] = ("first", "mean")  # the poolings over tokens that are useful for this family
     generates: ClassVar[bool] = False  # True: it generates text token by token, and is a GenerativeBackbone
     is_encoder_decoder: ClassVar[bool] = False  # True: an encoder reads the input; the decoder reads its own output
-    made_once: ClassVar[str | None] = None  # a field (B, S, D) of its contexts that is too expensive to compute twice
     reads_prompt_at: ClassVar[str] = "mask"  # the token whose state the LM head reads: "mask", "last" or "first"
     head_architecture: ClassVar[str] = "ForMaskedLM"  # ending of Hugging Face's class names for models with an LM head
 

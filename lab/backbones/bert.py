@@ -7,7 +7,9 @@ Sources: Devlin et al. 2018 (BERT), Liu et al. 2019 (RoBERTa), Conneau et al. 20
     ALBERT        L layers share one set of weights; embeddings are E wide and mapped to D
     ElasticBERT   every layer has a pooler of its own
 
-Hidden states and logits agree with those of transformers: tests/lab/parity/test_bert.py.
+mini_ee/bert.py is the reference, equal in tests/core/test_core_models.py. This file has in addition these families, the
+masked-LM head, poolers, stacked projections and ALBERT's sharing. Hidden states and logits agree with those of
+transformers: tests/lab/parity/test_bert.py.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.activations import ACTIVATIONS
+from mini_ee.lab.backbones.activations import ACTIVATIONS, check_activation
 from mini_ee.lab.backbones.backbone import (
     Adapt,
     AdaptLayer,
@@ -29,14 +31,15 @@ from mini_ee.lab.backbones.backbone import (
     Tensors,
     check_fields,
     check_fixed,
+    check_tokens,
+    copies_of,
     known_fields,
     padding_mask,
+    rows_of,
     tensor_on,
 )
 from mini_ee.lab.backbones.layers import Adapted, StackedLinear
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.tokenizer import Inputs
-from mini_ee.lab.data.values import shortened
 
 # Hugging Face's defaults for missing keys of config.json, if they differ from those of BertConfig.
 TYPE_DEFAULTS: dict[str, dict] = {
@@ -96,8 +99,7 @@ class BertConfig:
                 f"max_position_embeddings must be above pad_token_id + 1, "
                 f"got {self.max_position_embeddings} and {self.pad_token_id}"
             )
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {shortened(self.hidden_act)}")
+        check_activation("hidden_act", self.hidden_act)
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> Self:
@@ -143,12 +145,10 @@ class LayerContext(NamedTuple):
     padding: Tensor | None  # (B, 1, 1, T), true at tokens; None: no padding
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        if self.padding is None:
-            return self
-        return self._replace(padding=self.padding[tensor_on(self.padding.device, rows)])
+        return self._replace(padding=rows_of(self.padding, rows))
 
     def repeat(self, count: int) -> "LayerContext":
-        return self if self.padding is None else self._replace(padding=self.padding.repeat(count, 1, 1, 1))
+        return self._replace(padding=copies_of(self.padding, count))
 
 
 class Embeddings(nn.Module):
@@ -273,9 +273,7 @@ class Bert(Backbone):
     def embed(self, inputs: Tensors | Inputs) -> Tensor:
         device = self.embeddings.word.weight.device  # self.device iterates over modules, which is slow at batch 1
         ids, types = tensor_on(device, inputs.input_ids), tensor_on(device, inputs.token_type_ids)
-        tokens = check(ids, "B T")["T"]
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        check_tokens(ids, self.config.max_tokens)
         return self.embeddings(ids, types)
 
     def context(self, inputs: Tensors | Inputs) -> LayerContext:

@@ -14,7 +14,7 @@ file take that of i - j. Embeddings are 0 at padding. The versions differ in:
           (`position_buckets`); P may have a norm; the first layer may add a convolution of the embeddings
 
 K and Q do not depend on the input. Only the rows of distances that occur are computed, once per batch and layer, or
-once per stream if there are adapters. In ONNX they are constants: ONNX Runtime computes them when it loads the graph.
+once per stream if there are adapters.
 
 The masked-LM head may be stored as `cls.predictions` or as `lm_predictions.lm_head`: both compute the same.
 Hidden states and logits agree with those of transformers (5.23): tests/lab/parity/test_deberta.py.
@@ -29,12 +29,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones import bert
-from mini_ee.lab.backbones.backbone import Adapt, AdaptLayer, Backbone, Tensors, layer_flops, padding_mask, tensor_on
+from mini_ee.lab.backbones.backbone import (
+    Adapt,
+    AdaptLayer,
+    Backbone,
+    Tensors,
+    check_tokens,
+    copies_of,
+    layer_flops,
+    padding_mask,
+    rows_of,
+    tensor_on,
+)
 from mini_ee.lab.backbones.bert import ACTIVATIONS, Bert, MaskedLMHead
 from mini_ee.lab.backbones.deberta_config import CONV_ACTIVATIONS, TERMS, V1, V2, DebertaConfig, Positions, layout
 from mini_ee.lab.backbones.layers import Adapted, StackedLinear
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.tokenizer import Inputs
 
 MAPS = dict(zip(TERMS, ("pos_proj", "pos_q_proj")))  # term -> its linear map of positions
@@ -45,15 +54,15 @@ class LayerContext(NamedTuple):
     """The inputs of all layers besides the hidden states. S = 2 T - 1 distances i - j, from 1 - T to T - 1."""
 
     padding: Tensor | None  # (B, 1, 1, T), true at tokens; None: no padding
-    table: Tensor | None  # (S, D), the row of P for each distance, or in a graph all of P; None: no relative positions
-    rows: Tensor | None  # (S,), in a graph the row of P for each distance; else None
+    table: Tensor | None  # (S, D), the row of P for each distance, or all of P; None: no relative positions
+    rows: Tensor | None  # (S,), the row of P for each distance, if the table is all of P; else None
     distance: Tensor | None  # (T, T), the index of i - j among the S distances
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        return self._replace(padding=bert.LayerContext(self.padding).keep(rows).padding)
+        return self._replace(padding=rows_of(self.padding, rows))
 
     def repeat(self, count: int) -> "LayerContext":
-        return self._replace(padding=bert.LayerContext(self.padding).repeat(count).padding)
+        return self._replace(padding=copies_of(self.padding, count))
 
 
 class Embeddings(nn.Module):
@@ -174,8 +183,7 @@ class Layer(Adapted):
     def tables(self, linear: Callable[[str, Tensor], Tensor], table: Tensor, rows: Tensor | None) -> dict[str, Tensor]:
         """K (c2p) and Q (p2c), (n, H, S, d) each, from one table per stream, (n, S, D).
 
-        rows: the rows of each distance, if the table is all of P, as in a graph. They are selected after the product,
-        because everything before depends on weights alone: ONNX Runtime computes it when it loads the graph.
+        rows: the rows of each distance, if the table is all of P; they are selected after the product.
         """
         if self.shared:
             query, key, _ = linear("qkv", table).chunk(3, dim=-1)
@@ -236,9 +244,7 @@ class Deberta(Backbone):
     def embed(self, inputs: Tensors | Inputs) -> Tensor:
         device = self.embeddings.word.weight.device  # self.device iterates over modules, which is slow at batch 1
         ids, types = tensor_on(device, inputs.input_ids), tensor_on(device, inputs.token_type_ids)
-        tokens = check(ids, "B T")["T"]
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        check_tokens(ids, self.config.max_tokens)
         return self.embeddings(ids, types, padding_mask(inputs.attention_mask, device))
 
     def context(self, inputs: Tensors | Inputs) -> LayerContext:

@@ -10,7 +10,6 @@ from mini_ee.lab.backbones.backbone import (
     Layout,
     check_fields,
     check_fixed,
-    is_traced,
     known_fields,
     token_places,
 )
@@ -161,7 +160,13 @@ def table_rows(distances: Tensor, config: DebertaConfig) -> Tensor:
 
 
 class Positions(nn.Module):
-    """P, with one row per relative position or bucket of positions."""
+    """P, with one row per relative position or bucket of positions.
+
+    whole_table: layers map all rows of P, and then select those of the distances. This is faster where everything that
+    depends on weights alone is computed once.
+    """
+
+    whole_table = False
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
@@ -179,12 +184,12 @@ class Positions(nn.Module):
         if not self.config.terms:
             return None, None, None
         assert self.table is not None
-        places = token_places(ids)  # 0 .. T - 1; in a graph T is not known, so all sizes follow from this
+        places = token_places(ids)  # 0 .. T - 1
         last = places[-1:]  # (1,), T - 1
         distances = torch.cat((places - last, places[1:]))  # (S,), 1 - T .. T - 1
         rows = self.rows[distances + self.config.max_tokens - 1]
         index = places[:, None] - places + last  # (T, T): i - j has index i - j + T - 1 in `distances`
-        if is_traced(rows):
+        if self.whole_table:
             return self.normed(self.table.weight), rows, index
         return self.normed(self.table(rows)), None, index
 

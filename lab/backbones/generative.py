@@ -13,8 +13,8 @@ A family of CausalDecoder is one file: a config, a layer, and those of these met
     position_bias(at, reads)   what is added to the scores of attention
     config.rope_frequencies()  the frequencies of rotary positions, with config.rotary_width
 
-All of this is torch code. An export traces the same code on values of a graph, so it must not branch on the values of
-tensors. A layer calls these methods of `context` (cache.py): with_exited, without_exited, rotate, attend and write.
+The code must not branch on the values of tensors. A layer calls these methods of `context` (cache.py): with_exited,
+without_exited, rotate, attend and write.
 
 The final norm belongs to the head: hidden[L] is its input.
 """
@@ -22,7 +22,7 @@ The final norm belongs to the head: hidden[L] is its input.
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,16 +34,15 @@ from mini_ee.lab.backbones.backbone import (
     Backbone,
     Tensors,
     check_fields,
-    is_traced,
+    check_tokens,
     known_fields,
     matrix_weights,
     padding_mask,
     tensor_on,
     token_places,
 )
-from mini_ee.lab.backbones.cache import Cache, GraphBlock, LayerContext, readable, token_positions
+from mini_ee.lab.backbones.cache import Cache, LayerContext, readable, token_positions
 from mini_ee.lab.backbones.hub import hugging_face_names
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.tokenizer import Inputs
 
 
@@ -110,7 +109,6 @@ class GenerativeBackbone(Backbone):
     """
 
     generates = True
-    graph_context: ClassVar[type[GraphBlock]] = GraphBlock  # the context of its layers in ONNX graphs
     embeddings: nn.Embedding
     norm: Any  # a module, or None without heads
 
@@ -269,32 +267,29 @@ class CausalDecoder(GenerativeBackbone):
     def embed(self, inputs: Tensors | Inputs) -> Tensor:
         """As `Backbone.embed`; token types are ignored."""
         ids, mask = (tensor_on(self.device, each) for each in (inputs.input_ids, inputs.attention_mask))
-        tokens, limit = check(ids, "B T")["T"], self.config.max_tokens
+        tokens, limit = check_tokens(ids), self.config.max_tokens
         at = token_places(ids)[None] if mask is None else token_positions(mask).clamp(min=0)
         if tokens > limit and int(at.max()) >= limit:
-            raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
+            check_tokens(ids, limit)
         return self.embed_tokens(ids, at)
 
-    def context(self, inputs: Tensors | Inputs) -> LayerContext | GraphBlock:
+    def context(self, inputs: Tensors | Inputs) -> LayerContext:
         """The context of whole rows, padded on either side; padding on the right is the fastest, as it needs no mask.
 
         Raises ValueError if a row has more tokens than the model has positions.
         """
-        attention_mask: Any = inputs.attention_mask if self.text_end is None else self._until_last(inputs)
-        if is_traced(attention_mask):
-            return GraphBlock.of_texts(self, attention_mask.bool())
-        tokens = check(inputs.input_ids, "B T")["T"]
+        attention_mask: Any = inputs.attention_mask if self.text_end is None else self.until_last(inputs)
+        tokens = check_tokens(inputs.input_ids)
         padding, limit = padding_mask(attention_mask, self.device), self.config.max_tokens
         some_long = self.max_written < tokens and self.max_written < limit  # some rows may use LongRoPE's second table
         if some_long or padding is not None and not _padded_on_the_right(attention_mask):
             mask = np.ones(inputs.input_ids.shape, bool) if attention_mask is None else attention_mask
             return self.block(token_positions(tensor_on(self.device, mask)))._replace(padding=padding)
-        if tokens > limit:
-            raise ValueError(f"expected at most {limit} tokens, got {tokens}: truncate the input")
+        check_tokens(inputs.input_ids, limit)
         # The causal mask hides padding on the right, as it comes after all tokens of its row.
         return self._causal(self._cos_sin(slice(0, tokens)), tokens)._replace(padding=padding)
 
-    def _until_last(self, inputs: Tensors | Inputs) -> Tensor:
+    def until_last(self, inputs: Tensors | Inputs) -> Tensor:
         """(B, T), true up to the last token whose id is not `text_end`, and at the first; causal layers see no more."""
         ids, mask = (tensor_on(self.device, each) for each in (inputs.input_ids, inputs.attention_mask))
         places, real = token_places(ids), ids != self.text_end
@@ -308,7 +303,7 @@ class CausalDecoder(GenerativeBackbone):
 
     def block(self, positions: Tensor, cache: Cache | None = None, rows: list[int] | None = None) -> LayerContext:
         """As `GenerativeBackbone.block`. Without a cache the tokens read each other."""
-        tokens = check(positions, "B T")["T"]
+        tokens = check_tokens(positions)
         low, high = (int(bound) for bound in positions.aminmax())
         limit = self.config.max_tokens if cache is None else cache.capacity
         if high >= limit:

@@ -1,8 +1,12 @@
 """Llama and its family, from scratch: the layer, and the backbone.
 
-    llama_config.py   the differences between Llama, Gemma, Phi, Mistral, Qwen2, Qwen3 and Phi-3; the config
-    generative.py     positions, masks, the final norm and the LM head, as in all causal decoders
-    cache.py          the key/value cache, and the contexts of layers
+mini_ee/llama.py is the reference, equal in tests/core/test_core_models.py. This file has in addition six more families,
+stacked projections, adapters, windows and padding on the left.
+
+    llama_config.py    the config
+    llama_families.py  the differences between Llama, Gemma, Phi, Mistral, Qwen2, Qwen3 and Phi-3
+    generative.py      positions, masks, the final norm and the LM head, as in all causal decoders
+    cache.py           the key/value cache, and the context of layers
 
 All are pre-norm with rotary positions (Su et al. 2021). Hidden states and logits agree with those of transformers:
 tests/lab/parity/test_decoder.py.
@@ -24,7 +28,8 @@ from mini_ee.lab.backbones.backbone import AdaptLayer
 from mini_ee.lab.backbones.cache import LayerContext
 from mini_ee.lab.backbones.generative import CausalDecoder
 from mini_ee.lab.backbones.layers import Adapted, RMSNorm, StackedLinear
-from mini_ee.lab.backbones.llama_config import LAYER_TYPES, MEMBERS, DecoderConfig
+from mini_ee.lab.backbones.llama_config import DecoderConfig
+from mini_ee.lab.backbones.llama_families import LAYER_TYPES, MEMBERS
 
 
 # ---- The layers ----

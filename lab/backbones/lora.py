@@ -2,24 +2,14 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
+import mini_ee.lora_exits as paper
 from mini_ee.lab.backbones.layers import StackedLinear
 from mini_ee.lab.backbones.targets import TARGETS
 
 
-class LowRank(nn.Module):
-    """The factors A and B of an adapter's output x A B. A is random and B is 0, so the initial output is 0."""
-
-    def __init__(self, inputs: int, rank: int, outputs: int):
-        super().__init__()
-        self.A = nn.Parameter(torch.empty(inputs, rank))
-        self.B = nn.Parameter(torch.zeros(rank, outputs))
-        nn.init.uniform_(self.A, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear and PEFT do
-
-
-def check_lora(rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = ("query", "value")) -> None:
+def check_lora(rank: int = paper.RANK, alpha: float = paper.ALPHA, targets: Sequence[str] = paper.TARGETS) -> None:
     """Raise ValueError if rank, alpha or targets are invalid."""
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")

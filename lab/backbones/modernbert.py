@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.activations import ACTIVATIONS
+from mini_ee.lab.backbones import cache
+from mini_ee.lab.backbones.activations import ACTIVATIONS, check_activation
 from mini_ee.lab.backbones.backbone import (
     LARGEST_NUMBER,
     Adapt,
@@ -39,15 +40,15 @@ from mini_ee.lab.backbones.backbone import (
     Layout,
     check_fields,
     check_fixed,
-    is_traced,
+    check_tokens,
+    copies_of,
     known_fields,
     padding_mask,
+    rows_of,
     tensor_on,
     token_places,
 )
-from mini_ee.lab.backbones.cache import rotate
 from mini_ee.lab.backbones.layers import Adapted, StackedLinear
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.data.values import check_value, shortened
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -106,9 +107,7 @@ class ModernBertConfig:
                 f"got {self.hidden_size} and {self.num_attention_heads}"
             )
         for name in ("hidden_activation", "classifier_activation"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in ACTIVATIONS:
-                raise ValueError(f"{name} must be one of {', '.join(ACTIVATIONS)}, got {shortened(value)}")
+            check_activation(name, getattr(self, name))
         types, layers = self.layer_types, self.num_hidden_layers
         if types is not None and (len(types) != layers or any(each not in LAYER_TYPES for each in types)):
             raise ValueError(
@@ -189,18 +188,14 @@ class LayerContext(NamedTuple):
     sin: Tensor  # the same, negative in the first half
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        """That of these rows of the batch alone."""
-        if self.padding is None:
+        if self.padding is None:  # then `near` is the same for all rows
             return self
-        index = tensor_on(self.padding.device, rows)
-        return self._replace(padding=self.padding[index], near=None if self.near is None else self.near[index])
+        return self._replace(padding=rows_of(self.padding, rows), near=rows_of(self.near, rows))
 
     def repeat(self, count: int) -> "LayerContext":
-        """That of the batch, `count` times one after the other."""
         if self.padding is None:
             return self
-        near = None if self.near is None else self.near.repeat(count, 1, 1, 1)
-        return self._replace(padding=self.padding.repeat(count, 1, 1, 1), near=near)
+        return self._replace(padding=copies_of(self.padding, count), near=copies_of(self.near, count))
 
 
 def norm_of(config: ModernBertConfig) -> nn.LayerNorm:
@@ -254,7 +249,7 @@ class Layer(Adapted):
         mask = context.near if self.windowed and context.near is not None else context.padding
         query, key, value = self.qkv.sizes
         turning, values = self.linear("qkv", normed, adapt).split((query + key, value), dim=-1)
-        turned = rotate(
+        turned = cache.rotate(
             turning.unflatten(-1, (2 * self.heads, -1)),
             context.cos[int(self.windowed)],
             context.sin[int(self.windowed)],
@@ -315,9 +310,7 @@ class ModernBert(Backbone):
     def embed(self, inputs) -> Tensor:
         """hidden[0], (B, T, D), as `Backbone.embed` says. Token types are passed over."""
         ids = tensor_on(self.embeddings.word.weight.device, inputs.input_ids)
-        tokens = check(ids, "B T")["T"]
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        check_tokens(ids, self.config.max_tokens)
         return self.embeddings(ids)
 
     def context(self, inputs) -> LayerContext:
@@ -333,7 +326,7 @@ class ModernBert(Backbone):
     def _near(self, places: Tensor, padding: Tensor | None) -> Tensor | None:
         """What tokens read within the window; None if that is all there is. A token of padding reads itself."""
         window = self.config.window
-        if not is_traced(places) and len(places) <= window + 1:
+        if places.shape[0] <= window + 1:
             return None
         at = places[:, None]
         near = ((places >= at - window) & (places <= at + window))[None, None]

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from mini_ee.lab.backbones import bert
-from mini_ee.lab.backbones.backbone import Adapt, Backbone, check_fixed, padding_mask, tensor_on, token_places
+from mini_ee.lab.backbones.backbone import (
+    Adapt,
+    Backbone,
+    check_fixed,
+    copies_of,
+    padding_mask,
+    rows_of,
+    tensor_on,
+    token_places,
+)
 from mini_ee.lab.backbones.bert import Bert, BertConfig
 from mini_ee.lab.backbones.relative_biases import Biases
 
@@ -47,17 +56,12 @@ class LayerContext(NamedTuple):
     bias: Tensor  # (B, H, T, T), added to the scores, minus infinity at padding; (1, H, T, T) if nothing is padded
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
-        """That of these rows of the batch alone."""
-        if self.padding is None:
+        if self.padding is None:  # then the bias is the same for all rows
             return self
-        index = tensor_on(self.padding.device, rows)
-        return LayerContext(self.padding[index], self.bias[index])
+        return LayerContext(*(rows_of(tensor, rows) for tensor in self))
 
     def repeat(self, count: int) -> "LayerContext":
-        """That of the batch, `count` times one after the other."""
-        if self.padding is None:
-            return self
-        return LayerContext(self.padding.repeat(count, 1, 1, 1), self.bias.repeat(count, 1, 1, 1))
+        return self if self.padding is None else LayerContext(*(copies_of(tensor, count) for tensor in self))
 
 
 class MPNet(Bert):

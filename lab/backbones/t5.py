@@ -16,32 +16,28 @@ A decoder layer computes its keys and values of the encoder's output itself, onl
 generated with a cache as by any decoder. If a token exits early, its own keys are missing in the layers above; those of
 the encoder's output do not depend on it. FLOPs of a token include neither the encoder nor these keys and values.
 
-In ONNX graphs of tokens, a separate graph computes these keys and values of all layers once: see T5Block.
 Hidden states and logits agree with those of transformers (5.23): tests/lab/parity/test_t5.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mini_ee.lab.backbones.backbone import (
-    AdaptLayer,
     Layout,
     Tensors,
+    check_tokens,
     layer_flops,
     matrix_weights,
     padding_mask,
     tensor_on,
     token_places,
 )
-from mini_ee.lab.backbones.cache import Builder, Cache, GraphBlock, cache_inputs
+from mini_ee.lab.backbones.cache import Cache
 from mini_ee.lab.backbones.generative import GenerativeBackbone
 from mini_ee.lab.backbones.relative_biases import Biases
-from mini_ee.lab.backbones.shapes import check
 from mini_ee.lab.backbones.t5_layers import (
     FIXED_KEYS,
     THEIR_KEYS,
@@ -56,63 +52,6 @@ from mini_ee.lab.backbones.t5_layers import (
 )
 from mini_ee.lab.data.tokenizer import Inputs
 
-# ---- In graphs ----
-MEMORY = "memory"  # prefix of graph inputs with keys, values and mask of the encoder's output
-
-
-class T5Block(GraphBlock):
-    """The context of tokens that read a cache, as in GraphBlock, and the encoder's output for their prompts.
-
-    The inputs `memory_keys_3` and `memory_values_3`, (prompts, memory, H d), are the keys and values of the encoder's
-    output in the decoder's layer 3 (from 0). memory_mask (prompts, memory) is 1 at tokens.
-    """
-
-    scale = 1.0
-
-    @classmethod
-    def over_caches(cls, g: Builder, decoder: Any, first: int) -> "T5Block":
-        at, slots, cache = cache_inputs(g, decoder.config, first)
-        distances = slots - at[..., None]  # (B, T, S): key slot minus query position
-        biases = decoder.biases.of_distances(distances).masked_fill((distances > 0)[:, None], -torch.inf)
-        return cls(decoder.config, at, (biases, None), cache=cache)
-
-    def attend_memory(
-        self, depth: int, layer: nn.Module, query: Tensor, adapt: AdaptLayer | None = None, dropout: float = 0.0
-    ) -> Tensor:
-        """Cross attention to the encoder's output, (B, T, H d) -> (B, T, H d)."""
-        assert self._cache is not None
-        g, queries, cache_rows = query.g, query.name, self._cache.rows
-        keys, values = (
-            g.input(f"{MEMORY}_{kind}_{depth}", "prompts", "memory", self.width, dtype=g.dtype)
-            for kind in ("keys", "values")
-        )
-        mask, heads = g.input(f"{MEMORY}_mask", "prompts", "memory"), self.config.num_attention_heads
-
-        def read(keys: str, values: str, mask: str) -> list:
-            allowed = g.readable(g.cast(mask, bool), queries)
-            attended = g.attention(queries, keys, values, allowed, heads, heads, self.scale)
-            return [g.value(attended, "some", "tokens", self.width)]
-
-        def gathered() -> list:
-            return read(*(g.op("Gather", each, cache_rows) for each in (keys, values, mask)))
-
-        # If all rows run, the keys and values are read in place; else those of the running rows are gathered first.
-        all_run = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
-        return query.like(g.either(all_run, lambda: read(keys, values, mask), gathered)[0].name)
-
-    @staticmethod
-    def write_memory(decoder: Any, g: Builder) -> None:
-        """The graph memory.onnx: input_ids and attention_mask (prompts, memory) -> the `memory_` inputs of this."""
-        names, axes = ("input_ids", "attention_mask"), ("prompts", "memory")
-        ids, mask = (g.tensor(g.input(name, *axes), *axes, dtype=np.int64) for name in names)
-        with g.tracing():
-            states = decoder.encoder_norm(decoder.encode(Tensors(ids, mask), decoder.text_layers)[0])
-            for depth, layer in enumerate(decoder.layers):
-                heads = layer.linear("cross_key_value", states, None).chunk(2, dim=-1)
-                for kind, each in zip(("keys", "values"), heads):
-                    g.output(f"{MEMORY}_{kind}_{depth}", each.name, *axes, each.shape[-1])
-        g.output(f"{MEMORY}_mask", g.op("Identity", mask.name), *axes, dtype=np.int64)
-
 
 # ---- The backbone ----
 class T5(GenerativeBackbone):
@@ -121,8 +60,6 @@ class T5(GenerativeBackbone):
     Config = T5Config
     poolings = ("first",)  # a row has one state, that of the start token
     is_encoder_decoder = True
-    made_once = "memory"
-    graph_context = T5Block
     reads_prompt_at = "first"
     head_architecture = "ForConditionalGeneration"
 
@@ -160,7 +97,7 @@ class T5(GenerativeBackbone):
     def embed(self, inputs: Tensors | Inputs | Pairs) -> Tensor:
         """hidden[0]: (B, 1, D), of the start token; (B, T, D), of the decoder's tokens if inputs are Pairs."""
         device = self.embeddings.weight.device
-        check(inputs.input_ids, "B T")
+        check_tokens(inputs.input_ids)
         written = getattr(inputs, "decoder_input_ids", None)
         if written is None:
             start = self.embeddings.weight[self.config.decoder_start_token_id]
@@ -170,9 +107,8 @@ class T5(GenerativeBackbone):
     def encode(self, inputs: Tensors | Inputs | Pairs, stop: int) -> tuple[Tensor, Tensor | None]:
         """The states after the first `stop` layers of the encoder, (B, S, D), not normed; and the padding mask."""
         ids = tensor_on(self.embeddings.weight.device, inputs.input_ids)
-        tokens, places = check(ids, "B S")["S"], token_places(ids)
-        if tokens > self.config.max_tokens:
-            raise ValueError(f"expected at most {self.config.max_tokens} tokens, got {tokens}: truncate the input")
+        check_tokens(ids, self.config.max_tokens)
+        places = token_places(ids)
         readable, bias = padding_mask(inputs.attention_mask, ids.device), self.encoder_biases(places[None], places)
         if readable is not None:
             bias = bias.masked_fill(~readable, -torch.inf)

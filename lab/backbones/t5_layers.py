@@ -17,9 +17,10 @@ from mini_ee.lab.backbones.backbone import (
     check_fields,
     check_fixed,
     check_integer,
+    copies_of,
     in_their_words,
     known_fields,
-    tensor_on,
+    rows_of,
 )
 from mini_ee.lab.backbones.cache import Cache
 from mini_ee.lab.backbones.generative import GenerativeConfig
@@ -185,15 +186,10 @@ class LayerContext(NamedTuple):
 
     def keep(self, rows: np.ndarray | Tensor) -> "LayerContext":
         """The context of the given rows; not with a cache, for which `T5.block` makes one per token."""
-        assert self.memory is not None
-        index = tensor_on(self.memory.device, rows)
-        readable = None if self.readable is None else self.readable[index]
-        return self._replace(memory=self.memory[index], readable=readable)
+        return self._replace(readable=rows_of(self.readable, rows), memory=rows_of(self.memory, rows))
 
     def repeat(self, count: int) -> "LayerContext":
-        assert self.memory is not None
-        readable = None if self.readable is None else self.readable.repeat(count, 1, 1, 1)
-        return self._replace(memory=self.memory.repeat(count, 1, 1), readable=readable)
+        return self._replace(readable=copies_of(self.readable, count), memory=copies_of(self.memory, count))
 
     # As in the contexts of cache.py:
     def with_exited(self, hidden: Tensor) -> Tensor:

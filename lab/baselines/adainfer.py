@@ -71,8 +71,8 @@ class Svm(Rule):
             wanted = f"expected {num_exits - 1} classifiers, one for each exit but the last"
             raise ValueError(f"{wanted}, got {len(self.gap)}")
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
-        gap, top = (confidence(reading, measure) for measure in SVM_INPUTS)
+    def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
+        gap, top = (confidence(read, measure) for measure in SVM_INPUTS)
         return self.gap[k] * gap + self.top[k] * top + self.bias[k] > self.margin
 
     runtime_settings, runtime_inputs = ("margin",), {"threshold": "margin"}
@@ -180,6 +180,7 @@ METHOD = Method(
     default_rule=svm_of_texts,
     exits=None,
     classes_only=True,
+    trained_as="two-stage",
     defaults={"tokens": {"rank": None, "head_lr": 8e-3}},
     lacks=("rank",),
 )

@@ -30,7 +30,6 @@ from mini_ee.lab.exits.decoding import TokenState
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import check_exits
 from mini_ee.lab.exits.token_exits import TextData, TokenExits
-from mini_ee.lab.segments import Reading
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import Batch, Stage
@@ -89,11 +88,11 @@ class BalconySegments(TokenSegments):
     def draft_logits(self, k: int, hidden: Tensor, block: Any) -> Tensor:
         return super().draft_logits(k, self.heads[k].run(hidden, block.of_exit(k)), block)
 
-    def read_logits(self, k: int, state: TokenState) -> Reading:
+    def read(self, k: int, state: TokenState) -> np.ndarray:
         if k < len(self.heads):
             block: Any = state.block or self.block(state.rows, state.positions)
             state = state._replace(hidden=self.heads[k].run(state.hidden, block.of_exit(k)))
-        return super().read_logits(k, state)
+        return super().read(k, state)
 
 
 class BalconyExits(TokenExits):

@@ -35,6 +35,7 @@ Deviations, 1 to 5 of them pinned in tests/lab/methods/test_cat.py:
 """
 
 from collections.abc import Callable, Container, Sized
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -50,7 +51,6 @@ from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.heads import HEAD_DROPOUT, ExitHead
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments, RowState, States
 from mini_ee.lab.rules import Policy
-from mini_ee.lab.segments import Reading
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import Batch, Stage
@@ -190,7 +190,6 @@ class CatState(NamedTuple):
 
     hidden: Tensor  # (B, T, D)
     context: LayerContext
-    decides: bool = True  # False: the exits are known beforehand, and no meta classifier runs
     inner: Tensor | None = None  # (B, 32) of the exit just reached, None at the last
     logits: Tensor | None = None
     before: Tensor | None = None  # probabilities at the exits before this one, as in `features`
@@ -198,44 +197,47 @@ class CatState(NamedTuple):
 
     def keep(self, rows: np.ndarray) -> "CatState":
         index = tensor_on(self.hidden.device, rows)
-        tensors = (each if each is None else each[index] for each in self[3:])
-        return CatState(self.hidden[index], self.context.keep(index), self.decides, *tensors)
+        tensors = (each if each is None else each[index] for each in self[2:])
+        return CatState(self.hidden[index], self.context.keep(index), *tensors)
 
 
 class CatSegments(RowSegments):
     """The segments of a CatExits in eval mode. `advance` includes the head, because later exits read its output."""
 
     carried = "seen"  # the probabilities at the exits so far
+    decides = True  # False: the exits are known beforehand, and no meta classifier runs
 
     def start(self, inputs: Inputs) -> CatState:
         return CatState(*super().start(inputs))
 
-    def select_heads(self, heads: Container[int], state: CatState) -> CatState:
-        return state._replace(decides=False)
+    def select_heads(self, heads: Container[int]) -> "CatSegments":
+        some = copy(self)
+        some.decides = False
+        return some
 
     def advance(self, k: int, state: CatState) -> CatState:
         hidden, context = super().advance(k, RowState(state.hidden, state.context))
-        if not (state.decides and self._decides(k)):
-            return CatState(hidden, context, state.decides)
+        if not (self.decides and self.has_policy and k < len(self.exits) - 1):
+            return CatState(hidden, context)
         head = self.model.heads[k]
         inner = head.inner(head.state(hidden, context.padding))
         logits = head.conclude(inner)
-        return CatState(hidden, context, True, inner, logits, state.seen, remember(state.seen, logits, k))
+        return CatState(hidden, context, inner, logits, state.seen, remember(state.seen, logits, k))
 
-    def read_logits(self, k: int, state: CatState) -> Reading:
+    def read(self, k: int, state: CatState) -> np.ndarray:
         logits = state.logits
         if logits is None:
             logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.context.padding))
-        return Reading(logits.float().numpy(force=True))
+        return logits.float().numpy(force=True)
 
-    def read_state(self, k: int, state: CatState) -> Reading:
+    def exit_logit(self, k: int, state: CatState) -> np.ndarray:
         if state.logits is None:
-            return self.read_logits(k, state)
-        exit_logit = self.model.decide(k, state.inner, state.logits, state.before)
-        return Reading(None, exit_logit.float().numpy(force=True))
+            return super().exit_logit(k, state)
+        return self.model.decide(k, state.inner, state.logits, state.before).float().numpy(force=True)
 
     def state_flops(self, k: int) -> float:
-        return self.model.policy.flops + self.model.heads[k].flops(tokens=0) if self._decides(k) else 0.0
+        head = self.model.heads[k].flops(tokens=0)
+        return self.model.policy.flops + head if super().state_flops(k) else 0.0
 
 
 # ---- Training ----

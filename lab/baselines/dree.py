@@ -42,7 +42,6 @@ from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.exits.heads import HEAD_DROPOUT, pooled
 from mini_ee.lab.exits.row_exits import ExitModel, RowSegments, RowState, check_exits
 from mini_ee.lab.rules import Patience
-from mini_ee.lab.segments import Reading
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import Batch, Stage, task_loss
@@ -203,9 +202,9 @@ class DreeSegments(RowSegments):
     def advance(self, k: int, state: RowState) -> RowState:
         return RowState(self.model.advance(k, *state), state.context)
 
-    def read_logits(self, k: int, state: RowState) -> Reading:
+    def read(self, k: int, state: RowState) -> np.ndarray:
         vector = self.model.heads[k].state(state.hidden, state.context.padding)
-        return Reading(self.model.classify(k, vector).float().numpy(force=True))
+        return self.model.classify(k, vector).float().numpy(force=True)
 
 
 # ---- Training ----

@@ -53,7 +53,6 @@ from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.exits.token_exits import SharedExits, TextData, record_texts
 from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Rule, Threshold, confidence
-from mini_ee.lab.segments import Reading, known_logits
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import Batch, Stage, depth_weighted_sum, joint_stage, task_loss
@@ -200,14 +199,14 @@ class OnlineCalibrationSegments(TokenSegments):
         self.gaps: list[float] = []
         self.agrees: list[bool] = []
 
-    def read_logits(self, k: int, state: TokenState) -> Reading:
-        reading = super().read_logits(k, state)
+    def read(self, k: int, state: TokenState) -> np.ndarray:
+        logits = super().read(k, state)
         if k == 0:
-            gaps, logits = confidence(reading, MEASURE), known_logits(reading)
+            gaps = confidence(logits, MEASURE)
             predictions = zip(gaps.tolist(), logits.argmax(axis=1).tolist())
             places = zip(state.rows, (positions[-1] for positions in state.positions))
             self._shallow |= dict(zip(places, predictions))
-        return reading
+        return logits
 
     def advance(self, k: int, state: TokenState) -> TokenState:
         # Read before super().advance empties it: the positions that exited at S since the last deep pass of each row,

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import Backbone, SplitLayer, Tensors, sizes_of, tensor_on, token_places
+from mini_ee.lab.backbones.backbone import Backbone, SplitLayer, Tensors, tensor_on, token_places
 from mini_ee.lab.baselines.tokenwise import RemainingTokens, TokenwiseExits, gather_tokens, token_costs
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.tokenizer import Inputs
@@ -143,7 +143,7 @@ class HashExits(TokenwiseExits):
         runs = depths[:, None] > torch.arange(self.layers, device=depths.device)[:, None]  # (B, L, T)
         counts = runs.sum(dim=2)  # (B, L)
         most, equal = counts.amax(dim=0), (counts == counts[:1]).all(dim=0)  # (L,): n_l; whether all rows have n_l
-        for depth, width in enumerate(sizes_of(most)):
+        for depth, width in enumerate(most.tolist()):
             layer, first = self.backbone.split_layer(depth), hidden[:, :width]
             new = layer.feed_forward(attend(layer, first, hidden, mask))  # all T tokens are attended to
             new = new if torch.is_nonzero(equal[depth]) else torch.where(runs[:, depth, :width, None], new, first)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import ExitModel, RowExits, RowState, check_exits
-from mini_ee.lab.segments import Reading, Segments
+from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.method import Method, NoConfig
 from mini_ee.lab.training.stages import Stage, task_loss
 
@@ -86,7 +86,7 @@ class CascadeSegments(Segments):
         segments = self._models[k]
         return CascadeState(state.inputs, segments.advance(0, segments.start(state.inputs)))
 
-    def read(self, k: int, state: CascadeState) -> Reading:
+    def read(self, k: int, state: CascadeState) -> np.ndarray:
         return self._models[k].read(0, state.running)
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:

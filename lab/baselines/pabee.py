@@ -4,4 +4,4 @@ from mini_ee.lab.rules import Patience
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
 
-METHOD = Method(candidates=sweep(Patience(1)))
+METHOD = Method(candidates=sweep(Patience(1)), trained_as="joint")

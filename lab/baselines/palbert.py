@@ -34,7 +34,6 @@ from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.heads import HEAD_DROPOUT
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments, RowState
 from mini_ee.lab.rules import QExit
-from mini_ee.lab.segments import Reading
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import Batch, Stage, joint_stage, row_losses
@@ -155,13 +154,11 @@ class PonderSegments(RowSegments):
         before = torch.zeros_like(current) if state.current is None else state.current
         return PonderState(hidden, context, current, before)
 
-    def read_logits(self, k: int, state: PonderState) -> Reading:
-        return Reading(self.model.heads[k].conclude(state.current).float().numpy(force=True))
+    def read(self, k: int, state: PonderState) -> np.ndarray:
+        return self.model.heads[k].conclude(state.current).float().numpy(force=True)
 
-    def read_state(self, k: int, state: PonderState) -> Reading:
-        if not self._decides(k):
-            return Reading(None)
-        return Reading(None, self._exit_logit(k, torch.cat((state.current, state.before), dim=1)))
+    def exit_logit(self, k: int, state: PonderState) -> np.ndarray:
+        return self.decided(k, torch.cat((state.current, state.before), dim=1))
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         layers, read = super().flops(k, inputs)

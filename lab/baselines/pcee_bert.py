@@ -21,4 +21,4 @@ def confident_patiences(recorded: Record) -> list[Rule]:
     return [PatienceConfidence(patience, threshold) for patience in patiences for threshold in thresholds]
 
 
-METHOD = Method(candidates=confident_patiences, classes_only=True)
+METHOD = Method(candidates=confident_patiences, classes_only=True, trained_as="joint")

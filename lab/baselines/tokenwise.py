@@ -3,20 +3,19 @@
 The common part of HashEE and TR-BERT; each decides which tokens exit.
 
 TokenwiseExits      the model
-TokenwiseSegments   its segments for early_exit; the cost of an example is known once it has run: `token_cost` of a
-                    Reading
+TokenwiseSegments   its segments for early_exit; the cost of an example is known once it has run: `token_cost`
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mini_ee.lab.backbones.backbone import Tensors
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments
-from mini_ee.lab.segments import Reading
 
 
 class RemainingTokens(NamedTuple):
@@ -24,7 +23,7 @@ class RemainingTokens(NamedTuple):
 
     hidden: Tensor  # (B, T', D)
     mask: Tensor | None  # (B, 1, 1, T'), true at tokens, None: nothing is padded
-    token_cost: Tensor | None = None  # (B, 2), as in Reading
+    token_cost: Tensor | None = None  # (B, 2), as in Segments
 
 
 class TokenwiseExits(RowExits):
@@ -62,10 +61,13 @@ class TokenwiseSegments(RowSegments):
     def advance(self, k: int, state: Inputs) -> RemainingTokens:
         return self.model.run_reduced(state) if self.tokens_exit else self.model.run_all(state)
 
-    def read_logits(self, k: int, state: RemainingTokens) -> Reading:
+    def read(self, k: int, state: RemainingTokens) -> np.ndarray:
         logits = self.model.classify(k, self.model.heads[k].state(state.hidden, state.mask))
-        token_cost = None if state.token_cost is None else state.token_cost.numpy(force=True)
-        return Reading(logits.float().numpy(force=True), token_cost=token_cost)
+        return logits.float().numpy(force=True)
+
+    def token_cost(self, k: int, state: RemainingTokens) -> np.ndarray:
+        assert state.token_cost is not None
+        return state.token_cost.numpy(force=True)
 
     def whole(self) -> "TokenwiseSegments":
         return TokenwiseSegments(self.model, tokens_exit=False)

@@ -39,13 +39,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import Backbone, Tensors, sizes_of, tensor_on, token_places
+from mini_ee.consistent import leave_one_out
+from mini_ee.lab.backbones.backbone import Backbone, Tensors, tensor_on, token_places
 from mini_ee.lab.baselines.tokenwise import RemainingTokens, TokenwiseExits, gather_tokens, token_costs
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import States
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.policies import POLICY_WIDTH, leave_one_out, policy_network
+from mini_ee.lab.training.policies import POLICY_WIDTH, policy_network
 from mini_ee.lab.training.stages import Batch, Stage, row_losses, task_loss
 
 INITIAL_KEEP = 0.9  # pi(keep) of every token before step 2
@@ -157,7 +158,7 @@ def compact(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     A stable sort of the mask puts the remaining tokens first, in order, so the first `most` columns have them all.
     """
-    (most,) = sizes_of(mask.sum(dim=1).amax(dim=0, keepdim=True))
+    (most,) = mask.sum(dim=1).amax(dim=0, keepdim=True).tolist()
     order = mask.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
     return gather_tokens(order, hidden, None)[0], mask.gather(1, order)
 

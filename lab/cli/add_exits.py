@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import add_options, columns_given, given_options
+from mini_ee.lab.cli.command_options import add_options, given_options
+from mini_ee.lab.cli.task_options import columns_given
 
 HELP = "add exits to a fine-tuned model, from texts without labels; the model itself does not change"
 EXAMPLE = "mini-ee add-exits my-classifier --text inputs.txt --out fast"
@@ -39,8 +40,8 @@ def run(args, say) -> dict:
     from mini_ee.lab.data.files import read_json
     from mini_ee.lab.data.table_files import SUFFIXES, kind_of
     from mini_ee.lab.data.text_files import read_rows
+    from mini_ee.lab.data.text_table import table
     from mini_ee.lab.errors import WrongArguments
-    from mini_ee.lab.evaluation.tables import table
     from mini_ee.lab.export.add_exits import line_of
     from mini_ee.lab.training.train_settings import AddOptions
 

@@ -44,7 +44,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.experiments.bench.loads import draw_loads
     from mini_ee.lab.errors import WrongArguments
     from mini_ee.lab.export.sessions import share_threads
-    from mini_ee.lab.training.train_run import check_device
+    from mini_ee.lab.training.run_folder import check_device
 
     names = list(BENCHES) if args.name == "all" else [args.name]
     if args.large and "retrieval" not in names:

@@ -4,29 +4,47 @@ What ONNX Runtime computes is calibrated and tested, in int8 too. The full model
 this graph.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mini_ee.lab.cli.calibrate import BATCH, calibrated, check, report
-from mini_ee.lab.cli.command_options import OF_LABELS, columns_given, refuse, refuse_task_options, task_options
+from mini_ee.lab.cli.command_options import positive, refuse
+from mini_ee.lab.cli.guarantee_options import BATCH, add_guarantee, calibrated, check, check_epsilon, report
+from mini_ee.lab.cli.task_options import OF_LABELS, add_task, columns_given, refuse_task_options, task_options
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.tasks import Task, load_task
 from mini_ee.lab.data.text_files import Row, read_texts
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.export.calibrated import check_calibratable, write_calibrated
-from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.export.sessions import PROVIDERS
-from mini_ee.lab.recording import predictions, record
-from mini_ee.lab.threshold_curve import threshold_curve
+
+if TYPE_CHECKING:
+    from mini_ee.lab.export.runtime import Runtime
+
+
+def add(sub: ArgumentParser) -> None:
+    group = sub.add_argument_group("an export: its graph in ONNX Runtime gives the thresholds and the guarantee")
+    add_task(sub, "folder of a task with texts like those in service, whose labels are not read")
+    group.add_argument("--split", help="split of --task (default train)")
+    text = "file: one text per line, or a table, for an export; running text for a decoder (default generated text)"
+    group.add_argument("--text", type=Path, metavar="FILE", help=text)
+    add_guarantee(group)
+    out = "folder of the export with the new rule; must not exist (default EXPORTED itself, which is replaced)"
+    group.add_argument("--out", type=Path, metavar="DIR", help=out)
+    size = f"number of examples in a batch; it changes predictions in int8 a little (default {BATCH})"
+    group.add_argument("--batch-size", type=positive, metavar="N", help=size)
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Record every exit of the graph, calibrate, write the rule into the export, and print what other texts show."""
+    from mini_ee.lab.export.calibrated import check_calibratable, write_calibrated
+    from mini_ee.lab.export.runtime import Runtime
+    from mini_ee.lab.export.sessions import PROVIDERS
+    from mini_ee.lab.recording import predictions, record
+    from mini_ee.lab.threshold_curve import threshold_curve
+
+    check_epsilon(args)
     check(args)
     refuse(args, ("model",), f"is for runs; {args.run} is an export")
-    refuse(args, ("prompt", "greedy", "texts", "new_tokens"), f"is for decoders; {args.run} is an export")
-    refuse(args, ("cosine",), "is for runs of sentence encoders")
     if args.device not in ("cpu", "cuda"):
         raise WrongArguments(f"--device {args.device}: expected cpu or cuda for an export")
     if args.out is not None and args.out.exists():
@@ -50,7 +68,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     return {"method": runtime.config["method"], "exits": list(runtime.exits), "run": str(out)} | answer
 
 
-def _texts(args: Namespace, runtime: Runtime) -> tuple[list[Row], dict]:
+def _texts(args: Namespace, runtime: "Runtime") -> tuple[list[Row], dict]:
     """The rows of --text or --task, and where they come from. Labels are not read."""
     if args.text is not None and args.task is not None:
         raise WrongArguments("expected texts from --text or from --task, found both; leave one out")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mini_ee.lab.cli.command_options import add_schedule, add_where
+from mini_ee.lab.data.values import checked_text
+
 HELP = "predict the label of one sentence at every exit"
 EXAMPLE = 'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."'
-SCHEDULES = ("restart", "parallel", "adaptive")  # of the streams of LoRAExit
 
 
 def add(sub: ArgumentParser) -> None:
@@ -18,36 +20,23 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument("--text", required=True, help="sentence to classify")
     sub.add_argument("--text-b", help="second sentence, if the task has pairs")
     add_where(sub)
+    add_schedule(sub)
     add_rule(sub)
     add_own(sub)
-
-
-def add_where(sub: ArgumentParser, device: bool = True, schedules: bool = True) -> None:
-    """Add --model, --device and --schedule. cli/open.py opens what they name."""
-    sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the run's backbone, if it moved")
-    if device:
-        sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
-    if schedules:
-        sub.add_argument(
-            "--schedule",
-            choices=SCHEDULES,
-            help="schedule of lora-exits: exits one by one, in parallel, or in the fastest groups (default restart)",
-        )
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Predict the label of one text at every exit, and print at which one the text exits."""
     from mini_ee.lab.cli.open import of_rows, open_trained
     from mini_ee.lab.cli.rule_options import chosen_rule
-    from mini_ee.lab.confidence import log_softmax
+    from mini_ee.lab.data.text_table import table
     from mini_ee.lab.early_exit import early_exit
     from mini_ee.lab.errors import WrongArguments
-    from mini_ee.lab.evaluation.tables import table
     from mini_ee.lab.recording import read_every_exit
-    from mini_ee.lab.training.training_text import checked_prompt
+    from mini_ee.rules import log_softmax
 
     given = (("--text", args.text), ("--text-b", args.text_b))
-    text = tuple(checked_prompt(some, name, "a sentence") for name, some in given if some is not None)
+    text = tuple(checked_text(some, name, "a sentence") for name, some in given if some is not None)
     trained = open_trained(args.run, args)
     if not of_rows([trained]):
         raise WrongArguments(f"{args.run}: expected a classifier, found a decoder; use mini-ee generate")

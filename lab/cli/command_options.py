@@ -2,22 +2,20 @@
 
 import argparse
 import re
-from collections.abc import Container, Iterable
-from dataclasses import MISSING, Field, fields, replace
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.settings import flag_of, has_several, scalar_type
 from mini_ee.lab.data.values import percentage
 from mini_ee.lab.errors import WrongArguments
 
 DIGITS = 10  # maximum of a whole number
-OF_LABELS = "label_column", "regression", "split_file"  # TaskOptions of labelled tasks
-WITHOUT_TASK = "describes the files of --task: give --task too"
 INVALID_CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")  # a message of argparse
 MOST_MEANT = 3  # names that a message shows
+SCHEDULES = ("restart", "parallel", "adaptive")  # of the streams of LoRAExit
 MAX_THREADS = 1024  # a process that starts too many ends without a message
 
 
@@ -35,6 +33,10 @@ class Parser(argparse.ArgumentParser):
     """Errors in one line, help with a working example."""
 
     def __init__(self, *args, example: str = "", **kwargs):
+        self.words: list[
+            str
+        ] = []  # of the command line, after the command: a RUN among them decides what else is asked
+        self.kind = ""  # of that RUN, in words
         super().__init__(
             *args,
             allow_abbrev=False,
@@ -50,7 +52,8 @@ class Parser(argparse.ArgumentParser):
             flags = [word.partition("=")[0][2:] for word in unknown if word.startswith("--")]
             known = [name[2:] for name in self._option_string_actions if name.startswith("--")]
             meant = did_you_mean(flags[0], known, "--") if flags else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            of = f" for {self.kind}" if self.kind else ""
+            self.error(f"unrecognized arguments{of}: {' '.join(unknown)}{meant}")
         return namespace, unknown
 
     def error(self, message: str):
@@ -113,39 +116,20 @@ def help_of(setting: Field, default: Any) -> str:
     return text.replace("%", "%%")
 
 
-def add_task(parser: argparse.ArgumentParser, help: str) -> None:
-    """Add --task and the options for reading its files. cli/open.py opens them."""
-    parser.add_argument("--task", metavar="TASK", help=help)
-    add_options(parser.add_argument_group("files of --task", "a folder, or one file with --split-file"), TaskOptions)
+def add_where(sub: argparse._ActionsContainer, device: bool = True) -> None:
+    """Add --model and --device. cli/open.py opens what they name."""
+    sub.add_argument("--model", type=Path, metavar="DIR", help="folder of the run's backbone, if it moved")
+    if device:
+        sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
 
 
-def task_options(args: argparse.Namespace, known: TaskOptions = TaskOptions()) -> TaskOptions:
-    """How the files of --task are read: as `known`, with the options that were given. Raises WrongArguments."""
-    given = given_options(args, TaskOptions)
-    if args.task is None:
-        refuse_task_options(args)
-    try:
-        return replace(known, **given)
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
-
-
-def columns_given(args: argparse.Namespace) -> TaskOptions:
-    """The columns of a table without --task. Raises WrongArguments if two options name the same one."""
-    try:
-        return TaskOptions(**given_options(args, TaskOptions))
-    except ValueError as error:
-        raise WrongArguments(str(error)) from None
-
-
-def refuse_task_options(args: argparse.Namespace, why: str = WITHOUT_TASK, names: Container[str] | None = None) -> None:
-    """Raise WrongArguments if one of the TaskOptions was given, also with the value 0. why: as in `refuse`.
-
-    names: those that are refused, default all.
-    """
-    for name in given_options(args, TaskOptions):
-        if names is None or name in names:
-            raise WrongArguments(f"{flag_of(name, {})} {why}")
+def add_schedule(sub: argparse._ActionsContainer) -> None:
+    """Add --schedule."""
+    sub.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        help="schedule of lora-exits: exits one by one, in parallel, or in the fastest groups (default restart)",
+    )
 
 
 def given_options(args: argparse.Namespace, *settings: type) -> dict:

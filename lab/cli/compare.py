@@ -4,9 +4,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.lab.cli.classify import SCHEDULES
-from mini_ee.lab.cli.command_options import add_task, positive, refuse, refuse_task_options
+from mini_ee.lab.cli.command_options import SCHEDULES, positive, refuse
 from mini_ee.lab.cli.generate import add_sampling, sampling_of
+from mini_ee.lab.cli.task_options import add_task, refuse_task_options
 from mini_ee.lab.errors import WrongArguments
 
 HELP = "compare several runs in one table, with times measured in turns"
@@ -84,7 +84,8 @@ def _opened(folder: Path, schedules, args: Namespace) -> list:
 
 
 def _rows(opened, args: Namespace, say: Callable[[str], None]) -> dict:
-    from mini_ee.lab.cli.open import open_task_of, schedule_of
+    from mini_ee.lab.cli.open import schedule_of
+    from mini_ee.lab.cli.task_options import open_task_of
     from mini_ee.lab.evaluation.comparison import compare_rows
     from mini_ee.lab.evaluation.plots import draw_compared
     from mini_ee.lab.evaluation.row_evaluation import over_seeds, rows_of

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import add_options, add_task, given_options
+from mini_ee.lab.cli.command_options import add_options, given_options
+from mini_ee.lab.cli.task_options import add_task
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.errors import WrongArguments
 
@@ -187,7 +188,7 @@ def _hardness_rows(result, task, data, exits: int) -> list[dict]:
 
 
 def _report(answer: dict, regression: bool) -> str:
-    from mini_ee.lab.evaluation.tables import table
+    from mini_ee.lab.data.text_table import table
     from mini_ee.lab.training.default_rule import choose
 
     within_a_point = answer["full_score"] - 0.01

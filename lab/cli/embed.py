@@ -15,9 +15,9 @@ FORMATS = ".npy", ".jsonl"
 
 
 def add(sub: ArgumentParser) -> None:
-    from mini_ee.lab.cli.classify import add_where
-    from mini_ee.lab.cli.command_options import OF_LABELS, add_options, positive
+    from mini_ee.lab.cli.command_options import add_options, add_where, positive
     from mini_ee.lab.cli.rule_options import add_own, add_rule
+    from mini_ee.lab.cli.task_options import OF_LABELS
     from mini_ee.lab.data.columns import TaskOptions
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
@@ -29,16 +29,16 @@ def add(sub: ArgumentParser) -> None:
     prompt = "prompt of the encoder that stands before each text (default the encoder's own default, if it has one)"
     sub.add_argument("--prompt-name", metavar="NAME", help=prompt)
     sub.add_argument("--batch-size", type=positive, default=32, help="batch size")
-    add_where(sub, schedules=False)
+    add_where(sub)
     add_rule(sub)
     add_own(sub)
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Embed all texts, then write the file, whole or not at all."""
-    from mini_ee.lab.cli.command_options import columns_given
     from mini_ee.lab.cli.open import open_trained
     from mini_ee.lab.cli.rule_options import chosen_rule
+    from mini_ee.lab.cli.task_options import columns_given
     from mini_ee.lab.data.files import sole_writer, write_bytes
     from mini_ee.lab.data.sentence_prompts import with_prompt
     from mini_ee.lab.data.table_files import SUFFIXES, file_error, kind_of

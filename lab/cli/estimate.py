@@ -5,12 +5,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import (
+from mini_ee.lab.cli.command_options import positive
+from mini_ee.lab.cli.task_options import (
     OF_LABELS,
     WITHOUT_TASK,
     add_task,
     columns_given,
-    positive,
     refuse_task_options,
     task_options,
 )
@@ -52,7 +52,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.backbones.hub import load_backbone
     from mini_ee.lab.evaluation.plots import draw_estimate
     from mini_ee.lab.evaluation.savings_estimate import suitability
-    from mini_ee.lab.training.train_run import check_device, say_left_out
+    from mini_ee.lab.training.run_folder import check_device
+    from mini_ee.lab.training.train_run import say_left_out
     from mini_ee.lab.training.unit import load_unit
 
     begin, folder = time.perf_counter(), _folder(args.model)
@@ -140,7 +141,7 @@ def _rows(backbone, folder: Path, args: Namespace) -> tuple:
 
 
 def _print_answer(answer: dict, unit, say: Callable[[str], None]) -> None:
-    from mini_ee.lab.evaluation.tables import table
+    from mini_ee.lab.data.text_table import table
 
     counts = answer["oracle_counts"]
     columns = {"layer": range(1, answer["layers"] + 1), "agreement": answer["agreement"]}

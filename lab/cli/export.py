@@ -5,20 +5,18 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import add_task, refuse_task_options
+from mini_ee.lab.cli.task_options import add_task, refuse_task_options
 
 HELP = "export a run to ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
 
 
 def add(sub: ArgumentParser) -> None:
-    from mini_ee.lab.cli.classify import add_where
+    from mini_ee.lab.cli.command_options import add_schedule, add_where
     from mini_ee.lab.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN", help="folder of a run or of a decoder's checkpoint")
-    where = sub.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="folder of the export; must not exist")
-    where.add_argument("--triton", type=Path, metavar="DIR", help="folder of a model repository for Triton")
+    sub.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder of the export; must not exist")
     texts = (
         "folder of a task whose sentences verify the export (default built-in sentences; with --int8 or "
         "--fp16 those that the training held out, if they are there)"
@@ -27,8 +25,6 @@ def add(sub: ArgumentParser) -> None:
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="export in half precision, for GPUs")
     precision.add_argument("--int8", action="store_true", help="export with dynamic quantisation, for CPUs")
-    opset = "opset of the graphs, 18 to 23; a lower one is for older versions of ONNX Runtime"
-    sub.add_argument("--opset", type=int, choices=range(18, 24), metavar="N", default=23, help=opset)
     sub.add_argument(
         "--segments", action="store_true", help="also export a graph per segment, for other rules and re-batching"
     )
@@ -38,6 +34,7 @@ def add(sub: ArgumentParser) -> None:
         help="also write a page that runs the model in a browser, offline; npm fetches its libraries",
     )
     add_where(sub, device=False)
+    add_schedule(sub)
     add_rule(sub)
     add_own(sub)
 
@@ -45,15 +42,13 @@ def add(sub: ArgumentParser) -> None:
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Export, and say how far the graphs are from torch."""
     import mini_ee
-    from mini_ee.lab.cli.open import open_run, open_task_of
+    from mini_ee.lab.cli.open import open_run
     from mini_ee.lab.cli.rule_options import chosen_rule
+    from mini_ee.lab.cli.task_options import open_task_of
     from mini_ee.lab.errors import WrongArguments
     from mini_ee.lab.export.web_page import fetch_libraries, vendor_command
     from mini_ee.lab.training.train_run import check_task
-    from mini_ee.serve.triton import write_repository
 
-    if args.triton and args.web:
-        raise WrongArguments("--web: the page has a folder of its own; name it with --out, apart from --triton")
     if args.schedule and not args.segments:
         raise WrongArguments("--schedule is of graphs by segment, model.onnx restarts after each exit; add --segments")
     args.device = "cpu"
@@ -69,9 +64,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         task = open_task_of([opened], args)
         check_task(opened, task, args.run)
         texts = task.split(task.default_split).texts
-    write, out = (write_repository, args.triton) if args.triton else (mini_ee.export, args.out)
-    parts = {"segments": args.segments, "web": args.web, "opset": args.opset}
-    manifest = write(opened, out, texts=texts, precision=precision, seed=args.seed, **parts)
+    parts = {"segments": args.segments, "web": args.web}
+    manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed, **parts)
     verified = manifest["verified"]
     what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""
     equal = verified.get("token_agreement", verified.get("prediction_agreement"))
@@ -81,19 +75,19 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         f"{equal:.1%} of the {'tokens' if what else 'predictions'} and {verified['exit_agreement']:.1%} of the exits "
         f"equal."
     )
-    say(f"Exported: {out}")
+    say(f"Exported: {args.out}")
     if args.web:
         failed = fetch_libraries(args.out, say) if vendor_command(args.out) else None
         command = f"python -m http.server -d {args.out}"
         say(f"Page, without its libraries ({failed}): run {vendor_command(args.out)}" if failed else f"Page: {command}")
     answer = {key: manifest[key] for key in ("method", "exits", "rule", "precision", "opset", "verified")}
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return answer | {"export": str(out), "bytes": size, "seconds": time.perf_counter() - begin}
+    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
+    return answer | {"export": str(args.out), "bytes": size, "seconds": time.perf_counter() - begin}
 
 
 def _held_out(opened, args: Namespace) -> list | None:
     """The texts that the training held out to test its rule; None if they are not there."""
-    from mini_ee.lab.cli.open import open_task_of
+    from mini_ee.lab.cli.task_options import open_task_of
     from mini_ee.lab.errors import WrongArguments
     from mini_ee.lab.training.holdout import split_rows
 

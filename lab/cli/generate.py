@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mini_ee.lab.cli.classify import add_where
-from mini_ee.lab.cli.command_options import number, positive, refuse, share
+from mini_ee.lab.cli.command_options import add_where, number, positive, refuse, share
+from mini_ee.lab.data.values import checked_text
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, Step
 
@@ -34,7 +34,7 @@ def add(sub: ArgumentParser) -> None:
     add_sampling(sub)
     penalty = "penalty on tokens that the text already contains; above 1 makes them rarer"
     sub.add_argument("--repetition-penalty", type=number, default=1.0, help=penalty)
-    add_where(sub, schedules=False)
+    add_where(sub)
     add_rule(sub)
     early = sub.add_argument_group("a run with exits")
     early.add_argument(
@@ -134,10 +134,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
 
 def _prompt(args: Namespace) -> str:
     from mini_ee.lab.data.files import read_text
-    from mini_ee.lab.training.training_text import checked_prompt
 
     given = args.prompt if args.prompt_file is None else read_text(args.prompt_file)
-    return checked_prompt(given, str(args.prompt_file or "--prompt"))
+    return checked_text(given, str(args.prompt_file or "--prompt"))
 
 
 def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[Iterator[Step], dict]:

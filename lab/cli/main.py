@@ -44,8 +44,10 @@ def parser(argv: list[str]) -> Parser:
         if name == "train":
             module.add(commands, argv)
         else:
-            sub = commands.add_parser(name, description=module.HELP, example=module.EXAMPLE)
+            twice = "resolve" if hasattr(module, "KINDS") else "error"  # kinds of runs share names of options
+            sub = commands.add_parser(name, description=module.HELP, example=module.EXAMPLE, conflict_handler=twice)
             add_common(sub)
+            sub.words = argv[1:]
             module.add(sub)
     if len(lines) == len(COMMANDS):
         groups = (f"{group}:\n" + "\n".join(lines[name] for name in names) for group, names in GROUPS.items())
@@ -76,12 +78,14 @@ def answer_of(args: Namespace) -> dict:
         return _module("calibrate_export").run(args, say) | {"seed": args.seed}
     import torch
 
-    from mini_ee.lab.evaluation.plots import check_picture
     from mini_ee.lab.training.run_folder import versions
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    check_picture(getattr(args, "picture", None))
+    if picture := getattr(args, "picture", None):
+        from mini_ee.lab.evaluation.plots import check_picture
+
+        check_picture(picture)
     answer = command.run(args, say)
     return answer | {"seed": args.seed, "threads": torch.get_num_threads(), "versions": versions()}
 

@@ -1,64 +1,83 @@
 """The exit rule of a command line. Its options are made from the fields of the rules. No torch here."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import MISSING, Field, fields, replace
 from typing import TYPE_CHECKING
 
 from mini_ee.lab.cli.command_options import READERS, help_of
+from mini_ee.lab.cli.named_run import named_run
 from mini_ee.lab.confidence import LABEL_MEASURES
 from mini_ee.lab.data.settings import flag_of
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import RULES as OF_METHODS
-from mini_ee.lab.rules import NO_POLICY, RULES, Rule, rule_class
+from mini_ee.lab.rules import RULES, Rule, rule_class
+from mini_ee.lab.segments import NO_POLICY
 
 if TYPE_CHECKING:
+    from mini_ee.lab.cli.command_options import Parser
     from mini_ee.lab.export.runtime import Runtime
     from mini_ee.lab.training.run_folder import Run
 
 
-def named_rules() -> dict[str, type[Rule]]:
-    """Name -> class of the rules that --rule can name: those whose settings all have help."""
-    return {name: kind for name, kind in RULES.items() if all(each.metadata for each in fields(kind))}
+def _can_be_named(rule: type[Rule]) -> bool:
+    """Whether all settings have help. Others are fitted, and only a run has them."""
+    return all(each.metadata for each in fields(rule))
 
 
-def rule_settings() -> dict[str, Field]:
+def named_rules(embeds: bool = False) -> dict[str, type[Rule]]:
+    """Name -> class of the rules that --rule can name. embeds: for a sentence encoder, so those of methods too."""
+    for name in OF_METHODS if embeds else ():
+        rule_class(name)
+    return {name: kind for name, kind in RULES.items() if _can_be_named(kind) and (embeds or not kind.needs_embeddings)}
+
+
+def rule_settings(embeds: bool = False) -> dict[str, Field]:
     """Name of a setting -> its field, in the first of these rules that has it."""
     found = {}
-    for each in (each for kind in named_rules().values() for each in fields(kind)):
+    for each in (each for kind in named_rules(embeds).values() for each in fields(kind)):
         found.setdefault(each.name, each)
     return found
 
 
-_FITTED = [name for name in OF_METHODS if rule_class(name) not in named_rules().values()]
-OWN = {each.name: (name, each) for name in _FITTED for each in fields(rule_class(name)) if each.metadata}
-"""Setting of a rule that only a run can have -> (name of the rule, field). It replaces the setting of the run."""
+def settings_of_run(rule: str) -> dict[str, Field]:
+    """Settings of a rule that only a run can have, by name. They replace those of the run; {} for other rules."""
+    if rule not in OF_METHODS or _can_be_named(rule_class(rule)):
+        return {}
+    return {each.name: each for each in fields(rule_class(rule)) if each.metadata}
 
 
-def add_rule(parser: ArgumentParser) -> None:
-    """Add --rule and the settings of all rules, each once."""
-    parser.add_argument("--rule", choices=tuple(named_rules()), help="exit rule (default the run's own)")
+def add_rule(parser: "Parser") -> None:
+    """Add --rule and the settings of the rules that fit the RUN of the command line, each once; without a RUN all."""
+    named = named_run(parser.words)
+    parser.kind, embeds = (named.kind, named.unit == "embeddings") if named else ("", True)
+    parser.add_argument("--rule", choices=tuple(named_rules(embeds)), help="exit rule (default the run's own)")
     group = parser.add_argument_group("settings of a rule")
-    for name, each in rule_settings().items():
+    for name, each in rule_settings(embeds).items():
         kind = {"type": READERS.get(each.type), "choices": each.metadata["choices"]}
         group.add_argument(flag_of(name, each.metadata), dest=name, help=help_of(each, each.default), **kind)
 
 
-def refuse_settings(args: Namespace, why: str, *allowed: str) -> None:
-    """Raise WrongArguments if --rule was given, or a setting of a rule that is not in `allowed`."""
-    for name in ("rule", *rule_settings(), *OWN):
+def refuse_settings(args: Namespace, why: str, *allowed: str, rule: str = "") -> None:
+    """Raise WrongArguments if --rule or a setting of a rule that is not in `allowed` was given. rule: the run's."""
+    for name in ("rule", *rule_settings(), *settings_of_run(rule)):
         if name not in allowed and getattr(args, name, None) is not None:
             raise WrongArguments(f"{why}: leave out --{'layer' if name == 'exit' else name.replace('_', '-')}")
 
 
-def add_own(parser: ArgumentParser) -> None:
-    """Add the settings of methods' rules. They replace the settings of a run."""
-    groups = {}
-    for name, (rule, each) in OWN.items():
-        if rule not in groups:
-            groups[rule] = parser.add_argument_group(f"a run of {rule}", "in place of the settings of the run")
-        about = each.metadata
-        kind = {"type": READERS[each.type], "metavar": about.get("metavar")}
-        groups[rule].add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)
+def add_own(parser: "Parser") -> None:
+    """Add the settings of the rule of the RUN that the command line names, which replace those of the run.
+
+    Without such a run, as for --help, those of the rules of all methods.
+    """
+    named = named_run(parser.words)
+    for rule in [named.rule] if named else OF_METHODS:
+        if not (settings := settings_of_run(rule)):
+            continue
+        group = parser.add_argument_group(f"a run of {rule}", "in place of the settings of the run")
+        for name, each in settings.items():
+            about = each.metadata
+            kind = {"type": READERS[each.type], "metavar": about.get("metavar")}
+            group.add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)
 
 
 def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
@@ -66,26 +85,25 @@ def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
 
     run: a Run or a Runtime, with `rule`, `exits` and `config`.
     """
-    given = {name: value for name in rule_settings() if (value := getattr(args, name, None)) is not None}
-    own = {name: value for name in OWN if (value := getattr(args, name, None)) is not None}
-    flag, whose = next(((flag_of(each, OWN[each][1].metadata), OWN[each][0]) for each in own), (None, None))
-    name = args.rule or _named_by(given)
+    given = {name: value for name in rule_settings(run.embeds) if (value := getattr(args, name, None)) is not None}
+    of_run = settings_of_run(run.rule.name)
+    own = {name: value for name in of_run if (value := getattr(args, name, None)) is not None}
+    name = args.rule or _named_by(given, run.embeds)
     try:
         if name is None:
             if "measure" in given:
                 raise ValueError("--measure is for a threshold: give --threshold too")
             if given:
                 raise ValueError(f"--{next(iter(given))} is a setting of a rule: name the rule with --rule")
-            if own and run.rule.name != whose:
-                raise ValueError(f"{flag} is for a run of {whose}")
             rule = replace(run.rule, **own)
         elif own:
-            raise ValueError(f"{flag} is for a run of {whose} under its own rule")
+            flag = flag_of(next(iter(own)), of_run[next(iter(own))].metadata)
+            raise ValueError(f"{flag} is for a run of {run.rule.name} under its own rule")
         else:
             rule = _made(name, given, run)
             if rule.needs is not None and len(run.exits) == 1:
                 raise ValueError(f"the rule {name} needs exits before the last layer; {run.folder} has none")
-            if rule.needs_policy and not run.is_exported and getattr(run.model, "policy", None) is None:
+            if rule.needs == "exit_logit" and not run.is_exported and getattr(run.model, "policy", None) is None:
                 raise ValueError(NO_POLICY.format(name))
             if given.get("patience", 0) >= len(run.exits):
                 raise ValueError(
@@ -103,10 +121,10 @@ def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
     return rule
 
 
-def _named_by(given: dict) -> str | None:
+def _named_by(given: dict, embeds: bool) -> str | None:
     """The rule that a setting implies: the first rule whose first field it is."""
     alone = {}
-    for name, kind in named_rules().items():
+    for name, kind in named_rules(embeds).items():
         for each in fields(kind)[:1]:
             alone.setdefault(each.name, name)
     return next((rule for setting, rule in alone.items() if setting in given), None)
@@ -115,8 +133,6 @@ def _named_by(given: dict) -> str | None:
 def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     """A rule from its settings, on the default measure of the run if none is given."""
     kind = RULES[name]
-    if kind.needs_embeddings and not run.embeds:
-        raise ValueError(f"the rule {name} compares embeddings: it is for a sentence encoder")
     if name == "patience" and run.multi_label:
         raise ValueError(f"the rule {name} compares one prediction of a text, which has several labels here")
     known = {each.name: each for each in fields(kind) if each.metadata}

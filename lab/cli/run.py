@@ -21,7 +21,8 @@ from typing import TextIO
 
 import numpy as np
 
-from mini_ee.lab.cli.command_options import OF_LABELS, add_options, columns_given, positive
+from mini_ee.lab.cli.command_options import add_options, positive
+from mini_ee.lab.cli.task_options import OF_LABELS, columns_given
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.files import STDOUT, errors_name, read_json, sole_writer
 from mini_ee.lab.data.lines import row_of_line

@@ -14,7 +14,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import PROVIDERS, share_threads
 from mini_ee.serve.engines import engine_of
-from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Guarantee, stricter
 from mini_ee.serve.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
 

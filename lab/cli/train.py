@@ -9,7 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import Parser, add_options, add_task, given_options
+from mini_ee.lab.cli.command_options import Parser, add_options, given_options
+from mini_ee.lab.cli.task_options import add_task
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.settings import flag_of
 from mini_ee.lab.registry import METHODS
@@ -143,7 +144,7 @@ def _of_rows(trained, metrics: dict, say: Callable[[str], None]) -> dict:
 
 
 def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
-    from mini_ee.lab.evaluation.tables import table
+    from mini_ee.lab.data.text_table import table
 
     names = ("per_exit_cosine", "per_exit_low_cosine")
     rows = [dict(zip(("layer", *names), row)) for row in zip(trained.exits, *(metrics[name] for name in names))]

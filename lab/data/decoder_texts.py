@@ -13,16 +13,6 @@ from tokenizers import Tokenizer as Backend
 
 from mini_ee.lab.data.files import read_text
 
-TRAINING_PROMPTS = ("This is an example script:", "My name is", "I am a", "Welcome to", "what is a")
-CALIBRATION_PROMPTS = (
-    "A cat is",
-    "In Python, a list is",
-    "In C, we can define a function",
-    "The capital of France is",
-    "The derivative of x^2 is",
-)
-"""Both from Table 1 of self-supervised exits (methods/self_supervised.py)."""
-
 
 class Text(NamedTuple):
     """A text as token ids. The tokens after position `start` are for training, calibration or comparison."""

@@ -38,7 +38,7 @@ import numpy as np
 
 from mini_ee.lab.data.decoder_texts import END_OF_TEXT
 from mini_ee.lab.data.files import read_text
-from mini_ee.lab.data.table_files import text_flaw
+from mini_ee.lab.data.values import text_flaw
 
 LETTERS = "ABCD"
 

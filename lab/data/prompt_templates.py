@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 
 from mini_ee.lab.data.files import read_json
-from mini_ee.lab.data.table_files import text_flaw
 from mini_ee.lab.data.tasks import Task, plain_name
 from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, text_rows
+from mini_ee.lab.data.values import text_flaw
 
 PROMPTS = Path(__file__).with_name("prompts.json")
 

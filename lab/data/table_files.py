@@ -243,16 +243,6 @@ def _value(scalar):
         return str(scalar.value)
 
 
-def text_flaw(text: object) -> str | None:
-    """A description of what is wrong with a text, or None if it is a string, not blank, and can be written as UTF-8."""
-    if not isinstance(text, str):
-        return f"{shortened(text)}, which is no string"
-    if not text.strip():
-        return "an empty text"
-    held = text.encode(errors="ignore").decode() == text
-    return None if held else "half of a surrogate pair, which is no character"
-
-
 def file_error(path: Path, line: int, expected: str, found: str, advice: str) -> WrongArguments:
     """The error for a line of a file, as one line of text."""
     return WrongArguments(f"{path}:{line}: expected {expected}, found {found}; {advice}")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mini_ee.lab.data.columns import Columns, TaskOptions, columns_of, positions
-from mini_ee.lab.data.table_files import SUFFIXES, Record, TableFile, file_error, text_flaw
-from mini_ee.lab.data.values import label_text, shortened
+from mini_ee.lab.data.table_files import SUFFIXES, Record, TableFile, file_error
+from mini_ee.lab.data.values import label_text, shortened, text_flaw
 from mini_ee.lab.errors import WrongArguments
 
 Row = tuple[str, ...]

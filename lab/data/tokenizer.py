@@ -13,7 +13,6 @@ import tokenizers
 from tokenizers import normalizers
 
 from mini_ee.lab.data.files import write_bytes, write_json
-from mini_ee.lab.data.table_files import text_flaw
 from mini_ee.lab.data.tokenizer_config import (
     NO_LIMIT,
     direction,
@@ -22,7 +21,7 @@ from mini_ee.lab.data.tokenizer_config import (
     read_file,
     read_tokenizer,
 )
-from mini_ee.lab.data.values import is_whole, shortened
+from mini_ee.lab.data.values import is_whole, shortened, text_flaw
 from mini_ee.lab.errors import WrongArguments
 
 HEAD = 32  # a long text is first tokenized up to this many characters per token of max_length

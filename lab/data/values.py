@@ -8,6 +8,8 @@ import math
 from numbers import Integral
 from operator import ge, gt, le, lt
 
+from mini_ee.lab.errors import WrongArguments
+
 LIMITS = {"least": ("of at least", ge), "above": ("above", gt), "most": ("of at most", le), "below": ("below", lt)}
 LONGEST = 100  # characters of a value in a message
 
@@ -95,3 +97,24 @@ def label_text(value: object) -> str | None:
     if isinstance(value, float):
         return str(int(value) if value.is_integer() else value) if math.isfinite(value) else None
     return str(value).strip() or None if isinstance(value, str | int) else None
+
+
+def text_flaw(text: object) -> str | None:
+    """A description of what is wrong with a text, or None if it is a string, not blank, and can be written as UTF-8."""
+    if not isinstance(text, str):
+        return f"{shortened(text)}, which is no string"
+    if not text.strip():
+        return "an empty text"
+    held = text.encode(errors="ignore").decode() == text
+    return None if held else "half of a surrogate pair, which is no character"
+
+
+def checked_text(text: str, name: str, what: str = "a prompt") -> str:
+    """The text. Raises WrongArguments if it has no text. name, what: its option and kind, for the message."""
+    if not text.strip():
+        raise WrongArguments(f"{name}: expected {what}, found no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # Python represents invalid bytes of the command line as surrogates
+        raise WrongArguments(f"{name}: expected text in UTF-8, found another byte at {error.start}") from None
+    return text

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mini_ee.lab.confidence import entropy, log_softmax, max_probability
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tasks import Split, Task, subset
 from mini_ee.lab.data.tokenizer import Encoded, batches
@@ -20,6 +19,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.recording import Record, exit_scores, plan_rows, predictions, record, summary
 from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.lab.segments import Segments
+from mini_ee.rules import entropy, log_softmax, max_probability
 
 TIMED_ROWS = 256  # rows at most on which time is measured, drawn with a fixed seed
 

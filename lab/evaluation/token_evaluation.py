@@ -16,7 +16,7 @@ import numpy as np
 
 from mini_ee.lab.calibration import Observed, agreement, calibrate, end_to_end, observe, replay
 from mini_ee.lab.confidence import MEASURES
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS, Text, cut_text
+from mini_ee.lab.data.decoder_texts import Text, cut_text
 from mini_ee.lab.data.files import read_text
 from mini_ee.lab.data.metrics import rouge_l
 from mini_ee.lab.data.multiple_choice import Benchmark, QuestionRequests, make_requests, standard_error
@@ -28,6 +28,7 @@ from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import NeverExit, Rule, Threshold
 from mini_ee.lab.training.run_folder import Run
 from mini_ee.lab.training.training_text import check_reads_on
+from mini_ee.self_supervised import CALIBRATION_PROMPTS
 
 EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 COMPARED_MEASURES = tuple(

@@ -14,7 +14,7 @@ from mini_ee.lab.data.values import is_whole
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.rules import Rule
-from mini_ee.lab.segments import Reading, Segments, check_finite
+from mini_ee.lab.segments import Segments, check_finite
 
 MISSING_KV = ("copy_state", "recompute")
 
@@ -154,14 +154,6 @@ class TokenState(NamedTuple):
         return TokenState(self.hidden[index], rows, positions, None, self.before[index])
 
 
-def vocabulary_reading(logits: np.ndarray, largest: np.ndarray) -> Reading:
-    """The reading of a vocabulary head: logits (B, V) and their two largest probabilities (B, 2), descending.
-
-    The engine computes the probabilities: it is faster than numpy, and a softmax over a vocabulary takes time.
-    """
-    return Reading(logits, max_probability=largest[:, 0], breaking_ties=largest[:, 0] - largest[:, 1])
-
-
 class Weights(NamedTuple):
     """Number of weights that a token is multiplied with."""
 
@@ -206,6 +198,9 @@ class DecoderSegments(Segments):
         own_layer = self.own_layers and k < len(self.exits) - 1
         head = 2.0 * (self.weights.head + products) if own_layer else 2.0 * self.weights.head
         return self.layer_passes(k) * 2.0 * products, head
+
+    def state_flops(self, k: int) -> float:
+        return 0.0
 
 
 class CachedSegments(DecoderSegments):
@@ -295,14 +290,6 @@ class CachedSegments(DecoderSegments):
             for row, own, each in zip(rows, positions, pending):
                 self.pending_positions[row][k] += each + own
         return TokenState(hidden, rows, positions, block, state.hidden)
-
-    def read(self, k: int, state: TokenState) -> Reading:
-        """The logits of exit k, and before the last exit also what `read_state` gives."""
-        reading = self.read_logits(k, state)
-        if k == len(self.exits) - 1:
-            return reading
-        of_state = self.read_state(k, state)
-        return reading._replace(exit_logit=of_state.exit_logit, saturation=of_state.saturation)
 
     def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple:
         """The index of these positions (B, T) in pending_states; padding has the last slot."""

@@ -37,11 +37,10 @@ from mini_ee.lab.exits.decoding import (
     check_prompts,
     decode,
     gather,
-    vocabulary_reading,
 )
 from mini_ee.lab.exits.row_exits import check_exits
 from mini_ee.lab.rules import NeverExit, Rule
-from mini_ee.lab.segments import Reading, check_finite
+from mini_ee.lab.segments import check_finite
 
 SMALLEST = 1e-6  # least number by which logits may be divided
 
@@ -209,7 +208,6 @@ class TokenSegments(CachedSegments):
     """CachedSegments of a decoder in torch."""
 
     engine = "torch"
-    any_rule = False  # if there are policies, read_state gives only the exit_logit, not the saturation
 
     def __init__(
         self,
@@ -223,6 +221,7 @@ class TokenSegments(CachedSegments):
     ):
         super().__init__(exits, missing_kv, num_rows, capacity)
         self.decoder, self.heads, self.policies = decoder, heads, policies
+        self.has_policy = bool(policies)
         self.cache = Cache(decoder, num_rows, capacity)
         weight = decoder.embeddings.weight
         self.pending_states = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
@@ -259,35 +258,29 @@ class TokenSegments(CachedSegments):
     def _layers(self, k: int) -> tuple[int, int]:
         return self.exits[k - 1] if k else 0, self.exits[k]
 
-    def read_logits(self, k: int, state: TokenState) -> Reading:
+    def read(self, k: int, state: TokenState) -> np.ndarray:
         hidden = state.hidden[:, -1]
-        if k == len(self.heads):
-            return Reading(check_finite(self.decoder.lm_logits(hidden).numpy(force=True)))
-        logits = self.heads[k](hidden).float()
-        return vocabulary_reading(
-            check_finite(logits.numpy(force=True)), logits.softmax(-1).topk(2).values.numpy(force=True)
-        )
+        logits = self.decoder.lm_logits(hidden) if k == len(self.heads) else self.heads[k](hidden).float()
+        return check_finite(logits.numpy(force=True))
 
     def draft_logits(self, k: int, hidden: Tensor, block: LayerContext) -> Tensor:
         """The logits (B, V) of exit k, before the last, at the last of the tokens (B, T, D) that ran to it."""
         return self.heads[k](hidden[:, -1])
 
-    def read_state(self, k: int, state: TokenState) -> Reading:
-        """The policy's exit_logit, if there is one; else, or with any_rule, the saturation. No head is computed."""
-        hidden = state.hidden[:, -1]
-        exit_logit = self.policies[k](hidden).float().numpy(force=True) if self.policies else None
-        if exit_logit is not None and not self.any_rule:
-            return Reading(None, exit_logit)
-        cosine = torch.cosine_similarity(hidden.float(), state.before[:, -1].float())
-        return Reading(None, exit_logit, saturation=cosine.numpy(force=True))
+    def exit_logit(self, k: int, state: TokenState) -> np.ndarray:
+        if not self.policies:
+            return super().exit_logit(k, state)
+        return self.policies[k](state.hidden[:, -1]).float().numpy(force=True)
+
+    def saturation(self, k: int, state: TokenState) -> np.ndarray:
+        cosine = torch.cosine_similarity(state.hidden[:, -1].float(), state.before[:, -1].float())
+        return cosine.numpy(force=True)
 
 
 def token_segments(model: nn.Module, missing_kv: str, num_rows: int, capacity: int) -> TokenSegments:
     """The segments of a token_exits.TokenExits for a batch of texts, under any rule."""
     make, policies = model.segments_class, tuple(model.policies)
-    segments = make(model.backbone, model.exits, model.heads, missing_kv, num_rows, capacity, policies)
-    segments.any_rule = True
-    return segments
+    return make(model.backbone, model.exits, model.heads, missing_kv, num_rows, capacity, policies)
 
 
 # ---- Text for training and calibration ----

@@ -22,7 +22,7 @@ from mini_ee.lab.data.prompt_templates import DECODER, ENCODER, PromptTokenizer,
 from mini_ee.lab.data.tasks import Split
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import ExitModel, RowSegments, check_exits
-from mini_ee.lab.segments import Reading, check_finite
+from mini_ee.lab.segments import check_finite
 
 KIND_READ_AT = {"mask": ENCODER, "last": DECODER, "first": DECODER}  # Backbone.reads_prompt_at -> kind of the prompt
 
@@ -102,9 +102,9 @@ class PromptSegments(RowSegments):
         at = self.model.read_at(*(tensor_on(backbone.device, x) for x in (inputs.input_ids, inputs.attention_mask)))
         return PromptState(backbone.embed(inputs), backbone.context(inputs), at)
 
-    def read_logits(self, k: int, state: PromptState) -> Reading:
+    def read(self, k: int, state: PromptState) -> np.ndarray:
         logits = self.model.label_logits(state.hidden, state.at).numpy(force=True)
-        return Reading(check_finite(logits, "the logits of the label words"))
+        return check_finite(logits, "the logits of the label words")
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         """As in Segments. The head is computed at one token, and only for the label words."""

@@ -21,7 +21,7 @@ from mini_ee.lab.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.lab.exits.heads import ExitHead, exit_heads, load_head
 from mini_ee.lab.exits.state_store import Allocate, in_memory
 from mini_ee.lab.recording import Record, predictions, record
-from mini_ee.lab.segments import Reading, Segments
+from mini_ee.lab.segments import Segments
 
 STATES_BATCH = 64  # rows in a batch without training
 
@@ -172,6 +172,7 @@ class RowSegments(Segments):
         self.model = model.eval()
         self.exits = model.exits
         self.starts = (0, *model.exits)
+        self.has_policy = model.policy is not None
 
     def running(self) -> torch.inference_mode:
         """Without gradients. Entered once per batch: once per call would take noticeable time at batch size 1."""
@@ -184,23 +185,17 @@ class RowSegments(Segments):
         hidden = self.model.backbone.run_layers(state.hidden, state.context, self.starts[k], self.exits[k])
         return state._replace(hidden=hidden)
 
-    def read_logits(self, k: int, state: RowState) -> Reading:
+    def read(self, k: int, state: RowState) -> np.ndarray:
         vector = self.model.heads[k].state(state.hidden, state.context.padding)
-        return Reading(self.model.heads[k].classify(vector).float().numpy(force=True))
+        return self.model.heads[k].classify(vector).float().numpy(force=True)
 
-    def read_state(self, k: int, state: RowState) -> Reading:
-        if not self._decides(k):
-            return self.read_logits(k, state)
-        return Reading(None, self._exit_logit(k, self.model.heads[k].state(state.hidden, state.context.padding)))
+    def exit_logit(self, k: int, state: RowState) -> np.ndarray:
+        if not self.has_policy:
+            return super().exit_logit(k, state)
+        return self.decided(k, self.model.heads[k].state(state.hidden, state.context.padding))
 
-    def read(self, k: int, state: RowState) -> Reading:
-        reading = self.read_logits(k, state)
-        return reading._replace(exit_logit=self.read_state(k, state).exit_logit) if self._decides(k) else reading
-
-    def _decides(self, k: int) -> bool:
-        return self.model.policy is not None and k < len(self.exits) - 1
-
-    def _exit_logit(self, k: int, state: Tensor) -> np.ndarray:
+    def decided(self, k: int, state: Tensor) -> np.ndarray:
+        """The policy's exit_logit of what it reads."""
         return self.model.policy.exit_logit(k, state).float().numpy(force=True)
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
@@ -210,7 +205,7 @@ class RowSegments(Segments):
         return layers, self.model.heads[k].flops(tokens)
 
     def state_flops(self, k: int) -> float:
-        return self.model.policy.flops if self._decides(k) else 0.0
+        return self.model.policy.flops if self.has_policy and k < len(self.exits) - 1 else 0.0
 
 
 # ---- Training data ----

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mini_ee.lab.backbones.generative import GenerativeBackbone
 from mini_ee.lab.backbones.layers import StackedLinear
-from mini_ee.lab.backbones.lora import LowRank, check_lora
+from mini_ee.lab.backbones.lora import check_lora
 from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.progress import tqdm
@@ -27,6 +27,7 @@ from mini_ee.lab.exits.lossless import DRAFT, generate_lossless
 from mini_ee.lab.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import NeverExit, Rule
+from mini_ee.lora_exits import LowRank
 
 TEXTS_BATCH = 16  # texts in a batch without training
 TOKENS_A_STEP = 256  # tokens at least, if a stage learns from states: a token is much less than a text
@@ -39,7 +40,7 @@ class QueryValueAdapter(nn.Module):
     def __init__(self, linear: StackedLinear, rank: int, alpha: float):
         super().__init__()
         query, self.key, value = linear.sizes
-        self.query, self.value = LowRank(linear.in_features, rank, query), LowRank(linear.in_features, rank, value)
+        self.query, self.value = (LowRank(linear.in_features, size, rank) for size in (query, value))
         self.scale = alpha / rank
 
     def delta(self) -> Tensor:
@@ -144,7 +145,7 @@ class TokenExits(ExitModel):
 
     def generate(self, prompts: Sequence[Sequence[int]], rule: Rule, **settings: Any) -> Iterator[Step]:
         """Continue prompts (token ids), one token per step, under a rule. settings: of `generate`."""
-        policies = self.policies if rule.needs_policy else ()
+        policies = self.policies if rule.needs == "exit_logit" else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits["segments_class"] = self.segments_class
         exits = {} if isinstance(rule, NeverExit) else exits

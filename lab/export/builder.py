@@ -8,6 +8,7 @@ declared in that branch: ONNX Runtime prepacks a weight only for nodes of the sa
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-OPSET, IR_VERSION = 23, 11
+OPSET, IR_VERSION = 23, 11  # read by ONNX Runtime 1.23 and newer
 
 INT8_LARGEST = np.float32(63)  # largest absolute value of an int8 weight, see linear_int8
 
@@ -41,6 +42,19 @@ class Value(NamedTuple):
     name: str
     dtype: type
     axes: tuple[str | int, ...] = ()
+
+
+@contextmanager
+def whole_tables(model: nn.Module) -> Iterator[None]:
+    """In this context, DeBERTa maps its whole table of positions, which ONNX Runtime does when it loads the graph."""
+    tables = [module for module in model.modules() if hasattr(module, "whole_table")]
+    for module in tables:
+        module.whole_table = True
+    try:
+        yield
+    finally:
+        for module in tables:
+            module.whole_table = False
 
 
 class Builder:

@@ -68,8 +68,7 @@ def write_calibrated(
     about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts, "calibration": measured}
     with atomic_folder(out, replace=out.resolve() == runtime.folder.resolve()) as partial:
         shutil.copytree(runtime.folder, partial, dirs_exist_ok=True)
-        for path in partial.glob("model*.onnx"):  # in a repository for Triton also model_thresholds.onnx
-            _set_thresholds(path, rule.runtime_values(len(runtime.exits) - 1)[THRESHOLD])
+        _set_thresholds(partial / MODEL, rule.runtime_values(len(runtime.exits) - 1)[THRESHOLD])
         manifest = read_json(partial / MANIFEST, signed="format_version") | about
         manifest["curve"] = curve
         manifest.pop("promise", None)  # the name of guarantee in exports of 0.1.0

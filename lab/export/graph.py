@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from mini_ee.lab.backbones.backbone import Tensors
-from mini_ee.lab.export import lower_math, lower_shapes  # noqa: F401  each registers its lowerings
+from mini_ee.lab.export import decoder_blocks, lower_math, lower_shapes  # noqa: F401  each registers its functions
 from mini_ee.lab.export.builder import Builder
 from mini_ee.lab.export.tracing import ArrayValue, TensorValue, tracing
 

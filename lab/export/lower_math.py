@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_ee.lab.backbones.cache import rotate
+from mini_ee.lab.backbones import cache
 from mini_ee.lab.export.lower_shapes import expand, reshape, unsqueeze
+from mini_ee.lab.export.replaced import replaces
 from mini_ee.lab.export.tracing import (
     LOWERINGS,
     TORCH_DTYPES,
@@ -124,7 +125,9 @@ for _node, *_functions in [
 
 lowers(Tensor.float, Tensor.double)(lambda x: cast(x, np.float32))  # a graph has no float64
 lowers(Tensor.detach, torch.detach)(lambda x: x)
-lowers(Tensor.byte)(lambda x: cast(x, np.int64))
+lowers(Tensor.byte, Tensor.long)(lambda x: cast(x, np.int64))
+lowers(Tensor.int)(lambda x: cast(x, np.int32))
+lowers(Tensor.bool)(lambda x: cast(x, np.bool_))
 lowers(Tensor.new_tensor)(lambda x, data, **_: torch.tensor(data))
 
 
@@ -371,9 +374,11 @@ def attention(
     return query.like(name, [*query.shape[:-1], value.shape[-1]])
 
 
-@lowers(rotate)
-def _rotary_embedding(x: Value, cos: Value, sin: Value) -> Value:
-    """The node takes the heads side by side, (B, T, H d), and the angles of each row once, (B, T, R/2)."""
+@replaces(cache, "rotate")
+def _rotate(rotate: Callable, x, cos, sin):
+    """One node, which takes the heads side by side, (B, T, H d), and the angles of each row once, (B, T, R/2)."""
+    if not isinstance(x, Value):
+        return rotate(x, cos, sin)
     half, (rows, tokens, heads, width) = cos.shape[-1] // 2, x.shape
     angles = [cast(reshape(each[..., half:], 1, tokens, half), x.kind) for each in (cos, sin)]
     angles = [expand(each, rows, tokens, half) for each in angles]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_ee.lab.backbones.backbone import sizes_of, token_places
+from mini_ee.lab.export.replaced import replaces
 from mini_ee.lab.export.tracing import (
     LOWERINGS,
     Dim,
@@ -291,11 +291,14 @@ def nonzero(x: Value) -> Value:
     return x.like(name, [f"true {name}", x.ndim], np.int64)
 
 
-@lowers(token_places)
-def _range_of(ids: Value) -> Value:
-    size, g = ids.shape[1], ids.g
+@replaces(torch, "arange")
+def _arange(arange: Callable, *ends, **settings):
+    """0, 1, ... of a size that is known only when the graph runs; torch.arange itself takes no such size."""
+    if len(ends) != 1 or not isinstance(size := ends[0], Dim):
+        return arange(*ends, **settings)
+    g = size.source.g
     start, stop, step = g.constant_of(np.array(0)), g.op("Squeeze", size.read()), g.constant_of(np.array(1))
-    return ids.like(g.op("Range", start, stop, step), [size], np.int64)
+    return size.source.like(g.op("Range", start, stop, step), [size], np.int64)
 
 
 @lowers(np.flatnonzero)
@@ -304,8 +307,8 @@ def _flatnonzero(x: Value) -> Value:
     return x.like(name, [f"true {name}"], np.int64)
 
 
-@lowers(sizes_of)
-def _dims_of_value(counts: Value) -> list[Dim]:
+@lowers(Tensor.tolist)
+def _tolist(counts: Value) -> list[Dim]:
     return [Dim(f"{count.name}", unsqueeze(count, 0), None) for count in _unbind(counts)]
 
 

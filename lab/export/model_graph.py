@@ -10,7 +10,7 @@
  -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder embedding (B, d) and layers (B,)
     labels (B, C) bool              instead of label, if a row may have several labels at once
     exit_logit (B,)                 if a policy decides
-    spent (B, 2)                    if tokens exit within a row: the token_cost of a Reading
+    spent (B, 2)                    if tokens exit within a row: the token_cost of Segments
     keys_0_out, values_0_out, ...   for tokens, instead of a label; layers that a token did not run get the keys and
                                     values that `copy_state` computes
     compared_threshold (B,) or      for the page in the browser, instead of exit_logit: what the rule compares with that
@@ -25,20 +25,20 @@ ONNX has no loop that drops rows, so the branches are nested: the If of exit k +
 exit k. Its outputs have only the rows that continue. ScatterND writes them over the values of exit k, at the places
 of these rows. A branch is run only if its condition holds, so layers that no row needs cost nothing.
 
-Each step is the segments' own start, advance, read_logits, read_state and keep, and the rule's own stop, run on values
-of the graph (tracing.py).
+Each step is the segments' own start, advance, read, exit_logit and keep, and the rule's own stop, run on values of the
+graph (tracing.py).
 """
 
 import numpy as np
 
-from mini_ee.lab.confidence import max_probability, weakest_label
+from mini_ee.lab.confidence import weakest_label
 from mini_ee.lab.export.manifest import output_of
 from mini_ee.lab.export.token_graphs import output_caches
 from mini_ee.lab.export.token_segments import cache_names
 from mini_ee.lab.export.tracing import ArrayValue
 from mini_ee.lab.row_thresholds import THRESHOLD
 from mini_ee.lab.rules import Rule
-from mini_ee.lab.segments import Reading
+from mini_ee.rules import max_probability
 
 INFINITY = np.array(np.inf, np.float32)
 
@@ -60,12 +60,12 @@ class _ModelGraph:
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
         self.compared = compared and self.decides
         self.extra = [f"compared_{name}" for name in rule.runtime_inputs] if self.compared else []
-        if self.decides and rule.needs_policy and not compared:
+        if self.decides and rule.needs == "exit_logit" and not compared:
             self.extra = ["exit_logit"]
         self.classes = segments.model.backbone.config.vocab_size if self.tokens else segments.model.num_labels
         memory: dict = {}
         if self.decides and rule.needs == "logits":  # one call in numpy shows whether the rule remembers earlier exits
-            rule.stop(0, Reading(np.zeros((1, self.classes), np.float32)), memory)
+            rule.stop(0, np.zeros((1, self.classes), np.float32), memory)
         self.remembers = bool(memory)
 
     def write(self) -> None:
@@ -147,10 +147,10 @@ class _ModelGraph:
         written, rows = segments.written(state) if self.tokens else [], g.shape(exit_at, 0, 1)
         if k == self.last:  # every row that reaches the last exit exits there
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
-            read = self._read_logits(k, state)
-            here = self._exit_values(k, read.logits.name, rows, [nothing] * len(self.extra))
+            state = segments.advance(k, state) if self.starts_anew else state
+            here = self._exit_values(k, segments.read(k, state).name, rows, [nothing] * len(self.extra))
             if segments.tokens_exit:
-                here.insert(2, g.value(read.token_cost.name, f"rows_{k}", 2, dtype=np.float32))
+                here.insert(2, g.value(segments.token_cost(k, state).name, f"rows_{k}", 2, dtype=np.float32))
             return here + written
         here, exits = self._at_exit(k, state, g.array(exit_at, f"rows_{k}", dtype=np.int64), memory)
         continues = ~exits
@@ -186,11 +186,11 @@ class _ModelGraph:
         if rule.needs == "logits":
             evaluates = exits if least is None else exits & (planned | (least < np.inf))
             logits = self._logits_if(g.any(evaluates.name), k, state, rows)
-            reading = Reading(g.array(logits, f"rows_{k}", self.classes))
+            read = g.array(logits, f"rows_{k}", self.classes)
         else:
-            reading = segments.read_state(k, state)
-            extra = [] if reading.exit_logit is None else [reading.exit_logit.name] * len(self.extra)
-        exits = exits & (planned | rule.stop(k, reading, memory))
+            read = getattr(segments, rule.needs)(k, state)
+            extra = [read.name] * len(self.extra)
+        exits = exits & (planned | rule.stop(k, read, memory))
         if rule.needs != "logits":
             logits = self._logits_if(g.any(exits.name), k, state, rows)
         if self.compared:
@@ -209,18 +209,16 @@ class _ModelGraph:
         values = [g.value(logits, axis, self.classes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
         return values + [g.value(name, axis, dtype=np.float32) for name in extra]
 
-    def _read_logits(self, k: int, state) -> Reading:
-        """If every exit starts from the embeddings, its layers run only here, together with its head."""
-        state = self.segments.advance(k, state) if self.starts_anew else state
-        return self.segments.read_logits(k, state)
-
     def _logits_if(self, condition: str, k: int, state, rows: str) -> str:
-        """Logits (B, C) of exit k if the condition () holds; else zeros, which nothing reads."""
-        g = self.g
+        """Logits (B, C) of exit k if the condition () holds; else zeros, which nothing reads.
+
+        If every exit starts from the embeddings, its layers run only here, together with its head.
+        """
+        g, segments = self.g, self.segments
 
         def read() -> list:
-            logits = self._read_logits(k, state).logits.name
-            return [g.value(logits, "rows_read", self.classes, dtype=np.float32)]
+            logits = segments.read(k, segments.advance(k, state) if self.starts_anew else state)
+            return [g.value(logits.name, "rows_read", self.classes, dtype=np.float32)]
 
         def nothing() -> list:
             shape = g.op("Concat", rows, g.integers(self.classes), axis=0)

@@ -1,10 +1,11 @@
 """Run an exported folder of rows in ONNX Runtime, and the encoder with which a rule retrieves. No torch here.
 
 OrtModel      model.onnx, the graph that stops by itself: one call per batch
-OrtSegments   one graph per segment, run by the loop of early_exit.py, for rules that model.onnx does not contain
+OrtSegments   one graph per segment, run by the loop, for rules that model.onnx does not contain
 """
 
 from collections.abc import Container, Sequence
+from copy import copy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from mini_ee.lab.early_exit import run_segments
 from mini_ee.lab.export.manifest import MANIFEST, output_of
 from mini_ee.lab.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session
 from mini_ee.lab.rules import Rule
-from mini_ee.lab.segments import BatchResult, Reading, Segments, check_finite
+from mini_ee.lab.segments import BatchResult, Segments, check_finite
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 
@@ -30,6 +31,8 @@ class OrtRows(Segments):
         self.sessions = [Session(folder / f"{name}.onnx", provider, threads) for name in graphs]
         self.provider = self.sessions[0].provider
         self._manifest, self._output = manifest, output_of(manifest["unit"])
+        self.has_policy = "exit_logit" in self.sessions[0].widths
+        self.tokens_exit = "spent" in self.sessions[0].widths
         for name, session in zip(graphs, self.sessions):
             wanted, (found,) = manifest["num_labels"], session.widths[self._output]
             if found != wanted:
@@ -43,9 +46,6 @@ class OrtRows(Segments):
         advance, read = self._manifest["flops"][k]
         tokens = inputs.input_ids.shape[1]
         return _polynomial(advance, tokens), _polynomial(read, tokens)
-
-    def state_flops(self, k: int) -> float:
-        return self._manifest["state_flops"][k]
 
 
 class AtExit(NamedTuple):
@@ -96,15 +96,20 @@ class OrtModel(OrtRows):
     def advance(self, k: int, state: AtExit) -> AtExit:
         return state
 
-    def read(self, k: int, state: AtExit) -> Reading:
-        outputs = self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
-        decides = "exit_logit" in outputs and k < len(self.exits) - 1
-        return Reading(
-            outputs[self._output], outputs["exit_logit"] if decides else None, token_cost=outputs.get("spent")
-        )
+    def read(self, k: int, state: AtExit) -> np.ndarray:
+        return self._at(k, state)[self._output]
 
-    def read_state(self, k: int, state: AtExit) -> Reading:
-        return self.read(k, state)._replace(logits=None)
+    def exit_logit(self, k: int, state: AtExit) -> np.ndarray:
+        return self._at(k, state)["exit_logit"] if self.has_policy else super().exit_logit(k, state)
+
+    def token_cost(self, k: int, state: AtExit) -> np.ndarray:
+        return self._at(k, state)["spent"]
+
+    def _at(self, k: int, state: AtExit) -> dict[str, np.ndarray]:
+        return self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
+
+    def state_flops(self, k: int) -> float:
+        return self._manifest["state_flops"][k]
 
     def whole(self) -> "WholeModel":
         """The model without early exits."""
@@ -131,7 +136,7 @@ class WholeModel(Segments):
             logits = check_finite(self._session.run(self._session.of_rows(inputs))["logits"])
         else:
             logits = self._model.run_batch(rule, inputs).logits
-        return BatchResult(logits, np.zeros(len(logits), np.int64), [None])
+        return BatchResult(logits, np.zeros(len(logits), np.int64), None)
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         advance, read = self._manifest["whole_flops"]
@@ -143,10 +148,9 @@ class OrtState(NamedTuple):
     """The rows still in the model."""
 
     ids: dict[str, np.ndarray]  # the inputs of the graphs for these rows, (B, T) int64 each
-    outputs: dict  # of the last graph, for B' rows: hidden_out (B', T, D), logits (B', C), max_probability (B',)
+    outputs: dict  # of the last graph, for B' rows: hidden_out (B', T, D), logits (B', C)
     rows: np.ndarray  # (B,) int64: those of the B' that continue
     every: np.ndarray  # (B,) int64: 0, 1, 2, ..., all rows of the next graph's outputs
-    heads: Container[int] | None = None  # those that may be evaluated; None: any
 
     def keep(self, rows: np.ndarray) -> "OrtState":
         ids = {name: value[rows] for name, value in self.ids.items()}
@@ -155,6 +159,8 @@ class OrtState(NamedTuple):
 
 class OrtSegments(OrtRows):
     """segment_*.onnx. Inputs are data.tokens.Inputs."""
+
+    heads: Container[int] | None = None  # those that may be evaluated; None: any
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         graphs = [f"segment_{layer}" for layer in manifest["exits"]]
@@ -187,8 +193,10 @@ class OrtSegments(OrtRows):
             outputs[name] = _padded(rows, inputs, len(rows[0]) - width) if name == HIDDEN else np.stack(rows)
         return state._replace(outputs=outputs)
 
-    def select_heads(self, heads: Container[int], state: OrtState) -> OrtState:
-        return state._replace(heads=heads)
+    def select_heads(self, heads: Container[int]) -> "OrtSegments":
+        some = copy(self)
+        some.heads = heads
+        return some
 
     def advance(self, k: int, state: OrtState) -> OrtState:
         session = self.sessions[k]
@@ -197,24 +205,29 @@ class OrtSegments(OrtRows):
             inputs |= {"hidden": state.outputs[HIDDEN], "rows": state.rows}
         if "carried" in session.inputs:
             inputs["carried"] = state.outputs[CARRIED]
-        read = state.heads is None or k in state.heads
+        read = self.heads is None or k in self.heads
         if "read" in session.inputs:
             inputs["read"] = READ[read]
         # _replace takes 10 us more
-        return OrtState(state.ids, session.run(inputs, read), state.every, state.every, state.heads)
+        return OrtState(state.ids, session.run(inputs, read), state.every, state.every)
 
     def flops(self, k: int, inputs: Inputs) -> tuple[float, float]:
         """A graph that evaluates its head evaluates the policy too."""
         advance, read = super().flops(k, inputs)
-        return advance, read + self.state_flops(k)
+        return advance, read + self._manifest["state_flops"][k]
 
-    def read(self, k: int, state: OrtState) -> Reading:
-        outputs = state.outputs
-        others = outputs.get("exit_logit"), outputs.get("max_probability")
-        reading = Reading(outputs[self._output], *others, token_cost=outputs.get("spent"))
-        if len(state.rows) == len(reading.logits):
-            return reading
-        return Reading(*(each if each is None else each[state.rows] for each in reading))
+    def read(self, k: int, state: OrtState) -> np.ndarray:
+        return self._of(self._output, state)
+
+    def exit_logit(self, k: int, state: OrtState) -> np.ndarray:
+        return self._of("exit_logit", state) if self.has_policy else super().exit_logit(k, state)
+
+    def token_cost(self, k: int, state: OrtState) -> np.ndarray:
+        return self._of("spent", state)
+
+    def _of(self, output: str, state: OrtState) -> np.ndarray:
+        values = state.outputs[output]
+        return values if len(state.rows) == len(values) else values[state.rows]
 
 
 def _padded(rows: list[np.ndarray], inputs: Inputs, before: int) -> np.ndarray:

@@ -8,8 +8,7 @@ rows again after each exit.
  -> hidden_out      (B, T, D), the hidden states; with LoRA streams (n, B, T, D); with T5 (B, 1 + S, D): the one token
                     of the decoder, then the output of the encoder, so that no later segment runs the encoder
     carried_out     a further field of the state, if the segments name one in `carried`
-    logits (B, C) or embedding (B, d), max_probability (B,) for classes, exit_logit (B,) of a policy: float32, with no
-                    rows if `read` is false
+    logits (B, C) or embedding (B, d), exit_logit (B,) of a policy: float32, with no rows if `read` is false
 
 A segment that starts from the embeddings takes nothing from the one before (Segments.from_embeddings).
 """
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.export.manifest import output_of
 from mini_ee.lab.segments import Segments
 
@@ -54,19 +52,19 @@ def _write(segments: Segments, k: int, handed: dict[str, tuple], g) -> None:
 
 def _handed_on(segments: Segments, state) -> dict[str, Tensor]:
     """What the graph of a segment hands on to the next, by name."""
-    hidden, made_once = state.hidden, segments.model.backbone.made_once
-    if made_once:
-        made = getattr(state.context, made_once)
-        hidden = torch.cat((hidden, made.expand(*hidden.shape[:-2], *made.shape[-2:])), dim=-2)
+    hidden = state.hidden
+    if segments.model.backbone.is_encoder_decoder:  # its output is too expensive to compute twice
+        memory = state.context.memory
+        hidden = torch.cat((hidden, memory.expand(*hidden.shape[:-2], *memory.shape[-2:])), dim=-2)
     carried = segments.carried and getattr(state, segments.carried)
     return {"hidden": hidden} if carried is None else {"hidden": hidden, "carried": carried}
 
 
 def _resumed(segments: Segments, state, hidden: Tensor, carried: Tensor | None = None):
     """The state before a segment: that of `start`, with the values that the segment before has handed on."""
-    context, made_once = state.context, segments.model.backbone.made_once
-    if made_once:  # all streams have the same
-        context = context._replace(**{made_once: hidden[(0,) * (hidden.ndim - 3)][:, 1:]})
+    context = state.context
+    if segments.model.backbone.is_encoder_decoder:  # all streams have the same
+        context = context._replace(memory=hidden[(0,) * (hidden.ndim - 3)][:, 1:])
         hidden = hidden[..., :1, :]
     fields = {} if carried is None else {segments.carried: carried}
     return state._replace(hidden=hidden, context=context, **fields)
@@ -87,16 +85,11 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
     classes, output = segments.model.num_labels, output_of(segments.model.unit)
 
     def reading() -> dict:
-        read = segments.read(k, state)
-        found = {output: g.value(read.logits.name, "batch", classes, dtype=np.float32)}
+        found = {output: g.value(segments.read(k, state).name, "batch", classes, dtype=np.float32)}
         if segments.tokens_exit:
-            found["spent"] = g.value(read.token_cost.name, "batch", 2, dtype=np.float32)
-        if (
-            classes > 1 and output == "logits" and not segments.model.multi_label
-        ):  # faster here than in numpy, whose code is no longer in the CPU's cache
-            found["max_probability"] = g.value(max_probability(read.logits).name, "batch", dtype=np.float32)
-        if read.exit_logit is not None:
-            found["exit_logit"] = g.value(read.exit_logit.name, "batch", dtype=np.float32)
+            found["spent"] = g.value(segments.token_cost(k, state).name, "batch", 2, dtype=np.float32)
+        if segments.has_policy and k < len(segments.exits) - 1:
+            found["exit_logit"] = g.value(segments.exit_logit(k, state).name, "batch", dtype=np.float32)
         return found
 
     names: list[str] = []

@@ -178,14 +178,14 @@ class GraphRule:
             )
         return rule.runtime_values(self._last) if self._last else {}
 
-    def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
-        """Exit index (B,) of each depth (B,) that the graph returned, and what the rule read at each exit."""
+    def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, str | None]:
+        """Exit index (B,) of each depth (B,) that the graph returned, and what the rule read at the exits."""
         try:
             index = np.array([self._exit_of_depth[depth] for depth in layers.tolist()], np.int64)
         except KeyError:
             found = f"model.onnx stopped after {np.unique(layers).tolist()} layers, which are no exits of {MANIFEST}"
             raise ValueError(f"{self._folder}: {found}; export the run again") from None
-        return index, [*[rule.needs if plan is None else None] * self._last, None]
+        return index, rule.needs if plan is None else None
 
     def unsupported(self, rule: Rule) -> ValueError:
         """The error for a rule that the graph cannot stop by, if there are no graphs by segment."""

@@ -1,7 +1,7 @@
 """The ONNX graphs of a TokenExits: one that stops by itself, for a step of decoding, and one graph per segment.
 
 Every graph takes positions (B, T) int64, -1 for padding; rows (B,) int64, the prompt of each row; and the caches, see
-backbones/cache.py. The head reads the last of the T tokens. If exit k has a layer of its own, its
+decoder_blocks.py. The head reads the last of the T tokens. If exit k has a layer of its own, its
 caches are keys_exit_k and values_exit_k.
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.lab.backbones.cache import GraphBlock
 from mini_ee.lab.exits.token_exits import TokenExits
-from mini_ee.lab.segments import Reading, Segments
+from mini_ee.lab.export.decoder_blocks import GraphBlock, MemoryBlock
+from mini_ee.lab.segments import Segments
 
 
 class GraphTokens(NamedTuple):
@@ -67,14 +67,19 @@ class TokenGraphs(Segments):
         self.model.write_exit_keys(k, hidden, state.block)
         return state._replace(hidden=hidden, before=state.hidden)
 
-    def read_logits(self, k: int, state: GraphTokens) -> Reading:
-        read = self.model.head_input(k, state.hidden, state.block)[:, -1]
-        return Reading(self.model.classify(k, read).numpy())
+    def read(self, k: int, state: GraphTokens) -> np.ndarray:
+        return self.model.classify(k, self.model.head_input(k, state.hidden, state.block)[:, -1]).numpy()
 
-    def read_state(self, k: int, state: GraphTokens) -> Reading:
-        cosine = torch.cosine_similarity(state.before[:, -1].float(), state.newest.float()).clamp(-1, 1)
-        exit_logit = self.model.policies[k](state.newest).float().numpy() if self.model.policy else None
-        return Reading(None, exit_logit, saturation=cosine.numpy())
+    def exit_logit(self, k: int, state: GraphTokens) -> np.ndarray:
+        if self.model.policy is None:
+            return super().exit_logit(k, state)
+        return self.model.policies[k](state.newest).float().numpy()
+
+    def saturation(self, k: int, state: GraphTokens) -> np.ndarray:
+        return torch.cosine_similarity(state.before[:, -1].float(), state.newest.float()).clamp(-1, 1).numpy()
+
+    def state_flops(self, k: int) -> float:
+        return 0.0
 
     def keep_in_graph(self, state: GraphTokens, rows: Tensor, exits: Tensor) -> GraphTokens:
         """The tokens of these rows. The others exit here, where `exits` (N,) is true.
@@ -107,7 +112,7 @@ class TokenGraphs(Segments):
     def prompt_graphs(self) -> dict[str, Callable]:
         """As `graphs`: the graph of the encoder, if an encoder reads the prompts."""
         backbone = self.model.backbone
-        return {"memory": partial(backbone.graph_context.write_memory, backbone)} if backbone.is_encoder_decoder else {}
+        return {"memory": partial(MemoryBlock.write_memory, backbone)} if backbone.is_encoder_decoder else {}
 
     # ---- By segment ----
     def graphs(self) -> dict[str, Callable]:
@@ -144,14 +149,15 @@ class TokenGraphs(Segments):
         output_caches(g, _caches(g, block), block.written)
 
     def _block(self, g, first: int | str) -> GraphBlock:
-        return self.model.backbone.graph_context.over_caches(g, self.model.backbone, first)
+        kind = MemoryBlock if self.model.backbone.is_encoder_decoder else GraphBlock
+        return kind.over_caches(g, self.model.backbone, first)
 
     def _hidden(self, g, block: GraphBlock) -> Tensor:
         width = self.model.backbone.config.hidden_size
         return g.tensor(g.input("hidden", "batch", "tokens", width, dtype=g.dtype), *block.dims, width)
 
     def _graph_head(self, k: int, g) -> None:
-        """hidden (B, D) -> logits (B, V); below the last layer `largest` (B, 2), its two largest probabilities.
+        """hidden (B, D) -> logits (B, V).
 
         An exit with a layer of its own takes hidden (B, T, D), positions, rows and its caches.
         """
@@ -164,9 +170,6 @@ class TokenGraphs(Segments):
                 state = self._state(g)
             logits = self.model.classify(k, state)
             g.output("logits", logits.name, "batch", config.vocab_size, dtype=np.float32)
-            if k < len(self.exits) - 1:
-                largest = logits.softmax(-1).topk(2).values
-                g.output("largest", largest.name, "batch", 2, dtype=np.float32)
 
     def _graph_policy(self, k: int, g) -> None:
         """hidden (B, D) -> exit_logit (B,)."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from mini_ee.lab.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, vocabulary_reading
+from mini_ee.lab.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights
 from mini_ee.lab.export.sessions import CPU, HIDDEN, GraphRule, Session
 from mini_ee.lab.rules import Rule
-from mini_ee.lab.segments import BatchResult, Reading
+from mini_ee.lab.segments import BatchResult
 
 
 class Prompts:
@@ -260,10 +260,9 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         for k in range(len(self.exits)):
             hidden = self.run(k, hidden, block)
 
-    def read_logits(self, k: int, state: TokenState) -> Reading:
+    def read(self, k: int, state: TokenState) -> np.ndarray:
         own_layer = self.own_layers and k < len(self.exits) - 1
-        found = self._heads[k].run(self._with_caches(k, state) if own_layer else _newest(state))
-        return vocabulary_reading(found["logits"], found["largest"]) if "largest" in found else Reading(found["logits"])
+        return self._heads[k].run(self._with_caches(k, state) if own_layer else _newest(state))["logits"]
 
     def _with_caches(self, k: int, state: TokenState) -> dict:
         """The inputs of a head with a layer of its own."""
@@ -271,9 +270,10 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         caches = {name: self._caches[name] for name in (f"keys_exit_{k}", f"values_exit_{k}")}
         return {"hidden": np.ascontiguousarray(state.hidden)} | block._asdict() | caches
 
-    def read_state(self, k: int, state: TokenState) -> Reading:
-        """The exit_logit of the policy, if there is one. A rule that needs more raises an error itself."""
-        return Reading(None, self._policies[k].run(_newest(state))["exit_logit"] if self._policies else None)
+    def exit_logit(self, k: int, state: TokenState) -> np.ndarray:
+        if not self._policies:
+            return super().exit_logit(k, state)
+        return self._policies[k].run(_newest(state))["exit_logit"]
 
 
 def _newest(state: TokenState) -> dict[str, np.ndarray]:

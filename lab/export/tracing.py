@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mini_ee.lab.export.builder import Builder
+from mini_ee.lab.export.replaced import replaced
 
 LOWERINGS: dict[Callable, Callable] = {}
 """A function of torch or numpy -> its lowering, which is called with the same arguments and returns a Value."""
@@ -76,7 +77,9 @@ class Dim:
         return hash(self.name)
 
     def __gt__(self, other) -> bool:
-        return False  # the caller of the graph checks the largest size
+        return False  # the caller of the graph checks the largest size; small sizes are no case of their own
+
+    __le__ = __gt__
 
     def __index__(self, *_) -> int:
         raise NotTraceable(f"the size {self.name} is known only when the graph runs")
@@ -111,7 +114,9 @@ def lowers(*functions: Callable) -> Callable:
     return register
 
 
-LOWERS = tuple(f"{__package__}.{name}" for name in ("lower_shapes", "lower_math"))  # the modules with lowerings
+LOWERS = tuple(
+    f"{__package__}.{name}" for name in ("lower_shapes", "lower_math", "replaced")
+)  # the modules with lowerings
 
 
 class NotTraceable(ValueError):
@@ -277,18 +282,6 @@ class TensorValue(Value):
     def type_as(self, other) -> "TensorValue":
         return self.to(other)
 
-    def float(self) -> "TensorValue":
-        return cast(self, np.float32)
-
-    def bool(self) -> "TensorValue":
-        return cast(self, np.bool_)
-
-    def long(self) -> "TensorValue":
-        return cast(self, np.int64)
-
-    def int(self) -> "TensorValue":
-        return cast(self, np.int32)
-
 
 class ArrayValue(Value):
     """A value with the methods of an array."""
@@ -318,10 +311,6 @@ class ArrayValue(Value):
 
     def astype(self, dtype) -> "ArrayValue":
         return cast(self, dtype)
-
-    def log_softmax(self, axis: int) -> "ArrayValue":
-        """Numpy has no such function; confidence.py calls this method."""
-        return LOWERINGS[torch.log_softmax](self, axis)
 
     def argmax(self, axis: int) -> "ArrayValue":
         return LOWERINGS[np.argmax](self, axis)
@@ -378,9 +367,9 @@ def lifted(g: Builder, each):
 def tracing(g: Builder) -> Iterator[None]:
     """In this context, torch functions of values and of the model's parameters write nodes of the graph."""
     try:
-        with torch.no_grad(), _Parameters(g):
+        with torch.no_grad(), _Parameters(g), replaced():
             yield
-    except TypeError as error:  # from a function that torch does not pass on, such as torch.arange of a Dim
+    except TypeError as error:  # from a function that torch does not pass on, such as torch.zeros of a Dim
         if "Dim" not in str(error):
             raise
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -426,9 +415,8 @@ def sizes_value(g: Builder, shape: Sequence[Size]) -> str:
 
 def cast(x: Value, kind: type) -> Value:
     """Cast to another type."""
-    return (
-        x if np.dtype(kind) == x.kind else x.each("Cast", to=helper.np_dtype_to_tensor_dtype(np.dtype(kind)), kind=kind)
-    )
+    kind = np.dtype(kind)
+    return x if kind == x.kind else x.each("Cast", to=helper.np_dtype_to_tensor_dtype(kind), kind=kind)
 
 
 def without(shape: Sequence[Size], axis: int) -> list[Size]:

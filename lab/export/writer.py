@@ -33,19 +33,17 @@ from torch import nn
 from mini_ee.lab.backbones.families import layout_of
 from mini_ee.lab.backbones.fine_tuned import CLASSIFIES
 from mini_ee.lab.backbones.tensor_files import write_tensors
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS
 from mini_ee.lab.data.files import atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, DecoderSegments, decode, gather, greedy
 from mini_ee.lab.exits.generation import token_segments, token_weights
-from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of
+from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of, whole_tables
 from mini_ee.lab.export.card import CARD, card
 from mini_ee.lab.export.graph import Graph
 from mini_ee.lab.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
 from mini_ee.lab.export.model_graph import write_model_graph
-from mini_ee.lab.export.older_opsets import in_opset
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.segment_graphs import segment_graphs
 from mini_ee.lab.export.sessions import CPU
@@ -56,6 +54,7 @@ from mini_ee.lab.recording import plan_rows, predictions, read_every_exit, recor
 from mini_ee.lab.rules import STATE_MEASURES, NeverExit, Rule
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.run_folder import Run, versions
+from mini_ee.self_supervised import CALIBRATION_PROMPTS
 
 PRECISIONS = ("float32", "float16", "int8")
 
@@ -93,7 +92,6 @@ def export(
     seed: int = 0,
     segments: bool = False,
     web: bool = False,
-    opset: int = OPSET,
 ) -> dict:
     """Write the exported folder and return its manifest.
 
@@ -102,8 +100,8 @@ def export(
     precision: float32, float16, or int8 for the linear maps within the layers (default float32). segments: also write
     one graph per segment. They are for rules that model.onnx does not contain, for servers that form new batches after
     each exit, and for recomputing caches; a decoder that was trained with "recompute" always gets them. web: also write
-    a page that runs the model in a browser, see web_page.py. opset: see older_opsets.py. Warns if the tokenizer has
-    tokens that the model lacks.
+    a page that runs the model in a browser, see web_page.py. Warns if the tokenizer has tokens that the
+    model lacks.
     Raises FileExistsError if `out` exists; WrongArguments if the rule reads hidden states and `segments` is given;
     ValueError if a weight is NaN, infinite or too large for the precision, if the rule cannot be exported, or if
     float32 graphs differ from torch by more than TOLERANCE, or RELATIVE of large logits. Then no folder is written.
@@ -126,7 +124,7 @@ def export(
             **{key: run.config[key] for key in keys if key in run.config},
             **_scores(run),
             "max_length": run.tokenizer.max_length,
-            **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web, opset),
+            **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web),
             "versions": versions() | {"onnx": onnx.__version__},
         }
         run.tokenizer.save_beside_model(partial_folder)
@@ -183,12 +181,11 @@ def write_graphs(
     precision: str = "float32",
     segments: bool = False,
     web: bool = False,
-    opset: int = OPSET,
 ) -> dict:
     """Write graphs and weights into an existing folder; returns their entries of the manifest.
 
     source: the segments of a model of rows, or the TokenGraphs of a model of tokens. web: also write model_web.onnx.
-    Raises ValueError for an unknown precision or opset, and for a rule that cannot be exported if `segments` is false.
+    Raises ValueError for an unknown precision, and for a rule that cannot be exported if `segments` is false.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
@@ -197,33 +194,34 @@ def write_graphs(
     own, made, tokens = parameters_of(model), {}, model.unit == "tokens"
     metadata = {} if tokens else {key: getattr(source.model, key) for key in OF_ROWS}
     metadata |= source.metadata
-    for name, write in _graphs(source, rule, segments, web).items():
-        fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
-        made[name] = fresh()
-        try:
-            write(made[name])
-        except NotTraceable:
-            if name not in ("model", WEB) or not segments:
-                raise
-            metadata["rule_in_graph"] = False  # the rule runs outside, between graphs by segment
-            made[name] = fresh()
-            write_model_graph(made[name], source.in_one_graph(), NeverExit())
     encoder = rule.embed and rule.embed.states  # its states are averaged to the embeddings
-    if encoder is not None:
-        others = parameters_of(encoder.backbone, "encoder.backbone.")
-        if own.keys().isdisjoint(others):
-            own, settings = others, settings | {"dtype": np.float32}
-        made["encoder"] = Graph(own, **settings)
-        _write_encoder(encoder, made["encoder"])
+    with whole_tables(model if encoder is None else nn.ModuleList((model, encoder.backbone))):
+        for name, write in _graphs(source, rule, segments, web).items():
+            fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
+            made[name] = fresh()
+            try:
+                write(made[name])
+            except NotTraceable:
+                if name not in ("model", WEB) or not segments:
+                    raise
+                metadata["rule_in_graph"] = False  # the rule runs outside, between graphs by segment
+                made[name] = fresh()
+                write_model_graph(made[name], source.in_one_graph(), NeverExit())
+        if encoder is not None:
+            others = parameters_of(encoder.backbone, "encoder.backbone.")
+            if own.keys().isdisjoint(others):
+                own, settings = others, settings | {"dtype": np.float32}
+            made["encoder"] = Graph(own, **settings)
+            _write_encoder(encoder, made["encoder"])
     write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
     tensors, graphs = layout(folder / WEIGHTS), {}
     for name, builder in made.items():
-        graph, path = in_opset(builder.model(name, WEIGHTS, tensors), opset), folder / f"{name}.onnx"
+        graph, path = builder.model(name, WEIGHTS, tensors), folder / f"{name}.onnx"
         onnx.save(graph, path)
         onnx.checker.check_model(path, full_check=True)
         graphs[name] = _interface(graph)
     return {
-        "opset": opset,
+        "opset": OPSET,
         "precision": precision,
         "backbone": model.backbone.config.to_dict(),
         "exits": list(model.exits),
@@ -271,7 +269,7 @@ def _costs(source: Segments, segments: bool) -> dict:
         return {"layer_passes": passes, "flops": _quadratic(partial(costs, each))}
 
     found = of_exits(source.in_one_graph())
-    found["state_flops"] = [source.state_flops(k) for k in range(len(source.exits))]
+    found["state_flops"] = [source.state_flops(k) or 0.0 for k in range(len(source.exits))]
     found["whole_flops"] = _quadratic(whole)
     return found | ({"by_segment": of_exits(source)} if segments else {})
 

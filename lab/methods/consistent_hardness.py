@@ -3,7 +3,7 @@
 `mini-ee evaluate RUN --hardness` prints it for a run of any method: the correlation with the loss of the same examples,
 and with the number of times that the training forgot a held-out example.
 
-Paper: arXiv:2312.11882v2, as consistent.py. The equations as tests: tests/spec/test_4_consistent.py.
+Paper: arXiv:2312.11882v2, mini_ee/consistent.py.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mini_ee.consistent import exit_losses, memorized_layer
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.data.metrics import spearman
 from mini_ee.lab.data.tasks import Split, Task
-from mini_ee.lab.methods.consistent import exit_losses, memorized_layer
 from mini_ee.lab.recording import Record, record
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.stages import depth_weighted_sum

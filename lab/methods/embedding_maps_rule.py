@@ -46,10 +46,10 @@ class Similarity(Rule):
         if isinstance(self.least_cosine, tuple) and len(self.least_cosine) != num_exits:
             raise ValueError(f"expected one cosine or {num_exits}, one per exit, got {len(self.least_cosine)}")
 
-    def stop(self, k: int, reading: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, read: np.ndarray, memory: dict[str, np.ndarray]) -> np.ndarray:
         least = self.least_cosine[k] if isinstance(self.least_cosine, tuple) else self.least_cosine
-        length = np.sqrt((reading.logits * reading.logits).sum(axis=1, keepdims=True))
-        scaled = reading.logits / np.maximum(length, LEAST_LENGTH)
+        length = np.sqrt((read * read).sum(axis=1, keepdims=True))
+        scaled = read / np.maximum(length, LEAST_LENGTH)
         # Before the first exit there is no embedding: the cosine is then -inf.
         cosine = (scaled * memory["scaled"]).sum(axis=1) if "scaled" in memory else scaled[:, 0] - np.float32(np.inf)
         memory["scaled"] = scaled

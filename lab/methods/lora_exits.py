@@ -1,40 +1,16 @@
 """LoRAExit (Liu et al. 2024, Findings of EMNLP): each exit has its own low-rank adapters on one frozen backbone.
 
-Source: Jiacheng Liu, Peng Tang, Xiaofeng Hou, Chao Li, Pheng-Ann Heng: LoRAExit: Empowering Dynamic Modulation of LLMs
-in Resource-limited Settings using Low-rank Adapters. Findings of EMNLP 2024, 2024.findings-emnlp.539 in the ACL
-Anthology (it is not on arXiv). Eq. 1 is the backbone's layer, Eq. 2 to 5 are below, Eq. 6 is lora_exits_sgmv.py. The
-equations as tests: tests/spec/test_1_lora_exits.py.
+The paper (2024.findings-emnlp.539 in the ACL Anthology), its equations and the cost of its schedules:
+mini_ee/lora_exits.py. Here every family of the lab has such exits, with adapters on any projection, and a server or an
+export runs them. A stream is the computation of one exit: the layers 1 .. e_k with the adapters of that exit.
 
-Symbols    W (d, d)            a projection of the backbone; `weight` below, (O, I) as torch stores it
-           A (d, m), B (m, d)  the two factors of an adapter; m is `rank`
-           k = 1 .. N          exits; here k = 0 .. K - 1, and exit k comes after layer e_k = exits[k]
-           z^k                 logits of exit k; T their temperature
-           lambda              weight of the distillation loss (`weight`)
-
-A stream is the computation of one exit: the layers 1 .. e_k with the adapters of that exit.
-
-Deviations from the paper, and what it leaves open, with the test that pins it:
-1. Eq. 2 has no scale; as in Hu et al. 2022, A B is scaled by alpha / rank (test_eq2_an_exit_computes_with_w_plus_ab).
-2. The last exit has adapters too: the backbone keeps its pretrained weights for all exits, and runs without dropout
-   (test_the_backbone_is_never_trained).
-3. ALBERT's layers share one set of weights, and so one set of adapters per exit, as in PEFT (test_peft.py).
-4. Heads read the mean over tokens by default. The paper does not specify what its heads read; BERT's usual heads read
-   the first token (test_heads_read_the_mean_by_default).
-5. The paper leaves decoders to later work. Here they are classifiers that read the mean of their normed states
-   (test_eq2_holds_for_the_exits_of_decoders).
-6. A regression has no soft labels; it learns its teacher's value (test_a_regression_follows_its_teachers_value).
-
-Cost, which the paper does not report: adapters differ from layer 1 on, so exit k + 1 cannot continue from the hidden
-states of exit k. Either the streams run side by side through one shared product (Eq. 6; `parallel`), or an example that
-does not stop at an exit starts again from the embeddings (`restart`). `restart` is the default: on a CPU the time
-is spent on arithmetic, and `restart` never needs more of it. Layer passes of an example that exits after each layer:
-
-    exits at           3    6    9   12
-    parallel          12   21   27   30
-    restart            3    9   18   30
+Deviations besides those of the core, each with its test in tests/lab:
+1. ALBERT's layers share one set of weights, and so one set of adapters per exit, as in PEFT (test_peft.py).
+2. The paper leaves decoders to later work. Here they are classifiers that read the mean of their normed states
+   (test_the_exits_of_decoders_compute_with_w_plus_ab).
 
 Its other files     lora_exits_streams.py   inference: schedules, their cost, the segments that early_exit runs
-                    lora_exits_sgmv.py      Eq. 6: the adapters of several exits in one pass through the layers;
+                    lora_exits_sgmv.py      Eq. 6 for the linear maps of a backbone, faster than the core's loop;
                                             lora_exits_sgmv_triton.py is its kernel for a GPU
                     lora_exits_peft.py      adapters on disk, in PEFT's layout
 """
@@ -48,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+import mini_ee.lora_exits as paper
 from mini_ee.lab.backbones.backbone import Backbone, Tensors
-from mini_ee.lab.backbones.lora import LowRank, check_lora, columns_of
+from mini_ee.lab.backbones.lora import check_lora, columns_of
 from mini_ee.lab.backbones.targets import TARGETS
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.tokenizer import batches
@@ -62,9 +38,8 @@ from mini_ee.lab.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.lab.methods.lora_exits_sgmv import Streams
 from mini_ee.lab.methods.lora_exits_streams import LoRASegments, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, Stage, task_loss
+from mini_ee.lab.training.stages import Batch, Stage
 
-DISTILL = ("vanilla", "kd", "segd")  # the three ways of Table 4
 WITHOUT_TEACHER = ("distill", "vanilla")  # the settings of distillation have no effect then
 
 TEACHER_BATCH = 64
@@ -75,21 +50,26 @@ class Config(Settings):
     """Settings of the method. Raises ValueError for an invalid value."""
 
     distill: str = option(
-        "segd", "teacher of an exit: none (vanilla), the last exit (kd) or the next one (segd)", choices=DISTILL
+        "segd", "teacher of an exit: none (vanilla), the last exit (kd) or the next one (segd)", choices=paper.TEACHERS
     )
     temperature: float = option(
-        2.0, "temperature T of Eq. 5; the paper tries 2, 10 and 20", above=0, unused_when=WITHOUT_TEACHER
+        paper.TEMPERATURE, "temperature T of Eq. 5; the paper tries 2, 10 and 20", above=0, unused_when=WITHOUT_TEACHER
     )
     weight: float = option(
-        0.95, "weight of the distillation loss in Eq. 4", flag="--lambda", least=0, most=1, unused_when=WITHOUT_TEACHER
+        paper.LAMBDA,
+        "weight of the distillation loss in Eq. 4",
+        flag="--lambda",
+        least=0,
+        most=1,
+        unused_when=WITHOUT_TEACHER,
     )
     t_squared: bool = option(
         False, "multiply the distillation loss by T squared, unlike the paper", unused_when=WITHOUT_TEACHER
     )
-    rank: int = option(8, "rank of the adapters", least=1)
-    alpha: float = option(16.0, "scale of the adapters: their output is multiplied by alpha / rank", above=0)
+    rank: int = option(paper.RANK, "rank of the adapters", least=1)
+    alpha: float = option(paper.ALPHA, "scale of the adapters: their output is multiplied by alpha / rank", above=0)
     targets: tuple[str, ...] = option(
-        ("query", "value"),
+        paper.TARGETS,
         f"projections that get adapters, some of {', '.join(TARGETS)}",
         choices=tuple(TARGETS),
     )
@@ -98,47 +78,9 @@ class Config(Settings):
         super().__post_init__()
         check_lora(self.rank, self.alpha, self.targets)
 
-    def teacher_of(self, k: int, last: int) -> int | None:
-        """The index of the teacher of exit k, or None. last: the index of the last exit."""
-        if self.distill == "vanilla" or k == last:
-            return None
-        return last if self.distill == "kd" else k + 1
-
-
-# ---- Equations ----
-def adapted_weight(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Eq. 2, $W + A B$ as one weight: weight (O, I), A (I, m), B (m, O) -> (O, I)."""
-    return weight + scale * (A @ B).T
-
-
-def exit_loss(logits: Tensor, labels: Tensor, teacher: Tensor | None, config: Config) -> Tensor:
-    """The loss of one exit, the mean over examples: Eq. 3 without a teacher, else Eq. 4.
-
-    $$CE(y, z^k)$$
-
-    $$(1 - lambda) CE(y, z^k) + lambda KL(y^t, y^k)$$
-
-    logits (B, C), labels (B,), teacher (B, C): the logits of the teacher.
-    """
-    hard = task_loss(logits, labels)
-    if teacher is None:
-        return hard
-    soft = distillation_loss(logits, teacher, config.temperature, config.t_squared)
-    return (1 - config.weight) * hard + config.weight * soft
-
-
-def distillation_loss(student: Tensor, teacher: Tensor, temperature: float, t_squared: bool = False) -> Tensor:
-    """$KL(y^t, y^k)$ of Eq. 4, the mean over examples; logits (B, C) of both. A squared error if C = 1."""
-    if student.shape[1] == 1:
-        return F.mse_loss(student.float(), teacher.float())
-    teacher, student = log_soft_label(teacher, temperature), log_soft_label(student, temperature)
-    loss = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    return loss * temperature**2 if t_squared else loss
-
-
-def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
-    """The logarithm of Eq. 5, $y^k = softmax(z^k / T)$: (B, C) -> (B, C), in float32."""
-    return F.log_softmax(logits.float() / temperature, dim=-1)
+    def factor(self, classes: int) -> float:
+        """The factor of KL in Eq. 4. A regression (one class) has no KL."""
+        return self.temperature**2 if self.t_squared and classes > 1 else 1.0
 
 
 # ---- Model ----
@@ -155,9 +97,9 @@ class LoRAExits(ExitModel):
         num_labels: int,
         pool: str = "mean",
         *,
-        rank: int = 8,
-        alpha: float = 16.0,
-        targets: Sequence[str] = ("query", "value"),
+        rank: int = paper.RANK,
+        alpha: float = paper.ALPHA,
+        targets: Sequence[str] = paper.TARGETS,
     ):
         super().__init__()
         check_lora(rank, alpha, targets)
@@ -182,9 +124,9 @@ class LoRAExits(ExitModel):
             nn.ModuleDict({target: self._adapter(each, target) for target in self.targets}) for each in stored
         )
 
-    def _adapter(self, layer: nn.Module, target: str) -> LowRank:
+    def _adapter(self, layer: nn.Module, target: str) -> paper.LowRank:
         columns = columns_of(layer, target)
-        return LowRank(getattr(layer, TARGETS[target][0]).in_features, self.rank, columns.stop - columns.start)
+        return paper.LowRank(getattr(layer, TARGETS[target][0]).in_features, columns.stop - columns.start, self.rank)
 
     @property
     def scale(self) -> float:
@@ -256,13 +198,13 @@ class LoRAExits(ExitModel):
         load_adapters(self, folder, digests)
 
     def merged(self, k: int) -> RowExits:
-        """Exit k alone, its adapters merged into the weights: a plain model of e_k layers."""
+        """Exit k alone, its adapters merged into the weights W + A B of Eq. 2: a plain model of e_k layers."""
         small = self.backbone.first_layers(self.exits[k])
         with torch.no_grad():
             for layer, adapters in zip(small.layers, self.adapters[k]):
                 for target, pair in adapters.items():
                     weight = getattr(layer, TARGETS[target][0]).weight[columns_of(layer, target)]
-                    weight.copy_(adapted_weight(weight, pair.A, pair.B, self.scale))
+                    weight += self.scale * (pair.A @ pair.B).T
         with torch.random.fork_rng():  # its head is replaced below, and must not advance the random state
             model = RowExits(small, (self.exits[k],), self.num_labels, self.pool)
         model.heads[0] = deepcopy(self.heads[k])
@@ -273,12 +215,13 @@ class LoRAExits(ExitModel):
 def recipe(model: LoRAExits, config: Config) -> list[Stage]:
     """One stage per exit, the last exit first: it has to be trained before it teaches."""
     last = len(model.exits) - 1
-    return [_stage(model.exits[k], k, config.teacher_of(k, last), config) for k in range(last, -1, -1)]
+    return [_stage(model.exits[k], k, paper.teacher_of(k, last, config.distill), config) for k in range(last, -1, -1)]
 
 
 def _stage(layer: int, k: int, teacher: int | None, config: Config) -> Stage:
     def loss(model: LoRAExits, batch: Batch) -> Tensor:
-        return exit_loss(model.logits_of(k, *batch.inputs), batch.labels, batch.targets, config)
+        logits, factor = model.logits_of(k, *batch.inputs), config.factor(model.num_labels)
+        return paper.exit_loss(logits, batch.labels, batch.targets, config.weight, config.temperature, factor)
 
     return Stage(
         name=f"exit {layer}",

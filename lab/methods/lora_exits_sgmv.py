@@ -1,16 +1,7 @@
-"""LoRAExit, Eq. 6: rows of several exits share the product with W; to each row the x A B of its own exit is added.
+"""LoRAExit, Eq. 6: the adapters of several exits on the linear maps of a backbone. The paper: mini_ee/lora_exits.py.
 
-Paper: see lora_exits.py. Eq. 6 as a test: tests/spec/test_1_lora_exits.py.
-
-sgmv       the second term of Eq. 6: Segmented Gather Matrix-Vector multiplication (Punica, Chen et al. 2023)
+sgmv       what the core's sgmv computes, faster
 Streams    the adapters of several exits, stacked for sgmv; `adapt` adds their output to the linear maps of a backbone
-
-Rows are sorted into segments; segment i uses adapter i:
-
-$$y[s_i : s_{i+1}] = x[s_i : s_{i+1}] W + scale x[s_i : s_{i+1}] A_i B_i$$
-
-    x (N, I)   A (n, I, r)   B (n, r, O)   starts (n + 1), s_0 = 0 .. s_n = N   y (N, O): x W, the first term
-    The second term is computed from left to right: A_i shrinks to rank r, B_i expands.
 
 Segments have equal lengths if all streams compute the same rows (all exits of a batch), and unequal lengths if each row
 has its own exit (LoRAExits.ragged).
@@ -23,32 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import Adapt, is_traced
+import mini_ee.lora_exits as paper
+from mini_ee.lab.backbones.backbone import Adapt
 from mini_ee.lab.backbones.lora import columns_of
 from mini_ee.lab.backbones.targets import TARGETS
 
 NARROW = 16  # a rank below this is faster with the transposed product
 
 
-def sgmv_loop(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scale: float = 1.0) -> Tensor:
-    """The definition, segment by segment: adds to y in place and returns it. Empty segments add nothing.
-
-    y may be a view of some columns of a larger tensor. Raises ValueError if shapes or segments do not fit.
-    """
-    _check(y, x, A, B, starts)
-    for i, (start, stop) in enumerate(zip(starts, starts[1:])):
-        if start < stop:
-            y[start:stop].addmm_(_shrink(x[start:stop], A[i]), B[i], alpha=scale)
-    return y
-
-
 def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scale: float = 1.0) -> Tensor:
-    """The same result, faster. Gradients flow to all four tensors.
+    """The same result as the core's, which explains the arguments. Gradients flow to all four tensors.
 
-    If all segments have one length, two batched products are enough. Otherwise a GPU runs the kernel of
-    lora_exits_sgmv_triton.py, because many launches are slow there, and a CPU runs the loop.
+    y may be a view of some columns of a larger tensor. If all segments have one length, two batched products do. If
+    not, a GPU runs the kernel of lora_exits_sgmv_triton.py, because many launches are slow there.
     """
-    _check(y, x, A, B, starts)
     x, A, B = (each.to(y.dtype) for each in (x, A, B))  # under autocast y, the first term, has lower precision
     lengths = {stop - start for start, stop in zip(starts, starts[1:])}
     if len(lengths) == 1:  # (N, I) -> (n, N / n, I): adapter i of A and B multiplies block i of x
@@ -56,7 +35,7 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
         y.unflatten(0, segments).baddbmm_(_shrink(x.unflatten(0, segments), A), B, alpha=scale)
         return y
     if not x.is_cuda:
-        return sgmv_loop(y, x, A, B, starts, scale)
+        return paper.sgmv(y, x, A, B, starts, scale)
     from mini_ee.lab.methods.lora_exits_sgmv_triton import segmented_product
 
     with torch.cuda.device(x.device):
@@ -69,16 +48,6 @@ def _shrink(x: Tensor, A: Tensor) -> Tensor:
     If r is small and T is not, MKL computes the transposed product (A^T x^T)^T in a third of the time.
     """
     return (A.mT @ x.mT).mT if A.shape[-1] < NARROW <= x.shape[-2] else x @ A
-
-
-def _check(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int]) -> None:
-    rows, (n, inputs, rank), outputs = len(x), A.shape, B.shape[-1]
-    found, expected = (x.shape, B.shape, y.shape), ((rows, inputs), (n, rank, outputs), (rows, outputs))
-    if found != expected:
-        raise ValueError(f"x, B and y: expected shapes {expected} with A {tuple(A.shape)}, got {[*map(tuple, found)]}")
-    ascending = all(start <= stop for start, stop in zip(starts, starts[1:]))
-    if len(starts) != n + 1 or not ascending or starts[0] != 0 or starts[-1] != rows:
-        raise ValueError(f"starts must ascend from 0 to {rows} with {n} segments, got {list(starts)}")
 
 
 # ---- The adapters of several exits ----
@@ -150,7 +119,7 @@ class Streams:
             projections = [stacked.last(live) for stacked in self.layers[stored].get(name, ())]
             if not projections:
                 return y
-            if is_traced(x):  # in a graph nothing is added in place
+            if not isinstance(x, Tensor):  # in a graph nothing is added in place
                 return y + low_rank_of_map(x, projections, y.shape[-1], self.scale).reshape(y.shape)
             rows = starts or range(0, len(x) + 1, len(x) // live)
             for stacked in projections:

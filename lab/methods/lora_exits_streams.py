@@ -1,13 +1,11 @@
 """LoRAExit at inference (section 3.3): which streams run side by side, what that costs, and the segments of early_exit.
 
-Paper: see lora_exits.py. A stream is the computation of one exit. A schedule divides the exits into groups of
-neighbours; the streams of a group start together. One group of all exits is `parallel`, as in the paper; groups of one
-exit each are `restart`.
+The paper: mini_ee/lora_exits.py, with the engines of the two usual schedules. A stream is the computation of one exit.
+A schedule divides the exits into groups of neighbours; the streams of a group start together. One group of all exits is
+`parallel`, as in the paper; groups of one exit each are `restart`.
 
 In a group k .. n all streams run through the layers 1 .. e_k together. Then exit k is read, and its stream ends. For
 the rows that do not stop, the other streams go on to e_{k+1}. The next group starts again from the embeddings.
-
-The schedules as tests: tests/spec/test_1_lora_exits.py.
 """
 
 import time
@@ -20,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import LayerContext, Tensors, is_traced, tensor_on
+from mini_ee.lab.backbones.backbone import LayerContext, Tensors, tensor_on
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import RowSegments
-from mini_ee.lab.segments import Reading, Segments
+from mini_ee.lab.segments import Segments
 
 
 # ---- Schedules: which streams start together ----
@@ -144,15 +142,17 @@ class LoRASegments(RowSegments):
             assert state.hidden is not None
             start, hidden = self.exits[k - 1], state.hidden[1:]
         context = state.context.repeat(len(hidden))
-        graph = is_traced(hidden)  # a graph knows parameters by name only, so it stacks the adapters itself
+        graph = not isinstance(
+            hidden, Tensor
+        )  # a graph knows parameters by name only, so it stacks the adapters itself
         streams = self.model.streams(group[0], group[-1] + 1) if graph else self._streams[group[0]]
         adapt = streams.adapt(len(hidden))  # the streams still running are the last ones of the group
         flat = self.model.backbone.run_layers(hidden.flatten(0, 1), context, start, self.exits[k], adapt)
         return LoRAState(state.embedded, flat.view(hidden.shape), state.context)
 
-    def read_logits(self, k: int, state: LoRAState) -> Reading:
+    def read(self, k: int, state: LoRAState) -> np.ndarray:
         assert state.hidden is not None
-        return Reading(self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True))
+        return self.model.heads[k](state.hidden[0], state.context.padding).float().numpy(force=True)
 
     def layer_passes(self, k: int) -> int:
         return super().layer_passes(k) * (self._group[k][-1] - k + 1)

@@ -28,16 +28,16 @@ from mini_ee.lab.data.files import (
     write_json,
 )
 from mini_ee.lab.data.model_files import model_sha256s
+from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.prompt_templates import PROMPTS, Prompt, PromptTokenizer, check_prompt, prompt_of
 from mini_ee.lab.data.tasks import Split, Task, divided, holdout, subset
-from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.data.tokenizer import Tokenizer, batches
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.prompt_exits import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.lab.exits.row_exits import RowData
 from mini_ee.lab.methods.raee_controls import best_single_exit
-from mini_ee.lab.methods.raee_datastore import Collected, build
+from mini_ee.lab.methods.raee_datastore import Datastore, new_index, unit_length
 from mini_ee.lab.methods.raee_encoders import open_encoder
-from mini_ee.lab.methods.raee_shards import Shards
 from mini_ee.lab.rules import NeverExit, Rule
 from mini_ee.lab.training import ranks
 from mini_ee.lab.training.default_rule import Chosen
@@ -56,7 +56,7 @@ from mini_ee.lab.training.stages import Stage, task_loss
 from mini_ee.lab.training.state import STATE, Saved
 from mini_ee.lab.training.train_run import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
 
-BATCH_SIZE = 32  # in which examples are collected
+BATCH_SIZE, EMBEDDED_AT_ONCE = 32, 64  # examples that the exits, and the encoder of the queries, read at once
 OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")
 OF_SHOTS = ("epochs", "lr", "batch_size", "warmup", "weight_decay", "clip", "precision")
 
@@ -65,12 +65,12 @@ def collect_run(request: Request, rule: Rule, collect: Callable, say: Callable) 
     """Collect at the exits of a run (class-head mode) or of a checkpoint (prompt mode), and write the new run.
 
     The datastore contains the examples on which no exit was trained, or max_train of them, because nearly every exit is
-    right on its own training examples. An interrupted collection continues, with or without `resume`.
+    right on its own training examples. An interrupted collection begins again, an interrupted fine-tuning continues.
     rule: Retrieval, the rule of the new run. collect: Algorithm 3.1, raee.collect.
     """
     _check_given(request)
     unfinished = training_folder(request.out)
-    Shards(1, request.config.shards, m=2, ef_construction=1, ef=1)  # fails first if hnswlib is missing
+    new_index(1)  # fails first if hnswlib is missing
     with nullcontext() if ranks.rank() else sole_writer(unfinished):
         base = _base_run(request)
         if ranks.rank() == 0:
@@ -86,9 +86,9 @@ def collect_run(request: Request, rule: Rule, collect: Callable, say: Callable) 
                 raise ValueError(
                     f"{base}: a regression run, whose exits are neither right nor wrong; give a run with classes"
                 )
-            metrics = _build_datastore(request, run, collect)
-            _write_run(request, run, rule, metrics)
-            shutil.rmtree(unfinished)
+            store, metrics = _collected(request, run, collect)
+            _write_run(request, run, replace(rule, datastore=store), metrics)
+            shutil.rmtree(unfinished, ignore_errors=True)  # it is there if a checkpoint was read
         ranks.wait()
     return load_run(request.out)
 
@@ -134,20 +134,21 @@ def _query_source(config: Any) -> dict:
     return {"layer": config.layer, "encoder": None if config.encoder is None else str(Path(config.encoder).resolve())}
 
 
-def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
-    """Algorithm 3.1: write the datastore into the folder of the unfinished training. Returns the metrics of the run."""
+def _collected(request: Request, run: Run, collect: Callable) -> tuple[Datastore, dict]:
+    """Algorithm 3.1: the datastore, whose rows are ordered from short to long texts, and the metrics of the new run."""
     rows = untrained_rows(run, request.task)
     if request.common.max_train is not None:
         rows = subset(rows, request.common.max_train, request.seed)
     encoded, model = run.encode(rows.texts), run.model.to(request.common.device)
     embed, begin = open_encoder(_query_source(request.config), model.backbone), time.perf_counter()
     values = collect(run.segments(), encoded, rows.labels, BATCH_SIZE, progress="collecting")
-    folder = training_folder(request.out) / "datastore"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)  # left by a collection that was killed before its run was written
-    collected = Collected(encoded, values, np.asarray(rows.labels), run.exits, request.config.shards)
-    store = build(folder, embed.name, embed, collected, progress="indexing")
-    return {
+    parts = list(batches(encoded, EMBEDDED_AT_ONCE))
+    embeddings = [embed(encoded.batch(part)) for part in tqdm(parts, desc="embedding", unit="batch", delay=2)]
+    order, of_rows = np.concatenate(parts), unit_length(np.concatenate(embeddings))
+    texts = [encoded.texts[row] for row in order]
+    labels, shards = np.asarray(rows.labels)[order], request.config.shards
+    store = Datastore(embed.name, run.exits, of_rows, values[order], labels, texts, shards)
+    return store, {
         "epochs": run.metrics.get("epochs", []),
         "rows": len(store),
         "exits": list(run.exits),
@@ -158,7 +159,7 @@ def _build_datastore(request: Request, run: Run, collect: Callable) -> dict:
 
 
 def _write_run(request: Request, run: Run, rule: Any, metrics: dict) -> None:
-    """The base run with the new datastore, rule and settings, in request.out. Layer 0 is an exit if the run has it."""
+    """The base run with the rule, its datastore and settings, in request.out. Layer 0 is an exit if the run has it."""
     of_its_rule = ("exit_counts", "curve")  # of the base
     config = {key: value for key, value in run.config.items() if key not in of_its_rule}
     source, prompts = _query_source(request.config), request.config.prompts
@@ -170,7 +171,7 @@ def _write_run(request: Request, run: Run, rule: Any, metrics: dict) -> None:
     config |= {"rule": rule.to_dict(), "guarantee": None, "retrieval": source, "versions": versions()}
     with atomic_folder(request.out) as partial:
         copy_folder(run.folder, partial, without=("datastore",))
-        (training_folder(request.out) / "datastore").rename(partial / "datastore")
+        rule.save(partial)
         write_json(partial / "metrics.json", metrics)
         config["files"] = config["files"] | {"metrics.json": file_sha256(partial / "metrics.json")}
         write_json(partial / "config.json", config)

@@ -1,33 +1,49 @@
 """RAEE's datastore: the embedding, values, label and text of each collected example; search for nearest neighbours.
 
-Datastore       N examples (rows) with an index of their embeddings (raee_shards.py); add, delete, take, search
+Datastore       N examples (rows) with an index of their embeddings; take, search, save, load
 exact_search    the exact search, which the index approximates
-build           Algorithm 3.1: write keys and values to a datastore on disk (raee_files.py); it can be resumed
+
+A datastore on disk is a folder:
+
+rows.safetensors    embeddings (N, D), values (N, K), labels (N,), texts (JSON as bytes)
+index.hnsw          hnswlib's index of the embeddings; of S shards index.0.hnsw, index.1.hnsw, ...
+manifest.json       format_version, encoder, exits, shards, and the sha256 of the other files
+
+To build the index takes seconds for 5,000 rows, so it is read from its file. If the checksum of the file is not the
+one in the manifest, hnswlib does not read it, and the index is built again from the embeddings.
+
+Row i is number i // S of shard i % S. Threads build and search all shards at once, because hnswlib releases Python's
+lock. The k nearest of all rows are among the k nearest of their shards.
 
 Paper: see raee.py. No torch here: the runtime without torch retrieves with this file. hnswlib, which may have to be
 compiled, is imported when a datastore is made or opened; everything else works without it.
-The equations as tests: tests/spec/test_3_raee.py.
 """
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mini_ee.lab.data.files import file_sha256, read_json, write_bytes, write_json
 from mini_ee.lab.data.progress import tqdm
-from mini_ee.lab.data.tokenizer import Encoded, Inputs, batches
-from mini_ee.lab.methods.raee_files import MANIFEST, Entries, read_datastore, read_manifest, write_datastore
-from mini_ee.lab.methods.raee_shards import Shards
+from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.raee import EF, EF_CONSTRUCTION, M  # recall@12 is .9938 with them: SST-2 dev in train, MiniLM
 
-M, EF_CONSTRUCTION, EF = 16, 400, 256  # parameters of hnswlib; recall@12 is .9938: SST-2 dev in train, MiniLM
+FORMAT_VERSION = 2
+
+MANIFEST, ROWS = "manifest.json", "rows.safetensors"
+
+MOST_SHARDS = 1024
+
+ADDED_AT_ONCE = 1000  # rows, between two steps of the progress bar
 
 SAME_TEXT = 1e-10  # squared distance below which two embeddings are of one text; measured max between batches 7.9e-13
 
-MIN_EMBEDDING_NORM = 1e-15  # least length of an embedding: squares of float32 lose digits below 1e-38
+LEAST_LENGTH = 1e-15  # of an embedding: squares of float32 lose digits below 1e-38
 
 Embed = Callable[[Inputs], np.ndarray]
 """Inputs -> embeddings (B, D) float32. It may have a method flops(inputs), FLOPs per row; see raee_encoders.py."""
@@ -40,152 +56,174 @@ class Neighbours(NamedTuple):
     distances: np.ndarray  # (B, k) float32, squared L2 between unit vectors, from 0 to 4
 
 
-class Datastore:
-    """N collected examples: an index of their embeddings, their values (N, K), labels (N,) and texts.
+def new_index(dimension: int) -> Any:
+    """An empty hnswlib index for squared L2 distances. Raises ValueError if hnswlib is not installed."""
+    try:
+        import hnswlib
+    except ModuleNotFoundError:
+        raise ValueError(
+            "a datastore needs hnswlib, which is not installed: pip install hnswlib (it may need a C++ compiler)"
+        ) from None
+    return hnswlib.Index("l2", dimension)
 
-    encoder: a unique name of the encoder of the embeddings. exits: the layer of each exit; 0 is the embedding layer.
-    Embeddings are scaled to length 1.
+
+def unit_length(embeddings: np.ndarray) -> np.ndarray:
+    """(B, D) -> (B, D) float32 of length 1. Raises ValueError for embeddings that are zero or not finite."""
+    embeddings = np.asarray(embeddings, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # raises below
+        length = np.linalg.norm(embeddings, axis=-1, keepdims=True)
+    if not (np.isfinite(length) & (length > LEAST_LENGTH)).all():
+        raise ValueError("expected embeddings that are finite and not zero, found another; correct the encoder")
+    return embeddings / length
+
+
+@dataclass(eq=False)
+class Datastore:
+    """N collected examples, and an index of their embeddings, which is built if none is given.
+
+    encoder: a unique name of the encoder of the embeddings. exits: the layer of each of the K exits; 0 is the embedding
+    layer. embeddings (N, D) of length 1. Raises ValueError if the parts do not fit each other, or without hnswlib.
     """
 
-    sharded = Shards  # the class of its indexes
+    encoder: str
+    exits: tuple[int, ...]
+    embeddings: np.ndarray  # (N, D) float32
+    values: np.ndarray  # (N, K) float32
+    labels: np.ndarray  # (N,) int64
+    texts: Sequence[tuple[str, ...]]
+    shards: int = 1
+    indexes: Sequence[Any] = ()  # one of hnswlib for each shard
 
-    def __init__(
-        self,
-        encoder: str,
-        dimension: int,
-        exits: tuple[int, ...],
-        *,
-        m: int = M,
-        ef_construction: int = EF_CONSTRUCTION,
-        ef: int = EF,
-        shards: int = 1,
-    ):
-        self.encoder, self.dimension, self.exits = encoder, dimension, tuple(exits)
-        self.values = np.empty((0, len(self.exits)), np.float32)  # (N, K)
-        self.labels = np.empty(0, np.int64)  # (N,)
-        self.texts: list[tuple[str, ...]] = []
-        self._ids = np.empty(0, np.int64)  # (N,) ascending: the id of each row in the index; deleted ids are skipped
-        self._shards = self.sharded(dimension, shards, m, ef_construction, ef)
+    def __post_init__(self):
+        self.values, self.labels = np.asarray(self.values, np.float32), np.asarray(self.labels, np.int64)
+        if not len(self.embeddings) == len(self.values) == len(self) == len(self.texts) > 0 or (
+            self.values.shape[1] != len(self.exits)
+        ):
+            raise ValueError(
+                f"expected at least one row, and values of {len(self.exits)} exits, a label and a text for each, found "
+                f"embeddings {self.embeddings.shape}, values {self.values.shape}, {len(self)} labels and "
+                f"{len(self.texts)} texts"
+            )
+        self._threads = ThreadPoolExecutor(self.shards)
+        if not self.indexes:
+            self._build()
+        for index in self.indexes:
+            index.set_ef(EF)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
-    def embeddings(self) -> np.ndarray:
-        """(N, D) float32, of length 1."""
-        return self._shards.vectors(self._ids)
+    def dimension(self) -> int:
+        """The width of an embedding, D."""
+        return self.embeddings.shape[1]
 
-    @property
-    def shards(self) -> int:
-        """The number of indexes."""
-        return len(self._shards.indexes)
+    def _each(self, work: Callable[[int], Any]) -> list:
+        """work(shard) for every shard, at once."""
+        return [work(0)] if self.shards == 1 else list(self._threads.map(work, range(self.shards)))
 
-    # ---- Search ----
+    def _build(self) -> None:
+        """One thread adds the rows of a shard in their order, so an index is the same every time."""
+        self.indexes = [new_index(self.dimension) for _ in range(self.shards)]
+        parts = [self.embeddings[shard :: self.shards] for shard in range(self.shards)]
+        for index, part in zip(self.indexes, parts):
+            index.init_index(max(len(part), 1), M=M, ef_construction=EF_CONSTRUCTION, random_seed=0)
+
+        def add(shard: int) -> None:
+            if len(rows := parts[shard][start : start + ADDED_AT_ONCE]):
+                self.indexes[shard].add_items(rows, num_threads=1)
+
+        for start in tqdm(range(0, len(parts[0]), ADDED_AT_ONCE), desc="indexing", delay=2, leave=False):
+            self._each(add)
+
     def search(self, embeddings: np.ndarray, k: int) -> Neighbours:
         """The k nearest rows of each embedding (B, D), or all rows if there are fewer than k.
 
         A distance below SAME_TEXT is set to 0: rounding must not decide between copies of the query.
-        Raises ValueError for embeddings of another encoder (dimension) and for an empty datastore.
+        Raises ValueError for embeddings of another encoder (dimension).
         """
-        unit, k = self._unit(embeddings), min(k, len(self))
-        if k < 1:
-            raise ValueError(
-                f"expected k of at least 1 and a datastore with rows, found {k} rows to retrieve; add some"
-            )
-        try:
-            ids, distances = self._shards.search(unit, k, self._ids)
-            rows = np.searchsorted(self._ids, ids)  # the index of each id, as _ids is ascending and has all of them
-        except RuntimeError:  # hnswlib's graph does not reach k rows, for example among many copies of one
-            rows, distances = exact_search(self.embeddings, unit, k)
-        return Neighbours(rows, np.where(distances < SAME_TEXT, np.float32(0), distances))
-
-    def _unit(self, embeddings: np.ndarray) -> np.ndarray:
-        """(B, D) float32 of length 1."""
-        embeddings = np.asarray(embeddings, np.float32)
-        if embeddings.ndim != 2 or embeddings.shape[1] != self.dimension:
+        if np.ndim(embeddings) != 2 or np.shape(embeddings)[1] != self.dimension:
             raise ValueError(
                 f"expected embeddings (B, {self.dimension}) of the encoder {self.encoder}, "
-                f"found {embeddings.shape}; give the encoder that the datastore was built with"
+                f"found {np.shape(embeddings)}; give the encoder that the datastore was built with"
             )
-        with np.errstate(over="ignore", invalid="ignore"):  # raises below
-            length = np.linalg.norm(embeddings, axis=1, keepdims=True)
-        if not (np.isfinite(length) & (length > MIN_EMBEDDING_NORM)).all():
-            raise ValueError("expected embeddings that are finite and not zero, found another; correct the encoder")
-        return embeddings / length
+        queries, k = unit_length(embeddings), min(k, len(self))
 
-    # ---- Change ----
-    def add(
-        self,
-        embeddings: np.ndarray,
-        values: np.ndarray,
-        labels: np.ndarray,
-        texts: Iterable[tuple[str, ...]],
-        threads: int = 1,
-    ) -> None:
-        """Append n rows: embeddings (n, D), values (n, K), labels (n,) and n texts.
+        def search_one(shard: int) -> tuple[np.ndarray, np.ndarray]:
+            index = self.indexes[shard]
+            numbers, distances = index.knn_query(queries, min(k, index.get_current_count()), num_threads=1)
+            return numbers.astype(np.int64) * self.shards + shard, distances
 
-        threads: number per shard; more than one is faster, but then the index is different each time.
-        Raises ValueError if the parts do not fit each other or the datastore.
-        """
-        unit, texts = self._unit(embeddings), list(map(tuple, texts))
-        if np.shape(values) != (len(unit), len(self.exits)) or not len(labels) == len(texts) == len(unit):
-            raise ValueError(
-                f"expected {len(unit)} rows with values for {len(self.exits)} exits, "
-                f"found values {np.shape(values)}, {len(labels)} labels and {len(texts)} texts"
-            )
-        ids = self._shards.add(unit, threads)
-        self.values = np.concatenate([self.values, np.asarray(values, np.float32)])
-        self.labels = np.concatenate([self.labels, np.asarray(labels, np.int64)])
-        self.texts += texts
-        self._ids = np.concatenate([self._ids, ids])
-
-    def delete(self, rows: Iterable[int]) -> None:
-        """Delete rows; the later rows move up. Raises ValueError for a row that does not exist.
-
-        Their vectors stay in the index and connect others, but are never found. `take` builds an index without them.
-        """
-        rows = np.unique(np.asarray(list(rows), np.int64))
-        if not np.isin(rows, range(len(self))).all():
-            raise ValueError(f"expected rows from 0 to {len(self) - 1}, found {rows.min()} to {rows.max()}")
-        self._shards.delete(self._ids[rows])
-        for name in ("_ids", "values", "labels"):
-            setattr(self, name, np.delete(getattr(self, name), rows, axis=0))
-        deleted = set(rows.tolist())
-        self.texts = [text for row, text in enumerate(self.texts) if row not in deleted]
+        try:  # (B, at most k S): the candidates of all shards; of equal distances, the first shard's stay first
+            rows, distances = (np.concatenate(parts, axis=1) for parts in zip(*self._each(search_one)))
+            order = np.argsort(distances, axis=1, kind="stable")[:, :k]
+            rows, distances = (np.take_along_axis(each, order, axis=1) for each in (rows, distances))
+        except RuntimeError:  # hnswlib's graph does not reach k rows, for example among many copies of one
+            rows, distances = exact_search(self.embeddings, queries, k)
+        return Neighbours(rows, np.where(distances < SAME_TEXT, np.float32(0), distances))
 
     def take(self, rows: np.ndarray) -> "Datastore":
         """A new datastore with the given rows (indices, a mask or a slice), in the given order."""
-        rows, own = np.arange(len(self))[rows], self._shards
-        settings = {"m": own.m, "ef_construction": own.ef_construction, "ef": own.ef, "shards": self.shards}
-        part = type(self)(self.encoder, self.dimension, self.exits, **settings)
-        texts = [self.texts[row] for row in rows]
-        part.add(self.embeddings[rows], self.values[rows], self.labels[rows], texts)
-        return part
+        rows = np.arange(len(self))[rows]
+        arrays = {name: getattr(self, name)[rows] for name in ("embeddings", "values", "labels")}
+        return replace(self, **arrays, texts=[self.texts[row] for row in rows], indexes=())
 
     # ---- On disk ----
-    def save(self, folder: str | Path, built_from: str | None = None) -> None:
-        """Write the datastore, replacing an existing one. If the write is killed, the old or the new one is there.
+    def save(self, folder: str | Path) -> None:
+        """Write the datastore into a new folder. Raises OSError, which names the file, if the disk is full."""
+        from safetensors.numpy import save
 
-        built_from: the digest of the rows of an unfinished `build`, by which a resumed one recognises it.
-        Raises OSError, which names the file, if the disk is full.
-        """
-        about = {"encoder": self.encoder, "dimension": self.dimension, "exits": list(self.exits)}
-        entries = Entries(self.values, self.labels, self._ids, self.texts)
-        write_datastore(Path(folder), about, self._shards, entries, built_from)
+        (folder := Path(folder)).mkdir(parents=True)
+        arrays = {"embeddings": self.embeddings, "values": self.values, "labels": self.labels}
+        write_bytes(folder / ROWS, save(arrays | {"texts": np.frombuffer(json.dumps(self.texts).encode(), np.uint8)}))
+        for index, name in zip(self.indexes, index_names(self.shards)):
+            index.save_index(str(path := folder / name))  # does not report a full disk
+            if not path.exists() or path.stat().st_size != index.index_file_size():
+                raise OSError(f"{path}: could not be written completely; make room on the disk")
+        about = {"encoder": self.encoder, "exits": list(self.exits), "shards": self.shards}
+        files = {name: file_sha256(folder / name) for name in (ROWS, *index_names(self.shards))}
+        write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, **about, "files": files})
 
     @classmethod
     def load(cls, folder: str | Path, encoder: str) -> "Datastore":
-        """Open a datastore and check all of it.
-
-        Raises FileNotFoundError if there is none, ValueError if it is damaged, has another format or another encoder,
-        or was put together from parts of different datastores.
+        """Open a datastore. Raises FileNotFoundError if there is none, ValueError if it is damaged, has another format
+        or another encoder.
         """
-        manifest, entries, indexes = read_datastore(Path(folder), encoder)
-        settings = {name.lower(): manifest["index"][name] for name in ("M", "ef_construction", "ef", "shards")}
-        store = cls(encoder, manifest["dimension"], tuple(manifest["exits"]), **settings)
-        store.values, store.labels, store._ids, store.texts = entries
-        store._shards.load(indexes, manifest["vectors"], store._ids)
-        return store
+        from safetensors.numpy import load
+
+        path = (folder := Path(folder)) / ROWS
+        if not (folder / MANIFEST).is_file():
+            raise FileNotFoundError(f"{folder}: no datastore here; expected a folder with {MANIFEST} and {ROWS}")
+        manifest = read_json(folder / MANIFEST, signed="format_version")
+        if manifest.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"{folder}: expected a datastore of format_version {FORMAT_VERSION}, found "
+                f"{manifest.get('format_version')!r}; collect it again with this version: mini-ee train raee"
+            )
+        if manifest["encoder"] != encoder:
+            raise ValueError(
+                f"{folder}: encoder: expected {encoder}, found {manifest['encoder']}; "
+                f"give that encoder, or collect again: mini-ee train raee"
+            )
+        if not path.is_file() or file_sha256(path) != manifest["files"][ROWS]:
+            raise ValueError(
+                f"{path}: missing, damaged, or of another datastore: its checksum is not the one in {MANIFEST}; "
+                f"collect again: mini-ee train raee"
+            )
+        arrays, shards = load(path.read_bytes()), manifest["shards"]
+        texts = [tuple(text) for text in json.loads(arrays.pop("texts").tobytes())]
+        paths = {name: folder / name for name in index_names(shards)}
+        indexes = []
+        if all(path.is_file() and file_sha256(path) == manifest["files"][name] for name, path in paths.items()):
+            indexes = [new_index(arrays["embeddings"].shape[1]) for _ in paths]
+            for index, path in zip(indexes, paths.values()):
+                index.load_index(str(path))
+        return cls(encoder, tuple(manifest["exits"]), **arrays, texts=texts, shards=shards, indexes=indexes)
+
+
+def index_names(shards: int) -> list[str]:
+    """The file name of each shard's index."""
+    return ["index.hnsw"] if shards == 1 else [f"index.{shard}.hnsw" for shard in range(shards)]
 
 
 def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbours:
@@ -193,70 +231,3 @@ def exact_search(embeddings: np.ndarray, queries: np.ndarray, k: int) -> Neighbo
     distances = np.stack([((embeddings - query) ** 2).sum(axis=1) for query in queries])
     rows = np.argsort(distances, axis=1, kind="stable")[:, :k]
     return Neighbours(rows, np.take_along_axis(distances, rows, axis=1))
-
-
-# ---- Building ----
-class Collected(NamedTuple):
-    """N examples for a datastore, encoded for the encoder, with the values of K exits."""
-
-    encoded: Encoded
-    values: np.ndarray  # (N, K)
-    labels: np.ndarray  # (N,)
-    exits: tuple[int, ...]  # (K,) layers
-    shards: int = 1
-
-    def sha256(self, encoder: str) -> str:
-        """A digest over everything from which a datastore is built; a resumed build compares it."""
-        about = [encoder, list(self.exits), self.shards, list(self.encoded.texts)]
-        digest = hashlib.sha256(json.dumps(about).encode())
-        digest.update(np.asarray(self.values, np.float32).tobytes() + np.asarray(self.labels, np.int64).tobytes())
-        return digest.hexdigest()
-
-
-def build(
-    folder: str | Path,
-    encoder: str,
-    embed: Embed,
-    collected: Collected,
-    *,
-    batch_size: int = 64,
-    save_every: int = 10_000,
-    progress: str | None = None,
-) -> Datastore:
-    """Embed N examples, index them in batches and write the datastore. Its rows are ordered from short to long texts.
-
-    After every `save_every` rows the unfinished datastore is saved in `folder`.building; the same call resumes it.
-    Raises FileExistsError if `folder` exists, ValueError if `folder`.building has other rows.
-    """
-    folder = Path(folder)
-    encoded, values, labels, exits, shards = collected
-    if not len(encoded) == len(values) == len(labels) > 0:
-        raise ValueError(
-            f"expected at least one row and as many values and labels, "
-            f"found {len(encoded)} rows, {len(values)} values and {len(labels)} labels"
-        )
-    if folder.exists():
-        raise FileExistsError(f"{folder}: is there already; name another folder, remove it, or add to it")
-    unfinished = folder.with_name(f"{folder.name}.building")
-    source = collected.sha256(encoder)
-    store: Datastore | None = None
-    if (unfinished / MANIFEST).exists():
-        if read_manifest(unfinished).get("built_from") != source:
-            raise ValueError(f"{unfinished}: an unfinished build of other rows is there; remove it")
-        store = Datastore.load(unfinished, encoder)
-    order = np.concatenate(list(batches(encoded, batch_size)))
-    done = saved = len(store) if store else 0
-    with tqdm(total=len(order), initial=done, desc=progress, unit="row", delay=2, disable=progress is None) as bar:
-        for start in range(done, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            embeddings = embed(encoded.batch(rows))
-            store = store or Datastore(encoder, np.shape(embeddings)[-1], exits, shards=shards)
-            store.add(embeddings, values[rows], labels[rows], [encoded.texts[row] for row in rows])
-            bar.update(len(rows))
-            if len(store) - saved >= save_every:
-                store.save(unfinished, built_from=source)
-                saved = len(store)
-    assert store is not None  # there is at least one row
-    store.save(unfinished, built_from=source)
-    os.rename(unfinished, folder)
-    return store

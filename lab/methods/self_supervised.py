@@ -1,40 +1,31 @@
 """Self-supervised exits (Valade 2024, arXiv:2407.21082v1): heads of a frozen decoder learn what it predicts itself.
 
-Paper: Florian Valade, Accelerating Large Language Model Inference with Self-Supervised Early Exits, 2024,
-arXiv:2407.21082v1. In the paper's order: section 3.2 (the loss of the heads, Eq. 1), the measures of Fig. 1, and 3.3.1
-(the thresholds, Eq. 2 and 3). Section 3.3.2, inference, is the rule Threshold in the loop that every method shares. The
-equations as tests: tests/spec/test_2_self_supervised.py.
+The paper, its equations and the prompts of Table 1: mini_ee/self_supervised.py. Here they train the heads of every
+decoder of the lab: with either target, from copies or from scratch, with the measures of Fig. 1 on the way. The
+classifiers of `mini-ee add-exits` learn by Eq. 1 too (training/kept_model.py).
 
-Symbols:   $p_theta$: the full model; $p_k$: head k (exits.heads.VocabularyHead), after layer e_k; penalty = lambda
-           of Eq. 1; init: "scratch" initialises the norm and the linear map at random, "copy" copies those of the LM
-           head. K counts the exits; the last one is the LM head, so there are K - 1 heads.
-           D_t, D_c: texts that the model generates from the training and the calibration prompts of Table 1 (the
-           paper once swaps the names). tau_k: the threshold of head k; epsilon: the share that must agree.
-
-Deviations from the paper, and what it leaves open:
-1. The printed cross-entropy takes the softmax of probabilities; here it takes the softmax of the logits.
-2. The target is the most likely token of p_theta ("hard"), as in the released code; the paper prints p_theta ("soft").
-3. The best epoch is the one with the highest agreement on held-out text.
-4. By default heads are copies, and lambda is 0; results/self-supervised.md compares the alternatives.
+Symbols:   penalty: lambda of Eq. 1; init: "scratch" initialises the norm and the linear map of a head at random, "copy"
+           copies those of the LM head. results/self-supervised.md compares the settings.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS, Text
+from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.exits.classification_head import FrozenClassifier
 from mini_ee.lab.exits.heads import INITS
 from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.training.default_rule import Chosen
+from mini_ee.lab.training.kept_model import kept_model_stage
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import Batch, Stage
 from mini_ee.lab.training.training_text import Source, agreement_rule, texts_to_calibrate
+from mini_ee.self_supervised import CALIBRATION_PROMPTS, LAMBDA, entropy, head_loss
 
 HEAD_TARGETS = ("soft", "hard")
 
@@ -44,7 +35,7 @@ class Config(Settings):
     """Settings of the method."""
 
     penalty: float = option(
-        0.0, "weight lambda of the entropy in Eq. 1; the paper tries 0, .1 and .95", flag="--lambda", least=0, most=1
+        LAMBDA, "weight lambda of the entropy in Eq. 1; the paper tries 0, .1 and .95", flag="--lambda", least=0, most=1
     )
     target: str = option(
         "hard",
@@ -56,38 +47,13 @@ class Config(Settings):
     )
 
 
-# ---- Eq. 1 ----
-
-
-def head_loss(logits: Tensor, full_logits: Tensor, penalty: float, target: str = "soft") -> Tensor:
-    """Eq. 1 at each position: (..., V), (..., V) -> (...).
-
-    $$(1 - lambda) CE(p_k, p_theta) - lambda Entropy(p_k)$$
-
-    In nats and in float32. target: "soft", p_theta itself, or "hard", its most likely token.
-    """
-    log_p = logits.float().log_softmax(-1)
-    if target == "soft":
-        cross_entropy = -(full_logits.float().softmax(-1) * log_p).sum(-1)
-    else:
-        cross_entropy = -log_p.gather(-1, full_logits.argmax(-1, keepdim=True))[..., 0]
-    if penalty == 0:  # the entropy over a whole vocabulary takes a fifth of a training step
-        return cross_entropy
-    return (1 - penalty) * cross_entropy - penalty * entropy(log_p)
-
-
-def entropy(log_p: Tensor) -> Tensor:
-    """$-sum p ln p$, in nats: (..., V) -> (...)."""
-    return -(log_p.exp() * log_p).sum(-1)
-
-
 # ---- Training ----
 
 
 def recipe(model: TokenExits, config: Config) -> list[Stage]:
     """All heads at once, by Eq. 1. On tokens the measures of Fig. 1 are recorded during training."""
     if model.unit == "rows":
-        return [row_stage(model, config)]
+        return [kept_model_stage(model, partial(head_loss, penalty=config.penalty, target=config.target))]
     return [
         Stage(
             name="heads",
@@ -104,53 +70,6 @@ def heads_loss(model: TokenExits, batch: Batch, config: Config) -> Tensor:
     """The sum over heads of the mean of Eq. 1 over all positions. The decoder is the teacher: no label is needed."""
     *each_logits, full = model(*batch.inputs)
     return sum(head_loss(logits, full, config.penalty, config.target).mean() for logits in each_logits)
-
-
-def row_stage(model: FrozenClassifier, config: Config) -> Stage:
-    """The same for examples of a fine-tuned classifier. Nothing below the states is trained: they are computed once."""
-    last = len(model.exits) - 1
-
-    def full_logits(model: FrozenClassifier, states: Any) -> np.ndarray:
-        return states.logits(model, [last])[:, 0]
-
-    def agreement(model: FrozenClassifier, states: Any) -> dict[str, float]:
-        """Mean over the heads of the score against the model's own predictions."""
-        return {"score": float(np.mean(states.scores(model)[0][:-1]))}
-
-    def begin(model: FrozenClassifier, train: Any) -> None:
-        """The heads of a regression start at the mean of the model's numbers, of whatever scale they are."""
-        if model.num_labels == 1:
-            for head in model.heads[:-1]:
-                nn.init.constant_(head.out.bias, float(train.labels.mean()))
-
-    def loss(model: FrozenClassifier, batch: Any) -> Tensor:
-        losses = [
-            row_loss(model.classify(k, batch.states[k]), batch.targets, config, model.multi_label) for k in range(last)
-        ]
-        return sum(losses)
-
-    return Stage(
-        name="heads",
-        trainable=lambda name: name.startswith("heads."),
-        loss=loss,
-        on_states=True,
-        begin=begin,
-        validate=agreement,
-        make_targets=full_logits,
-        settings={"weight_decay": 0.0},
-    )
-
-
-def row_loss(logits: Tensor, full_logits: Tensor, config: Config, multi_label: bool = False) -> Tensor:
-    """The mean of Eq. 1 over examples, (N, C), (N, C) -> scalar; of a regression the mean squared difference.
-
-    multi_label: the mean over examples and labels, because each label is two classes: sigmoid(z) is softmax(z, 0).
-    """
-    if logits.shape[1] == 1:
-        return nn.functional.mse_loss(logits.float(), full_logits.float())
-    if multi_label:
-        logits, full_logits = (torch.stack((each, torch.zeros_like(each)), -1) for each in (logits, full_logits))
-    return head_loss(logits, full_logits, config.penalty, config.target).mean()
 
 
 @torch.no_grad()
@@ -175,7 +94,7 @@ def metrics(model: TokenExits, held_out: TextData, batch_size: int = 16) -> dict
 
 def calibrated_rule(model: TokenExits, source: Source, held_out: TextData) -> Chosen:
     """$tau_k$ of every head: the lowest confidence $c_k$ (Eq. 2) from which on a share $epsilon$ of the tokens of $D_c$
-    agrees with the full model ($t_k$, Eq. 3). calibration.tau computes it.
+    agrees with the full model ($t_k$, Eq. 3). calibrate.tau of the core computes it.
 
     The confidence is breaking ties, $p_{(1)} - p_{(2)}$, and epsilon is .95. Half of the texts determine tau_k; on the
     other half the agreement is measured. A model that learned from stories is calibrated on held-out stories.

@@ -44,7 +44,7 @@ def sweep(*rules: Rule) -> Candidates:
     """
 
     def candidates(recorded: Record) -> list[Rule]:
-        known = (rule for rule in rules if not rule.needs_policy or recorded.segments.exit_logits is not None)
+        known = (rule for rule in rules if rule.needs != "exit_logit" or recorded.segments.exit_logits is not None)
         found = [each for rule in known for each in rule.from_loose_to_strict(recorded, CANDIDATES)[:-1]]
         return sorted(found, key=lambda rule: rule not in rules)
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from mini_ee.lab.data.settings import Settings, check_options
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.training.default_rule import Candidates
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from mini_ee.lab.training.default_rule import Candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Method:
     model: Callable | None = None
     """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (registry.UNITS)."""
     policy: Callable | None = None  # (width, exits) -> a module that decides at the exits, as RowExits takes it
-    candidates: Candidates | None = None  # candidates for the default rule; None: thresholds
+    candidates: "Candidates | None" = None  # candidates for the default rule; None: thresholds
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
     """The exits, if none are named: their number, evenly spread; None: one after every layer; or a function of the
     number of layers. Tokens always have four."""
@@ -66,6 +67,8 @@ class Method:
     default_rule: Callable | None = None
     """Tokens: (model, Source, held) -> Chosen, in place of agreement_rule. Embeddings: (Record, least mean cosine) ->
     Rule, in place of a fixed depth."""
+    trained_as: str = ""
+    """The method that is trained in the same way; they differ by their rules alone. Not on a unit with own defaults."""
     trains_encoder: bool = False
     """Embeddings: the encoder is trained, from pairs with scores or from its own embeddings; exits have no maps."""
 

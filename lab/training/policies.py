@@ -1,4 +1,4 @@
-"""Shared by methods with policies: networks, the baseline of REINFORCE, and the default rule on tokens."""
+"""Shared by methods with policies: networks, and the default rule on tokens."""
 
 import math
 
@@ -32,11 +32,6 @@ def policy_network(width: int, chance: float) -> nn.Sequential:
     nn.init.zeros_(network[2].weight)
     nn.init.constant_(network[2].bias, math.log(chance / (1 - chance)))
     return network
-
-
-def leave_one_out(rewards: Tensor) -> Tensor:
-    """The baseline of each trajectory: the mean reward of the row's others. (B, n) -> (B, n), n >= 2."""
-    return (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 
 def policy_rule(model: TokenExits, source, held: TextData) -> Chosen:

@@ -6,7 +6,7 @@ run/model.safetensors    what the method trained: heads, policy, and the backbon
 run/exit_{e}/            LoRA exits: the adapters of the exit after layer e, in PEFT's layout
 run/checkpoint/          SLEB: the short decoder, as a checkpoint like any other
 run/backbone/            a backbone fine-tuned through prompts, or a fine-tuned decoder, as a checkpoint
-run/datastore/           RAEE: the files of methods/raee_files.py
+run/datastore/           RAEE: the files of methods/raee_datastore.py
 run/metrics.json         measurements of the training
 run/tokenizer.json       the backbone's
 """
@@ -14,23 +14,20 @@ run/tokenizer.json       the backbone's
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from mini_ee import __version__
-from mini_ee.lab.backbones.adapter import tokenizer_folder
 from mini_ee.lab.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
     backbone_sha256,
-    check_generates,
     empty_backbone,
     load_backbone,
     load_strict,
-    read_config,
     save_backbone,
     without_memory,
 )
@@ -46,19 +43,19 @@ from mini_ee.lab.data.files import (
     write_json,
 )
 from mini_ee.lab.data.sentence_prompts import with_prompt
-from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.exits.decoding import gather
-from mini_ee.lab.exits.generation import Sampling
-from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.recording import exited_rows
-from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.lab.rules import Rule, rule_from_dict
 from mini_ee.lab.segments import Segments
-from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.method import Method, configured, load_method
 from mini_ee.lab.training.unit import Unit, load_unit
+
+if TYPE_CHECKING:
+    from mini_ee.lab.data.tasks import Task
+    from mini_ee.lab.exits.generation import Sampling
+    from mini_ee.lab.training.default_rule import Chosen
 
 FORMAT_VERSION = 2
 OWN_BACKBONE = "backbone"
@@ -173,10 +170,15 @@ class Run(NamedTuple):
         prompts: Sequence[str],
         max_new_tokens: int = WRITTEN_TOKENS,
         missing_kv: str | None = None,
-        sampling: Sampling = Sampling(),
+        sampling: "Sampling | None" = None,
         seed: int = 0,
     ) -> list[str]:
-        """The text that the decoder generates after each prompt, with early exits by the run's rule."""
+        """The text that the decoder generates after each prompt, with early exits by the run's rule.
+
+        sampling: None is greedy.
+        """
+        from mini_ee.lab.exits.decoding import gather
+
         if not self.generates:
             found = "a sentence encoder; use embed" if self.embeds else "a classifier; use classify"
             raise WrongArguments(f"{self.folder}: expected a decoder, found {found}")
@@ -184,7 +186,7 @@ class Run(NamedTuple):
         if not len(prompts):
             return []
         ids = [self.tokenizer.ids_of(prompt) for prompt in prompts]
-        settings = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        settings = {"max_new_tokens": max_new_tokens, "seed": seed} | ({"sampling": sampling} if sampling else {})
         written = gather(
             self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings), len(ids)
         )
@@ -207,6 +209,17 @@ def versions() -> dict[str, str]:
     }
 
 
+def check_device(device: str) -> None:
+    """Raise WrongArguments for a device that torch cannot use."""
+    try:
+        if device.partition(":")[0] not in ("cpu", "cuda"):
+            raise RuntimeError("expected cpu, cuda or cuda:N")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise WrongArguments(f"--device {device}: cannot be used here ({reason}); use cpu") from None
+
+
 def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
     """The model of a method, its own or the unit's. config: exits, settings; for rows pool, head and num_labels."""
     exits, settings = tuple(config["exits"]), configured(method, config["settings"])
@@ -222,7 +235,9 @@ def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
 # ---- Writing ----
 
 
-def save_run(folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: Chosen, about: dict, metrics: dict) -> None:
+def save_run(
+    folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: "Chosen", about: dict, metrics: dict
+) -> None:
     """Write a run folder, whole or not at all.
 
     about: method, unit, settings, backbone (folder and sha256 of the initial checkpoint), task or text, seed, training.
@@ -365,18 +380,7 @@ def backbone_of(source: dict, run: Path, folder: str | Path | None):
     return load_backbone(folder)
 
 
-def plain_decoder(folder: str | Path) -> Run:
-    """A decoder's checkpoint as a run with only the last exit. Raises WrongArguments for another checkpoint."""
-    folder = Path(folder)
-    config = read_config(folder / "config.json")
-    check_generates(folder, config.model_type)
-    model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
-    about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
-    about["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}
-    return Run(folder, about, model.eval(), Tokenizer.from_folder(tokenizer_folder(folder), None), NeverExit())
-
-
-def about_task(task: Task) -> dict:
+def about_task(task: "Task") -> dict:
     """The `task` of config.json."""
     return {
         "name": task.name,

@@ -32,7 +32,16 @@ from mini_ee.lab.recording import record
 from mini_ee.lab.training import doubts, ranks
 from mini_ee.lab.training.loop import Fitted, fit
 from mini_ee.lab.training.method import Method, configured, load_method
-from mini_ee.lab.training.run_folder import Run, build_model, encode, is_run, load_run, save_run, training_folder
+from mini_ee.lab.training.run_folder import (
+    Run,
+    build_model,
+    check_device,
+    encode,
+    is_run,
+    load_run,
+    save_run,
+    training_folder,
+)
 from mini_ee.lab.training.state import STATE, NothingToResume, Saved
 from mini_ee.lab.training.train_settings import TextOptions, TrainConfig
 from mini_ee.lab.training.unit import TrainingData, Unit, load_unit
@@ -170,17 +179,6 @@ def open_task(name: str | Path | Task | None, options: TaskOptions = TaskOptions
     if given := options.given():
         raise WrongArguments(f"{flag_of(next(iter(given)), {})} is for files of your own: name them with --task")
     return toy_task()
-
-
-def check_device(device: str) -> None:
-    """Raise WrongArguments for a device that torch cannot use."""
-    try:
-        if device.partition(":")[0] not in ("cpu", "cuda"):
-            raise RuntimeError("expected cpu, cuda or cuda:N")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise WrongArguments(f"--device {device}: cannot be used here ({reason}); use cpu") from None
 
 
 def check_task(run: Run, task: Task, folder: Path) -> None:

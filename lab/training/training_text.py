@@ -16,8 +16,6 @@ import numpy as np
 from mini_ee.lab.calibration import calibrate_record
 from mini_ee.lab.data.decoder_texts import (
     BETWEEN_TEXTS,
-    CALIBRATION_PROMPTS,
-    TRAINING_PROMPTS,
     Text,
     continuations,
     copies,
@@ -26,11 +24,13 @@ from mini_ee.lab.data.decoder_texts import (
 )
 from mini_ee.lab.data.files import read_text
 from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.data.values import checked_text
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.train_settings import TextOptions
+from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 
 GIVEN, FOLLOW = 40, 40  # tokens of the beginning of a story, and tokens after it
 CALIBRATION_PIECES = 512  # default number for a calibration
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
     def prompts(self, usual: Sequence[str]) -> list[list[int]]:
         """The prompts of --prompt, or the usual ones, as token ids."""
-        return [self.tokenizer.ids_of(checked_prompt(prompt, "--prompt")) for prompt in self.options.prompt or usual]
+        return [self.tokenizer.ids_of(checked_text(prompt, "--prompt")) for prompt in self.options.prompt or usual]
 
     def written(self, usual: Sequence[str], seed: int, count: int, greedy: bool = False) -> list[Text]:
         """Text that the full model generates from the prompts; greedily, once from each."""
@@ -108,17 +108,6 @@ def check_reads_on(backbone, instead: str) -> None:
             f"a {backbone.config.model_type} generates answers to the prompt of its encoder, no text without one: "
             f"give {instead}"
         )
-
-
-def checked_prompt(prompt: str, name: str, what: str = "a prompt") -> str:
-    """The prompt. Raises WrongArguments if it has no text. name, what: its option and kind, for the message."""
-    if not prompt.strip():
-        raise WrongArguments(f"{name}: expected {what}, found no text")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # Python represents invalid bytes of the command line as surrogates
-        raise WrongArguments(f"{name}: expected text in UTF-8, found another byte at {error.start}") from None
-    return prompt
 
 
 def check_count(options: TextOptions) -> None:

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-import mini_ee.lab.confidence as confidence
-from mini_ee.lab.confidence import MEASURES, log_softmax
+from mini_ee import rules
+from mini_ee.lab.confidence import MEASURES
+from mini_ee.rules import log_softmax
 
 FLOAT64_ATOL = 1e-12  # measured max 1.8e-15
 FLOAT32_ATOL = 1e-6  # measured max 1.9e-7
@@ -127,8 +128,8 @@ def test_a_probability_of_zero_gives_full_confidence_and_no_nan(name, row):
 
 def test_two_classes_that_share_all_the_probability_have_an_entropy_of_ln_2():
     logits = np.array([[0.0, 0.0, -np.inf], [500.0, 500.0, -500.0]])
-    np.testing.assert_allclose(confidence.entropy(logits), -math.log(2), rtol=0, atol=FLOAT64_ATOL)
-    np.testing.assert_array_equal(confidence.breaking_ties(logits), 0)
+    np.testing.assert_allclose(rules.entropy(logits), -math.log(2), rtol=0, atol=FLOAT64_ATOL)
+    np.testing.assert_array_equal(rules.breaking_ties(logits), 0)
 
 
 @each_measure
@@ -170,5 +171,5 @@ def test_the_dtype_stays_and_the_logits_are_not_written_to(name, dtype):
 @each_measure
 @pytest.mark.parametrize("shape", [(4, 1), (4, 0), (4,), (2, 3, 4), ()])
 def test_fewer_than_two_classes_or_another_rank_are_refused_and_the_way_out_is_named(name, shape):
-    with pytest.raises(ValueError, match=r"shape \(B, C\) with at least 2 classes, found .* rules fixed and patience"):
+    with pytest.raises(ValueError, match=r"only 2 or more classes have a confidence, not logits .*: take Fixed or Pat"):
         measure(name, np.zeros(shape))

@@ -26,7 +26,6 @@ from mini_ee.lab.data.files import read_json
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import Policy, Threshold
-from mini_ee.lab.segments import Reading
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.train_run import train
 
@@ -129,7 +128,7 @@ def test_whoever_stands_at_the_cut_stays_in_float32_too(measure):
 
 def test_a_logit_whose_probability_is_nearly_one_stays_at_its_own_cut():
     for tau in np.linspace(20, 40, 50, dtype=np.float32):
-        assert not above(float(tau), POLICY).stop(0, Reading(None, np.array([tau])), {}).any()
+        assert not above(float(tau), POLICY).stop(0, np.array([tau]), {}).any()
 
 
 def test_at_the_ends_all_leave_or_nobody():

@@ -17,6 +17,8 @@ import torch
 from conftest import WORDS, random_decoder
 
 import mini_ee
+from mini_ee import loop
+from mini_ee import rules as core
 from mini_ee.lab import statistics
 from mini_ee.lab.backbones.hub import save_backbone
 from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
@@ -29,7 +31,7 @@ from mini_ee.lab.exits.token_exits import record_texts
 from mini_ee.lab.export import writer
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Threshold
+from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Threshold, rule_from_dict
 from mini_ee.lab.training import default_rule, state
 from mini_ee.lab.training import train_run as training
 from mini_ee.lab.training.method import load_method
@@ -200,6 +202,21 @@ def test_rows_that_never_leave_are_the_full_model_and_rows_that_always_leave_the
     logits, exit_index = answers(run, Threshold(0.0))
     assert not exit_index.any()
     np.testing.assert_allclose(logits, expected[:, 0], atol=EXACT)
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_the_loop_of_the_core_runs_the_segments_of_any_run_and_of_its_export(house, method):
+    """Also of methods whose tokens exit within a row."""
+    run = house.run(method, "rows")
+    inputs = run.encode(TEXTS).batch(slice(None))
+    for rule in (core.Never(), core.Fixed(0), core.Threshold(0.55), core.Patience(1)):
+        found = loop.early_exit(run.segments(), rule, inputs)
+        exported = loop.early_exit(house.exported(method, "rows").segments(), rule, inputs)
+        lab_rule = rule_from_dict({"name": type(rule).__name__.lower()} | vars(rule))
+        expected = early_exit(run.segments(), lab_rule, inputs)
+        assert found.layers.tolist() == exported.layers.tolist() == expected.layers_run.tolist()
+        np.testing.assert_array_equal(found.logits, expected.logits)
+        np.testing.assert_allclose(exported.logits, expected.logits, atol=ENGINES)
 
 
 @pytest.mark.parametrize("method", ROWS)

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee.lab.early_exit as loop
+from mini_ee import rules as core
 from mini_ee.lab.backbones.backbone import padding_mask
 from mini_ee.lab.backbones.bert import LayerContext
 from mini_ee.lab.confidence import MEASURES
@@ -25,7 +26,8 @@ from mini_ee.lab.data.tokenizer import Encoded, Inputs
 from mini_ee.lab.exits.row_exits import RowSegments
 from mini_ee.lab.recording import Recorded, plan_rows, read_every_exit, record
 from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
-from mini_ee.lab.segments import Reading, Segments
+from mini_ee.lab.segments import Segments
+from mini_ee.loop import early_exit
 
 EXITS = (1, 2, 4, 6)
 K, B, C = 4, 7, 3
@@ -70,7 +72,7 @@ class Fake(Segments):
 
     def read(self, k, state):
         self.was_read.append((k, state.ids.tolist()))
-        return Reading(np.einsum("bd,dc->bc", state.hidden, self.heads[k]))
+        return np.einsum("bd,dc->bc", state.hidden, self.heads[k])
 
     def layer_passes(self, k):
         return self.passes[k] if self.passes else super().layer_passes(k)
@@ -159,8 +161,8 @@ class Planned(Rule):
 class Remembers(Rule):
     """Leaves where the mean of all max probabilities so far is high: memory matters."""
 
-    def stop(self, k, reading, memory):
-        memory["sum"] = memory.get("sum", 0) + MEASURES["max_probability"][0](reading.logits)
+    def stop(self, k, read, memory):
+        memory["sum"] = memory.get("sum", 0) + MEASURES["max_probability"][0](read)
         return memory["sum"] / (k + 1) >= 0.75
 
 
@@ -197,7 +199,7 @@ def exit_by_hand(logits, rule):
         if plan is not None:
             if plan[0] <= k:
                 return k
-        elif rule.needs and rule.stop(k, Reading(logits[k : k + 1]), memory)[0]:
+        elif rule.needs and rule.stop(k, logits[k : k + 1], memory)[0]:
             return k
     return K - 1
 
@@ -208,7 +210,17 @@ def assert_same(found, logits, exit_index):
     np.testing.assert_allclose(found.logits, logits, rtol=0, atol=ATOL)
 
 
-# Six invariants
+# The contract, and six invariants
+
+
+@pytest.mark.parametrize(
+    "rule, same",
+    [(core.Threshold(0.85), Threshold(0.85)), (core.Patience(2), Patience(2)), (core.Fixed(1), FixedExit(1))],
+)
+def test_the_loop_and_the_rules_of_the_core_need_nothing_of_the_lab(case, rule, same):
+    found, expected = early_exit(case.segments, rule, case.inputs), run(case, same)
+    assert_same(expected, found.logits, found.exit_index)
+    np.testing.assert_array_equal(found.layers, expected.layers_run)
 
 
 def test_never_exit_equals_the_full_model(case):
@@ -237,7 +249,7 @@ def test_chained_segments_equal_the_whole_model(case):
     state = case.segments.start(case.inputs)
     for k in range(K):
         state = case.segments.advance(k, state)
-        np.testing.assert_allclose(case.segments.read(k, state).logits, case.logits[:, k], rtol=0, atol=ATOL)
+        np.testing.assert_allclose(case.segments.read(k, state), case.logits[:, k], rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -290,9 +302,9 @@ def test_the_last_exit_takes_whoever_is_left_and_is_not_asked(case):
     calls = []
 
     class Refuses(Rule):
-        def stop(self, k, reading, memory):
+        def stop(self, k, read, memory):
             calls.append(k)
-            return np.zeros(len(reading.logits), bool)
+            return np.zeros(len(read), bool)
 
     assert_same(run(case, Refuses()), case.logits[:, -1], np.full(B, K - 1))
     assert calls == [0, 1, 2]
@@ -302,7 +314,7 @@ def test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide(ca
     class Both(Planned):
         needs = "logits"
 
-        def stop(self, k, reading, memory):
+        def stop(self, k, read, memory):
             raise AssertionError("a rule that plans decides nothing on the way")
 
     rule = Both(PLAN)
@@ -331,10 +343,10 @@ def test_segments_are_told_before_they_run_which_heads_alone_will_be_read(rule, 
     calls = []
 
     class Reported(Fake):
-        def select_heads(self, heads, state):
+        def select_heads(self, heads):
             assert not self.ran
             calls.append(set(heads))
-            return state
+            return self
 
     loop.early_exit(Reported(), rule, ALL)
     loop.early_exit(Reported(), Threshold(0.8), ALL)
@@ -345,9 +357,9 @@ def test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave
     class Policed(Fake):
         """A policy says at every exit but the last who leaves: rows whose number is a multiple of 3, then of 2."""
 
-        def read_state(self, k, state):
+        def exit_logit(self, k, state):
             self.policy_read.append((k, state.ids.tolist()))
-            return Reading(None, np.where(state.ids % (3 - k) == 0, 1.0, -1.0) if k < 2 else -np.ones(len(state.ids)))
+            return np.where(state.ids % (3 - k) == 0, 1.0, -1.0) if k < 2 else -np.ones(len(state.ids))
 
         def state_flops(self, k):
             return 7.0
@@ -375,7 +387,7 @@ def test_memory_is_kept_with_the_rows():
     class Ids(Rule):
         """Remembers who each row is, and lets every other go: the segments know who is really there."""
 
-        def stop(self, k, reading, memory):
+        def stop(self, k, read, memory):
             here = np.array(fake.was_read[-1][1])
             np.testing.assert_array_equal(memory.setdefault("ids", here), here)
             np.testing.assert_array_equal(memory.setdefault("squares", here[:, None] ** 2)[:, 0], here**2)
@@ -536,21 +548,18 @@ def test_costs_of_rows_are_means_over_rows_though_the_last_batch_is_smaller(rand
     assert len(short) > len(long) and planned.cost == pytest.approx((4 * short.max() + 3 * long.max()) / B)
 
 
-@pytest.mark.parametrize("rule", ["max_probability", "planned", "never"])
-def test_what_a_reading_says_was_spent_is_what_a_unit_cost(cases, rule):
-    """Where tokens leave within a unit: its layers, and its operations but for the heads that were read."""
-    source, rule = cases["torch mean"], RULES[rule](ALL)
-    plain = recorded_case(source)
-    token_cost = np.random.default_rng(0).uniform(1, 2, (B, K, 2))
-    logits, flops, _ = read_every_exit(source.segments, source.inputs)
-    recorded = Recorded(EXITS, logits, flops, [1] * K, {"token_cost": token_cost})
-    found, heads = loop.early_exit(recorded, rule, range(B)), run(plain, rule)
-    rows, exit_index = np.arange(B), found.exit_index
-    layers = flops[:, :, 0].cumsum(axis=1)[rows, exit_index]
-    np.testing.assert_array_equal(found.cost.depth, token_cost[rows, exit_index, 0])
-    np.testing.assert_array_equal(found.cost.layer_passes, token_cost[rows, exit_index, 0])
-    np.testing.assert_allclose(found.cost.flops, token_cost[rows, exit_index, 1] + heads.cost.flops - layers, rtol=1e-9)
-    np.testing.assert_array_equal(heads.cost.depth, heads.layers_run)
+@pytest.mark.parametrize("rule", ["max_probability", "never"])
+def test_what_a_row_has_spent_is_what_it_cost(cases, rule):
+    """Where tokens leave within a row, which itself has one exit: its layers, and its operations but for the head."""
+    logits, flops, _ = (each if each is None else each[:, -1:] for each in read_every_exit(*cases["torch mean"][:2]))
+    token_cost = np.random.default_rng(0).uniform(1, 2, (B, 1, 2))
+    recorded = Recorded(EXITS[-1:], logits, flops, [1], {"token_cost": token_cost})
+    found = loop.early_exit(recorded, RULES[rule](ALL), range(B))
+    np.testing.assert_array_equal(found.logits, logits[:, 0])
+    np.testing.assert_array_equal(found.cost.depth, token_cost[:, 0, 0])
+    np.testing.assert_array_equal(found.cost.layer_passes, token_cost[:, 0, 0])
+    np.testing.assert_allclose(found.cost.flops, token_cost[:, 0, 1] + flops[:, 0, 1], rtol=1e-9)
+    np.testing.assert_array_equal(found.layers_run, EXITS[-1])
 
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.3])
@@ -560,7 +569,7 @@ def test_a_regression_leaves_by_patience_and_returns_one_number_a_row(random_mod
     expected = np.array([exit_by_hand(case.logits[row], Patience(1, tolerance)) for row in range(B)])
     assert_same(result, case.logits[ALL, expected], expected)
     assert result.logits.shape == (B, 1)
-    with pytest.raises(ValueError, match="a regression task takes the rules fixed and patience"):
+    with pytest.raises(ValueError, match="take Fixed or Patience"):
         run(case, Threshold(0.9))
 
 

@@ -15,7 +15,6 @@ from mini_ee import load_run, train
 from mini_ee.lab import registry
 from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tasks import load_task
 from mini_ee.lab.early_exit import early_exit
@@ -24,6 +23,7 @@ from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import Threshold
+from mini_ee.rules import max_probability
 
 HEAD = '''\
 """Attention pooling: the mean over tokens, weighted by how much each of them says."""

@@ -49,8 +49,8 @@ class MeanConfidence(Rule):
     runtime_settings, runtime_inputs = ("level",), {"threshold": "level"}
     knob = "level"
 
-    def stop(self, k, reading, memory):
-        memory["total"] = self.decay * memory.get("total", 0) + confidence(reading, "max_probability")
+    def stop(self, k, read, memory):
+        memory["total"] = self.decay * memory.get("total", 0) + confidence(read, "max_probability")
         return memory["total"] / sum(self.decay**back for back in range(k + 1)) >= self.level
 
     def compared(self, recorded):

@@ -35,7 +35,7 @@ def errors(names):
         try:
             importlib.import_module(name)
         except Exception as error:
-            if not isinstance(error, ModuleNotFoundError) or error.name.startswith("mini_ee"):  # not Ray, Triton, ...
+            if not isinstance(error, ModuleNotFoundError) or error.name.startswith("mini_ee"):  # not Ray, ...
                 yield name, f"{type(error).__name__}: {error}"
 for folder, names, commands in json.load(sys.stdin):
     sys.path[0] = folder

@@ -48,8 +48,8 @@ def test_32_rows_with_32_thresholds_stop_as_32_batches_of_one(name):
 
 
 def test_that_test_can_fail(monkeypatch):
-    def first_rows(self, k, reading, memory):
-        return self.rule.with_runtime({"threshold": self.thresholds[: len(reading.logits), k]}).stop(k, reading, memory)
+    def first_rows(self, k, read, memory):
+        return self.rule.with_runtime({"threshold": self.thresholds[: len(read), k]}).stop(k, read, memory)
 
     monkeypatch.setattr(RowThresholds, "stop", first_rows)
     with pytest.raises(AssertionError):

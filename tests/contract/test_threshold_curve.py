@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.data.tasks import Split, Task
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import FixedExit, Patience, Policy, Threshold
 from mini_ee.lab.threshold_curve import POINTS, threshold_curve, threshold_for
+from mini_ee.rules import max_probability
 
 N, EXITS = 200, (1, 2, 4)
 DRAWN = np.random.default_rng(0)

@@ -1,6 +1,7 @@
 """The size of the core, and what it imports. Its equations: tests/spec; its models: test_core_models.py."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,11 +31,15 @@ def lines(name):
 
 
 def with_all_it_imports(name):
-    """The files that are loaded with a file."""
+    """The files that are loaded with a file; of raee.py, whose training imports torch, also those of its functions."""
     found, new = {"__init__"}, [name]
     while new:
         found.add(name := new.pop())
-        inner = (module.removeprefix(f"{PACKAGE}.") for module in imported(name) if module.startswith(f"{PACKAGE}."))
+        inner = (
+            module.removeprefix(f"{PACKAGE}.")
+            for module in imported(name, name == "raee")
+            if module.startswith(f"{PACKAGE}.")
+        )
         new += [other for other in inner if other not in found]
     return found
 
@@ -58,6 +63,12 @@ def test_a_file_imports_the_core_and_its_libraries_alone(name):
 def test_the_loop_the_rules_and_the_guarantees_need_no_torch(name):
     for other in with_all_it_imports(name):
         assert not {"torch", "safetensors", "tokenizers"} & set(imported(other))
+
+
+def test_raee_chooses_exits_without_torch():
+    """As a served model does: its equations and its rule are imported."""
+    code = "import sys; from mini_ee.raee import Retrieval, chosen_exit; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("paper", PAPERS)

@@ -219,7 +219,7 @@ def test_heads_of_a_decoder_learn_to_agree_with_it(llama_folder):
     logits = self_supervised.table_of(model, texts)
     assert self_supervised.observed(logits)[1].mean() > before + 0.05
     rule = self_supervised.calibrate(logits, 0.7)
-    assert isinstance(rule, Threshold) and rule.tau[-1] == -np.inf
+    assert isinstance(rule, Threshold) and rule.threshold[-1] == -np.inf
 
 
 def test_scores():

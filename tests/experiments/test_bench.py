@@ -188,10 +188,8 @@ def test_a_methods_rule_is_evaluated_at_each_exit_and_its_decision_is_not_used(m
     about = {"exits": (1, 2, 4, 6), "settings": {}, "pool": "first", "num_labels": 2}
     model = build_model(load_method(method), "rows", backbone, about).eval()
     rule, exits = encoders.OWN_HEADS[method], []
-    judged = encoders._ForcedExits(
-        SimpleNamespace(stop=None, needs=rule.needs, needs_policy=rule.needs_policy), [1] * len(padded_inputs)
-    )
-    judged.rule.stop = lambda k, reading, memory: exits.append(k) or rule.stop(k, reading, memory)
+    judged = encoders._ForcedExits(SimpleNamespace(stop=None, needs=rule.needs), [1] * len(padded_inputs))
+    judged.rule.stop = lambda k, read, memory: exits.append(k) or rule.stop(k, read, memory)
     result = early_exit(model.segments(), judged, padded_inputs)
     assert exits == [0, 1] and set(result.exit_index.tolist()) == {1}
 

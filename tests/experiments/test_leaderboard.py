@@ -28,7 +28,7 @@ from mini_ee.lab.training import method
 from mini_ee.lab.training.loop import Diverged
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import build_model, encode
-from mini_ee.lab.training.train_run import exits_of, make_request
+from mini_ee.lab.training.train_run import exits_of, make_request, train
 
 pytestmark = pytest.mark.slow
 FEW = ("joint", "pabee", "pcee-bert", "sweet", "raee")  # each plan looks at all methods
@@ -234,6 +234,17 @@ def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
     assert (epochs["multi-model"], epochs["dree"], epochs["tr-bert"], epochs["lora-exits"]) == (6, 5, 5, 6)
     assert options["lora-exits"]["exits"] == [1, 3] and options["consistent"]["exits"] == [1, 2, 3]
     assert "exits" not in options["hashee"]
+
+
+ALIKE = [name for name in registry.METHODS if load_method(name).trained_as]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_method_that_is_trained_as_another_has_its_weights(name, checkpoint_folder, task_folder, tmp_path):
+    settings = {"model": checkpoint_folder, "task": task_folder, "epochs": 1, "exits": (1, 3)}
+    one, two = (train(each, out=tmp_path / each, **settings) for each in (name, load_method(name).trained_as))
+    weights = two.model.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in one.model.state_dict().items())
 
 
 def test_methods_that_differ_by_their_rules_alone_share_a_training(board):

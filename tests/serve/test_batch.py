@@ -15,11 +15,12 @@ from conftest import WORDS, answer, refused
 
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.columns import TaskOptions
-from mini_ee.lab.data.text_files import TextReader
+from mini_ee.lab.data.text_files import InputRow, TextReader
 from mini_ee.lab.export import writer
 from mini_ee.lab.export.runtime import Answer, Runtime
-from mini_ee.serve.batch import job, parts, rival
-from mini_ee.serve.batch.rows import Block, blocks_of, rows_of
+from mini_ee.serve import batch as job
+from mini_ee.serve import batch_parts as parts
+from mini_ee.serve.batch_parts import Block, blocks_of, rows_of
 
 TEXTS = [
     f"the {'very ' * (n % 4)}{word} {thing}"
@@ -119,16 +120,6 @@ def test_a_damaged_row_is_an_error_with_its_line_and_the_rows_around_it_are_read
     assert all(row.error.startswith(begin) for row, (_, begin) in zip(damaged, errors))
 
 
-def test_columns_are_chosen_as_in_the_other_commands(tmp_path):
-    (tmp_path / "a.csv").write_text("key,left,right\nk1,x,y\n")
-    options = TaskOptions(text_column="left", text_pair_column="right")
-    (row,) = TextReader(tmp_path / "a.csv", options, 2, id_column="key")
-    assert row.texts == ("x", "y") and row.id == "k1"
-    (tmp_path / "b.txt").write_text("x\ty\nalone\n")
-    first, second = TextReader(tmp_path / "b.txt", options, 2)
-    assert first.texts == ("x", "y") and second.error.startswith("expected two texts")
-
-
 def test_a_line_without_end_is_an_error_and_is_never_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("mini_ee.lab.data.table_files.LONGEST_LINE", 10)
     (tmp_path / "a.txt").write_text("short\n" + "long " * 7 + "\nlast\n")
@@ -137,10 +128,11 @@ def test_a_line_without_end_is_an_error_and_is_never_in_memory(tmp_path, monkeyp
 
 
 def test_long_texts_make_smaller_blocks_and_numbers_count_damaged_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_ee.serve.batch.rows.CHARACTERS", 20)
+    monkeypatch.setattr("mini_ee.serve.batch_parts.CHARACTERS", 20)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\nno\n{"text": "%s"}\n{"text": "y"}\n' % ("z" * 30))
     first, second = blocks_of(TextReader(tmp_path / "a.jsonl", TaskOptions(), 1), 100, "jsonl")
-    assert first.numbers == [1, 3] and second.numbers == [4] and first.errors[0]["row"] == 2
+    assert list(first.rows) == [1, 2, 3] and list(second.rows) == [4]
+    assert [number for number, row in first.rows.items() if row.error] == [2]
     assert first.size + second.size == (tmp_path / "a.jsonl").stat().st_size
 
 
@@ -222,42 +214,20 @@ def test_two_processes_write_the_same_and_go_on_after_a_kill(tmp_path, runtime, 
     assert parts_of(tmp_path / "two") == parts_of(tmp_path / "one")
 
 
-def refusals(inputs, out):
-    """(arguments, part of the line) of commands that are refused; `out` has a job over `inputs`."""
-    jsonl, txt = inputs / "a.jsonl", inputs / "b.txt"
-    return [
-        (([inputs / "none*"], out), "none*: no such file"),
-        (([inputs], out), "expected a file, found a folder"),
-        (([inputs / "a.bin"], out), "expected a name that ends with .tsv, .csv"),
-        (([jsonl, inputs / "other" / "a.jsonl"], out), "found a.jsonl twice"),
-        (([inputs / "other" / "t.csv"], out), "t.csv:1: expected a text column"),
-        (([inputs / "other" / "none.csv"], inputs / "new"), "none.csv: expected rows, found none; name a file with"),
-        (([jsonl], txt), "expected a folder, found a file"),
-        (([jsonl], inputs), "expected an empty folder"),
-        (([jsonl, txt], out, "--part-rows", 6), "out: expected part_rows 5 as in job.json, found 6; give"),
-        (([jsonl, txt], out, "--text-column", "text"), "expected text_column None as in job.json, found text;"),
-        (([jsonl], out), "expected b.txt too"),
-        (([jsonl], inputs / "new", "--text-column", "words"), "expected the column words"),
-        (([jsonl], inputs / "new", "--id-column", "key"), "expected the column key"),
-        (([jsonl], inputs / "new", "--text-column", ""), "--text-column: expected the name of a column"),
-    ]
-
-
-def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inputs, monkeypatch):
+def test_what_does_not_fit_a_job_or_a_disk_is_refused_in_one_line(capsys, tmp_path, runtime, inputs, monkeypatch):
     out = tmp_path / "out"
     assert answer(capsys, *batch(runtime, out, f"{inputs}/*"))["rows_now"] == 23
-    (inputs / "other").mkdir()
-    (inputs / "other" / "t.csv").write_text("a\n1\n")
-    (inputs / "other" / "none.csv").write_text("text\n")
-    for path in (inputs / "a.bin", inputs / "other" / "a.jsonl"):
-        shutil.copy(inputs / "a.jsonl", path)
     before = parts_of(out)
-    for (names, folder, *options), part in refusals(inputs, out):
-        assert part in refused(capsys, *batch(runtime, folder, *names, options=options), status=2)
+    for names, options, part in (
+        (("a.jsonl", "b.txt"), ("--part-rows", 6), "out: expected part_rows 5 as in job.json, found 6; give"),
+        (("a.jsonl", "b.txt"), ("--text-column", "text"), "expected text_column None as in job.json, found text;"),
+        (("a.jsonl",), (), "expected b.txt too"),
+    ):
+        command = batch(runtime, out, *(inputs / name for name in names), options=options)
+        assert part in refused(capsys, *command, status=2)
     (inputs / "b.txt").write_text("changed\n")
-    (inputs / "a.bin").unlink()
     assert "b.txt: changed since" in refused(capsys, *batch(runtime, out, f"{inputs}/*"), status=2)
-    assert parts_of(out) == before and not (inputs / "new").exists()
+    assert parts_of(out) == before
     with monkeypatch.context() as patch:
         patch.setattr(job, "find_spec", lambda name: None)
         line = refused(
@@ -271,16 +241,6 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, tmp_path, runtime, inp
     monkeypatch.setattr(parts, "write_bytes", full)
     line = refused(capsys, *batch(runtime, tmp_path / "full", inputs / "a.jsonl"), status=1)
     assert "a.jsonl.part-00000.jsonl: No space left on device" in line
-
-
-def test_the_embeddings_of_a_sentence_encoder_are_those_of_run(capsys, tmp_path, embedding_run, inputs):
-    runtime = exported_encoder(embedding_run, tmp_path)
-    answer(capsys, *batch(runtime, tmp_path / "out", inputs / "a.jsonl"))
-    found, expected = answers_of(tmp_path / "out"), runtime.run(TEXTS, batch_size=1)
-    assert [row["id"] for row in found] == [f"n{at}" for at in range(16)]
-    assert [row["layers"] for row in found] == [each.layers for each in expected]
-    assert found[0].keys() == {"id", "embedding", "exit", "layers"}
-    np.testing.assert_allclose([row["embedding"] for row in found], [each.embedding for each in expected], atol=1e-5)
 
 
 def exported_encoder(run, tmp_path):
@@ -310,13 +270,17 @@ def test_parquet_is_read_and_written_as_jsonl_is(capsys, tmp_path, runtime, embe
     np.testing.assert_allclose(table["embedding"].to_pylist(), encoder.embed(TEXTS[:5]), atol=1e-5)
 
 
+def block_with(ids):
+    rows = {number: InputRow(number, ("x",), id=each) for number, each in enumerate(ids, start=1)}
+    return Block("a.part-00000.parquet", "a", rows, True, 0.0, 0)
+
+
 def test_a_row_may_have_several_labels(tmp_path, runtime, monkeypatch):
     """In Parquet a map; None is the confidence of a regression."""
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setitem(runtime.config["task"], "multi_label", True)
-    block = Block("a.part-00000.parquet", "a", [1, 2], [1, 2], ["k", 7], [("x",), ("y",)], [], 0.0, 0)
-    answers = {0: Answer({"bad": 0.6, "good": 0.7}, 0.4, 1, 2, 0.0, None), 1: Answer({}, None, 0, 1, 0.0, None)}
-    content = parts.parquet_content(block, [0, 1], answers, runtime)
+    answers = {1: Answer({"bad": 0.6, "good": 0.7}, 0.4, 1, 2, 0.0, None), 2: Answer({}, None, 0, 1, 0.0, None)}
+    content = parts.parquet_content(block_with(["k", 7]), answers, runtime)
     assert parquet.read_table(pa.BufferReader(content)).to_pylist() == [
         {"id": "k", "label": [("bad", 0.6), ("good", 0.7)], "confidence": 0.4, "exit": 1, "layers": 2.0},
         {"id": "7", "label": [], "confidence": None, "exit": 0, "layers": 1.0},
@@ -335,10 +299,8 @@ def test_a_row_may_have_several_labels(tmp_path, runtime, monkeypatch):
 )
 def test_ids_in_parquet_are_integers_or_strings_and_a_missing_one_is_null(runtime, ids, expected):
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    block = Block("a.part-00000.parquet", "a", [1, 2, 3], [1, 2, 3], ids, [("x",)] * 3, [], 0.0, 0)
-    content = parts.parquet_content(
-        block, [0, 1, 2], dict.fromkeys(range(3), Answer("bad", 1.0, 0, 1, 0, None)), runtime
-    )
+    answers = dict.fromkeys((1, 2, 3), Answer("bad", 1.0, 0, 1, 0, None))
+    content = parts.parquet_content(block_with(ids), answers, runtime)
     assert parquet.read_table(pa.BufferReader(content))["id"].to_pylist() == expected
 
 
@@ -432,7 +394,6 @@ def test_the_projection_adds_up(capsys, tmp_path, runtime, inputs):
     per_hour = projection["rows"] / 3600
     assert hours["exits"] == pytest.approx((io + model) * per_hour)
     assert hours["full"] == pytest.approx((io + model * projection["full_ratio"]) * per_hour)
-    assert hours["linear"] == pytest.approx((io + projection["linear"]["seconds_per_row"]) * per_hour)
     assert projection["full_ratio"] > 1 and 0 < model
     (block,) = blocks_of(TextReader(inputs / "b.txt", TaskOptions(), 1), 100, "jsonl")
     stats = parts.PartWriter(runtime.folder, tmp_path / "out").write(block._replace(seconds=100.0)).stats
@@ -444,26 +405,7 @@ def test_the_projection_adds_up(capsys, tmp_path, runtime, inputs):
     }
 
 
-def test_the_linear_model_learns_from_words_and_from_pairs_of_words():
-    random = np.random.default_rng(0)
-    words = ("not", "good", "bad", "very", "film", "meal")
-    texts = [" ".join(random.choice(words, 6)) for _ in range(600)]
-    texts += texts[:100]  # no text may be in both parts
-    for labels in (
-        ["yes" if "film" in text else "no" for text in texts],
-        ["yes" if "not good" in text or "not bad" in text else "no" for text in texts],
-    ):
-        found = rival.measure_rival([((text,), label) for text, label in zip(texts, labels)])
-        assert found["agreement"] > 0.9 and found["test_rows"] == len(set(texts)) // 5
-        assert found["train_rows"] + found["test_rows"] == len(set(texts))
-    both, sizes = rival.ngrams(["a b", "c"])
-    alone = np.concatenate([rival.ngrams([text])[0] for text in ("a b", "c")])
-    assert both.tolist() == alone.tolist() and sizes.tolist() == [4, 2]
-    assert rival.measure_rival([((text,), "yes") for text in texts]) is None
-    assert rival.measure_rival([(("one",), "yes"), (("two",), "no")] * 300) is None
-
-
-def test_two_actors_on_ray_write_the_same(tmp_path, runtime, inputs):
+def test_two_tasks_on_ray_write_the_same(tmp_path, runtime, inputs):
     if not find_spec("ray"):
         pytest.skip("Ray is not installed: pip install 'mini-ee[ray]'")
     command = [*map(str, batch(runtime, tmp_path / "one", f"{inputs}/*"))]

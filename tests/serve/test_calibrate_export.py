@@ -108,35 +108,6 @@ def test_it_needs_no_torch(export):
 
 
 @pytest.mark.parametrize(
-    "options, message",
-    [
-        ((), "is an export: give texts like those in service, with --text FILE or --task"),
-        (("--text", "texts.txt", "--measure", "entropy"), "found threshold on entropy; export the run with"),
-        (("--text", "texts.txt", "--model", "."), "--model is for runs"),
-        (("--text", "texts.txt", "--task", "."), "expected texts from --text or from --task, found both"),
-        (("--text", "texts.txt", "--new-tokens", "3"), "--new-tokens is for decoders"),
-        (("--text", "texts.txt", "--split", "dev"), "--split is for --task"),
-        (("--text", "texts.txt", "--out", "texts.txt"), "texts.txt: is there already"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(export, options, message, monkeypatch, capsys):
-    monkeypatch.chdir(export.parent)
-    assert calibrate(export, *options, *OPTIONS) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.count("\n") == 1
-
-
-def test_a_folder_that_is_missing_is_no_run(tmp_path, capsys):
-    assert calibrate(tmp_path / "none", "--out", tmp_path / "new", *OPTIONS) == 2
-    assert "none: no run here" in capsys.readouterr().err
-
-
-def test_a_decoder_is_refused(decoder, capsys):
-    assert calibrate(decoder.folder, *OPTIONS) == 2
-    assert "expected a classifier, found a decoder; calibrate its run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "guarantee, words",
     [
         (None, "None: `mini-ee calibrate"),

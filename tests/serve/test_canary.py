@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from http_server import SENTENCES, ask, serving
 
-from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.calibrated import write_calibrated
@@ -16,7 +15,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Threshold
 from mini_ee.serve import Worker, engine_of
 from mini_ee.serve.canary import Canary, Compared, check_same
-from mini_ee.serve.hosts import Hosts
+from mini_ee.serve.http_messages import Hosts
 
 CALIBRATION = {"task": "words", "rows_calibration": 1, "rows_fresh": 1, "end_to_end": 1.0, "mean_layers": 1.0}
 
@@ -117,17 +116,3 @@ def test_a_canary_that_cannot_answer_some_requests_warns(runtime, newer, monkeyp
         caplog.clear()
         Canary(new, old, 0.5, Hosts("127.0.0.1"))
         assert not caplog.text
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--share", ".1"), "--share is the share of --canary"),
-        (("--canary", "new", "--share", "1"), "--share must be above 0 and below 1"),
-        (("--canary", "new", "--engine", "ray"), "--canary is for --engine local"),
-    ],
-)
-def test_options_that_do_not_fit_are_one_line(options, message, capsys):
-    assert main(["serve", "old", *options]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.count("\n") == 1

@@ -1,10 +1,14 @@
-"""export/README.md names metrics, endpoints, options and versions that exist; its commands: test_serve_http.py."""
+"""The pages of export/ and serve/ name metrics, endpoints, options, tensors and versions that exist.
+
+Their commands: test_serve_http.py.
+"""
 
 import json
 import re
 import shlex
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import yaml
 from http_server import ask, serving
@@ -66,3 +70,21 @@ def test_the_versions_of_onnx_runtime_are_those_that_are_tested(package, where):
     (row,) = [line for line in PAGE.splitlines() if f"| {package} |" in line]
     assert row.endswith(f" {version} |")
     assert f"opset {builder.OPSET} and IR version {builder.IR_VERSION}" in PAGE
+
+
+def test_triton_s_configuration_has_the_inputs_and_outputs_of_the_graph(runtime):
+    (config,) = re.findall(r"^```pbtxt\n(.*?)^```$", (ROOT / "serve/README.md").read_text(), re.M | re.S)
+    config = config.replace("dims: [2]", f"dims: [{len(runtime.label_names)}]").replace(
+        "dims: [1], reshape: { shape: [] }", "dims: []"
+    )
+    kinds = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32"}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # a line for each input that has a default
+    session = onnxruntime.InferenceSession(runtime.folder / "model.onnx", options)
+    for which, values in (("input", session.get_inputs()), ("output", session.get_outputs())):
+        (block,) = re.findall(rf"^{which} \[\n(.*?)\n\]", config, re.M | re.S)
+        found = re.findall(r'{ name: "(\w+)", data_type: (\w+), dims: \[(.*?)\] }', block)
+        axes = [[str(axis) if isinstance(axis, int) else "-1" for axis in each.shape] for each in values]
+        assert all(batch == "-1" for batch, *_ in axes)  # Triton adds the axis of the batch itself
+        expected = {(each.name, kinds[each.type], ", ".join(own)) for each, (_, *own) in zip(values, axes)}
+        assert set(found) == expected and len(found) == block.count("name:")

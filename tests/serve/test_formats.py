@@ -3,25 +3,16 @@
 import base64
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ENCODED as TEXTS
 from http_server import ask, serving
 
-import mini_ee
-from mini_ee.lab.cli.main import main
-from mini_ee.lab.data.tokenizer import Tokenizer
-from mini_ee.lab.export import writer
-from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import FixedExit
-from mini_ee.lab.training.run_folder import Run
 from mini_ee.serve import engine_of
-from mini_ee.serve.app import MAX_BODY, MAX_LONG_BODY
+from mini_ee.serve.app import MAX_BODY
 
 pytest.importorskip("uvicorn", reason="the extra serve")
 SAME = 1e-5
@@ -29,24 +20,9 @@ PAIR = ["the film was good", "a dull book"]
 
 
 @pytest.fixture(scope="module")
-def runtime(embedding_run, tmp_path_factory):
-    out = tmp_path_factory.mktemp("exported") / "encoder"
-    mini_ee.export(embedding_run, out, segments=True)
-    return Runtime(out, threads=1)
-
-
-@pytest.fixture(scope="module")
-def port(runtime):
-    with serving(engine_of(runtime)) as (_, port):
+def port(encoder):
+    with serving(engine_of(encoder)) as (_, port):
         yield port
-
-
-@pytest.fixture(scope="module")
-def classifier(checkpoint_folder, task_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("classifier")
-    run = mini_ee.train("joint", checkpoint_folder, task_folder, folder / "run", epochs=1)
-    mini_ee.export(run, folder / "exported")
-    return Runtime(folder / "exported", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +43,13 @@ def test_embed_answers_as_text_embeddings_inference(port, embedding_run):
     np.testing.assert_allclose(short, cut, atol=SAME)
 
 
-def test_embeddings_answers_as_openai(port, runtime, embedding_run):
+def test_embeddings_answers_as_openai(port, encoder, embedding_run):
     expected = embedding_run.embed(TEXTS[:3])
     request = {"input": list(TEXTS[:3]), "model": "any"}
     status, found, _ = ask(port, request, "/v1/embeddings")
     tokens = sum(len(embedding_run.tokenizer.ids_of(text)) for text in TEXTS[:3])
     assert status == 200 and list(found) == ["object", "data", "model", "usage"] and found["object"] == "list"
-    assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens} and found["model"] == runtime.folder.name
+    assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens} and found["model"] == encoder.folder.name
     assert [(each["object"], each["index"]) for each in found["data"]] == [("embedding", k) for k in range(3)]
     np.testing.assert_allclose([each["embedding"] for each in found["data"]], expected, atol=SAME)
     _, packed, _ = ask(port, {"input": TEXTS[0], "encoding_format": "base64"}, "/v1/embeddings")
@@ -94,61 +70,6 @@ def test_predict_answers_as_text_embeddings_inference(predict_port, classifier):
     np.testing.assert_allclose([scores[name] for name in names], own.logits, atol=SAME)
 
 
-@pytest.mark.parametrize(
-    "path, request_fields, found",
-    [
-        ("/embed", {"inputs": []}, "expected inputs as a text or a list"),
-        ("/embed", {"inputs": [[1, 2]]}, "expected inputs as a text or a list"),
-        ("/embed", {"inputs": "a film", "normalize": 1}, "expected normalize as true or false"),
-        ("/embed", {"inputs": "very " * 200, "truncate": False}, "expected at most"),
-        ("/embed", {"inputs": "a film", "truncation_direction": "Left"}, "not supported"),
-        ("/embed", {"inputs": ["a film", ""]}, "expected"),
-        ("/v1/embeddings", {"input": "a film", "dimensions": 17}, "expected dimensions from 1 to 16"),
-        ("/v1/embeddings", {"input": "a film", "encoding_format": "int8"}, "float or base64"),
-        ("/v1/embeddings", {"inputs": "a film"}, "the field 'inputs' is not supported here"),
-        ("/v1/embeddings", {}, "expected input as a text or a list"),
-        (
-            "/v1/embeddings",
-            {"input": [5, 6, 7]},
-            "token ids, .* in LangChain give check_embedding_ctx_length=False",
-        ),
-        (
-            "/v1/embeddings",
-            {"input": [[5], [6]]},
-            "token ids, .* in LangChain give check_embedding_ctx_length=F",
-        ),
-        ("/v1/embeddings", {"input": "a film", "input_type": "query"}, "the field 'input_type' is not supported here"),
-        ("/v1/embeddings", {"input": ["a film", ""]}, "^row 1: expected .* found an empty text"),
-    ],
-)
-def test_a_wrong_request_is_refused_in_one_line(port, path, request_fields, found):
-    status, answer, _ = ask(port, request_fields, path)
-    message = answer["error"]["message"] if path.startswith("/v1/") else answer["error"]
-    assert status == 400 and re.search(found, message) and "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "path, method, headers, body, status",
-    [
-        ("/v1/embeddings", "POST", {}, b"{}", 400),
-        ("/v1/other", "POST", {}, b"{}", 404),
-        ("/v1/models/other", "GET", {}, None, 404),
-        ("/v1/embeddings", "GET", {}, None, 405),
-        ("/v1/embeddings", "POST", {}, b" " * (MAX_LONG_BODY + 1), 413),
-        ("/v1/embeddings", "POST", {}, b'{"input": "%s"}' % (b"a" * (MAX_BODY + 1)), 413),
-        ("/v1/embeddings", "POST", {"content-encoding": "gzip"}, b"{}", 415),
-        ("/v1/embeddings", "POST", {"host": "evil.example"}, b"{}", 421),
-        ("/v1/embeddings", "POST", {}, b'{"input": "a film", "deadline_ms": 1e-6}', 503),
-    ],
-    ids=str,
-)
-def test_an_error_under_v1_is_an_object_as_openais(port, path, method, headers, body, status):
-    found, answer, _ = ask(port, body, path, method, {"content-type": "application/json"} | headers)
-    kind = "server_error" if status == 503 else "invalid_request_error"
-    assert (found, list(answer), answer["error"]["type"]) == (status, ["error"], kind)
-    assert list(answer["error"]) == ["message", "type", "param", "code"] and answer["error"]["message"]
-
-
 NULLS = dict.fromkeys(("encoding_format", "dimensions", "user"))
 
 
@@ -166,22 +87,22 @@ def test_a_field_that_is_null_or_changes_no_answer_is_left_out(port, path, field
     assert plain[0] == more[0] == 200 and plain == more
 
 
-def test_thousands_of_texts_are_embedded_in_parts(runtime, embedding_run):
+def test_thousands_of_texts_are_embedded_in_parts(encoder, embedding_run):
     """LangChain sends up to 2,048 at once; a body may be larger than one of a single text."""
     texts = [f"{text} {'the ' * 260}" for text in (TEXTS * 100)[:1030]]
     assert sum(map(len, texts)) > MAX_BODY
     expected = embedding_run.embed(texts[:20])
-    with serving(engine_of(runtime)) as (worker, port):
+    with serving(engine_of(encoder)) as (worker, port):
         status, found, _ = ask(port, {"input": texts}, "/v1/embeddings")
         usage, data = found["usage"]["prompt_tokens"], found["data"]
         assert status == 200 and [each["index"] for each in data] == list(range(1030))
         np.testing.assert_allclose([each["embedding"] for each in data[:20]], expected, atol=SAME)
         assert len(ask(port, {"inputs": TEXTS[:1] * 257}, "/embed")[1]) == 257
-    assert usage == sum(map(len, runtime.encode(texts).ids)) and not worker.metrics.requests["refused"]
+    assert usage == sum(map(len, encoder.encode(texts).ids)) and not worker.metrics.requests["refused"]
 
 
-def test_models_and_info_name_the_model_and_its_limits(port, predict_port, runtime, classifier):
-    for each, opened in ((port, runtime), (predict_port, classifier)):
+def test_models_and_info_name_the_model_and_its_limits(port, predict_port, encoder, classifier):
+    for each, opened in ((port, encoder), (predict_port, classifier)):
         status, found, _ = ask(each, None, "/v1/models", "GET")
         (model,) = found["data"]
         assert status == 200 and found["object"] == "list" and model["id"] == opened.folder.name
@@ -197,16 +118,6 @@ def test_models_and_info_name_the_model_and_its_limits(port, predict_port, runti
 
 # ---- Pairs with one label ----
 DOCUMENTS = [f"{text} film" for text in ("a good", "a very dull", "an awful", "the lovely")]
-
-
-@pytest.fixture(scope="module")
-def reranker(random_model, checkpoint_folder, tmp_path_factory):
-    task = {"name": "pairs", "metrics": ["pearson"], "texts": 2, "label_names": []}
-    config = {"method": "joint", "unit": "rows", "num_labels": 1, "settings": {}, "task": task}
-    tokenizer = Tokenizer.from_folder(checkpoint_folder, 30)
-    run = Run(Path("run"), config, random_model((2, 6), 1), tokenizer, FixedExit(1))
-    writer.export(run, folder := tmp_path_factory.mktemp("reranker") / "pairs", [("the film", "was good")] * 8)
-    return Runtime(folder, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -255,37 +166,6 @@ def test_texts_are_ranked_by_their_score_with_the_query(rerank_port, reranker):
     assert ask(rerank_port, None, "/info", "GET")[1]["model_type"]["reranker"]["id2label"] == {"0": "LABEL_0"}
 
 
-@pytest.mark.parametrize(
-    "path, fields, message",
-    [
-        ("/rerank", {"texts": ["a"]}, "expected query as a text, found None"),
-        ("/rerank", {"query": "a", "texts": []}, "expected texts as a list of texts, found \\[\\]"),
-        ("/rerank", {"query": "a", "texts": "b"}, "expected texts as a list of texts, found 'b'"),
-        ("/rerank", {"query": "a", "texts": ["b"], "return_text": 1}, "expected return_text as true or false"),
-        ("/rerank", {"query": "a", "texts": ["very " * 99], "truncate": False}, "expected at most 30 tokens"),
-        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "expected documents as a list of texts"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "expected top_n as a whole number above 0"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["title"]}, "'rank_fields' is not supported"),
-    ],
-)
-def test_a_wrong_request_to_rank_is_refused_in_one_line(rerank_port, path, fields, message):
-    status, answer, _ = ask(rerank_port, fields, path)
-    assert status == 400
-    assert re.search(message, answer["error"]["message"] if path.startswith("/v1/") else answer["error"])
-
-
-def test_only_a_model_of_pairs_with_one_label_ranks_texts(predict_port):
-    status, answer, _ = ask(predict_port, {"query": "a", "texts": ["b"]}, "/rerank")
-    expected = "expected a model that gives pairs of texts one label, found 2 of single texts; use /predict"
-    assert (status, answer) == (400, {"error": expected})
-
-
-def test_a_path_of_another_kind_of_model_is_not_found(port, predict_port):
-    for each, path in ((port, "/classify"), (port, "/predict"), (predict_port, "/embed")):
-        assert ask(each, {"inputs": "a film", "text": "a film"}, path)[0] == 404
-    assert ask(predict_port, {"inputs": PAIR}, "/predict")[0] == 400  # a pair, for a model of single texts
-
-
 OPENAI = """
 import json, sys
 from openai import OpenAI
@@ -322,8 +202,3 @@ def test_clients_get_the_embeddings_of_the_run(port, embedding_run, package, scr
     assert len(lines) == 2
     for line in lines:
         np.testing.assert_allclose(json.loads(line), embedding_run.embed(TEXTS[:4]), atol=SAME)
-
-
-def test_a_sentence_encoder_has_no_labels_that_shadow_rows_could_agree_on(runtime, capsys):
-    assert main(["serve", str(runtime.folder), "--shadow", "0.1", "--port", "0"]) == 2
-    assert f"are for classifiers; {runtime.folder} is a sentence encoder" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Requests with thresholds of their own share batches, and each is answered as if it were alone."""
 
-import json
 from copy import deepcopy
 
 import numpy as np
@@ -49,20 +48,6 @@ def test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one(runtim
     assert_answered_as_alone(runtime, rebatch)
 
 
-@pytest.mark.parametrize("bug", ["the rule's thresholds", "those of the next row"])
-@pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
-def test_that_test_can_fail(runtime, monkeypatch, rebatch, bug):
-    if bug == "the rule's thresholds":
-        monkeypatch.setattr(RowEngine, "_rule_of", lambda self, rows: self.rule)
-    else:
-        made = RowThresholds.__init__
-        monkeypatch.setattr(
-            RowThresholds, "__init__", lambda self, rule, values: made(self, rule, np.roll(values, 1, axis=0))
-        )
-    with pytest.raises(AssertionError):
-        assert_answered_as_alone(runtime, rebatch)
-
-
 def test_the_runtime_takes_thresholds_by_row(runtime):
     values = np.array([[np.nan] * 3 if each is None else np.ones(3) * np.float32(each) for each in THRESHOLDS])
     found = runtime.run(TEXTS, batch_size=8, thresholds=values)
@@ -84,105 +69,45 @@ def test_a_graph_of_an_earlier_export_takes_one_threshold_for_all_rows(runtime, 
             GraphRule(runtime.folder, config).feeds(several, None)
 
 
-REFUSED = [
-    ({"threshold": [0.5, 0.5]}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": [0.5] * 4}, "or a list of 3, one for each exit but the last, found [0.5, 0.5, 0.5, 0.5]"),
-    ({"threshold": []}, "found []"),
-    ({"threshold": float("nan")}, "found nan"),
-    ({"threshold": [0.5, None, 0.5]}, "found [0.5, None, 0.5]"),
-    ({"threshold": -0.1}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": 1.5}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": 10**400}, "expected threshold as a number of at least 0 and at most 1, "),
-    ({"threshold": "high"}, "found 'high'"),
-    ({"threshold": True}, "found True"),
-    ({"threshold": {"0": 1}}, "found {'0': 1}"),
-    ({"threshold": 0.5, "max_loss": 0.01}, "expected one of threshold, agreement, max_loss, found threshold and max"),
-    ({"agreement": 1.01}, "expected agreement as a number from 0 to 1, found 1.01"),
-    ({"agreement": "all"}, "expected agreement as a number from 0 to 1, found 'all'"),
-    ({"max_loss": -0.01}, "expected max_loss as a number from 0 to 1, found -0.01"),
-    ({"max_loss": [0.1, 0.1, 0.1]}, "expected max_loss as a number from 0 to 1, found [0.1, 0.1, 0.1]"),
-]
-
-
-def test_a_wrong_threshold_is_400_with_one_line(runtime, monkeypatch):
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
-    with serving(engine_of(runtime)) as (_, port):
-        for fields, message in REFUSED:
-            status, found, _ = ask(port, json.dumps({"text": "the film"} | fields).encode())
-            assert (status, list(found)) == (400, ["error"]) and message in found["error"], (fields, found)
-            assert "\n" not in found["error"] and len(found["error"]) < 300
-        status, found, _ = ask(port, {"texts": ["the film"] * 3, "threshold": [0.5, 0.6]})
-        assert status == 400
-        assert found["error"] == "expected threshold as a value for all 3 texts, or one for each, found 2"
-        for several in ("high", [0.5, "high"]):
-            status, found, _ = ask(port, {"texts": ["the film"] * 2, "threshold": several})
-            assert (status, list(found)) == (400, ["error"]) and "found 'high'" in found["error"]
+ENTROPY = Threshold(-0.5, "entropy")
+FAILING = [[0.4, 0.95, 0.0, 1.5], [0.8, 0.85, 0.05, 2.5], ["inf", 1.0, 0.0, 6.0]]  # a stricter point fails
+NO_CURVE = "a curve of its rule, which this export does not have: give threshold, or calibrate"
+NO_LOSS = "max_loss needs a curve with losses, which this .* have: give threshold or agreement, or calibrate its run on"
 
 
 @pytest.mark.parametrize(
-    ("points", "fields", "message"),
+    ("rule", "points", "fields", "expected"),
     [
-        (None, {"agreement": 0.9}, "a curve of its rule, which this .* have: give threshold, or calibrate the export$"),
-        (
-            None,
-            {"max_loss": 0.1},
-            "max_loss needs a curve of its rule, which this .*, or calibrate its run on examples",
-        ),
-        (
-            [[0.4, 0.7, None, 1.5]],
-            {"max_loss": 0.1},
-            "max_loss needs a curve with losses, which this export does not have: give threshold or agreement, or cal",
-        ),
-    ],
-    ids=["agreement", "max_loss", "labels"],
-)
-def test_what_the_curve_cannot_map_is_refused_with_what_is_possible(runtime, monkeypatch, points, fields, message):
-    if points:
-        monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": points})
-    with pytest.raises(ValueError, match=message):
-        RequestThresholds(runtime, runtime.rule).of(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "threshold"),
-    [
-        ({"agreement": 0.5}, 0.4),
-        ({"agreement": 0.9}, 0.8),
-        ({"agreement": 0.901}, 0.9),
-        ({"agreement": 1}, np.inf),
-        ({"max_loss": 1}, 0.4),
-        ({"max_loss": 0.1}, 0.8),
-        ({"max_loss": 0}, 0.9),
+        (None, POINTS, {"agreement": 0.5}, 0.4),
+        (None, POINTS, {"agreement": 0.9}, 0.8),
+        (None, POINTS, {"agreement": 0.901}, 0.9),
+        (None, POINTS, {"agreement": 1}, np.inf),
+        (None, POINTS, {"max_loss": 1}, 0.4),
+        (None, POINTS, {"max_loss": 0.1}, 0.8),
+        (None, POINTS, {"max_loss": 0}, 0.9),
+        (None, FAILING, {"agreement": 0.9}, np.inf),
+        (None, None, {"agreement": 0.9}, f"agreement needs {NO_CURVE} the export$"),
+        (None, None, {"max_loss": 0.1}, f"max_loss needs {NO_CURVE} its run on examples"),
+        (None, [[0.4, 0.7, None, 1.5]], {"max_loss": 0.1}, NO_LOSS),
+        (ENTROPY, POINTS, {"agreement": 0.9}, "agreement needs a curve of its rule"),
+        (ENTROPY, None, {"threshold": 0.5}, "expected threshold as a number of at most 0, "),
+        (Policy(0.5), None, {"threshold": -7}, -7.0),  # a logit has no limits
+        (Policy(0.5), None, {"threshold": 10**400}, "expected threshold as a number, "),
+        (Policy(0.5), None, {"threshold": "high"}, 'expected threshold as a number, "inf" or "-inf", or a list of 3'),
+        (NeverExit(), None, {"agreement": 0.9}, "needs a rule with a threshold, found the rule never; leave it out"),
     ],
     ids=str,
 )
-def test_an_agreement_or_a_loss_becomes_the_loosest_threshold_of_the_curve_that_has_it(
-    runtime, monkeypatch, fields, threshold
+def test_fields_become_the_loosest_threshold_of_the_curve_that_has_them(
+    runtime, monkeypatch, rule, points, fields, expected
 ):
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
-    found = RequestThresholds(runtime, runtime.rule).of(**fields)
-    np.testing.assert_array_equal(found, np.full(3, threshold, np.float32))
-
-
-def test_a_stricter_point_that_fails_ends_the_search(runtime, monkeypatch):
-    points = [[0.4, 0.95, 0.0, 1.5], [0.8, 0.85, 0.05, 2.5], ["inf", 1.0, 0.0, 6.0]]
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": points})
-    assert RequestThresholds(runtime, runtime.rule).of(agreement=0.9)[0] == np.inf
-
-
-def test_a_curve_of_another_rule_maps_nothing_and_a_logit_has_no_limits(runtime, monkeypatch):
-    monkeypatch.setitem(runtime.config, "curve", {"rows": 100, "points": POINTS})
-    with pytest.raises(ValueError, match="agreement needs a curve of its rule"):
-        RequestThresholds(runtime, Threshold(-0.5, "entropy")).of(agreement=0.9)
-    assert RequestThresholds(runtime, Policy(0.5)).of(threshold=-7).tolist() == [-7.0] * 3
-    with pytest.raises(ValueError, match="expected threshold as a number, "):
-        RequestThresholds(runtime, Policy(0.5)).of(threshold=10**400)
-    with pytest.raises(ValueError, match="expected threshold as a number of at most 0, "):
-        RequestThresholds(runtime, Threshold(-0.5, "entropy")).of(threshold=0.5)
-    with pytest.raises(ValueError, match='expected threshold as a number, "inf" or "-inf", or a list of 3'):
-        RequestThresholds(runtime, Policy(0.5)).of(threshold="high")
-    with pytest.raises(ValueError, match="agreement needs a rule with a threshold, found the rule never; leave it out"):
-        RequestThresholds(runtime, NeverExit()).of(agreement=0.9)
+    monkeypatch.setitem(runtime.config, "curve", points and {"rows": 100, "points": points})
+    requested = RequestThresholds(runtime, rule or runtime.rule)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            requested.of(**fields)
+    else:
+        np.testing.assert_array_equal(requested.of(**fields), np.full(3, expected, np.float32))
 
 
 def test_a_row_with_its_own_threshold_is_no_shadow_row(runtime):
@@ -192,13 +117,10 @@ def test_a_row_with_its_own_threshold_is_no_shadow_row(runtime):
     assert worker.engine.guarantee.rows == 1
 
 
-def test_the_formats_of_other_servers_take_a_threshold_and_a_decoder_refuses_it(runtime, decoder):
+def test_the_formats_of_other_servers_take_a_threshold(runtime):
     with serving(engine_of(runtime)) as (worker, port):
         for body in ({"inputs": "the film", "threshold": "inf"}, {"inputs": "the film", "threshold": "-inf"}):
             assert ask(port, body, "/predict")[0] == 200
         both = {"inputs": [["the film"], ["a meal"]], "threshold": ["inf", "-inf"]}
         assert ask(port, both, "/predict")[0] == 200
     assert worker.metrics.exit_counts == {1: 2, 6: 2}
-    with serving(engine_of(decoder, room=4)) as (_, port):
-        status, found, _ = ask(port, {"text": "the film", "agreement": 0.9}, "/generate")
-    assert (status, found["error"]) == (400, "agreement is for classifiers, found a decoder; leave it out")

@@ -248,7 +248,7 @@ def through_front(proxy, body=b"{}"):
         sent.append(message)
 
     begin = time.monotonic()
-    asyncio.run(Front(proxy)({"type": "http"}, receive, send))
+    asyncio.run(Front(proxy)({"type": "http", "path": "/classify"}, receive, send))
     status = sent[0]["status"]
     answer = [json.loads(line) for message in sent[1:] for line in message["body"].splitlines()]
     assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
@@ -293,7 +293,7 @@ def test_an_answer_passes_as_it_is_but_for_the_proxys_own_that_there_is_no_model
 
 # ---- The command ----
 def test_wrong_arguments_are_refused_before_ray_starts(runtime, capsys):
-    assert main(["serve", str(runtime.folder), "--engine", "ray", "--shadow", "2"]) == 2
+    assert main(["serve", str(runtime.folder), "--engine", "ray", "--shadow", "0"]) == 2
     line = capsys.readouterr().err
     assert "the share of shadow rows must be above 0" in line and line.count("\n") == 1
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from http_server import SENTENCES, Said, Slow
 
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER
 from mini_ee.lab.data.files import read_json, write_json
@@ -29,12 +30,8 @@ from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Planned, Rule, Thr
 from mini_ee.lab.statistics import binomial_cdf
 from mini_ee.serve import Refused, Worker, WrongRow, engine_of
 from mini_ee.serve.engines import PromptRow, RowEngine, TextEngine
-from mini_ee.serve.load import Answered, arrivals, goodput, offer
-from mini_ee.serve.monitoring import ERROR_LEVEL, TEST_EVERY, Guarantee, Metrics
-from mini_ee.serve.worker import Row
+from mini_ee.serve.monitoring import ERROR_LEVEL, TEST_EVERY, Guarantee
 
-THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
-SENTENCES = [f"the {thing} was {'very ' * (at % 7)}{word}" for at, thing in enumerate(THINGS) for word in WORDS]
 RULES = {
     "threshold": Threshold((0.875, 0.87, 0.88, 0.0)),
     "entropy": Threshold(-0.4, "entropy"),
@@ -122,10 +119,10 @@ def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
     class Keeps(Rule):
         needs = "logits"
 
-        def stop(self, k, reading, memory):
+        def stop(self, k, read, memory):
             seen.append(memory.get("said"))
-            memory["said"] = reading.logits
-            return np.zeros(len(reading.logits), bool)
+            memory["said"] = read
+            return np.zeros(len(read), bool)
 
     engine = RowEngine(runtime, Keeps())
     rows = [engine.row(text) for text in SENTENCES[:6]]
@@ -134,20 +131,6 @@ def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
     engine.run(1, [rows[at] for at in mixed])
     alone = [runtime.run([SENTENCES[at]], rule=FixedExit(0))[0].logits for at in mixed]
     np.testing.assert_allclose(seen[-1], alone, atol=1e-5)
-
-
-@pytest.mark.parametrize("bug", ["other rows", "lost memory"])
-def test_that_test_can_fail(runtime, monkeypatch, bug):
-    segments = type(runtime.segments().by_segment(NeverExit()))
-    if bug == "other rows":
-        joined = segments.joined
-        monkeypatch.setattr(segments, "joined", lambda self, inputs, parts: joined(self, inputs, parts[::-1]))
-        rule = RULES["threshold"]
-    else:
-        monkeypatch.setattr("mini_ee.serve.engines._memory", lambda remaining: {})
-        rule = RULES["patience"]
-    with pytest.raises((AssertionError, ValueError)):  # some break shapes first
-        answers_are_those_at_batch_1(runtime, rule, True, max_wait=0.2)  # so that rows share batches on a busy machine
 
 
 def test_what_has_no_answer_of_full_depth_is_not_put_in_the_shadow(runtime):
@@ -221,17 +204,15 @@ def test_rows_that_exited_by_a_rule_do_not_count_for_the_stricter_one(runtime, t
     assert [row.answer.exit for row in rows] == [exit] * 3 and len(observed) == 1
 
 
-def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, monkeypatch):
-    monkeypatch.setattr(runtime, "config", runtime.config | {"exit_counts": [6, 2, 1, 1]})
-    _, metrics = all_at_once(RowEngine(runtime, NeverExit()), SENTENCES)
-    assert metrics.drift() == pytest.approx(0.9)
-
-
-def test_of_a_decoder_too(decoder, monkeypatch):
+def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, decoder, monkeypatch):
     last = len(decoder.exits) - 1
     monkeypatch.setattr(decoder, "config", decoder.config | {"exit_counts": [3] + [0] * (last - 1) + [1]})
-    _, metrics = all_at_once(TextEngine(decoder, NeverExit()), PROMPTS[:3])
-    assert metrics.drift() == pytest.approx(0.75)
+    monkeypatch.setattr(runtime, "config", runtime.config | {"exit_counts": [6, 2, 1, 1]})
+    for engine, texts, drift in (
+        (RowEngine(runtime, NeverExit()), SENTENCES, 0.9),
+        (TextEngine(decoder, NeverExit()), PROMPTS[:3], 0.75),
+    ):
+        assert all_at_once(engine, texts)[1].drift() == pytest.approx(drift)
 
 
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
@@ -347,39 +328,6 @@ def test_a_text_that_nobody_waits_for_gives_its_place_back(decoder):
 
 
 # ---- Queues ----
-class Slow:
-    """An engine of two queues, whose batches take as long as they are told; `ran` lists them."""
-
-    queues, by_length, room = ("first", "second"), True, 100
-
-    def __init__(self, seconds=0.0):
-        self.seconds, self.ran, self.released = seconds, [], []
-        self.metrics, self.held = Metrics((1, 2), None, None, "id"), threading.Event()
-        self.held.set()
-
-    def row(self, text):
-        return Row(len(text))
-
-    def release(self, row):
-        self.released.append(row)
-
-    def run(self, at, rows):
-        self.held.wait(10)
-        time.sleep(self.seconds)
-        self.ran.append((self.queues[at], [row.width for row in rows]))
-        for row in rows:
-            if row.width == 13:
-                raise RuntimeError("a batch that fails")
-            row.queue = 1 if not at and row.width % 2 else None
-            if row.queue is None:
-                row.answer = Said(at + 1)
-
-
-class Said:
-    def __init__(self, layers):
-        self.layers = layers
-
-
 @contextmanager
 def busy(engine, worker, width=2):
     """While a batch of one row runs: what is submitted meanwhile is in the queue before the next is chosen."""
@@ -409,18 +357,18 @@ def waiting_behind(engine, worker, widths):
         return [worker.submit("x" * width) for width in widths]
 
 
-def test_rows_of_similar_lengths_share_the_batch_of_the_oldest():
+@pytest.mark.parametrize(
+    "size, widths, batches",
+    [
+        (3, [100, 500, 102, 504, 98, 496], [[100, 102, 98], [500, 504, 496]]),
+        (16, [4, 100, 4, 4], [[4, 4, 4], [100]]),  # not filled up with padding
+    ],
+)
+def test_rows_of_similar_lengths_share_the_batch_of_the_oldest(size, widths, batches):
     engine = Slow()
-    with Worker(engine, batch=3) as worker:
-        wait(waiting_behind(engine, worker, [100, 500, 102, 504, 98, 496]))
-    assert engine.ran[1:3] == [("first", [100, 102, 98]), ("first", [500, 504, 496])]
-
-
-def test_a_batch_that_is_not_full_is_not_filled_up_with_padding():
-    engine = Slow()
-    with Worker(engine, batch=16) as worker:
-        wait(waiting_behind(engine, worker, [4, 100, 4, 4]))
-    assert engine.ran[1:] == [("first", [4, 4, 4]), ("first", [100])]
+    with Worker(engine, batch=size) as worker:
+        wait(waiting_behind(engine, worker, widths))
+    assert engine.ran[1:3] == [("first", batch) for batch in batches]
 
 
 def test_the_deepest_queue_that_is_full_or_due_is_next_else_the_first():
@@ -478,25 +426,6 @@ def test_a_deadline_that_passes_is_an_error_and_the_row_is_not_run():
         assert fine.result(5).layers == 1
     assert [widths for _, widths in engine.ran] == [[2], [4]] and len(engine.released) == 3
     assert worker.metrics.requests["late"] == 1
-
-
-def test_a_cancelled_row_is_not_run():
-    engine = Slow()
-    with Worker(engine) as worker:
-        with busy(engine, worker):
-            futures = [worker.submit("x" * width) for width in (2, 4, 6)]
-            futures[1].cancel()
-        assert len(wait(futures, 5).done) == 3
-    assert all(4 not in widths for _, widths in engine.ran)
-
-
-def test_a_batch_that_fails_fails_only_its_own_requests():
-    with Worker(Slow()) as worker:
-        with pytest.raises(RuntimeError, match="a batch that fails"):
-            worker.submit("x" * 13).result(5)
-        assert worker.submit("xx").result(5).layers == 1
-        assert worker.state == "ready"
-    assert worker.metrics.requests["failed"] == 1
 
 
 def test_the_rows_of_a_batch_that_fails_run_one_by_one():
@@ -557,7 +486,8 @@ def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(
     run = engine.run
     engine.run = lambda at, rows: (time.sleep(0.004), run(at, rows))
     with Worker(engine, max_open=64, batch=8) as worker:
-        begin, moments = time.perf_counter(), arrivals(1.5 * 8 / 0.004, count * 0.004 / 8 / 1.5, burst=4)
+        gaps = np.random.default_rng(0).exponential(4 * 0.004 / 8 / 1.5, count // 4)
+        begin, moments = time.perf_counter(), np.repeat(np.cumsum(gaps), 4)
         for at, moment in enumerate(moments.tolist()):
             time.sleep(max(0, moment - (time.perf_counter() - begin)))
             try:
@@ -598,42 +528,6 @@ def test_nothing_that_a_row_held_outlives_it(runtime):
         assert sum(ref() is not None for ref in references) <= 2  # the batch that ran last
 
 
-# ---- The load generator ----
-def test_arrivals_are_those_of_their_seed_at_their_rate():
-    one_by_one, bursts = arrivals(200, 20, seed=1), arrivals(200, 20, burst=8, seed=1)
-    np.testing.assert_array_equal(one_by_one, arrivals(200, 20, seed=1))
-    assert len(one_by_one) == len(bursts) == 4000
-    for moments in (one_by_one, bursts):
-        assert 0.9 < 200 * moments[-1] / len(moments) < 1.1
-    gaps = np.diff(one_by_one)
-    assert abs(gaps.std() / gaps.mean() - 1) < 0.05  # as of an exponential
-    assert (bursts.reshape(-1, 8) == bursts[::8, None]).all()
-
-
-def test_an_open_load_counts_the_time_that_a_request_waited_to_be_given():
-    """The server stands still for 0.2 s; who should have come meanwhile has waited, too."""
-    engine = Slow(0.2)
-    with Worker(engine, batch=100, max_open=1000) as worker:
-        found = offer(worker, ["xx"], np.linspace(0.001, 0.15, 30))
-    assert len(found.seconds) == 26 and found.seconds.max() > 0.2
-    assert found.quantiles[0] <= found.quantiles[1] <= found.quantiles[2] == found.seconds.max()
-
-
-def test_what_is_refused_or_late_is_not_answered_in_time():
-    with Worker(Slow(0.2), batch=1, max_open=2) as worker:
-        found = offer(worker, ["xx"], np.linspace(0.001, 0.02, 20))
-    assert len(found.seconds) == 17 and np.isinf(found.seconds).sum() >= 10  # of 20 the first three are not counted
-    assert Answered(40.0, np.array([0.1, 0.2, 0.3, np.inf])).within(0.2) == 20.0
-
-
-def test_goodput_is_where_a_time_crosses_the_limit():
-    loads = [(10, 0.01), (20, 0.02), (30, 0.04)]
-    assert goodput(loads, 0.03) == pytest.approx(25)
-    assert goodput(loads, 0.1) == 30
-    assert goodput([(10, 0.01), (20, np.inf)], 0.03) == 10
-    assert goodput(loads, 0.005) == pytest.approx(5)
-
-
 # ---- Without torch ----
 def test_the_worker_needs_no_torch(runtime):
     code = f"""
@@ -645,7 +539,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.serve import Worker, engine_of
-import mini_ee.serve.app, mini_ee.lab.cli.serve, mini_ee.serve.load
+import mini_ee.serve.app, mini_ee.lab.cli.serve
 with Worker(engine_of(Runtime({str(runtime.folder)!r}, threads=1))) as worker:
     print(worker.submit("the film was good").result(10).layers)
 """

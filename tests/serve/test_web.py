@@ -38,7 +38,6 @@ from mini_ee.lab.export.writer import export
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
-from mini_ee.lab.segments import Reading
 from mini_ee.lab.training import holdout
 from mini_ee.lab.training.run_folder import Run
 
@@ -224,7 +223,7 @@ def assert_shows_what_is_compared(browser, run, rule, about):
         wanted = {name: Asked(getattr(rule, name), k) for name in rule.runtime_inputs.values()}
         for name, value in wanted.items():
             object.__setattr__(noted, name, value)
-        noted.stop(k, Reading(logits[:, k]), memory)
+        noted.stop(k, logits[:, k], memory)
         for part, (name, value) in zip(words.split(":")[0].split("; "), wanted.items(), strict=True):
             found, setting = part.split(f", {name} ")
             assert float(found) == pytest.approx(value.compared, abs=6e-4)

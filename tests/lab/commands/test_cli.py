@@ -24,9 +24,9 @@ import torch
 from conftest import answer, refused
 
 import mini_ee.lab.backbones.hub as checkpoint
-import mini_ee.lab.cli.calibrate as calibrating
+import mini_ee.lab.cli.guarantee_options as calibrating
 import mini_ee.lab.cli.main as command_line
-import mini_ee.lab.cli.open as opening
+import mini_ee.lab.cli.task_options as tasks
 import mini_ee.lab.data.files as files
 import mini_ee.lab.evaluation.plots as plots
 import mini_ee.lab.evaluation.row_evaluation as evaluation
@@ -35,6 +35,7 @@ import mini_ee.lab.methods.lora_exits as lora_exits
 import mini_ee.lab.methods.lora_exits_streams as streams_module
 import mini_ee.lab.recording as recording
 import mini_ee.lab.training.holdout as holdout_module
+import mini_ee.lab.training.train_run as train_run
 from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.lab.cli.main import COMMANDS, main, parser
 from mini_ee.lab.cli.rule_options import rule_settings
@@ -504,11 +505,10 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
 
 def test_every_setting_of_a_rule_is_refused_with_the_adaptive_schedule(capsys, lora_folder, task_folder):
     settings = ("rule", "never"), ("layer", 2), ("measure", "entropy"), ("patience", 1), ("tolerance", 1), ("q", 0.5)
-    settings += (("least-cosine", 0.5),)
     for name, value in (*settings, ("cut", 0.5)):
         line = refused(capsys, "classify", lora_folder, "--text", "x", "--schedule", "adaptive", f"--{name}", value)
         assert f"leave out --{name}" in line
-    refused_settings = {flag_of(each, {}) for each in rule_settings()} - {"--exit", "--threshold"}
+    refused_settings = {flag_of(each, {}) for each in rule_settings()} - {"--exit", "--threshold", "--least-cosine"}
     assert refused_settings == {f"--{name}" for name, _ in settings[2:]} | {"--cut"}, "a setting that is not tried here"
 
 
@@ -1071,7 +1071,10 @@ def test_wrong_options_of_train_are_one_line(
         (["--rule", "oracle"], "oracle"),
         (["--model", "nowhere"], "--model is for a run without its backbone"),
         (["--measure", "saturation", "--threshold", ".5"], "does not provide; choose another measure"),
-        (["--nonsense"], "mini-ee evaluate: unrecognized arguments: --nonsense; see mini-ee evaluate --help"),
+        (
+            ["--nonsense"],
+            "mini-ee evaluate: unrecognized arguments for a classifier: --nonsense; see mini-ee evaluate",
+        ),
     ],
 )
 def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder, options, message):
@@ -1134,11 +1137,11 @@ def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_fol
     (tmp_path / "reviews").mkdir()
     runs = [SimpleNamespace(config={"task": about_task(task)}) for task in (toy_task(), load_task(own))]
     unnamed = SimpleNamespace(task=None)
-    assert opening.open_task_of(runs[:1], unnamed).name == "reviews"
-    assert opening.open_task_of(runs[1:], unnamed).folder == str(own)
+    assert tasks.open_task_of(runs[:1], unnamed).name == "reviews"
+    assert tasks.open_task_of(runs[1:], unnamed).folder == str(own)
     with pytest.raises(WrongArguments, match="trained on different tasks: give that task's folder with --task"):
-        opening.open_task_of(runs, unnamed)
-    assert opening.open_task(None).split("train").sha256() == toy_task().split("train").sha256()
+        tasks.open_task_of(runs, unnamed)
+    assert train_run.open_task(None).split("train").sha256() == toy_task().split("train").sha256()
     assert "found []; name another folder" in refused(capsys, "evaluate", run_folder, "--task", "reviews")
 
 

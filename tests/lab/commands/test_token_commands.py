@@ -14,7 +14,6 @@ from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.calibration import calibrate, intervals, observe
 from mini_ee.lab.cli.generate import colours_of, painted
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import gather
@@ -25,6 +24,7 @@ from mini_ee.lab.methods.self_supervised import metrics
 from mini_ee.lab.rules import Patience, PatienceConfidence, Threshold
 from mini_ee.lab.training import training_text
 from mini_ee.lab.training.run_folder import load_run
+from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 
 LETTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ^2:,.é"
 PROMPTS = ("abc", "the cat", "A dog is", "z")
@@ -433,7 +433,7 @@ def test_a_text_too_short_for_epsilon_and_delta_is_an_error_with_a_size_that_is_
         (("--epsilon", ".9", "--texts", "1"), "expected at least 2 rows or texts, some to calibrate on"),
         (("--epsilon", ".9", "--prompt", ""), "expected a prompt, found no text"),
         (("--epsilon", ".9", "--prompt", "a" * 50), "expected at most 48 tokens"),
-        (("--epsilon", ".9", "--task", "x"), "--task and --split are for classifiers, found a decoder"),
+        (("--epsilon", ".9", "--task", "x"), "unrecognized arguments for a decoder: --task x"),
     ],
 )
 def test_what_calibrate_refuses(capsys, run_folder, argv, message):
@@ -548,7 +548,7 @@ def test_classify_refuses_a_decoders_run_and_generate_a_classifiers(
     capsys.readouterr()
     assert "expected a decoder, found a classifier of joint" in refused(capsys, "generate", out, "--prompt", "a")
     assert "nowhere: no run here" in refused(capsys, "generate", tmp_path / "nowhere", "--prompt", "a")
-    assert "--prompt is for decoders" in refused(capsys, "calibrate", out, "--epsilon", ".9", "--prompt", "a")
+    assert "for a classifier: --prompt a" in refused(capsys, "calibrate", out, "--epsilon", ".9", "--prompt", "a")
 
 
 def test_a_changed_file_of_a_run_is_refused(capsys, run_folder):

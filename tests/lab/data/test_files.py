@@ -13,7 +13,7 @@ from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.tasks import load_task
 from mini_ee.lab.data.text_files import TextReader, read_rows, read_texts
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.serve.batch.rows import rows_of
+from mini_ee.serve.batch_parts import rows_of
 
 ROWS = [('she said "never" and left', "0"), ("good\tfilm", "1"), ("plain text", "1"), ("two\nlines, café", "0")]
 OBJECTS = [{"text": text, "label": label} for text, label in ROWS]

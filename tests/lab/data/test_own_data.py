@@ -420,7 +420,7 @@ def test_options_of_a_task_need_a_task(capsys, own_run, checkpoint_folder, decod
     line = refused(capsys, "train", "joint", *out, "--label-column", "x", status=2)
     assert "--label-column is for files of your own: name them with --task" in line
     line = refused(capsys, "evaluate", decoder_checkpoint, "--sweep", "--task", "x", "--text-column", "x", status=2)
-    assert "--text-column is for classifiers" in line
+    assert "unrecognized arguments for a decoder: --text-column x" in line
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from mini_ee.lab.backbones.hub import backbone_sha256, load_backbone, save_backb
 from mini_ee.lab.backbones.llama import Decoder
 from mini_ee.lab.calibration import agreement, calibrate, end_to_end, observe, replay
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.data.decoder_texts import CALIBRATION_PROMPTS, Text
+from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.multiple_choice import Benchmark, Question, QuestionRequests, Request
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.evaluation.plots import draw_decoder, new_figure, save_figure
@@ -46,6 +46,7 @@ from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.run_folder import load_run, save_run
 from mini_ee.lab.training.train_settings import TextOptions
 from mini_ee.lab.training.training_text import Source, texts_to_calibrate, texts_to_learn, texts_to_test
+from mini_ee.self_supervised import CALIBRATION_PROMPTS
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-4  # log p in float32, padded and batched, against float64 and one text at a time; measured max 4e-6
@@ -557,7 +558,7 @@ def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, o
         (["RUN", "--task", "DATA", "--threshold", ".1,.2"], 2, "expected one threshold or 3"),
         (["RUN", "--task", "DATA", "--threshold", "2"], 2, "a threshold on breaking_ties must be from 0.0 to 1.0"),
         (["RUN", "--task", "DATA", "--rule", "policy"], 2, "the rule policy needs a model with a policy"),
-        (["RUN", "--task", "DATA", "--split", "dev"], 2, "--split is for classifiers"),
+        (["RUN", "--task", "DATA", "--split", "dev"], 2, "unrecognized arguments for a decoder: --split dev"),
         (["RUN", "--task", "DATA", "--rule", "never", "--layer", "1"], 2, "the rule never does not take --layer"),
         (
             ["RUN", "--task", "DATA", "--layer", "1", "--measure", "entropy"],
@@ -568,7 +569,7 @@ def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, o
         (["RUN", "--sweep", "--text", "missing.txt"], 2, "missing.txt: No such file or directory"),
         (["RUN", "--sweep", "--text", "BYTES"], 2, "expected text in UTF-8, found invalid start byte at byte 3"),
         (["RUN", "--sweep", "--text", "SHORT"], 1, "expected a text of at least 95 tokens, got 4"),
-        (["RUN", "--sweep", "--fallback-top", "1"], 2, "--sweep calibrates the thresholds: leave out --fallback-top"),
+        (["RUN", "--sweep", "--fallback-top", "1"], 2, "unrecognized arguments for a decoder: --fallback-top 1"),
         (["PLAIN", "--sweep"], 2, "a decoder without exits has no epsilon"),
         (["PLAIN", "--task", "DATA", "--threshold", ".5"], 2, "the rule threshold needs exits before the last layer"),
     ],

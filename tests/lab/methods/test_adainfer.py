@@ -11,13 +11,13 @@ from method_cases import calm_model, calm_texts, of_exits
 
 from mini_ee.lab.baselines.adainfer import Svm, bounds, fit_svm, right_of, svm, svm_of_texts, svms
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.confidence import breaking_ties, max_probability
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.token_exits import TextData, record_texts
 from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.rules import Threshold, rule_from_dict
 from mini_ee.lab.training.run_folder import load_run
+from mini_ee.rules import breaking_ties, max_probability
 
 DRAWN = np.random.default_rng(0)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import tensors
 
+import mini_ee.consistent as paper
 import mini_ee.lab.exits.row_exits as rows_module
 import mini_ee.lab.methods.consistent as consistent
 import mini_ee.lab.training.state as state
@@ -35,14 +36,14 @@ from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.methods.consistent import (
     Config,
     PolicyNetworks,
-    exit_losses,
+    classifier_loss,
     held_out_reward,
-    log_exit_probabilities,
+    policy_loss,
     recipe,
-    rewards_of,
     rewards_of_all,
+    with_coins,
 )
-from mini_ee.lab.methods.consistent_hardness import hardness_correlations, hardness_of
+from mini_ee.lab.methods.consistent_hardness import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.lab.recording import record
 from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Threshold
 from mini_ee.lab.training.loop import fit
@@ -59,6 +60,100 @@ DRAWS = 10_000
 
 def drawn(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+# ---- Actions by coin, and the exact estimator ----
+
+
+def enumerate_trajectories(exit_logits, epsilon):
+    """The oracle, (B, K): walk through every sequence of coins and actions, and add its probability to its exit.
+
+    At each exit a coin comes up with probability epsilon; then exiting has probability 1/2, else that of the policy.
+    """
+    rows, policies = exit_logits.shape
+    found = np.zeros((rows, policies + 1))
+    for row in range(rows):
+        for walk in itertools.product(itertools.product([False, True], repeat=2), repeat=policies):
+            chance, exit_index = 1.0, policies
+            for k, (coin, stops) in enumerate(walk):
+                p = 0.5 if coin else 1 / (1 + np.exp(-float(exit_logits[row, k])))
+                chance *= (epsilon if coin else 1 - epsilon) * (p if stops else 1 - p)
+                if stops:
+                    exit_index = min(exit_index, k)
+            found[row, exit_index] += chance
+    return found
+
+
+def random_rewards(rows, exits=4):
+    return -drawn(rows, exits, seed=1).abs() - 0.1 * torch.arange(1, exits + 1)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
+def test_the_probability_of_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions(epsilon):
+    exit_logits = 2 * drawn(4, 3)
+    found = paper.log_exit_probabilities(with_coins(exit_logits, epsilon)).exp()
+    np.testing.assert_allclose(found, enumerate_trajectories(exit_logits, epsilon), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.sum(dim=1), 1, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0])
+def test_with_coins_log_probabilities_are_finite_even_if_probabilities_round_to_zero(epsilon):
+    exit_logits = torch.tensor([[200.0, -200.0, 200.0]], requires_grad=True)
+    log_exit = paper.log_exit_probabilities(with_coins(exit_logits, epsilon))
+    (gradient,) = torch.autograd.grad(log_exit.sum(), exit_logits)
+    assert torch.isfinite(log_exit).all() and torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "exact"])
+def test_with_epsilon_1_the_policy_learns_nothing(estimator):
+    exit_logits = drawn(4, 3).requires_grad_()
+    policy_loss(exit_logits, random_rewards(4), Config(epsilon=1.0, estimator=estimator)).backward()
+    assert exit_logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+def test_the_exact_losses_are_sums_over_the_enumerated_exits(epsilon):
+    """Of Eq. 5 minus the mean reward, and its gradient by central differences; of Eq. 6 the mean loss."""
+    exit_logits, rewards = drawn(2, 3).requires_grad_(), random_rewards(2)
+    config = Config(estimator="exact", epsilon=epsilon)
+    loss = policy_loss(exit_logits, rewards, config)
+    loss.backward()
+
+    def enumerated(logits):
+        return -(enumerate_trajectories(logits, epsilon) * rewards.numpy()).sum() / 2  # a mean over 2 rows
+
+    z = exit_logits.detach().numpy()
+    assert loss.item() == pytest.approx(enumerated(z), abs=1e-12)
+    for place in np.ndindex(*z.shape):
+        step = np.zeros(z.shape)
+        step[place] = 1e-5
+        slope = (enumerated(z + step) - enumerated(z - step)) / 2e-5
+        assert exit_logits.grad[place].item() == pytest.approx(slope, abs=1e-9)
+    assert classifier_loss(-rewards, exit_logits, config).item() == pytest.approx(enumerated(z), abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [policy_loss, classifier_loss])
+def test_sampled_losses_are_on_average_those_of_the_coins(loss):
+    """Of 2 trajectories each; the gradient of either is that of the exact estimator, within 4 standard errors."""
+    torch.manual_seed(0)
+    gradients = []
+    for estimator in ("reinforce", "exact"):
+        config = Config(epsilon=0.3, trajectories=2, estimator=estimator)
+        z, rewards = (each.expand(DRAWS, -1).clone().requires_grad_() for each in (drawn(1, 3), random_rewards(1)))
+        given = (z, rewards) if loss is policy_loss else (rewards, z)
+        gradients.append(torch.autograd.grad(DRAWS * loss(*given, config), given[0])[0])
+    sampled, exact = gradients
+    error = sampled.std(dim=0) / DRAWS**0.5
+    assert ((sampled.mean(dim=0) - exact[0]).abs() < 4 * error).all() and (exact[0].abs() > 8 * error).any()
+
+
+# ---- Table 1 ----
+
+
+def test_table1_forgetting_events_count_every_change_from_right_to_wrong():
+    right = np.random.default_rng(0).random((9, 40)) < 0.6
+    expected = [sum(before and not after for before, after in zip(row, row[1:])) for row in right.T]
+    assert forgetting_events(right).tolist() == expected
 
 
 # ---- Fig. 2 and 4 ----
@@ -136,11 +231,9 @@ def test_segments_say_the_logits_and_exit_logits_of_training(pool, padded_inputs
         state = segments.start(padded_inputs)
         for k in range(3):
             state = segments.advance(k, state)
-            reading = segments.read(k, state)
-            np.testing.assert_allclose(reading.logits, logits[k], rtol=0, atol=ATOL)
+            np.testing.assert_allclose(segments.read(k, state), logits[k], rtol=0, atol=ATOL)
             if k < 2:
-                np.testing.assert_allclose(reading.exit_logit, exit_logits[:, k], rtol=0, atol=ATOL)
-    assert reading.exit_logit is None
+                np.testing.assert_allclose(segments.exit_logit(k, state), exit_logits[:, k], rtol=0, atol=ATOL)
 
 
 def test_a_row_leaves_at_the_first_exit_whose_policy_says_more_than_one_half_alone_as_in_a_batch(padded_inputs):
@@ -178,7 +271,7 @@ def test_policies_begin_with_all_exits_equally_likely(padded_inputs, checkpoint_
     model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2, policy=PolicyNetworks)
     with torch.no_grad():
         exit_logits = model.exit_logits(list(drawn(3, 5, 16).float()))
-    np.testing.assert_allclose(log_exit_probabilities(exit_logits).exp(), 1 / 3, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(paper.log_exit_probabilities(exit_logits).exp(), 1 / 3, rtol=0, atol=1e-6)
 
 
 def test_a_policy_is_asked_and_counted_once_an_exit_and_only_by_rules_that_ask_it(padded_inputs):
@@ -341,7 +434,8 @@ def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_j
     judged, guided = [], []
     for states in (good, bad):
         judged.append(held_out_reward(model, States(states, torch.tensor([1]), None, None), config))
-        guided.append(rewards_of(model, states[:, :, :3], torch.tensor([1]), config)[0, 1].item())
+        rewards = paper.rewards_of(states[:, :, :3], torch.tensor([1]), torch.tensor(EXITS), config.alpha, guided=True)
+        guided.append(rewards[0, 1].item())
     assert judged[0] == judged[1] and guided[1] > guided[0] + 0.2
 
 
@@ -621,12 +715,12 @@ def test_y_can_be_what_the_last_exit_says(tuned):
     predictions = logits[:, -1].argmax(-1)
     assert predictions.tolist() == [int(model.backbone.lm_logits(states[-1]).argmax()) for states in held.states]
     assert predictions.tolist() != held.labels.tolist()
-    torch.testing.assert_close(rewards_of_all(model, held, config), -exit_losses(logits, predictions))
+    torch.testing.assert_close(rewards_of_all(model, held, config), -paper.exit_losses(logits, predictions))
     always = torch.full((len(predictions), 2), -60.0)  # all go to the last exit, whose loss of its own word counts
     model.policy.exit_logit, before = lambda k, state: always[: len(state), k], model.policy.exit_logit
     loss = consistent.learn_task(model, Batch((), held.labels, list(held.states.unbind(1)), None), config)
     model.policy.exit_logit = before
-    assert loss.item() == pytest.approx(exit_losses(logits, predictions)[:, -1].mean().item(), abs=1e-5)
+    assert loss.item() == pytest.approx(paper.exit_losses(logits, predictions)[:, -1].mean().item(), abs=1e-5)
 
 
 def test_of_tokens_the_policy_step_changes_policies_alone_and_the_task_step_heads_alone(tuned, tmp_path):

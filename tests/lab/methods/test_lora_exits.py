@@ -5,13 +5,14 @@ Its equations: tests/spec/test_1_lora_exits.py.
 
 import gc
 import json
+from copy import deepcopy
 from functools import partial
 from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
 import torch
-from conftest import all_exits, all_schedules, lora_model, tensors
+from conftest import DECODERS, all_exits, all_schedules, lora_model, tensors
 from method_cases import each_exit_alone
 from safetensors.torch import load_file, save_file
 
@@ -31,6 +32,68 @@ ATOL = 5e-5  # float32, between ways to compute logits of up to 8; at most 1.6e-
 RAGGED_ATOL = 1e-5  # between a ragged batch and its rows apart
 EXITS = (1, 2, 4)
 TARGETS = ("query", "key", "value", "attention_output", "up", "down")
+
+
+# Eq. 2 of every family
+
+
+def with_adapted_weights(model, inputs, k):
+    """Add A B alpha / rank to the weights of a copy of the backbone, in float64, and run it to exit k."""
+    backbone = deepcopy(model.backbone).double().eval()
+    outputs = {"llama": (24, 12, 12), "gemma": (32, 32, 32)}.get(backbone.config.model_type, (24, 24, 24))
+    edges = np.cumsum((0, *outputs))  # query, key and value are one linear map: where the outputs of each begin
+    with torch.no_grad():
+        for stored, layer in enumerate(model.adapters[k]):
+            for target, pair in layer.items():
+                update = (pair.A.double() @ pair.B.double()).T * model.alpha / model.rank
+                if target in ("query", "key", "value"):
+                    part = ("query", "key", "value").index(target)
+                    backbone.layers[stored].qkv.weight[edges[part] : edges[part + 1]] += update
+                else:
+                    getattr(backbone.layers[stored], target).weight += update
+        ids, mask, types = tensors(inputs)
+        more = () if backbone.config.model_type in DECODERS else (types,)
+        hidden = backbone.hidden_states(ids, mask, *more)[model.exits[k]]
+        return model.heads[k].double()(hidden, mask.bool()[:, None, None, :]).numpy()
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "albert", "elasticbert"])
+@pytest.mark.parametrize("targets", [("query", "value"), ("value",), TARGETS], ids=len)
+def test_an_exit_of_every_family_computes_with_w_plus_ab(model_type, targets, padded_inputs):
+    model = lora_model(model_type, targets)
+    found = all_exits(model, padded_inputs)
+    for k in range(len(model.exits)):
+        expected = with_adapted_weights(model, padded_inputs, k)
+        np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_the_exits_of_decoders_compute_with_w_plus_ab(kind, padded_inputs):
+    model = lora_model(kind, TARGETS if kind == "phi" else (*TARGETS, "gate"))
+    found = all_exits(model, padded_inputs)
+    for k in range(len(model.exits)):
+        expected = with_adapted_weights(model, padded_inputs, k)
+        np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
+
+
+def test_before_a_training_an_exit_is_the_frozen_backbone(padded_inputs):
+    """B begins as zero, so training starts from the pretrained model; a drawn B changes the logits."""
+    model, fresh = lora_model(), lora_model()
+    for name, parameter in fresh.adapters.named_parameters():
+        if name.endswith(".B"):
+            torch.nn.init.zeros_(parameter)
+    hidden = fresh.backbone(*tensors(padded_inputs))
+    expected = fresh.heads[2](hidden, tensors(padded_inputs)[1].bool()[:, None, None, :])
+    torch.testing.assert_close(fresh.merged(2)(*tensors(padded_inputs))[0], expected)
+    assert abs(all_exits(model, padded_inputs) - all_exits(fresh, padded_inputs)).max() > 0.1
+
+
+def test_heads_read_the_mean_by_default():
+    model = lora_model()
+    assert LoRAExits(model.backbone, model.exits, 3).pool == "mean"
+
+
+# Streams
 
 
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
@@ -76,6 +139,14 @@ def test_layer_passes_are_the_rows_that_layers_see(schedule, padded_inputs, monk
     monkeypatch.setattr(Bert, "run_layers", watched)
     result = early_exit(model.segments(schedule), Threshold(0.7), padded_inputs)
     assert sum(seen) == result.cost.layer_passes.sum()
+
+
+def test_layer_passes_of_the_exits_3_6_9_12():
+    """The table in the head of mini_ee/lora_exits.py."""
+    model = lora_model(exits=(3, 6, 9, 12))
+    side_by_side, one_by_one = (model.segments(schedule(4)) for schedule in (parallel, restart))
+    assert np.cumsum([side_by_side.layer_passes(k) for k in range(4)]).tolist() == [12, 21, 27, 30]
+    assert np.cumsum([one_by_one.layer_passes(k) for k in range(4)]).tolist() == [3, 9, 18, 30]
 
 
 # Rows at different exits in one batch

@@ -8,14 +8,14 @@ import torch
 from conftest import tensors
 from method_cases import LABELS, of_exits
 
+import mini_ee.consistent as paper
 import mini_ee.lab.baselines.palbert as palbert
 from mini_ee.lab.baselines.palbert import Config, Ponder, PonderExits, log_exit_probabilities, log_prior, pondering_loss
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.writer import write_graphs
-from mini_ee.lab.methods.consistent import exact_loss, vanilla_rewards
-from mini_ee.lab.methods.consistent import log_exit_probabilities as of_consistent
+from mini_ee.lab.methods.consistent import exact_loss
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import FixedExit, NeverExit, QExit, Threshold
 from mini_ee.lab.training.default_rule import sweep
@@ -80,7 +80,7 @@ def test_probabilities_sum_to_one_however_early_or_late_rows_leave():
 
 def test_without_prior_the_loss_is_minus_the_exact_reward_of_a_policy():
     found = pondering_loss(LOSSES, LOGITS, log_prior((1, 2, 3, 4), 0.1), Config(beta=0.0))
-    expected = exact_loss(of_consistent(LOGITS), vanilla_rewards(LOSSES, torch.arange(4), 0.0))
+    expected = exact_loss(paper.log_exit_probabilities(LOGITS), paper.vanilla_rewards(LOSSES, torch.arange(4), 0.0))
     assert found.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
@@ -217,7 +217,7 @@ def test_a_q_is_a_probability(q):
 
 
 def test_a_model_without_chances_is_told(random_model, padded_inputs):
-    with pytest.raises(ValueError, match="the rule q-exit needs a model with a policy"):
+    with pytest.raises(ValueError, match="needs a model with a policy"):
         early_exit(random_model().segments(), QExit(0.5), padded_inputs)
 
 

@@ -114,16 +114,6 @@ def test_the_datastore_holds_all_rows_that_a_training_with_max_train_left(
     assert sorted(store.texts) == sorted(set(train) - set(fitted.texts))
 
 
-def test_all_rows_that_are_left_is_what_a_held_out_tenth_is_not(tmp_path, task, task_folder, monkeypatch, request):
-    def held_alone(run, task):
-        return holdout(task.split("train"), run.config["seed"])[1]
-
-    monkeypatch.setattr(collecting, "untrained_rows", held_alone)
-    given = tmp_path, request.getfixturevalue("checkpoint_folder"), task, task_folder
-    with pytest.raises(AssertionError):
-        test_the_datastore_holds_all_rows_that_a_training_with_max_train_left(*given)
-
-
 def test_a_collected_run_can_be_collected_again(tmp_path, own, task_folder):
     again = collect(tmp_path / "out", own, task_folder, k=1, layer=2)
     assert again.rule.k == 1 and again.rule.datastore.encoder.startswith("layer 2 of ")
@@ -138,16 +128,13 @@ def test_a_run_is_not_written_over(own, base, task_folder):
         collect(own, base, task_folder)
 
 
-@pytest.mark.parametrize("step", ["build", "write_json"])
+@pytest.mark.parametrize("step", ["Datastore", "write_json"])
 def test_a_collection_that_was_killed_leaves_no_run_and_the_same_call_ends_as_if_it_had_not(
     tmp_path, base, own, task_folder, monkeypatch, step
 ):
     def killed(*arguments, **options):
-        if step == "build":
-            real(*arguments, **options)
         raise KeyboardInterrupt
 
-    real = getattr(collecting, step)
     with monkeypatch.context() as patch:
         patch.setattr(collecting, step, killed)
         with pytest.raises(KeyboardInterrupt):
@@ -166,7 +153,7 @@ def test_a_run_without_its_datastore_is_told(tmp_path, own):
         load_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["index.hnsw", "entries.safetensors", "manifest.json"])
+@pytest.mark.parametrize("name", ["rows.safetensors", "manifest.json"])
 def test_a_changed_byte_in_the_datastore_is_told(tmp_path, own, name):
     shutil.copytree(own, tmp_path / "run")
     path = tmp_path / "run" / "datastore" / name
@@ -379,7 +366,7 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
     printed = capsys.readouterr().out
     assert f"exits after {output[0]['layer']} layers. Its neighbours vote:" in printed
     assert printed.count("\n    1.00 for ") == 2
-    assert "--neighbours is for runs of raee" in refused(capsys, "evaluate", base, *given[2:])
+    assert "unrecognized arguments for a classifier: --neighbours 2" in refused(capsys, "evaluate", base, *given[2:])
 
 
 @pytest.mark.parametrize(
@@ -425,7 +412,9 @@ def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folde
 
 
 def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_folder):
-    assert "--k is for a run of raee" in refused(capsys, "evaluate", base, "--task", task_folder, "--k", 3)
+    assert "unrecognized arguments for a classifier: --k 3" in refused(
+        capsys, "evaluate", base, "--task", task_folder, "--k", 3
+    )
     message = "--k is for a run of raee under its own rule"
     assert message in refused(capsys, "evaluate", own, "--task", task_folder, "--rule", "never", "--k", 3)
 
@@ -569,9 +558,9 @@ def test_a_plan_is_known_before_the_model_runs(prompted, monkeypatch):
     order = []
     segments, plan = run.segments(), type(run.rule).plan
     monkeypatch.setattr(type(run.rule), "plan", lambda self, rows: order.append("plan") or plan(self, rows))
-    advance, read = segments.advance, segments.read_logits
+    advance, read = segments.advance, segments.read
     segments.advance = lambda k, state: order.append(f"layers {k}") or advance(k, state)
-    segments.read_logits = lambda k, state: order.append(f"head {k}") or read(k, state)
+    segments.read = lambda k, state: order.append(f"head {k}") or read(k, state)
     result = early_exit(segments, run.rule, inputs)
     assert order[0] == "plan" and order.count("plan") == 1 and (result.exit_index == expected).all()
     assert [step for step in order if "head" in step] == [f"head {k}" for k in sorted(set(expected))]
@@ -680,7 +669,7 @@ def test_a_killed_prompted_collection_goes_on_with_the_same_call(tmp_path, check
         raise KeyboardInterrupt
 
     arguments, options = (tmp_path / "out", checkpoint_folder, task_folder), WORDS | TUNED | {"epochs": 1}
-    for step in ("fit", "save_run", "build"):
+    for step in ("fit", "save_run", "Datastore"):
         with monkeypatch.context() as patch:
             patch.setattr(collecting, step, killed)
             with pytest.raises(KeyboardInterrupt):
@@ -778,4 +767,4 @@ def test_prompts_are_for_a_checkpoint_and_pictures_for_a_sweep(capsys, tmp_path,
     message = "mini-ee train joint: unrecognized arguments: --template"
     assert message in refused(capsys, "train", "joint", "--out", tmp_path / "out", *TERRIBLE)
     picture = ("--task", task_folder, "--picture", tmp_path / "a.png")
-    assert "--picture is for --sweep of decoders or of raee" in refused(capsys, "evaluate", prompted, *picture)
+    assert "--picture is for --sweep: add it" in refused(capsys, "evaluate", prompted, *picture)

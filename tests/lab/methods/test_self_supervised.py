@@ -1,6 +1,6 @@
 """Self-supervised exits: heads, training and resuming, the text that heads learn from, calibrated generation.
 
-Eq. 1 to 3, Fig. 1 and Table 1: tests/spec/test_2_self_supervised.py.
+Eq. 1 to 3 and Table 1: tests/spec/test_2_self_supervised.py.
 """
 
 import math
@@ -15,16 +15,18 @@ import torch
 import mini_ee.lab.training.loop as loop
 from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.calibration import agreement, calibrate, observe
+from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.data.decoder_texts import Text, cut_text
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.heads import VocabularyHead
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
-from mini_ee.lab.methods.self_supervised import Config, build, head_loss, metrics, recipe
+from mini_ee.lab.methods.self_supervised import Config, build, metrics, recipe
 from mini_ee.lab.rules import FixedExit, NeverExit, Threshold
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.state import NothingToResume, Saved
 from mini_ee.lab.training.train_settings import TrainConfig
+from mini_ee.self_supervised import head_loss
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 KINDS = ("llama", "gemma", "phi")
@@ -172,12 +174,44 @@ UNEVEN = [Text([3, 1, 4, 1, 5, 9], 2), Text([2, 6]), Text([5, 3, 5, 8], 3)]
 def test_the_loss_is_the_mean_over_all_positions_summed_over_heads(tmp_path):
     model = model_of()
     losses = [
-        torch.stack([head_loss(logits, full, 0.95) for logits in each_logits])
+        torch.stack([head_loss(logits, full, 0.95, "soft") for logits in each_logits])
         for each_logits, full in (every_position(model, text) for text in UNEVEN)
     ]
     expected = torch.cat(losses, dim=1).mean(1).sum().item()
     (epoch,) = train_heads(model, UNEVEN, UNEVEN, tmp_path, TrainConfig(epochs=1), penalty=0.95).epochs
     assert epoch["loss"] == pytest.approx(expected, abs=ATOL)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_fig1_agreement_and_entropy_are_means_over_all_positions(batch_size):
+    model, agrees, entropies = model_of(init="copy"), [[], []], [[], []]
+    for text in UNEVEN:
+        each_logits, full = every_position(model, text)
+        for k, logits in enumerate(each_logits):
+            for position in range(len(text.ids)):
+                p = logits[position].double().softmax(-1)
+                agrees[k].append(bool(p.argmax() == full[position].argmax()))
+                entropies[k].append(-float((p * p.log()).sum()))
+    found = metrics(model, TextData(UNEVEN, True), batch_size)
+    np.testing.assert_allclose(found["agreement"], np.mean(agrees, axis=1))
+    np.testing.assert_allclose(found["entropy"], np.mean(entropies, axis=1), atol=ATOL)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_confidence_and_agreement_are_observed_at_every_token_that_counts(measure):
+    """A text is a group: its tokens are not independent."""
+    model, row = model_of(init="copy"), 0
+    found = observe(record_texts(model, UNEVEN, batch_size=2), measure)
+    assert found.groups.tolist() == [0] * 4 + [1] * 2 + [2]
+    for text in UNEVEN:
+        each_logits, full = every_position(model, text)
+        for position in range(text.start, len(text.ids)):
+            for k, logits in enumerate(each_logits):
+                confidence = MEASURES[measure][0](logits[position : position + 1].numpy())[0]
+                assert found.confidence[row, k] == pytest.approx(confidence, abs=ATOL)
+                assert found.agrees[row, k] == (logits[position].argmax() == full[position].argmax())
+            row += 1
+    assert row == len(found.groups)
 
 
 # ---- The text ----

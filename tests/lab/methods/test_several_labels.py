@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,10 +28,11 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.add_exits import line_of
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.methods.self_supervised import Config, row_loss
 from mini_ee.lab.recording import predictions
 from mini_ee.lab.rules import NeverExit, Threshold
 from mini_ee.lab.training.holdout import split_rows
+from mini_ee.lab.training.kept_model import row_loss
+from mini_ee.self_supervised import head_loss
 from mini_ee.serve import engine_of
 from mini_ee.serve.formats import formats_of
 
@@ -145,7 +147,8 @@ def test_heads_learn_by_the_binary_cross_entropy_of_each_label(target, penalty):
     wanted = full.sigmoid() if target == "soft" else (full > 0).float()
     entropy = torch.distributions.Bernoulli(logits=logits).entropy().mean()
     expected = (1 - penalty) * F.binary_cross_entropy_with_logits(logits, wanted) - penalty * entropy
-    torch.testing.assert_close(row_loss(logits, full, Config(penalty=penalty, target=target), True), expected)
+    found = row_loss(logits, full, partial(head_loss, penalty=penalty, target=target), multi_label=True)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_server_gives_the_sigmoid_of_every_label_and_counts_the_same_set_as_agreement(added):
@@ -190,10 +193,8 @@ REFUSED = [
         ["classify", "{one}", "--text", "x", "--threshold", ".9", "--measure", "weakest_label"],
         "one label here, which has no use for --measure weak",
     ),
-    (["classify", "{one}", "--text", "x", "--rule", "similarity", "--least-cosine", ".5"], "is for a sentence encoder"),
     (["calibrate", "{out}/run", "--epsilon", ".9", "--task", "{task}"], "gives a text several labels at once"),
     (["evaluate", "{out}/exported", "--task", "{task}"], "gives a text several labels at once"),
-    (["export", "{out}/run", "--triton", "{tmp}/t"], "--triton: expected a model that gives a text one label"),
     (["export", "{out}/run", "--web", "--out", "{tmp}/w"], "--web: expected a model of one label"),
 ]
 

@@ -15,6 +15,7 @@ from mini_ee.lab.backbones.hub import load_backbone, save_backbone
 from mini_ee.lab.backbones.llama import Decoder
 from mini_ee.lab.baselines.sleb import Config, ShortDecoder, next_token_losses, search, with_layers
 from mini_ee.lab.cli.main import main
+from mini_ee.lab.cli.open import plain_decoder
 from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.multiple_choice import Benchmark, Question
 from mini_ee.lab.evaluation.token_evaluation import benchmark_answer, score_benchmark
@@ -24,7 +25,6 @@ from mini_ee.lab.exits.token_exits import TextData
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.rules import NeverExit
-from mini_ee.lab.training.run_folder import plain_decoder
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

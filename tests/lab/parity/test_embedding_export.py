@@ -19,7 +19,6 @@ from mini_ee.lab.export.runtime import EmbeddingRuntime, Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.methods.embedding_maps_rule import Similarity
 from mini_ee.lab.rules import FixedExit, NeverExit, Policy
-from mini_ee.serve.triton import write_repository
 
 ENGINES = 1e-5
 """Numbers of an embedding in ONNX Runtime against torch; measured maximum 3e-7."""
@@ -154,6 +153,4 @@ def test_refusals_are_one_line_and_leave_no_file(exported, embedding_run, tmp_pa
         assert found in line and "\n" not in line, line
     with pytest.raises(WrongArguments, match="gives embeddings"):
         mini_ee.export(embedding_run, tmp_path / "never", web=True)
-    with pytest.raises(WrongArguments, match="gives embeddings"):
-        write_repository(embedding_run, tmp_path / "never")
     assert not (tmp_path / "a.npy").exists() and not (tmp_path / "never").exists()

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from copy import copy as copy_of
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,20 +25,14 @@ from conftest import all_schedules, random_decoder
 from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
-import mini_ee.lab.exits.heads as heads_module
-import mini_ee.lab.export.manifest as manifest_module
 import mini_ee.lab.export.runtime as runtime
-import mini_ee.lab.export.segment_graphs as segment_graphs
 import mini_ee.lab.export.sessions as sessions
 import mini_ee.lab.export.writer as writer
 from mini_ee.lab.backbones.bert import Bert, BertConfig
-from mini_ee.lab.backbones.cache import GraphBlock
 from mini_ee.lab.backbones.hub import load_backbone
-from mini_ee.lab.backbones.llama import Decoder
 from mini_ee.lab.backbones.tensor_files import write_tensors
 from mini_ee.lab.baselines.multi_model import MultiModel
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.confidence import max_probability
 from mini_ee.lab.data.files import file_sha256, read_json, write_json
 from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tasks import load_task
@@ -48,20 +41,19 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.prompt_exits import PromptModel
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments
 from mini_ee.lab.export.builder import OPSET, Builder, branches_of
-from mini_ee.lab.export.row_segments import OrtModel, OrtSegments, OrtState, WholeModel
+from mini_ee.lab.export.row_segments import OrtModel, OrtSegments, WholeModel
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU, CUDA, Session
 from mini_ee.lab.export.torch_engine import torch_segments
-from mini_ee.lab.export.tracing import LOWERINGS, Value
+from mini_ee.lab.export.tracing import LOWERINGS
 from mini_ee.lab.export.writer import export, write_graphs
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.raee import Retrieval
-from mini_ee.lab.methods.raee_datastore import Datastore
+from mini_ee.lab.methods.raee_datastore import Datastore, unit_length
 from mini_ee.lab.methods.raee_encoders import OwnStates, SentenceEncoder
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
-from mini_ee.lab.segments import Reading
 from mini_ee.lab.training.policies import OneForAll
 from mini_ee.lab.training.run_folder import Run, versions
 
@@ -206,14 +198,6 @@ def test_what_stands_under_padding_is_not_read(case_of, kind):
     np.testing.assert_allclose(found, case.logits, rtol=0, atol=ATOL)
 
 
-def test_the_largest_probability_is_judged_in_the_graph(case):
-    state = case.segments.advance(0, case.segments.start(case.inputs))
-    reading = case.segments.read(0, state)
-    powers = np.exp(reading.logits.astype(float))
-    expected = [max(row) / sum(row) for row in powers]
-    np.testing.assert_allclose(reading.max_probability, expected, rtol=0, atol=1e-6)
-
-
 # The invariants of the loop
 
 
@@ -224,7 +208,7 @@ def exit_by_hand(logits, rule):
         if plan is not None:
             if plan[0] <= k:
                 return k
-        elif rule.needs and rule.stop(k, Reading(logits[k : k + 1]), memory)[0]:
+        elif rule.needs and rule.stop(k, logits[k : k + 1], memory)[0]:
             return k
     return K - 1
 
@@ -354,18 +338,6 @@ def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_pat
     np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
 
 
-def test_the_test_of_label_words_can_fail_where_masks_do_not_go_with_their_rows(tmp_path, monkeypatch):
-    keep = OrtState.keep
-
-    def wrong(self, rows):
-        remaining = keep(self, rows)
-        return remaining._replace(ids=remaining.ids | {"input_ids": self.ids["input_ids"][: len(rows)]})
-
-    monkeypatch.setattr(OrtState, "keep", wrong)
-    with pytest.raises(AssertionError):
-        test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, "bert", None)
-
-
 # Decoders that are read through a prompt: whole rows at their last token
 
 
@@ -399,53 +371,6 @@ def instead(monkeypatch, owner, name, wrong):
     monkeypatch.setattr(owner, name, lambda *arguments, **settings: wrong(right, *arguments, **settings))
 
 
-def in_graphs(wrong):
-    """A bug of what is traced alone: torch's own values get the right function."""
-
-    def planted(right, *arguments, **settings):
-        traced = any(isinstance(value, Value) for value in leaves(arguments))
-        return wrong(right, *arguments, **settings) if traced else right(*arguments, **settings)
-
-    return planted
-
-
-def leaves(tree):
-    if isinstance(tree, tuple | list):
-        for each in tree:
-            yield from leaves(each)
-    else:
-        yield tree
-
-
-def turned(of, becomes):
-    """Every node of a kind becomes another."""
-    return Builder, "op", lambda right, g, kind, *inputs, **kw: right(g, becomes if kind == of else kind, *inputs, **kw)
-
-
-PROMPT_BUGS = {
-    "the future is read": turned("LessOrEqual", "GreaterOrEqual"),
-    "no final norm": (Decoder, "lm_logits", in_graphs(lambda right, self, *args: right(without_norm(self), *args))),
-    "padding is counted": (
-        GraphBlock,
-        "of_texts",
-        lambda right, decoder, mask: right(decoder, ~mask),
-    ),
-}
-
-
-def without_norm(decoder):
-    changed = copy_of(decoder)
-    changed._modules = decoder._modules | {"norm": torch.nn.Identity()}
-    return changed
-
-
-@pytest.mark.parametrize("bug", PROMPT_BUGS)
-def test_the_test_of_decoders_can_fail(tmp_path, monkeypatch, bug):
-    instead(monkeypatch, *PROMPT_BUGS[bug])
-    with pytest.raises(AssertionError):
-        test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_path, "llama", 1)
-
-
 # LoRA exits and cascades: streams that start together or anew
 
 EVERY_TARGET = ("query", "key", "value", "attention_output", "up", "down")
@@ -476,7 +401,8 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     ours, whole = engines_of(folder, manifest)
     (found, costs, _), (expected, expected_costs, _) = read_every_exit(ours, inputs), read_every_exit(theirs, inputs)
     np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
-    expected_costs[:, :, 1] += [theirs.state_flops(k) for k in range(len(theirs.exits))]  # a graph asks a policy too
+    policies = [theirs.state_flops(k) or 0.0 for k in range(len(theirs.exits))]
+    expected_costs[:, :, 1] += policies  # a graph asks a policy too
     np.testing.assert_allclose(costs, expected_costs)
     np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
     for rule in rules:
@@ -514,19 +440,6 @@ def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, t
     np.testing.assert_array_equal(found.cost.flops, expected.cost.flops)
     unheld = early_exit(one, Patience(1), inputs), early_exit(theirs.segments(schedule), Patience(1), inputs)
     np.testing.assert_array_equal(*(each.cost.layer_passes for each in unheld))
-
-
-@pytest.mark.parametrize("every_row", [True, False])
-def test_the_test_of_schedules_can_fail_where_a_new_stream_takes_all_rows_or_others(tmp_path, monkeypatch, every_row):
-    keep = OrtState.keep
-
-    def wrong(self, rows):
-        first = {name: value[: len(rows)] for name, value in self.ids.items()}
-        return keep(self, rows)._replace(ids=first if every_row else {name: ids[::-1] for name, ids in first.items()})
-
-    monkeypatch.setattr(OrtState, "keep", wrong)
-    with pytest.raises(AssertionError):
-        assert_engines_agree(lora_model(), tmp_path, make_inputs(LENGTHS), [Planned(PLAN)], [[0], [1], [2]])
 
 
 def test_a_cascade_of_models_says_what_torch_says(tmp_path):
@@ -575,136 +488,6 @@ def test_exits_that_decide_themselves_say_when_to_leave_as_in_torch(tmp_path):
     inputs, rules = make_inputs(LENGTHS), [Policy(cut) for cut in (0.2, 0.5, 0.8)]
     assert_engines_agree(model, tmp_path, inputs, [*rules, Planned(PLAN)])
     assert len({exit for rule in rules for exit in early_exit(model.segments(), rule, inputs).exit_index}) > 1
-
-
-# These tests can fail: bugs planted in the graphs and in the state
-
-
-def other_pool(right, hidden, mask, pool):
-    return right(hidden, mask, "mean" if pool == "first" else "first")
-
-
-def loose_norms(right, g, kind, *inputs, **attributes):
-    return right(g, kind, *inputs, **attributes | ({"epsilon": 1e-2} if kind == "LayerNormalization" else {}))
-
-
-def first_rows(right, g, name, axes, rows):
-    g.input(name, *("rows_before" if axis == "batch" else axis for axis in axes), dtype=g.dtype)
-    return g.tensor(name, "rows_before", *axes[1:])[: rows.shape[0]]
-
-
-GRAPH_BUGS = {
-    "tanh gelu for gelu": (LOWERINGS, F.gelu, lambda right, x, **settings: right(x, approximate="tanh")),
-    "the next head": (
-        RowSegments,
-        "read_logits",
-        in_graphs(lambda right, self, k, state: right(self, (k + 1) % 3, state)),
-    ),
-    "the other pool": (heads_module, "pooled", in_graphs(other_pool)),
-    "padding counted in the mean": (
-        heads_module,
-        "pooled",
-        in_graphs(lambda right, hidden, mask, pool: right(hidden, torch.ones_like(mask), pool)),
-    ),
-    "padding read": (
-        LOWERINGS,
-        F.scaled_dot_product_attention,
-        lambda right, *heads, attn_mask, **way: right(*heads, attn_mask=torch.ones_like(attn_mask), **way),
-    ),
-    "plain positions": (LOWERINGS, torch.Tensor.cumsum, lambda right, x, *axis: x),
-    "a layer skipped": (
-        Bert,
-        "run_layers",
-        in_graphs(lambda right, self, hidden, context, start, *stop: right(self, hidden, context, start + 1, *stop)),
-    ),
-    "a layer twice": (
-        Bert,
-        "run_layers",
-        in_graphs(
-            lambda right, self, hidden, context, start, *stop: right(self, hidden, context, max(start - 1, 0), *stop)
-        ),
-    ),
-    "norms without epsilon": (Builder, "op", loose_norms),
-    "rows ignored": (segment_graphs, "_rows_of", first_rows),
-}
-
-
-@pytest.mark.parametrize(
-    "bug, shape",
-    [
-        ("tanh gelu for gelu", ("bert", "gelu", "mean")),
-        ("the next head", ("bert", "gelu", "mean")),
-        ("the other pool", ("bert", "gelu", "first")),
-        ("padding counted in the mean", ("bert", "gelu", "mean")),
-        ("padding read", ("bert", "gelu", "first")),
-        ("plain positions", ("roberta", "gelu", "mean")),
-        ("a layer skipped", ("bert", "gelu", "mean")),
-        ("a layer twice", ("albert", "gelu", "mean")),
-        ("norms without epsilon", ("elasticbert", "gelu", "mean")),
-    ],
-)
-def test_the_comparison_with_torch_can_fail(monkeypatch, tmp_path, bug, shape):
-    instead(monkeypatch, *GRAPH_BUGS[bug])
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_says_what_torch_says(make_case(tmp_path / "case", *shape), [5, 12, 3])
-
-
-def test_the_tests_of_compaction_can_fail_where_the_graphs_ignore_rows(monkeypatch, tmp_path):
-    instead(monkeypatch, *GRAPH_BUGS["rows ignored"])
-    case = make_case(tmp_path / "case", "bert", "gelu", "mean")
-    assert_says_what_torch_says(case, [5, 12, 3])
-    for caught in (test_a_batch_of_B_equals_B_batches_of_one, test_the_torch_engine_exits_and_predicts_the_same):
-        with pytest.raises(AssertionError):
-            caught(case, "planned")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda mask, rows: {"ids": {"attention_mask": mask[: len(rows)]}},
-        lambda mask, rows: {"rows": np.arange(len(rows))},
-        lambda mask, rows: {"ids": {"attention_mask": np.ones_like(mask[rows])}},
-        lambda mask, rows: {"rows": rows % 2},
-    ],
-    ids=["forgets the mask", "forgets the rows", "unmasks", "takes others"],
-)
-def test_the_tests_of_compaction_can_fail_where_keep_loses_track(monkeypatch, case_of, wrong):
-    case, keep = case_of("bert", "gelu", "mean"), OrtState.keep
-
-    def keep_wrong(self, rows):
-        return keep(self, rows)._replace(**wrong(self.ids["attention_mask"], rows))
-
-    monkeypatch.setattr(OrtState, "keep", keep_wrong)
-    for caught in (
-        test_a_batch_of_B_equals_B_batches_of_one,
-        test_rows_leave_where_the_logits_of_torch_say_and_with_what_they_say,
-        test_the_torch_engine_exits_and_predicts_the_same,
-    ):
-        with pytest.raises(AssertionError):
-            caught(case, "planned")
-
-
-def test_the_full_model_and_first_head_tests_can_fail(monkeypatch, case_of):
-    case = case_of("bert", "gelu", "mean")
-    read = OrtSegments.read
-
-    def rows_change_places(self, k, state):
-        reading = read(self, k, state)
-        return reading._replace(logits=reading.logits[::-1])
-
-    monkeypatch.setattr(OrtSegments, "read", rows_change_places)
-    with pytest.raises(AssertionError):
-        test_never_exit_equals_the_full_model(case)
-    with pytest.raises(AssertionError):
-        test_always_exit_equals_the_first_head(case, "always")
-
-
-def test_the_monotone_test_can_fail(monkeypatch, case_of):
-    monkeypatch.setattr(
-        Threshold, "stop", lambda self, k, reading, memory: max_probability(reading.logits) < self.threshold
-    )
-    with pytest.raises(AssertionError):
-        test_layers_run_does_not_grow_as_the_threshold_loosens(case_of("bert", "gelu", "mean"))
 
 
 # The exported folder
@@ -789,12 +572,6 @@ def test_the_runtime_answers_like_torch_in_the_order_of_the_texts(exported, run,
     assert_answers_like_torch(answers, run, TEXTS)
 
 
-def test_that_test_can_fail_where_rows_of_a_batch_change_places(exported, run, monkeypatch):
-    monkeypatch.setattr(runtime, "early_exit", lambda s, rule, inputs: early_exit(s, rule, inputs.take(np.s_[::-1])))
-    with pytest.raises(AssertionError):
-        test_the_runtime_answers_like_torch_in_the_order_of_the_texts(exported, run, 32)
-
-
 def test_another_rule_may_be_given_to_a_call(exported, by_segment, run):
     for rule in (NeverExit(), FixedExit(1), Threshold((0.8, 0.5, 0.0)), Patience(1)):
         folder = by_segment if isinstance(rule, Patience) else exported
@@ -876,8 +653,8 @@ def test_a_graph_passes_over_a_head_that_nobody_reads(by_segment, run, rule, rea
 def test_a_head_that_nobody_reads_is_not_asked_what_it_says(by_segment, run):
     segments = OrtSegments(by_segment, read_json(by_segment / "manifest.json"), threads=1)
     state = segments.start(run.encode(TEXTS[:3]).batch(slice(None)))
-    assert set(segments.advance(0, segments.select_heads({1}, state)).outputs) == {"hidden_out"}
-    assert set(segments.advance(0, segments.select_heads({0}, state)).outputs) > {"hidden_out"}
+    assert set(segments.select_heads({1}).advance(0, state).outputs) == {"hidden_out"}
+    assert set(segments.select_heads({0}).advance(0, state).outputs) > {"hidden_out"}
 
 
 def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dynamic(by_segment):
@@ -900,8 +677,6 @@ def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dy
         if name == "model":
             expected |= {key: {"dtype": "int64", "axes": ["batch"]} for key in ("label", "layers")}
             expected["confidence"] = {"dtype": "float32", "axes": ["batch"]}
-        else:
-            expected["max_probability"] = {"dtype": "float32", "axes": ["batch"]}
         if name.startswith("segment") and name != f"segment_{EXITS[-1]}":
             expected["hidden_out"] = {"dtype": "float32", "axes": ["batch", "states", 24]}
         assert interface["outputs"] == expected
@@ -950,15 +725,6 @@ def assert_weights_are_those_of(folder, model):
 def test_the_weights_are_those_of_the_run_bit_by_bit_each_once(case_of, kind):
     case = case_of(kind, "gelu", "mean")
     assert_weights_are_those_of(case.folder, case.model)
-
-
-def test_that_test_can_fail_where_one_bit_of_a_weight_is_another(case_of, tmp_path):
-    case = case_of("bert", "gelu", "mean")
-    model = make_model()
-    with torch.no_grad():
-        model.heads[1].out.bias.view(torch.int32)[0] ^= 1
-    with pytest.raises(AssertionError):
-        assert_weights_are_those_of(case.folder, model)
 
 
 @pytest.mark.parametrize("kind", ["bert", "albert"])  # albert: its layers share their weights
@@ -1081,9 +847,9 @@ def retrieving(tokenizer, encoder, rows=30):
     """A run whose rule asks a datastore: the values are drawn, so that rows are planned to every exit."""
     run = make_run(tokenizer, make_model())
     encoded, drawn = run.encode(sentences(rows, seed=5)), np.random.default_rng(5)
-    store = Datastore(encoder.name, 24 if encoder.tokenizer is None else 16, EXITS)
     right = np.eye(K, dtype=np.float32)[drawn.integers(0, K, rows)]
-    store.add(encoder(encoded.batch(slice(None))), right, drawn.integers(0, C, rows), encoded.texts)
+    embeddings, labels = unit_length(encoder(encoded.batch(slice(None)))), drawn.integers(0, C, rows)
+    store = Datastore(encoder.name, EXITS, embeddings, right, labels, encoded.texts)
     return run._replace(rule=Retrieval(k=3).with_datastore(store, encoder))
 
 
@@ -1158,9 +924,17 @@ def test_graphs_of_large_numbers_may_differ_by_as_much_more(tokenizer, tmp_path)
     assert 1e-4 < verified["max_logit_difference"] < 1
 
 
-@pytest.mark.parametrize("bug", ["tanh gelu for gelu", "norms without epsilon"])  # the smallest differences
+def loose_norms(right, g, kind, *inputs, **attributes):
+    return right(g, kind, *inputs, **attributes | ({"epsilon": 1e-2} if kind == "LayerNormalization" else {}))
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [(LOWERINGS, F.gelu, lambda right, x, **way: right(x, approximate="tanh")), (Builder, "op", loose_norms)],
+    ids=["tanh gelu for gelu", "norms without epsilon"],  # the smallest differences
+)
 def test_graphs_that_say_something_else_are_told_and_leave_no_folder(run, tmp_path, monkeypatch, bug):
-    instead(monkeypatch, *GRAPH_BUGS[bug])
+    instead(monkeypatch, *bug)
     with pytest.raises(ValueError, match="float32 graphs differ from torch by .* no folder was written"):
         export(run, tmp_path / "out", TEXTS)
     assert nothing_left(tmp_path)
@@ -1234,85 +1008,19 @@ def test_sixty_bits_flipped_anywhere_are_told_or_change_nothing(copy):
     assert report >= 58
 
 
-def test_those_tests_can_fail_where_checksums_are_not_compared(copy, monkeypatch):
-    digests = read_json(copy / "manifest.json")["files"]
-    monkeypatch.setattr(manifest_module, "file_sha256", lambda path: digests[path.name])
-    for caught in (
-        lambda: test_a_byte_flipped_in_any_file_is_told(copy, "model.safetensors"),
-        lambda: test_sixty_bits_flipped_anywhere_are_told_or_change_nothing(copy),
-    ):
-        with pytest.raises((AssertionError, pytest.fail.Exception)):
-            caught()
+def cut(name, share):
+    return lambda folder: (folder / name).write_bytes((c := (folder / name).read_bytes())[: int(len(c) * share)])
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("share", [0, 0.5, 0.99])
-def test_a_truncated_file_is_told(copy, name, share):
-    content = (copy / name).read_bytes()
-    (copy / name).write_bytes(content[: int(len(content) * share)])
-    refused(copy, match=name)
+def edited(old, new):
+    """manifest.json in an editor, so that its checksum does not fit."""
 
+    def change(folder):
+        text = (folder / "manifest.json").read_text()
+        assert old in text
+        (folder / "manifest.json").write_text(text.replace(old, new))
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_named(copy, name):
-    (copy / name).unlink()
-    refused(copy, FileNotFoundError, name)
-
-
-def test_a_folder_that_is_not_there_and_one_that_is_no_export_are_told(tmp_path):
-    for folder in (tmp_path / "nowhere", tmp_path):
-        refused(folder, FileNotFoundError, "mini-ee export")
-
-
-@pytest.mark.parametrize("old, new", [('"threshold": 0.9', '"threshold": 0.8'), ('"sha256"', '"sha255"'), ("4", "5")])
-def test_an_edited_manifest_is_told(copy, old, new):
-    path = copy / "manifest.json"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-    refused(copy, match="manifest.json: damaged or edited")
-
-
-def test_a_manifest_without_its_checksum_is_told(copy):
-    path = copy / "manifest.json"
-    lines = [line for line in path.read_text().splitlines() if not line.startswith('  "sha256"')]
-    lines[-2] = lines[-2].rstrip(",")
-    path.write_text("\n".join(lines))
-    refused(copy, match="checksum .* is gone")
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"format_version": 5}, "format_version 4, found 5; install a newer mini_ee"),
-        ({"format_version": 3}, "format_version 4, found 3; export the run again"),
-        ({"format_version": "4"}, "format_version 4, found '4'; export the run again"),
-        ({"format_version": None}, "format_version 4, found None"),
-    ],
-)
-def test_a_manifest_of_another_format_is_refused(copy, change, message):
-    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | change)
-    refused(copy, match=message)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"rule": {"name": "oracle"}}, "'oracle'"),
-        ({"rule": {"name": "threshold", "threshold": 7}}, "got 7"),
-        ({"rule": {"name": "threshold", "threshold": [0.5, 0.5]}}, "expected one threshold or 3"),
-        ({"rule": {"name": "fixed", "exit": 3}}, "3 exits"),
-    ],
-)
-def test_a_rule_that_does_not_fit_is_refused(copy, change, message):
-    write_json(copy / "manifest.json", read_json(copy / "manifest.json") | change)
-    refused(copy, match=message)
-
-
-def test_a_file_of_another_run_is_refused(exported, precisions, tmp_path):
-    for name in ("model.onnx", "model.safetensors"):
-        copy = shutil.copytree(exported, tmp_path / name)
-        shutil.copy(precisions / "float32" / name, copy / name)
-        refused(copy, match=f"{name}.*export the run again")
+    return change
 
 
 def forge(folder, tensors=None, **change):
@@ -1324,35 +1032,74 @@ def forge(folder, tensors=None, **change):
     write_json(folder / "manifest.json", manifest)
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (lambda t: t.update(extra=np.zeros(2, np.float32)), "manifest.json has"),
-        (lambda t: t.pop("heads.0.dense.bias"), "manifest.json has"),
-        (lambda t: t.update({"heads.0.dense.bios": t.pop("heads.0.dense.bias")}), "manifest.json has"),
-        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].reshape(1, -1)}), r"\[1, 576\]"),
-        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].astype(np.float16)}), "F16"),
-        (lambda t: t.update({"heads.0.dense.weight": t["heads.0.dense.weight"].astype(np.float64)}), "F64"),
-    ],
-    ids=["one more", "one less", "renamed", "another shape", "another dtype", "a dtype of no graph"],
-)
-def test_forged_weights_are_refused(copy, wrong, message):
-    tensors = load_file(copy / "model.safetensors")
-    wrong(tensors)
-    forge(copy, tensors)
-    refused(copy, match=f"model.safetensors.*{message}.*export the run again")
+def forged(**change):
+    return lambda folder: forge(folder, **change)
 
 
-def test_the_same_weights_in_another_order_are_refused(copy):
-    """The graphs would read others at the offsets where they look."""
-    before, path = load_file(copy / "model.safetensors"), copy / "model.safetensors"
-    save_file(before, path)  # without the metadata that the exporter writes
-    for name, tensor in load_file(path).items():
-        np.testing.assert_array_equal(tensor, before[name])
-    forge(copy)
-    refused(
-        copy, match=r"model.safetensors: manifest.json has .* \(dtype, shape, offset\), found .*export the run again"
-    )
+def weights(change):
+    def write(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        forge(folder, tensors)
+
+    return write
+
+
+def without_checksum(folder):
+    path = folder / "manifest.json"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith('  "sha256"')]
+    lines[-2] = lines[-2].rstrip(",")
+    path.write_text("\n".join(lines))
+
+
+EDITED, AGAIN = "manifest.json: damaged or edited", "export the run again"
+DENSE, BIAS = "heads.0.dense.weight", "heads.0.dense.bias"
+FAULTS = {  # name: (the change, the message); a missing file is a FileNotFoundError
+    **{f"{name}, {share} of it": (cut(name, share), name) for name in FILES for share in (0, 0.5, 0.99)},
+    **{f"no {name}": (lambda folder, name=name: (folder / name).unlink(), name) for name in FILES},
+    "another threshold": (edited('"threshold": 0.9', '"threshold": 0.8'), EDITED),
+    "another key": (edited('"sha256"', '"sha255"'), EDITED),
+    "other numbers": (edited("4", "5"), EDITED),
+    "no checksum": (without_checksum, "checksum .* is gone"),
+    "a newer format": (forged(format_version=5), "format_version 4, found 5; install a newer mini_ee"),
+    "an older format": (forged(format_version=3), f"format_version 4, found 3; {AGAIN}"),
+    "a format of another type": (forged(format_version="4"), f"format_version 4, found '4'; {AGAIN}"),
+    "no format": (forged(format_version=None), "format_version 4, found None"),
+    "an unknown rule": (forged(rule={"name": "oracle"}), "'oracle'"),
+    "a threshold of 7": (forged(rule={"name": "threshold", "threshold": 7}), "got 7"),
+    "two thresholds": (forged(rule={"name": "threshold", "threshold": [0.5, 0.5]}), "expected one threshold or 3"),
+    "exit 3 of 0 .. 2": (forged(rule={"name": "fixed", "exit": 3}), "3 exits"),
+    "one weight more": (weights(lambda t: t.update(extra=np.zeros(2, np.float32))), f"manifest.json has.*{AGAIN}"),
+    "one weight less": (weights(lambda t: t.pop(BIAS)), f"manifest.json has.*{AGAIN}"),
+    "a renamed weight": (weights(lambda t: t.update(bios=t.pop(BIAS))), f"manifest.json has.*{AGAIN}"),
+    "another shape": (weights(lambda t: t.update({DENSE: t[DENSE].reshape(1, -1)})), rf"\[1, 576\].*{AGAIN}"),
+    "another dtype": (weights(lambda t: t.update({DENSE: t[DENSE].astype(np.float16)})), f"F16.*{AGAIN}"),
+    "a dtype of no graph": (weights(lambda t: t.update({DENSE: t[DENSE].astype(np.float64)})), f"F64.*{AGAIN}"),
+    "another order": (weights(lambda t: None), rf"manifest.json has .* \(dtype, shape, offset\), found .*{AGAIN}"),
+    **{
+        f"exits {exits}": (forged(exits=exits), "manifest.json has the exits .* of a model of 4 layers")
+        for exits in ([1, 2, 5], [1, 2, 10**15], [1, 2], [2, 1, 4], [1, 1, 4])
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_damaged_or_forged_folder_is_one_line(copy, name):
+    change, message = FAULTS[name]
+    change(copy)
+    refused(copy, FileNotFoundError if name.removeprefix("no ") in FILES else ValueError, message)
+
+
+def test_a_folder_that_is_not_there_and_one_that_is_no_export_are_told(tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        refused(folder, FileNotFoundError, "mini-ee export")
+
+
+def test_a_file_of_another_run_is_refused(exported, precisions, tmp_path):
+    for name in ("model.onnx", "model.safetensors"):
+        copy = shutil.copytree(exported, tmp_path / name)
+        shutil.copy(precisions / "float32" / name, copy / name)
+        refused(copy, match=f"{name}.*export the run again")
 
 
 @pytest.mark.parametrize(
@@ -1385,12 +1132,6 @@ def test_a_forged_graph_is_told_in_one_line(copy):
     manifest["files"]["model.onnx"] = file_sha256(copy / "model.onnx")
     write_json(copy / "manifest.json", manifest)
     refused(copy, match="model.onnx: ONNX Runtime cannot load .* topologically sorted.*; export the run again")
-
-
-@pytest.mark.parametrize("exits", [[1, 2, 5], [1, 2, 10**15], [1, 2], [2, 1, 4], [1, 1, 4]])
-def test_forged_exits_are_refused(copy, exits):
-    forge(copy, exits=exits)
-    refused(copy, match="manifest.json has the exits .* of a model of 4 layers")
 
 
 def test_exits_that_are_not_those_of_the_graph_are_told_at_the_first_row_that_leaves_there(copy, run):
@@ -1626,19 +1367,6 @@ def test_eight_threads_get_the_answers_that_one_gets(by_segment):
     opened = Runtime(by_segment, threads=1)
     wrong, done = answers_in_threads(opened, list(requested(opened)), seconds=0.2)
     assert not wrong and min(done) > 0
-
-
-def test_that_test_can_fail_where_the_state_is_shared(by_segment):
-    class Shared(OrtSegments):
-        def advance(self, k, state):
-            self.state = super().advance(k, state)
-            time.sleep(1e-4)
-            return self.state
-
-    opened = Runtime(by_segment, segments=Shared(by_segment, read_json(by_segment / "manifest.json"), threads=1))
-    assert answers_in_threads(opened, list(requested(opened, 1)), 0.1, count=1)[0] == []
-    wrong, _ = answers_in_threads(opened, list(requested(opened)), seconds=0.3)
-    assert wrong
 
 
 # Without torch

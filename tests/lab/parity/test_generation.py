@@ -299,7 +299,7 @@ def test_a_tokens_operations_equal_what_torch_counts(kind):
     inputs = segments.prefill(segments.begin(prompts[:1]))
     state, counted = segments.start(inputs), []
     for k in range(len(exits)):
-        for step in (segments.advance, segments.read_logits):
+        for step in (segments.advance, segments.read):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
                 found = step(k, state)
             state = found if step == segments.advance else state

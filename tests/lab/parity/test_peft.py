@@ -1,7 +1,5 @@
 """PEFT loads the adapters of LoRA exits as they stand on disk, and computes what we compute."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -66,17 +64,3 @@ def test_peft_computes_what_we_compute(saved, padded_inputs):
     model, folder = saved
     found = logits_through_peft(model, folder, padded_inputs)
     np.testing.assert_allclose(found, all_exits(model, padded_inputs), rtol=0, atol=ATOL)
-
-
-def test_the_comparison_can_fail(saved, padded_inputs):
-    """Planted bug: the scale in adapter_config.json is another."""
-    model, folder = saved
-    path = folder / "exit_2" / "adapter_config.json"
-    right = path.read_text()
-    path.write_text(json.dumps(json.loads(right) | {"lora_alpha": 2 * model.alpha}))
-    try:
-        found = logits_through_peft(model, folder, padded_inputs)
-    finally:
-        path.write_text(right)
-    differences = abs(found - all_exits(model, padded_inputs)).max(axis=(0, 2))
-    assert differences[1] > 1e-3 and max(differences[[0, 2]]) < ATOL

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mini_ee.lab.backbones import cache
 from mini_ee.lab.backbones.backbone import token_places
-from mini_ee.lab.backbones.cache import rotate
 from mini_ee.lab.export.builder import int8_maps, parameters_of
 from mini_ee.lab.export.graph import Graph
 from mini_ee.lab.export.tracing import NotTraceable
@@ -112,7 +112,7 @@ def turned(x, pairs):
     """Two heads of D numbers, of which so many pairs turn."""
     angle = token_places(x[..., 0]).float()[:, None] * torch.tensor([1.0, 0.1])[:pairs]
     cos, sin = (torch.cat(parts, -1)[None, :, None] for parts in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
-    return rotate(torch.cat((x, 2 * x), -1).unflatten(-1, (2, -1)), cos, sin)
+    return cache.rotate(torch.cat((x, 2 * x), -1).unflatten(-1, (2, -1)), cos, sin)
 
 
 @pytest.mark.parametrize("compute", TORCH.values(), ids=TORCH)
@@ -167,7 +167,7 @@ class Untraceable:
         return range(x.shape[0])
 
     def a_size_for_torch(x):
-        return torch.arange(x.shape[1])
+        return torch.zeros(x.shape[1])
 
     def half_of_a_size(x):
         return x.shape[1] // 2
@@ -187,7 +187,7 @@ class Untraceable:
 
 REFUSALS = {
     "size_as_a_number": "the size batch is known only when the graph runs",
-    "a_size_for_torch": "arange takes no size that is known only when the graph runs",
+    "a_size_for_torch": "zeros takes no size that is known only when the graph runs",
     "half_of_a_size": "the size tokens is known only when the graph runs",
     "length": "the size batch is known only when the graph runs",
     "truth": "whether a value is true is known only when the graph runs",
