@@ -97,7 +97,7 @@ class Runtime:
             if not (kinds := entry_points(group="mini_ee.runtimes", name=manifest["unit"])):
                 raise ValueError(f"{folder}: mini_ee.lab runs this kind of export, and it is not installed")
             (kind,) = (each.load() for each in kinds)
-            return kind.__new__(kind, folder, *arguments, **settings)
+            return kind(folder, *arguments, **settings)
         runtime = super().__new__(cls)
         runtime.config = manifest
         return runtime
@@ -155,7 +155,7 @@ class Runtime:
         """One call of model.onnx, or, for a rule that it does not contain, of the graphs by segment."""
         plan, own = rule.plan(inputs), self.rule
         feeds = graph_inputs(rule, len(self.exits)) if plan is None else {"exit_at": np.asarray(plan)}
-        kinds = [(type(each), getattr(each, "measure", 0), getattr(each, "tolerance", 0)) for each in (rule, own)]
+        kinds = [(type(r).__name__, getattr(r, "measure", 0), getattr(r, "tolerance", 0)) for r in (rule, own)]
         if "exit_at" not in feeds and kinds[0] != kinds[1]:  # apart from inputs of the graph
             if f"segment_{self.exits[0]}" not in self.config["graphs"]:
                 raise ValueError(f"{self.folder}: model.onnx has the rule {own}, found {rule}; export with segments")
