@@ -21,10 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.bert import Exits
-from mini_ee.consistent import PolicyExits
 from mini_ee.export.graph import BOOL, FLOAT, INT64, Graph
 from mini_ee.export.manifest import IDS, STACKED, graph_inputs
-from mini_ee.lora_exits import LoRAExits
 from mini_ee.rules import Policy, Rule, Threshold
 
 
@@ -42,7 +40,7 @@ class Parts:
 
     def __init__(self, g: Graph, model: Exits):
         self.g, self.model, self.width = g, model, model.bert.config["hidden_size"]
-        self.restarts = isinstance(model, LoRAExits)  # each exit starts from the embeddings
+        self.restarts = hasattr(model, "adapters")  # LoRAExits: each exit starts from the embeddings
 
     def start(self) -> Rows:
         """The embeddings of the inputs."""
@@ -139,7 +137,7 @@ class NestedIf(Parts):
         super().__init__(g, model)
         self.rule, self.last, self.own = rule, len(model.exits) - 1, graph_inputs(rule, len(model.exits))
         self.policy = isinstance(rule, Policy) and "threshold" in self.own
-        if self.policy and not isinstance(model, PolicyExits) or model.classes == 1 and isinstance(rule, Threshold):
+        if self.policy and not hasattr(model, "policies") or model.classes == 1 and isinstance(rule, Threshold):
             raise ValueError(f"{rule}: Policy needs a model with policies, and Threshold one with classes")
 
     def write(self) -> None:

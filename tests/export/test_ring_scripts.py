@@ -1,6 +1,8 @@
 """--out of the scripts, and folders that the ring and the lab open of each other."""
 
+import runpy
 import sys
+import warnings
 
 import pytest
 
@@ -10,42 +12,35 @@ from mini_ee.export.runtime import Runtime
 from mini_ee.train import script
 
 TEXTS = ["A warm and funny film.", "It is dull from the first minute to the last.", "Bad."]
-KINDS = {
-    lora_exits: (lora_exits.LoRAOptions, "threshold"),
-    raee: (raee.RAEEOptions, "never"),
-    consistent: (consistent.ConsistentOptions, "policy"),
-}
+RULES = {lora_exits: "threshold", raee: "never", consistent: "policy"}
 
 
-def run_script(monkeypatch, module, kind, folder, task, tmp_path):
+def run_script(monkeypatch, module, folder, task, tmp_path):
     line = ["script", "--model", str(folder), "--exits", "1,3", "--epochs", "1", "--rows", "60"]
     line += ["--picture", str(tmp_path / "exits.png"), "--out", str(tmp_path / "exported")]
     monkeypatch.setattr(sys, "argv", line + (["--task", str(task)] if task else []))
-    script(module.main, kind, module.__doc__)
+    with warnings.catch_warnings():  # that the module is imported already: as with python -m, its classes are new ones
+        warnings.simplefilter("ignore")
+        runpy.run_module(module.__name__, run_name="__main__")
 
 
-@pytest.mark.parametrize("module", KINDS, ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("module", RULES, ids=lambda module: module.__name__.split(".")[-1])
 def test_out_exports_what_the_script_trained(module, checkpoint_folder, task_folder, tmp_path, capsys, monkeypatch):
-    kind, rule = KINDS[module]
-    run_script(monkeypatch, module, kind, checkpoint_folder, task_folder, tmp_path)
+    run_script(monkeypatch, module, checkpoint_folder, task_folder, tmp_path)
     assert f"exported: {tmp_path / 'exported'}" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "exported")
-    assert manifest["rule"]["name"] == rule and manifest["exits"] == [1, 3]
+    assert manifest["rule"]["name"] == RULES[module] and manifest["exits"] == [1, 3]
     answers = Runtime(tmp_path / "exported", threads=1).run(TEXTS)
     assert [each.layers in (1, 3) for each in answers] == [True] * 3
     with pytest.raises(SystemExit, match="2"):
-        run_script(monkeypatch, module, kind, checkpoint_folder, task_folder, tmp_path)
+        run_script(monkeypatch, module, checkpoint_folder, task_folder, tmp_path)
     assert "is there already" in capsys.readouterr().err
 
 
 def test_out_of_a_decoder_is_refused_in_one_line(tmp_path, capsys, monkeypatch):
-    def main(options):
-        return None
-
-    with monkeypatch.context() as patch:
-        patch.setattr(self_supervised, "main", main)
-        with pytest.raises(SystemExit, match="2"):
-            run_script(patch, self_supervised, self_supervised.SelfSupervisedOptions, "llama", None, tmp_path)
+    """Before the training."""
+    with pytest.raises(SystemExit, match="2"):
+        run_script(monkeypatch, self_supervised, "llama", None, tmp_path)
     assert capsys.readouterr().err == (
         "error: --out: the graph of a decoder's token is in the lab: mini-ee train, then mini-ee export\n"
     )
