@@ -1,7 +1,5 @@
 """The graphs that export/ writes from the core's models: equal to torch, for each kind of exits and each rule."""
 
-from dataclasses import astuple
-
 import numpy as np
 import onnx
 import pytest
@@ -23,7 +21,10 @@ CASES += [("joint", median_threshold("joint", measure)) for measure in MEASURES]
 CASES += [("lora", median_threshold("lora", "max_probability")), ("joint", Threshold((0.9, 0.4, 0.7)))]
 CASES += [("regression", Patience(1, 0.1)), ("policies", Policy()), ("policies", Policy(0.9))]
 HALF = median_threshold("joint", "max_probability")
-TAU = astuple(HALF)[0]
+TAU = HALF.threshold
+NAMES = [
+    f"{kind}, {type(rule).__name__} {getattr(rule, 'measure', number)}" for number, (kind, rule) in enumerate(CASES)
+]
 
 
 class Planned(Rule):
@@ -67,7 +68,7 @@ def assert_equal(expected, result):
     np.testing.assert_allclose(result.logits, expected.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind, rule", CASES, ids=str)
+@pytest.mark.parametrize("kind, rule", CASES, ids=NAMES)
 def test_the_graph_stops_where_torch_stops_with_the_same_logits(folder, kind, rule):
     """In a batch with padding, and each row alone."""
     runtime = Runtime(folder(kind, rule), threads=1)
