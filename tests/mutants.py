@@ -803,6 +803,17 @@ OF_SERVING = [
     ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
 ]
 
+EQUAL = "graphs.py::test_the_graph_stops_where_torch_stops_with_the_same_logits["
+OF_RING = [
+    ("mini_ee.export.nested_if.NestedIf.patient", source("GreaterOrEqual", "Greater"), EQUAL + "joint, Patience 2]"),
+    ("mini_ee.export.nested_if.Parts.adapted", always(lambda self, x, y, name: y), EQUAL + "lora, Threshold max_probability]"),
+    ("mini_ee.export.nested_if.Parts.pooled", source("rows.mask, to", 'g.op("Or", rows.mask, g.op("Not", rows.mask)), to'), EQUAL + "policies, Never 8]"),
+    ("mini_ee.export.nested_if.measured", source('"Sub", first, second', '"Add", first, second'), EQUAL + "joint, Threshold breaking_ties]"),
+    ("mini_ee.export.runtime.Segments.read", always(lambda self, k, state: state.outputs["logits"][: len(state)]), "graphs.py::test_segments_are_an_engine_of_the_loop[first token]"),
+    ("mini_ee.export.manifest.read_manifest", source("!= digest", "is None"), "folders.py::test_damage_is_one_line[joint-other weights]"),
+    ("mini_ee.export.verify.verify", source("max(TOLERANCE", "max(1e9"), "graphs.py::test_the_export_compares_and_leaves_no_folder"),
+]
+
 TORCH = [  # what the package calls
     ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
     ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
@@ -828,6 +839,7 @@ MUTANTS = [
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
     *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
+    *[(dotted(place), bug, f"export/test_ring_{test}") for place, bug, test in OF_RING],
     *TORCH,
 ]
 
