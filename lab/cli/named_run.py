@@ -7,8 +7,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from mini_ee.lab.cli.command_options import Parser
-from mini_ee.lab.data.files import read_json, run_config
-from mini_ee.lab.export.manifest import MANIFEST
+from mini_ee.lab.data.files import MANIFEST, read_json, run_config
 
 
 class Named(NamedTuple):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.lab.data.files import file_sha256, how_to_download, read_json, run_config
+from mini_ee.lab.data.files import MANIFEST, file_sha256, how_to_download, read_json, run_config
 from mini_ee.lab.errors import WrongArguments
 
 FORMAT_VERSION = 4  # since model.onnx
 
-MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights, by their names in safetensors
 EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00)}

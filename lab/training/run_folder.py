@@ -42,7 +42,6 @@ from mini_ee.lab.data.files import (
     sole_writer,
     write_json,
 )
-from mini_ee.lab.data.sentence_prompts import with_prompt
 from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
@@ -159,6 +158,8 @@ class Run(NamedTuple):
 
         prompt_name: of the encoder's prompts (None: its default one). Raises ValueError like Runtime.embed.
         """
+        from mini_ee.lab.data.sentence_prompts import with_prompt
+
         if not self.embeds:
             raise WrongArguments(f"{self.folder}: expected a sentence encoder, found a run of {self.config['method']}")
         check_rows(texts, 1)
