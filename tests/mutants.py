@@ -536,7 +536,7 @@ RULES = [
     ("statistics.p_values_of_counts", always(wald), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[350-0.0]"),
     ("data.tokenizer.Encoded.batch", unmasked, "conformance.py::test_a_batch_of_rows_is_its_rows_alone_padding_included[joint]"),
     ("training.state.read_tensors", lambda true: lambda path, signed=False: true(path), "training.py::test_a_training_state_without_its_checksum_is_refused"),
-    ("training.row_unit.split_rows", part_that_tests_selects, "training.py::test_nothing_that_a_training_chooses_has_read_the_rows_that_test_the_default_rule[right-tool]"),
+    ("training.train_rows.split_rows", part_that_tests_selects, "training.py::test_nothing_that_a_training_chooses_has_read_the_rows_that_test_the_default_rule[right-tool]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden.mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, -1]), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),

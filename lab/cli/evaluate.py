@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.lab.cli import evaluate_raee, evaluate_rows, evaluate_tokens
-from mini_ee.lab.cli.command_options import Parser, add_where, positive
-from mini_ee.lab.cli.named_run import Named, add_kinds
+from mini_ee.lab.cli.command_options import Named, Parser, add_kinds, add_where, positive
 
 HELP = "measure accuracy, layers saved and speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"

@@ -52,9 +52,10 @@ from mini_ee.lab.training.run_folder import (
     training_folder,
     versions,
 )
-from mini_ee.lab.training.stages import Stage, task_loss
+from mini_ee.lab.training.stages import Stage
 from mini_ee.lab.training.state import STATE, Saved
 from mini_ee.lab.training.train_run import Request, check_task, exits_of, say_beyond, say_left_out, trained_on
+from mini_ee.train import task_loss
 
 BATCH_SIZE, EMBEDDED_AT_ONCE = 32, 64  # examples that the exits, and the encoder of the queries, read at once
 OF_PROMPTS = ("template", "words", "prompts", "shots", "include_embeddings")

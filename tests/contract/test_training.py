@@ -16,8 +16,8 @@ import mini_ee
 import mini_ee.lab.baselines.joint as joint_module
 import mini_ee.lab.baselines.two_stage as two_stage_module
 import mini_ee.lab.training.loop as loop
-import mini_ee.lab.training.row_unit as row_unit
 import mini_ee.lab.training.state as state_module
+import mini_ee.lab.training.train_rows as train_rows
 import mini_ee.lab.training.train_run as train_module
 from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.backbones.tensor_files import read_tensors
@@ -35,10 +35,11 @@ from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.method import configured, load_method
 from mini_ee.lab.training.run_folder import build_model, encode, training_folder
-from mini_ee.lab.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
+from mini_ee.lab.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage
 from mini_ee.lab.training.state import Saved
 from mini_ee.lab.training.train_run import exits_of, make_request
 from mini_ee.lab.training.train_settings import TrainConfig
+from mini_ee.train import task_loss
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
 FEW = {"max_train": 24}  # 3 steps an epoch
@@ -262,7 +263,7 @@ def test_a_run_beside_the_state_of_its_training_is_over(tmp_path, checkpoint_fol
 def unfinished(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     """The state of a training that was stopped when all steps were done."""
     with monkeypatch.context() as patch:
-        patch.setattr(row_unit, "default_rule", lambda *args, **settings: 1 / 0)
+        patch.setattr(train_rows, "default_rule", lambda *args, **settings: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tmp_path / "run", checkpoint_folder, task_folder)
     return tmp_path / "run.training" / "state.safetensors"
@@ -393,7 +394,7 @@ OF_LABELS = [name for name in OF_ROWS if not load_method(name).keeps_model]  # t
 
 def read_before_the_rule_is_chosen(method, checkpoint, task_folder, out, monkeypatch):
     """The texts that a training reads until the default rule is chosen, and what that is chosen from."""
-    read, chosen_from, batch, fit, choose = set(), [], Encoded.batch, train_module._fit, row_unit.default_rule
+    read, chosen_from, batch, fit, choose = set(), [], Encoded.batch, train_module._fit, train_rows.default_rule
 
     def reading(encoded, rows):
         read.update(encoded.texts[row] for row in np.arange(len(encoded))[rows])
@@ -409,7 +410,7 @@ def read_before_the_rule_is_chosen(method, checkpoint, task_folder, out, monkeyp
         return choose(*records, **settings)
 
     monkeypatch.setattr(train_module, "_fit", fitting_first)
-    monkeypatch.setattr(row_unit, "default_rule", choosing)
+    monkeypatch.setattr(train_rows, "default_rule", choosing)
     train(out, checkpoint, task_folder, method, epochs=1, max_train=24, **SHORT.get(method, {}))
     return read, chosen_from
 
@@ -435,8 +436,8 @@ def test_losses_of_a_regression_are_scaled_by_the_labels_that_were_trained_on(ch
     folder.mkdir()
     rows = [f"{i % 7}\tthe film was good {i}\tthe song was {i}\t{i / 40}" for i in range(200)]
     (folder / "train.tsv").write_text("\n".join(["genre\tsentence1\tsentence2\tscore", *rows]) + "\n")
-    given, choose = {}, row_unit.default_rule
-    monkeypatch.setattr(row_unit, "default_rule", lambda *some, **more: given.update(more) or choose(*some, **more))
+    given, choose = {}, train_rows.default_rule
+    monkeypatch.setattr(train_rows, "default_rule", lambda *some, **more: given.update(more) or choose(*some, **more))
     train(tmp_path / "run", checkpoint_folder, folder, "pabee", epochs=1, max_train=20)
     parts = split_rows(load_task(folder), 0, 20)
     assert given["label_range"] == np.ptp(parts.train.labels) < np.ptp(parts.test.labels)

@@ -55,8 +55,7 @@ from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import about_task, load_run, training_folder, write_rule
 from mini_ee.lab.training.state import STATE
 from mini_ee.lab.training.train_run import make_request, trained_on
-from mini_ee.lab.training.train_settings import TrainOptions
-from mini_ee.lab.training.unit import load_unit
+from mini_ee.lab.training.train_settings import OPTIONS, TrainOptions
 
 LOOSE = ("--max-loss", "0.9")  # which five test rows show, so that the default rule exits early
 FAST = ("--epochs", "1", "--batch-size", "8", "--lr", "3e-3", "--head-lr", "1e-2")
@@ -105,7 +104,7 @@ def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys
         main(["train", method, "--help"])
     usage, _, _ = capsys.readouterr().out.partition("\n\n")
     found = load_method(method)
-    parts = [found.config, TrainOptions, *(part for unit in found.units for part in load_unit(unit).options)]
+    parts = [found.config, TrainOptions, *(part for unit in found.units for part in OPTIONS[unit])]
     asked_for = {each.name: each.metadata for part in parts for each in fields(part) if each.metadata}
     flags = {flag_of(name, about) for name, about in asked_for.items() if name not in found.lacks}
     assert stop.value.code == 0 and set(re.findall(r"(?<=\[)--[a-z-]+", usage)) | BESIDE == flags | BESIDE
