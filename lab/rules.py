@@ -19,7 +19,7 @@ from 0 along `exits`. Depths count layers: 0 is the embeddings.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -128,7 +128,7 @@ class Rule(rules.Rule):
 
     def settings(self) -> dict:
         """The fields of the rule by name."""
-        return {name: getattr(self, name) for name in getattr(self, "__dataclass_fields__", ())}
+        return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
 
     def to_dict(self) -> dict:
         return {"name": self.name} | {key: _json(value) for key, value in self.settings().items()}
