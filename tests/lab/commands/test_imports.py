@@ -12,7 +12,8 @@ COUNT = """
 import sys
 from mini_ee.lab.cli.main import main
 status = main(sys.argv[1:])
-files = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.partition(".")[0] == "mini_ee"}
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "mini_ee"]
+files = {getattr(module, "__file__", None) for module in ours}
 print(*sorted(filter(None, files)), sep="\\n", file=sys.stderr)
 sys.exit(status)
 """
