@@ -21,13 +21,13 @@ from time import perf_counter
 import numpy as np
 
 from mini_ee.lab.data.columns import TaskOptions
-from mini_ee.lab.data.files import check_regular, errors_name, file_sha256, read_json, sole_writer, write_json
+from mini_ee.lab.data.files import MANIFEST, check_regular, errors_name, file_sha256, read_json, sole_writer, write_json
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.table_files import SUFFIXES, TableFile, kind_of
 from mini_ee.lab.data.text_files import TextReader
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.export.manifest import MANIFEST, read_manifest
+from mini_ee.lab.export.manifest import read_manifest
 from mini_ee.lab.export.runtime import ID_DIGITS
 from mini_ee.serve.batch_parts import (
     COMPARED,
