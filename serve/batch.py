@@ -250,7 +250,7 @@ def _projection(summary: dict, times: dict) -> dict:
     ratio = (times["tokenizing"] + times["full"]) / (times["tokenizing"] + times["exits"])
     io = summary["io_core_seconds"] / summary["rows"]
     model = summary["core_seconds"] / summary["rows"] - io
-    hours = {name: (io + model * times) * BILLION / HOUR for name, times in (("exits", 1), ("full", ratio))}
+    hours = {name: (io + model * share) * BILLION / HOUR for name, share in (("exits", 1), ("full", ratio))}
     return {"rows": BILLION, "core_hours": hours, "full_ratio": ratio, "compared_rows": times["rows"]}
 
 

@@ -61,9 +61,6 @@ def test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_dept
     losses = [0.7, 0.5, 0.2]
     assert depth_weighted_sum(losses, (2, 4, 6)) == pytest.approx((2 * 0.7 + 4 * 0.5 + 6 * 0.2) / 12, abs=1e-12)
     assert depth_weighted_sum([3.0], (12,)) == 3.0
-
-
-def test_eq1_needs_one_loss_an_exit():
     with pytest.raises(ValueError):
         depth_weighted_sum([1.0, 2.0], (2, 4, 6))
 
@@ -269,29 +266,39 @@ def unfinished(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     return tmp_path / "run.training" / "state.safetensors"
 
 
-def test_a_training_state_without_its_checksum_is_refused(tmp_path, checkpoint_folder, task_folder, unfinished):
-    save_file(read_tensors(unfinished), unfinished)
-    with pytest.raises(
-        ValueError,
-        match="state.safetensors: damaged: the checksum that was written with it is gone; remove .*training and",
-    ):
-        train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
-    unfinished.write_bytes(unfinished.read_bytes()[:-9])
-    with pytest.raises(
-        ValueError, match="state.safetensors: truncated or damaged .*; remove .*training and begin anew$"
-    ):
-        train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
+def without_checksum(state):
+    save_file(read_tensors(state), state)
 
 
-@pytest.mark.usefixtures("unfinished")
-def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder):
-    with pytest.raises(ValueError, match="run.training: was started with lr 0.001; resume with the same settings$"):
-        train(tmp_path / "run", checkpoint_folder, task_folder, lr=2e-3, resume=True)
-    for name, begun, other in (("pool", "mean", "first"), ("head", "dense", "linear")):
-        with pytest.raises(ValueError, match=f"was started with {name} {begun}; resume with the same settings$"):
-            train(tmp_path / "run", checkpoint_folder, task_folder, resume=True, **{name: other})
-    with pytest.raises(FileExistsError, match="go on with --resume"):
-        train(tmp_path / "run", checkpoint_folder, task_folder)
+def truncated(state):
+    state.write_bytes(state.read_bytes()[:-9])
+
+
+def whole(state):
+    pass
+
+
+OTHER = "run.training: was started with {}; resume with the same settings$"
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        (without_checksum, {}, "damaged: the checksum that was written with it is gone; remove .*training and begin"),
+        (truncated, {}, "state.safetensors: truncated or damaged .*; remove .*training and begin anew$"),
+        (whole, {"lr": 2e-3}, OTHER.format("lr 0.001")),
+        (whole, {"pool": "first"}, OTHER.format("pool mean")),
+        (whole, {"head": "linear"}, OTHER.format("head dense")),
+        (whole, {"resume": False}, "go on with --resume"),
+    ],
+    ids=("no-checksum", "truncated", "lr", "pool", "head", "no-resume"),
+)
+def test_a_damaged_state_and_other_settings_are_refused(
+    tmp_path, checkpoint_folder, task_folder, unfinished, damage, options, message
+):
+    damage(unfinished)
+    with pytest.raises((ValueError, FileExistsError), match=message):
+        train(tmp_path / "run", checkpoint_folder, task_folder, **{"resume": True} | options)
 
 
 @pytest.mark.usefixtures("unfinished")
@@ -455,14 +462,6 @@ def test_the_rows_to_train_on_are_those_that_the_holdout_leaves(max_train):
     assert found.selection.texts == held.texts if max_train == 45 else set(found.selection.texts) < set(held.texts)
 
 
-@pytest.mark.parametrize(
-    "setting", [{"epochs": 0}, {"lr": -1.0}, {"warmup": 2.0}, {"lr": float("nan")}, {"batch_size": 0}]
-)
-def test_settings_that_make_no_sense_are_refused(setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        TrainConfig(**setting)
-
-
 # ---- What is asked for ----
 
 
@@ -565,6 +564,10 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(
         ),
         ("consistent", {"alpha": -1.0}, "alpha must be"),
         ("joint", {"epochs": 0}, "epochs must be a whole number of at least 1, got 0"),
+        ("joint", {"batch_size": 0}, "batch_size must be"),
+        ("joint", {"lr": -1.0}, "lr must be"),
+        ("joint", {"lr": float("nan")}, "lr must be"),
+        ("joint", {"warmup": 2.0}, "warmup must be"),
         ("joint", {"exits": (2, 1, 3)}, "exits must ascend .* end at the last layer, 3, got 2,1,3"),
         ("joint", {"pool": "last"}, "pool must be one of mean, first, got 'last'"),
         ("joint", {"device": "tpu"}, "--device tpu: cannot be used here"),
