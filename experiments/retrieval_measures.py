@@ -29,8 +29,8 @@ from mini_ee.lab.methods.raee_datastore import Neighbours
 from mini_ee.lab.recording import Record, exit_scores, record, summary
 from mini_ee.lab.rules import NeverExit, Threshold
 from mini_ee.lab.training.run_folder import Run
-from mini_ee.lab.training.stages import task_loss
 from mini_ee.raee import exit_values
+from mini_ee.train import task_loss
 
 BATCH_SIZE = 32
 HELD_OUT_ROWS = 2500  # read at most, drawn with the seed

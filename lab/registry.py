@@ -1,4 +1,4 @@
-"""Names and the modules that define them: methods, rules, measurements, units, heads and backbones, one per line.
+"""Names and the modules that define them: methods, rules, measurements, heads and backbones, one per line.
 
 Strings only: a module is imported when it is first used.
 """
@@ -47,13 +47,6 @@ RULES = {  # name in a run's config.json -> the module of the method that define
 
 MEASUREMENTS = {  # NAME of `mini-ee evaluate --NAME`, an extra measurement of any run -> the module that defines it
     "hardness": "mini_ee.lab.methods.consistent_hardness",
-}
-
-UNITS = {  # `unit` in a run's config.json: the kind of thing that exits -> the module that ends with UNIT
-    "rows": "mini_ee.lab.training.row_unit",
-    "prompts": "mini_ee.lab.training.prompt_unit",
-    "tokens": "mini_ee.lab.training.token_unit",
-    "embeddings": "mini_ee.lab.training.embedding_unit",
 }
 
 HEADS = {  # `head` in a run's config.json: the kind of head of an example's exit -> module:function

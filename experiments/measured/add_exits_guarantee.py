@@ -14,7 +14,7 @@ import torch
 
 import mini_ee.lab.export.add_exits as adding
 import mini_ee.lab.training.default_rule as rule
-import mini_ee.lab.training.row_unit as row_unit
+import mini_ee.lab.training.train_rows as train_rows
 from mini_ee.experiments.measured.add_exits_cases import stored
 from mini_ee.experiments.measured.fine_tuning import FineTuned, fine_tuned
 from mini_ee.experiments.measured.repeated_trainings import accept_observed_loss
@@ -91,7 +91,7 @@ def repetition(pool: Pool, out: Path, seed: int) -> dict:
     observer, count = Observer(), max(int(adding.TRAINED * DRAWN), DRAWN - 2 * adding.TEST_ROWS)
     of_pool = patch.object(RowData, "states", lambda data, network, *_: pool.states_of(data, network))
     no_wait = patch.object(os, "fsync", lambda file: None)  # do not wait for the disk: runs are temporary
-    with patch.object(row_unit, "default_rule", observer), of_pool, no_wait:
+    with patch.object(train_rows, "default_rule", observer), of_pool, no_wait:
         adding._trained(pool.folder, task, out, count, AddOptions(), seed, lambda line: None)
     run, found = load_run(out / "run"), []
     for planted, choices in ((None, observer.chosen), (PLANTED, observer.untested)):

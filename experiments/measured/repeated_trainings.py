@@ -20,7 +20,7 @@ import tokenizers
 import torch
 
 import mini_ee.lab.training.default_rule as rule
-import mini_ee.lab.training.row_unit as row_unit
+import mini_ee.lab.training.train_rows as train_rows
 import mini_ee.lab.training.train_run as training
 from mini_ee.lab.backbones.bert import Bert, BertConfig
 from mini_ee.lab.backbones.hub import save_backbone
@@ -119,7 +119,7 @@ def accept_observed_loss(losses: np.ndarray, max_loss: float, level: float = 1.0
 
 
 PLANTED = {
-    "the test rows choose": (row_unit, "split_rows", select_with_test_rows),
+    "the test rows choose": (train_rows, "split_rows", select_with_test_rows),
     "no test": (rule, "paired_p_values", accept_observed_loss),
 }
 """Planted mistakes, to check that the measurement finds them: name -> (module, function, replacement)."""

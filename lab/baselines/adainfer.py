@@ -180,7 +180,7 @@ METHOD = Method(
     default_rule=svm_of_texts,
     exits=None,
     classes_only=True,
-    trained_as="two-stage",
+    trained_as="fine-tune-then-heads",
     defaults={"tokens": {"rank": None, "head_lr": 8e-3}},
     lacks=("rank",),
 )

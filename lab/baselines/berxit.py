@@ -13,7 +13,8 @@ from mini_ee.lab.rules import Policy
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.policies import OneForAll, policy_rule
-from mini_ee.lab.training.stages import Batch, joint_stage, task_loss
+from mini_ee.lab.training.stages import Batch, joint_stage
+from mini_ee.train import task_loss
 
 
 def alternating_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -15,5 +15,5 @@ METHOD = Method(
     recipe=lambda model, config: fine_tune_then_heads(model),
     candidates=sweep(Threshold(math.inf, "entropy")),
     classes_only=True,
-    trained_as="two-stage",
+    trained_as="fine-tune-then-heads",
 )

@@ -44,7 +44,8 @@ from mini_ee.lab.exits.row_exits import ExitModel, RowSegments, RowState, check_
 from mini_ee.lab.rules import Patience
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, Stage, task_loss
+from mini_ee.lab.training.stages import Batch, Stage
+from mini_ee.train import task_loss
 
 MOMENTUM, EPSILON = 0.1, 1e-5  # of the batch norms; torch's defaults
 MIN_VECTOR_NORM = 1e-12  # least length by which a vector is divided

@@ -21,7 +21,8 @@ from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Patience, Rule, Threshold
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, joint_stage, task_loss
+from mini_ee.lab.training.stages import Batch, joint_stage
+from mini_ee.train import task_loss
 
 
 def rescaled(x: Tensor, factor: float) -> Tensor:

@@ -55,8 +55,9 @@ from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Rule, Threshold, confidence
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, Stage, depth_weighted_sum, joint_stage, task_loss
+from mini_ee.lab.training.stages import Batch, Stage, depth_weighted_sum, joint_stage
 from mini_ee.lab.training.training_text import Source
+from mini_ee.train import task_loss
 
 MATCHES = ("dynamic", "uniform", "last")
 MEASURE = "breaking_ties"

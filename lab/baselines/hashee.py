@@ -49,7 +49,8 @@ from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import RowData
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Stage, task_loss
+from mini_ee.lab.training.stages import Stage
+from mini_ee.train import task_loss
 
 TABLES = ("frequency", "mi", "random")
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from mini_ee.lab.backbones.backbone import Adapt, Backbone
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.exits.row_exits import RunLayers
-from mini_ee.lab.training.stages import Batch, task_loss
+from mini_ee.lab.training.stages import Batch
+from mini_ee.train import task_loss
 
 RAMPS, CURRICULA = ("constant", "exponential"), ("rotational", "gradual")
 

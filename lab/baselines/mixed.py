@@ -15,7 +15,8 @@ phase ends if no exit improves; 2. on tokens only heads and adapters learn.
 from torch import Tensor, nn
 
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, Stage, fine_tune_then_heads, joint_stage, task_loss
+from mini_ee.lab.training.stages import Batch, Stage, fine_tune_then_heads, joint_stage
+from mini_ee.train import task_loss
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -15,7 +15,8 @@ from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import ExitModel, RowExits, RowState, check_exits
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.method import Method, NoConfig
-from mini_ee.lab.training.stages import Stage, task_loss
+from mini_ee.lab.training.stages import Stage
+from mini_ee.train import task_loss
 
 
 class MultiModel(ExitModel):

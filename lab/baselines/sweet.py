@@ -6,7 +6,8 @@ The gradient of an exit does not reach the layers below the exit before it, so e
 from torch import Tensor, nn
 
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, joint_stage, task_loss
+from mini_ee.lab.training.stages import Batch, joint_stage
+from mini_ee.train import task_loss
 
 
 def separate_loss(model: nn.Module, batch: Batch) -> Tensor:

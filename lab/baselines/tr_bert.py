@@ -47,7 +47,8 @@ from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.exits.row_exits import States
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.policies import POLICY_WIDTH, policy_network
-from mini_ee.lab.training.stages import Batch, Stage, row_losses, task_loss
+from mini_ee.lab.training.stages import Batch, Stage, row_losses
+from mini_ee.train import task_loss
 
 INITIAL_KEEP = 0.9  # pi(keep) of every token before step 2
 

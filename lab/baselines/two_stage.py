@@ -3,4 +3,4 @@
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import fine_tune_then_heads
 
-METHOD = Method(recipe=lambda model, config: fine_tune_then_heads(model), exits=None)
+METHOD = Method(recipe=lambda model, config: fine_tune_then_heads(model), exits=None, trained_as="fine-tune-then-heads")

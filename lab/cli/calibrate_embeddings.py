@@ -21,7 +21,7 @@ def calibrate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.evaluation.cosine_guarantee import calibrate_cosine
     from mini_ee.lab.recording import record
     from mini_ee.lab.training.run_folder import write_rule
-    from mini_ee.lab.training.unit import load_unit
+    from mini_ee.lab.training.train_embeddings import unseen
 
     given = (args.cosine, args.delta, args.task)
     if None in given or not -1 < args.cosine <= 1 or args.epsilon == 1:
@@ -29,7 +29,7 @@ def calibrate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
             f"{args.run}: a sentence encoder needs --cosine, a number up to 1, --epsilon below 1, --delta, and texts "
             f"with --task FILE"
         )
-    rows = load_unit(opened.unit).unseen(opened, args.task, task_options(args))
+    rows = unseen(opened, args.task, task_options(args))
     recorded = record(opened.segments(), opened.encode(rows.texts), BATCH, progress="reading")
     rule, answer = calibrate_cosine(recorded, opened.rule, args.cosine, args.epsilon, args.delta, args.seed)
     guarantee = {name: answer[name] for name in ("guarantee", "cosine", "epsilon", "delta")}

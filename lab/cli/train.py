@@ -52,8 +52,7 @@ def _paper(name: str) -> str:
 def _add_method(sub: Parser, name: str) -> None:
     from mini_ee.lab.cli.main import add_common
     from mini_ee.lab.training.method import load_method
-    from mini_ee.lab.training.train_settings import TrainOptions
-    from mini_ee.lab.training.unit import load_unit
+    from mini_ee.lab.training.train_settings import OPTIONS, TASK_HELP, TEXT_HELP, TrainOptions
 
     method = load_method(name)
     sub.description = (import_module(METHODS[name]).__doc__ or "").partition("\n\n")[0]
@@ -64,9 +63,9 @@ def _add_method(sub: Parser, name: str) -> None:
         metavar="DIR",
         help="folder of a checkpoint (default a built-in one, for which some defaults differ)",
     )
-    units = {name: load_unit(name) for name in sorted(method.units)}
-    words = "; or ".join(filter(None, (unit.task_help for unit in reversed(units.values()))))
-    if any(TaskOptions in unit.options for unit in units.values()):
+    units = {name: OPTIONS[name] for name in sorted(method.units)}
+    words = "; or ".join(TASK_HELP[name] for name in reversed(units) if name in TASK_HELP)
+    if any(TaskOptions in parts for parts in units.values()):
         add_task(sub, words)
     else:
         sub.add_argument("--task", metavar="TASK", help=words)
@@ -75,13 +74,12 @@ def _add_method(sub: Parser, name: str) -> None:
     usual = method.defaults.get(method.units[0], {})
     add_options(sub.add_argument_group(name), method.config, usual)
     add_options(sub.add_argument_group("training"), TrainOptions, usual, method.lacks)
-    common = max((unit.options[0] for unit in units.values()), key=lambda part: len(fields(part)))
+    common = max((common for common, _ in units.values()), key=lambda part: len(fields(part)))
     add_options(sub.add_argument_group("common"), common, usual, method.lacks)
-    for name, unit in units.items():
-        source = unit.options[-1]
+    for name, (_, source) in units.items():
         if source is TaskOptions:
             continue
-        about = unit.options_help if len(units) > 1 else None
+        about = TEXT_HELP if len(units) > 1 else None
         if about and (others := _other_defaults(method, (method.config, TrainOptions, common, source))):
             about += f";\n{'else' if method.units[0] == name else 'there'} the defaults are {others}"
         add_options(sub.add_argument_group(name, about), source, usual, method.lacks)
@@ -101,11 +99,10 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.evaluation.tables import stages_table
     from mini_ee.lab.training.method import load_method
     from mini_ee.lab.training.train_run import train
-    from mini_ee.lab.training.train_settings import TrainOptions
-    from mini_ee.lab.training.unit import load_unit
+    from mini_ee.lab.training.train_settings import OPTIONS, TrainOptions
 
     begin, method = time.perf_counter(), load_method(args.method)
-    parts = [part for name in method.units for part in load_unit(name).options]
+    parts = [part for name in method.units for part in OPTIONS[name]]
     given = given_options(args, method.config, TrainOptions, *parts) | {"seed": args.seed}
     trained = train(args.method, args.model, args.task, args.out, args.resume, say, **given)
     metrics = trained.metrics

@@ -10,7 +10,7 @@ import numpy as np
 from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.data.progress import tqdm
-from mini_ee.lab.data.tasks import Split, Task
+from mini_ee.lab.data.tasks import Split, Task, holdout
 from mini_ee.lab.data.tokenizer import Encoded
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.evaluation.row_evaluation import (
@@ -42,8 +42,8 @@ from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
 from mini_ee.lab.training.default_rule import CANDIDATES, choose, sweep, usual_rule
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import Run
+from mini_ee.lab.training.train_run import trained_on
 from mini_ee.lab.training.training_text import Source, TextOptions, texts_to_test
-from mini_ee.lab.training.unit import load_unit
 
 TESTED_TEXTS, TIMED_TEXTS = 100, 2
 
@@ -179,7 +179,9 @@ def _picks(points: list[dict], full_score: float) -> dict[str, dict | None]:
 
 def _held_out(trained: Trained, task: Task) -> Split | None:
     """The rows that a run held out in training; None for an exported folder, and for a run on another task."""
-    return load_unit(trained.unit).held_out(trained, task) if isinstance(trained, Run) else None
+    if not isinstance(trained, Run) or trained.unit != "rows" or not trained_on(trained, task):
+        return None
+    return holdout(task.split("train"), trained.config["seed"])[1]
 
 
 # ---- Tokens ----

@@ -22,13 +22,13 @@ import numpy as np
 
 from mini_ee.export import runtime as row_runtime
 from mini_ee.lab.confidence import LABEL_MEASURES, named
-from mini_ee.lab.data.files import file_sha256
+from mini_ee.lab.data.files import MANIFEST, file_sha256
 from mini_ee.lab.data.prompt_templates import Prompt, PromptTokenizer
 from mini_ee.lab.data.sentence_prompts import PromptedTokenizer, with_prompt
 from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
-from mini_ee.lab.export.manifest import MANIFEST, blaming_manifest, read_manifest
+from mini_ee.lab.export.manifest import blaming_manifest, read_manifest
 from mini_ee.lab.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.lab.export.sessions import CPU, GraphRule, Session, wanted_provider
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions

@@ -4,6 +4,9 @@ It trains every method. A recipe is the list of a method's stages (stages.py). A
 generator of stages: it receives the best score of each stage and yields the next one (methods/consistent.py). The loop
 is the same for rows and tokens; their data classes differ (exits/row_exits.py, exits/token_exits.py). Epochs are scored
 on held-out units. The loop never reads the units that test the default rule, nor the split on which we report.
+
+The core has a loop of its own, of the same steps (mini_ee/train.py): resumption, ranks, stages and records, which this
+one adds between them, would hide what the core's shows in thirty lines.
 """
 
 from collections.abc import Generator, Iterable, Iterator

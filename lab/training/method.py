@@ -43,7 +43,7 @@ class Method:
     `search` is given."""
     units: tuple[str, ...] = ("rows", "tokens")  # what can exit; the first one if model and data fit several
     model: Callable | None = None
-    """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (registry.UNITS)."""
+    """(backbone, exits, num_labels, pool, config) -> a model in place of the unit's own (run_folder.py)."""
     policy: Callable | None = None  # (width, exits) -> a module that decides at the exits, as RowExits takes it
     candidates: "Candidates | None" = None  # candidates for the default rule; None: thresholds
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
@@ -68,7 +68,8 @@ class Method:
     """Tokens: (model, Source, held) -> Chosen, in place of agreement_rule. Embeddings: (Record, least mean cosine) ->
     Rule, in place of a fixed depth."""
     trained_as: str = ""
-    """The method that is trained in the same way; they differ by their rules alone. Not on a unit with own defaults."""
+    """A name that methods share if they are trained in the same way, and differ by their rules alone; by default the
+    method's own. Not on tokens if it has defaults of its own there."""
     trains_encoder: bool = False
     """Embeddings: the encoder is trained, from pairs with scores or from its own embeddings; exits have no maps."""
 

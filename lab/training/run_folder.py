@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from mini_ee import __version__
+from mini_ee.lab.backbones.backbone import check_integer
 from mini_ee.lab.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
@@ -31,7 +32,7 @@ from mini_ee.lab.backbones.hub import (
     save_backbone,
     without_memory,
 )
-from mini_ee.lab.backbones.tensor_files import read_tensors
+from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.lab.confidence import LABEL_MEASURES, named
 from mini_ee.lab.data.files import (
     atomic_folder,
@@ -42,8 +43,8 @@ from mini_ee.lab.data.files import (
     sole_writer,
     write_json,
 )
-from mini_ee.lab.data.sentence_prompts import with_prompt
 from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
+from mini_ee.lab.data.values import shortened
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.recording import exited_rows
@@ -86,7 +87,7 @@ class Run(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The name of what exits, see registry.UNITS."""
+        """The name of what exits, see unit.py."""
         return self.config["unit"]
 
     @property
@@ -159,6 +160,8 @@ class Run(NamedTuple):
 
         prompt_name: of the encoder's prompts (None: its default one). Raises ValueError like Runtime.embed.
         """
+        from mini_ee.lab.data.sentence_prompts import with_prompt
+
         if not self.embeds:
             raise WrongArguments(f"{self.folder}: expected a sentence encoder, found a run of {self.config['method']}")
         check_rows(texts, 1)
@@ -173,10 +176,7 @@ class Run(NamedTuple):
         sampling: "Sampling | None" = None,
         seed: int = 0,
     ) -> list[str]:
-        """The text that the decoder generates after each prompt, with early exits by the run's rule.
-
-        sampling: None is greedy.
-        """
+        """The text that the decoder generates after each prompt, by the run's rule. sampling: None is greedy."""
         from mini_ee.lab.exits.decoding import gather
 
         if not self.generates:
@@ -187,9 +187,8 @@ class Run(NamedTuple):
             return []
         ids = [self.tokenizer.ids_of(prompt) for prompt in prompts]
         settings = {"max_new_tokens": max_new_tokens, "seed": seed} | ({"sampling": sampling} if sampling else {})
-        written = gather(
-            self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings), len(ids)
-        )
+        steps = self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings)
+        written = gather(steps, len(ids))
         decode = self.tokenizer.backend.decode
         return [decode(given + each.tokens)[len(decode(given)) :] for given, each in zip(ids, written)]
 
@@ -223,11 +222,23 @@ def check_device(device: str) -> None:
 def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
     """The model of a method, its own or the unit's. config: exits, settings; for rows pool, head and num_labels."""
     exits, settings = tuple(config["exits"]), configured(method, config["settings"])
-    kind = load_unit(unit)
+    shape = (1, None) if unit == "tokens" else (config["num_labels"], config["pool"])
     if method.model is not None:
-        model = method.model(backbone, exits, *kind.shape(config), settings)
+        model = method.model(backbone, exits, *shape, settings)
+    elif unit == "tokens":
+        from mini_ee.lab.exits.token_exits import TokenExits
+
+        model = TokenExits(backbone, exits, "copy", method.policy, config["rank"])
+    elif unit == "embeddings":
+        from mini_ee.lab.exits.embedding_exits import EmbeddingExits, TrainedEncoder
+
+        kind = TrainedEncoder if method.trains_encoder else EmbeddingExits
+        modules = config.get("modules", ())  # older runs have none
+        model = kind(backbone, exits, *shape, config["normalize"], method.policy, modules)
     else:
-        model = kind.build(method, backbone, exits, config)
+        from mini_ee.lab.exits.row_exits import RowExits
+
+        model = RowExits(backbone, exits, *shape, method.policy)
     model.use_heads(config.get("head") or "dense")
     return model
 
@@ -245,13 +256,16 @@ def save_run(
     """
     unit, config = load_unit(model.unit), {"format_version": FORMAT_VERSION} | about
     config |= {"exits": list(model.exits), "pool": model.pool, "head": model.head}
+    config |= {"num_labels": model.num_labels} if unit.embeds else {}
     config |= {"rule": chosen.rule.to_dict(), "guarantee": chosen.guarantee}
     config |= {"curve": chosen.curve} if chosen.curve else {}
     config |= {"max_length": tokenizer.max_length, "versions": versions()}
     with atomic_folder(folder) as partial:
-        digests, changed = model.save_parts(partial, about["backbone"]["folder"]), unit.backbone_changed(model, about)
-        more, written = unit.saved(partial, model, tokenizer)
-        config, digests = config | more, digests | written
+        digests, changed = model.save_parts(partial, about["backbone"]["folder"]), model.holds_backbone
+        if unit.name == "prompts":
+            changed, config["prompt"] = bool(about["training"]["shots"]), tokenizer.prompt.to_dict()
+        else:
+            digests["model.safetensors"] = write_tensors(partial / "model.safetensors", model.own_state())
         if changed and not unit.reads_lm_head:
             config["backbone"] = config["backbone"] | {"config": model.backbone.config.to_dict()}
         elif changed:
@@ -336,15 +350,58 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
             raise ValueError(
                 f"{folder / name}: damaged: expected the checksum in config.json, found another; train the run again"
             )
-    unit = load_unit(config["unit"])
-    unit.check(config)
-    model, tokenizer = unit.read(folder, config, backbone_folder)
+    _check_values(config)
+    model, tokenizer = _read_model(folder, config, backbone_folder)
     rule = rule_from_dict(config["rule"]).opened(folder, config, model)
     rule.check(len(model.exits))
     return Run(folder, config, model.eval(), tokenizer, rule, metrics=read_json(folder / "metrics.json"))
 
 
-def read_trained(unit: Unit, folder: Path, config: dict, backbone_folder) -> nn.Module:
+def _check_values(config: dict) -> None:
+    """Raise ValueError for values of config.json that no other check finds."""
+    unit = load_unit(config["unit"])
+    if unit.generates:
+        return
+    check_integer("max_length", config["max_length"])
+    if unit.embeds:
+        return check_integer("num_labels", config["num_labels"])
+    names = config["task"]["label_names"]
+    check_integer("texts", config["task"]["texts"], most=2)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"label_names must be a list of names, found {shortened(names)}; train the run again")
+    expected = max(1, len(names))
+    if unit.name == "rows" and config["num_labels"] != expected:
+        raise ValueError(
+            f"num_labels must be {expected}, the number of label names, found "
+            f"{shortened(config['num_labels'])}; train the run again"
+        )
+
+
+def _read_model(folder: Path, config: dict, backbone_folder) -> tuple[nn.Module, Tokenizer]:
+    """The model and the tokenizer of a run."""
+    unit, file = load_unit(config["unit"]), folder / "tokenizer.json"
+    if unit.name == "prompts":
+        from mini_ee.lab.data.prompt_templates import Prompt, PromptTokenizer
+        from mini_ee.lab.exits.prompt_exits import PromptModel
+
+        prompt = Prompt.from_dict(config["prompt"])
+        tokenizer = PromptTokenizer(Tokenizer.from_file(file).backend, config["max_length"], prompt)
+        backbone = backbone_of(config["backbone"], folder, backbone_folder)
+        return PromptModel(backbone, tokenizer, tuple(config["exits"])), tokenizer
+    model = _trained_model(unit, folder, config, backbone_folder)
+    if unit.generates:
+        model.fold()
+        return model, Tokenizer.from_file(file, None)  # texts are not cut, even if config.json has a max_length
+    tokenizer = Tokenizer.from_file(file, config["max_length"])
+    if unit.embeds and "prompts" in config:  # an older run has none
+        from mini_ee.lab.data.sentence_prompts import PromptedTokenizer
+
+        own = config["prompts"], config["default_prompt_name"]
+        tokenizer = PromptedTokenizer(tokenizer.backend, config["max_length"], *own)
+    return model, tokenizer
+
+
+def _trained_model(unit: Unit, folder: Path, config: dict, backbone_folder) -> nn.Module:
     """The trained exits, on the backbone that the run contains or names."""
     source = config["backbone"]
     base = config | config.get("base", {})  # for RAEE: method and settings of the run that it was collected on

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.lab.training.train_settings import TrainConfig
+from mini_ee.train import task_loss
 
 
 class Batch(NamedTuple):
@@ -44,13 +45,6 @@ class Stage(NamedTuple):
     def config(self, config: TrainConfig) -> TrainConfig:
         """The settings of the training with those of the stage."""
         return replace(config, **self.settings)
-
-
-def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy for class indices, mean squared error for float labels (C = 1); in float32."""
-    if labels.is_floating_point():
-        return F.mse_loss(logits.float()[:, 0], labels)
-    return F.cross_entropy(logits.float(), labels)
 
 
 def row_losses(logits: Tensor, labels: Tensor) -> Tensor:

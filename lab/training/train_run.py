@@ -4,8 +4,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +19,17 @@ from mini_ee.lab.backbones.hub import (
     BUILT_IN_DECODER,
     BUILT_IN_MODEL,
     backbone_sha256,
+    check_generates,
+    generates,
     load_backbone,
     read_config,
 )
+from mini_ee.lab.backbones.sentence_encoder import SentenceModules
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.files import check_folder, run_config, sole_writer
 from mini_ee.lab.data.model_files import model_sha256s
 from mini_ee.lab.data.settings import flag_of, unused_option
+from mini_ee.lab.data.table_files import SUFFIXES, kind_of
 from mini_ee.lab.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
@@ -43,8 +49,27 @@ from mini_ee.lab.training.run_folder import (
     training_folder,
 )
 from mini_ee.lab.training.state import STATE, NothingToResume, Saved
-from mini_ee.lab.training.train_settings import TextOptions, TrainConfig
-from mini_ee.lab.training.unit import TrainingData, Unit, load_unit
+from mini_ee.lab.training.train_settings import KINDS, OPTIONS, TextOptions, TrainConfig
+from mini_ee.lab.training.unit import Unit, load_unit
+
+Say = Callable[[str], None]
+TOKEN_EXITS = 4  # if none are named
+OF_TRAINING = "max_train", "max_loss", "confidence", "min_cosine"  # common options that `training` in config.json has
+ENCODER_DEFAULTS = {"lr": 4e-4, "epochs": 4}  # the built-in encoder is small and needs larger and more steps
+TRAINED_BY = {  # unit -> the module of functions `opened`, `about`, `open_tokenizer`, `data` and `conclude`
+    "rows": "mini_ee.lab.training.train_rows",
+    "tokens": "mini_ee.lab.training.train_tokens",
+    "embeddings": "mini_ee.lab.training.train_embeddings",
+}
+
+
+class TrainingData(NamedTuple):
+    """The data of a training."""
+
+    train: Any
+    held: Any  # held out; it chooses the best epochs
+    more: Any  # for `conclude`: the examples that test the default rule, or the Source of texts
+    begun_with: dict  # must be the same if the training is resumed
 
 
 @dataclass(frozen=True)
@@ -63,10 +88,16 @@ class Request:
     texts: TextOptions | None  # of tokens
     resume: bool
     given: frozenset[str]  # the names of the options that were given, not taken from defaults
+    encoder: SentenceModules | None = None  # of embeddings
 
     @property
     def seed(self) -> int:
         return self.train.seed
+
+    @property
+    def trainer(self) -> ModuleType:
+        """The functions that train this unit."""
+        return import_module(TRAINED_BY[self.unit.name])
 
 
 def train(
@@ -75,7 +106,7 @@ def train(
     task: str | Path | Task | None = None,
     out: str | Path = "run",
     resume: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     **options,
 ) -> Run:
     """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
@@ -91,7 +122,7 @@ def train(
         return _trained(replace(request, common=replace(request.common, device=device)), say)
 
 
-def _trained(request: Request, say: Callable[[str], None]) -> Run:
+def _trained(request: Request, say: Say) -> Run:
     state_folder = training_folder(request.out)
     if request.out.exists():
         done = request.resume and is_run(request.out) and (state_folder / STATE).exists()
@@ -125,13 +156,13 @@ def make_request(
     """The Request of a method's name and options. Raises WrongArguments if they do not fit."""
     method = load_method(name)
     unit, model = _unit_of(method, model and Path(model), task)
-    defaults = unit.built_in_defaults if model == unit.built_in else {}
+    defaults = ENCODER_DEFAULTS if unit.name == "rows" and model == BUILT_IN_MODEL else {}
     defaults = defaults | method.defaults.get(unit.name, {})
     if model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit.name == method.units[0]:
         defaults = defaults | method.defaults.get("built-in", {})
-    defaults = defaults | unit.implied(task)
+    defaults = defaults | ({"kind": task} if unit.name == "tokens" and task in KINDS else {})
     given = defaults | {key: value for key, value in options.items() if value is not None}
-    parts = [TrainConfig, *unit.options]
+    parts = [TrainConfig, *OPTIONS[unit.name]]
     known = [{field.name for field in fields(part)} for part in parts]
     own_names = {field.name for field in fields(method.config)}
     foreign = given.keys() - set().union(*known, own_names)
@@ -150,7 +181,7 @@ def make_request(
         raise WrongArguments(unused)
     request = Request(name, method, unit, model, None, out, config, *made[:2], None, resume, named)
     check_device(request.common.device)
-    return unit.opened(request, task, made[2])
+    return request.trainer.opened(request, task, made[2])
 
 
 def _unit_of(method: Method, model: Path | None, task: str | Path | None) -> tuple[Unit, Path]:
@@ -164,10 +195,40 @@ def _unit_of(method: Method, model: Path | None, task: str | Path | None) -> tup
                 f"{model}: expected a checkpoint, found a run of {run.get('method')}; give a checkpoint"
             )
         model_type = read_config(model / "config.json").model_type if run is None else None
-    units = [load_unit(name) for name in method.units]
-    unit = next((unit for unit in units if unit.wants(model_type, task)), units[0])
-    unit.check_source(model, model_type, task)
-    return unit, model or unit.built_in
+    name = next((unit for unit in method.units if _fits(unit, model_type, task)), method.units[0])
+    if name == "tokens":
+        _check_tokens(model, model_type, task)
+    elif name == "embeddings" and generates(model_type):
+        raise WrongArguments(f"{model}: expected a sentence encoder, found a {model_type}: not supported yet")
+    return load_unit(name), model or (BUILT_IN_DECODER if name == "tokens" else BUILT_IN_MODEL)
+
+
+def _fits(unit: str, model_type: str | None, task) -> bool:
+    """Whether a unit can be trained with a model (None: not a checkpoint) and a task."""
+    if unit == "tokens":
+        return not is_labelled(task) and (model_type is None or generates(model_type) or task in KINDS)
+    if unit == "rows":
+        return is_labelled(task) or task not in KINDS and not (model_type and generates(model_type))
+    return unit == "embeddings" and not generates(model_type)
+
+
+def _check_tokens(model: Path | None, model_type: str | None, task) -> None:
+    """Raise WrongArguments for a model or a task with which tokens cannot be trained."""
+    if model_type is not None:
+        check_generates(model, model_type)
+    if is_labelled(task):
+        raise WrongArguments("this method is for tokens of decoders: give --model a decoder, and no folder with --task")
+    if task is not None and task not in KINDS:
+        raise WrongArguments(
+            f"--task: expected a task's folder, or for a decoder {' or '.join(KINDS[1:])}, found {task}"
+        )
+
+
+def is_labelled(task) -> bool:
+    """Whether this is a task with labels: a Task, the built-in one, a folder, or a table."""
+    if isinstance(task, Task):
+        return True
+    return task is not None and (str(task) == TOY or Path(task).is_dir() or kind_of(Path(task)) in SUFFIXES)
 
 
 def open_task(name: str | Path | Task | None, options: TaskOptions = TaskOptions()) -> Task:
@@ -216,17 +277,20 @@ def trained_on(run: Run, task: Task) -> bool:
 
 def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
     """The exits of --exits, or the method's own. Raises WrongArguments for exits that the model cannot have."""
-    exits, own = request.common.exits, request.method.exits
+    exits, own, tokens = request.common.exits, request.method.exits, request.unit.name == "tokens"
     if exits is None:
         if callable(own):
             return own(num_layers)
-        count = request.unit.exit_count(request.method)
+        count = TOKEN_EXITS if tokens else own
         return tuple(range(1, num_layers + 1)) if count is None else even_exits(num_layers, count)
-    refusal = request.method.no_exit_0 or request.unit.no_exit_0
+    of_rows = "" if request.unit.name == "rows" else "which is for the examples of a classifier"
+    refusal = request.method.no_exit_0 or of_rows
     if exits[0] == 0 and refusal:
         raise WrongArguments(f"{request.name} cannot have an exit 0, {refusal}: let --exits begin with 1 or more")
+    if tokens and exits[-1] != num_layers:
+        exits = *exits, num_layers  # the LM head is always there
     try:
-        return check_exits(request.unit.with_last(exits, num_layers), num_layers, least=min(1, exits[0]))
+        return check_exits(exits, num_layers, least=min(1, exits[0]))
     except ValueError as error:
         raise WrongArguments(str(error)) from None
 
@@ -234,23 +298,23 @@ def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
 # ---- Training ----
 
 
-def _fitted_run(request: Request, state_folder: Path, say: Callable[[str], None]) -> tuple:
+def _fitted_run(request: Request, state_folder: Path, say: Say) -> tuple:
     """Open, read, train and choose the default rule. Returns the arguments of save_run."""
-    unit, (backbone, tokenizer) = request.unit, _opened(request)
+    trainer, (backbone, tokenizer) = request.trainer, _opened(request)
     say_left_out(backbone, request.model, say, request.method.keeps_model and backbone.classification_head)
     say_beyond(tokenizer, backbone, request.model, say)
-    about = _about(request, exits_of(request, backbone.config.num_hidden_layers))
-    data = unit.data(request, backbone, tokenizer, about, say)
+    about = _about(request, backbone, exits_of(request, backbone.config.num_hidden_layers))
+    data = trainer.data(request, backbone, tokenizer, about, say)
     model, fitted = _fit(request, backbone, about, data, Saved(state_folder, data.begun_with, request.resume))
-    chosen, metrics = unit.conclude(request, model, fitted, data)
+    chosen, metrics = trainer.conclude(request, model, fitted, data)
     return model, tokenizer, chosen, about, metrics
 
 
 def _opened(request: Request) -> tuple[nn.Module, Tokenizer]:
     """The backbone, on the device, and its tokenizer, as a training reads them."""
-    unit, backbone = request.unit, load_backbone(request.model)
-    backbone = (backbone if unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
-    return backbone, unit.open_tokenizer(request, backbone)
+    backbone = load_backbone(request.model)
+    backbone = (backbone if request.unit.reads_lm_head else backbone.without_heads()).to(request.common.device)
+    return backbone, request.trainer.open_tokenizer(request, backbone)
 
 
 def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tuple[np.ndarray, int]:
@@ -258,13 +322,13 @@ def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tupl
     number of tokens that its backbone can read.
     """
     backbone, tokenizer = _opened(request)
-    about = _about(request, (backbone.config.num_hidden_layers,)) | request.unit.head_settings(request, backbone)
+    about = _about(request, backbone, (backbone.config.num_hidden_layers,))
     segments = build_checked(request, backbone, about).segments()
     outputs = record(segments, encode(tokenizer, texts, backbone), request.train.batch_size).logits[:, -1]
     return outputs, backbone.config.max_tokens
 
 
-def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None], keeps_head: Any = False) -> None:
+def say_left_out(backbone: nn.Module, folder: Path, say: Say, keeps_head: Any = False) -> None:
     """Print which tensors of a checkpoint are not used, and why. keeps_head: whether its own head is used."""
     if is_adapter(folder):
         say(f"{folder}: a PEFT adapter, merged into its base model {model_folder(folder)}.")
@@ -277,7 +341,7 @@ def say_left_out(backbone: nn.Module, folder: Path, say: Callable[[str], None], 
         say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}){why}.")
 
 
-def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Callable[[str], None]) -> None:
+def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Say) -> None:
     """Print which tokens of a tokenizer the model does not have."""
     if line := tokenizer.beyond(backbone.config.vocab_size):
         say(f"{folder}: {line}")
@@ -288,13 +352,13 @@ def _fit(
 ) -> tuple[nn.Module, Fitted]:
     """Build the model and train it. Restores the random state of the caller."""
     begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
-    heads = request.unit.head_settings(request, backbone)
-    begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(data.train)} | heads
+    begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(data.train)}
+    begun_with |= {key: about.get(key) for key in ("pool", "head", "num_labels")}
     begun_with |= {"files": model_sha256s(request.model)}
     saved = saved._replace(settings=begun_with | saved.settings)
     with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):
         torch.manual_seed(request.seed)
-        model = build_checked(request, backbone, about | heads).to(request.common.device)
+        model = build_checked(request, backbone, about).to(request.common.device)
         if not request.method.has_stages:
             return model, Fitted(request.method.search(model, data.train, data.held, request.config), [])
         recipe = request.method.recipe(model, request.config)
@@ -309,7 +373,7 @@ def build_checked(request: Request, backbone: nn.Module, about: dict) -> nn.Modu
         raise WrongArguments(str(error)) from None
 
 
-def _about(request: Request, exits: tuple[int, ...]) -> dict:
+def _about(request: Request, backbone: nn.Module, exits: tuple[int, ...]) -> dict:
     """The parts of config.json that are known before the training."""
     return {
         "method": request.name,
@@ -318,5 +382,5 @@ def _about(request: Request, exits: tuple[int, ...]) -> dict:
         "backbone": {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)},
         "exits": list(exits),
         "seed": request.seed,
-        "training": asdict(request.train) | request.unit.training_settings(request),
-    } | request.unit.about(request)
+        "training": asdict(request.train) | {key: v for key, v in vars(request.common).items() if key in OF_TRAINING},
+    } | request.trainer.about(request, backbone)

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mini_ee.lab.backbones.sentence_encoder import POOLS as EMBEDDING_POOLS
+from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.registry import HEADS
 
@@ -134,6 +136,44 @@ class TextOptions(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions(CommonOptions):
+    """CommonOptions, and those of a training of embeddings."""
+
+    pool: str | None = option(
+        None,
+        "pooling over the tokens",
+        choices=tuple(EMBEDDING_POOLS.values()),
+        default_text="the encoder's own, else mean",
+    )
+    normalize: bool = option(False, "scale embeddings to length 1, also if the encoder does not")
+    size: int | None = option(
+        None, "keep the first N numbers of an embedding (Matryoshka)", least=1, metavar="N", default_text="all"
+    )
+    max_train: int | None = option(
+        None, "maximum number of training texts, drawn with the seed", least=1, metavar="N", default_text="all"
+    )
+    max_length: int | None = option(
+        None,
+        "maximum number of tokens of a text; a longer one is cut",
+        least=1,
+        metavar="TOKENS",
+        default_text="the encoder's own",
+    )
+    min_cosine: float = option(
+        0.7,
+        "mean cosine to the full embedding that the default depth must have; the shallowest such exit is chosen",
+        least=-1,
+        most=1,
+    )
+    prompt_name: str | None = option(
+        None,
+        "prompt of the encoder that stands before each text if no other is named",
+        metavar="NAME",
+        default_text="the encoder's own default",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AddOptions(Settings):
     """`mini-ee add-exits`: how much must stay the same, and where heads are added."""
 
@@ -180,3 +220,20 @@ class AddOptions(Settings):
             raise ValueError(
                 "agreement 1 holds for the model without exits only: no test on texts guarantees it; give less, as .999"
             )
+
+
+OPTIONS = {  # unit -> settings of a training, and settings of its data
+    "rows": (RowOptions, TaskOptions),
+    "prompts": (RowOptions, TaskOptions),
+    "tokens": (CommonOptions, TextOptions),
+    "embeddings": (EmbeddingOptions, TaskOptions),
+}
+TASK_HELP = {  # unit -> help of --task
+    "rows": "folder of a task (default the built-in reviews)",
+    "tokens": "kind of a decoder's training text: continue (the ends of stories) or copy (sentences)",
+    "embeddings": (
+        "texts without labels: a file with one text a line, a table, or the folder of a task; for methods that train "
+        "the encoder also pairs with numbers as labels (default reviews)"
+    ),
+}
+TEXT_HELP = "text for a decoder, if --task is not a folder"  # of the group of TextOptions

@@ -30,13 +30,14 @@ from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.train_settings import TextOptions
+from mini_ee.lab.training.unit import load_unit
 from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 
 GIVEN, FOLLOW = 40, 40  # tokens of the beginning of a story, and tokens after it
 CALIBRATION_PIECES = 512  # default number for a calibration
 PIECES, HELD_PIECES, HELD_STORIES = 1024, 32, 150
 HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # far from the seeds of the batches before
-EPSILON, MEASURE = 0.95, "breaking_ties"  # of the default rule: those of Valade 2024, section 3.3.1
+EPSILON = 0.95  # of the default rule, as in Valade 2024, section 3.3.1; so is the measure of the unit
 
 
 class Source(NamedTuple):
@@ -190,5 +191,5 @@ def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
     It has thresholds at which a share of at least EPSILON of the held-out tokens agree with the full model.
     """
     recorded = record_texts(model, held.texts, progress="observing")
-    rule, answer = calibrate_record(recorded, EPSILON, None, MEASURE, source.seed)
+    rule, answer = calibrate_record(recorded, EPSILON, None, load_unit("tokens").default_measure, source.seed)
     return Chosen(rule, None, None, {"calibration": answer})

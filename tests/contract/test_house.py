@@ -107,7 +107,6 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.cli.calibrate",
     "lab.cli.calibrate_export",
     "lab.cli.guarantee_options",
-    "lab.cli.named_run",
     "lab.cli.main",
     "lab.cli.run",
     "lab.cli.serve",

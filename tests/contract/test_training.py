@@ -16,8 +16,8 @@ import mini_ee
 import mini_ee.lab.baselines.joint as joint_module
 import mini_ee.lab.baselines.two_stage as two_stage_module
 import mini_ee.lab.training.loop as loop
-import mini_ee.lab.training.row_unit as row_unit
 import mini_ee.lab.training.state as state_module
+import mini_ee.lab.training.train_rows as train_rows
 import mini_ee.lab.training.train_run as train_module
 from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.backbones.tensor_files import read_tensors
@@ -35,10 +35,11 @@ from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.method import configured, load_method
 from mini_ee.lab.training.run_folder import build_model, encode, training_folder
-from mini_ee.lab.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage, task_loss
+from mini_ee.lab.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage
 from mini_ee.lab.training.state import Saved
 from mini_ee.lab.training.train_run import exits_of, make_request
 from mini_ee.lab.training.train_settings import TrainConfig
+from mini_ee.train import task_loss
 
 FAST = {"epochs": 2, "lr": 1e-3, "head_lr": 1e-2, "batch_size": 8}
 FEW = {"max_train": 24}  # 3 steps an epoch
@@ -60,9 +61,6 @@ def test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_dept
     losses = [0.7, 0.5, 0.2]
     assert depth_weighted_sum(losses, (2, 4, 6)) == pytest.approx((2 * 0.7 + 4 * 0.5 + 6 * 0.2) / 12, abs=1e-12)
     assert depth_weighted_sum([3.0], (12,)) == 3.0
-
-
-def test_eq1_needs_one_loss_an_exit():
     with pytest.raises(ValueError):
         depth_weighted_sum([1.0, 2.0], (2, 4, 6))
 
@@ -262,35 +260,45 @@ def test_a_run_beside_the_state_of_its_training_is_over(tmp_path, checkpoint_fol
 def unfinished(tmp_path, checkpoint_folder, task_folder, monkeypatch):
     """The state of a training that was stopped when all steps were done."""
     with monkeypatch.context() as patch:
-        patch.setattr(row_unit, "default_rule", lambda *args, **settings: 1 / 0)
+        patch.setattr(train_rows, "default_rule", lambda *args, **settings: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tmp_path / "run", checkpoint_folder, task_folder)
     return tmp_path / "run.training" / "state.safetensors"
 
 
-def test_a_training_state_without_its_checksum_is_refused(tmp_path, checkpoint_folder, task_folder, unfinished):
-    save_file(read_tensors(unfinished), unfinished)
-    with pytest.raises(
-        ValueError,
-        match="state.safetensors: damaged: the checksum that was written with it is gone; remove .*training and",
-    ):
-        train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
-    unfinished.write_bytes(unfinished.read_bytes()[:-9])
-    with pytest.raises(
-        ValueError, match="state.safetensors: truncated or damaged .*; remove .*training and begin anew$"
-    ):
-        train(tmp_path / "run", checkpoint_folder, task_folder, resume=True)
+def without_checksum(state):
+    save_file(read_tensors(state), state)
 
 
-@pytest.mark.usefixtures("unfinished")
-def test_resume_refuses_other_settings(tmp_path, checkpoint_folder, task_folder):
-    with pytest.raises(ValueError, match="run.training: was started with lr 0.001; resume with the same settings$"):
-        train(tmp_path / "run", checkpoint_folder, task_folder, lr=2e-3, resume=True)
-    for name, begun, other in (("pool", "mean", "first"), ("head", "dense", "linear")):
-        with pytest.raises(ValueError, match=f"was started with {name} {begun}; resume with the same settings$"):
-            train(tmp_path / "run", checkpoint_folder, task_folder, resume=True, **{name: other})
-    with pytest.raises(FileExistsError, match="go on with --resume"):
-        train(tmp_path / "run", checkpoint_folder, task_folder)
+def truncated(state):
+    state.write_bytes(state.read_bytes()[:-9])
+
+
+def whole(state):
+    pass
+
+
+OTHER = "run.training: was started with {}; resume with the same settings$"
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        (without_checksum, {}, "damaged: the checksum that was written with it is gone; remove .*training and begin"),
+        (truncated, {}, "state.safetensors: truncated or damaged .*; remove .*training and begin anew$"),
+        (whole, {"lr": 2e-3}, OTHER.format("lr 0.001")),
+        (whole, {"pool": "first"}, OTHER.format("pool mean")),
+        (whole, {"head": "linear"}, OTHER.format("head dense")),
+        (whole, {"resume": False}, "go on with --resume"),
+    ],
+    ids=("no-checksum", "truncated", "lr", "pool", "head", "no-resume"),
+)
+def test_a_damaged_state_and_other_settings_are_refused(
+    tmp_path, checkpoint_folder, task_folder, unfinished, damage, options, message
+):
+    damage(unfinished)
+    with pytest.raises((ValueError, FileExistsError), match=message):
+        train(tmp_path / "run", checkpoint_folder, task_folder, **{"resume": True} | options)
 
 
 @pytest.mark.usefixtures("unfinished")
@@ -393,7 +401,7 @@ OF_LABELS = [name for name in OF_ROWS if not load_method(name).keeps_model]  # t
 
 def read_before_the_rule_is_chosen(method, checkpoint, task_folder, out, monkeypatch):
     """The texts that a training reads until the default rule is chosen, and what that is chosen from."""
-    read, chosen_from, batch, fit, choose = set(), [], Encoded.batch, train_module._fit, row_unit.default_rule
+    read, chosen_from, batch, fit, choose = set(), [], Encoded.batch, train_module._fit, train_rows.default_rule
 
     def reading(encoded, rows):
         read.update(encoded.texts[row] for row in np.arange(len(encoded))[rows])
@@ -409,7 +417,7 @@ def read_before_the_rule_is_chosen(method, checkpoint, task_folder, out, monkeyp
         return choose(*records, **settings)
 
     monkeypatch.setattr(train_module, "_fit", fitting_first)
-    monkeypatch.setattr(row_unit, "default_rule", choosing)
+    monkeypatch.setattr(train_rows, "default_rule", choosing)
     train(out, checkpoint, task_folder, method, epochs=1, max_train=24, **SHORT.get(method, {}))
     return read, chosen_from
 
@@ -435,8 +443,8 @@ def test_losses_of_a_regression_are_scaled_by_the_labels_that_were_trained_on(ch
     folder.mkdir()
     rows = [f"{i % 7}\tthe film was good {i}\tthe song was {i}\t{i / 40}" for i in range(200)]
     (folder / "train.tsv").write_text("\n".join(["genre\tsentence1\tsentence2\tscore", *rows]) + "\n")
-    given, choose = {}, row_unit.default_rule
-    monkeypatch.setattr(row_unit, "default_rule", lambda *some, **more: given.update(more) or choose(*some, **more))
+    given, choose = {}, train_rows.default_rule
+    monkeypatch.setattr(train_rows, "default_rule", lambda *some, **more: given.update(more) or choose(*some, **more))
     train(tmp_path / "run", checkpoint_folder, folder, "pabee", epochs=1, max_train=20)
     parts = split_rows(load_task(folder), 0, 20)
     assert given["label_range"] == np.ptp(parts.train.labels) < np.ptp(parts.test.labels)
@@ -452,14 +460,6 @@ def test_the_rows_to_train_on_are_those_that_the_holdout_leaves(max_train):
     found = split_rows(task, 3, max_train)
     assert found.train.texts == train_part.texts
     assert found.selection.texts == held.texts if max_train == 45 else set(found.selection.texts) < set(held.texts)
-
-
-@pytest.mark.parametrize(
-    "setting", [{"epochs": 0}, {"lr": -1.0}, {"warmup": 2.0}, {"lr": float("nan")}, {"batch_size": 0}]
-)
-def test_settings_that_make_no_sense_are_refused(setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        TrainConfig(**setting)
 
 
 # ---- What is asked for ----
@@ -564,6 +564,10 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(
         ),
         ("consistent", {"alpha": -1.0}, "alpha must be"),
         ("joint", {"epochs": 0}, "epochs must be a whole number of at least 1, got 0"),
+        ("joint", {"batch_size": 0}, "batch_size must be"),
+        ("joint", {"lr": -1.0}, "lr must be"),
+        ("joint", {"lr": float("nan")}, "lr must be"),
+        ("joint", {"warmup": 2.0}, "warmup must be"),
         ("joint", {"exits": (2, 1, 3)}, "exits must ascend .* end at the last layer, 3, got 2,1,3"),
         ("joint", {"pool": "last"}, "pool must be one of mean, first, got 'last'"),
         ("joint", {"device": "tpu"}, "--device tpu: cannot be used here"),

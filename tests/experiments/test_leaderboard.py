@@ -236,15 +236,12 @@ def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
     assert "exits" not in options["hashee"]
 
 
-ALIKE = [name for name in registry.METHODS if load_method(name).trained_as]
-
-
-@pytest.mark.parametrize("name", ALIKE)
-def test_a_method_that_is_trained_as_another_has_its_weights(name, checkpoint_folder, task_folder, tmp_path):
+@pytest.mark.parametrize("names", [("joint", "pabee", "pcee-bert"), ("two-stage", "deebert", "adainfer")])
+def test_methods_that_are_trained_alike_have_the_same_weights(names, checkpoint_folder, task_folder, tmp_path):
+    assert len({load_method(name).trained_as or name for name in names}) == 1
     settings = {"model": checkpoint_folder, "task": task_folder, "epochs": 1, "exits": (1, 3)}
-    one, two = (train(each, out=tmp_path / each, **settings) for each in (name, load_method(name).trained_as))
-    weights = two.model.state_dict()
-    assert all(torch.equal(value, weights[key]) for key, value in one.model.state_dict().items())
+    first, *others = (train(name, out=tmp_path / name, **settings).model.state_dict() for name in names)
+    assert all(torch.equal(value, other[key]) for other in others for key, value in first.items())
 
 
 def test_methods_that_differ_by_their_rules_alone_share_a_training(board):

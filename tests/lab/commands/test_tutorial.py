@@ -15,7 +15,7 @@ import pytest
 
 from mini_ee.lab.export import writer
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.training import embedding_unit, holdout, row_unit, train_run, training_text
+from mini_ee.lab.training import holdout, train_embeddings, train_rows, train_run, training_text
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "docs"))
@@ -72,7 +72,7 @@ def less_training(monkeypatch):
     monkeypatch.setattr(train_run, "train", train)
     monkeypatch.setattr(training_text, "HELD_PIECES", HELD_PIECES)
     monkeypatch.setattr(writer, "ROUNDED_TEXTS", ROUNDED_TEXTS)
-    for unit in (row_unit, embedding_unit):
+    for unit in (train_rows, train_embeddings):
         monkeypatch.setattr(unit, "split_rows", parts)
     monkeypatch.setitem(sys.modules, "tutorial", None)
 

@@ -28,9 +28,10 @@ from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.method import configured, load_method
 from mini_ee.lab.training.policies import OneForAll
 from mini_ee.lab.training.run_folder import build_model, encode
-from mini_ee.lab.training.stages import Batch, joint_stage, task_loss
+from mini_ee.lab.training.stages import Batch, joint_stage
 from mini_ee.lab.training.state import Saved
 from mini_ee.lab.training.train_settings import TrainConfig
+from mini_ee.train import task_loss
 
 FAST = TrainConfig(epochs=2, lr=1e-3, head_lr=1e-2, batch_size=8)
 SYSTEMS = ("deebert", "fastbert", "right-tool", "pabee", "pcee-bert", "berxit", "sweet")

@@ -354,7 +354,7 @@ def test_a_head_of_its_own_has_no_weights_of_its_own(model):
 
 def test_an_exit_that_cannot_be_is_refused_before_texts_are_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        "mini_ee.lab.training.token_unit.texts_to_learn", lambda source: pytest.fail("texts were written")
+        "mini_ee.lab.training.train_tokens.texts_to_learn", lambda source: pytest.fail("texts were written")
     )
     assert main(["train", "free", "--shallow", "12", "--out", str(tmp_path / "run")]) == 2
     assert "below the last layer, 12, got 12" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -14,6 +14,7 @@ import torch
 
 import mini_ee
 from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tasks import load_task
@@ -101,61 +102,63 @@ def test_a_byte_flipped_anywhere_in_a_run_is_an_error_or_changes_nothing(run_fol
     assert refusals > 60
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.json", "model.safetensors", "tokenizer.json"])
-def test_a_missing_file_is_named(copy, name):
-    (copy / name).unlink()
-    with pytest.raises(FileNotFoundError, match="no run here" if name == "config.json" else name):
-        load_run(copy)
+def gone(name):
+    return lambda run: (run / name).unlink()
 
 
-@pytest.mark.parametrize("name", ["metrics.json", "model.safetensors", "tokenizer.json"])
-def test_a_truncated_file_is_named(copy, name):
-    content = (copy / name).read_bytes()
-    (copy / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=f"{name}.*damaged"):
-        load_run(copy)
+def halved(name):
+    return lambda run: (run / name).write_bytes((run / name).read_bytes()[: (run / name).stat().st_size // 2])
 
 
-def test_weights_of_another_run_are_refused(copy, tmp_path, checkpoint_folder, task_folder):
-    other = tmp_path / "other"
-    mini_ee.train("joint", checkpoint_folder, task_folder, other, epochs=1, batch_size=8, seed=1)
-    shutil.copy(other / "model.safetensors", copy / "model.safetensors")
-    with pytest.raises(ValueError, match="checksum"):
-        load_run(copy)
+def config(**values):
+    """Other values in config.json, with its checksum; None: without the key."""
+
+    def damage(run):
+        changed = read_json(run / "config.json") | values
+        write_json(run / "config.json", {key: value for key, value in changed.items() if value is not None})
+
+    return damage
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"format_version": 1}, "format_version 2, found 1; train it again"),
-        ({"format_version": 3}, "format_version 2, found 3; give a folder that `mini-ee train` wrote"),
-        ({"unit": "words"}, "unit must be one of rows, prompts, tokens, embeddings, found 'words'"),
-        ({"method": "oracle"}, "'oracle'"),
-        ({"settings": {"rank": 3}}, "rank"),
-        ({"exits": 3}, "wrong type .*; train the run again"),
-        ({"exits": [2, 1, 3]}, "ascend"),
-        ({"exits": [1, 2]}, "end at the last layer, 3"),
-        ({"rule": {"name": "oracle"}}, "'oracle'"),
-        ({"rule": {"name": "threshold", "threshold": 7}}, "from 0.0 to 1.0, got 7"),
-        ({"pool": "max"}, "pool must be"),
-    ],
-)
-def test_a_config_with_other_settings_is_refused(copy, change, message):
-    write_json(copy / "config.json", read_json(copy / "config.json") | change)
-    with pytest.raises(ValueError, match=f"^{copy}: .*{message}") as error:
+def edited(run):
+    text = (run / "config.json").read_text()
+    (run / "config.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+
+
+def other_weights(run):
+    tensors = {name: tensor + 1 for name, tensor in read_tensors(run / "model.safetensors").items()}
+    write_tensors(run / "model.safetensors", tensors)
+
+
+PARTS = "metrics.json", "model.safetensors", "tokenizer.json"
+KEYS = "pool num_labels exits rule unit method settings files backbone max_length".split()
+DAMAGE = [
+    (gone("config.json"), "no run here"),
+    *((gone(name), name) for name in PARTS),
+    *((halved(name), f"{name}.*damaged") for name in PARTS),
+    (other_weights, "checksum"),
+    (edited, "damaged or edited"),
+    *((config(**{key: None}), f"config.json has no key '{key}'; train the run again$") for key in KEYS),
+    (config(format_version=1), "format_version 2, found 1; train it again"),
+    (config(format_version=3), "format_version 2, found 3; give a folder that `mini-ee train` wrote"),
+    (config(unit="words"), "unit must be one of rows, prompts, tokens, embeddings, found 'words'"),
+    (config(method="oracle"), "'oracle'"),
+    (config(settings={"rank": 3}), "rank"),
+    (config(exits=3), "wrong type .*; train the run again"),
+    (config(exits=[2, 1, 3]), "ascend"),
+    (config(exits=[1, 2]), "end at the last layer, 3"),
+    (config(rule={"name": "oracle"}), "'oracle'"),
+    (config(rule={"name": "threshold", "threshold": 7}), "from 0.0 to 1.0, got 7"),
+    (config(pool="max"), "pool must be"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
+def test_a_damaged_run_is_refused_in_one_line_that_names_it(copy, damage, message):
+    damage(copy)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"^{copy}.*{message}") as error:
         load_run(copy)
     assert not isinstance(error.value, WrongArguments) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "key", ["pool", "num_labels", "exits", "rule", "unit", "method", "settings", "files", "backbone", "max_length"]
-)
-def test_a_config_without_a_key_is_refused(copy, key):
-    config = read_json(copy / "config.json")
-    del config[key]
-    write_json(copy / "config.json", config)
-    with pytest.raises(ValueError, match=f"copy: config.json has no key '{key}'; train the run again$"):
-        load_run(copy)
 
 
 def places(content, at=()):
@@ -195,13 +198,6 @@ def test_a_run_of_0_1_0_has_its_guarantee_under_the_new_name(run_folder, copy):
     write_rule(copy, load_run(copy).rule, {"epsilon": 0.8}, [1, 2, 3])
     found = load_run(copy).config
     assert found["guarantee"] == {"epsilon": 0.8} and "promise" not in found
-
-
-def test_an_edited_config_is_an_error(copy):
-    text = (copy / "config.json").read_text()
-    (copy / "config.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(ValueError, match="damaged or edited"):
-        load_run(copy)
 
 
 def test_an_unfinished_training_is_pointed_to(tmp_path):

@@ -1,18 +1,27 @@
-"""States that do not fit in memory are in a file: the same run to the bit, also after a kill, and no file is left."""
+"""A fine-tuned classifier reads every text once: labels, states, thresholds and their test come from that pass.
+
+States that do not fit in memory are in a file: the same run to the bit, also after a kill, and no file is left.
+"""
 
 import numpy as np
 import pytest
 from conftest import BAD, GOOD, THINGS
 
 import mini_ee
+from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import read_json
-from mini_ee.lab.data.tasks import Split, Task
+from mini_ee.lab.data.tasks import Split, Task, load_task
+from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits import state_store
 from mini_ee.lab.exits.classification_head import FrozenClassifier
+from mini_ee.lab.exits.row_exits import Known, RowData
 from mini_ee.lab.exits.state_store import Stored, free_memory, in_memory
+from mini_ee.lab.recording import record
 from mini_ee.lab.training import holdout, train_run
+from mini_ee.lab.training.run_folder import encode
 
+EXACT = 1e-6
 TEXTS = tuple((f"the {thing} is {first} and {second}",) for thing in THINGS for first in GOOD + BAD for second in GOOD)
 TASK = Task("texts", ("bad", "good"), ("accuracy",), {"train": Split(TEXTS, np.zeros(len(TEXTS), np.int64))})
 
@@ -110,8 +119,36 @@ def test_too_little_disk_is_refused_in_one_line(classifier_folder, tmp_path, mon
     assert len(error.splitlines()) == 1 and "GB for hidden states that do not fit in memory, found 0.0 GB" in error
 
 
-def test_texts_that_are_in_no_part_are_not_read(classifier_folder, tmp_path, batch_sizes, monkeypatch):
+def test_each_text_is_read_once_and_texts_that_are_in_no_part_are_not(
+    classifier_folder, tmp_path, batch_sizes, monkeypatch
+):
     monkeypatch.setattr(holdout, "TEST_ROWS", 10)
     trained(classifier_folder, tmp_path / "run")
     metrics = read_json(tmp_path / "run" / "metrics.json")
     assert sum(batch_sizes) == sum(metrics[name] for name in ("rows", "rows_held", "rows_tested")) < len(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def read(classifier_folder, task_folder):
+    """(model, data, data with known states)."""
+    backbone = load_backbone(classifier_folder)
+    task, model = load_task(task_folder), FrozenClassifier(backbone, (1, 2, 3), 2, "first").eval()
+    rows = task.split("train")
+    data = RowData(encode(Tokenizer.from_folder(classifier_folder, 30), rows.texts, backbone), rows.labels, task)
+    return model, data, RowData(*data[:3], Known((1, 2, 3), data.states(model).states))
+
+
+def test_what_is_recorded_from_known_states_is_what_the_model_computes(read):
+    model, data, known = read
+    expected = record(model.segments(), data.encoded, 8, whole=model.segments().whole())
+    for found in (data.recorded(model, 8, "rows"), known.recorded(model, 8, "rows")):
+        np.testing.assert_allclose(found.logits, expected.logits, atol=EXACT)
+        np.testing.assert_array_equal(found.segments._flops, expected.segments._flops)
+        assert (found.full == expected.full).all() and found.segments.exits == expected.segments.exits
+        np.testing.assert_array_equal(found.labels, data.labels)
+
+
+def test_known_states_are_found_by_their_layer(read):
+    model, data, known = read
+    fewer = FrozenClassifier(model.backbone, (2, 3), 2, "first").eval()
+    np.testing.assert_allclose(known.states(fewer).states, data.states(fewer).states, atol=EXACT)
