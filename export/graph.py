@@ -47,16 +47,12 @@ class Graph:
         self.nodes.append(helper.make_node("Identity", [value], [name]))
         self.outputs.append(helper.make_tensor_value_info(name, kind, axes))
 
-    def constant(self, values: np.ndarray | int | float) -> str:
+    def constant(self, values: np.ndarray | Sequence[int] | float) -> str:
         """A constant: int64 (np.int64 is numpy's default), or float32. Equal ones are stored once."""
         values = np.asarray(values, np.float32 if isinstance(values, float) else None)
         name = f"constant_{values.dtype}_{'x'.join(map(str, values.shape))}_{'_'.join(map(str, values.flat))}"
         self.constants[name] = values
         return name
-
-    def integers(self, *values: int) -> str:
-        """A constant (len(values),)."""
-        return self.constant(np.array(values, np.int64))
 
     def either(self, condition: str, kinds: Sequence[int], then: Callable, otherwise: Callable) -> list[str]:
         """An If on whether any of (B,) is true: both functions write a branch, and return values of these types."""
@@ -78,7 +74,9 @@ class Graph:
         tensors = {name: numpy_helper.from_array(values, name) for name, values in self.constants.items()}
         for weight in used(graph) & self.weights.keys():
             values, offset = self.weights[weight]
-            tensors[weight] = TensorProto(name=weight, data_type=FLOAT, dims=values.shape, data_location=1)
+            tensors[weight] = TensorProto(
+                name=weight, data_type=FLOAT, dims=values.shape, data_location=TensorProto.EXTERNAL
+            )
             for key, value in (("location", WEIGHTS), ("offset", offset), ("length", values.nbytes)):
                 tensors[weight].external_data.add(key=key, value=str(value))
         place(graph, tensors)

@@ -12,6 +12,7 @@ from mini_ee.rules import Fixed, Never, Patience, Policy, Rule, Threshold
 FORMAT_VERSION = 4  # since model.onnx
 MANIFEST = "manifest.json"
 IDS = ("input_ids", "token_type_ids", "attention_mask")  # inputs of the graphs
+STACKED = ("query", "key", "value")  # whose weights are one, `qkv`, for one product
 RULES = {"never": Never, "fixed": Fixed, "threshold": Threshold, "patience": Patience, "policy": Policy}
 
 
@@ -38,7 +39,7 @@ def read_manifest(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder}: no {MANIFEST} here; expected a folder that `mini-ee export` or --out wrote")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        digest, version, files = manifest.pop("sha256"), manifest["format_version"], manifest["files"].items()
+        digest, version, files = manifest.pop("sha256", None), manifest["format_version"], manifest["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected the manifest of an export, found none ({error!r:.80})") from None
     if digest != json_sha256(manifest):
@@ -60,7 +61,7 @@ def rule_to_dict(rule: Rule) -> dict:
     """The rule in the manifest. A rule that plans from texts, such as RAEE's, is `never`: its plan is an input."""
     for name, kind in RULES.items():
         if type(rule) is kind:
-            settings = json.dumps(asdict(rule)).replace("Infinity", '"inf"').replace('-"', '"-')
+            settings = json.dumps(asdict(rule)).replace("Infinity", '"inf"').replace('-"', '"-')  # type: ignore[call-overload]
             return {"name": name} | json.loads(settings)
     if rule.needs is not None:
         raise ValueError(f"the graph has the rules {', '.join(RULES)}, and plans; found {type(rule).__name__}")

@@ -21,14 +21,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.bert import Exits
-from mini_ee.consistent import PolicyExits
 from mini_ee.export.graph import BOOL, FLOAT, INT64, Graph
-from mini_ee.export.manifest import IDS, graph_inputs
-from mini_ee.lora_exits import LoRAExits
+from mini_ee.export.manifest import IDS, STACKED, graph_inputs
 from mini_ee.rules import Policy, Rule, Threshold
 
 
-# ---- The model ----
 class Rows(NamedTuple):
     """The rows that are still in the model."""
 
@@ -43,27 +40,27 @@ class Parts:
 
     def __init__(self, g: Graph, model: Exits):
         self.g, self.model, self.width = g, model, model.bert.config["hidden_size"]
-        self.restarts = isinstance(model, LoRAExits)  # each exit starts from the embeddings
+        self.restarts = hasattr(model, "adapters")  # LoRAExits: each exit starts from the embeddings
 
     def start(self) -> Rows:
         """The embeddings of the inputs."""
         g, at = self.g, "backbone.embeddings"
         ids, kinds, mask = (g.input(name, INT64, "batch", "tokens") for name in IDS)
         x = g.op("Add", g.op("Gather", f"{at}.word.weight", ids), g.op("Gather", f"{at}.token_type.weight", kinds))
-        zero, tokens = g.integers(0), g.op("Shape", ids, start=1, end=2)
+        zero, tokens = g.constant([0]), g.op("Shape", ids, start=1, end=2)
         x = g.op("Add", x, g.op("Slice", f"{at}.position.weight", zero, tokens, zero))
         return self.rows(self.norm(x, f"{at}.norm"), g.op("Cast", mask, to=BOOL))
 
     def rows(self, hidden: str, mask: str) -> Rows:
         """Rows with these hidden states (B, T, D)."""
         g, (batch, tokens) = self.g, (self.g.op("Shape", mask, start=at, end=at + 1) for at in (0, 1))
-        shape = g.op("Concat", batch, tokens, g.integers(self.width), axis=0)
-        square = g.op("Concat", batch, g.integers(1), tokens, tokens, axis=0)
-        return Rows(self.flat(hidden), mask, shape, g.op("Expand", g.op("Unsqueeze", mask, g.integers(1, 2)), square))
+        shape = g.op("Concat", batch, tokens, g.constant([self.width]), axis=0)
+        square = g.op("Concat", batch, g.constant([1]), tokens, tokens, axis=0)
+        return Rows(self.flat(hidden), mask, shape, g.op("Expand", g.op("Unsqueeze", mask, g.constant([1, 2])), square))
 
     def flat(self, x: str) -> str:
         """(B, T, D) -> (B T, D)."""
-        return self.g.op("Reshape", x, self.g.integers(-1, self.width))
+        return self.g.op("Reshape", x, self.g.constant([-1, self.width]))
 
     def advance(self, k: int, rows: Rows) -> Rows:
         """The layers of segment k."""
@@ -74,15 +71,17 @@ class Parts:
     def layer(self, rows: Rows, at: str, adapters: str) -> str:
         """The hidden states (B T, D) after a layer."""
         g, x, heads = self.g, rows.hidden, self.model.bert.config["num_attention_heads"]
-        qkv = zip(("query", "key", "value"), g.several(3, "Split", self.linear(x, f"{at}.qkv"), axis=1, num_outputs=3))
-        qkv = [g.op("Reshape", self.adapted(x, y, f"{adapters}.{name}"), rows.shape) for name, y in qkv]
+        parts = zip(STACKED, g.several(3, "Split", self.linear(x, f"{at}.qkv"), axis=1, num_outputs=3))
+        qkv = [g.op("Reshape", self.adapted(x, y, f"{adapters}.{name}"), rows.shape) for name, y in parts]
         a = self.flat(g.op("Attention", *qkv, rows.readable, q_num_heads=heads, kv_num_heads=heads))
+        x = self.norm(g.op("Add", x, self.linear(a, f"{at}.attention_output", adapters)), f"{at}.attention_norm")
+        inner = g.op("Gelu", self.linear(x, f"{at}.up", adapters))
+        return self.norm(g.op("Add", x, self.linear(inner, f"{at}.down", adapters)), f"{at}.output_norm")
 
-        def linear(x: str, name: str) -> str:
-            return self.adapted(x, self.linear(x, f"{at}.{name}"), f"{adapters}.{name}")
-
-        x = self.norm(g.op("Add", x, linear(a, "attention_output")), f"{at}.attention_norm")
-        return self.norm(g.op("Add", x, linear(g.op("Gelu", linear(x, "up")), "down")), f"{at}.output_norm")
+    def linear(self, x: str, name: str, adapters: str = "") -> str:
+        """(N, I) -> (N, O)."""
+        y = self.g.op("Gemm", x, f"{name}.weight", f"{name}.bias", transB=1)
+        return self.adapted(x, y, f"{adapters}.{name.rpartition('.')[2]}")
 
     def adapted(self, x: str, y: str, name: str) -> str:
         """Eq. 2 of LoRAExit, y + scale x A B, if the exit has adapters of this name."""
@@ -90,10 +89,6 @@ class Parts:
             return y
         low = self.g.op("Mul", self.g.op("MatMul", x, f"{name}.A"), self.g.constant(self.model.scale))
         return self.g.op("Add", y, self.g.op("MatMul", low, f"{name}.B"))
-
-    def linear(self, x: str, name: str) -> str:
-        """(N, I) -> (N, O)."""
-        return self.g.op("Gemm", x, f"{name}.weight", f"{name}.bias", transB=1)
 
     def norm(self, x: str, name: str) -> str:
         """Layer normalisation over the last axis."""
@@ -105,8 +100,8 @@ class Parts:
         if self.model.pool == "first":
             return g.op("Gather", x, g.constant(0), axis=1)
         weights = g.op("Cast", rows.mask, to=FLOAT)
-        total = g.op("Squeeze", g.op("MatMul", g.op("Unsqueeze", weights, g.integers(1)), x), g.integers(1))
-        return g.op("Div", total, g.op("ReduceSum", weights, g.integers(1)))
+        total = g.op("Squeeze", g.op("MatMul", g.op("Unsqueeze", weights, g.constant([1])), x), g.constant([1]))
+        return g.op("Div", total, g.op("ReduceSum", weights, g.constant([1])))
 
     def logits(self, k: int, pooled: str) -> str:
         """(B, D) -> (B, C)."""
@@ -115,20 +110,19 @@ class Parts:
     def exit_logit(self, k: int, pooled: str) -> str:
         """The policy's: (B, D) -> (B,)."""
         inner = self.g.op("Gelu", self.linear(pooled, f"policy.networks.{k}.0"))
-        return self.g.op("Squeeze", self.linear(inner, f"policy.networks.{k}.2"), self.g.integers(1))
+        return self.g.op("Squeeze", self.linear(inner, f"policy.networks.{k}.2"), self.g.constant([1]))
 
 
-# ---- The measures of rules.py, on values of the graph ----
 def measured(g: Graph, name: str, logits: str, classes: int) -> str:
-    """A confidence measure: logits (B, C) -> (B,)."""
-    axis = g.integers(1)
+    """A confidence measure of rules.py on values of the graph: logits (B, C) -> (B,)."""
+    axis = g.constant([1])
     shifted = g.op("Sub", logits, g.op("ReduceMax", logits, axis))
     total = g.op("ReduceSum", g.op("Exp", shifted), axis)
     if name == "max_probability":
         return g.op("Reciprocal", g.op("Squeeze", total, axis))
     log_p = g.op("Sub", shifted, g.op("Log", total))
     if name.startswith("breaking_ties"):
-        values, _ = g.several(2, "TopK", log_p if name.endswith("logits") else g.op("Exp", log_p), g.integers(2))
+        values, _ = g.several(2, "TopK", log_p if name.endswith("logits") else g.op("Exp", log_p), g.constant([2]))
         first, second = g.several(2, "Split", values, axis=1, num_outputs=2)
         return g.op("Squeeze", g.op("Sub", first, second), axis)
     entropy = g.op("ReduceSum", g.op("Mul", g.op("Exp", log_p), log_p), axis, keepdims=0)
@@ -136,7 +130,6 @@ def measured(g: Graph, name: str, logits: str, classes: int) -> str:
     return entropy if name == "entropy" else share
 
 
-# ---- The loop and the rule ----
 class NestedIf(Parts):
     """The writer of one model.onnx. Raises ValueError for a rule that does not fit the model."""
 
@@ -144,20 +137,20 @@ class NestedIf(Parts):
         super().__init__(g, model)
         self.rule, self.last, self.own = rule, len(model.exits) - 1, graph_inputs(rule, len(model.exits))
         self.policy = isinstance(rule, Policy) and "threshold" in self.own
-        if self.policy and not isinstance(model, PolicyExits) or model.classes == 1 and isinstance(rule, Threshold):
+        if self.policy and not hasattr(model, "policies") or model.classes == 1 and isinstance(rule, Threshold):
             raise ValueError(f"{rule}: Policy needs a model with policies, and Threshold one with classes")
 
     def write(self) -> None:
         g, classes, rows, memory = self.g, self.model.classes, self.start(), dict[str, str]()
-        count = g.op("Gather", rows.shape, g.integers(0))
+        count = g.op("Gather", rows.shape, g.constant([0]))
         own = self.own.get("exit_at", np.array([-1]))
-        exit_at, zero = g.input("exit_at", INT64, "rows_planned", default=own), g.integers(0)
-        known = g.op("Gather", g.integers(*range(self.last + 1)), g.op("Max", exit_at, zero))  # fails if it is no exit
+        exit_at, zero = g.input("exit_at", INT64, "rows_planned", default=own), g.constant([0])
+        known = g.op("Gather", g.constant(range(self.last + 1)), g.op("Max", exit_at, zero))  # fails if it is no exit
         exit_at = g.op("Expand", g.op("Where", g.op("Less", exit_at, zero), g.constant(own), known), count)
         if "threshold" in self.own:
             given = g.input("threshold", FLOAT, default=np.array(np.nan, np.float32))
             # Declared a scalar, which ONNX Runtime does not check; the Reshape declares the sizes that it gets.
-            sizes = g.op("Concat", count, g.integers(self.last), axis=0)
+            sizes = g.op("Concat", count, g.constant([self.last]), axis=0)
             given = g.op("Reshape", g.op("Expand", given, sizes), sizes)
             memory["threshold"] = g.op("Where", g.op("IsNaN", given), g.constant(self.own["threshold"]), given)
         if "patience" in self.own:
@@ -167,7 +160,7 @@ class NestedIf(Parts):
         for value, (name, kind) in zip(others, (("layers", INT64), ("exit_logit", FLOAT))):
             g.output(name, value, kind, "batch")
         if classes == 1:
-            g.output("label", g.op("Squeeze", logits, g.integers(1)), FLOAT, "batch")
+            g.output("label", g.op("Squeeze", logits, g.constant([1])), FLOAT, "batch")
         else:
             g.output("label", g.op("ArgMax", logits, axis=1, keepdims=0), INT64, "batch")
             g.output("confidence", measured(g, "max_probability", logits, classes), FLOAT, "batch")
@@ -176,7 +169,7 @@ class NestedIf(Parts):
         """Logits, layers (and exit_logit) of the rows that reach exit k, each from the exit where it stops."""
         g, count = self.g, self.g.op("Shape", exit_at, start=0, end=1)
         rows = rows if self.restarts else self.advance(k, rows)
-        layers = g.op("Expand", g.integers(self.model.exits[k]), count)
+        layers = g.op("Expand", g.constant([self.model.exits[k]]), count)
         if k == self.last:
             zero = [g.op("Expand", g.constant(0.0), count)] if self.policy else []
             return [self.read(k, rows), layers, *zero]
@@ -184,23 +177,23 @@ class NestedIf(Parts):
         here, continues = [logits, layers, *exit_logit], g.op("Not", stops)
 
         def later_exits() -> list[str]:
-            index = g.op("Squeeze", g.op("NonZero", continues), g.integers(0))
+            index = g.op("Squeeze", g.op("NonZero", continues), g.constant([0]))
             hidden = g.op("Gather", g.op("Reshape", rows.hidden, rows.shape), index)
             kept = {name: g.op("Gather", value, index) for name, value in memory.items()}
             some = self.rows(hidden, g.op("Gather", rows.mask, index))
             later = self.from_exit(k + 1, some, g.op("Gather", exit_at, index), kept)
-            places = g.op("Unsqueeze", index, g.integers(1))
+            places = g.op("Unsqueeze", index, g.constant([1]))
             return [g.op("ScatterND", value, places, new) for value, new in zip(here, later)]
 
         return g.either(continues, [FLOAT, INT64, FLOAT][: len(here)], later_exits, lambda: here)
 
     def at_exit(self, k: int, rows: Rows, exit_at: str, memory: dict[str, str], count: str) -> tuple[list[str], str]:
         """The logits (and exit_logit) of exit k, and which rows stop, (B,) bool. A head runs if its logits are read."""
-        g, at = self.g, self.g.constant(k)
+        g, at, classes = self.g, self.g.constant(k), self.model.classes
         reached = g.op("LessOrEqual", exit_at, at)  # the plan has come to its exit, or there is none
 
         def logits_if(some: str, read: Callable[[], str]) -> str:  # else zeros, which nothing reads
-            shape = g.op("Concat", count, g.integers(self.model.classes), axis=0)
+            shape = g.op("Concat", count, g.constant([classes]), axis=0)
             return g.either(some, [FLOAT], lambda: [read()], lambda: [g.op("Expand", g.constant(0.0), shape)])[0]
 
         if "exit_at" in self.own:
@@ -217,19 +210,19 @@ class NestedIf(Parts):
             return [logits_if(stops, lambda: self.logits(k, pooled)), exit_logit], stops
         asked = g.op("And", reached, g.op("Or", planned, g.op("Less", least, g.constant(np.inf))))
         logits = logits_if(asked, lambda: self.read(k, rows))
-        confident = g.op("GreaterOrEqual", measured(g, self.rule.measure, logits, self.model.classes), least)
+        confident = g.op("GreaterOrEqual", measured(g, getattr(self.rule, "measure"), logits, classes), least)
         return [logits], g.op("And", reached, g.op("Or", planned, confident))
 
     def patient(self, logits: str, memory: dict[str, str], count: str) -> str:
         """Whether the rule Patience stops a row; `memory` gets its streak and its prediction."""
-        g, zero, regression = self.g, self.g.constant(0), self.model.classes == 1
-        predicted = g.op("Squeeze", logits, g.integers(1)) if regression else g.op("ArgMax", logits, axis=1, keepdims=0)
+        g, zero, axis, regression = self.g, self.g.constant(0), self.g.constant([1]), self.model.classes == 1
+        predicted = g.op("Squeeze", logits if regression else g.op("ArgMax", logits, axis=1), axis)
         streak = g.op("Expand", zero, count)
         if "streak" in memory:
             same = g.op("Equal", predicted, memory["predicted"])
             if regression:
                 apart = g.op("Abs", g.op("Sub", predicted, memory["predicted"]))
-                same = g.op("Less", apart, g.constant(self.rule.tolerance))
+                same = g.op("Less", apart, g.constant(getattr(self.rule, "tolerance")))
             streak = g.op("Where", same, g.op("Add", memory["streak"], g.constant(1)), zero)
         memory |= {"predicted": predicted, "streak": streak}
         return g.op("GreaterOrEqual", streak, "patience")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import onnxruntime as ort
@@ -48,15 +48,15 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def keep(self, rows: np.ndarray) -> "Batch":
-        return Batch({name: value[rows] for name, value in self.ids.items()}, self.rows[rows], self.outputs)
+    def keep(self, rows: np.ndarray) -> Self:
+        return type(self)({name: value[rows] for name, value in self.ids.items()}, self.rows[rows], self.outputs)
 
 
 class Segments:
     """segment_*.onnx, as an engine of loop.py."""
 
     def __init__(self, folder: Path, exits: Sequence[int], threads: int):
-        self.exits = tuple(exits)
+        self.exits = exits
         self.sessions = [open_session(folder / f"segment_{layer}.onnx", threads) for layer in exits]
 
     def start(self, inputs: Batch) -> Batch:
@@ -64,8 +64,9 @@ class Segments:
 
     def advance(self, k: int, state: Batch) -> Batch:
         given = state.ids | {"hidden": state.outputs.get("hidden_out"), "rows": state.rows, "read": np.array(True)}
-        outputs = run(self.sessions[k], {each.name: given[each.name] for each in self.sessions[k].get_inputs()})
-        return Batch(state.ids, np.arange(len(state)), outputs)
+        session, rows = self.sessions[k], np.arange(len(state))
+        values = session.run(None, {each.name: given[each.name] for each in session.get_inputs()})
+        return Batch(state.ids, rows, {each.name: value for each, value in zip(session.get_outputs(), values)})
 
     def read(self, k: int, state: Batch) -> np.ndarray:
         return state.outputs["logits"][state.rows]
@@ -84,14 +85,10 @@ def open_session(path: Path, threads: int) -> ort.InferenceSession:
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def run(session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """All outputs by name."""
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, inputs)))
-
-
 class Runtime:
     """An exported folder, checked and ready to run."""
+
+    config: dict  # the manifest
 
     def __new__(cls, folder: str | Path, *arguments, **settings) -> "Runtime":
         """Of the lab's class for a decoder, for example. Raises FileNotFoundError or ValueError as read_manifest."""
@@ -100,7 +97,7 @@ class Runtime:
             if not (kinds := entry_points(group="mini_ee.runtimes", name=manifest["unit"])):
                 raise ValueError(f"{folder}: mini_ee.lab runs this kind of export, and it is not installed")
             (kind,) = (each.load() for each in kinds)
-            return kind.__new__(kind, folder, *arguments, **settings)
+            return kind(folder, *arguments, **settings)
         runtime = super().__new__(cls)
         runtime.config = manifest
         return runtime
@@ -158,13 +155,13 @@ class Runtime:
         """One call of model.onnx, or, for a rule that it does not contain, of the graphs by segment."""
         plan, own = rule.plan(inputs), self.rule
         feeds = graph_inputs(rule, len(self.exits)) if plan is None else {"exit_at": np.asarray(plan)}
-        kinds = [(type(each), getattr(each, "measure", 0), getattr(each, "tolerance", 0)) for each in (rule, own)]
+        kinds = [(type(r).__name__, getattr(r, "measure", 0), getattr(r, "tolerance", 0)) for r in (rule, own)]
         if "exit_at" not in feeds and kinds[0] != kinds[1]:  # apart from inputs of the graph
             if f"segment_{self.exits[0]}" not in self.config["graphs"]:
                 raise ValueError(f"{self.folder}: model.onnx has the rule {own}, found {rule}; export with segments")
             return early_exit(self.segments, rule, inputs)
-        outputs = run(self.session, inputs.ids | feeds)
-        return Result(outputs["logits"], np.searchsorted(self.exits, outputs["layers"]), outputs["layers"])
+        logits, layers = self.session.run(["logits", "layers"], inputs.ids | feeds)
+        return Result(logits, np.searchsorted(self.exits, layers), layers)
 
 
 def is_plain(manifest: dict) -> bool:

@@ -7,7 +7,6 @@
 """
 
 from mini_ee.bert import Exits
-from mini_ee.consistent import PolicyExits
 from mini_ee.export.graph import BOOL, FLOAT, INT64, Graph
 from mini_ee.export.nested_if import Parts
 
@@ -26,5 +25,5 @@ def write_segment(g: Graph, model: Exits, k: int) -> None:
         g.output("hidden_out", g.op("Reshape", rows.hidden, rows.shape), FLOAT, "batch", "tokens", parts.width)
     pooled = parts.pooled(rows)
     g.output("logits", parts.logits(k, pooled), FLOAT, "batch", model.classes)
-    if isinstance(model, PolicyExits) and not last:
+    if hasattr(model, "policies") and not last:
         g.output("exit_logit", parts.exit_logit(k, pooled), FLOAT, "batch")

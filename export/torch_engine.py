@@ -13,7 +13,7 @@ from torch import Tensor
 from mini_ee.bert import Bert, Exits
 from mini_ee.consistent import PolicyExits
 from mini_ee.export.graph import WEIGHTS
-from mini_ee.export.manifest import read_manifest
+from mini_ee.export.manifest import STACKED, read_manifest
 from mini_ee.lora_exits import Adapters, LoRAExits
 
 KINDS = {"joint": Exits, "lora-exits": LoRAExits, "consistent": PolicyExits}  # by the method in the manifest
@@ -26,7 +26,6 @@ NAMES = {  # how names of weights begin, in the core and in the folder
     r"policies\.": "policy.networks.",
     r"adapters\.": "adapters.",
 }
-STACKED = ("query", "key", "value")  # in `qkv`, which is one product in the graphs
 
 
 def stored_name(name: str) -> str:

@@ -19,10 +19,7 @@ AGREEMENT = 0.9  # least share of equal exits: rounding decides for a row at a t
 
 @torch.inference_mode()
 def verify(folder: Path, model: Exits, rule: Rule, data: Rows) -> dict:
-    """Compare every exit of model.onnx, and of graphs by segment if there are any, and where the rule stops.
-
-    Returns the largest difference of a logit, with which the ValueError begins that is raised if it is too large.
-    """
+    """Compare every exit of model.onnx and by segment, and where the rule stops. Raises ValueError if they differ."""
     runtime, differences, largest = Runtime(folder, threads=1), list[float](), 0.0
     rows = np.random.default_rng(0).permutation(len(data))[:ROWS]
     rule = Never() if rule.needs is None else rule  # a plan is an input
@@ -41,6 +38,6 @@ def verify(folder: Path, model: Exits, rule: Rule, data: Rows) -> dict:
     agreement = float(np.mean(stops[0] == stops[1]))
     difference, allowed = float(np.max(differences)), max(TOLERANCE, RELATIVE * largest)
     if not difference <= allowed or agreement < AGREEMENT:
-        found = f"by {difference:.2g} (logits; {allowed:.2g} are allowed), {agreement:.1%} of the exits are equal"
-        raise ValueError(f"graphs and torch differ {found}; no folder was written")
+        line = f"by {difference:.2g} (logits; {allowed:.2g} are allowed), {agreement:.1%} of the exits are equal"
+        raise ValueError(f"graphs and torch differ {line}; no folder was written")
     return {"texts": len(rows), "max_logit_difference": difference, "exit_agreement": agreement}

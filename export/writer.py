@@ -1,16 +1,15 @@
-"""Export a model of the core: a folder with one graph that stops by itself, compared with torch at the end.
+"""Export a model of the core to a folder as the command `mini-ee export` writes, which `mini-ee run` and `serve` open.
 
 manifest.json         exits, rule, labels, costs, inputs and outputs of each graph, places of weights, SHA-256 of files
 model.onnx            nested_if.py
 segment_{layer}.onnx  with `segments`: segments.py
 model.safetensors     the weights of all graphs, each once
 config.json           with tokenizer.json and tokenizer_config.json: by which clients of Hugging Face read the folder
-
-It is the format of the command `mini-ee export`, so `mini-ee run`, `evaluate` and `serve` open it too.
 """
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,11 +27,11 @@ from mini_ee.export.graph import OPSET, WEIGHTS, Graph
 from mini_ee.export.manifest import FORMAT_VERSION, IDS, MANIFEST, file_sha256, rule_to_dict, write_json
 from mini_ee.export.nested_if import NestedIf
 from mini_ee.export.segments import write_segment
-from mini_ee.export.torch_engine import KINDS, stored_weights
+from mini_ee.export.torch_engine import stored_weights
 from mini_ee.export.verify import verify
-from mini_ee.load import load_tokenizer
-from mini_ee.lora_exits import LoRAExits
+from mini_ee.load import load_tokenizer, model_type
 from mini_ee.rules import Rule
+from mini_ee.train import Options
 
 
 def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, segments: bool = False) -> dict:
@@ -63,6 +62,17 @@ def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, s
         write_json(folder / MANIFEST, manifest)
         os.rename(folder, out)
     return manifest
+
+
+def run_and_export(run: Callable, options: Options) -> None:
+    """A script with --out: export what it returns, a model, a rule, and rows."""
+    if Path(options.out).exists():  # before the training
+        raise FileExistsError(f"{options.out}: is there already; name another folder or remove it")
+    if model_type(options.model) == "llama":
+        raise ValueError("--out: the graph of a decoder's token is in the lab: mini-ee train, then mini-ee export")
+    model, rule, data = run(options)
+    verified = export(options.out, model, rule, data, options.model)["verified"]
+    print(f"exported: {options.out} (logits differ from torch by {verified['max_logit_difference']:.1g})")
 
 
 def write_graphs(model: Exits, rule: Rule, folder: Path, segments: bool) -> dict:
@@ -98,9 +108,10 @@ def values(infos) -> dict:
 def about(model: Exits) -> dict:
     """What the manifest has about the model."""
     found = {"format_version": FORMAT_VERSION, "unit": "rows", "precision": "float32", "opset": OPSET, "head": "dense"}
-    found |= {"method": next(name for name, kind in KINDS.items() if type(model) is kind), "settings": {}}
+    method = "lora-exits" if hasattr(model, "adapters") else "consistent" if hasattr(model, "policies") else "joint"
+    found |= {"method": method, "settings": {}}  # not by class: with python -m it is __main__.LoRAExits
     found |= {"exits": list(model.exits), "num_labels": model.classes, "pool": model.pool}
-    if isinstance(model, LoRAExits):
+    if hasattr(model, "adapters"):
         layer = model.adapters[-1][0]
         rank = next(iter(layer.values())).A.shape[1]
         found["settings"] = {"rank": rank, "alpha": model.scale * rank, "targets": list(layer)}
@@ -111,7 +122,7 @@ def about(model: Exits) -> dict:
 def costs(model: Exits, segments: bool) -> dict:
     """FLOPs, each as the coefficients of 1, T and T^2 of T tokens: of the layers of each exit, and of its head."""
     D, inner = model.bert.config["hidden_size"], model.bert.config["intermediate_size"]
-    restarts, numbers = isinstance(model, LoRAExits), [0] * len(model.exits)  # of weights in adapters and policies
+    restarts, numbers = hasattr(model, "adapters"), [0] * len(model.exits)  # of weights in adapters and policies
     lengths = list(model.exits) if restarts else np.diff(model.exits, prepend=0).tolist()
     adapters = [parameters_to_vector(p.parameters()).numel() for p in model.adapters] if restarts else numbers
     policies = [parameters_to_vector(p.parameters()).numel() for p in getattr(model, "policies", ())]

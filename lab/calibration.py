@@ -3,8 +3,8 @@
 Source: Valade 2024, Accelerating Large Language Model Inference with Self-Supervised Early Exits, section 3.3. An exit
 agrees (Eq. 3) if its most likely token, or class, is that of the last exit; no label is needed. There are three rules:
 
-    calibrate           the paper's: the share holds on the rows that the thresholds were chosen on. On new rows it is
-                        broken for half of all calibration sets or more
+    calibrate           the paper's, tau of mini_ee/calibrate.py: the share holds on the rows that the thresholds were
+                        chosen on. On new rows it is broken for half of all calibration sets or more
     with `delta`        on new rows it is broken with probability delta at most (Angelopoulos et al. 2021, Learn then
                         Test; Schuster et al. 2022, CALM): cuts are tested from the strictest down, until one fails
     conformal           one threshold for all exits; the share is that of all rows, wherever they exit (CAT, Schuster et
@@ -27,15 +27,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.calibrate import cuts, lowest_passing, tau
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import THRESHOLD_LIMITS, Policy, Rule, Threshold
-from mini_ee.lab.statistics import agreement_p_values, fixed_sequence, groups_needed
+from mini_ee.lab.statistics import agreement_p_values, groups_needed
 
-START = 0.05  # least share of the rows in the strictest cut that is tested
 TAU_RESAMPLES = 1000
-CHUNK = 1 << 20  # rows of resamples that are counted at a time
 ROUNDING = 1e-9  # tolerance of counts that are whole numbers up to rounding
 MIN_RISK = 1e-9  # least delta, and least 1 - epsilon: smaller ones are lost in rounding
 A_SET = "a calibration set is a quarter of the rows or texts"
@@ -84,57 +83,32 @@ def calibrate(
     return Threshold((*taus, -math.inf), measure)
 
 
-# ---- The paper's rule ----
-def tau(confidence: np.ndarray, agrees: np.ndarray, epsilon: float) -> float:
-    """Section 3.3.1: the lowest confidence such that a share of at least epsilon agrees among the rows at or above it.
-
-    confidence, agrees: (N,). inf if there is none.
-
-    >>> tau(np.array([0.2, 0.5, 0.7, 0.9]), np.array([True, False, True, True]), 0.7)
-    0.2
-    """
-    return float(_tau(confidence, agrees, np.ones((1, len(confidence)), int), epsilon)[0])
-
-
-def _tau(confidence: np.ndarray, agrees: np.ndarray, times: np.ndarray, epsilon: float) -> np.ndarray:
-    """tau (R,) of R resamples of the rows. times (R, N): how often each row occurs."""
-    order = np.argsort(confidence, kind="stable")
-    # A threshold cannot separate rows of equal confidence: only the share at the first of them counts.
-    values, first = np.unique(confidence[order], return_index=True)
-    count, agreeing = (_from_here_on(each[:, order])[:, first] for each in (times, times * agrees))
-    occurs = np.diff(count, append=0) < 0
-    qualifies = occurs & (agreeing / np.maximum(count, 1) >= epsilon)
-    return np.where(qualifies.any(axis=1), values[qualifies.argmax(axis=1)], math.inf)
-
-
-def _from_here_on(values: np.ndarray) -> np.ndarray:
-    return values[:, ::-1].cumsum(axis=1)[:, ::-1]
-
-
+# ---- How far chance moves the paper's rule ----
 def intervals(observed: Observed, epsilon: float, resamples: int = TAU_RESAMPLES, seed: int = 0) -> np.ndarray:
     """95 % intervals of the paper's tau, (K - 1, 2): percentile bootstrap over groups."""
-    random, taus = np.random.default_rng(seed), []
     names, group = np.unique(observed.groups, return_inverse=True)
-    chunk = max(1, CHUNK // len(group))
-    for begun in range(0, resamples, chunk):
-        drawn = random.integers(len(names), size=(min(chunk, resamples - begun), len(names)))
-        # A row is drawn as often as its group. Counts need no new sort of each resample.
-        times = np.stack([np.bincount(each, minlength=len(names)) for each in drawn])[:, group]
-        taus.append([_tau(*column, times, epsilon) for column in zip(observed.confidence.T, observed.agrees.T)])
-    found = np.concatenate(taus, axis=1)
-    return np.quantile(found, [0.025, 0.975], axis=1, method="inverted_cdf").T  # inf cannot be interpolated
+    columns = []  # of each exit: confidences in descending order, their agreement, their groups
+    for confidence, agrees in zip(observed.confidence.T, observed.agrees.T):
+        order = np.argsort(-confidence, kind="stable")  # so that no resample needs a sort
+        columns.append((confidence[order], agrees[order], group[order]))
+    random, taus = np.random.default_rng(seed), np.empty((len(columns), resamples))
+    for at in range(resamples):
+        # A row is drawn as often as its group.
+        times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))
+        for k, (confidence, agrees, groups) in enumerate(columns):
+            drawn = times[groups]
+            taus[k, at] = tau(np.repeat(confidence, drawn), np.repeat(agrees, drawn), epsilon)
+    return np.quantile(taus, [0.025, 0.975], axis=1, method="inverted_cdf").T  # inf cannot be interpolated
 
 
 # ---- The rule with confidence delta ----
 def tau_with_confidence(
     confidence: np.ndarray, agrees: np.ndarray, groups: np.ndarray, epsilon: float, delta: float
 ) -> float:
-    """The lowest confidence down to which every cut passes; inf if the first cut fails, or no cut could pass.
+    """As the core's, which tests one row of each group; here all rows count, in tests of `agreement_p_values`.
 
     confidence, agrees, groups: (N,). With probability 1 - delta over the draw of the groups, a share of epsilon or more
-    agrees among new rows with at least this confidence. A cut contains the n most confident rows. The first has f rows:
-    at least the share START of all, and so many that its p-value is delta squared if all agree, so that some may
-    disagree; if there are too few rows for that, delta.
+    agrees among new rows with at least this confidence. A cut contains the n most confident rows, the first one f rows.
 
     `fixed_sequence` needs hypotheses that do not depend on the tested rows, but the cuts are at observed confidences.
     Why it holds nevertheless, for single rows without ties: call a threshold bad if less than epsilon of the rows at or
@@ -148,15 +122,11 @@ def tau_with_confidence(
     Together that is delta at most. The tests check it by enumeration.
     """
     order = np.argsort(-confidence, kind="stable")
-    confidence, agrees, groups = confidence[order], agrees[order], groups[order]
-    cuts = np.diff(confidence, append=-np.inf) < 0  # only after the last of equal confidences: a threshold takes all
-    cuts[: math.ceil(START * len(cuts)) - 1] = False
+    levels, count, _ = cuts(confidence, agrees)
     # Which cuts are tested depends on their rows and groups (the p-values if all agree), not on the agreement.
-    best = agreement_p_values(np.ones_like(agrees), groups, epsilon)
-    with_room = cuts & (best <= delta**2)
-    tested = np.flatnonzero(with_room if with_room.any() else cuts & (best <= delta))
-    passed = fixed_sequence(agreement_p_values(agrees, groups, epsilon)[tested], delta)
-    return float(confidence[tested[passed - 1]]) if passed else math.inf
+    given = np.ones_like(agrees), agrees[order]
+    best, p_values = (agreement_p_values(each, groups[order], epsilon)[count - 1] for each in given)
+    return lowest_passing(levels, count, best, p_values, delta)
 
 
 def check_guarantee(epsilon: float, delta: float | None) -> None:

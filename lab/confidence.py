@@ -23,6 +23,8 @@ def weakest_label(logits: np.ndarray) -> np.ndarray:
     >>> weakest_label(np.log([[4.0, 1 / 9]]))
     array([0.8])
     """
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise ValueError(f"expected logits (N, C) of at least 2 classes, found {logits.shape}")
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     return np.reciprocal(1 + np.exp(-abs(logits).min(axis=1)))
 

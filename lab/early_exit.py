@@ -50,7 +50,8 @@ def run_segments(segments: Segments, rule: Rule, inputs: Sized) -> BatchResult:
         state = segments.advance(0, segments.start(inputs))
         exit_index = np.zeros(len(inputs), np.int64)
         return BatchResult(segments.read(0, state), exit_index, needs, segments.token_cost(0, state))
-    result = loop.early_exit(segments, rule if plan is None else Planned(plan), inputs)
+    decides = rule if plan is None else Planned(tuple(plan.tolist()))
+    result = loop.early_exit(segments, decides, inputs)  # type: ignore[arg-type]  # exits: a protocol wants no subtype
     return BatchResult(result.logits, result.exit_index, needs)
 
 

@@ -8,7 +8,7 @@ exit_scores, summary                the score of every exit; score, layers and F
 """
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -170,7 +170,7 @@ class _OfMeasures(Rule):
     def plan(self, inputs: Sized) -> np.ndarray | None:
         return self.rule.plan(inputs)
 
-    def stop(self, k: int, read: Measured, memory: dict[str, np.ndarray]) -> np.ndarray:
+    def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         return self.rule.stop(k, read, memory)
 
 

@@ -119,13 +119,6 @@ class Rule(rules.Rule):
         """The rule of a run on disk, completed from the run's other files. Most rules need none."""
         return self
 
-    def save(self, folder: Path) -> None:
-        """Write the files that the exported rule reads, if it plans with an `embed`."""
-
-    def served(self, folder: Path, embed: Callable) -> "Rule":
-        """The rule of an exported folder, with the files of `save`. embed: the exported graph of the embedding."""
-        raise ValueError(f"the rule {self.name} uses no embeddings, but the folder has a graph for them; export again")
-
     def settings(self) -> dict:
         """The fields of the rule by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}

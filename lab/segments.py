@@ -154,12 +154,12 @@ class Cost:
             advance, read = segments.flops(k, self._inputs)
             reached, exited = batch.exit_index >= k, batch.exit_index == k
             total += reached * advance if batch.token_cost is None else exited * batch.token_cost[:, 1]
-            decides, state = batch.needs is not None and k < len(segments.exits) - 1, segments.state_flops(k)
             # A head that the rule reads is computed for every row that reaches it, else only for rows that stop there.
-            if decides and (batch.needs == "logits" or state is None):
-                total += reached * (read + decision)
-            elif decides:
-                total += exited * read + reached * (state + decision)
-            else:
+            decides, of_state = batch.needs is not None and k < len(segments.exits) - 1, segments.state_flops(k)
+            if not decides:
                 total += exited * read
+            elif batch.needs == "logits" or of_state is None:
+                total += reached * (read + decision)
+            else:
+                total += exited * read + reached * (of_state + decision)
         return total

@@ -1,7 +1,6 @@
 """The statistics behind every guarantee: exact tails, bounds and tests that hold for finitely many examples. No torch.
 
-fixed_sequence       several tests in a fixed order, up to the first that fails
-binomial_*           exact probabilities of counts; share_interval is the interval of Clopper and Pearson
+binomial_*           exact probabilities of many counts at once; share_interval is the interval of Clopper and Pearson
 chernoff             a mean of independent numbers in [0, 1] (Hoeffding 1963, Theorem 1)
 agreement_p_values   the share of rows that agree, each row alone or in texts (Korn & Graubard 1998)
 paired_p_values      the loss of a rule against the last exit, example by example (Tango 1998; Berger & Boos 1994)
@@ -44,17 +43,6 @@ POWER = 0.8  # share of hold-outs for which `rows_needed` are enough
 FEW = 200  # number of differing rows below which the normal approximation is checked
 
 
-def fixed_sequence(p_values: np.ndarray, level: float) -> int:
-    """The number of hypotheses before the first whose p-value is above the level: these are rejected.
-
-    With probability 1 - level all rejections are right, for any number of tests (Angelopoulos et al. 2021, Learn then
-    Test). Proof: a wrong rejection implies that the first true hypothesis was rejected, and that is a single test. So
-    the order must not depend on the tested rows.
-    """
-    passes = np.asarray(p_values) <= level
-    return len(passes) if passes.all() else int(passes.argmin())
-
-
 # ---- Binomial counts ----
 def log_factorials(most: int) -> np.ndarray:
     """ln 0!, ln 1!, ... ln most!"""
@@ -75,7 +63,8 @@ def binomial_pmf(count: np.ndarray, trials: np.ndarray | int, p: float, log_fact
 
 
 def binomial_cdf(count: np.ndarray | int, trials: int, p: float, log_factorial: np.ndarray | None = None) -> np.ndarray:
-    """P(X <= count) for X ~ Binomial(trials, p), with an error of at most SLACK."""
+    """P(X <= count) for X ~ Binomial(trials, p), with an error of at most SLACK. The core's sums term by term, which is
+    too slow for many counts or trials."""
     window = _window(p, trials)
     known = log_factorials(trials) if log_factorial is None else log_factorial
     # sums[i] is P(X < window[0] + i): index 0 is for counts below the window, the last for those at its end and above.

@@ -59,8 +59,9 @@ def tau(confidence: np.ndarray, agrees: np.ndarray, epsilon: float) -> float:
 def cuts(confidence: np.ndarray, agrees: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Each different confidence, descending; of the rows at or above it their number, and how many of them agree."""
     order = np.argsort(-confidence, kind="stable")
-    last = np.flatnonzero(np.diff(confidence[order], append=-np.inf))  # a threshold takes all rows of equal confidence
-    return confidence[order][last], last + 1, np.cumsum(agrees[order])[last]
+    confidence, agreeing = confidence[order], np.cumsum(agrees[order])
+    last = np.flatnonzero(confidence != np.append(confidence[1:], -np.inf))  # a threshold takes all equal confidences
+    return confidence[last], last + 1, agreeing[last]
 
 
 def tau_with_confidence(
@@ -73,9 +74,7 @@ def tau_with_confidence(
     stands for the share of the text's tokens, and the test stays exact.
 
     A cut's hypothesis is that less than epsilon of such rows agree; its p-value is P(X >= the number that agree) for
-    X ~ Binomial(rows, epsilon). The strictest cut has at least STRICTEST of the rows, and as many as are needed to pass
-    with a p-value of delta squared if all agree, or, if there are too few rows for that, of delta. Raises ValueError
-    if even full agreement of all rows would not pass.
+    X ~ Binomial(rows, epsilon). Raises ValueError if even full agreement of all rows would not pass.
     """
     if not (0 < epsilon < 1 and 0 < delta < 1):
         raise ValueError(f"epsilon and delta must be between 0 and 1, got {epsilon} and {delta}")
@@ -84,11 +83,23 @@ def tau_with_confidence(
     confidence, count, agreeing = cuts(confidence[one], agrees[one])
     if len(one) < (needed := math.ceil(math.log(delta) / math.log(epsilon) - 1e-9)):
         raise ValueError(f"epsilon {epsilon}, delta {delta:.3g}: at least {needed} rows or texts, got {len(one)}")
-    large = count >= math.ceil(STRICTEST * len(one))
-    with_room = large & (epsilon**count <= delta**2)
-    tested = np.flatnonzero(with_room if with_room.any() else large & (epsilon**count <= delta))
-    p_values = [binomial_cdf(count[at] - agreeing[at], count[at], 1 - epsilon) for at in tested]
-    passed = fixed_sequence(p_values, delta)
+    p_values = [binomial_cdf(rows - right, rows, 1 - epsilon) for rows, right in zip(count, agreeing)]
+    return lowest_passing(confidence, count, epsilon**count, np.array(p_values), delta)
+
+
+def lowest_passing(
+    confidence: np.ndarray, count: np.ndarray, best: np.ndarray, p_values: np.ndarray, delta: float
+) -> float:
+    """The lowest confidence down to which every cut passes; inf if the first cut fails, or none could pass.
+
+    Arrays are of the cuts, from the strictest on: confidence and number of rows as in `cuts`, the p-value if all rows
+    agreed, and the p-value. The first cut has at least STRICTEST of the rows, and as many as are needed to pass with a
+    p-value of delta squared if all agree, so that some may not; or, if there are too few rows for that, of delta.
+    """
+    large = count >= math.ceil(STRICTEST * count[-1])
+    with_room = large & (best <= delta**2)
+    tested = np.flatnonzero(with_room if with_room.any() else large & (best <= delta))
+    passed = fixed_sequence(p_values[tested], delta)
     return float(confidence[tested[passed - 1]]) if passed else math.inf
 
 

@@ -263,11 +263,11 @@ class ConsistentOptions(Options):
     rounds: int = field(default=2, metadata={"help": "most rounds of a policy step and a task step"})
 
 
-def main(options: ConsistentOptions) -> None:
+def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows] | None:
     """Examples for a BERT, tokens for a Llama."""
     torch.manual_seed(options.seed)
     if model_type(options.model) == "llama":
-        return main_tokens(options)
+        return main_tokens(options)  # type: ignore[func-returns-value]  # None: no graph
     bert = Bert.load(options.model)
     rows, test = open_task(options.task, options.model, len(bert.position.weight), options.rows, options.seed)
     if not rows.names:
@@ -279,6 +279,7 @@ def main(options: ConsistentOptions) -> None:
     rules = {"policy, pi > .5": Policy(), "policy, pi > .8": Policy(0.8)} | usual_rules(rows)
     report(model, test, rules, "ConsistentEE", options.picture or "consistent.png")
     print("\nThe paper (Table 3, BERT-base, six tasks): 34 % of the layers saved on average without loss of accuracy.")
+    return model, Policy(), test
 
 
 def main_tokens(options: ConsistentOptions) -> None:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from mini_ee.bert import Bert, Exits
 from mini_ee.data import Inputs, Rows, of_all, open_task, report, score_of, usual_rules
+from mini_ee.rules import Rule
 from mini_ee.train import Options, script, task_loss, train
 
 RANK, ALPHA, TARGETS = 8, 16.0, ("query", "value")
@@ -265,7 +266,7 @@ class LoRAOptions(Options):
     teacher: str = field(default="segd", metadata={"help": "segd: the next exit; kd: the last one; vanilla: none"})
 
 
-def main(options: LoRAOptions) -> None:
+def main(options: LoRAOptions) -> tuple[Exits, Rule, Rows]:
     """Train on four fifths of the rows; the others choose epochs."""
     if options.teacher not in TEACHERS:
         raise ValueError(f"--teacher must be one of {', '.join(TEACHERS)}, got {options.teacher!r}")
@@ -280,6 +281,7 @@ def main(options: LoRAOptions) -> None:
     report(model, test, usual_rules(rows), "LoRAExit (layers: with restarts)", options.picture or "lora_exits.png")
     print(f"\nlayers: passes with restarts; side by side (Eq. 6) the exits take {SideBySide(model).passes.tolist()}")
     print(REPORTED)
+    return model, [*usual_rules(rows).values()][1], test
 
 
 if __name__ == "__main__":

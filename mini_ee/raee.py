@@ -187,9 +187,10 @@ class RAEEOptions:
     tau: float = field(default=TAU, metadata={"help": "least probability at which a neighbour's exit votes"})
     seed: int = field(default=0, metadata={"help": "random seed"})
     picture: str = field(default="", metadata={"help": "file of the picture; by default, one named after the paper"})
+    out: str = field(default="", metadata={"help": "new folder, for model.onnx, which stops by itself"})
 
 
-def main(options: RAEEOptions) -> None:
+def main(options: RAEEOptions) -> tuple[Exits, Rule, Rows]:
     """Train exits on a quarter of the rows, collect on the others."""
     import torch
 
@@ -215,6 +216,7 @@ def main(options: RAEEOptions) -> None:
     report(model, test, rules, "RAEE", options.picture or "raee.png")
     print(f"{'control: vote of their labels':34}{vote_of_labels(rule, collected, test):12.3f}{0:9.2f}{1:13.0%}")
     print(REPORTED)
+    return model, rule, test
 
 
 if __name__ == "__main__":

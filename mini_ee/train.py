@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +25,13 @@ def train(
     score: Callable[[], float] | None = None,
     to_beat: float = -math.inf,
 ) -> float:
-    """AdamW with a linear warm-up and decay. Only the modules in `rates` learn; only they have dropout.
+    """AdamW with linear warm-up and decay; returns the best score. Only the modules in `rates` learn and have dropout.
 
     rates: module -> learning rate. count: number of examples, in batches of `size`, in a random order each epoch (seed:
-    torch.manual_seed). loss: row numbers (B,) -> scalar. score: after each epoch, larger is better; the modules get the
-    weights of the best epoch, or those from before, if no epoch is above `to_beat`. Returns the best score.
-    Raises ValueError if the loss is not finite.
+    torch.manual_seed). loss: row numbers (B,) -> scalar; ValueError if not finite. score: after each epoch, larger is
+    better; the modules get the weights of the best epoch, or those from before, if no epoch is above `to_beat`.
     """
-    groups: list[dict] = []
-    last = epochs * math.ceil(count / size)
+    groups, last = list[dict](), epochs * math.ceil(count / size)
     for module, rate in rates.items():
         matrices, vectors = ([p for p in module.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
         groups += [{"params": matrices, "peak": rate, "weight_decay": WEIGHT_DECAY}]
@@ -85,8 +82,7 @@ def draw(path: str, title: str, metric: str, exits: list[tuple], rules: Mapping[
     except ImportError:
         print("no picture: matplotlib is not installed")
         return
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
+    axes = (figure := Figure(figsize=(8, 4), layout="constrained")).subplots()
     axes.plot(*zip(*exits), "o--", color="0.6", label="one exit for all")
     for (name, point), marker in zip(rules.items(), "*sD^vPX<>d"):
         axes.plot(*point, marker, markersize=9, label=name)
@@ -108,6 +104,7 @@ class Options:
     epochs: int = field(default=4, metadata={"help": "epochs of a training"})
     seed: int = field(default=0, metadata={"help": "random seed"})
     picture: str = field(default="", metadata={"help": "file of the picture; by default, one named after the paper"})
+    out: str = field(default="", metadata={"help": "new folder, for model.onnx, which stops by itself"})
 
 
 def layers(text: str) -> tuple[int, ...]:
@@ -115,22 +112,22 @@ def layers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-Some = TypeVar("Some")
-
-
-def script(run: Callable[[Some], None], kind: type[Some], about: str) -> None:
+def script(run: Callable, kind: type, about: str) -> None:
     """Parse the fields of a dataclass from the command line, and run. A mistake is one line, with status 2."""
-    shape = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110)
-    first = about.split("\n\n")[0]
+    shape, first = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110), about.split("\n\n")[0]
     parser = argparse.ArgumentParser(description=first, usage="%(prog)s [options]", formatter_class=shape)
-    for each in fields(kind):  # type: ignore[arg-type]  # a dataclass
+    for each in fields(kind):
         default = each.default
-        convert = layers if isinstance(default, tuple) else type(default)
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        help_text = each.metadata["help"] + (f" ({shown})" if shown else "")
-        parser.add_argument(f"--{each.name}", type=convert, default=each.default, help=help_text)
+        text, convert = f" ({shown})" * bool(shown), layers if isinstance(default, tuple) else type(default)
+        parser.add_argument(f"--{each.name}", type=convert, default=default, help=each.metadata["help"] + text)
     try:
-        run(kind(**vars(parser.parse_args())))
+        options = kind(**vars(parser.parse_args()))
+        if options.out:
+            from mini_ee.export.writer import run_and_export  # of the ring around the core
+
+            run = functools.partial(run_and_export, run)
+        run(options)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

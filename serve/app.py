@@ -98,6 +98,10 @@ class App:
         self._routes = {path: ("POST", handler) for path, handler in answers.items()}
         self._routes |= {path: ("GET", handler) for path, handler in about.items()}
 
+    def drain(self, seconds: float) -> None:
+        """Refuse new requests and wait for the open ones."""
+        self.worker.drain(seconds)
+
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             return
@@ -146,7 +150,7 @@ class App:
         await self._send(send, 503 if state == "dead" else 200, {"status": state})
 
     async def _metrics(self, scope: dict, receive: Callable, send: Callable) -> None:
-        page = await self._page() if self._page else self.worker.metrics.page(self.worker.lengths())
+        page = await self._page() if self._page else self.worker.page()
         await self._send(send, 200, page.encode(), TEXT)
 
     async def _info(self, scope: dict, receive: Callable, send: Callable) -> None:

@@ -21,13 +21,13 @@ from time import perf_counter
 import numpy as np
 
 from mini_ee.lab.data.columns import TaskOptions
-from mini_ee.lab.data.files import check_regular, errors_name, file_sha256, read_json, sole_writer, write_json
+from mini_ee.lab.data.files import MANIFEST, check_regular, errors_name, file_sha256, read_json, sole_writer, write_json
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.table_files import SUFFIXES, TableFile, kind_of
 from mini_ee.lab.data.text_files import TextReader
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.export.manifest import MANIFEST, read_manifest
+from mini_ee.lab.export.manifest import read_manifest
 from mini_ee.lab.export.runtime import ID_DIGITS
 from mini_ee.serve.batch_parts import (
     COMPARED,
@@ -250,7 +250,7 @@ def _projection(summary: dict, times: dict) -> dict:
     ratio = (times["tokenizing"] + times["full"]) / (times["tokenizing"] + times["exits"])
     io = summary["io_core_seconds"] / summary["rows"]
     model = summary["core_seconds"] / summary["rows"] - io
-    hours = {name: (io + model * times) * BILLION / HOUR for name, times in (("exits", 1), ("full", ratio))}
+    hours = {name: (io + model * share) * BILLION / HOUR for name, share in (("exits", 1), ("full", ratio))}
     return {"rows": BILLION, "core_hours": hours, "full_ratio": ratio, "compared_rows": times["rows"]}
 
 

@@ -79,7 +79,7 @@ class Compared:
         self.agreements.append(agrees)
         self.rows += 1
 
-    def page(self) -> str:
+    def comparison(self) -> str:
         """The metrics of the comparison."""
         page = shown("canary_rows_total", "counter", "texts that both exports answered", self.rows)
         about = "share of equal predictions of both exports, with its 95 % interval"
@@ -87,7 +87,7 @@ class Compared:
 
 
 class Canary:
-    """The application of two workers; it is also their worker for the server, which drains both.
+    """The application of two workers.
 
     share: of the requests that go to the new export. Raises WrongArguments if the exports answer differently shaped
     requests.
@@ -95,8 +95,8 @@ class Canary:
 
     def __init__(self, old: Worker, new: Worker, share: float, hosts: Hosts, seed: int = 0):
         check_same(old.engine.runtime, new.engine.runtime)
-        allowed = [getattr(each.engine, "request_fields", ()) for each in (old, new)]
-        if lacking := [name for name in allowed[0] if name not in allowed[1]]:
+        fields = [() if each.engine.runtime.generates else each.engine.requested.fields for each in (old, new)]
+        if lacking := [name for name in fields[0] if name not in fields[1]]:
             folder = new.engine.runtime.folder
             log.warning(
                 "--canary %s: cannot answer requests with %s: its share of them gets 400", folder, " or ".join(lacking)
@@ -114,10 +114,10 @@ class Canary:
 
     async def page(self) -> str:
         """The metrics of both exports, and how often they agree."""
-        workers = (self.old, self.new)
-        pages = {each.engine.runtime.model_id: each.metrics.page(each.lengths()) for each in workers}
-        return merge_pages(pages, "model") + self.new.page()
+        pages = {each.engine.runtime.model_id: each.page() for each in (self.old, self.new)}
+        return merge_pages(pages, "model") + self.new.comparison()
 
-    def drain(self, seconds: float | None = None) -> bool:
+    def drain(self, seconds: float) -> None:
         """Drain both workers."""
-        return all([each.drain(seconds) for each in (self.new, self.old)])
+        for worker in (self.new, self.old):
+            worker.drain(seconds)

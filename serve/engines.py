@@ -72,7 +72,6 @@ class RowEngine:
         self.rule, self._random = rule or runtime.rule, random.Random(seed)
         self.rule.check(len(runtime.exits))
         self.requested = RequestThresholds(runtime, self.rule)
-        self.request_fields = self.requested.fields
         self.metrics = Metrics(runtime.exits, guarantee, runtime.config.get("exit_counts"), runtime.model_id)
         self._segments = self._by_segment() if rebatch else None
         self._last, self._plans = len(runtime.exits) - 1, int(self.rule.plans_from_texts)

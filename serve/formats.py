@@ -30,9 +30,9 @@ import numpy as np
 
 from mini_ee import __version__
 from mini_ee.lab.confidence import sigmoid
+from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.sentence_prompts import with_prompt
 from mini_ee.lab.data.values import shortened
-from mini_ee.lab.export.manifest import MANIFEST
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.rules import log_softmax
 

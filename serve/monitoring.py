@@ -207,8 +207,8 @@ def merge_pages(pages: dict[str, str], label: str = "replica") -> str:
             lines = made.setdefault(f"# HELP {about}\n{kind}", [])
             for value in values:
                 name, labels, rest = re.fullmatch(r"(\w+)(?:{(.*)})? (\S+)", value).groups()
-                own = (
-                    labels if f'{label}="' in (labels or "") else f'{label}="{replica}"{"," + labels if labels else ""}'
-                )
-                lines.append(f"{name}{{{own}}} {rest}")
+                known = labels.split(",") if labels else []
+                if not any(each.startswith(f"{label}=") for each in known):
+                    known.insert(0, f'{label}="{replica}"')
+                lines.append(f"{name}{{{','.join(known)}}} {rest}")
     return "".join("\n".join([about, *values]) + "\n" for about, values in made.items())

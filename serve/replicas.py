@@ -74,7 +74,7 @@ class Replica:
     async def page(self) -> tuple[str, str]:
         """The name of the replica and its metrics."""
         name = ray_serve.get_replica_context().replica_id.unique_id
-        return name, self.worker.metrics.page(self.worker.lengths())
+        return name, self.worker.page()
 
     async def drain(self) -> Counter:
         """Drain the worker; returns the outcomes of its requests."""
@@ -125,10 +125,8 @@ class Front:
             nonlocal sent
             if message["type"] == "http.response.start":
                 headers = dict(message["headers"])
-                from_replica = headers.get(b"content-type") == JSON
-                if (
-                    from_replica or message["status"] != 404
-                ):  # a 404 that is not JSON is the proxy's own: no replica is ready
+                no_replica = message["status"] == 404 and headers.get(b"content-type") != JSON  # the proxy's own 404
+                if not no_replica:
                     sent = "all" if b"content-length" in headers else "a part"
             elif sent and not message.get("more_body"):
                 sent = "all"
@@ -210,9 +208,7 @@ def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
         **many,
         ray_actor_options={"num_cpus": size.cores, "num_gpus": size.gpus},
         max_ongoing_requests=2 * size.max_open,  # above `max_open` the worker refuses, with the reason
-        max_surge_percent=0
-        if size.gpus
-        else 1,  # an update starts a new replica first, but with GPUs it stops one first
+        max_surge_percent=0 if size.gpus else 1,  # an update starts a new replica first; with GPUs it stops one first
         max_constructor_retry_count=3,
         health_check_period_s=HEALTH_CHECK,
         graceful_shutdown_timeout_s=DRAIN,

@@ -11,8 +11,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mini_ee.serve.app import App
 from mini_ee.serve.canary import Canary
-from mini_ee.serve.http_messages import Hosts
-from mini_ee.serve.worker import Worker
 
 HEAD_SECONDS = 15.0  # seconds in which a connection must send the head of a request
 
@@ -89,14 +87,12 @@ def address_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(worker: Worker | Canary, host: str, port: int, ready: Callable[[str], None], hosts: Hosts) -> None:
+def serve(app: App | Canary, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and answer the open ones.
 
-    port 0: a free port. ready: called with the address. hosts: names that requests may have in their Host
-    header; a canary has its own.
-    Raises OSError if the address is not available.
+    port 0: a free port. ready: called with the address. Raises OSError if the address is not available.
     """
-    listening, app = listen(host, port), worker if isinstance(worker, Canary) else App(worker, hosts)
+    listening = listen(host, port)
     settings = {"loop": "asyncio", "http": Protocol, "ws": "none", "lifespan": "off", "access_log": False}
     limits = {"limit_concurrency": CONNECTIONS + 1, "timeout_graceful_shutdown": DRAIN}
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", server_header=False, **settings, **limits))
@@ -110,4 +106,4 @@ def serve(worker: Worker | Canary, host: str, port: int, ready: Callable[[str], 
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-        worker.drain(DRAIN)
+        app.drain(DRAIN)

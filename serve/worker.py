@@ -108,6 +108,10 @@ class Worker:
         with self._ready:
             return {name: len(rows) for name, rows in zip(self.engine.queues, self._queues)}
 
+    def page(self) -> str:
+        """Its metrics in Prometheus' text format."""
+        return self.metrics.page(self.lengths())
+
     def submit(
         self, texts: str | Sequence[str], deadline: float = inf, long: bool | None = None, **settings
     ) -> RowFuture:

@@ -19,6 +19,7 @@ from mini_ee.lab.cli.main import main
 from mini_ee.lab.export import writer
 from mini_ee.lab.training import holdout
 from mini_ee.serve import Worker, server
+from mini_ee.serve.app import App
 from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Metrics
 from mini_ee.serve.worker import Row
@@ -68,8 +69,8 @@ def free_port():
 
 
 @contextmanager
-def serving(engine, hosts=Hosts("127.0.0.1"), served=lambda worker: worker, **settings):
-    """A server of this process on a free port; its worker and its port. served: worker -> what the server serves."""
+def serving(engine, hosts=Hosts("127.0.0.1"), served=None, **settings):
+    """A server of this process on a free port; its worker and its port. served: worker -> the application."""
     import uvicorn
 
     made, began = [], threading.Event()
@@ -84,7 +85,12 @@ def serving(engine, hosts=Hosts("127.0.0.1"), served=lambda worker: worker, **se
     worker = Worker(engine, **settings)
     thread = threading.Thread(
         target=server.serve,
-        args=(served(worker), "127.0.0.1", 0, lambda line: (address.append(line), began.set()), hosts),
+        args=(
+            served(worker) if served else App(worker, hosts),
+            "127.0.0.1",
+            0,
+            lambda line: (address.append(line), began.set()),
+        ),
     )
     thread.start()
     try:

@@ -469,7 +469,7 @@ LOOP = [
     (CORE_LOOP, source("            break", "            pass"), "test_nothing_runs_after_the_last_row_has_left"),
     (CORE_LOOP, source("exit_index[rows[stops]] = k", "exit_index[rows[stops]] = 0"), NEVER + "numpy]"),
     (CORE_LOOP, source("logits[at] = values", "logits[at] = stopped[0][1][: 1]"), ALONE + "max_probability]"),
-    ("early_exit.run_segments", source("rule if plan is None else Planned(plan)", "rule"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
+    ("early_exit.run_segments", source("rule if plan is None else Planned(tuple(plan.tolist()))", "rule"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
     (TURN, source(LAST, "k >= len(engine.exits) - 2"), NEVER + "numpy]"),
     (TURN, source(LAST, "k >= len(engine.exits) - 2"), "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]"),
     (TURN, source("else logits[stops]", "else logits[: stops.sum()]"), ALONE + "max_probability]"),
@@ -478,7 +478,7 @@ LOOP = [
     (TURN, source("getattr(engine, rule.needs)(k, state)", "engine.read(k, state)[:, 0]"), STATE),
     ("early_exit.run_segments", source("rule.needs if plan is None else None", "None"), FLOPS),
     ("early_exit.select_heads", source("set(plan.tolist())", "{len(segments.exits) - 1}"), "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]"),
-    ("segments.Cost", source("(state + decision)", "decision"), STATE),
+    ("segments.Cost", source("(of_state + decision)", "decision"), STATE),
     ("segments.Cost", source("self._rule.flops(batch.logits.shape[1])", "0.0"), FLOPS),
     ("segments.Cost", source("np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"), "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes"),
     ("mini_ee.rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
@@ -527,7 +527,10 @@ RULES = [
     ("mini_ee.rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
     ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
     *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
-    *[("calibration._tau", bug, "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for bug in (source("np.unique(confidence[order], return_index=True)", "confidence[order], np.arange(len(order))"), source("[:, first]", "[:, np.append(first[1:], first[-1])]"), source("math.inf)", "values[-1])"))],
+    *[(f"mini_ee.calibrate.{name}", source(*change), "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for name, *change in (("cuts", "np.flatnonzero(confidence != np.append(confidence[1:], -np.inf))", "np.arange(len(order))"), ("cuts", "last + 1", "last"), ("tau", "math.inf", "confidence[-1]"))],
+    ("calibration.intervals", source("times[groups]", "times[group]"), "calibration.py::test_intervals_resample_groups"),
+    ("mini_ee.calibrate.lowest_passing", source("fixed_sequence(p_values[tested], delta)", "int((p_values[tested] <= delta).sum())"), "calibration.py::test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_it"),
+    ("mini_ee.calibrate.lowest_passing", source("delta**2", "delta"), "calibration.py::test_some_may_disagree_in_the_first_cut_if_there_are_rows_enough"),
     ("statistics.p_values_of_counts", always(no_bound_of_counts), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[600-0.02]"),
     ("evaluation.cosine_guarantee.share_p_value", source("successes - 1", "successes"), "cosine_guarantee.py::test_the_p_value_is_an_upper_binomial_tail"),
     ("evaluation.cosine_guarantee.share_p_value", always(lambda successes, count, epsilon: float(successes < epsilon * count)), "cosine_guarantee.py::test_over_repeated_draws_the_guarantee_is_violated_for_a_share_of_delta_at_most"),
@@ -800,6 +803,17 @@ OF_SERVING = [
     ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
 ]
 
+EQUAL = "graphs.py::test_the_graph_stops_where_torch_stops_with_the_same_logits["
+OF_RING = [
+    ("mini_ee.export.nested_if.NestedIf.patient", source("GreaterOrEqual", "Greater"), EQUAL + "joint, Patience 2]"),
+    ("mini_ee.export.nested_if.Parts.adapted", always(lambda self, x, y, name: y), EQUAL + "lora, Threshold max_probability]"),
+    ("mini_ee.export.nested_if.Parts.pooled", source("rows.mask, to", 'g.op("Or", rows.mask, g.op("Not", rows.mask)), to'), EQUAL + "policies, Never 8]"),
+    ("mini_ee.export.nested_if.measured", source('"Sub", first, second', '"Add", first, second'), EQUAL + "joint, Threshold breaking_ties]"),
+    ("mini_ee.export.runtime.Segments.read", always(lambda self, k, state: state.outputs["logits"][: len(state)]), "graphs.py::test_segments_are_an_engine_of_the_loop[first token]"),
+    ("mini_ee.export.manifest.read_manifest", source("!= digest", "is None"), "folders.py::test_damage_is_one_line[joint-other weights]"),
+    ("mini_ee.export.verify.verify", source("max(TOLERANCE", "max(1e9"), "graphs.py::test_the_export_compares_and_leaves_no_folder"),
+]
+
 TORCH = [  # what the package calls
     ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
     ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
@@ -825,6 +839,7 @@ MUTANTS = [
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
     *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
+    *[(dotted(place), bug, f"export/test_ring_{test}") for place, bug, test in OF_RING],
     *TORCH,
 ]
 

@@ -19,11 +19,11 @@ import torch
 from mini_ee.experiments.bench.common import minilm_of, row_of, three_exits
 from mini_ee.experiments.bench.open_load import BURST, Answered, arrivals, goodput, offer, saturation
 from mini_ee.lab.backbones.hub import BUILT_IN_MODEL
+from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tasks import load_task, toy_task
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.row_exits import RowExits
-from mini_ee.lab.export.manifest import MANIFEST
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.export.writer import export

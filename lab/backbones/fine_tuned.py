@@ -1,68 +1,26 @@
-"""A fine-tuned classifier in a Hugging Face folder: its head, and the names of its labels."""
+"""A fine-tuned classifier in a Hugging Face folder: the names of its labels. own_head.py has its head."""
 
 from pathlib import Path
 
-from torch import Tensor
-
 from mini_ee.lab.backbones.adapter import adapter_tensors, is_adapter, model_config, model_folder
-from mini_ee.lab.backbones.backbone import FineTunedHead, Layout
 from mini_ee.lab.backbones.families import layout_of
+from mini_ee.lab.backbones.own_head import CLASSIFIES, MULTI_LABEL, classifies
 from mini_ee.lab.backbones.sentence_encoder import POOLING, check_reranker
-from mini_ee.lab.backbones.setfit_head import is_setfit, logistic_head
+from mini_ee.lab.backbones.setfit_head import logistic_head
 from mini_ee.lab.backbones.tensor_files import shapes_of
-from mini_ee.lab.data.sentence_files import MODULES
+from mini_ee.lab.data.sentence_files import MODULES, is_setfit
 from mini_ee.lab.data.values import fits, shortened
 from mini_ee.lab.errors import WrongArguments
 
-CLASSIFIES = "ForSequenceClassification"
-"""How Hugging Face ends the name of a fine-tuned classifier, or regression, in config.json."""
-
 REGRESSION, SINGLE_LABEL = "regression", "single_label_classification"
 
-MULTI_LABEL = "multi_label_classification"
-"""The problem_type of a classifier that gives an input several labels at once, by a sigmoid for each."""
-
 MOST_LABELS = 63  # of several at once: their sets are numbered in int64
-
-POOLS = {"cls": "first"}  # Hugging Face's name of a pooling -> ours
-
-
-def classification_head(plain: dict[str, Tensor], layout: Layout, config: dict) -> FineTunedHead | None:
-    """The own head of a fine-tuned classifier; None for another model, or if a part of the head is missing.
-
-    plain: all tensors of the checkpoint, with names without prefix. config: the content of config.json.
-    """
-    if layout.head is None or not _classifies(config, True):
-        return None
-    head, unbiased = layout.head, set()
-    parts = ("norm", "dense", "dense_norm", "out")
-    maps = {part: name for part in parts if (name := getattr(head, part))}
-    if head.pool == "last":  # transformers gives the head of a decoder no bias, and passes over one in the file
-        unbiased.add("out.bias")
-    if head.dense_bias_key is not None and not config.get(head.dense_bias_key):
-        unbiased.add("dense.bias")
-    names = {f"{ours}.{leaf}": f"{theirs}.{leaf}" for ours, theirs in maps.items() for leaf in ("weight", "bias")}
-    weights = {ours: plain[name].float() for ours, name in names.items() if name in plain and ours not in unbiased}
-    needed = {f"{ours}.weight" for ours in maps} | {f"{ours}.bias" for ours in maps if "norm" not in ours} - unbiased
-    if not needed <= weights.keys():
-        return None
-    activation = config.get(head.activation_key, head.activation)
-    pool = config.get(head.pool_key, head.pool)
-    own = head._replace(activation=activation, pool=POOLS.get(pool, pool))
-    return FineTunedHead(own, weights, config.get("problem_type") == MULTI_LABEL)
 
 
 def is_sentence_encoder(folder: Path) -> bool:
     """Whether a folder names a pooling of embeddings, and its model is no classifier, such as a reranker."""
     names_pooling = (folder / MODULES).is_file() or (folder / POOLING / "config.json").is_file()
-    return names_pooling and not is_setfit(folder) and not _classifies(model_config(folder), False)
-
-
-def _classifies(config: dict, unnamed: bool) -> bool:
-    """Whether config.json names a classifier among its architectures; `unnamed` if it names none at all."""
-    named = config.get("architectures")
-    named = [named] if isinstance(named, str) else named
-    return any(str(each).endswith(CLASSIFIES) for each in named) if isinstance(named, list) and named else unnamed
+    return names_pooling and not is_setfit(folder) and not classifies(model_config(folder), False)
 
 
 def is_multi_label(folder: str | Path) -> bool:
@@ -82,12 +40,12 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     check_reranker(folder)
     config, path = model_config(folder), model_folder(folder) / "config.json"
     rows = _rows_of_head(folder, config)
-    if rows is None or not _classifies(config, True):
+    if rows is None or not classifies(config, True):
         named = config.get("architectures")
         found = shortened(named[0] if isinstance(named, list) and named else named)
         if layout_of(config.get("model_type", "")).head is None:
             found += ", whose kind of head is not supported"
-        elif rows is None and _classifies(config, True):
+        elif rows is None and classifies(config, True):
             found += " without the tensors of its head" if named else " and no tensors of a head"
         raise WrongArguments(
             f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"

@@ -26,12 +26,10 @@ from mini_ee.lab.backbones.adapter import adapter_tensors, is_adapter, merged, m
 from mini_ee.lab.backbones.backbone import Backbone, Layout, some_of
 from mini_ee.lab.backbones.config_keys import check_keys
 from mini_ee.lab.backbones.families import backbone_class, generates, layout_of
-from mini_ee.lab.backbones.fine_tuned import classification_head
-from mini_ee.lab.backbones.setfit_head import SAVED as SETFIT_HEAD
-from mini_ee.lab.backbones.setfit_head import is_setfit, setfit_classifier
+from mini_ee.lab.backbones.own_head import classification_head
 from mini_ee.lab.backbones.tensor_files import read_checkpoint, write_tensors
 from mini_ee.lab.data.files import atomic_folder, check_folder, file_sha256, write_json
-from mini_ee.lab.data.sentence_files import transformer_folder
+from mini_ee.lab.data.sentence_files import SETFIT_SAVED, is_setfit, transformer_folder
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import BACKBONES
 
@@ -105,10 +103,12 @@ def load_backbone(folder: str | Path) -> Backbone:
     if is_adapter(folder):
         replaced, added = (_plain_names(each, layout, folder)[0] for each in adapter_tensors(folder))
         plain = merged(plain, replaced, added, folder)
-    setfit = is_setfit(whole)
-    own_head = (
-        setfit_classifier(whole, plain, layout) if setfit else classification_head(plain, layout, model_config(folder))
-    )
+    if setfit := is_setfit(whole):
+        from mini_ee.lab.backbones.setfit_head import setfit_classifier
+
+        own_head = setfit_classifier(whole, plain, layout)
+    else:
+        own_head = classification_head(plain, layout, model_config(folder))
     tensors = _of_modules(plain, layout)
     tensors = {name: part for name, part in tensors.items() if not re.fullmatch(kind.unused(config), name)}
     check_weights(tensors, folder)
@@ -132,7 +132,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     for name in backbone.foreign:
         del tensors[name]
     load_strict(backbone, tensors, names, folder)
-    left_out += [SETFIT_HEAD] if setfit else []
+    left_out += [SETFIT_SAVED] if setfit else []
     backbone.left_out, backbone.untied_head = tuple(sorted(left_out)), bool(untied)
     backbone.classification_head = own_head
     return backbone.eval()

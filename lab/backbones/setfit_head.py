@@ -17,10 +17,9 @@ from mini_ee.lab.backbones.backbone import FineTunedHead, Layout
 from mini_ee.lab.backbones.sentence_encoder import sentence_modules
 from mini_ee.lab.backbones.tensor_files import read_tensors
 from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.sentence_files import SETFIT_CONFIG, SETFIT_EXPORTED, SETFIT_SAVED
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.errors import WrongArguments
-
-CONFIG, SAVED, EXPORTED = "config_setfit.json", "model_head.pkl", "model_head.safetensors"
 
 EXPORT = (
     "import joblib, json, sys; from safetensors.numpy import save_file; folder = sys.argv[1]; "
@@ -45,11 +44,6 @@ class LogisticHead(NamedTuple):
     normalize: bool
 
 
-def is_setfit(folder: Path) -> bool:
-    """Whether a folder is a SetFit model."""
-    return any((folder / name).is_file() for name in (CONFIG, SAVED, EXPORTED))
-
-
 def export_line(folder: Path) -> str:
     """The command that writes model_head.safetensors."""
     return f'python -c "{EXPORT}" {shlex.quote(str(folder))}'
@@ -57,16 +51,18 @@ def export_line(folder: Path) -> str:
 
 def logistic_head(folder: Path) -> LogisticHead:
     """The head of a SetFit folder. Raises WrongArguments for one that is not exported, or not a logistic regression."""
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    config = read_json(folder / SETFIT_CONFIG) if (folder / SETFIT_CONFIG).is_file() else {}
     known = {"normalize_embeddings": bool, "labels": list | None}
     for key, value in config.items():
         if value not in (None, False) and not (key in known and isinstance(value, known[key])):
-            raise WrongArguments(f"{folder / CONFIG}: {key} {shortened(value)}: not supported for a SetFit classifier")
-    path = folder / EXPORTED
+            raise WrongArguments(
+                f"{folder / SETFIT_CONFIG}: {key} {shortened(value)}: not supported for a SetFit classifier"
+            )
+    path = folder / SETFIT_EXPORTED
     if not path.is_file():
         raise WrongArguments(
-            f"{folder}: a SetFit model, whose classifier is in {SAVED}, which is not read because it can run code; if "
-            f"you trust the file, this line unpickles it and writes {EXPORTED}: {export_line(folder)}"
+            f"{folder}: a SetFit model, whose classifier is in {SETFIT_SAVED}, which is not read because it can run "
+            f"code; if you trust the file, this line unpickles it and writes {SETFIT_EXPORTED}: {export_line(folder)}"
         )
     encoder = sentence_modules(folder)
     after = [module["kind"] for module in encoder.modules]
@@ -104,7 +100,7 @@ def _read(path: Path, labels: list | None) -> tuple[Tensor, Tensor, tuple[str, .
         coef, intercept = (torch.cat((torch.zeros_like(part), part)) for part in (coef, intercept))
     numbered = bool(labels) and all(isinstance(each, int) for each in classes)
     if numbered and not all(0 <= each < len(labels or ()) for each in classes):
-        raise WrongArguments(f"{path}: expected a label in {CONFIG} for each class, found {shortened(labels)}")
+        raise WrongArguments(f"{path}: expected a label in {SETFIT_CONFIG} for each class, found {shortened(labels)}")
     names = tuple(str(labels[each]) if labels and numbered else str(each) for each in classes)
     return coef, intercept, names
 
@@ -114,7 +110,7 @@ def setfit_classifier(folder: Path, plain: dict[str, Tensor], layout: Layout) ->
 
     plain: the tensors of the encoder, with names without prefix. Raises WrongArguments as `logistic_head`.
     """
-    if layout.head is None or not (folder / EXPORTED).is_file():
+    if layout.head is None or not (folder / SETFIT_EXPORTED).is_file():
         return None
     head = logistic_head(folder)
     weights = {"out.weight": head.weight, "out.bias": head.bias}

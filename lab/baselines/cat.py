@@ -232,7 +232,7 @@ class CatSegments(RowSegments):
 
     def exit_logit(self, k: int, state: CatState) -> np.ndarray:
         if state.logits is None:
-            return super().exit_logit(k, state)
+            return super().exit_logit(k, RowState(state.hidden, state.context))
         return self.model.decide(k, state.inner, state.logits, state.before).float().numpy(force=True)
 
     def state_flops(self, k: int) -> float:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mini_ee.lab.cli import calibrate_embeddings, calibrate_export, calibrate_rows, calibrate_tokens
-from mini_ee.lab.cli.command_options import Parser, add_where, share
+from mini_ee.lab.cli.command_options import Named, Parser, add_kinds, add_where, share
 from mini_ee.lab.cli.guarantee_options import check_epsilon
-from mini_ee.lab.cli.named_run import Named, add_kinds
 from mini_ee.lab.errors import WrongArguments
 
 HELP = "calibrate thresholds for an agreement with the full model; they become the rule of the run or export"

@@ -1,13 +1,19 @@
-"""Options of the command line, made from the fields of settings classes. No torch here."""
+"""Options of the command line: from the fields of settings classes, and by the kind of the run that it names.
+
+No torch here.
+"""
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
+from mini_ee.lab.data.files import MANIFEST, read_json, run_config
 from mini_ee.lab.data.settings import flag_of, has_several, scalar_type
 from mini_ee.lab.data.values import percentage
 from mini_ee.lab.errors import WrongArguments
@@ -33,9 +39,7 @@ class Parser(argparse.ArgumentParser):
     """Errors in one line, help with a working example."""
 
     def __init__(self, *args, example: str = "", **kwargs):
-        self.words: list[
-            str
-        ] = []  # of the command line, after the command: a RUN among them decides what else is asked
+        self.words: list[str] = []  # of the command line, after the command; see named_run
         self.kind = ""  # of that RUN, in words
         super().__init__(
             *args,
@@ -214,6 +218,47 @@ def numbers(text: str) -> float | tuple[float, ...]:
     """One number, or several separated by commas."""
     found = tuple(number(part) for part in text.split(","))
     return found if len(found) > 1 else found[0]
+
+
+class Named(NamedTuple):
+    """What the command opens later, and checks then."""
+
+    unit: str  # what exits, see registry.UNITS
+    rule: str  # name of its rule; empty for a checkpoint
+    is_exported: bool = False
+
+    @property
+    def kind(self) -> str:
+        """In words, for messages."""
+        kind = {"tokens": "a decoder", "embeddings": "a sentence encoder"}.get(self.unit, "a classifier")
+        return f"an export of {kind}" if self.is_exported else kind
+
+
+def named_run(words: Sequence[str]) -> Named | None:
+    """The first of these words that is a run or an export, else a decoder's checkpoint. None if there is neither."""
+    folders = [Path(word) for word in words if not word.startswith("-")]
+    for folder in folders:
+        with suppress(ValueError, OSError):  # a damaged file: the command reports it
+            exported = (folder / MANIFEST).is_file()
+            config = read_json(folder / MANIFEST) if exported else run_config(folder)
+            if config:
+                rule = config.get("rule")
+                return Named(config.get("unit", "rows"), rule["name"] if isinstance(rule, dict) else "", exported)
+    checkpoints = ((folder / name).is_file() for folder in folders for name in ("config.json", "adapter_config.json"))
+    with suppress(OSError):  # a word that is too long for the name of a file
+        return Named("tokens", "") if any(checkpoints) else None
+    return None
+
+
+def add_kinds(parser: Parser, kinds: dict[str, ModuleType], of: Callable[[Named], Sequence[str]]) -> None:
+    """Add the options of the kind of the RUN of the command line; without a RUN, as for --help, those of all kinds.
+
+    kinds: name -> module with `add(parser)`. of: the names that belong to a RUN.
+    """
+    named = named_run(parser.words)
+    parser.kind = named.kind if named else ""
+    for name in kinds if named is None else of(named):
+        kinds[name].add(parser)
 
 
 READERS = {int: whole_number, float: number, float | tuple[float, ...]: numbers, Path: Path}

@@ -78,7 +78,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
 def _folder(model: str | None) -> Path:
     """The folder of a checkpoint; of a built-in one if no folder has its name."""
     from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, BUILT_IN_MODEL
-    from mini_ee.lab.export.manifest import MANIFEST
+    from mini_ee.lab.data.files import MANIFEST
     from mini_ee.lab.training.run_folder import is_run
 
     built_in = {folder.name: folder for folder in (BUILT_IN_MODEL, BUILT_IN_DECODER)}

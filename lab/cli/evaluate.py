@@ -4,13 +4,14 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.lab.cli import evaluate_raee, evaluate_rows, evaluate_tokens
-from mini_ee.lab.cli.command_options import Parser, add_where, positive
-from mini_ee.lab.cli.named_run import Named, add_kinds
+from mini_ee.lab.cli import evaluate_retrieval, evaluate_rows, evaluate_tokens
+from mini_ee.lab.cli.command_options import Named, Parser, add_kinds, add_where, positive
+from mini_ee.lab.registry import RULES as METHOD_RULES
+from mini_ee.lab.rules import rule_class
 
 HELP = "measure accuracy, layers saved and speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"
-KINDS = {"rows": evaluate_rows, "raee": evaluate_raee, "tokens": evaluate_tokens}
+KINDS = {"rows": evaluate_rows, "retrieval": evaluate_retrieval, "tokens": evaluate_tokens}
 
 
 def add(sub: Parser) -> None:
@@ -40,7 +41,10 @@ def add(sub: Parser) -> None:
 
 
 def _kinds(named: Named) -> tuple[str, ...]:
-    return ("tokens",) if named.unit == "tokens" else ("rows", "raee") if named.rule == "raee" else ("rows",)
+    if named.unit == "tokens":
+        return ("tokens",)
+    retrieves = named.rule in METHOD_RULES and rule_class(named.rule).plans_from_texts
+    return ("rows", "retrieval") if retrieves else ("rows",)
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
@@ -51,5 +55,5 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     opened = open_trained(args.run, args, plain=True)
     if not opened.is_exported:
         say_left_out(opened.model.backbone, args.run, say)
-    kind = "tokens" if not of_rows([opened]) else "raee" if opened.rule.plans_from_texts else "rows"
+    kind = "tokens" if not of_rows([opened]) else "retrieval" if opened.rule.plans_from_texts else "rows"
     return KINDS[kind].evaluate(opened, args, say)

@@ -12,10 +12,9 @@ from importlib import import_module
 
 from mini_ee import __version__
 from mini_ee.lab.cli.command_options import Parser, seed, threads
-from mini_ee.lab.data.files import STDOUT, errors_name
+from mini_ee.lab.data.files import MANIFEST, STDOUT, errors_name
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.export.manifest import MANIFEST
 
 GROUPS = {
     "train": ("demo", "add-exits", "estimate", "train"),

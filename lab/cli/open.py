@@ -9,9 +9,9 @@ import numpy as np
 from mini_ee.lab.backbones.adapter import is_adapter, tokenizer_folder
 from mini_ee.lab.backbones.hub import backbone_sha256, check_generates, load_backbone, read_config
 from mini_ee.lab.cli.rule_options import refuse_settings
+from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.export.manifest import MANIFEST
 from mini_ee.lab.rules import NeverExit
 from mini_ee.lab.training.run_folder import OWN_BACKBONE, Run, check_device, is_run, load_run
 

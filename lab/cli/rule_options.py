@@ -4,8 +4,7 @@ from argparse import Namespace
 from dataclasses import MISSING, Field, fields, replace
 from typing import TYPE_CHECKING
 
-from mini_ee.lab.cli.command_options import READERS, help_of
-from mini_ee.lab.cli.named_run import named_run
+from mini_ee.lab.cli.command_options import READERS, help_of, named_run
 from mini_ee.lab.confidence import LABEL_MEASURES
 from mini_ee.lab.data.settings import flag_of
 from mini_ee.lab.errors import WrongArguments

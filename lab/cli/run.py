@@ -24,13 +24,12 @@ import numpy as np
 from mini_ee.lab.cli.command_options import add_options, positive
 from mini_ee.lab.cli.task_options import OF_LABELS, columns_given
 from mini_ee.lab.data.columns import TaskOptions
-from mini_ee.lab.data.files import STDOUT, errors_name, read_json, sole_writer
+from mini_ee.lab.data.files import MANIFEST, STDOUT, errors_name, read_json, sole_writer
 from mini_ee.lab.data.lines import row_of_line
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.text_files import InputRow, TextReader
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV
-from mini_ee.lab.export.manifest import MANIFEST
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import PROVIDERS, versions
 

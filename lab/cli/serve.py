@@ -97,18 +97,19 @@ def run(args: Namespace) -> dict:
 
 def _run_here(args: Namespace) -> dict:
     try:
+        from mini_ee.serve.app import App
         from mini_ee.serve.canary import Canary
         from mini_ee.serve.server import serve
     except ImportError:
         raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
     with ExitStack() as stack:
-        worker = served = stack.enter_context(_worker(args))
-        engine, about = worker.engine, ""
+        worker = stack.enter_context(_worker(args))
+        engine, about, served = worker.engine, "", App(worker, args.hosts)
         if args.canary:
             new = stack.enter_context(_worker(args, args.canary))
             served = Canary(worker, new, args.share, args.hosts, args.seed)
             about = f"; {args.share:g} of the requests: {args.canary}, model {new.engine.runtime.model_id}"
-        serve(served, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}{about}"), args.hosts)
+        serve(served, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}{about}"))
     requests = worker.metrics.requests
     answered = requests["answered"] + (new.metrics.requests["answered"] if args.canary else 0)
     _say(f"drained; {answered} requests answered")

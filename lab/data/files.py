@@ -33,6 +33,10 @@ def how_to_download(folder: Path) -> str:
     return f"; if this is a model of Hugging Face, first: hf download {folder.as_posix()} --local-dir {folder.name}"
 
 
+MANIFEST = "manifest.json"
+"""The file that describes an export."""
+
+
 def run_config(folder: str | Path) -> dict | None:
     """The config.json of a run, or None for another folder."""
     path = Path(folder) / "config.json"

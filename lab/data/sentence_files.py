@@ -12,6 +12,14 @@ MODULES = "modules.json"
 """The file in which sentence-transformers lists the modules of a model, each with its type and folder."""
 
 
+SETFIT_CONFIG, SETFIT_SAVED, SETFIT_EXPORTED = "config_setfit.json", "model_head.pkl", "model_head.safetensors"
+
+
+def is_setfit(folder: Path) -> bool:
+    """Whether a folder is a SetFit model."""
+    return any((folder / name).is_file() for name in (SETFIT_CONFIG, SETFIT_SAVED, SETFIT_EXPORTED))
+
+
 def listed_modules(folder: Path) -> list[dict]:
     """The modules of modules.json in their order, each with its `type` and a `path` inside the folder.
 

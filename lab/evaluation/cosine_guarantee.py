@@ -1,7 +1,7 @@
 """A guarantee on embeddings: with confidence 1 - delta, at least a share epsilon of new texts exits with an embedding
 whose cosine to the full one is at least c. Whatever the distribution of the texts, which are drawn independently.
 
-Rules are tested from the strictest on, until one fails (fixed_sequence of statistics.py). They do not depend on the
+Rules are tested from the strictest on, until one fails (fixed_sequence of the core). They do not depend on the
 texts that test them: either they are the fixed depths, from the last exit to the first, or other texts propose them.
 The test of a rule is the exact binomial one, for the hypothesis that less than epsilon of the texts reach c.
 """
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mini_ee.calibrate import fixed_sequence
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.embedding_exits import reached_cosines
 from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import FixedExit, NeverExit, Rule
-from mini_ee.lab.statistics import binomial_cdf, fixed_sequence
+from mini_ee.lab.statistics import binomial_cdf
 
 PROPOSING = 0.1  # share of the texts that proposes thresholds; the others test them
 CANDIDATES = 40  # number of thresholds

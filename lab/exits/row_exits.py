@@ -8,7 +8,7 @@ States          the states of every exit, computed once, for a stage that trains
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from mini_ee.lab.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on
 from mini_ee.lab.data.progress import tqdm
-from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.lab.exits.heads import ExitHead, exit_heads, load_head
-from mini_ee.lab.exits.state_store import Allocate, in_memory
 from mini_ee.lab.recording import Record, predictions, record
 from mini_ee.lab.segments import Segments
+
+if TYPE_CHECKING:
+    from mini_ee.lab.data.tasks import Task
+    from mini_ee.lab.exits.state_store import Allocate
 
 STATES_BATCH = 64  # rows in a batch without training
 
@@ -216,7 +218,7 @@ class RowData(NamedTuple):
 
     encoded: Encoded
     labels: np.ndarray
-    task: Task
+    task: "Task"
     known: "Known | None" = None
 
     def __len__(self) -> int:
@@ -249,12 +251,14 @@ class RowData(NamedTuple):
         return scores, more
 
     @torch.no_grad()
-    def states(self, model: RowExits, allocate: Allocate = in_memory) -> "States":
-        """The states of all exits of every row, in eval mode."""
+    def states(self, model: RowExits, allocate: "Allocate | None" = None) -> "States":
+        """The states of all exits of every row, in eval mode. allocate: room for them; None: in memory."""
         if self.known is not None:
             columns, states = [self.known.layers.index(layer) for layer in model.exits], self.known.states
             states = states if len(columns) == states.shape[1] else states[:, columns]
             return States(states, torch.from_numpy(self.labels), *self._about())
+        if allocate is None:
+            from mini_ee.lab.exits.state_store import in_memory as allocate
         device, stored = next(model.parameters()).device, None
         model.eval()
         batched = list(batches(self.encoded, STATES_BATCH))

@@ -24,9 +24,9 @@ from mini_ee.lab.backbones.adapter import tokenizer_folder
 from mini_ee.lab.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names
 from mini_ee.lab.backbones.hub import read_config
 from mini_ee.lab.backbones.sentence_encoder import sentence_modules
-from mini_ee.lab.backbones.setfit_head import is_setfit
 from mini_ee.lab.data.files import check_folder, read_json, write_bytes, write_json
 from mini_ee.lab.data.model_files import changed_files, model_sha256s
+from mini_ee.lab.data.sentence_files import is_setfit
 from mini_ee.lab.data.tasks import LISTED_LABELS, Split, Task
 from mini_ee.lab.data.tokenizer_config import NO_LIMIT, own_max_length
 from mini_ee.lab.errors import WrongArguments

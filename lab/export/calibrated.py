@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.lab.data.files import atomic_folder, file_sha256, read_json, write_bytes, write_json
+from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, read_json, write_bytes, write_json
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.card import CARD, card
-from mini_ee.lab.export.manifest import MANIFEST
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.row_thresholds import THRESHOLD

@@ -184,18 +184,27 @@ class GraphBlock:
         mask = self.readable if self.config.window(depth) is None else self.window_mask
         if self._cache is None:
             return query.like(g.attention(query.name, key.name, value.name, mask, *heads, self.scale))
-        queries, caches, cache_rows = query.name, self.write(depth, key, value), self._cache.rows
+        queries, caches = query.name, self.write(depth, key, value)
 
-        def read(keys_values: Sequence[str]) -> list:
-            attended = g.attention(queries, *keys_values, mask, *heads, self.scale)
-            return [g.value(attended, "some", "tokens", query.shape[-1])]
+        def attend(keys: str, values: str) -> str:
+            return g.attention(queries, keys, values, mask, *heads, self.scale)
+
+        return self._over(caches, query, self.readable, attend)
+
+    def _over(self, tensors: Sequence[str], query: Tensor, running: str, attend: Callable[..., str]) -> Tensor:
+        """attend(*tensors), like `query`. If all rows run, tensors of all prompts are read in place; else those of the
+        running rows are gathered first. running: a value whose first axis is the running rows."""
+        assert self._cache is not None
+        g, cache = query.g, self._cache
+
+        def read(*each: str) -> list:
+            return [g.value(attend(*each), "some", "tokens", query.shape[-1])]
 
         def gathered() -> list:
-            return read([g.op("Gather", cache, cache_rows) for cache in caches])
+            return read(*(g.op("Gather", each, cache.rows) for each in tensors))
 
-        # If all rows run, the caches are read in place; else the caches of the running rows are gathered first.
-        all_run = g.op("Equal", g.shape(self.readable, 0, 1), self._cache.prompts)
-        return query.like(g.either(all_run, lambda: read(caches), gathered)[0].name)
+        all_run = g.op("Equal", g.shape(running, 0, 1), cache.prompts)
+        return query.like(g.either(all_run, lambda: read(*tensors), gathered)[0].name)
 
 
 @replaces(CausalDecoder, "context")
@@ -227,25 +236,17 @@ class MemoryBlock(GraphBlock):
         self, depth: int, layer: nn.Module, query: Tensor, adapt: AdaptLayer | None = None, dropout: float = 0.0
     ) -> Tensor:
         """Cross attention to the encoder's output, (B, T, H d) -> (B, T, H d)."""
-        assert self._cache is not None
-        g, queries, cache_rows = query.g, query.name, self._cache.rows
-        keys, values = (
+        g, queries, heads = query.g, query.name, self.config.num_attention_heads
+        tensors = [
             g.input(f"{MEMORY}_{kind}_{depth}", "prompts", "memory", self.width, dtype=g.dtype)
             for kind in ("keys", "values")
-        )
-        mask, heads = g.input(f"{MEMORY}_mask", "prompts", "memory"), self.config.num_attention_heads
+        ]
 
-        def read(keys: str, values: str, mask: str) -> list:
+        def attend(keys: str, values: str, mask: str) -> str:
             allowed = g.readable(g.cast(mask, bool), queries)
-            attended = g.attention(queries, keys, values, allowed, heads, heads, self.scale)
-            return [g.value(attended, "some", "tokens", self.width)]
+            return g.attention(queries, keys, values, allowed, heads, heads, self.scale)
 
-        def gathered() -> list:
-            return read(*(g.op("Gather", each, cache_rows) for each in (keys, values, mask)))
-
-        # If all rows run, the keys and values are read in place; else those of the running rows are gathered first.
-        all_run = g.op("Equal", g.shape(queries, 0, 1), self._cache.prompts)
-        return query.like(g.either(all_run, lambda: read(keys, values, mask), gathered)[0].name)
+        return self._over([*tensors, g.input(f"{MEMORY}_mask", "prompts", "memory")], query, queries, attend)
 
     @staticmethod
     def write_memory(decoder: Any, g: Any) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.lab.data.files import file_sha256, how_to_download, read_json, run_config
+from mini_ee.export.manifest import MANIFEST
+from mini_ee.export.manifest import read_manifest as exported_files
+from mini_ee.lab.data.files import how_to_download, run_config
 from mini_ee.lab.errors import WrongArguments
 
-FORMAT_VERSION = 4  # since model.onnx
-
-MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights, by their names in safetensors
 EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00)}
@@ -71,26 +71,13 @@ def read_manifest(folder: Path) -> dict:
     """The manifest of an exported folder. Checks that all files are those that were exported."""
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(f"{folder}: no {MANIFEST} here; {_instead(folder)}")
-    manifest = read_json(folder / MANIFEST, signed="format_version")
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        newer = isinstance(version, int) and version > FORMAT_VERSION
-        advice = "install a newer mini_ee" if newer else "export the run again"
-        raise ValueError(f"{folder}: expected format_version {FORMAT_VERSION}, found {version!r}; {advice}")
+    manifest = exported_files(folder)
     _check_values(manifest, folder)
     if "fill" in manifest:  # the name and value of missing_kv in exports of 0.1.0
         fill = manifest.pop("fill")
         manifest["missing_kv"] = "copy_state" if fill == "propagate" else fill
     if "promise" in manifest:  # the name of guarantee in exports of 0.1.0
         manifest["guarantee"] = manifest.pop("promise")
-    for name, digest in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; export the run again")
-        if file_sha256(path) != digest:
-            raise ValueError(
-                f"{path}: expected the file that was exported with {MANIFEST}, found another one; export the run again"
-            )
     _check_weights(folder / WEIGHTS, manifest["tensors"])
     return manifest
 

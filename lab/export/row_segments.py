@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.early_exit import run_segments
-from mini_ee.lab.export.manifest import MANIFEST, output_of
+from mini_ee.lab.export.manifest import output_of
 from mini_ee.lab.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.segments import BatchResult, Segments, check_finite

@@ -20,14 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.export import runtime as row_runtime
 from mini_ee.lab.confidence import LABEL_MEASURES, named
-from mini_ee.lab.data.files import file_sha256
+from mini_ee.lab.data.files import MANIFEST, file_sha256
 from mini_ee.lab.data.prompt_templates import Prompt, PromptTokenizer
 from mini_ee.lab.data.sentence_prompts import PromptedTokenizer, with_prompt
 from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
-from mini_ee.lab.export.manifest import MANIFEST, blaming_manifest, read_manifest
+from mini_ee.lab.export.manifest import blaming_manifest, read_manifest
 from mini_ee.lab.export.row_segments import OrtEncoder, OrtModel
 from mini_ee.lab.export.sessions import CPU, GraphRule, Session, wanted_provider
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, Prompts, open_sessions
@@ -66,15 +67,8 @@ def open_rule(folder: Path, manifest: dict, provider: str = CPU, threads: int = 
     return rule.served(folder, OrtEncoder(folder, manifest, provider, threads)) if "encoder" in manifest else rule
 
 
-class Answer(NamedTuple):
-    """The result for one row."""
-
-    label: str | float | dict[str, float]  # a number in a regression; of several labels at once their probabilities
-    confidence: float | None  # the largest probability, or that of the weakest label; None in a regression
-    exit: int  # index into exits, from 0
-    layers: int | float  # depth of that exit; if tokens exit within the row, their mean depth
-    milliseconds: float  # of its batch, over the rows of that batch
-    logits: np.ndarray  # (C,)
+class Answer(row_runtime.Answer):
+    """The result for one row, for the commands."""
 
     def agrees(self, other: "Answer") -> bool:
         """Whether both have the same label, or the same labels."""

@@ -13,8 +13,9 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from mini_ee import __version__
+from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs
-from mini_ee.lab.export.manifest import MANIFEST, WEIGHTS
+from mini_ee.lab.export.manifest import WEIGHTS
 from mini_ee.lab.row_thresholds import THRESHOLD, RowThresholds
 from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
 

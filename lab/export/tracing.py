@@ -312,17 +312,11 @@ class ArrayValue(Value):
     def astype(self, dtype) -> "ArrayValue":
         return cast(self, dtype)
 
-    def argmax(self, axis: int) -> "ArrayValue":
-        return LOWERINGS[np.argmax](self, axis)
-
-    def sum(self, axis=None, keepdims=False, **_) -> "ArrayValue":
-        return LOWERINGS[np.sum](self, axis, keepdims=keepdims)
-
-    def max(self, axis=None, keepdims=False, **_) -> "ArrayValue":
-        return LOWERINGS[np.max](self, axis, keepdims=keepdims)
-
-    def min(self, axis=None, keepdims=False, **_) -> "ArrayValue":
-        return LOWERINGS[np.min](self, axis, keepdims=keepdims)
+    def __getattr__(self, name: str):
+        """The lowering of a method of arrays."""
+        if not hasattr(np.ndarray, name) or not callable(function := getattr(np, name, None)):
+            raise AttributeError(f"a value of a graph has no {name}")
+        return lambda *args, **kwargs: _lowered(function, (self, *args), kwargs)
 
 
 # ---- The trace ----

@@ -30,10 +30,11 @@ import torch
 from onnx import helper
 from torch import nn
 
+from mini_ee.export.manifest import FORMAT_VERSION
 from mini_ee.lab.backbones.families import layout_of
 from mini_ee.lab.backbones.fine_tuned import CLASSIFIES
 from mini_ee.lab.backbones.tensor_files import write_tensors
-from mini_ee.lab.data.files import atomic_folder, file_sha256, write_bytes, write_json
+from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.errors import WrongArguments
@@ -42,7 +43,7 @@ from mini_ee.lab.exits.generation import token_segments, token_weights
 from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of, whole_tables
 from mini_ee.lab.export.card import CARD, card
 from mini_ee.lab.export.graph import Graph
-from mini_ee.lab.export.manifest import FORMAT_VERSION, MANIFEST, WEIGHTS, layout
+from mini_ee.lab.export.manifest import WEIGHTS, layout
 from mini_ee.lab.export.model_graph import write_model_graph
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.segment_graphs import segment_graphs

@@ -198,9 +198,7 @@ def train(request: Any, say: Callable[[str], None]) -> Any:
     """Algorithm 3.1: collect, and write the run. Arguments as in Method.train; their types need torch."""
     from mini_ee.lab.methods.raee_collect import collect_run  # needs torch
 
-    config = request.config
-    rule = Retrieval(config.k, config.tau, config.fallback_top, config.include_embeddings)
-    return collect_run(request, rule, collect, say)
+    return collect_run(request, say)
 
 
 METHOD = Method(

@@ -7,12 +7,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from mini_ee.calibrate import fixed_sequence
 from mini_ee.lab.confidence import LABEL_MEASURES
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.recording import Record, exit_scores, predictions
 from mini_ee.lab.rules import NeverExit, Patience, Rule, Threshold
-from mini_ee.lab.statistics import fixed_sequence, paired_p_values, rows_needed
+from mini_ee.lab.statistics import paired_p_values, rows_needed
 
 CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1 % of an exit's decisions
 
@@ -149,6 +150,9 @@ def default_rule(
     correction for the number of candidates is needed. The guarantee holds with this confidence for rows like the tested
     ones; `paired_losses` defines the loss. If the score of the task is not accuracy, the rule also loses at most
     max_loss of this score on the test part, without a guarantee.
+
+    The core's default_rule has the same sequence for thresholds. Its test counts the rows that are worse and no others;
+    that of `paired_p_values` also counts those that are better, which needs fewer rows.
 
     If no rule passes, the same test is made with FALLBACK_LOSS and FALLBACK_CONFIDENCE. If none passes this test
     either, the full model is the default. Each of the two statements is wrong in at most 1 - confidence of all

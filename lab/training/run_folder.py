@@ -43,7 +43,6 @@ from mini_ee.lab.data.files import (
     sole_writer,
     write_json,
 )
-from mini_ee.lab.data.sentence_prompts import PromptedTokenizer, with_prompt
 from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, check_rows, in_order
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.early_exit import early_exit
@@ -161,6 +160,8 @@ class Run(NamedTuple):
 
         prompt_name: of the encoder's prompts (None: its default one). Raises ValueError like Runtime.embed.
         """
+        from mini_ee.lab.data.sentence_prompts import with_prompt
+
         if not self.embeds:
             raise WrongArguments(f"{self.folder}: expected a sentence encoder, found a run of {self.config['method']}")
         check_rows(texts, 1)
@@ -175,10 +176,7 @@ class Run(NamedTuple):
         sampling: "Sampling | None" = None,
         seed: int = 0,
     ) -> list[str]:
-        """The text that the decoder generates after each prompt, with early exits by the run's rule.
-
-        sampling: None is greedy.
-        """
+        """The text that the decoder generates after each prompt, by the run's rule. sampling: None is greedy."""
         from mini_ee.lab.exits.decoding import gather
 
         if not self.generates:
@@ -189,9 +187,8 @@ class Run(NamedTuple):
             return []
         ids = [self.tokenizer.ids_of(prompt) for prompt in prompts]
         settings = {"max_new_tokens": max_new_tokens, "seed": seed} | ({"sampling": sampling} if sampling else {})
-        written = gather(
-            self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings), len(ids)
-        )
+        steps = self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings)
+        written = gather(steps, len(ids))
         decode = self.tokenizer.backend.decode
         return [decode(given + each.tokens)[len(decode(given)) :] for given, each in zip(ids, written)]
 
@@ -397,6 +394,8 @@ def _read_model(folder: Path, config: dict, backbone_folder) -> tuple[nn.Module,
         return model, Tokenizer.from_file(file, None)  # texts are not cut, even if config.json has a max_length
     tokenizer = Tokenizer.from_file(file, config["max_length"])
     if unit.embeds and "prompts" in config:  # an older run has none
+        from mini_ee.lab.data.sentence_prompts import PromptedTokenizer
+
         own = config["prompts"], config["default_prompt_name"]
         tokenizer = PromptedTokenizer(tokenizer.backend, config["max_length"], *own)
     return model, tokenizer

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mini_ee.lab.calibration as calibration
+from mini_ee.calibrate import tau
 from mini_ee.lab.calibration import (
     Observed,
     agreement,
@@ -19,7 +20,6 @@ from mini_ee.lab.calibration import (
     intervals,
     observe,
     replay,
-    tau,
     tau_with_confidence,
 )
 from mini_ee.lab.confidence import MEASURES
@@ -109,6 +109,12 @@ def test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_i
     p = agreement_p_values(agrees, groups, 0.8)
     first = np.flatnonzero(p[150:] > DELTA)[0] + 150
     assert p[-1] <= DELTA < p[first] and found == confidence[first - 1]
+
+
+def test_some_may_disagree_in_the_first_cut_if_there_are_rows_enough():
+    """20 rows, of which one disagrees, would not pass; the first cut has 27, because .8^27 is at most .05 squared."""
+    agrees = np.arange(400) != 10
+    assert tau_with_confidence(np.linspace(1, 0, 400), agrees, np.arange(400), 0.8, DELTA) == 0.0
 
 
 def chance_of_a_bad_tau(find, rows, epsilon, shares, agree):

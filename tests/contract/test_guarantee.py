@@ -10,13 +10,14 @@ import pytest
 
 import mini_ee.lab.statistics as statistics
 import mini_ee.lab.training.default_rule as default_rules
+from mini_ee.calibrate import fixed_sequence
 from mini_ee.experiments.measured import frequent_lines, page_of
 from mini_ee.experiments.measured import guarantees_page as guarantees
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.recording import Record, Recorded, predictions
 from mini_ee.lab.rules import NeverExit, Patience, Threshold
-from mini_ee.lab.statistics import fixed_sequence, p_values_of_counts, paired_p_values, rows_needed
+from mini_ee.lab.statistics import p_values_of_counts, paired_p_values, rows_needed
 from mini_ee.lab.training.default_rule import default_rule, paired_losses, sweep
 
 RESULTS = Path(__file__).parents[2] / "results"

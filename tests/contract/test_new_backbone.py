@@ -286,6 +286,27 @@ def test_a_padded_batch_is_its_rows_alone(backbone):
             assert_close(padded[row, :length], plain[0])
 
 
+def test_too_many_tokens_are_refused(backbone):
+    most = backbone.config.max_tokens
+    backbone(torch.full((1, most), 5))
+    with pytest.raises(ValueError, match=f"at most {most} tokens, got {most + 1}: truncate the input"):
+        backbone(torch.full((1, most + 1), 5))
+
+
+def test_gradients_reach_every_parameter_and_dropout_acts_in_training_alone(backbone):
+    ids, poolers = torch.arange(5, 17)[None], getattr(backbone, "poolers", None)
+    with torch.enable_grad():
+        loss = backbone.lm_logits(backbone(ids)).square().sum()
+        if poolers:
+            loss = loss + sum(backbone.pooled(backbone(ids), int(depth)).sum() for depth in poolers)
+        loss.backward()
+    without = [name for name, each in backbone.named_parameters() if each.grad is None or not each.grad.any()]
+    assert without == ["biases.table.weight"] * backbone.is_encoder_decoder  # of a decoder that reads one token
+    assert torch.equal(backbone(ids), backbone(ids))
+    drops = any(value for name, value in vars(backbone.config).items() if "dropout" in name)
+    assert torch.equal(backbone.train()(ids), backbone(ids)) == (not drops)
+
+
 @pytest.mark.parametrize("rows", [[1, 3], [2], [3, 0, 1]], ids=str)
 def test_rows_that_are_kept_go_on_as_if_the_others_had_never_been_there(backbone, rows):
     inputs, layers = padded_rows(backbone), backbone.config.num_hidden_layers

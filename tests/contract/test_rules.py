@@ -105,7 +105,45 @@ def test_the_tolerance_has_to_be_a_number_above_0(tolerance):
         Patience(1, tolerance)
 
 
-# Patience with confidence
+# Patience with confidence (PCEE-BERT): consecutive exits are confident
+
+LEVELS = {
+    "max_probability": 0.8,
+    "entropy": -0.5,
+    "normalised_entropy": -0.45,
+    "breaking_ties": 0.6,
+    "breaking_ties_logits": 2.0,
+}
+
+
+def pcee(logits, t, threshold, measure):
+    """PCEE-BERT, section 3: the number of consecutive confident exits, 1 at the first of them."""
+    count = 0
+    for k in range(EXITS - 1):
+        count = count + 1 if MEASURES[measure][0](logits[k : k + 1])[0] >= threshold else 0
+        if count == t:
+            return k
+    return EXITS - 1
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_patience_confidence_stops_after_t_consecutive_confident_exits(t, measure):
+    logits, threshold = random_logits(), LEVELS[measure]
+    found = replay(PatienceConfidence(t, threshold, measure), logits)
+    assert found.tolist() == [pcee(row, t, threshold, measure) for row in logits]
+    assert {t - 1, EXITS - 1} <= set(found)
+
+
+def test_patience_confidence_of_1_is_the_threshold():
+    logits = random_logits()
+    np.testing.assert_array_equal(replay(PatienceConfidence(1, 0.8), logits), replay(Threshold(0.8), logits))
+
+
+def test_patience_confidence_ignores_a_change_of_prediction():
+    logits = np.repeat(10 * predicting([0, 1, 0, 1]), 2, axis=1)
+    assert replay(PatienceConfidence(2, 0.9), logits) == 1
+    assert replay(Patience(3), logits) == 7
 
 
 def test_patience_confidence_takes_one_threshold_in_the_range_of_its_measure():

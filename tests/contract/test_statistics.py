@@ -13,7 +13,6 @@ from mini_ee.lab.statistics import (
     binomial_pmf,
     binomial_tails,
     chernoff,
-    fixed_sequence,
     groups_needed,
     log_factorials,
     share_interval,
@@ -139,17 +138,3 @@ def test_so_many_groups_would_pass_and_one_fewer_would_not(sizes):
         groups = np.repeat(np.arange(count), np.resize(sizes, count))
         found.append(agreement_p_values(np.ones(len(groups), bool), groups, 0.8)[-1] <= 0.05)
     assert found == [True, False]
-
-
-# ---- Sequences ----
-
-
-def test_a_sequence_ends_at_the_first_that_fails():
-    assert [fixed_sequence(np.array(each), 0.05) for each in ([], [0.1, 0], [0, 0.05, 0.1, 0], [0, 0])] == [0, 0, 2, 2]
-
-
-def test_a_true_hypothesis_is_rejected_with_the_level_at_most_by_enumeration():
-    """p-values of three true hypotheses after a false one, each uniform on 20 values: all 8,000 are equally likely."""
-    values = np.arange(1, 21) / 20
-    rejected = [fixed_sequence(np.array([0.0, *true]), 0.1) > 1 for true in product(values, repeat=3)]
-    assert np.mean(rejected) == pytest.approx(0.1)

@@ -35,6 +35,13 @@ def test_a_file_imports_the_core_the_ring_and_its_libraries_alone(path):
         assert inner or package in LIBRARIES, f"{path.name} imports {module}"
 
 
+def test_only_out_of_a_script_imports_the_ring_into_the_core():
+    """In a function; test_core_fences.py allows no such import at a head."""
+    found = {path.stem: list(imported(path)) for path in (ROOT / "mini_ee").glob("*.py")}
+    inside = {name: [each for each in modules if each.startswith("mini_ee.export")] for name, modules in found.items()}
+    assert {name: modules for name, modules in inside.items() if modules} == {"train": ["mini_ee.export.writer"]}
+
+
 def test_the_runtime_needs_no_torch(tmp_path):
     """A process in which torch, safetensors and the lab cannot be imported classifies texts."""
     from small_models import median_threshold, model_of, rows_of

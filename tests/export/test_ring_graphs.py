@@ -21,6 +21,10 @@ CASES += [("joint", median_threshold("joint", measure)) for measure in MEASURES]
 CASES += [("lora", median_threshold("lora", "max_probability")), ("joint", Threshold((0.9, 0.4, 0.7)))]
 CASES += [("regression", Patience(1, 0.1)), ("policies", Policy()), ("policies", Policy(0.9))]
 HALF = median_threshold("joint", "max_probability")
+TAU = HALF.threshold
+NAMES = [
+    f"{kind}, {type(rule).__name__} {getattr(rule, 'measure', number)}" for number, (kind, rule) in enumerate(CASES)
+]
 
 
 class Planned(Rule):
@@ -64,7 +68,7 @@ def assert_equal(expected, result):
     np.testing.assert_allclose(result.logits, expected.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind, rule", CASES, ids=str)
+@pytest.mark.parametrize("kind, rule", CASES, ids=NAMES)
 def test_the_graph_stops_where_torch_stops_with_the_same_logits(folder, kind, rule):
     """In a batch with padding, and each row alone."""
     runtime = Runtime(folder(kind, rule), threads=1)
@@ -94,7 +98,7 @@ def test_thresholds_patience_and_plans_are_inputs_with_defaults(folder):
     session = Runtime(folder("joint", HALF), threads=1).session
     ids = batch_of(rows_of("joint").batch(range(12))).ids
     own = session.run(["layers"], ids)[0]
-    for same in (HALF.threshold, np.nan, [HALF.threshold] * 2, [[HALF.threshold, np.nan]] * 12):
+    for same in (TAU, np.nan, [TAU] * 2, [[TAU, np.nan]] * 12):
         assert (session.run(["layers"], ids | {"threshold": np.array(same, np.float32)})[0] == own).all()
     by_row = np.full((12, 2), np.inf, np.float32)
     by_row[3], by_row[5, 1] = -1, 0

@@ -70,7 +70,7 @@ def test_the_agreement_counts_texts_that_both_exports_label_alike(runtime, newer
             compared.submit(text).result(10)
         assert all(done.acquire(timeout=10) for _ in SENTENCES)
     assert sum(compared.agreements) == sum(expected) < len(expected) == compared.rows
-    assert f"mini_ee_canary_rows_total {len(expected)}\n" in compared.page()
+    assert f"mini_ee_canary_rows_total {len(expected)}\n" in compared.comparison()
 
 
 def test_a_comparison_without_room_is_no_refused_request(runtime, newer):

@@ -35,7 +35,7 @@ def test_the_alerts_are_on_metrics_that_exist(runtime):
     with Worker(engine_of(runtime)) as worker:
         compared = Compared(worker, worker)
         compared.agreements.append(True)
-        page = metrics.page({}) + compared.page()
+        page = metrics.page({}) + compared.comparison()
     (group,) = yaml.safe_load((ROOT / "serve" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]:
         assert f"`{rule['alert']}`" in PAGE and rule["annotations"].keys() == {"summary", "description"}

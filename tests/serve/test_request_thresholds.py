@@ -29,7 +29,8 @@ def alone(runtime, text, threshold):
     return runtime.run([text], rule=Threshold(numbers if len(numbers) > 1 else numbers[0]))[0]
 
 
-def assert_answered_as_alone(runtime, rebatch):
+@pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
+def test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one(runtime, rebatch):
     expected = [alone(runtime, *each) for each in zip(TEXTS, THRESHOLDS)]
     assert len({each.layers for each in expected}) > 2
     assert [each.layers for each in expected] != [each.layers for each in runtime.run(TEXTS)]
@@ -41,11 +42,6 @@ def assert_answered_as_alone(runtime, rebatch):
         assert worker.metrics.rows.total() > 1.5 * worker.metrics.batches.total(), "the rows should share batches"
     assert status == 200 and [(each["label"], each["layers"]) for each in found["answers"]] == expected
     assert [(each["label"], each["layers"]) for _, each, _ in apart] == expected
-
-
-@pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
-def test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one(runtime, rebatch):
-    assert_answered_as_alone(runtime, rebatch)
 
 
 def test_the_runtime_takes_thresholds_by_row(runtime):

@@ -84,12 +84,8 @@ def test_a_copy_of_a_runtime_opens_its_folder_again_with_its_own_arguments_and_r
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(runtime, rule, rebatch):
-    answers_are_those_at_batch_1(runtime, rule, rebatch, max_wait=0.002)
-
-
-def answers_are_those_at_batch_1(runtime, rule, rebatch, max_wait):
     texts = random.Random(3).choices(SENTENCES, k=60) + SENTENCES
-    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=max_wait)
+    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=0.002)
     alone = runtime.run(texts, batch_size=1, rule=rule)
     assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
     np.testing.assert_allclose([each.logits for each in found], [each.logits for each in alone], atol=1e-5)
@@ -426,6 +422,19 @@ def test_a_deadline_that_passes_is_an_error_and_the_row_is_not_run():
         assert fine.result(5).layers == 1
     assert [widths for _, widths in engine.ran] == [[2], [4]] and len(engine.released) == 3
     assert worker.metrics.requests["late"] == 1
+
+
+def test_a_row_that_is_cancelled_while_it_runs_ends_nothing():
+    engine = Slow()
+    with Worker(engine) as worker:
+        engine.held.clear()
+        gone = worker.submit("xx")
+        while sum(worker.lengths().values()):
+            time.sleep(0.001)
+        assert gone.cancel()
+        engine.held.set()
+        assert wait([gone], 5).done and worker.submit("xx").result(5).layers == 1
+    assert worker.metrics.requests == {"answered": 1, "refused": 0, "late": 0, "cancelled": 1, "failed": 0}
 
 
 def test_the_rows_of_a_batch_that_fails_run_one_by_one():

@@ -1,7 +1,7 @@
 """The loop and the rules, on a model that is a table: the logits of every example at every exit are given.
 
 So which example stops where is plain arithmetic: each rule is compared with its paper's definition, written as a loop
-over the exits of one example. The loop: mini_ee/loop.py; the rules: mini_ee/rules.py. Rules of methods: lab/rules.py.
+over the exits of one example. The loop: mini_ee/loop.py; the rules: mini_ee/rules.py.
 
 The same loop on real models, and what a batch costs: tests/contract/test_early_exit.py. Limits and settings of the
 rules: tests/contract/test_rules.py. Bugs that these tests catch: tests/mutants.py.
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from mini_ee import loop
-from mini_ee.lab.rules import PatienceConfidence
 from mini_ee.rules import MEASURES, Fixed, Never, Patience, Policy, Rule, Threshold
 
 K = 8  # exits, one after each layer
@@ -65,14 +64,6 @@ def test_never_exit_is_the_full_model_and_a_fixed_exit_is_that_exit():
 )
 def test_an_example_stops_in_a_batch_where_it_stops_alone(kind, settings):
     logits, rule = random_logits(), kind(*settings)
-    stops_alone_as_in_a_batch(rule, logits)
-
-
-def test_patience_with_confidence_stops_in_a_batch_where_it_stops_alone():
-    stops_alone_as_in_a_batch(PatienceConfidence(2, 0.6), random_logits())
-
-
-def stops_alone_as_in_a_batch(rule, logits):
     together = exits_of(rule, logits)
     assert together.tolist() == [exits_of(rule, logits[[row]])[0] for row in range(len(logits))]
     assert len(set(together)) > 2
@@ -179,39 +170,6 @@ def test_a_difference_of_exactly_the_tolerance_is_a_change():
     logits = np.array([[[1.0], [1.5], [1.75], [1.75]]])
     assert exits_of(Patience(1, tolerance=0.5), logits) == 2
     assert exits_of(Patience(1, tolerance=0.625), logits) == 1
-
-
-# ---- Patience with confidence (PCEE-BERT): consecutive exits are confident ----
-
-
-def pcee(logits, t, threshold, measure):
-    """PCEE-BERT, section 3: the number of consecutive confident exits, 1 at the first of them."""
-    count = 0
-    for k in range(K - 1):
-        count = count + 1 if MEASURES[measure](logits[k : k + 1])[0] >= threshold else 0
-        if count == t:
-            return k
-    return K - 1
-
-
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-@pytest.mark.parametrize("measure", MEASURES)
-def test_patience_confidence_stops_after_t_consecutive_confident_exits(t, measure):
-    logits, threshold = random_logits(), THRESHOLDS[measure]
-    found = exits_of(PatienceConfidence(t, threshold, measure), logits)
-    assert found.tolist() == [pcee(row, t, threshold, measure) for row in logits]
-    assert {t - 1, K - 1} <= set(found)
-
-
-def test_patience_confidence_of_1_is_the_threshold():
-    logits = random_logits()
-    np.testing.assert_array_equal(exits_of(PatienceConfidence(1, 0.8), logits), exits_of(Threshold(0.8), logits))
-
-
-def test_patience_confidence_ignores_a_change_of_prediction():
-    logits = 10 * predicting([0, 1, 0, 1])
-    assert exits_of(PatienceConfidence(2, 0.9), logits) == 1
-    assert exits_of(Patience(2), logits) == 3
 
 
 # ---- Policy (ConsistentEE, BERxiT): the model's own probability of exiting ----

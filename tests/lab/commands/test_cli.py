@@ -23,7 +23,6 @@ import pytest
 import torch
 from conftest import answer, refused
 
-import mini_ee.lab.backbones.hub as checkpoint
 import mini_ee.lab.cli.guarantee_options as calibrating
 import mini_ee.lab.cli.main as command_line
 import mini_ee.lab.cli.task_options as tasks
@@ -922,24 +921,6 @@ def test_calibrate_prints_intervals_of_the_papers_thresholds_and_whether_there_i
         assert ("The guarantee holds for examples like these." in shown) == guaranteed
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--epsilon", "0"], "epsilon must be above 0"),
-        (["--epsilon", "1.5"], "expected a number up to 1, found 1.5"),
-        (["--epsilon", ".9", "--delta", "0"], "delta must be at least 1e-09"),
-        (["--epsilon", ".999", "--delta", ".05"], "rows are needed"),
-        ([], "--epsilon"),
-    ],
-)
-def test_calibrate_refuses_wrong_guarantees_and_does_not_change_the_run(
-    capsys, run_folder, task_folder, options, message
-):
-    before = (run_folder / "config.json").read_bytes()
-    assert message in refused(capsys, "calibrate", run_folder, "--task", task_folder, *options)
-    assert (run_folder / "config.json").read_bytes() == before
-
-
 def test_classify_shows_every_layer_and_the_exit(capsys, run_folder):
     result = answer(capsys, "classify", run_folder, "--text", "the film was lovely", "--layer", "2")
     assert [row["layer"] for row in result["rows"]] == [1, 2, 3] and result["layers"] == 2
@@ -1013,120 +994,7 @@ def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, m
     assert "pip install mini-ee[plots]" in line
 
 
-# ---- Wrong input ----
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--exits", "3,2"], "ascend"),
-        (["--exits", "1,9"], "end at the last layer, 3"),
-        (["--exits", "x"], "whole number"),
-        (["--epochs", "0"], "at least 1"),
-        (["--lr", "-1"], "lr must be"),
-        (["--pool", "max"], "first"),
-        (["--device", "cuda:99"], "use cpu"),
-        (["--max-loss", "1"], "max_loss must be a number of at least 0 and below 1"),
-        (["--confidence", "1"], "confidence must be a number above 0 and below 1"),
-        (["--epoch", "3"], "--epoch"),
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--model", str(checkpoint.BUILT_IN_DECODER), "--pool", "first"], "pool must be mean for a llama"),
-        (["--task", "/nowhere"], "/nowhere"),
-        (["--max-length", "2"], "max_length"),
-        (["--model", "RUN"], "found a run of joint; give a checkpoint"),
-        (["--k", "1"], "mini-ee train joint: unrecognized arguments: --k 1; see mini-ee train joint --help"),
-    ],
-)
-def test_wrong_options_of_train_are_one_line(
-    capsys, tmp_path, run_folder, checkpoint_folder, task_folder, options, message
-):
-    fitting = ("--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "run")
-    options = [run_folder if option == "RUN" else option for option in options]
-    line = refused(capsys, "train", "joint", *fitting, *options, status=2)
-    assert message in line and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--threshold", "1.5"], "from 0.0 to 1.0"),
-        (["--threshold", "nan"], "nan"),
-        (["--threshold", ".5,.5"], "one threshold or 3"),
-        (["--layer", "7"], "one of the exits 1,2,3"),
-        (["--rule", "patience"], "needs --patience"),
-        (["--rule", "fixed", "--threshold", ".5"], "the rule fixed does not take --threshold"),
-        (["--rule", "fixed"], "needs --layer"),
-        (["--layer", "one"], "expected a whole number, found 'one'"),
-        (["--patience", "9" * 30], "at most 10 digits"),
-        (["--measure", "entropy"], "give --threshold too"),
-        (["--threads", "100000"], "at most 1024"),
-        (["--seed", str(2**32)], "from 0 to 2**32 - 1"),
-        (["--batch-size", "9" * 30], "at most 10 digits"),
-        (["--patience", "2", "--threshold", ".5"], "does not take"),
-        (["--patience", "3"], "--patience must be less than the number of exits, 3, or nothing exits early; got 3"),
-        (["--rule", "patience-confidence", "--patience", "9", "--threshold", ".5"], "number of exits, 3"),
-        (["--split", "validation"], "expected one of its splits train, dev, found 'validation'"),
-        (["--task", "reviews"], "trained on words"),
-        (["--rule", "oracle"], "oracle"),
-        (["--model", "nowhere"], "--model is for a run without its backbone"),
-        (["--measure", "saturation", "--threshold", ".5"], "does not provide; choose another measure"),
-        (
-            ["--nonsense"],
-            "mini-ee evaluate: unrecognized arguments for a classifier: --nonsense; see mini-ee evaluate",
-        ),
-    ],
-)
-def test_wrong_options_of_evaluate_are_one_line(capsys, run_folder, task_folder, options, message):
-    assert message in refused(capsys, "evaluate", run_folder, "--task", task_folder, *options, status=2)
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["classify", "nowhere", "--text", "x"], "no run here"),
-        (["classify", "RUN", "--text", ""], "--text: expected a sentence, found no text"),
-        (["classify", "RUN", "--text", "   "], "--text: expected a sentence, found no text"),
-        (["classify", "RUN", "--text", "a\udcff"], "--text: expected text in UTF-8, found another byte at 1"),
-        (["classify", "RUN", "--text", "a", "--text-b", ""], "--text-b: expected a sentence, found no text"),
-        (["classify", "RUN", "--text", "a", "--text-b", "b"], "leave out --text-b"),
-        (["classify", "RUN", "--text", "a", "--model", "nowhere"], "--model is for a run without its backbone"),
-        (["evaluate", "nowhere"], "no run here"),
-        (["compare", "nowhere"], "no run here"),
-        (["compare", "RUN", "--task", "TASK", "--model", "nowhere"], "--model is for a run without its backbone"),
-        (["compare", "RUN", "--task", "TASK", "--temperature", "1"], "--temperature is for decoders"),
-        (["compare", "RUN", "--task", "TASK", "--schedule", "parallel"], "none of these runs has streams"),
-        (["compare", "LORA", "--schedule", "x"], "expected some of restart, parallel, adaptive"),
-        (
-            ["compare", "RUN", "--sweep", "--picture", "."],
-            "--picture: expected a file NAME.png in a folder that exists",
-        ),
-        (
-            ["compare", "RUN", "--sweep", "--picture", "no/a.png"],
-            "--picture: expected a file NAME.png in a folder that",
-        ),
-        (["compare", "RUN", "--sweep", "--picture", "dev.tsv"], "--picture: expected a file NAME.png in a folder that"),
-        (
-            ["calibrate", "RUN", "--task", "TASK", "--epsilon", ".1", "--model", "no"],
-            "--model is for a run without its backbone",
-        ),
-        (
-            ["export", "RUN", "--task", "TASK", "--out", "out", "--model", "no"],
-            "--model is for a run without its backbone",
-        ),
-        (["export", "RUN", "--out", "file/out"], "file: expected a folder, found a file; name another"),
-        (
-            ["export", "LORA", "--schedule", "parallel", "--out", "out"],
-            "model.onnx restarts after each exit; add --seg",
-        ),
-    ],
-)
-def test_wrong_options_of_other_commands_are_one_line(
-    capsys, tmp_path, monkeypatch, run_folder, lora_folder, task_folder, argv, message
-):
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("")
-    names = {"RUN": run_folder, "LORA": lora_folder, "TASK": task_folder}
-    assert message in refused(capsys, *(names.get(word, word) for word in argv))
+# ---- Tasks of other places ----
 
 
 def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_folder, tmp_path, monkeypatch):

@@ -24,10 +24,10 @@ from mini_ee.lab.data.tasks import Split, Task, load_task, toy_task
 from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.prompt_exits import PromptModel, draw_shots
-from mini_ee.lab.methods.raee_collect import few_shot
 from mini_ee.lab.methods.raee_encoders import OwnStates
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import FixedExit, NeverExit, Planned
+from mini_ee.lab.training.prompt_run import few_shot
 from mini_ee.lab.training.stages import Batch
 from mini_ee.raee import exit_values
 

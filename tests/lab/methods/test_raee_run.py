@@ -26,6 +26,7 @@ from mini_ee.lab.methods.raee import Retrieval
 from mini_ee.lab.methods.raee_controls import ablation, controls, embed_all
 from mini_ee.lab.methods.raee_datastore import exact_search
 from mini_ee.lab.recording import Recorded, plan_rows, read_every_exit, record, summary
+from mini_ee.lab.training import prompt_run
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.run_folder import load_run, training_folder
 
@@ -376,7 +377,7 @@ def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(caps
 def test_wrong_queries_are_told_before_anything_is_trained(
     tmp_path, monkeypatch, checkpoint_folder, task_folder, wrong, message
 ):
-    monkeypatch.setattr(collecting, "fit", lambda *given: pytest.fail("trained"))
+    monkeypatch.setattr(prompt_run, "fit", lambda *given: pytest.fail("trained"))
     given = {"shots": 2, "template": "{text} it was {mask}", "words": ("0=bad", "1=good", "2=fine")} | wrong
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         collect(tmp_path / "raee", checkpoint_folder, task_folder, **given)
@@ -384,7 +385,7 @@ def test_wrong_queries_are_told_before_anything_is_trained(
 
 def test_a_missing_index_is_told_before_a_row_is_read(tmp_path, monkeypatch, base, task_folder):
     monkeypatch.setitem(sys.modules, "hnswlib", None)
-    monkeypatch.setattr("mini_ee.lab.methods.raee.collect", lambda *given, **config: pytest.fail("read"))
+    monkeypatch.setattr("mini_ee.lab.methods.raee_collect.collect", lambda *given, **config: pytest.fail("read"))
     with pytest.raises(ValueError, match="a datastore needs hnswlib"):
         collect(tmp_path / "raee", base, task_folder, **THREE)
 
@@ -669,9 +670,9 @@ def test_a_killed_prompted_collection_goes_on_with_the_same_call(tmp_path, check
         raise KeyboardInterrupt
 
     arguments, options = (tmp_path / "out", checkpoint_folder, task_folder), WORDS | TUNED | {"epochs": 1}
-    for step in ("fit", "save_run", "Datastore"):
+    for module, step in ((prompt_run, "fit"), (prompt_run, "save_run"), (collecting, "Datastore")):
         with monkeypatch.context() as patch:
-            patch.setattr(collecting, step, killed)
+            patch.setattr(module, step, killed)
             with pytest.raises(KeyboardInterrupt):
                 collect(*arguments, **options)
         assert not (tmp_path / "out").exists()

@@ -11,7 +11,6 @@ from conftest import all_schedules, tensors
 from safetensors.torch import load_file, save_file
 
 import mini_ee
-from mini_ee.lab.backbones.backbone import Tensors
 from mini_ee.lab.backbones.hub import load_backbone, read_config, save_backbone
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.tokenizer import Inputs
@@ -162,21 +161,6 @@ def test_mpnets_layers_are_not_split_because_their_halves_would_read_no_biases()
         load_backbone(GOLDEN / "mpnet").split_layer(0)
 
 
-def test_dropout_acts_in_train_mode_only():
-    for kind in KINDS:
-        model, ids = load_backbone(GOLDEN / kind), torch.arange(5, 17)[None]
-        assert torch.equal(model(ids), model(ids))
-        assert not torch.equal(model.train()(ids), model(ids))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_reach_every_parameter(kind):
-    model = load_backbone(GOLDEN / kind)
-    with torch.enable_grad():
-        model.lm_logits(model(torch.arange(5, 17)[None])).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
 # ---- Exits, adapters and ONNX ----
 
 
@@ -298,11 +282,3 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_folder, ta
     answers = Runtime(tmp_path / "out", threads=1).run(texts)
     classified = [(each.label, each.layers) for each in loaded.classify(texts)]
     assert [(each.label, loaded.exits[each.exit]) for each in answers] == classified
-
-
-@pytest.mark.parametrize("kind, most", [("xlm-roberta", 30), ("mpnet", 30), ("electra", 32), ("distilbert", 32)])
-def test_too_many_tokens_are_refused(kind, most):
-    model = load_backbone(GOLDEN / kind)
-    model.embed(Tensors(torch.full((1, most), 5)))
-    with pytest.raises(ValueError, match=f"at most {most} tokens, got {most + 1}"):
-        model.embed(Tensors(torch.full((1, most + 1), 5)))

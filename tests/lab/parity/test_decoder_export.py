@@ -677,7 +677,6 @@ def test_what_is_exported_already_is_told(case, tmp_path, capsys):
     "options, message",
     [
         (["--rule", "policy"], "policy"),
-        (["--tau", ".5"], "--tau is for a run of raee"),
         (["--task", "SST-2"], "--task is for classifiers"),
         (["--rule", "fixed", "--layer", "4"], "1,2,3"),
     ],

@@ -1,4 +1,4 @@
-"""`mini-ee evaluate` of a run of RAEE: also the controls of its plan, and the neighbours of examples."""
+"""`mini-ee evaluate` of a run whose rule retrieves: also the controls of its plan, and the neighbours of examples."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
