@@ -39,8 +39,8 @@ def read_manifest(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder}: no {MANIFEST} here; expected a folder that `mini-ee export` or --out wrote")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        digest, version, files = manifest.pop("sha256", None), manifest["format_version"], manifest["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        digest, version, files = manifest.pop("sha256", None), manifest.get("format_version"), manifest.get("files")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected the manifest of an export, found none ({error!r:.80})") from None
     if digest != json_sha256(manifest):
         found = "is gone" if digest is None else "differs"
@@ -49,7 +49,9 @@ def read_manifest(folder: Path) -> dict:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         advice = "install a newer mini_ee" if newer else "export the run again"
         raise ValueError(f"{folder}: expected format_version {FORMAT_VERSION}, found {version!r}; {advice}")
-    for name, digest in files:
+    if not isinstance(files, dict):
+        raise ValueError(f"{folder}: {MANIFEST} has a value of a wrong type for 'files'; export the run again")
+    for name, digest in files.items():
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; export the run again")
         if file_sha256(folder / name) != digest:

@@ -55,7 +55,7 @@ def prompt_run(request: Request) -> Path:
     source = {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)}
     epochs = _fine_tuned(request, model, tokenizer, source) if config.shots else []
     training = asdict(request.train) | {"shots": config.shots or 0, "from": source, "max_train": None}
-    about: dict[str, Any] = {"method": "raee", "unit": "prompts", "settings": {}, "backbone": source}
+    about: dict[str, Any] = {"method": request.name, "unit": "prompts", "settings": {}, "backbone": source}
     about |= {"task": about_task(task), "seed": request.seed, "training": training}
     base = unfinished / "base"
     if ranks.rank() == 0:

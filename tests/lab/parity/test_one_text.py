@@ -7,6 +7,7 @@ text alone.
 
 import json
 import logging
+import shutil
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -242,18 +243,17 @@ def test_a_padding_token_beyond_the_vocabulary_pads_all_the_same(rows, tmp_path)
 
 
 def test_an_export_without_the_size_of_its_vocabulary_is_refused_with_advice(rows, tmp_path):
-    manifest = read_json(rows.folder / "manifest.json")
+    folder = shutil.copytree(rows.folder, tmp_path / "exported")
+    manifest = read_json(folder / "manifest.json")
     del manifest["backbone"]["vocab_size"]
-    write_json(tmp_path / "manifest.json", manifest)
+    write_json(folder / "manifest.json", manifest)
     with pytest.raises(ValueError, match="has no key 'backbone.vocab_size'; export the run again"):
-        Runtime(tmp_path)
+        Runtime(folder)
 
 
 def test_training_and_export_say_which_tokens_the_model_does_not_have(
     checkpoint_folder, task_folder, tmp_path, capsys, caplog
 ):
-    import shutil
-
     checkpoint = shutil.copytree(checkpoint_folder, tmp_path / "checkpoint")
     tokenizer = Tokenizer.from_folder(checkpoint)
     size = tokenizer.backend.get_vocab_size()
