@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import save_small_llama
 from torch import nn
 
 from mini_ee import consistent, lora_exits, raee, self_supervised
@@ -26,20 +25,14 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory, checkpoint_folder):
-    folder = tmp_path_factory.mktemp("llama") / "llama"
-    return save_small_llama(folder, load_tokenizer(checkpoint_folder), max_position_embeddings=256)
-
-
 def options_of(module, folder, **more):
     settings = {"model": str(folder), "exits": (1, 3), "epochs": 1, "rows": 60}
     return SCRIPTS[module](**(settings | more))
 
 
 @pytest.mark.parametrize("module", [lora_exits, raee, consistent], ids=lambda module: module.__name__.split(".")[-1])
-def test_a_script_prints_its_table_and_draws_twice_the_same(module, checkpoint_folder, task_folder, tmp_path, capsys):
-    options = options_of(module, checkpoint_folder, task=str(task_folder), picture=str(tmp_path / "exits.png"))
+def test_a_script_prints_its_table_and_draws_twice_the_same(module, bert_folder, task_folder, tmp_path, capsys):
+    options = options_of(module, bert_folder, task=str(task_folder), picture=str(tmp_path / "exits.png"))
     printed = []
     for _ in range(2):
         module.main(options)
@@ -86,36 +79,36 @@ def test_a_paper_is_a_script(tmp_path):
 # ---- Files ----
 
 
-def read(folder, checkpoint_folder, name, content, **more):
+def read(folder, bert_folder, name, content, **more):
     (folder / name).write_text(content)
-    return read_task(folder / name, load_tokenizer(checkpoint_folder), **more)
+    return read_task(folder / name, load_tokenizer(bert_folder), **more)
 
 
 TEXTS = ("the film", "a meal"), ("the book", "very bad"), ("a song", "the room"), ("fine", "dull"), ("a", "the")
 
 
-def test_pairs_have_kinds_and_a_single_file_is_split(tmp_path, checkpoint_folder):
+def test_pairs_have_kinds_and_a_single_file_is_split(tmp_path, bert_folder):
     lines = [json.dumps({"sentence1": a, "sentence2": b, "label": row % 2}) for row, (a, b) in enumerate(TEXTS)]
-    learn, test = read(tmp_path, checkpoint_folder, "pairs.jsonl", "\n".join(lines))
+    learn, test = read(tmp_path, bert_folder, "pairs.jsonl", "\n".join(lines))
     assert (len(learn), len(test), learn.names) == (4, 1, ("0", "1"))
     assert all(set(kinds) == {0, 1} for kinds in (*learn.kinds, *test.kinds))
     batch = learn.batch([0, 1])
     assert batch.ids.shape == batch.mask.shape == batch.kinds.shape and (batch.ids[batch.mask == 0] == 0).all()
 
 
-def test_numbers_with_a_point_are_a_regression_and_others_are_classes(tmp_path, checkpoint_folder):
+def test_numbers_with_a_point_are_a_regression_and_others_are_classes(tmp_path, bert_folder):
     for values, names in ((("1.5", "2", "3", "0.25", "5"), ()), (("10", "9", "9", "10", "2"), ("10", "2", "9"))):
         table = "sentence\tscore\n" + "".join(f"{a}\t{value}\n" for (a, _), value in zip(TEXTS, values))
-        task = read(tmp_path, checkpoint_folder, "numbers.tsv", table)
+        task = read(tmp_path, bert_folder, "numbers.tsv", table)
         assert task.learn.outputs == (len(task.learn.names) or 1) and bool(task.learn.names) == bool(names)
         assert task.learn.labels.is_floating_point() == (not names)
         assert list(task.learn.names) == sorted(task.learn.names, key=float)
 
 
-def test_classes_are_those_of_all_training_rows(tmp_path, checkpoint_folder):
+def test_classes_are_those_of_all_training_rows(tmp_path, bert_folder):
     """A class that no drawn row has is one of the test's, nevertheless."""
     table = "sentence\tlabel\n" + "".join(f"the film\t{label}\n" for label in "aaaaaaaaab" * 10)
-    learn, test = read(tmp_path, checkpoint_folder, "rare.tsv", table, most=2)
+    learn, test = read(tmp_path, bert_folder, "rare.tsv", table, most=2)
     assert learn.names == ("a", "b") and len(learn) == 2 and len(test) == 20
 
 
@@ -130,10 +123,10 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_strange_file_is_one_line(name, tmp_path, checkpoint_folder):
+def test_a_strange_file_is_one_line(name, tmp_path, bert_folder):
     content, problem = STRANGE[name]
     with pytest.raises(ValueError, match=problem) as raised:
-        read(tmp_path, checkpoint_folder, name, content)
+        read(tmp_path, bert_folder, name, content)
     assert "\n" not in str(raised.value)
 
 
@@ -142,21 +135,21 @@ def test_the_built_in_reviews_are_a_task():
     assert len(learn) == 50 and len(test) == 600 and learn.names == ("0", "1")
 
 
-def test_texts_are_cut_to_pieces_and_short_ones_left_out(tmp_path, checkpoint_folder):
+def test_texts_are_cut_to_pieces_and_short_ones_left_out(tmp_path, bert_folder):
     (tmp_path / "texts.txt").write_text("the film was good\n\na meal\n\nthe book was very bad")
-    found = pieces(read_texts(tmp_path / "texts.txt"), load_tokenizer(checkpoint_folder), 2, 5)
+    found = pieces(read_texts(tmp_path / "texts.txt"), load_tokenizer(bert_folder), 2, 5)
     assert found.shape == (2, 5) and (found[:, 0] == 2).all()
 
 
 # ---- Training ----
 
 
-def test_a_regression_learns_and_exits_by_patience(checkpoint_folder, tmp_path):
+def test_a_regression_learns_and_exits_by_patience(bert_folder, tmp_path):
     """The number is the count of a word: Pearson's correlation of the last exit is high, and patience saves layers."""
     table = "".join(f"{'good ' * (n % 5)}{'the ' * (n % 3)}\t{n % 5}.0\n" for n in range(200))
-    learn, test = read(tmp_path, checkpoint_folder, "numbers.tsv", "sentence\tscore\n" + table)
+    learn, test = read(tmp_path, bert_folder, "numbers.tsv", "sentence\tscore\n" + table)
     torch.manual_seed(0)
-    model = Exits(Bert.load(checkpoint_folder), (1, 2, 3), learn.outputs)
+    model = Exits(Bert.load(bert_folder), (1, 2, 3), learn.outputs)
 
     def loss(rows):
         logits = model(learn.batch(rows.numpy()))
@@ -196,13 +189,13 @@ def test_a_training_that_diverges_is_an_error():
         train({layer: 1.0}, 4, lambda rows: layer(torch.full((1, 1), torch.inf)).sum(), 1)
 
 
-def test_policies_learn_to_stop_early_where_depth_has_a_price(checkpoint_folder, task_folder):
+def test_policies_learn_to_stop_early_where_depth_has_a_price(bert_folder, task_folder):
     """ConsistentEE, steps 1 to 4: with a high price all examples stop at the first exit, without one they go deeper."""
     layers = []
     for alpha in (0.0, 5.0):
         torch.manual_seed(0)
-        learn, test = open_task(str(task_folder), str(checkpoint_folder), 24, None, 0)
-        model = consistent.PolicyExits(Bert.load(checkpoint_folder), (1, 2, 3), 2).eval()
+        learn, test = open_task(str(task_folder), str(bert_folder), 24, None, 0)
+        model = consistent.PolicyExits(Bert.load(bert_folder), (1, 2, 3), 2).eval()
         settings = consistent.Settings(alpha, guided=False, epochs=4, lr=1e-3, rounds=1)
         consistent.fit_rows(model, learn, test, settings)
         layers.append(scored(model, Policy(), test)[1])
@@ -228,7 +221,7 @@ def test_scores():
     assert score_of(np.array([[1.0], [2.0], [4.0]]), torch.tensor([2.0, 4.0, 8.0])) == pytest.approx(1.0)
 
 
-def test_of_all_keeps_the_order_of_the_rows(checkpoint_folder, task_folder):
-    learn, _ = open_task(str(task_folder), str(checkpoint_folder), 24, None, 0)
+def test_of_all_keeps_the_order_of_the_rows(bert_folder, task_folder):
+    learn, _ = open_task(str(task_folder), str(bert_folder), 24, None, 0)
     lengths = of_all(lambda inputs: inputs.mask.sum(1), learn)
     assert lengths.tolist() == [len(ids) for ids in learn.ids]

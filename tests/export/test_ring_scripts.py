@@ -25,15 +25,15 @@ def run_script(monkeypatch, module, folder, task, tmp_path):
 
 
 @pytest.mark.parametrize("module", RULES, ids=lambda module: module.__name__.split(".")[-1])
-def test_out_exports_what_the_script_trained(module, checkpoint_folder, task_folder, tmp_path, capsys, monkeypatch):
-    run_script(monkeypatch, module, checkpoint_folder, task_folder, tmp_path)
+def test_out_exports_what_the_script_trained(module, bert_folder, task_folder, tmp_path, capsys, monkeypatch):
+    run_script(monkeypatch, module, bert_folder, task_folder, tmp_path)
     assert f"exported: {tmp_path / 'exported'}" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "exported")
     assert manifest["rule"]["name"] == RULES[module] and manifest["exits"] == [1, 3]
     answers = Runtime(tmp_path / "exported", threads=1).run(TEXTS)
     assert [each.layers in (1, 3) for each in answers] == [True] * 3
     with pytest.raises(SystemExit, match="2"):
-        run_script(monkeypatch, module, checkpoint_folder, task_folder, tmp_path)
+        run_script(monkeypatch, module, bert_folder, task_folder, tmp_path)
     assert "is there already" in capsys.readouterr().err
 
 
