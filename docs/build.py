@@ -30,7 +30,14 @@ TUTORIAL = "tutorial.md"
 CORE = ("loop", "rules", "bert", "llama", "load", "data", "train", "calibrate")
 PROJECT = ("CONTRIBUTING.md", "weights/README.md", "CHANGELOG.md", "docs/from-0.2.md")
 FOLDERS = ("methods", "baselines", "training", "exits", "backbones", "export")
-CODE = ("mini_ee/*.py", "lab/*.py", *(f"lab/{each}/*.py" for each in FOLDERS), "tests/spec/*.py")
+CODE = (
+    "mini_ee/*.py",
+    "export/*.py",
+    "lab/*.py",
+    *(f"lab/{each}/*.py" for each in FOLDERS),
+    "serve/*.py",
+    "tests/spec/*.py",
+)
 
 
 class Page(NamedTuple):
