@@ -39,8 +39,8 @@ def read_manifest(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder}: no {MANIFEST} here; expected a folder that `mini-ee export` or --out wrote")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        digest, version, files = manifest.pop("sha256", None), manifest.get("format_version"), manifest.get("files")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        digest, version, files = manifest.pop("sha256", None), manifest["format_version"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected the manifest of an export, found none ({error!r:.80})") from None
     if digest != json_sha256(manifest):
         found = "is gone" if digest is None else "differs"
