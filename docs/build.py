@@ -28,8 +28,16 @@ from prose import ROOT, Links, Text, relative
 HERE = Path(__file__).parent
 TUTORIAL = "tutorial.md"
 CORE = ("loop", "rules", "bert", "llama", "load", "data", "train", "calibrate")
+PROJECT = ("CONTRIBUTING.md", "weights/README.md", "CHANGELOG.md", "docs/from-0.2.md")
 FOLDERS = ("methods", "baselines", "training", "exits", "backbones", "export")
-CODE = ("mini_ee/*.py", "lab/*.py", *(f"lab/{each}/*.py" for each in FOLDERS), "tests/spec/*.py")
+CODE = (
+    "mini_ee/*.py",
+    "export/*.py",
+    "lab/*.py",
+    *(f"lab/{each}/*.py" for each in FOLDERS),
+    "serve/*.py",
+    "tests/spec/*.py",
+)
 
 
 class Page(NamedTuple):
@@ -87,8 +95,10 @@ def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
             markdown_page("files.md", "All files", all_files(files)),
         ],
         "Results": markdown_pages("results/*.md", ["README", *PAPERS]),
-        "Deployment": markdown_pages("lab/export/*.md", ["README"]) + markdown_pages("export/[!w]*/*.md"),
-        "Project": [markdown_page(path) for path in ("CONTRIBUTING.md", "weights/README.md", "CHANGELOG.md")],
+        "Deployment": markdown_pages("export/*.md", ["README"])
+        + markdown_pages("export/[!w]*/*.md")
+        + markdown_pages("serve/*.md"),
+        "Project": [markdown_page(path) for path in PROJECT],
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from prose import DOCSTRING, ROOT, Links, Text, highlighted, relative
 
+RING = re.compile(r"^mini_ee\.(?=(lab|export|serve)\.)")  # whose folder stands beside mini_ee/
 SECTION = re.compile(r"-{2,} *(.*?)[ .]*-{2,}$")  # of a comment: "---- The equations ----"
 IMPORTS = (ast.Import, ast.ImportFrom)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -156,7 +157,7 @@ def _targets(tree: ast.Module, links: Links, page: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 for module, anchor in ((f"{node.module}.{alias.name}", ""), (node.module, f"#{alias.name}")):
-                    path = f"{module.replace('.', '/').replace('mini_ee/lab', 'lab')}.py"
+                    path = f"{re.sub(RING, '', module).replace('.', '/')}.py"
                     if path in links.pages and (not anchor or (path, alias.name) in links.anchors):
                         found[alias.asname or alias.name] = relative(links.pages[path], page) + anchor
                         break

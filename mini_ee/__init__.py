@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 LAB = {"train": "training.train_run", "load_run": "training.run_folder"}
 LAB |= {"add_exits": "export.add_exits", "export": "export.writer"}
 

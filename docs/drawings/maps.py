@@ -56,15 +56,15 @@ FIELD = (  # who trains the exits -> who decides -> methods
         ),
     ),
 )
-HOUSE = (  # name, what it does, its file (in lab/ if there is no other folder)
-    ("data", "texts and labels", "data/tasks.py"),
-    ("backbone", "the transformer", "backbones/bert.py"),
-    ("segments", "layers, then a head", "segments.py"),
-    ("rule", "who stops here?", "rules.py"),
-    ("loop", "run, decide, drop rows", "early_exit.py"),
-    ("record and replay", "many rules, one pass", "recording.py"),
-    ("calibrate", "choose thresholds", "calibration.py"),
-    ("export", "one ONNX graph", "lab/export/writer.py"),
+HOUSE = (  # name, what it does, its file
+    ("data", "texts and labels", "mini_ee/data.py"),
+    ("backbone", "the transformer", "mini_ee/bert.py"),
+    ("segments", "layers, then a head", "lab/segments.py"),
+    ("rule", "who stops here?", "mini_ee/rules.py"),
+    ("loop", "run, decide, drop rows", "mini_ee/loop.py"),
+    ("record and replay", "many rules, one pass", "lab/recording.py"),
+    ("calibrate", "choose thresholds", "mini_ee/calibrate.py"),
+    ("export", "one ONNX graph", "export/writer.py"),
     ("serve", "answers over HTTP", "serve/app.py"),
 )
 TREE = (  # question, answer if yes, its command
@@ -113,10 +113,10 @@ def map_of_the_house() -> Drawing:
     about = "From data to a server: the parts of mini_ee and their files."
     d = Drawing("Map of the house", about, 640, 526)
     d.text(22, 38, d.title, 21, "start", "bold")
-    d.text(22, 64, "Files are in lab/, unless another folder is named.", 15, "start", "soft")
+    d.text(22, 64, "The core is mini_ee/; around it stand lab/, export/ and serve/.", 15, "start", "soft")
     d.box(226, 84, 392, 46, "", "train")
     d.text(422, 104, "training: one file for each method", 15, kind="bold")
-    d.text(422, 123, "methods/  baselines/  training/", 14, kind="mono")
+    d.text(422, 123, "mini_ee/  lab/methods/  lab/baselines/", 14, kind="mono")
     for x in (324, 528):
         d.arrow((x, 130), (x, 154), kind="train")
     for at, (name, does, file) in enumerate(HOUSE):

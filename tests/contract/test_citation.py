@@ -1,4 +1,4 @@
-"""What CITATION.cff, pyproject.toml and the pages say: the number of methods, the version, how to cite."""
+"""What CITATION.cff, pyproject.toml and the pages say: numbers of methods and lines, the version, how to cite."""
 
 import re
 import tomllib
@@ -38,9 +38,15 @@ def test_the_number_of_methods_is_that_of_the_registry(text, number):
 
 @pytest.mark.parametrize("text", [README, field("abstract")], ids=["README", "CITATION"])
 def test_the_other_methods_are_those_without_a_page_of_claims(text):
-    lines = re.findall(r"^\| \[[^]]+\]\(lab/methods/\w+\.py\),", README, re.M)
-    assert len(lines) == OF_PAPERS
+    lines = re.findall(r"^\| \[[^]]+\]\(mini_ee/(\w+)\.py\),", README, re.M)
+    assert len(set(lines)) == OF_PAPERS and all((ROOT / "mini_ee" / f"{name}.py").exists() for name in lines)
     assert re.findall(r"(\d+) others", text) == [str(len(METHODS) - OF_PAPERS)]
+
+
+def test_the_readme_has_the_size_of_the_core():
+    (size,) = re.findall(r"^mini_ee/ .*, about ([\d,]+) lines$", README, re.M)
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "mini_ee").glob("*.py"))
+    assert abs(int(size.replace(",", "")) - lines) <= 100
 
 
 def test_the_readmes_bibtex_is_made_from_the_citation():

@@ -44,4 +44,4 @@ def test_the_map_of_the_field_shows_what_exits(draw):
 
 def test_the_map_of_the_house_names_files_that_exist(draw):
     for name, _, file in draw.maps.HOUSE:
-        assert (ROOT / "lab" / file).exists() or (ROOT / file).exists(), f"{name}: {file}"
+        assert (ROOT / file).exists(), f"{name}: {file}"

@@ -46,7 +46,7 @@ def installed(tmp_path_factory):
     venv.create(folder / "venv")
     site = Path(sysconfig.get_path("purelib", "venv", {"base": folder / "venv", "platbase": folder / "venv"}))
     zipfile.ZipFile(wheel).extractall(site)
-    (site / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[2]}\n")
+    (site / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     (folder / "empty").mkdir()
     return folder / "empty", folder / "venv" / "bin" / "python"
 
