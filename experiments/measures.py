@@ -40,7 +40,7 @@ from mini_ee.lab.methods.consistent_hardness import hardness_in_training
 from mini_ee.lab.methods.lora_exits_streams import parallel, restart
 from mini_ee.lab.methods.raee_collect import untrained_rows
 from mini_ee.lab.recording import Record, exit_scores, record, summary
-from mini_ee.lab.rules import NeverExit, Policy, rule_from_dict
+from mini_ee.lab.rules import Never, Policy, rule_from_dict
 from mini_ee.lab.training.default_rule import choose
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.run_folder import Run
@@ -100,7 +100,7 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, S
     figures |= _trained_rows(run, task, Policy() if has_policy else run.rule)
     run.model.to("cpu")
     whole = run.whole_model()
-    order, timed = timed_batches(encoded, 1), [(whole, NeverExit(), encoded)]
+    order, timed = timed_batches(encoded, 1), [(whole, Never(), encoded)]
     for point in picked.values():
         timed.append((whole if is_full(point) else run.segments(), rule_from_dict(point["rule"]), encoded))
     full, *seconds = measure_seconds(timed, order, repeats=1)
@@ -230,13 +230,13 @@ def of_streams(run: Run, task: Task, reference: dict | None, least: float = STRE
     side_by_side, one_by_one = (run.model.segments(schedule(K)) for schedule in (parallel, restart))
     for count in STREAM_BATCHES:
         inputs = run.encode(rows.texts).batch(slice(count))
-        together = partial(early_exit, side_by_side, NeverExit(), inputs)
+        together = partial(early_exit, side_by_side, Never(), inputs)
         ways = {
             "SGMV": together,
             "loop over adapters": partial(over_adapters, together),
-            "one by one": partial(early_exit, one_by_one, NeverExit(), inputs),
+            "one by one": partial(early_exit, one_by_one, Never(), inputs),
             "no adapters": partial(bare_streams, run.model, inputs),
-            "full model": partial(early_exit, run.whole_model(), NeverExit(), inputs),
+            "full model": partial(early_exit, run.whole_model(), Never(), inputs),
         }
         for way, seconds in zip(ways, medians([*ways.values()], f"{count} rows", seconds_a_case=least)):
             figures[f"{way}, {count} rows"] = seconds * 1e3

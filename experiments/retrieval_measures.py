@@ -27,7 +27,7 @@ from mini_ee.lab.methods.raee_controls import (
 )
 from mini_ee.lab.methods.raee_datastore import Neighbours
 from mini_ee.lab.recording import Record, exit_scores, record, summary
-from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.rules import Never, Threshold
 from mini_ee.lab.training.run_folder import Run
 from mini_ee.raee import exit_values
 from mini_ee.train import task_loss
@@ -53,7 +53,7 @@ def of_retrieval(run: Run, task: Task, reference: dict | None) -> tuple[dict, di
         figures[f"profile distance, {name}"] = distance
     order = timed_batches(encoded, 1)
     full, early = measure_seconds(
-        [(run.whole_model(), NeverExit(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
+        [(run.whole_model(), Never(), encoded), (run.segments(), run.rule, encoded)], order, repeats=1
     )
     return figures | {"speed-up": float(full / early)}, {}, _with_values(recorded, rows.labels, values)
 

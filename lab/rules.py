@@ -142,14 +142,14 @@ def _json(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class NeverExit(rules.Never, Rule):
+class Never(rules.Never, Rule):
     """The full model: every row runs to the last exit, and only that head is computed."""
 
     name = "never"
 
 
 @dataclass(frozen=True)
-class FixedExit(rules.Fixed, Rule):
+class Fixed(rules.Fixed, Rule):
     """All rows exit at the same exit, which is chosen in advance. `exit` is an index into exits, from 0."""
 
     exit: int = option(help="exit layer of every example or token", flag="--layer")
@@ -372,7 +372,7 @@ class QExit(Rule):
         return 4.0  # exponential, logarithm, sum, comparison
 
 
-_OWN = (NeverExit, FixedExit, Threshold, Patience, PatienceConfidence, Policy, QExit)
+_OWN = (Never, Fixed, Threshold, Patience, PatienceConfidence, Policy, QExit)
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _OWN}
 
 

@@ -33,7 +33,7 @@ from mini_ee.lab.data.values import shortened
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.runtime import Answer, Embedding, Runtime
 from mini_ee.lab.export.sessions import PROVIDERS
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 
 STATS = ".parts"  # folder of the statistics of each part
 CHARACTERS = 1 << 25  # of the texts of a block, if its rows are long
@@ -150,7 +150,7 @@ class PartWriter:
         begin, runtime = process_time(), self.runtime
         encoded = runtime.encode(rows)
         times, count = {"tokenizing": process_time() - begin, "exits": 0.0, "full": 0.0}, 0
-        engines = {"exits": (runtime.segments(), runtime.rule), "full": (runtime.whole_model(), NeverExit())}
+        engines = {"exits": (runtime.segments(), runtime.rule), "full": (runtime.whole_model(), Never())}
         for batch in token_batches(encoded):
             inputs = encoded.batch(batch)
             for name in sorted(engines, reverse=bool(count % 2)):

@@ -23,7 +23,7 @@ from mini_ee.lab.early_exit import early_exit, select_heads
 from mini_ee.lab.exits.decoding import Tokens, greedy
 from mini_ee.lab.export.runtime import Answer, Continuation, Runtime, TokenRuntime
 from mini_ee.lab.row_thresholds import THRESHOLD, RowThresholds
-from mini_ee.lab.rules import NeverExit, Planned, Rule
+from mini_ee.lab.rules import Never, Planned, Rule
 from mini_ee.loop import at_exit
 from mini_ee.serve.monitoring import Guarantee, Metrics
 from mini_ee.serve.request_thresholds import RequestThresholds
@@ -155,7 +155,7 @@ class RowEngine:
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self._rule_of(rows)
         if at:  # the second queue has shadow rows
-            rule = NeverExit()
+            rule = Never()
         elif self._plans:
             rule = Planned([row.plan for row in rows])
         result = early_exit(self.runtime.segments(), rule, inputs)

@@ -28,7 +28,7 @@ from mini_ee.lab.export.manifest import WEIGHTS
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import Session
 from mini_ee.lab.methods.lora_exits import LoRAExits
-from mini_ee.lab.rules import FixedExit, Threshold
+from mini_ee.lab.rules import Fixed, Threshold
 from mini_ee.lab.training import default_rule
 from mini_ee.lab.training.run_folder import Run
 
@@ -422,6 +422,6 @@ def reranker(random_model, checkpoint_folder, tmp_path_factory):
     """An untrained model of pairs with one label."""
     task = {"name": "pairs", "metrics": ["pearson"], "texts": 2, "label_names": []}
     config = {"method": "joint", "unit": "rows", "num_labels": 1, "settings": {}, "task": task}
-    run = Run(Path("run"), config, random_model((2, 6), 1), Tokenizer.from_folder(checkpoint_folder, 30), FixedExit(1))
+    run = Run(Path("run"), config, random_model((2, 6), 1), Tokenizer.from_folder(checkpoint_folder, 30), Fixed(1))
     writer.export(run, folder := tmp_path_factory.mktemp("serving") / "pairs", [("the film", "was good")] * 8)
     return Runtime(folder, threads=1)

@@ -510,7 +510,7 @@ LOOP = [
 
 NEW = "new_backbone.py::test_"
 ZERO = "exit_0.py::test_exit_0_"
-ZERO_COSTS = "exit_0.py::test_an_example_that_exits_at_0_runs_no_layer_and_costs_none[FixedExit(exit=0)]"
+ZERO_COSTS = "exit_0.py::test_an_example_that_exits_at_0_runs_no_layer_and_costs_none[Fixed(exit=0)]"
 PAIRS = "failure_prediction.py::test_auroc_is_the_share_of_pairs_in_order_and_a_tie_counts_half"
 RULES = [
     ("data.metrics.ranks", always(lambda values: np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1), PAIRS),

@@ -27,7 +27,7 @@ from mini_ee.lab.baselines.hashee import HashExits
 from mini_ee.lab.baselines.tr_bert import ReducedExits
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments
-from mini_ee.lab.rules import NeverExit, Patience, Policy, QExit, Rule, Threshold
+from mini_ee.lab.rules import Never, Patience, Policy, QExit, Rule, Threshold
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import build_model
 
@@ -110,7 +110,7 @@ def _token_exit_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterato
         for network in reduced.selectors:
             torch.nn.init.normal_(network[2].weight)
             torch.nn.init.zeros_(network[2].bias)
-    runs = [partial(early_exit, model.segments(), NeverExit(), inputs) for model in (hashed, reduced)]
+    runs = [partial(early_exit, model.segments(), Never(), inputs) for model in (hashed, reduced)]
     full, *times = medians([full_model(backbone, inputs), *runs], f"exit-tax {name} b{batch} tokens")
     for method, seconds, run in zip(("hashee", "tr-bert"), times, runs):
         share = float(run().cost.depth.mean()) / depth

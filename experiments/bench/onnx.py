@@ -35,7 +35,7 @@ from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.rules import Never, Threshold
 from mini_ee.lab.segments import Segments
 from mini_ee.rules import max_probability
 
@@ -94,9 +94,9 @@ def exported(model: RowExits, folder: Path, precision: str = "float32", provider
 
 def _at_one(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Iterator[dict]:
     exits, last = graph.exits, len(graph.exits) - 1
-    chain, leaving = graph.by_segment(NeverExit()), [exit_at(k, len(exits)) for k in range(len(exits))]
-    runs = [_run(graph, NeverExit(), inputs), *(_run(graph, rule, inputs) for rule in leaving)]
-    runs += [*(_run(chain, rule, inputs) for rule in leaving), _run(without, NeverExit(), inputs)]
+    chain, leaving = graph.by_segment(Never()), [exit_at(k, len(exits)) for k in range(len(exits))]
+    runs = [_run(graph, Never(), inputs), *(_run(graph, rule, inputs) for rule in leaving)]
+    runs += [*(_run(chain, rule, inputs) for rule in leaving), _run(without, Never(), inputs)]
     full, *seconds, plain = medians(runs, f"onnx {case}", seconds_a_case=24.0)
     for k, layer in enumerate(exits[:-1]):
         yield row_of(f"{case} e{layer} graph", seconds[k], full * layer / exits[-1], LATER_EXIT if k else FIRST_EXIT)
@@ -114,7 +114,7 @@ def _mixed(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Ite
     exit_index = early_exit(graph, rule, inputs).exit_index
     for k in range(len(graph.exits)):
         sizes.append(int((exit_index >= k).sum()))
-        runs.append(_run(without, NeverExit(), inputs.take(np.arange(sizes[-1]))))
+        runs.append(_run(without, Never(), inputs.take(np.arange(sizes[-1]))))
     found, *whole = medians(runs, f"onnx {case} mixed", seconds_a_case=24.0)
     layers = np.diff((0, *graph.exits))
     yield row_of(f"{case} mixed graph", found, float(np.dot(layers / graph.exits[-1], whole)), MIXED)
@@ -122,7 +122,7 @@ def _mixed(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Ite
 
 def _engines(case: str, engines: list[Segments], inputs: Inputs) -> Iterator[dict]:
     """engines: torch, the graph and, on a CPU, the graph in int8."""
-    runs = [_run(each, NeverExit(), inputs) for each in engines]
+    runs = [_run(each, Never(), inputs) for each in engines]
     torch_seconds, onnx_seconds, *int8_seconds = medians(runs, f"onnx {case} engines", REST)
     yield row_of(f"{case} torch", onnx_seconds, torch_seconds, bar=0.80)
     for seconds in int8_seconds:
@@ -186,7 +186,7 @@ def _steps(
 
 def _halving_thresholds(model: TokenExits, prompts: list[list[int]]) -> Threshold:
     """Thresholds that half of the tokens of a text without exits reach, midway between two values: engines round."""
-    written = gather(model.generate(prompts, NeverExit(), max_new_tokens=NEW_TOKENS, stop=()), len(prompts))
+    written = gather(model.generate(prompts, Never(), max_new_tokens=NEW_TOKENS, stop=()), len(prompts))
     ids = torch.tensor([[*prompt, *text.tokens] for prompt, text in zip(prompts, written)])
     counted = torch.arange(ids.shape[1])[None] >= len(prompts[0])
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.methods.raee import Retrieval
 from mini_ee.lab.methods.raee_datastore import Datastore, exact_search, unit_length
 from mini_ee.lab.methods.raee_encoders import OwnStates
-from mini_ee.lab.rules import FixedExit, Planned
+from mini_ee.lab.rules import Fixed, Planned
 
 SST2_ROWS, LARGE = 67_349, 1_000_000  # as many rows as SST-2's train split; rows of --large
 LATENT, CLUSTERS = 32, 256  # of the synthetic embeddings: dimensions in which they vary, clusters
@@ -68,7 +68,7 @@ def _groups(backbone: Bert, seed: int) -> Iterator[dict]:
 
     def row_by_row():
         for row, exit in zip(rows, plan):
-            early_exit(segments, FixedExit(int(exit)), row)
+            early_exit(segments, Fixed(int(exit)), row)
 
     own, other = medians([lambda: early_exit(segments, Planned(plan), inputs), row_by_row], "retrieval groups")
     yield row_of("minilm b256 t32 groups", own, other, bar=1 / 1.5)

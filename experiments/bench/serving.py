@@ -28,7 +28,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.recording import record
-from mini_ee.lab.rules import NeverExit, Rule, Threshold
+from mini_ee.lab.rules import Never, Rule, Threshold
 from mini_ee.lab.training.run_folder import Run
 from mini_ee.serve.engines import RowEngine
 from mini_ee.serve.worker import Worker
@@ -79,7 +79,7 @@ def _export_random(model: Path | None, texts: list, folder: Path, seed: int) -> 
 
 def half_saving(runtime: Runtime, texts: list) -> Threshold:
     """Thresholds with which EXIT_SHARES of these rows exit."""
-    recorded = record(runtime.segments().by_segment(NeverExit()), runtime.encode(texts), 16)
+    recorded = record(runtime.segments().by_segment(Never()), runtime.encode(texts), 16)
     confidence = recorded.confidence("max_probability")
     remaining, thresholds = np.arange(len(texts)), []
     for k, share in enumerate(EXIT_SHARES):
@@ -91,7 +91,7 @@ def half_saving(runtime: Runtime, texts: list) -> Threshold:
 
 def _against_whole(case: str, runtime: Runtime, rule: Rule, texts: list, drawn: tuple[int, int]) -> Iterator[dict]:
     servers = {
-        "whole": partial(RowEngine, runtime, NeverExit(), rebatch=False),
+        "whole": partial(RowEngine, runtime, Never(), rebatch=False),
         "graph": partial(RowEngine, runtime, rule, rebatch=False),
         "rebatch": partial(RowEngine, runtime, rule),
     }

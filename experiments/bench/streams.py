@@ -16,7 +16,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.lora_exits_sgmv import sgmv
 from mini_ee.lab.methods.lora_exits_streams import cheapest_schedule, measure_costs, parallel, restart
-from mini_ee.lab.rules import FixedExit, NeverExit
+from mini_ee.lab.rules import Fixed, Never
 
 REACH = {  # the share of the rows that reach each of 4 exits
     "most leave": (1.0, 0.3, 0.15, 0.05),
@@ -51,8 +51,8 @@ def bench_sgmv(model: Path | None, seed: int, device: str = "cpu") -> Iterator[d
     lora.to(device)
     for batch, tokens in ((1, 16), (1, 128), (2, 16), (4, 16), (8, 16)):
         inputs, case = inputs_of(BERT_BASE, batch, tokens, seed), f"bert-base b{batch} t{tokens}"
-        parallel_streams = partial(early_exit, lora.segments(parallel(4)), NeverExit(), inputs)
-        one_by_one = partial(early_exit, lora.segments(restart(4)), NeverExit(), inputs)
+        parallel_streams = partial(early_exit, lora.segments(parallel(4)), Never(), inputs)
+        one_by_one = partial(early_exit, lora.segments(restart(4)), Never(), inputs)
         bare, looped = partial(bare_streams, lora, inputs), partial(over_adapters, parallel_streams)
         own, loop, floor, adapters = medians([parallel_streams, one_by_one, bare, looped], f"sgmv {case}")
         yield row_of(f"{case} loop", own, loop, bar=BARS[device].get((batch, tokens), 1.0))
@@ -72,7 +72,7 @@ def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
     models.to(lora.backbone.device)
     inputs = inputs_of(BERT_BASE, 1, 16, seed)
     parallel_streams = lora.segments(parallel(4))
-    runs = [partial(early_exit, each, NeverExit(), inputs) for each in (parallel_streams, models.segments())]
+    runs = [partial(early_exit, each, Never(), inputs) for each in (parallel_streams, models.segments())]
     own, other = medians(runs, "sgmv multi-model")
     own_bytes = parallel_streams.bytes_held
     other_bytes, bare = (sum(p.nbytes for p in each.parameters()) for each in (models, lora.backbone))
@@ -148,7 +148,7 @@ def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
     chosen = {name: cheapest_schedule(costs, np.array(reach)) for name, reach in REACH.items()}
     schedules = {str(each): each for each in (restart(K), parallel(K), *chosen.values())}
     runs = [
-        partial(early_exit, lora.segments(schedule), FixedExit(k), inputs)
+        partial(early_exit, lora.segments(schedule), Fixed(k), inputs)
         for schedule in schedules.values()
         for k in range(K)
     ]

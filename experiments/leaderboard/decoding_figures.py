@@ -17,7 +17,7 @@ from mini_ee.lab.data.metrics import rouge_l
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import MISSING_KV, Generated, gather
 from mini_ee.lab.exits.token_exits import TokenExits, record_texts
-from mini_ee.lab.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.rules import Fixed, Never, Rule
 
 TIMED_TEXTS, ROUNDS = 4, 3
 
@@ -27,11 +27,11 @@ def decoding_figures(model: TokenExits, rule: Rule, texts: Sequence[Text], token
     the full model's text and against the text itself, agreement of a token with the full model's prediction after the
     same tokens, speed-up. Empty if no token exits early.
     """
-    if isinstance(rule, NeverExit):
+    if isinstance(rule, Never):
         return {}
-    rule = NeverExit() if isinstance(rule, FixedExit) else rule  # the model itself has fewer layers
+    rule = Never() if isinstance(rule, Fixed) else rule  # the model itself has fewer layers
     ways = {name: partial(_written, model, rule, name) for name in MISSING_KV}
-    full = partial(_written, model.whole, NeverExit(), MISSING_KV[0])
+    full = partial(_written, model.whole, Never(), MISSING_KV[0])
     decode = tokenizer.backend.decode
     references = [decode(text.ids[text.start + 1 :]) for text in texts]
     full_texts = [decode(each.tokens) for each in full(texts)]
@@ -63,7 +63,7 @@ def lossless_figures(model: TokenExits, calibration: Sequence[Text], texts: Sequ
     drafters = {layer: partial(_drafted, model, layer) for layer in layers}
     saved = {layer: _saved(model, write(calibration)) if len(layers) > 1 else 0.0 for layer, write in drafters.items()}
     layer = max(saved, key=saved.__getitem__)
-    write, full = drafters[layer], partial(_written, model, NeverExit(), MISSING_KV[0])
+    write, full = drafters[layer], partial(_written, model, Never(), MISSING_KV[0])
     own, expected = write(texts), full(texts)
     (speedup,) = speed_ups(full, [write], texts)
     drafted = np.concatenate([np.array(each.layers_run) < model.exits[-1] for each in own]).mean()

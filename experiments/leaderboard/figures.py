@@ -28,7 +28,7 @@ from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.evaluation.comparison import method_rules
 from mini_ee.lab.evaluation.failure_prediction import calibration_error, early_exit_failure_prediction
 from mini_ee.lab.recording import Record
-from mini_ee.lab.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.rules import Fixed, Never, Rule
 from mini_ee.lab.training.default_rule import choose
 
 REFERENCE = "joint"  # the method whose full model a loss is counted from, and whose curve others are compared with
@@ -140,14 +140,14 @@ def _check_examples(task: str, records: dict[str, dict[int, SeedRecord]]) -> Non
 
 
 def _held_out_full(made: SeedRecord) -> float:
-    return float(replay_all(made.held_out, [NeverExit()]).right.mean())
+    return float(replay_all(made.held_out, [Never()]).right.mean())
 
 
 # ---- One run ----
 def rules_for(method: str, held_out: Record) -> list[Rule]:
     """The full model and the candidates of a method; of the control all examples at one exit."""
     if method == CONTROL:
-        return [NeverExit(), *map(FixedExit, reversed(range(len(held_out.segments.exits) - 1)))]
+        return [Never(), *map(Fixed, reversed(range(len(held_out.segments.exits) - 1)))]
     return method_rules(method, held_out, toy_task())  # any task with classes
 
 

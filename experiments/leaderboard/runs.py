@@ -45,7 +45,7 @@ from mini_ee.lab.evaluation.row_evaluation import (
 )
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.recording import Record, exit_scores
-from mini_ee.lab.rules import NeverExit, rule_from_dict
+from mini_ee.lab.rules import Never, rule_from_dict
 from mini_ee.lab.training.default_rule import choose, default_rule
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.loop import Diverged
@@ -322,7 +322,7 @@ def _timed(points: dict[str, dict | None], run: Run, task: Task, count: int) -> 
     names = [name for name, point in points.items() if point and not is_full(point)]
     _, rows = rows_of(task, None, count, 0)
     encoded, order = run.encode(rows.texts), [np.array([row]) for row in range(len(rows))]
-    timed = [(run.whole_model(), NeverExit(), encoded)]
+    timed = [(run.whole_model(), Never(), encoded)]
     timed += [(run.segments(), rule_from_dict(points[name]["rule"]), encoded) for name in names]
     full, *seconds = measure_seconds(timed, order, clock=time.process_time).tolist()
     answer = {name: point and point | {"speedup": 1.0} for name, point in points.items()}

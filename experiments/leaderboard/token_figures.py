@@ -13,7 +13,7 @@ from mini_ee.experiments.leaderboard.token_rules import LEVEL, outcome
 from mini_ee.experiments.records import read_records
 from mini_ee.lab.exits.decoding import MISSING_KV
 from mini_ee.lab.recording import Record
-from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.lab.rules import Never, Rule, rule_from_dict
 
 NO_EXITS = {"speedup": 1.0, "agreement": 1.0, "rouge_l": 1.0}  # decoding in full, compared with itself
 
@@ -81,7 +81,7 @@ def _of_seed(reported: Record, rules: dict[str, dict | None]) -> dict[str, np.nd
     _, text, sizes = np.unique(reported.groups, return_inverse=True, return_counts=True)
     layers, found = reported.segments.exits[-1], {}
     every: dict[str, Rule] = {name: rule_from_dict(rule) for name, rule in rules.items() if rule is not None}
-    for name, rule in (every | {"full": NeverExit()}).items():
+    for name, rule in (every | {"full": Never()}).items():
         got = outcome(reported, rule)
         kinds = {"saved": 1 - got.depth / layers, "FLOPs": 1 - got.flops, "agreement": got.agrees, "ln p": got.log_p}
         for kind, values in kinds.items():

@@ -11,7 +11,7 @@ import numpy as np
 from mini_ee.lab.calibration import calibrate, observe
 from mini_ee.lab.evaluation.token_evaluation import EPSILON_GRID
 from mini_ee.lab.recording import Record
-from mini_ee.lab.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.rules import Fixed, Never, Rule
 from mini_ee.lab.training.method import Method
 
 LEVELS = (0.8, 0.9, 0.95)
@@ -49,7 +49,7 @@ def own_rules(method: Method, calibration: Record) -> list[Rule]:
     If the record has no confidences, the exits are models of fixed depth.
     """
     if GAP not in calibration.segments.measures:
-        return [FixedExit(k) for k in range(len(calibration.segments.exits) - 1)]
+        return [Fixed(k) for k in range(len(calibration.segments.exits) - 1)]
     found = method.candidates(calibration) if method.candidates else []
     return list(found) or gap_rules(calibration)
 
@@ -62,7 +62,7 @@ def gap_rules(calibration: Record) -> list[Rule]:
 
 def rule_at(rules: Sequence[Rule], calibration: Record, level: float) -> Rule:
     """The rule that saves most layers among those with at least this agreement; the full model if none saves any."""
-    best, least = NeverExit(), float(calibration.segments.exits[-1])
+    best, least = Never(), float(calibration.segments.exits[-1])
     for rule in rules:
         found = outcome(calibration, rule)
         if found.agreement >= level and found.depth.mean() < least:
@@ -76,7 +76,7 @@ def rule_within(rules: Sequence[Rule], calibration: Record, share: float) -> Rul
     All tokens at one exit is a rule too.
     """
     best, most = None, -np.inf
-    for rule in [*rules, *map(FixedExit, range(len(calibration.segments.exits) - 1))]:
+    for rule in [*rules, *map(Fixed, range(len(calibration.segments.exits) - 1))]:
         found = outcome(calibration, rule)
         if found.depth.mean() <= share * calibration.segments.exits[-1] and found.log_p.mean() > most:
             best, most = rule, float(found.log_p.mean())

@@ -29,7 +29,7 @@ from mini_ee.lab.data.tokenizer import Encoded
 from mini_ee.lab.evaluation.row_evaluation import measure_seconds, timed_batches
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import Record, predictions, record
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.few_exits import savings_curve
 
 COUNTS = {"SST-2": (1_000, 3_000, 10_000), "TREC": (1_000, 3_000), "MRPC": (10_000,), "SICK-R": (3_000,)}
@@ -129,7 +129,7 @@ def per_exit(recorded: Record, task: Task) -> list[float]:
 
 def time_ratio(runtime: Runtime, encoded: Encoded) -> float:
     """Time at batch size 1 over that of the model without exits; they take turns, and medians count."""
-    runs = [(runtime.whole_model(), NeverExit(), encoded), (runtime.segments(), runtime.rule, encoded)]
+    runs = [(runtime.whole_model(), Never(), encoded), (runtime.segments(), runtime.rule, encoded)]
     full, seconds = measure_seconds(runs, timed_batches(encoded, 1))
     return float(seconds / full)
 
@@ -205,7 +205,7 @@ def same_labels(sources: Sources, work: Path) -> dict:
         pipeline = load_transformers().pipeline("text-classification", str(model.folder), device="cpu")
         expected = [answer["label"] for answer in pipeline(texts, truncation=True)]
         runtime = Runtime(folder, threads=1)
-        for name, rule in (("never", NeverExit()), ("chosen", runtime.rule)):
+        for name, rule in (("never", Never()), ("chosen", runtime.rule)):
             answers = runtime.run(texts, rule=rule)
             found[name] = sum(answer.label == label for answer, label in zip(answers, expected))
         return {"task": KEPT[0], "model": KEPT[1], "texts": len(texts)} | found
@@ -230,7 +230,7 @@ def shift(sources: Sources, work: Path, name: str, split: str, tighten: bool) ->
     rows = load_task(sources.find("data", name)).split(split)
     texts = [text for (text,) in subset(rows, min(REQUESTS, len(rows)), 0).texts]
     runtime = Runtime(folder, threads=1)
-    own = [answer.label for answer in runtime.run(texts, rule=NeverExit())]
+    own = [answer.label for answer in runtime.run(texts, rule=Never())]
     served, metrics = serve(folder, texts, ["--epsilon", str(AGREEMENT), "--tighten"] if tighten else [])
     found = [each["label"] == label for each, label in zip(served, own)]
     layers = [each["layers"] for each in served]

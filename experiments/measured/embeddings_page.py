@@ -29,7 +29,7 @@ from mini_ee.lab.evaluation.plots import can_draw, new_figure, save_figure
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.methods.embedding_maps_rule import Similarity
-from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Rule
+from mini_ee.lab.rules import Fixed, Never, Policy, Rule
 from mini_ee.lab.training.method import load_method
 
 TIMED, ROUNDS = 60, 3  # texts, and times that each is run
@@ -63,8 +63,8 @@ def timed(sources: Sources, work: Path, name: str, rules: dict[str, Rule], texts
         export(run._replace(rule=some), folder)
     served = Runtime(folder, threads=1)
     inputs = [served.encode([text]).batch(slice(None)) for text in texts]
-    fixed = {f"fixed {layer}": FixedExit(k) for k, layer in enumerate(run.exits[:-1])}
-    every = fixed | {f"fixed {run.exits[-1]}": NeverExit()} | rules
+    fixed = {f"fixed {layer}": Fixed(k) for k, layer in enumerate(run.exits[:-1])}
+    every = fixed | {f"fixed {run.exits[-1]}": Never()} | rules
     rules_in_turn, random = [*every.values()], np.random.default_rng(0)
     seconds = np.full((len(every), len(inputs)), np.inf)
     for _ in range(ROUNDS):

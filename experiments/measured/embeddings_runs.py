@@ -26,7 +26,7 @@ from mini_ee.lab.data.tokenizer import batches
 from mini_ee.lab.exits.embedding_exits import EmbeddingExits
 from mini_ee.lab.methods.embedding_maps_rule import Similarity
 from mini_ee.lab.recording import Record, Recorded
-from mini_ee.lab.rules import FixedExit, Policy, Rule
+from mini_ee.lab.rules import Fixed, Policy, Rule
 from mini_ee.lab.training.run_folder import Run, load_run
 from mini_ee.lab.training.train_run import train
 
@@ -153,7 +153,7 @@ def columns_of(name: str, run: Run, embeddings: np.ndarray, exit_logits: np.ndar
     """(label, embeddings (N, d), layers (N,)) of every exit, and of every adaptive rule."""
     count, exits = embeddings.shape[1], run.exits
     passes = np.diff((0, *exits)).tolist()
-    rules: dict[str, Rule] = {f"fixed {layer}": FixedExit(k) for k, layer in enumerate(exits[:count])}
+    rules: dict[str, Rule] = {f"fixed {layer}": Fixed(k) for k, layer in enumerate(exits[:count])}
     if count == len(exits):
         rules |= {f"similarity {least}": Similarity(least) for least in LEAST_COSINES}
     if exit_logits is not None:

@@ -17,7 +17,7 @@ from mini_ee.lab.calibration import COMPARED_DELTA, agreement_by_sets, broken_gu
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tasks import Split, Task, load_task
 from mini_ee.lab.recording import Record, Recorded, predictions, record
-from mini_ee.lab.rules import NeverExit, Rule, Threshold
+from mini_ee.lab.rules import Never, Rule, Threshold
 from mini_ee.lab.statistics import POWER, paired_p_values, share_interval
 from mini_ee.lab.training.default_rule import default_rule, sweep
 from mini_ee.lab.training.run_folder import Run
@@ -71,7 +71,7 @@ def without_bound(recorded: Record, labels: np.ndarray) -> Rule:
     """A baseline without a guarantee: of the rules whose measured loss of accuracy on the held-out set is at most
     MAX_LOSS, with no confidence bound added, the one that saves most layers.
     """
-    best, most = NeverExit(), 0.0
+    best, most = Never(), 0.0
     for rule in sweep(Threshold(math.inf))(recorded):
         loss, saved = outcome(recorded, labels, rule)
         if loss.mean() <= MAX_LOSS and saved.mean() > most:

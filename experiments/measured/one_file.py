@@ -17,7 +17,7 @@ from mini_ee.lab.backbones.modernbert import ModernBert, ModernBertConfig
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.row_exits import RowExits
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 
 CONFIG = ModernBertConfig(
     model_type="modernbert",
@@ -53,9 +53,9 @@ def measure() -> dict:
     model, plain = (RowExits(backbone, exits, 2, "first").eval() for exits in (EXITS, EXITS[-1:]))
     with tempfile.TemporaryDirectory() as folder:
         graph, without = (exported(each, Path(folder) / name) for each, name in ((model, "exits"), (plain, "plain")))
-        rules = [NeverExit(), *(exit_at(k, len(EXITS)) for k in range(len(EXITS)))]
+        rules = [Never(), *(exit_at(k, len(EXITS)) for k in range(len(EXITS)))]
         runs = [*(partial(early_exit, graph, each, inputs) for each in rules)]
-        runs.append(partial(early_exit, without, NeverExit(), inputs))
+        runs.append(partial(early_exit, without, Never(), inputs))
         with patch.object(common, "time", Clock):
             full, *times, plain_time = common.medians(runs, "one file", seconds_a_case=SECONDS)
     exits = [

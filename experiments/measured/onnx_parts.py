@@ -48,7 +48,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import share_threads
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.methods.lora_exits import LoRAExits
-from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.rules import Never, Threshold
 from mini_ee.weights.pretrain_llama import read_stories
 
 MODEL = "all-MiniLM-L6-v2"
@@ -134,13 +134,13 @@ def heads(sources: Sources, work: Path) -> dict:
                 if kind == "linear":
                     model.use_heads("linear")
                 graph = exported(model.eval(), Path(folder) / f"{kind}-{name}")
-                rules = [exit_at(k, 3) for k in range(3)] if name == "exits" else [NeverExit()]
+                rules = [exit_at(k, 3) for k in range(3)] if name == "exits" else [Never()]
                 runs |= {(kind, name, k): partial(early_exit, graph, rule, inputs) for k, rule in enumerate(rules)}
         lora = LoRAExits(backbone, EXITS, 2, pool="first").eval()
         (Path(folder) / "lora").mkdir()
         about = write_graphs(lora, lora.segments(), Threshold(REACHED_BY_NONE), Path(folder) / "lora", segments=True)
         graph = OrtModel(Path(folder) / "lora", about, threads=THREADS)
-        for name, engine in (("graph", graph), ("chain", graph.by_segment(NeverExit()))):
+        for name, engine in (("graph", graph), ("chain", graph.by_segment(Never()))):
             runs |= {("lora", name, k): partial(early_exit, engine, exit_at(k, 3), inputs) for k in range(3)}
         seconds = dict(zip(runs, medians(list(runs.values()), "heads", seconds_a_case=20.0)))
     found = {"lora": [seconds["lora", "graph", k] / seconds["lora", "chain", k] for k in range(3)]}
@@ -195,7 +195,7 @@ def decoder(sources: Sources, work: Path) -> dict:
             "early": partial(model.generate, rule=rule, missing_kv="copy_state", **limits),
             "recompute": partial(model.generate, rule=rule, missing_kv="recompute", **limits),
             "lossless": partial(generate_lossless, backbone, **limits, **draft),
-            "graph full": partial(graph, rule=NeverExit(), max_new_tokens=NEW_TOKENS),
+            "graph full": partial(graph, rule=Never(), max_new_tokens=NEW_TOKENS),
             "graph early": partial(graph, rule=rule, max_new_tokens=NEW_TOKENS),
         }
 

@@ -25,7 +25,7 @@ from mini_ee.lab.data.tasks import Split, Task, load_task
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import Record, predictions, record
-from mini_ee.lab.rules import NeverExit, Rule
+from mini_ee.lab.rules import Never, Rule
 from mini_ee.lab.statistics import share_interval
 
 TASKS = {"TREC": ("test", 2_000), "SST-2": ("dev", 2_000)}  # task -> its reported split, examples to train on
@@ -114,7 +114,7 @@ def _times(engines: dict[str, Runtime], rows: Split) -> dict[str, dict]:
         for row in range(len(chosen)):
             early_exit(engine.segments(), rule, encoded.batch([row]))
 
-    runs = [partial(all_texts, engine, rule) for engine in engines.values() for rule in (NeverExit(), engine.rule)]
+    runs = [partial(all_texts, engine, rule) for engine in engines.values() for rule in (Never(), engine.rule)]
     with patch.object(common, "time", Clock):
         seconds = common.medians(runs, "precisions", seconds_a_case=SECONDS)
     pairs = list(zip(seconds[::2], seconds[1::2]))

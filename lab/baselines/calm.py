@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mini_ee.lab.data.metrics import rouge_l
 from mini_ee.lab.exits.row_exits import States
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
-from mini_ee.lab.rules import NeverExit, Policy, Rule, Threshold
+from mini_ee.lab.rules import Never, Policy, Rule, Threshold
 from mini_ee.lab.statistics import chernoff
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep
 from mini_ee.lab.training.method import Method, NoConfig
@@ -101,13 +101,13 @@ def guaranteed_rule(model: TokenExits, source: Source, held_out: TextData) -> Ch
     def written(rule: Rule) -> list[str]:
         return [decode(each.tokens) for each in model.write(tested, rule, max_new_tokens=source.follow)]
 
-    full = written(NeverExit())
+    full = written(Never())
 
     def risk(rule: Rule) -> list[float]:
         return [1 - rouge_l(*pair) for pair in zip(written(rule), full)]
 
     rules = {measure: passing(recorded, rule) for measure, rule in MEASURE_RULES.items()}
-    own = {measure: calibrate_texts(some, risk, TOLERANCE, DELTA) or NeverExit() for measure, some in rules.items()}
+    own = {measure: calibrate_texts(some, risk, TOLERANCE, DELTA) or Never() for measure, some in rules.items()}
     about = {
         "own": {measure: rule.to_dict() for measure, rule in own.items()},
         "sweep": {measure: [rule.to_dict() for rule in some] for measure, some in rules.items()},
@@ -117,7 +117,7 @@ def guaranteed_rule(model: TokenExits, source: Source, held_out: TextData) -> Ch
     )
     about["guaranteed"] = guaranteed
     guarantee = {"max_loss": TOLERANCE, "confidence": 1 - DELTA, "loss": "1 - Rouge-L of a text", "rows": len(tested)}
-    return Chosen(own["gap"], None if isinstance(own["gap"], NeverExit) else guarantee, None, about)
+    return Chosen(own["gap"], None if isinstance(own["gap"], Never) else guarantee, None, about)
 
 
 # ---- Calibration on whole texts ----

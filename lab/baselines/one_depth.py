@@ -15,7 +15,7 @@ Deviations:
 from torch import Tensor
 
 from mini_ee.lab.exits.embedding_exits import EmbeddingExits
-from mini_ee.lab.rules import FixedExit
+from mini_ee.lab.rules import Fixed
 from mini_ee.lab.training.embedding_stages import encoder_stage, exit_loss
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.stages import Batch
@@ -31,6 +31,6 @@ METHOD = Method(
     recipe=lambda model, config: [encoder_stage(one_depth_loss, lambda scores: float(scores[0]))],
     units=("embeddings",),
     exits=lambda layers: (max(1, layers // 2), layers) if layers > 1 else (1,),
-    default_rule=lambda recorded, least_cosine: FixedExit(0),
+    default_rule=lambda recorded, least_cosine: Fixed(0),
     trains_encoder=True,
 )

@@ -36,7 +36,7 @@ from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.token_exits import NO_LABEL, TEXTS_BATCH, TextData, TokenExits
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.method import Method
 from mini_ee.lab.training.training_text import Source
@@ -166,7 +166,7 @@ def own_rule(model: ShortDecoder, source: Source, held_out: TextData) -> Chosen:
     layers = model.full.exits[-1]
     removed = [layer + 1 for layer in range(layers) if layer not in model.kept_layers]
     message = f"{len(removed)} of {layers} layers were removed: {', '.join(map(str, removed)) or 'none'}."
-    return Chosen(NeverExit(), None, None, {"own": {"what is left": NeverExit().to_dict()}, "guaranteed": message})
+    return Chosen(Never(), None, None, {"own": {"what is left": Never().to_dict()}, "guaranteed": message})
 
 
 def build(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str, config: Config) -> ShortDecoder:

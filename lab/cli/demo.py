@@ -141,9 +141,9 @@ def _pictures(folder: Path, answer: dict) -> list[str]:
 def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
     """For each exit: its score on all sentences, the share that exits there, and the time if all exit there."""
     from mini_ee.lab.evaluation.row_evaluation import measure_seconds, timed_batches
-    from mini_ee.lab.rules import FixedExit, NeverExit
+    from mini_ee.lab.rules import Fixed, Never
 
-    runs = [(segments, rule, encoded) for rule in (NeverExit(), *map(FixedExit, range(len(segments.exits))))]
+    runs = [(segments, rule, encoded) for rule in (Never(), *map(Fixed, range(len(segments.exits))))]
     full, *seconds = measure_seconds(runs, timed_batches(encoded, answer["batch_size"]), repeats=1)
     total = sum(answer["exit_counts"])
     return [
@@ -158,9 +158,9 @@ def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
 def _latency_speedup(segments, rule, encoded) -> float:
     """Time of the full model / time of the rule, for sentences one by one."""
     from mini_ee.lab.evaluation.row_evaluation import measure_seconds, timed_batches
-    from mini_ee.lab.rules import NeverExit
+    from mini_ee.lab.rules import Never
 
-    runs = [(segments, NeverExit(), encoded), (segments, rule, encoded)]
+    runs = [(segments, Never(), encoded), (segments, rule, encoded)]
     full, early = measure_seconds(runs, timed_batches(encoded, 1), repeats=1)
     return float(full / early)
 

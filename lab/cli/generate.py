@@ -143,14 +143,14 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
     """(steps of one text, fields of the answer)."""
     from mini_ee.lab.cli.rule_options import chosen_rule, refuse_settings
     from mini_ee.lab.exits.generation import Sampling
-    from mini_ee.lab.rules import NeverExit
+    from mini_ee.lab.rules import Never
 
     sampling = sampling_of(args, repetition_penalty=args.repetition_penalty)
     if not args.lossless:
         if args.draft:
             raise WrongArguments("--draft is for --lossless")
         rule, missing_kv = chosen_rule(args, opened), args.missing_kv or opened.model.missing_kv
-        if args.missing_kv and isinstance(rule, NeverExit):
+        if args.missing_kv and isinstance(rule, Never):
             raise WrongArguments(
                 "--missing-kv is for tokens that exit early, but here every token runs all layers; leave it out"
             )

@@ -12,7 +12,7 @@ from mini_ee.lab.cli.rule_options import refuse_settings
 from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import OWN_BACKBONE, Run, check_device, is_run, load_run
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def plain_decoder(folder: Path) -> Run:
     model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
     about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
     about["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}
-    return Run(folder, about, model.eval(), Tokenizer.from_folder(tokenizer_folder(folder), None), NeverExit())
+    return Run(folder, about, model.eval(), Tokenizer.from_folder(tokenizer_folder(folder), None), Never())
 
 
 def _scheduled(run: Run, args: Namespace, schedule: str | None) -> Run:

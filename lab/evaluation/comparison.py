@@ -38,7 +38,7 @@ from mini_ee.lab.exits.generation import Sampling
 from mini_ee.lab.exits.token_exits import TokenExits, record_texts
 from mini_ee.lab.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.lab.rules import Never, Rule, rule_from_dict
 from mini_ee.lab.training.default_rule import CANDIDATES, choose, sweep, usual_rule
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import Run
@@ -85,7 +85,7 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
         rule = plan_rows(own, encoded, batch_size) if own.plans_from_texts else own
         row = {"run": name, "how": label} | _row(trained, recorded, rule, task, rows.labels)
         row["rows_truncated"] = encoded.truncated
-        timed += [(row, "full_seconds", (whole, NeverExit(), encoded)), (row, "seconds", (segments, own, encoded))]
+        timed += [(row, "full_seconds", (whole, Never(), encoded)), (row, "seconds", (segments, own, encoded))]
         runs.append(RowsOfRun(trained, row, encoded, recorded))
     if swept:
         timed += _swept(runs, task, rows.labels, batch_size)
@@ -132,7 +132,7 @@ def method_rules(method: str, recorded: Record, task: Task) -> list[Rule]:
     """The full model and the candidates of a method; the usual rules, if it has none or is not registered."""
     usual = sweep(usual_rule(task))
     candidates = (load_method(method).candidates if method in METHODS else None) or usual
-    return [NeverExit(), *(candidates(recorded) or usual(recorded))]  # a graph with another rule contains no policy
+    return [Never(), *(candidates(recorded) or usual(recorded))]  # a graph with another rule contains no policy
 
 
 def _swept(runs: Sequence[RowsOfRun], task: Task, labels: np.ndarray, batch_size: int) -> list[tuple]:
@@ -204,13 +204,13 @@ def compare_tokens(
     for run in runs:
         cases, settings = _cases(run, texts, count or TESTED_TEXTS, sampling)
         references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in cases]
-        full = decoded(run, run.model.whole.write(cases, NeverExit(), seed=seed, **settings))
+        full = decoded(run, run.model.whole.write(cases, Never(), seed=seed, **settings))
         metrics = read_json(run.folder / "metrics.json")
         own = metrics.get("own", {})
         if run.rule.to_dict() not in own.values():  # from `mini-ee calibrate`
             name = run.rule.name if run.rule.name not in own else f"{run.rule.name}, calibrated"
             own = {name: run.rule.to_dict()} | own
-        for measure, rule in {"full model": NeverExit().to_dict(), **own}.items():
+        for measure, rule in {"full model": Never().to_dict(), **own}.items():
             others, points = metrics.get("sweep", {}).get(measure, []) if swept else [], []
             model = run.model.whole if measure == "full model" else run.model
             for each in tqdm([rule, *others], desc=measure, unit="rule", delay=2):

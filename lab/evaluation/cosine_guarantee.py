@@ -15,7 +15,7 @@ from mini_ee.calibrate import fixed_sequence
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.embedding_exits import reached_cosines
 from mini_ee.lab.recording import Record
-from mini_ee.lab.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.rules import Fixed, Never, Rule
 from mini_ee.lab.statistics import binomial_cdf
 
 PROPOSING = 0.1  # share of the texts that proposes thresholds; the others test them
@@ -28,7 +28,7 @@ def share_p_value(successes: int, count: int, epsilon: float) -> float:
 
 
 def loosest_guaranteed(rules: Sequence[Rule], recorded: Record, cosine: float, epsilon: float, delta: float) -> Rule:
-    """The last rule before the first that fails; rules from strict to loose, the first of them NeverExit."""
+    """The last rule before the first that fails; rules from strict to loose, the first of them Never."""
     reached = [int((reached_cosines(recorded, rule) >= cosine).sum()) for rule in rules]
     p_values = [share_p_value(count, len(recorded.logits), epsilon) for count in reached]
     return rules[fixed_sequence(np.array(p_values), delta) - 1]
@@ -38,8 +38,8 @@ def candidates(rule: Rule, proposing: Record) -> list[Rule]:
     """Rules from strict to loose: other thresholds of an adaptive rule, else the fixed depths."""
     if rule.knob is None:
         depths = reversed(range(len(proposing.segments.exits) - 1))
-        return [NeverExit(), *(FixedExit(k) for k in depths)]
-    return [NeverExit(), *reversed(rule.from_loose_to_strict(proposing, CANDIDATES))]
+        return [Never(), *(Fixed(k) for k in depths)]
+    return [Never(), *reversed(rule.from_loose_to_strict(proposing, CANDIDATES))]
 
 
 def calibrate_cosine(

@@ -17,7 +17,7 @@ from mini_ee.lab.data.tokenizer import Encoded, batches
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.recording import Record, exit_scores, plan_rows, predictions, record, summary
-from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.lab.rules import Never, Rule, rule_from_dict
 from mini_ee.lab.segments import Segments
 from mini_ee.rules import entropy, log_softmax, max_probability
 
@@ -173,7 +173,7 @@ def evaluate(
     assert labels is not None
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size)
-    runs = [(whole, NeverExit(), encoded), *((segments, each, encoded) for each in (rule, *(rules or ())))]
+    runs = [(whole, Never(), encoded), *((segments, each, encoded) for each in (rule, *(rules or ())))]
     repeats = TIMED_REPEATS if rules is None else 1
     full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats).tolist()
     answer = {"task": task.name, "engine": segments.engine} | summary(main, recorded, task, labels)

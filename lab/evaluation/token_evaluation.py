@@ -25,7 +25,7 @@ from mini_ee.lab.exits.decoding import MISSING_KV, Generated
 from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.token_exits import TEXTS_BATCH, TokenExits, record_texts
 from mini_ee.lab.recording import Record
-from mini_ee.lab.rules import NeverExit, Rule, Threshold
+from mini_ee.lab.rules import Never, Rule, Threshold
 from mini_ee.lab.training.run_folder import Run
 from mini_ee.lab.training.training_text import check_reads_on
 from mini_ee.self_supervised import CALIBRATION_PROMPTS
@@ -168,7 +168,7 @@ def sweep(
         rows.append(row)
     ways = [(rule, missing_kv) for missing_kv in MISSING_KV for rule in rules]
     new_tokens = min(TIMED_TOKENS, run.model.backbone.room(prompts))
-    full, *decoded = timed_decoding([(NeverExit(), MISSING_KV[0]), *ways], model, prompts, new_tokens)
+    full, *decoded = timed_decoding([(Never(), MISSING_KV[0]), *ways], model, prompts, new_tokens)
     decoded = [each | {"speedup": full["seconds"] / each["seconds"]} for each in decoded]
     for row, copied, recomputed in zip(rows, decoded, decoded[len(rows) :]):
         row |= copied | {"recompute": recomputed}
@@ -182,7 +182,7 @@ def sweep(
         "measures": at_equal_agreement(*recorded),
     }
     if held_out is not None:
-        answer |= {"full_perplexity": perplexity(held_out, NeverExit()), "tokens_text": len(held_out.logits)}
+        answer |= {"full_perplexity": perplexity(held_out, Never()), "tokens_text": len(held_out.logits)}
     if scores is not None:
         benchmark, last = scores.benchmark, np.full(len(scores.recorded.logits), len(model.exits) - 1)
         answer |= {"task": benchmark.name, "split": benchmark.split, "task_rows": len(scores.questions)}
@@ -224,7 +224,7 @@ def timed_decoding(
 ) -> list[dict]:
     """Greedy text decoded in each way, timed in turns in this process, warm, at batch size 1.
 
-    ways: (rule, missing_kv) each. With NeverExit no head is computed. decoded_agreement: the share of generated tokens
+    ways: (rule, missing_kv) each. With Never no head is computed. decoded_agreement: the share of generated tokens
     that the full model predicts from the same text before them. It includes errors that missing_kv causes. Seconds are
     the sum over prompts of the median of TIMED_DECODINGS.
     """

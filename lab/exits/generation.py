@@ -39,7 +39,7 @@ from mini_ee.lab.exits.decoding import (
     gather,
 )
 from mini_ee.lab.exits.row_exits import check_exits
-from mini_ee.lab.rules import NeverExit, Rule
+from mini_ee.lab.rules import Never, Rule
 from mini_ee.lab.segments import check_finite
 
 SMALLEST = 1e-6  # least number by which logits may be divided
@@ -122,7 +122,7 @@ def generate(
     exits: tuple[int, ...] | None = None,
     heads: Sequence[Head] = (),
     policies: Sequence[ExitPolicy] = (),
-    rule: Rule = NeverExit(),
+    rule: Rule = Never(),
     missing_kv: str = "copy_state",
     sampling: Sampling = GREEDY,
     stop: Sequence[int] = (),

@@ -26,7 +26,7 @@ from mini_ee.lab.exits.heads import OwnHead, VocabularyHead
 from mini_ee.lab.exits.lossless import DRAFT, generate_lossless
 from mini_ee.lab.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
 from mini_ee.lab.recording import Record, Recorded
-from mini_ee.lab.rules import NeverExit, Rule
+from mini_ee.lab.rules import Never, Rule
 from mini_ee.lora_exits import LowRank
 
 TEXTS_BATCH = 16  # texts in a batch without training
@@ -148,7 +148,7 @@ class TokenExits(ExitModel):
         policies = self.policies if rule.needs == "exit_logit" else ()
         exits = {"exits": self.exits, "heads": self.heads, "policies": policies, "rule": rule}
         exits["segments_class"] = self.segments_class
-        exits = {} if isinstance(rule, NeverExit) else exits
+        exits = {} if isinstance(rule, Never) else exits
         defaults = {"stop": self.backbone.config.stop_tokens, "missing_kv": self.missing_kv}
         return generate(self.backbone, prompts, **exits, **defaults | settings)
 

@@ -20,7 +20,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.recording import record
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.rules import FixedExit, NeverExit
+from mini_ee.lab.rules import Fixed, Never
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import Run, is_run, load_run, training_folder, versions
@@ -59,7 +59,7 @@ def exits_of_encoder(
     """Train the maps, choose the depth, export, verify, measure. Returns the run and the summary."""
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, required, seed, say)
     test, layers = split_rows(task, seed, None).test, run.exits[-1]
-    depth = run.exits[run.rule.exit] if isinstance(run.rule, FixedExit) else layers
+    depth = run.exits[run.rule.exit] if isinstance(run.rule, Fixed) else layers
     texts = {"trained": run.metrics["rows"], "held_out": run.metrics["rows_held"], "tested": len(test)}
     summary = {
         "pays": depth < layers,
@@ -96,8 +96,8 @@ def _measured(runtime: Runtime, test: Split) -> dict:
     """Cosine to the full embedding and time at batch size 1 for each depth of the exported graph."""
     encoded = runtime.encode(test.texts)
     cosines = full_cosines(record(runtime.segments(), encoded, 32, "test texts").logits)
-    rules = [FixedExit(k) for k in range(len(runtime.exits))]
-    runs = [(runtime.whole_model(), NeverExit(), encoded), *((runtime.segments(), rule, encoded) for rule in rules)]
+    rules = [Fixed(k) for k in range(len(runtime.exits))]
+    runs = [(runtime.whole_model(), Never(), encoded), *((runtime.segments(), rule, encoded) for rule in rules)]
     full, *seconds = measure_seconds(runs, timed_batches(encoded, 1), TIMED_REPEATS).tolist()
     rows = zip(runtime.exits, cosines.mean(axis=0).tolist(), np.quantile(cosines, LOWEST, axis=0).tolist(), seconds)
     return {

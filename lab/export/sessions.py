@@ -17,7 +17,7 @@ from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.export.manifest import WEIGHTS
 from mini_ee.lab.row_thresholds import THRESHOLD, RowThresholds
-from mini_ee.lab.rules import NeverExit, Rule, rule_from_dict
+from mini_ee.lab.rules import Never, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 FOR_A_GPU = (
@@ -145,7 +145,7 @@ class GraphRule:
         self._folder, self._name, self._last = folder, manifest["rule"]["name"], len(manifest["exits"]) - 1
         self._exit_of_depth = {depth: k for k, depth in enumerate(manifest["exits"])}
         in_graph = "encoder" not in manifest and manifest.get("rule_in_graph", True)
-        self._rule = rule_from_dict(manifest["rule"]) if in_graph else NeverExit()
+        self._rule = rule_from_dict(manifest["rule"]) if in_graph else Never()
         given = manifest.get("graphs", {}).get("model", {}).get("inputs", {}).get(THRESHOLD)
         self._shares_threshold = bool(given and given["axes"])  # without axes it takes any, see model_graph.py
         self._latest: tuple = (None, None)

@@ -52,7 +52,7 @@ from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.tracing import NotTraceable
 from mini_ee.lab.export.web_page import check_page, write_page
 from mini_ee.lab.recording import plan_rows, predictions, read_every_exit, record
-from mini_ee.lab.rules import STATE_MEASURES, NeverExit, Rule
+from mini_ee.lab.rules import STATE_MEASURES, Never, Rule
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.run_folder import Run, versions
 from mini_ee.self_supervised import CALIBRATION_PROMPTS
@@ -207,7 +207,7 @@ def write_graphs(
                     raise
                 metadata["rule_in_graph"] = False  # the rule runs outside, between graphs by segment
                 made[name] = fresh()
-                write_model_graph(made[name], source.in_one_graph(), NeverExit())
+                write_model_graph(made[name], source.in_one_graph(), Never())
         if encoder is not None:
             others = parameters_of(encoder.backbone, "encoder.backbone.")
             if own.keys().isdisjoint(others):
@@ -243,7 +243,7 @@ def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable
     if segments:
         graphs |= source.graphs() if tokens else segment_graphs(source)
     if source.tokens_exit:
-        graphs["whole"] = partial(write_model_graph, segments=source.whole(), rule=NeverExit())
+        graphs["whole"] = partial(write_model_graph, segments=source.whole(), rule=Never())
     return graphs | (source.prompt_graphs() if tokens else {})
 
 
@@ -363,7 +363,7 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> tu
         inputs = encoded.batch([row])
         differences.append(abs(read_every_exit(theirs, inputs)[0] - read_every_exit(segments, inputs)[0]).max())
     if f"segment_{served.exits[0]}" in served.config["graphs"]:
-        chained = record(segments.by_segment(NeverExit()), encoded, 8)
+        chained = record(segments.by_segment(Never()), encoded, 8)
         differences.append(abs(expected.logits - chained.logits).max())
     rules = [plan_rows(each, encoded, 8) if each.plans_from_texts else each for each in (run.rule, served.rule)]
     results = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]

@@ -12,7 +12,7 @@ from mini_ee.lab.confidence import LABEL_MEASURES
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.recording import Record, exit_scores, predictions
-from mini_ee.lab.rules import NeverExit, Patience, Rule, Threshold
+from mini_ee.lab.rules import Never, Patience, Rule, Threshold
 from mini_ee.lab.statistics import paired_p_values, rows_needed
 
 CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1 % of an exit's decisions
@@ -170,7 +170,7 @@ def default_rule(
     if not replays:
         exits = len(selection.segments.exits)
         why = f"The default rule is the full model: no rule of this method can exit before the last of {exits} exits."
-        return Chosen(NeverExit(), None, None, {"guaranteed": why, "fallback": None})
+        return Chosen(Never(), None, None, {"guaranteed": why, "fallback": None})
     selecting = len(selection.labels)
     least = exit_scores(test, task, test.labels)[-1] - max_loss if len(test.labels) else math.inf
     useful = [replay.saves and replay.score >= least for replay in replays]
@@ -191,7 +191,7 @@ def _without_guarantee(
     """The rule that passes the fallback test, or the full model, and the number of examples for a guarantee."""
     (max_loss, confidence), tested = wanted, len(replays[0].losses)
     of, fallback = _lost(task, label_range), _passing(replays, useful, FALLBACK_LOSS, FALLBACK_CONFIDENCE)
-    rule, fallback = (fallback[0], fallback[1] | of) if fallback else (NeverExit(), None)
+    rule, fallback = (fallback[0], fallback[1] | of) if fallback else (Never(), None)
     others = [replay for replay in replays if replay.saves and (replay.rule == rule or not fallback)]
     needed = _needed(others, selecting, max_loss, confidence)
     missing = f"A loss of at most {max_loss:g} with confidence {confidence:.0%} is not guaranteed"

@@ -22,7 +22,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.prompt_exits import KIND_READ_AT, PromptModel, draw_shots
 from mini_ee.lab.exits.row_exits import RowData
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training import ranks
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.loop import fit
@@ -61,7 +61,7 @@ def prompt_run(request: Request) -> Path:
     if ranks.rank() == 0:
         shutil.rmtree(base, ignore_errors=True)
         unfinished.mkdir(parents=True, exist_ok=True)
-        save_run(base, model, tokenizer, Chosen(NeverExit(), None), about, {"epochs": epochs})
+        save_run(base, model, tokenizer, Chosen(Never(), None), about, {"epochs": epochs})
     return base
 
 

@@ -33,7 +33,7 @@ from mini_ee.lab.exits.embedding_exits import (
     full_cosines,
 )
 from mini_ee.lab.recording import record
-from mini_ee.lab.rules import FixedExit, NeverExit
+from mini_ee.lab.rules import Fixed, Never
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.holdout import different, split_rows
 from mini_ee.lab.training.loop import Diverged, Fitted
@@ -112,7 +112,7 @@ def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingD
         "rows_tested": len(tested),
         "rows_truncated": data.train.encoded.truncated,
     }
-    rule = NeverExit() if depth == last else FixedExit(depth)
+    rule = Never() if depth == last else Fixed(depth)
     if request.method.default_rule is not None:
         rule = request.method.default_rule(recorded, request.common.min_cosine)
     return Chosen(rule, None), metrics

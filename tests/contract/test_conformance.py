@@ -31,7 +31,7 @@ from mini_ee.lab.exits.token_exits import record_texts
 from mini_ee.lab.export import writer
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Threshold, rule_from_dict
+from mini_ee.lab.rules import Fixed, Never, Policy, Threshold, rule_from_dict
 from mini_ee.lab.training import default_rule, state
 from mini_ee.lab.training import train_run as training
 from mini_ee.lab.training.method import load_method
@@ -194,9 +194,9 @@ def test_rows_that_never_leave_are_the_full_model_and_rows_that_always_leave_the
     run = house.run(method, "rows")
     expected = each_exit(run.model, run.encode(TEXTS).batch(slice(None)))
     for k in range(len(run.exits)):  # the chain of segments, as far as any exit
-        np.testing.assert_allclose(answers(run, FixedExit(k))[0], expected[:, k], atol=EXACT)
+        np.testing.assert_allclose(answers(run, Fixed(k))[0], expected[:, k], atol=EXACT)
     for segments in (run.segments(), run.whole_model()):
-        result = early_exit(segments, NeverExit(), run.encode(TEXTS).batch(slice(None)))
+        result = early_exit(segments, Never(), run.encode(TEXTS).batch(slice(None)))
         np.testing.assert_allclose(result.logits, expected[:, -1], atol=EXACT)
         assert set(result.layers_run) == {run.exits[-1]}
     logits, exit_index = answers(run, Threshold(0.0))
@@ -222,7 +222,7 @@ def test_the_loop_of_the_core_runs_the_segments_of_any_run_and_of_its_export(hou
 @pytest.mark.parametrize("method", ROWS)
 def test_a_batch_of_rows_is_its_rows_alone_padding_included(house, method):
     run = house.run(method, "rows")
-    for rule in (run.rule, NeverExit(), Threshold(0.55)):
+    for rule in (run.rule, Never(), Threshold(0.55)):
         logits, exit_index = answers(run, rule)
         alone = [answers(run, rule, [text]) for text in TEXTS]
         np.testing.assert_allclose(logits, np.concatenate([one for one, _ in alone]), atol=EXACT)
@@ -243,7 +243,7 @@ def test_rows_run_no_more_layers_as_a_rule_loosens(house, method):
 @pytest.mark.parametrize("method", TOKENS)
 def test_tokens_that_never_leave_are_the_full_model_and_tokens_that_always_leave_the_first_head(house, method):
     run = house.run(method, "tokens")
-    for k, rules in ((0, (FixedExit(0), Threshold(0.0))), (len(run.exits) - 1, (NeverExit(),))):
+    for k, rules in ((0, (Fixed(0), Threshold(0.0))), (len(run.exits) - 1, (Never(),))):
         expected = [greedy(run, k, prompt) for prompt in PROMPTS]
         for rule in rules:
             assert decoded(run, rule) == [(tokens, [run.exits[k]] * NEW_TOKENS) for tokens in expected]
@@ -314,7 +314,7 @@ def test_a_training_that_is_killed_and_resumed_is_the_one_that_was_not(house, me
 def test_onnx_answers_rows_as_torch_does(house, method):
     run, runtime = house.run(method, "rows"), house.exported(method, "rows")
     assert runtime.exits == run.exits
-    for rule in (NeverExit(), *(FixedExit(k) for k in range(len(run.exits))), run.rule):
+    for rule in (Never(), *(Fixed(k) for k in range(len(run.exits))), run.rule):
         expected, left = answers(run, rule)
         found = runtime.run(list(TEXTS), rule=None if rule is run.rule else rule)
         np.testing.assert_allclose([answer.logits for answer in found], expected, atol=ENGINES)
@@ -325,7 +325,7 @@ def test_onnx_answers_rows_as_torch_does(house, method):
 def test_onnx_writes_tokens_as_torch_does(house, method):
     run, runtime = house.run(method, "tokens"), house.exported(method, "tokens")
     ids = ids_of(run)
-    for rule in (NeverExit(), FixedExit(0), run.rule):
+    for rule in (Never(), Fixed(0), run.rule):
         steps = runtime.generate(ids, max_new_tokens=NEW_TOKENS, rule=rule)
         found = [(each.tokens, each.layers_run) for each in gather(steps, len(ids))]
         assert found == decoded(run, rule, stop=run.model.backbone.config.stop_tokens)

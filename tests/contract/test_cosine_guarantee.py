@@ -14,7 +14,7 @@ from mini_ee.lab.evaluation.cosine_guarantee import calibrate_cosine, share_p_va
 from mini_ee.lab.exits.embedding_exits import full_cosines
 from mini_ee.lab.methods.embedding_maps_rule import Similarity
 from mini_ee.lab.recording import Record, Recorded
-from mini_ee.lab.rules import FixedExit, NeverExit
+from mini_ee.lab.rules import Fixed, Never
 
 EXITS, COSINE, EPSILON, DELTA = (1, 2, 4), 0.9, 0.9, 0.1
 
@@ -47,12 +47,12 @@ def test_over_repeated_draws_the_guarantee_is_violated_for_a_share_of_delta_at_m
     """The first exit reaches the cosine for a share just below epsilon: to choose it is a violation."""
     random, chosen = np.random.default_rng(0), []
     for _ in range(600):
-        rule, _ = calibrate_cosine(recorded(draw(150, random)), FixedExit(0), COSINE, EPSILON + 1e-9, DELTA)
+        rule, _ = calibrate_cosine(recorded(draw(150, random)), Fixed(0), COSINE, EPSILON + 1e-9, DELTA)
         chosen.append(rule)
-    violated = np.mean([rule == FixedExit(0) for rule in chosen])
+    violated = np.mean([rule == Fixed(0) for rule in chosen])
     exact = share_p_value(next(s for s in range(151) if share_p_value(s, 150, EPSILON) <= DELTA), 150, EPSILON)
     assert 0.03 < violated < exact + 2.6 * math.sqrt(exact * (1 - exact) / 600) and exact <= DELTA
-    assert np.mean([rule == NeverExit() for rule in chosen]) < 0.2  # the second exit is nearly always proved
+    assert np.mean([rule == Never() for rule in chosen]) < 0.2  # the second exit is nearly always proved
 
 
 def test_thresholds_of_an_adaptive_rule_are_proposed_by_other_texts():
@@ -68,7 +68,7 @@ def test_thresholds_of_an_adaptive_rule_are_proposed_by_other_texts():
 
 def test_too_few_texts_are_refused_with_the_number_needed():
     few = recorded(draw(20, np.random.default_rng(0)))
-    for rule, needed in ((FixedExit(0), 22), (Similarity(0.5), 25)):
+    for rule, needed in ((Fixed(0), 22), (Similarity(0.5), 25)):
         with pytest.raises(WrongArguments, match=f"at least {needed} are needed, got 20"):
             calibrate_cosine(few, rule, COSINE, EPSILON, DELTA)
 
@@ -84,7 +84,7 @@ def test_calibrate_writes_the_rule_of_a_sentence_encoder(encoder_folder, tmp_pat
     answer = json.loads(capsys.readouterr().out)
     assert answer["rows_tested"] == len(TEXTS) and answer["share"] == 1
     again = mini_ee.load_run(run.folder)
-    assert again.rule == FixedExit(0) and again.config["guarantee"]["cosine"] == -0.9
+    assert again.rule == Fixed(0) and again.config["guarantee"]["cosine"] == -0.9
     assert main([*argv, ".5", "--task", str(tmp_path / "texts.txt")]) == 0  # only those that trained nothing
     assert json.loads(capsys.readouterr().out)["rows_tested"] == run.metrics["rows_tested"] < len(TEXTS) / 4
     assert main(["calibrate", str(run.folder), "--epsilon", ".8"]) == 2

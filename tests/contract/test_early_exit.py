@@ -25,7 +25,7 @@ from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.data.tokenizer import Encoded, Inputs
 from mini_ee.lab.exits.row_exits import RowSegments
 from mini_ee.lab.recording import Recorded, plan_rows, read_every_exit, record
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Rule, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Rule, Threshold
 from mini_ee.lab.segments import Segments
 from mini_ee.loop import early_exit
 
@@ -167,8 +167,8 @@ class Remembers(Rule):
 
 
 RULES = {
-    "never": lambda rows: NeverExit(),
-    **{f"fixed {k}": lambda rows, k=k: FixedExit(k) for k in range(K)},
+    "never": lambda rows: Never(),
+    **{f"fixed {k}": lambda rows, k=k: Fixed(k) for k in range(K)},
     "always": lambda rows: Threshold(-np.inf),
     "infinite threshold": lambda rows: Threshold(np.inf),
     "max_probability": lambda rows: Threshold(0.85),
@@ -215,7 +215,7 @@ def assert_same(found, logits, exit_index):
 
 @pytest.mark.parametrize(
     "rule, same",
-    [(core.Threshold(0.85), Threshold(0.85)), (core.Patience(2), Patience(2)), (core.Fixed(1), FixedExit(1))],
+    [(core.Threshold(0.85), Threshold(0.85)), (core.Patience(2), Patience(2)), (core.Fixed(1), Fixed(1))],
 )
 def test_the_loop_and_the_rules_of_the_core_need_nothing_of_the_lab(case, rule, same):
     found, expected = early_exit(case.segments, rule, case.inputs), run(case, same)
@@ -224,7 +224,7 @@ def test_the_loop_and_the_rules_of_the_core_need_nothing_of_the_lab(case, rule, 
 
 
 def test_never_exit_equals_the_full_model(case):
-    assert_same(run(case, NeverExit()), case.logits[:, -1], np.full(B, K - 1))
+    assert_same(run(case, Never()), case.logits[:, -1], np.full(B, K - 1))
 
 
 @pytest.mark.parametrize("rule", ["fixed 0", "always"])
@@ -338,7 +338,7 @@ def test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there():
     assert fake.was_read == [(k, np.flatnonzero(PLAN == k).tolist()) for k in range(K)]
 
 
-@pytest.mark.parametrize("rule, heads", [(Planned(PLAN), {0, 1, 2, 3}), (FixedExit(2), {2}), (NeverExit(), {K - 1})])
+@pytest.mark.parametrize("rule, heads", [(Planned(PLAN), {0, 1, 2, 3}), (Fixed(2), {2}), (Never(), {K - 1})])
 def test_segments_are_told_before_they_run_which_heads_alone_will_be_read(rule, heads):
     calls = []
 
@@ -377,7 +377,7 @@ def test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave
 
 def test_never_exit_reads_the_last_head_once():
     fake = Fake()
-    loop.early_exit(fake, NeverExit(), ALL)
+    loop.early_exit(fake, Never(), ALL)
     assert fake.was_read == [(K - 1, ALL.tolist())]
 
 
@@ -442,7 +442,7 @@ def test_flops_of_torch_segments_equal_a_count_of_every_matrix_product(cases, po
     case = cases[pool]
     config = case.segments.model.backbone.config
     layer, head = layer_flops_by_hand(config, 12), 2 * (24 * 24 + 24 * C) + averaged
-    result = run(case, NeverExit())
+    result = run(case, Never())
     np.testing.assert_array_equal(result.cost.flops, 6 * layer + head)
     rule = Threshold(0.9)
     result = run(case, rule)
@@ -489,7 +489,7 @@ def test_seconds_are_the_time_of_the_whole_batch(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(loop, "time", clock)
-    assert loop.early_exit(Slow(), NeverExit(), ALL).cost.seconds == 1 + 4 * 2 + 4
+    assert loop.early_exit(Slow(), Never(), ALL).cost.seconds == 1 + 4 * 2 + 4
     assert loop.early_exit(Slow(), Threshold(-np.inf), ALL).cost.seconds == 1 + 2 + 4
 
 
@@ -511,13 +511,13 @@ def test_read_every_exit_gives_all_logits_and_what_each_exit_costs(case):
     logits, flops, _ = read_every_exit(case.segments, case.inputs)
     assert logits.shape == (B, K, C) and flops.shape == (B, K, 2)
     np.testing.assert_allclose(logits, case.logits, rtol=0, atol=ATOL)
-    never = run(case, NeverExit())
+    never = run(case, Never())
     np.testing.assert_array_equal(flops[:, :, 0].sum(axis=1) + flops[:, -1, 1], never.cost.flops)
 
 
 def test_a_record_is_replayed_on_all_of_its_units(case):
     with pytest.raises(ValueError, match=f"expected {B} rows, as were recorded, got {B - 1}"):
-        loop.early_exit(recorded_case(case).segments, NeverExit(), range(B - 1))
+        loop.early_exit(recorded_case(case).segments, Never(), range(B - 1))
 
 
 @each_rule
@@ -532,7 +532,7 @@ def test_a_record_replayed_equals_the_loop_on_the_model_cost_and_all(cases, name
 def test_costs_of_rows_are_means_over_rows_though_the_last_batch_is_smaller(random_model, padded_inputs):
     """The operations of the full model, and those of a plan, here one a token with its padding."""
 
-    class OneAToken(FixedExit):
+    class OneAToken(Fixed):
         def plan_flops(self, inputs):
             return inputs.input_ids.shape[1]
 
@@ -541,7 +541,7 @@ def test_costs_of_rows_are_means_over_rows_though_the_last_batch_is_smaller(rand
     recorded = record(random_model().segments(), encoded, 4)
     longest = recorded.take(np.argsort([len(row) for row in ids])[4:])
     for some in (recorded, longest):
-        assert some.full_flops == pytest.approx(some.replay(NeverExit()).cost.flops.mean())
+        assert some.full_flops == pytest.approx(some.replay(Never()).cost.flops.mean())
     assert longest.full_flops > recorded.full_flops
     short, long = np.split(np.sort([len(row) for row in ids]), [4])
     planned = plan_rows(OneAToken(1), encoded, 4)
@@ -573,7 +573,7 @@ def test_a_regression_leaves_by_patience_and_returns_one_number_a_row(random_mod
         run(case, Threshold(0.9))
 
 
-@pytest.mark.parametrize("rule", [FixedExit(K), Threshold((0.5, 0.5))])
+@pytest.mark.parametrize("rule", [Fixed(K), Threshold((0.5, 0.5))])
 def test_a_rule_that_does_not_fit_is_refused_before_anything_runs(rule):
     fake = Fake()
     with pytest.raises(ValueError, match="the fixed exit must be|expected one threshold or 4"):

@@ -25,7 +25,7 @@ from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.methods import self_supervised
 from mini_ee.lab.recording import read_every_exit, record
 from mini_ee.lab.registry import BACKBONES
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Planned, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, Planned, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.stages import depth_weighted_sum
 from mini_ee.serve import Worker, engine_of
@@ -68,11 +68,11 @@ def test_exit_0_reads_the_mean_of_the_embeddings_whatever_the_other_exits_read(r
     assert np.ptp(expected, axis=0).min() > 0.01, "texts differ"
     with torch.no_grad():
         np.testing.assert_allclose(model(*tensors(padded_inputs))[0].numpy(), expected, atol=ATOL)
-    found = early_exit(model.segments(), FixedExit(0), padded_inputs)
+    found = early_exit(model.segments(), Fixed(0), padded_inputs)
     np.testing.assert_allclose(found.logits, expected, atol=ATOL)
 
 
-@pytest.mark.parametrize("rule", [FixedExit(0), Threshold(0.0), Planned((0,) * 7)], ids=str)
+@pytest.mark.parametrize("rule", [Fixed(0), Threshold(0.0), Planned((0,) * 7)], ids=str)
 def test_an_example_that_exits_at_0_runs_no_layer_and_costs_none(random_model, padded_inputs, rule):
     model = random_model((0, 2, 6), 3, "first")
 
@@ -110,13 +110,13 @@ def test_the_graph_that_stops_by_itself_and_the_chain_of_segments_equal_torch(tr
     assert runtime.exits == EXITS and read_json(folder / "manifest.json")["layer_passes"] == [0, 2, 1]
     encoded = run.encode([(text,) for text in TEXTS])
     expected = record(run.segments(), encoded, 4).logits
-    whole, chain = runtime.segments(), runtime.segments().by_segment(NeverExit())
+    whole, chain = runtime.segments(), runtime.segments().by_segment(Never())
     for segments in (whole, chain):
         np.testing.assert_allclose(record(segments, encoded, 4).logits, expected, atol=ATOL)
     middle = float(np.median(record(run.segments(), encoded, 4).confidence("max_probability")[:, 0]))
     layers = early_exit(run.segments(), Threshold(middle), encoded.batch(slice(None))).layers_run
     assert not layers.all() and layers.any()
-    for rule in (*map(FixedExit, range(3)), NeverExit(), Threshold(middle), Patience(1)):
+    for rule in (*map(Fixed, range(3)), Never(), Threshold(middle), Patience(1)):
         found = [early_exit(each, rule, encoded.batch(slice(None))) for each in (run.segments(), whole, chain)]
         for each in found[1:]:
             assert each.layers_run.tolist() == found[0].layers_run.tolist()
@@ -167,7 +167,7 @@ def test_no_graph_computes_with_a_layer_before_exit_0_has_decided(trained):
 def test_a_server_answers_as_the_runtime_and_counts_zero_layers(trained):
     _, folder = trained
     runtime = Runtime(folder, threads=1)
-    runtime.rule = Threshold(float(np.median([each.confidence for each in runtime.run(TEXTS, rule=FixedExit(0))])))
+    runtime.rule = Threshold(float(np.median([each.confidence for each in runtime.run(TEXTS, rule=Fixed(0))])))
     alone = [runtime.run([text])[0] for text in TEXTS]
     assert 0 in [each.layers for each in alone] and len({each.layers for each in alone}) > 1
     with Worker(engine_of(runtime), batch=3) as worker:
@@ -180,7 +180,7 @@ def test_a_server_answers_as_the_runtime_and_counts_zero_layers(trained):
 def test_over_http_texts_exit_at_0_with_the_runtimes_answers(trained):
     pytest.importorskip("uvicorn", reason="the extra serve")
     runtime = Runtime(trained[1], threads=1)
-    for rule, layers in ((FixedExit(0), 0), (FixedExit(1), 2)):
+    for rule, layers in ((Fixed(0), 0), (Fixed(1), 2)):
         runtime.rule = rule
         with serving(engine_of(runtime)) as (_, port):
             status, found, _ = ask(port, {"texts": TEXTS})

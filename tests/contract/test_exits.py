@@ -17,7 +17,7 @@ from mini_ee.lab.exits.row_exits import RowExits, check_exits, even_exits
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Threshold
+from mini_ee.lab.rules import Fixed, Never, Threshold
 from mini_ee.lab.training.policies import OneForAll
 
 FLOAT64_ATOL = 1e-12  # measured max 6.7e-16
@@ -110,7 +110,7 @@ def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use
         torch.testing.assert_close(state, expected)
 
 
-@pytest.mark.parametrize("rule", [Threshold(0.6), FixedExit(1), NeverExit()], ids=repr)
+@pytest.mark.parametrize("rule", [Threshold(0.6), Fixed(1), Never()], ids=repr)
 def test_rows_of_a_decoder_leave_as_they_would_alone(rule, padded_inputs):
     with torch.random.fork_rng():
         torch.manual_seed(1)

@@ -16,7 +16,7 @@ from mini_ee.experiments.measured import guarantees_page as guarantees
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.recording import Record, Recorded, predictions
-from mini_ee.lab.rules import NeverExit, Patience, Threshold
+from mini_ee.lab.rules import Never, Patience, Threshold
 from mini_ee.lab.statistics import p_values_of_counts, paired_p_values, rows_needed
 from mini_ee.lab.training.default_rule import default_rule, paired_losses, sweep
 
@@ -196,7 +196,7 @@ def loss_of(rule, record, labels):
 
 def without_bound(record, labels):
     good = [rule for rule in THRESHOLDS(record) if loss_of(rule, record, labels) <= MAX_LOSS]
-    return min(good, key=lambda rule: record.replay(rule).layers_run.mean(), default=NeverExit())
+    return min(good, key=lambda rule: record.replay(rule).layers_run.mean(), default=Never())
 
 
 def exceeded(choose, draws=20, rows=600):
@@ -212,7 +212,7 @@ def exceeded(choose, draws=20, rows=600):
 
 def guaranteed_rule(record, labels):
     chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
-    return chosen.rule if chosen.guarantee else NeverExit()
+    return chosen.rule if chosen.guarantee else Never()
 
 
 @pytest.mark.usefixtures("as_many_candidates_as_usual")
@@ -287,9 +287,7 @@ def test_without_a_guarantee_a_rule_is_taken_that_loses_less_than_a_twentieth_an
     record, labels = population(200, seed=5)
     chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
     _, test = parts(record, labels)
-    assert (
-        chosen.guarantee is None and chosen.rule != NeverExit() and loss_of(chosen.rule, test, test.labels) <= MAX_LOSS
-    )
+    assert chosen.guarantee is None and chosen.rule != Never() and loss_of(chosen.rule, test, test.labels) <= MAX_LOSS
     fallback = chosen.about["fallback"]
     assert (fallback["max_loss"], fallback["confidence"], fallback["rows"]) == (0.05, 0.95, 180)
     losses = (predictions(test.logits[:, -1]) == test.labels).astype(int)
@@ -330,7 +328,7 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
     message = chosen.about["guaranteed"]
     assert "are needed" in message and "lost nothing" not in message
     if not exits_early:
-        assert chosen.rule == NeverExit() and chosen.about["fallback"] is None
+        assert chosen.rule == Never() and chosen.about["fallback"] is None
         first = f"The default rule is the full model: on {rows} held-out test examples no other rule is shown to lose"
         assert message.startswith(f"{first} less than 0.05 of accuracy with confidence 95%; about ")
         assert int(message.split("; about ")[1].split()[0]) >= 59
@@ -338,9 +336,7 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
 
 def test_a_rule_that_lost_more_than_was_allowed_on_the_test_part_is_not_taken():
     """5 of 400 are worse: surely below .05, but .0125 is above the .01 that may be lost."""
-    assert (
-        default_rule(*alike(400, worse=5), CLASSES, 0.01, candidates=lambda some: [Threshold(0.0)]).rule == NeverExit()
-    )
+    assert default_rule(*alike(400, worse=5), CLASSES, 0.01, candidates=lambda some: [Threshold(0.0)]).rule == Never()
     assert default_rule(*alike(400, worse=5), CLASSES, 0.015, candidates=lambda some: [Threshold(0.0)]).about[
         "fallback"
     ]
@@ -350,7 +346,7 @@ def test_the_default_rule_never_exits_where_every_early_exit_is_wrong():
     labels = np.array([0, 1] * 200)
     right = np.eye(2)[labels] * 5
     chosen = chosen_from(recorded(np.stack([-right, -right, right], 1), (2, 4, 6)), labels, CLASSES, MAX_LOSS)
-    assert chosen.rule == NeverExit() and chosen.guarantee is None
+    assert chosen.rule == Never() and chosen.guarantee is None
     assert chosen.about["guaranteed"].startswith("The default rule is the full model")
 
 
@@ -364,21 +360,21 @@ def test_a_guarantee_that_fails_by_bad_luck_names_more_rows_than_there_are(monke
 def test_hardly_any_rows_leave_the_full_model(rows):
     record, labels = population(rows, seed=7)
     chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
-    assert (chosen.rule, chosen.guarantee) == (NeverExit(), None)
+    assert (chosen.rule, chosen.guarantee) == (Never(), None)
 
 
 def test_a_single_exit_has_no_rule_and_no_number_of_rows_would_do():
     record, labels = population(400, seed=8)
     alone = recorded(record.logits[:, -1:], (3,))
     chosen = chosen_from(alone, labels, CLASSES, MAX_LOSS)
-    assert (chosen.rule, chosen.guarantee, chosen.rows_needed) == (NeverExit(), None, None)
+    assert (chosen.rule, chosen.guarantee, chosen.rows_needed) == (Never(), None, None)
     assert chosen.about["guaranteed"].endswith("no rule of this method can exit before the last of 1 exits.")
 
 
 def test_a_rule_under_which_nobody_leaves_is_not_guaranteed():
     record, labels = population(700, seed=3)
     chosen = chosen_from(record, labels, CLASSES, MAX_LOSS, candidates=lambda some: [Threshold(np.inf)])
-    assert (chosen.rule, chosen.guarantee) == (NeverExit(), None)
+    assert (chosen.rule, chosen.guarantee) == (Never(), None)
 
 
 def test_exits_that_all_agree_are_left_at_the_first():
@@ -419,7 +415,7 @@ def test_a_rule_that_is_guaranteed_in_accuracy_loses_no_more_by_the_tasks_own_sc
         for metric in ("accuracy", "matthews")
     )
     assert by_accuracy.rule == Threshold(0.5) and by_accuracy.guarantee
-    assert by_matthews.rule == NeverExit() and not by_matthews.guarantee
+    assert by_matthews.rule == Never() and not by_matthews.guarantee
 
 
 def test_losses_of_a_regression_are_rounded_without_a_change_of_their_mean():
@@ -451,7 +447,7 @@ def test_a_regression_is_guaranteed_in_mean_absolute_error():
     noise = np.random.default_rng(0).permutation(values)
     record = recorded(np.stack([noise, noise, noise, values], axis=1)[:, :, None], (1, 2, 3, 4))
     chosen = chosen_from(record, values, NUMBERS, label_range=5.0)
-    assert chosen.guarantee is None and chosen.rule == NeverExit()
+    assert chosen.guarantee is None and chosen.rule == Never()
 
 
 # ---- What the guarantees keep on real rows ----

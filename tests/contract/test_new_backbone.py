@@ -33,7 +33,7 @@ from mini_ee.lab.export.tracing import Value
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, rule_from_dict
+from mini_ee.lab.rules import Fixed, Never, rule_from_dict
 from mini_ee.lab.training.default_rule import CURVE_POINTS
 from mini_ee.lab.training.run_folder import load_run
 
@@ -545,7 +545,7 @@ def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
 ):
     run, out, lines = load_run(trained(method)), tmp_path / "exported", tmp_path / "in.txt"
     lines.write_text("\n".join(LINES) + "\n")
-    sure = np.sort([each.confidence for each in run._replace(rule=FixedExit(0)).classify(LINES)])
+    sure = np.sort([each.confidence for each in run._replace(rule=Fixed(0)).classify(LINES)])
     rule = f"--threshold={sure[3:5].mean()},inf,0"  # half of them leave at once
     result = answer(capsys, "export", trained(method), "--out", out, rule, *more)
     assert result["verified"]["max_logit_difference"] < 1e-4 and result["verified"]["exit_agreement"] == 1
@@ -567,7 +567,7 @@ def test_its_label_words_are_read_in_onnx_as_in_torch(new_house, tmp_path):
     prompt = SimpleNamespace(prompt=Prompt("{text} {mask}", ("a", "b", "c")), mask_token_id=4, label_tokens=words)
     model, inputs = PromptModel(backbone, prompt).eval(), padded_rows(backbone)
     inputs.input_ids[range(4), [3, 5, 0, 8]] = 4
-    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path)
+    manifest = write_graphs(model, model.segments(), Never(), tmp_path)
     found, *_ = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)
     expected, *_ = read_every_exit(model.segments(), inputs)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)

@@ -24,7 +24,7 @@ from mini_ee.lab.exits.generation import generate
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export import writer
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import FixedExit, NeverExit, Threshold, rule_from_dict
+from mini_ee.lab.rules import Fixed, Never, Threshold, rule_from_dict
 from mini_ee.lab.training.run_folder import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -225,7 +225,7 @@ def test_its_heads_learn_to_agree_with_it_and_the_run_writes(trained, folder):
     run, metrics = load_run(trained), json.loads((trained / "metrics.json").read_text())
     assert run.unit == "tokens" and type(run.model.backbone) is own_decoder.Sloped
     assert metrics["agreement"][1] > 0.9 and metrics["agreement"] > metrics["history"][0]["agreement"]
-    plain = run._replace(rule=NeverExit()).generate(LINES, max_new_tokens=8)
+    plain = run._replace(rule=Never()).generate(LINES, max_new_tokens=8)
     ids = [run.tokenizer.ids_of(line) for line in LINES]
     decode = run.tokenizer.backend.decode
     for prompt, text, found in zip(ids, gather(generate(load_backbone(folder), ids, max_new_tokens=8), 3), plain):
@@ -247,7 +247,7 @@ def test_the_export_writes_what_the_run_writes(trained, runtime):
     run = run._replace(rule=rule_from_dict(runtime.config["rule"]))
     assert [each.text for each in runtime.run(LINES, max_new_tokens=12)] == run.generate(LINES, max_new_tokens=12)
     prompts, settings = [run.tokenizer.ids_of(line) for line in LINES], {"max_new_tokens": 12}
-    for rule in (run.rule, FixedExit(1)):
+    for rule in (run.rule, Fixed(1)):
         written = gather(runtime.generate(prompts, rule=rule, **settings), 3)
         assert written == gather(run.model.generate(prompts, rule, **settings), 3)
     assert {layers for text in gather(runtime.generate(prompts, **settings), 3) for layers in text.layers_run} == {

@@ -7,7 +7,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import Recorded
 from mini_ee.lab.registry import RULES as OF_METHODS
 from mini_ee.lab.row_thresholds import RowThresholds
-from mini_ee.lab.rules import RULES, FixedExit, Threshold, rule_class, rule_from_dict
+from mini_ee.lab.rules import RULES, Fixed, Threshold, rule_class, rule_from_dict
 
 N, EXITS = 32, (1, 2, 4)
 SETTINGS = {
@@ -60,7 +60,7 @@ def test_that_test_can_fail(monkeypatch):
     ("rule", "thresholds", "message"),
     [
         (
-            FixedExit(0),
+            Fixed(0),
             np.zeros((N, 2)),
             "expected a rule with a threshold, found the rule fixed; leave the thresholds out",
         ),

@@ -14,8 +14,8 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import Recorded
 from mini_ee.lab.rules import (
     RULES,
-    FixedExit,
-    NeverExit,
+    Fixed,
+    Never,
     Patience,
     PatienceConfidence,
     Policy,
@@ -183,29 +183,29 @@ def test_the_rule_policy_needs_a_model_that_says_when_to_leave():
 
 
 def test_a_fixed_exit_is_planned_for_every_row_and_reads_no_head_before():
-    assert FixedExit(2).plan(range(5)).tolist() == [2] * 5
-    assert FixedExit(2).needs is None
-    assert (replay(FixedExit(2), random_logits()) == 2).all()
+    assert Fixed(2).plan(range(5)).tolist() == [2] * 5
+    assert Fixed(2).needs is None
+    assert (replay(Fixed(2), random_logits()) == 2).all()
 
 
 @pytest.mark.parametrize("index", [-1, 4, 1.5, "1", True, 1.0, None])
 def test_a_fixed_exit_has_to_be_one_of_the_exits(index):
-    FixedExit(3).check(4)
+    Fixed(3).check(4)
     with pytest.raises(ValueError, match=f"the fixed exit must be one of the 4 exits, got index {index!r}"):
-        FixedExit(index).check(4)
+        Fixed(index).check(4)
 
 
 def test_never_exit_plans_nothing_and_reads_nothing():
-    assert NeverExit().plan(range(5)) is None and NeverExit().needs is None
-    assert (replay(NeverExit(), random_logits()) == EXITS - 1).all()
+    assert Never().plan(range(5)) is None and Never().needs is None
+    assert (replay(Never(), random_logits()) == EXITS - 1).all()
 
 
 # Settings
 
 
 ONE_OF_EACH = [
-    NeverExit(),
-    FixedExit(3),
+    Never(),
+    Fixed(3),
     Threshold(0.5),
     Threshold(-0.25, "entropy"),
     Threshold((0.1, math.inf, -math.inf)),
@@ -265,7 +265,7 @@ def test_the_json_of_a_rule_is_its_name_and_settings():
         "threshold": "-inf",
         "measure": "entropy",
     }
-    assert NeverExit().to_dict() == {"name": "never"}
+    assert Never().to_dict() == {"name": "never"}
 
 
 def test_reading_a_rule_leaves_the_config_as_it_was():

@@ -5,7 +5,7 @@ import pytest
 
 from mini_ee.lab.data.tasks import Split, Task
 from mini_ee.lab.recording import Record, Recorded
-from mini_ee.lab.rules import FixedExit, Patience, Policy, Threshold
+from mini_ee.lab.rules import Fixed, Patience, Policy, Threshold
 from mini_ee.lab.threshold_curve import POINTS, threshold_curve, threshold_for
 from mini_ee.rules import max_probability
 
@@ -51,7 +51,7 @@ def test_a_policy_s_threshold_is_its_logit_and_rows_without_labels_have_no_loss(
 
 def test_a_rule_without_a_threshold_and_a_regression_have_no_curve(recorded):
     number = Task("number", (), ("pearson",), {"train": Split((("x",),) * N, LABELS.astype(np.float32))})
-    assert threshold_curve(recorded, FixedExit(0), TASK, LABELS) is None
+    assert threshold_curve(recorded, Fixed(0), TASK, LABELS) is None
     assert threshold_curve(recorded, Patience(1), TASK, LABELS) is None
     assert threshold_curve(recorded, Policy(0.5), number, LABELS) is None
 

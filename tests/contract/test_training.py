@@ -29,7 +29,7 @@ from mini_ee.lab.evaluation.row_evaluation import overthinking
 from mini_ee.lab.exits.row_exits import RowData, RowExits
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.rules import Never, Threshold
 from mini_ee.lab.training.default_rule import choose, default_rule
 from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
 from mini_ee.lab.training.loop import fit
@@ -656,7 +656,7 @@ def test_joint_training_learns_the_task(tmp_path, checkpoint_folder, many_rows):
     run = train(tmp_path / "run", checkpoint_folder, many_rows, epochs=3, lr=3e-3, max_train=160)
     metrics = read_json(tmp_path / "run" / "metrics.json")
     assert min(metrics["epochs"][-1]["exit_scores"]) > 0.9
-    assert run.rule != NeverExit() and metrics["fallback"]["rows"] == metrics["rows_tested"] >= 59
+    assert run.rule != Never() and metrics["fallback"]["rows"] == metrics["rows_tested"] >= 59
 
 
 def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_its_depth():
@@ -669,7 +669,7 @@ def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_i
     rule = [Threshold(0.9)]
     taken = [each._replace(labels=np.ones(6, int)).take(np.arange(600) % 6) for each in (cheap, dear)]
     chosen = [default_rule(each, each, task, candidates=lambda *_: rule).rule for each in taken]
-    assert chosen == [Threshold(0.9), NeverExit()]
+    assert chosen == [Threshold(0.9), Never()]
 
 
 def test_the_choice_within_a_share_of_the_operations_is_the_best_score_that_it_buys():

@@ -32,7 +32,7 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.files import file_sha256, sole_writer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.token_exits import TokenExits, record_texts
-from mini_ee.lab.rules import FixedExit, NeverExit, Threshold
+from mini_ee.lab.rules import Fixed, Never, Threshold
 from mini_ee.lab.training import training_text
 from mini_ee.lab.training.method import load_method
 
@@ -213,8 +213,8 @@ def test_the_rule_at_a_level_saves_most_among_those_that_reach_it(exits):
         reached = [each.depth.mean() for each, _ in results if each.agreement >= level]
         chosen = outcome(recorded, rule_at(rules, recorded, level))
         assert chosen.agreement >= level and chosen.depth.mean() == min(reached) < 4
-    assert rule_at(rules[:1], recorded, 1.01) == NeverExit()
-    fixed = [FixedExit(k) for k in range(2)]
+    assert rule_at(rules[:1], recorded, 1.01) == Never()
+    fixed = [Fixed(k) for k in range(2)]
     log_p = [outcome(recorded, rule).log_p.mean() for rule in fixed]
     assert rule_within([], recorded, 0.5) == fixed[int(np.argmax(log_p))]
     assert rule_within([], recorded, 0.25) == fixed[0] and rule_within(fixed, recorded, 0.2) is None
@@ -233,9 +233,9 @@ def test_a_model_of_fewer_layers_is_an_exit_before_its_full_model(exits):
     assert recorded.segments.exits == (3, 4) and recorded.full_flops == parts[1].full_flops
     assert (recorded.predictions == np.concatenate([part.predictions for part in parts], axis=1)).all()
     for k, part in enumerate(parts):
-        cost = recorded.replay(FixedExit(k)).cost
-        assert np.allclose(cost.flops, part.replay(FixedExit(0)).cost.flops) and (cost.depth == 3 + k).all()
-    assert own_rules(load_method("sleb"), recorded) == [FixedExit(0)]
+        cost = recorded.replay(Fixed(k)).cost
+        assert np.allclose(cost.flops, part.replay(Fixed(0)).cost.flops) and (cost.depth == 3 + k).all()
+    assert own_rules(load_method("sleb"), recorded) == [Fixed(0)]
 
 
 # ---- Decoding ----
@@ -277,7 +277,7 @@ def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
     assert found["recompute"]["agreement"] == pytest.approx(again.agreement)
     assert found["recompute"]["layers_saved"] == pytest.approx(1 - again.depth.mean() / 4)
     assert found.keys() == {"copy_state", "recompute"} and found["copy_state"] != found["recompute"]
-    assert decoding_figures.decoding_figures(exits, NeverExit(), texts, Letters) == {}
+    assert decoding_figures.decoding_figures(exits, Never(), texts, Letters) == {}
 
 
 # ---- The section ----

@@ -32,7 +32,7 @@ from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.lab.data.files import write_json
 from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, QExit, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, QExit, Threshold
 from mini_ee.lab.training import default_rule
 from mini_ee.lab.training.default_rule import sweep
 
@@ -51,16 +51,16 @@ def test_all_rules_at_once_give_what_the_loop_gives(made):
     recorded = with_measures(made.reported)
     some = [Threshold(math.inf), Threshold(math.inf, "entropy"), Patience(1), Policy(), QExit()]
     some.append(PatienceConfidence(2, 0.5))
-    rules = [NeverExit(), FixedExit(1), *sweep(*some)(recorded)[::9], Threshold((0.5, 0.9, 0.7, 0.6, 0.9, 0.5))]
+    rules = [Never(), Fixed(1), *sweep(*some)(recorded)[::9], Threshold((0.5, 0.9, 0.7, 0.6, 0.9, 0.5))]
     found = replay_all(recorded, rules)
     for number, rule in enumerate(rules):
         result = recorded.replay(rule)
         right = result.logits.argmax(axis=1) == recorded.labels
         assert (found.right[number] == right).all() and (found.depth[number] == result.cost.depth).all()
-        passes = result.cost.depth if rule == NeverExit() else result.cost.layer_passes
+        passes = result.cost.depth if rule == Never() else result.cost.layer_passes
         assert (found.passes[number] == passes).all()
         share = result.cost.flops.mean() / recorded.full_flops
-        assert found.flops[number] == (1.0 if rule == NeverExit() else pytest.approx(share))
+        assert found.flops[number] == (1.0 if rule == Never() else pytest.approx(share))
 
 
 def test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops(made):
@@ -70,7 +70,7 @@ def test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops(mad
     points = []
     for rule in figures.rules_for("pcee-bert", held_out):
         result = held_out.replay(rule)
-        full = rule == NeverExit()
+        full = rule == Never()
         share = 1.0 if full else result.cost.flops.mean() / held_out.full_flops
         score = np.mean(result.logits.argmax(axis=1) == held_out.labels)
         points.append((result.cost.depth.mean(), share, score, rule))

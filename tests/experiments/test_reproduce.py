@@ -39,7 +39,7 @@ from mini_ee.lab.evaluation import row_evaluation, savings_estimate
 from mini_ee.lab.evaluation.probes import Costs
 from mini_ee.lab.evaluation.token_evaluation import EPSILONS
 from mini_ee.lab.recording import exit_scores, record, summary
-from mini_ee.lab.rules import NeverExit, Threshold, rule_from_dict
+from mini_ee.lab.rules import Never, Threshold, rule_from_dict
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.loop import Diverged
@@ -861,7 +861,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     fitted, every, dev = split_rows(task, 0, 30).train, task.split("train"), task.split("dev")
     others = every.take(np.array([text not in fitted.texts for text in every.texts]))
     on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
-    points = row_evaluation.curve(on_others, [NeverExit(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
+    points = row_evaluation.curve(on_others, [Never(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
     full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
     least = full if own else max(point["score"] for point in points)
     monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: [1.0] * len(runs))
@@ -926,7 +926,7 @@ def test_if_no_example_exits_early_the_model_without_exits_is_timed(
     tmp_path, monkeypatch, checkpoint_folder, task_folder, method
 ):
     run = train(method, checkpoint_folder, task_folder, tmp_path / "run", exits=(1, 2, 3), epochs=1)
-    monkeypatch.setattr(measures, "rules_of", lambda run, on, task: [NeverExit()])
+    monkeypatch.setattr(measures, "rules_of", lambda run, on, task: [Never()])
     timed = []
     monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: timed.extend(runs) or [1.0] * len(runs))
     figures, *_ = measures.of_rows(run, load_task(task_folder), None)

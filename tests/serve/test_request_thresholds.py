@@ -8,7 +8,7 @@ from http_server import SENTENCES, ask, serving, together
 
 from mini_ee.lab.export.sessions import GraphRule
 from mini_ee.lab.row_thresholds import RowThresholds
-from mini_ee.lab.rules import NeverExit, Policy, Threshold
+from mini_ee.lab.rules import Never, Policy, Threshold
 from mini_ee.serve import engine_of
 from mini_ee.serve.engines import RowEngine
 from mini_ee.serve.monitoring import Guarantee
@@ -53,7 +53,7 @@ def test_the_runtime_takes_thresholds_by_row(runtime):
     with pytest.raises(
         ValueError, match="expected a rule with a threshold, found the rule never; leave the thresholds out"
     ):
-        runtime.run(TEXTS, rule=NeverExit(), thresholds=values)
+        runtime.run(TEXTS, rule=Never(), thresholds=values)
 
 
 def test_a_graph_of_an_earlier_export_takes_one_threshold_for_all_rows(runtime, decoder):
@@ -90,7 +90,7 @@ NO_LOSS = "max_loss needs a curve with losses, which this .* have: give threshol
         (Policy(0.5), None, {"threshold": -7}, -7.0),  # a logit has no limits
         (Policy(0.5), None, {"threshold": 10**400}, "expected threshold as a number, "),
         (Policy(0.5), None, {"threshold": "high"}, 'expected threshold as a number, "inf" or "-inf", or a list of 3'),
-        (NeverExit(), None, {"agreement": 0.9}, "needs a rule with a threshold, found the rule never; leave it out"),
+        (Never(), None, {"agreement": 0.9}, "needs a rule with a threshold, found the rule never; leave it out"),
     ],
     ids=str,
 )

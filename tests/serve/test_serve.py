@@ -21,7 +21,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
-from mini_ee.lab.rules import FixedExit, Threshold
+from mini_ee.lab.rules import Fixed, Threshold
 from mini_ee.lab.training.run_folder import Run
 
 THINGS, WORDS = ("film", "meal", "book", "song", "room"), ("good", "great", "bad", "awful", "dull")
@@ -88,7 +88,7 @@ def test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(serve
 
 def test_the_time_of_a_batch_has_the_wait_for_its_plan_in_it(served):
     @dataclass(frozen=True)
-    class Slow(FixedExit):
+    class Slow(Fixed):
         plans_from_texts = True
 
         def plan(self, inputs):

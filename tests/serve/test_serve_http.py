@@ -26,7 +26,7 @@ from mini_ee.lab.cli.main import main, parser
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import FixedExit
+from mini_ee.lab.rules import Fixed
 from mini_ee.serve import Worker, app, engine_of, server
 from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Guarantee
@@ -84,7 +84,7 @@ def test_a_server_that_drains_is_unhealthy_and_one_whose_worker_has_failed_is_no
 
 
 def test_a_full_queue_is_503_with_the_reason(runtime):
-    with serving(slowed(engine_of(runtime, rule=FixedExit(0)), 0.05), max_open=2, batch=1) as (worker, port):
+    with serving(slowed(engine_of(runtime, rule=Fixed(0)), 0.05), max_open=2, batch=1) as (worker, port):
         found = together(port, [{"text": "the film"}] * 12)
         assert {status for status, *_ in found} == {200, 503}
         refused = [(answer, headers) for status, answer, headers in found if status == 503]
@@ -600,7 +600,7 @@ def test_the_guarantee_in_service_is_the_calibrations_or_the_given_one(
 
 
 def test_a_rule_that_cannot_be_tightened_is_refused_before_serving(runtime, monkeypatch):
-    monkeypatch.setattr(runtime, "rule", FixedExit(1))
+    monkeypatch.setattr(runtime, "rule", Fixed(1))
     words = ["serve", str(runtime.folder), "--shadow", ".2", "--tighten", "--epsilon", ".9"]
     with pytest.raises(WrongArguments, match="the rule fixed has no threshold to raise; leave out --tighten"):
         serve._engine(parser(words).parse_args(words), runtime)

@@ -26,7 +26,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import MISSING_KV
 from mini_ee.lab.export.runtime import Runtime, TokenRuntime
 from mini_ee.lab.export.torch_engine import torch_segments
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Planned, Rule, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, Planned, Rule, Threshold
 from mini_ee.lab.statistics import binomial_cdf
 from mini_ee.serve import Refused, Worker, WrongRow, engine_of
 from mini_ee.serve.engines import PromptRow, RowEngine, TextEngine
@@ -36,8 +36,8 @@ RULES = {
     "threshold": Threshold((0.875, 0.87, 0.88, 0.0)),
     "entropy": Threshold(-0.4, "entropy"),
     "patience": Patience(1),
-    "fixed": FixedExit(1),
-    "never": NeverExit(),
+    "fixed": Fixed(1),
+    "never": Never(),
 }
 
 
@@ -67,7 +67,7 @@ def test_a_copy_of_a_runtime_opens_its_folder_again_with_its_own_arguments_and_r
     opened = Runtime(runtime.folder, ["CPUExecutionProvider"], threads=1)
     copied = pickle.loads(pickle.dumps(opened))
     assert type(copied) is Runtime and copied._threads == 1 and copied.rule == opened.rule
-    opened.rule = NeverExit()
+    opened.rule = Never()
     for one, other in ((opened, pickle.loads(pickle.dumps(opened))), (copied, deepcopy(copied))):
         assert [each.layers for each in other.run(SENTENCES)] == [each.layers for each in one.run(SENTENCES)]
     texts = pickle.loads(pickle.dumps(decoder))
@@ -125,7 +125,7 @@ def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
     engine.run(0, rows[:3])
     engine.run(0, rows[3:])
     engine.run(1, [rows[at] for at in mixed])
-    alone = [runtime.run([SENTENCES[at]], rule=FixedExit(0))[0].logits for at in mixed]
+    alone = [runtime.run([SENTENCES[at]], rule=Fixed(0))[0].logits for at in mixed]
     np.testing.assert_allclose(seen[-1], alone, atol=1e-5)
 
 
@@ -151,7 +151,7 @@ class TwoParts(Rule):
 def test_shadow_requests_measure_the_agreement_with_the_full_model(runtime, rule, rebatch):
     rule, guarantee = TwoParts() if rule == "halves" else RULES[rule], Guarantee(1.0)
     found, metrics = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
-    full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
+    full = runtime.run(SENTENCES, batch_size=1, rule=Never())
     agree = [each.label == other.label for each, other in zip(found, full)]
     assert guarantee.rows == len(SENTENCES) and sum(guarantee.agreements) == sum(agree) < len(agree)
     assert metrics.requests["answered"] == len(SENTENCES)
@@ -174,7 +174,7 @@ def test_thresholds_rise_in_a_worker_whose_guarantee_is_broken(runtime):
                 future.result(30)
         last = [worker.submit(text) for text in SENTENCES]
         found = [future.result(30) for future in last]
-    full = runtime.run(SENTENCES, batch_size=1, rule=NeverExit())
+    full = runtime.run(SENTENCES, batch_size=1, rule=Never())
     assert engine.rule.threshold > 0.8 and engine.guarantee.tightened >= 3
     assert np.mean([each.label == other.label for each, other in zip(found, full)]) >= 0.9
 
@@ -205,8 +205,8 @@ def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, decoder, 
     monkeypatch.setattr(decoder, "config", decoder.config | {"exit_counts": [3] + [0] * (last - 1) + [1]})
     monkeypatch.setattr(runtime, "config", runtime.config | {"exit_counts": [6, 2, 1, 1]})
     for engine, texts, drift in (
-        (RowEngine(runtime, NeverExit()), SENTENCES, 0.9),
-        (TextEngine(decoder, NeverExit()), PROMPTS[:3], 0.75),
+        (RowEngine(runtime, Never()), SENTENCES, 0.9),
+        (TextEngine(decoder, Never()), PROMPTS[:3], 0.75),
     ):
         assert all_at_once(engine, texts)[1].drift() == pytest.approx(drift)
 
@@ -223,7 +223,7 @@ def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
 
 
 def test_a_model_with_parallel_streams_is_served_by_its_one_graph(runtime, monkeypatch):
-    segments = type(runtime.segments().by_segment(NeverExit()))
+    segments = type(runtime.segments().by_segment(Never()))
     monkeypatch.setattr(segments, "can_join", lambda self: False)
     assert RowEngine(runtime).queues == ("model",)
 
@@ -269,11 +269,11 @@ def test_the_state_of_a_text_does_not_reach_the_next_in_its_place(decoder, missi
     """All its tokens leave at the first exit, and wait for the layers above where the next has its prompt."""
     engine = TextEngine(Runtime(decoder.folder, missing_kv=missing_kv, segments=torch_segments(decoder.folder)), room=1)
     short, long = (engine.row(prompt, count) for prompt, count in (("the", 6), ("book and song and room", 8)))
-    for row, engine.rule in ((short, FixedExit(0)), (long, NeverExit())):
+    for row, engine.rule in ((short, Fixed(0)), (long, Never())):
         while row.answer is None:
             engine.run(0, [row])
         engine.release(row)
-    (alone,) = decoder.run(["book and song and room"], rule=NeverExit())
+    (alone,) = decoder.run(["book and song and room"], rule=Never())
     assert short.layers == [1] * 6 and long.tokens == alone.tokens
 
 
@@ -341,7 +341,7 @@ def test_a_request_lasts_from_before_its_row_is_made(runtime):
             time.sleep(0.1)
             return super().row(texts)
 
-    engine = Reading(runtime, NeverExit())
+    engine = Reading(runtime, Never())
     with Worker(engine) as worker:
         answer = worker.submit(SENTENCES[0]).result(30)
     assert answer.milliseconds >= 100 and engine.metrics._total >= 0.1

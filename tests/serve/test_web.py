@@ -37,7 +37,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.lab.training import holdout
 from mini_ee.lab.training.run_folder import Run
 
@@ -185,8 +185,8 @@ def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, expo
     [
         Patience(2),
         PatienceConfidence(2, 0.55),
-        FixedExit(3),
-        NeverExit(),
+        Fixed(3),
+        Never(),
         Threshold(-0.68, "entropy"),
         Threshold((0.55, 0.53, 0.52) * 4),
         Svm((1.0,) * 11, (1.0,) * 11, (-0.65,) * 11),
@@ -459,8 +459,8 @@ def test_every_value_of_a_decoders_slider_exits_as_pythons_rule_does(browser, se
     [
         Patience(1),
         PatienceConfidence(2, 0.4),
-        FixedExit(1),
-        NeverExit(),
+        Fixed(1),
+        Never(),
         Threshold((0.3, 0.4, 0.2, 0.0), "breaking_ties"),
         Threshold(0.9, "saturation"),
     ],
@@ -629,7 +629,7 @@ def test_a_rule_that_was_not_measured_has_no_curve(small_run, tmp_path, rule):
 
 
 def test_a_run_that_a_page_cannot_show_is_refused(small_run, checkpoint_folder, task_folder, tmp_path):
-    class Retrieving(NeverExit):
+    class Retrieving(Never):
         plans_from_texts = True
 
     for run, message in (

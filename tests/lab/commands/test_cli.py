@@ -47,7 +47,7 @@ from mini_ee.lab.evaluation.row_evaluation import RANGES, curve, over_seeds, row
 from mini_ee.lab.evaluation.tables import ranges_table
 from mini_ee.lab.recording import read_every_exit, record, summary
 from mini_ee.lab.registry import METHODS
-from mini_ee.lab.rules import NeverExit, Policy, Threshold, rule_from_dict
+from mini_ee.lab.rules import Never, Policy, Threshold, rule_from_dict
 from mini_ee.lab.training.default_rule import CURVE_POINTS, sweep
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.method import load_method
@@ -626,7 +626,7 @@ def hold_out_curve(folder, task):
     run = load_run(folder)
     _, held = holdout(task.split("train"), run.config["seed"])
     recorded = record(run.segments(), run.encode(held.texts), 32, whole=run.whole_model())
-    points = curve(recorded, [NeverExit(), *sweep(Threshold(math.inf))(recorded)], task, held.labels)
+    points = curve(recorded, [Never(), *sweep(Threshold(math.inf))(recorded)], task, held.labels)
     return points, points[0]["score"]
 
 

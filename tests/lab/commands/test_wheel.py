@@ -18,7 +18,7 @@ import mini_ee
 from mini_ee import __version__
 from mini_ee.lab.backbones.hub import load_backbone, save_backbone
 from mini_ee.lab.data.tokenizer import Tokenizer
-from mini_ee.lab.rules import FixedExit, Threshold
+from mini_ee.lab.rules import Fixed, Threshold
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
@@ -126,7 +126,7 @@ def test_readmes_client_runs_a_distilbert_which_has_no_token_types(installed, ch
     with torch.enable_grad():
         trained = mini_ee.train("joint", tmp_path / "checkpoint", task_folder, tmp_path / "run", epochs=1)
     texts = re.findall(r'"([^"]+\.)"', CLIENT)
-    first = trained._replace(rule=FixedExit(0)).classify(texts)
+    first = trained._replace(rule=Fixed(0)).classify(texts)
     between = np.mean([answer.confidence for answer in first])
     mini_ee.export(trained._replace(rule=Threshold(between)), tmp_path / "exported")
     by_client = exits_in(run((tmp_path, installed[1]), CLIENT))[2]

@@ -26,7 +26,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.prompt_exits import PromptModel, draw_shots
 from mini_ee.lab.methods.raee_encoders import OwnStates
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Planned
+from mini_ee.lab.rules import Fixed, Never, Planned
 from mini_ee.lab.training.prompt_run import few_shot
 from mini_ee.lab.training.stages import Batch
 from mini_ee.raee import exit_values
@@ -213,9 +213,9 @@ def test_with_embeddings_layer_0_is_an_exit_that_costs_no_layer(pair):
     more = PromptModel(model.backbone, tokenizer, (0, 1, 2, 3))
     assert more.exits == (0, *model.exits)
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
-    first = early_exit(more.segments(), FixedExit(0), inputs)
+    first = early_exit(more.segments(), Fixed(0), inputs)
     assert (first.layers_run == 0).all() and (first.cost.layer_passes == 0).all()
-    ends = [early_exit(each.segments(), NeverExit(), inputs) for each in (more, model)]
+    ends = [early_exit(each.segments(), Never(), inputs) for each in (more, model)]
     np.testing.assert_allclose(ends[0].logits, ends[1].logits, atol=ATOL)
     assert (ends[0].cost.layer_passes == 3).all() and (ends[0].cost.flops == ends[1].cost.flops).all()
 
@@ -225,7 +225,7 @@ def test_operations_are_counted_once_a_layer_and_once_the_label_words():
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
     tokens, words = inputs.input_ids.shape[1], len(tokenizer.label_tokens)
     layer = 2 * tokens * (4 * 16 * 16 + 2 * 16 * 32) + 4 * tokens * tokens * 16
-    result = early_exit(model.segments(), FixedExit(1), inputs)
+    result = early_exit(model.segments(), Fixed(1), inputs)
     assert (result.cost.flops == 2 * layer + 2 * 16 * 16 + 2 * 16 * words).all()
 
 
@@ -302,7 +302,7 @@ def test_a_mask_that_a_text_writes_out_is_not_read():
 def test_rows_of_another_tokenizer_have_no_mask_and_are_refused():
     model, _ = encoder_model()
     with pytest.raises(ValueError, match="expected one mask token in every row"):
-        early_exit(model.segments(), NeverExit(), Tokenizer(wordpiece()).encode(["the film"]).batch(slice(None)))
+        early_exit(model.segments(), Never(), Tokenizer(wordpiece()).encode(["the film"]).batch(slice(None)))
 
 
 def test_a_label_word_of_several_pieces_is_refused_with_its_pieces():

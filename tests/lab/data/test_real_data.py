@@ -13,7 +13,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments
 from mini_ee.lab.recording import predictions, record
-from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.rules import Never, Threshold
 
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-6  # float32 logits of single rows against padded batches; measured max 5.6e-8, torch 2.13 on CPU
@@ -36,7 +36,7 @@ def encoded():
 
 def test_never_exit_equals_the_full_model_on_real_sentences(model, encoded):
     inputs = encoded.batch(np.arange(24))
-    result = early_exit(RowSegments(model), NeverExit(), inputs)
+    result = early_exit(RowSegments(model), Never(), inputs)
     arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
     with torch.inference_mode():
         expected = model(*map(torch.from_numpy, arrays))[-1].numpy()

@@ -41,7 +41,7 @@ from mini_ee.lab.exits.decoding import Generated, gather
 from mini_ee.lab.exits.generation import generate, generated_texts
 from mini_ee.lab.exits.token_exits import TokenExits, record_texts
 from mini_ee.lab.methods.consistent import PolicyNetworks
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.run_folder import load_run, save_run
 from mini_ee.lab.training.train_settings import TextOptions
@@ -51,7 +51,7 @@ from mini_ee.self_supervised import CALIBRATION_PROMPTS
 SHARED = os.environ.get("MINI_EE_SHARED")
 ATOL = 1e-4  # log p in float32, padded and batched, against float64 and one text at a time; measured max 4e-6
 RULES = (
-    *(NeverExit(), FixedExit(1), Threshold(0.015, "breaking_ties")),
+    *(Never(), Fixed(1), Threshold(0.015, "breaking_ties")),
     *(Threshold((0.02, 0.01, 0.0), "breaking_ties"), Patience(1), PatienceConfidence(2, 0.005, "breaking_ties")),
     *(Policy(), Policy(0.45)),
 )
@@ -150,7 +150,7 @@ def left_at(rule, row):
     for k, (_, logits, leave) in enumerate(row[:-1]):
         second, first = np.sort(np.exp(logits) / np.exp(logits).sum())[-2:]
         match rule:
-            case FixedExit():
+            case Fixed():
                 leaves = k == rule.exit
             case Threshold():
                 leaves = first - second >= np.broadcast_to(rule.threshold, 3)[k]
@@ -162,7 +162,7 @@ def left_at(rule, row):
                 leaves = streak >= rule.patience
             case Policy():
                 leaves = 1 / (1 + math.exp(-leave)) > rule.cut
-            case NeverExit():
+            case Never():
                 leaves = False
         if leaves:
             return k
@@ -176,7 +176,7 @@ def test_perplexity_is_exp_of_the_mean_log_loss_at_the_exits(opened):
     assert len(log_p) == 32 and len(set(exit_index)) == 3
     total = -sum(row[k] for row, k in zip(log_p, exit_index))
     assert perplexity(recorded, rule) == pytest.approx(math.exp(total / 32))
-    assert perplexity(recorded, NeverExit()) == pytest.approx(math.exp(-log_p[:, -1].mean()))
+    assert perplexity(recorded, Never()) == pytest.approx(math.exp(-log_p[:, -1].mean()))
 
 
 # ---- Benchmarks ----
@@ -213,7 +213,7 @@ def test_accuracy_is_that_of_a_loop_over_options_one_by_one_under_every_rule(wit
     assert answer["log_likelihood"] == pytest.approx(np.mean(right_log_p), abs=1e-3)
     assert answer["shots"] == [3, 0, 1, 0] and answer["rows_truncated"] == 0 and answer["rows"] == 4
     assert answer["rule"] == rule.to_dict()
-    assert isinstance(rule, NeverExit | FixedExit) or len(set(layers)) > 1
+    assert isinstance(rule, Never | Fixed) or len(set(layers)) > 1
 
 
 def test_a_cloze_is_right_if_every_token_is_that_of_greedy_decoding(opened):
@@ -262,7 +262,7 @@ def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(swe
         assert row["exit_counts"] == [int((exit_index == k).sum()) for k in range(3)]
         assert row["mean_layers"] == pytest.approx((exit_index + 1).mean())
         assert row["perplexity"] == perplexity(held, rule)
-    assert answer["full_perplexity"] == perplexity(held, NeverExit()) and answer["tokens_text"] == 38
+    assert answer["full_perplexity"] == perplexity(held, Never()) and answer["tokens_text"] == 38
     assert answer["tokens_fresh"] == len(checked.groups) != answer["tokens_calibration"] == len(taken.groups)
     assert not (calibration.logits.shape == fresh.logits.shape and (calibration.logits == fresh.logits).all())
 
@@ -293,7 +293,7 @@ def test_a_row_contains_the_times_of_copy_state_and_of_recompute(opened, monkeyp
 
 
 def test_each_way_is_decoded_with_its_rule_and_its_fill(opened, monkeypatch):
-    ways, wrote, write = [(FixedExit(0), "recompute"), (NeverExit(), "copy_state")], [], opened.model.write
+    ways, wrote, write = [(Fixed(0), "recompute"), (Never(), "copy_state")], [], opened.model.write
 
     def written(texts, rule, missing_kv, **settings):
         wrote.append((rule, missing_kv))
@@ -325,7 +325,7 @@ def test_of_written_texts_the_median_of_the_rounds_that_are_warm_is_their_time(m
 
 def test_without_exits_the_text_is_wholly_the_full_models(opened):
     prompts = [[0, 65, 70], [0, 80]]
-    rules = [NeverExit(), FixedExit(2), FixedExit(0)]
+    rules = [Never(), Fixed(2), Fixed(0)]
     ways = [(rule, "recompute") for rule in rules]
     never, last, first = timed_decoding(ways, opened.model, prompts, 8)
     assert (never["decoded_agreement"], never["decoded_layers"]) == (1, 3)
@@ -436,7 +436,7 @@ def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tm
     other, picture = tmp_path / "$a_$", tmp_path / "picture.png"
     history = [{"step": step, "loss": 1.0, "agreement": [0.5], "entropy": [3.0 - step]} for step in (0, 1)]
     metrics = {"history": history, "agreement": [0.5], "entropy": [2.0]}
-    write_run(other, decoder_folder, (2, 3), NeverExit(), {"penalty": 0.5}, metrics)
+    write_run(other, decoder_folder, (2, 3), Never(), {"penalty": 0.5}, metrics)
     argv = ["compare", str(run_folder), str(other), "--picture", str(picture), "--max-rows", "2", "--json"]
     assert main(argv) == 0
     found = json.loads(capsys.readouterr().out)
@@ -468,7 +468,7 @@ def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(
         torch.manual_seed(1)
         save_backbone(Decoder(load_backbone(decoder_folder).config), other)
     (other / "tokenizer.json").write_bytes((decoder_folder / "tokenizer.json").read_bytes())
-    write_run(tmp_path / "run", other, (1, 3), NeverExit())
+    write_run(tmp_path / "run", other, (1, 3), Never())
     assert main(["compare", str(run_folder), str(tmp_path / "run"), "--max-rows", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["heads"] == [] and len(found["rows"]) == 4

@@ -16,7 +16,7 @@ from mini_ee.lab.data.files import read_json
 from mini_ee.lab.export import encoder_exits
 from mini_ee.lab.export.add_exits import card, line_of
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import FixedExit, NeverExit
+from mini_ee.lab.rules import Fixed, Never
 from mini_ee.lab.training.holdout import split_rows
 
 TEXTS = [
@@ -36,9 +36,9 @@ def added(encoder_folder, tmp_path_factory):
 def test_the_cosines_are_those_of_the_exported_graph_on_texts_that_trained_nothing(added):
     test = split_rows(encoder_exits.encoder_task([(text,) for text in TEXTS]), 0, None).test
     texts = [text for (text,) in test.texts]
-    full = added.exported.embed(texts, rule=NeverExit())
+    full = added.exported.embed(texts, rule=Never())
     for k, each in enumerate(added.summary["depths"]):
-        found = added.exported.embed(texts, rule=FixedExit(k))
+        found = added.exported.embed(texts, rule=Fixed(k))
         cosines = (found * full).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(full, axis=1)
         assert each["cosine"] == pytest.approx(cosines.mean(), abs=1e-5) and each["layers"] == k + 1
         assert each["low_cosine"] == pytest.approx(np.quantile(cosines, 0.1), abs=1e-5) and each["speedup"] > 0
@@ -49,12 +49,12 @@ def test_the_cosines_are_those_of_the_exported_graph_on_texts_that_trained_nothi
 def test_the_depth_is_the_shallowest_with_the_cosine_and_that_of_the_export(added):
     enough = [each["layers"] for each in added.summary["depths"] if each["cosine"] >= 0.2]
     assert added.summary["depth"] == enough[0] < 3 and added.summary["layers_saved"] == 1 - enough[0] / 3
-    assert added.exported.rule == FixedExit(enough[0] - 1)
+    assert added.exported.rule == Fixed(enough[0] - 1)
 
 
 def test_the_last_exit_is_the_encoders_own_embedding(added, embedding_run):
-    expected = embedding_run._replace(rule=NeverExit()).embed(TEXTS[:9])
-    np.testing.assert_allclose(added.exported.embed(TEXTS[:9], rule=NeverExit()), expected, atol=1e-5)
+    expected = embedding_run._replace(rule=Never()).embed(TEXTS[:9])
+    np.testing.assert_allclose(added.exported.embed(TEXTS[:9], rule=Never()), expected, atol=1e-5)
 
 
 def test_the_line_the_table_and_the_card_say_the_same(added, encoder_folder, tmp_path, capsys):

@@ -22,7 +22,7 @@ from mini_ee.lab.evaluation.plots import can_draw
 from mini_ee.lab.export import add_exits as add_exits_module
 from mini_ee.lab.export.add_exits import card, line_of
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training import doubts
 from mini_ee.lab.training.holdout import split_rows
 
@@ -52,7 +52,7 @@ def test_what_does_not_exit_early_gets_the_models_own_logits(added, classifier_f
         pooled = backbone.pooled(backbone(ids, mask, types))
         expected = (pooled @ weights["out.weight"].T + weights["out.bias"]).numpy()
     for segments in (added.run.segments(), Runtime(added.run.folder.parent / "exported").segments()):
-        found = early_exit(segments, NeverExit(), inputs).logits
+        found = early_exit(segments, Never(), inputs).logits
         np.testing.assert_allclose(found, expected, atol=EXACT if segments.engine == "torch" else 1e-5)
 
 
@@ -75,7 +75,7 @@ def test_the_summary_counts_what_the_exported_graph_answers(added):
     low, high = summary["agreement_interval"]
     assert low <= summary["agreement"] <= high and summary["layers_saved"] > 0 and summary["speedup"] > 0
     answers = runtime.run(TEXTS)
-    full = early_exit(runtime.segments(), NeverExit(), runtime.encode(TEXTS).batch(slice(None))).logits.argmax(1)
+    full = early_exit(runtime.segments(), Never(), runtime.encode(TEXTS).batch(slice(None))).logits.argmax(1)
     equal = np.mean([answer.label == runtime.label_names[best] for answer, best in zip(answers, full)])
     assert equal >= 0.9 - 0.05
 
@@ -166,7 +166,7 @@ def test_numbers_agree_within_the_tolerance(numbers):
     texts = split_rows(
         add_exits_module._task((), tuple((text,) for text in TEXTS)), 0, int(0.6 * len(TEXTS))
     ).test.texts
-    full = early_exit(runtime.segments(), NeverExit(), runtime.encode(texts).batch(slice(None))).logits[:, 0]
+    full = early_exit(runtime.segments(), Never(), runtime.encode(texts).batch(slice(None))).logits[:, 0]
     found = np.array([answer.label for answer in runtime.run(texts)])
     assert summary["agreement"] == pytest.approx(np.mean(abs(found - full) <= 0.24), abs=1 / len(texts))
     assert (
@@ -180,7 +180,7 @@ def test_by_default_the_tolerance_is_a_tenth_of_the_deviation_of_the_numbers(reg
     task = add_exits_module._task((), tuple((text,) for text in TEXTS))
     texts = split_rows(task, 0, int(0.6 * len(TEXTS))).train.texts
     rows = found.run.encode(texts).batch(slice(None))
-    outputs = early_exit(found.run.segments(), NeverExit(), rows).logits[:, 0]
+    outputs = early_exit(found.run.segments(), Never(), rows).logits[:, 0]
     assert found.summary["tolerance"] == pytest.approx(0.1 * outputs.std(), rel=1e-4)
 
 
@@ -263,7 +263,7 @@ def test_a_line_counts_as_often_as_it_stands_in_the_file_and_heads_learn_from_it
     parts = split_rows(task, 0, int(0.6 * len(frequent.lines)))
     sizes = {"trained": len(set(parts.train.texts)), "held_out": len(parts.selection), "tested": len(parts.test)}
     assert summary["texts"] == sizes and len(set(parts.test.texts)) < 0.8 * len(parts.test)
-    full = early_exit(runtime.segments(), NeverExit(), runtime.encode(parts.test.texts).batch(slice(None))).logits
+    full = early_exit(runtime.segments(), Never(), runtime.encode(parts.test.texts).batch(slice(None))).logits
     answers = runtime.run(parts.test.texts)
     equal = [answer.label == runtime.label_names[at] for answer, at in zip(answers, full.argmax(1))]
     assert summary["agreement"] == pytest.approx(np.mean(equal))

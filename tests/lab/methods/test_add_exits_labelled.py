@@ -21,7 +21,7 @@ from mini_ee.lab.exits.classification_head import FrozenClassifier
 from mini_ee.lab.export import add_exits as add_exits_module
 from mini_ee.lab.export.add_exits import line_of
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.holdout import split_rows
 
 
@@ -31,7 +31,7 @@ def labels(classifier_folder, tmp_path_factory):
     backbone = load_backbone(classifier_folder)
     model = FrozenClassifier(backbone.without_heads(), (3,), 2, backbone.poolings[0])
     inputs = Tokenizer.from_folder(classifier_folder, 30).encode([(text,) for text in TEXTS]).batch(slice(None))
-    own = early_exit(model.segments(), NeverExit(), inputs).logits.argmax(1)
+    own = early_exit(model.segments(), Never(), inputs).logits.argmax(1)
     return [("bad", "good")[each ^ (number % 7 == 0)] for number, each in enumerate(own)]
 
 
@@ -51,7 +51,7 @@ def test_accuracy_and_its_loss_are_counted_on_the_labels_of_texts_that_chose_not
     numbers = tuple(("bad", "good").index(label) for label in labels)
     task = add_exits_module._task(("bad", "good"), tuple((text,) for text in TEXTS), False, numbers)
     test = split_rows(task, 0, int(0.6 * len(TEXTS))).test
-    full = early_exit(added.exported.segments(), NeverExit(), added.exported.encode(test.texts).batch(slice(None)))
+    full = early_exit(added.exported.segments(), Never(), added.exported.encode(test.texts).batch(slice(None)))
     found = np.array([("bad", "good").index(answer.label) for answer in added.exported.run(test.texts)])
     summary, near = added.summary, 1.5 / len(test)
     assert summary["full_accuracy"] == pytest.approx(np.mean(full.logits.argmax(1) == test.labels), abs=near)

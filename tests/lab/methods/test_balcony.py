@@ -21,7 +21,7 @@ from mini_ee.lab.exits.token_exits import TextData, record_texts
 from mini_ee.lab.export import writer
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
-from mini_ee.lab.rules import FixedExit, NeverExit, Rule
+from mini_ee.lab.rules import Fixed, Never, Rule
 from mini_ee.lab.training.stages import Batch
 
 EXITS, EXACT = (1, 2, 4), 1e-4  # measured maximum 1.3e-5
@@ -218,7 +218,7 @@ def test_all_engines_write_the_same_text_with_both_ways_to_fill_keys(tmp_path, d
     mini_ee.export(run, tmp_path / "out", segments=True)  # compares texts under exits that are drawn
     ids = [[5, 9, 13], [7]]
     runtimes = [Runtime(tmp_path / "out", segments=engine) for engine in (None, torch_segments(tmp_path / "out"))]
-    for rule in (FixedExit(0), FixedExit(1)):
+    for rule in (Fixed(0), Fixed(1)):
         for missing_kv in MISSING_KV:
             expected = gather(run.model.generate(ids, rule, max_new_tokens=6, missing_kv=missing_kv, stop=()), 2)
             for runtime in runtimes:
@@ -232,7 +232,7 @@ def test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text(model, k, mon
     logits, right = [], BalconySegments.draft_logits
     monkeypatch.setattr(BalconySegments, "draft_logits", lambda *given: (logits.append(right(*given)), logits[-1])[1])
     prompt, last = PROMPTS[0], EXITS[-1]
-    (full,) = gather(model.generate([prompt], NeverExit(), max_new_tokens=12, stop=()), 1)
+    (full,) = gather(model.generate([prompt], Never(), max_new_tokens=12, stop=()), 1)
     (found,) = gather(model.generate_lossless([prompt], 12, EXITS[k], 1, ()), 1)
     assert found.tokens == full.tokens
     text = torch.tensor([[*prompt, *found.tokens]])

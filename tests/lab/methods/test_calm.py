@@ -22,7 +22,7 @@ from mini_ee.lab.export.sessions import GraphRule, Session
 from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.token_segments import OrtTokenModel
 from mini_ee.lab.export.writer import write_graphs
-from mini_ee.lab.rules import FixedExit, NeverExit, PatienceConfidence, Policy, Threshold, rule_from_dict
+from mini_ee.lab.rules import Fixed, Never, PatienceConfidence, Policy, Threshold, rule_from_dict
 from mini_ee.lab.statistics import chernoff
 from mini_ee.lab.training.default_rule import PASSING, passing
 from mini_ee.lab.training.loop import fit
@@ -113,8 +113,8 @@ def test_no_threshold_passed_is_the_full_model_and_all_passed_the_first_head(mea
     model, texts, rule = calm_model(), calm_texts(4), MEASURE_RULES[measure]
     always = Policy(0.0) if measure == "classifier" else replace(rule, threshold=-math.inf)
     never = Policy(1.0) if measure == "classifier" else replace(rule, threshold=math.inf)
-    assert model.write(texts, always, max_new_tokens=6) == model.write(texts, FixedExit(0), max_new_tokens=6)
-    assert model.write(texts, never, max_new_tokens=6) == model.write(texts, NeverExit(), max_new_tokens=6)
+    assert model.write(texts, always, max_new_tokens=6) == model.write(texts, Fixed(0), max_new_tokens=6)
+    assert model.write(texts, never, max_new_tokens=6) == model.write(texts, Never(), max_new_tokens=6)
 
 
 def test_saturation_is_kept_with_the_rows_when_some_leave():
@@ -245,7 +245,7 @@ def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(mon
     source = SimpleNamespace(follow=4, tokenizer=SimpleNamespace(backend=backend))
 
     def risk(rule):
-        written, full = (model.write(tested, each, max_new_tokens=4) for each in (rule, NeverExit()))
+        written, full = (model.write(tested, each, max_new_tokens=4) for each in (rule, Never()))
         pairs = [[backend.decode(text.tokens) for text in pair] for pair in zip(written, full)]
         return np.mean([1 - rouge_l(*pair) for pair in pairs])
 
@@ -254,7 +254,7 @@ def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(mon
     tested = [text for text in texts if text not in read]
     assert read and chosen.guarantee["rows"] == len(tested) == len(texts) - len(read)
     assert (chosen.guarantee["max_loss"], chosen.guarantee["confidence"]) == (0.5, 0.95)
-    assert chosen.about["own"]["gap"] == chosen.rule.to_dict() != NeverExit().to_dict()
+    assert chosen.about["own"]["gap"] == chosen.rule.to_dict() != Never().to_dict()
     assert chernoff(risk(chosen.rule), 0.5, len(tested)) <= 0.05
     for measure, rules in chosen.about["sweep"].items():
         own, rules = chosen.about["own"][measure], [rule_from_dict(rule) for rule in rules]
@@ -262,7 +262,7 @@ def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(mon
         assert remaining == len(rules) or chernoff(risk(rules[remaining]), 0.5, len(tested)) > 0.05
     monkeypatch.setattr(calm, "calibrate_texts", lambda *_: None)  # none passes
     chosen = guaranteed_rule(model, source, TextData(texts))
-    assert (chosen.rule, chosen.guarantee) == (NeverExit(), None)
+    assert (chosen.rule, chosen.guarantee) == (Never(), None)
 
 
 def test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most():

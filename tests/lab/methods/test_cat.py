@@ -28,7 +28,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.recording import read_every_exit, record
-from mini_ee.lab.rules import FixedExit, NeverExit, Planned, Policy, Threshold
+from mini_ee.lab.rules import Fixed, Never, Planned, Policy, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.stages import Batch
 from mini_ee.lab.training.train_run import train
@@ -122,8 +122,8 @@ def test_where_heads_are_named_no_other_is_computed(padded_inputs, monkeypatch):
     model, calls = made(), []
     inner = cat.InnerHead.inner
     monkeypatch.setattr(cat.InnerHead, "inner", lambda self, state: calls.append(self) or inner(self, state))
-    early_exit(model.segments(), NeverExit(), padded_inputs)
-    early_exit(model.segments(), FixedExit(2), padded_inputs)
+    early_exit(model.segments(), Never(), padded_inputs)
+    early_exit(model.segments(), Fixed(2), padded_inputs)
     assert calls == [model.heads[2]]
 
 
@@ -274,7 +274,7 @@ def test_graphs_whole_and_by_segment_answer_as_torch_does(settings, exits, padde
     last = len(exits) - 1
     plan = Planned(tuple(row % (last + 1) for row in range(7)))
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
-        for rule in (Policy(0.3), Policy(0.7), Policy(0.95), Threshold(0.6), plan, FixedExit(0), NeverExit()):
+        for rule in (Policy(0.3), Policy(0.7), Policy(0.95), Threshold(0.6), plan, Fixed(0), Never()):
             found, expected = (early_exit(each, rule, padded_inputs) for each in (engine, model.segments()))
             np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
             assert (found.exit_index == expected.exit_index).all()
@@ -293,7 +293,7 @@ def test_an_exported_folder_runs_on_both_engines(run, tmp_path):
     mini_ee.export(run, tmp_path / "out", segments=True)
     engines = [Runtime(tmp_path / "out", threads=1)]
     engines.append(Runtime(tmp_path / "out", segments=torch_segments(tmp_path / "out")))
-    for rule in (run.rule, Threshold(0.55), FixedExit(1)):
+    for rule in (run.rule, Threshold(0.55), Fixed(1)):
         expected = early_exit(run.segments(), rule, run.encode(texts).batch(slice(None)))
         for engine in engines:
             answers = engine.run(texts, rule=rule)

@@ -45,7 +45,7 @@ from mini_ee.lab.methods.consistent import (
 )
 from mini_ee.lab.methods.consistent_hardness import forgetting_events, hardness_correlations, hardness_of
 from mini_ee.lab.recording import record
-from mini_ee.lab.rules import FixedExit, NeverExit, Policy, Threshold
+from mini_ee.lab.rules import Fixed, Never, Policy, Threshold
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.run_folder import encode
 from mini_ee.lab.training.stages import Batch
@@ -253,11 +253,11 @@ def test_the_cut_is_a_knob_of_speed_from_always_to_never(padded_inputs):
     segments = policy_model().segments()
     layers = [early_exit(segments, Policy(cut), padded_inputs).layers_run for cut in (0, 0.3, 0.5, 0.7, 1)]
     assert all((a <= b).all() for a, b in zip(layers, layers[1:]))
-    first, full = (early_exit(segments, rule, padded_inputs) for rule in (FixedExit(0), NeverExit()))
+    first, full = (early_exit(segments, rule, padded_inputs) for rule in (Fixed(0), Never()))
     assert layers[0].tolist() == first.layers_run.tolist() and layers[-1].tolist() == full.layers_run.tolist()
 
 
-@pytest.mark.parametrize("rule", [Policy(), Policy(0.9), Threshold(0.6), FixedExit(1), NeverExit()])
+@pytest.mark.parametrize("rule", [Policy(), Policy(0.9), Threshold(0.6), Fixed(1), Never()])
 def test_a_replay_costs_what_the_loop_costs(rule, padded_inputs):
     """Under a policy heads are read where rows leave, and nowhere else."""
     segments = policy_model().segments()
@@ -282,7 +282,7 @@ def test_a_policy_is_asked_and_counted_once_an_exit_and_only_by_rules_that_ask_i
     for k, costs in enumerate((2 * (24 * 32 + 32), 2 * (24 * 32 + 32), 0)):
         segments = model.segments()
         assert segments.flops(k, padded_inputs) == plain.flops(k, padded_inputs) and segments.state_flops(k) == costs
-    for rule, times in ((Policy(1e-9), [0]), (Policy(1 - 1e-9), [0, 1]), (Threshold(0.6), []), (FixedExit(1), [])):
+    for rule, times in ((Policy(1e-9), [0]), (Policy(1 - 1e-9), [0, 1]), (Threshold(0.6), []), (Fixed(1), [])):
         early_exit(model.segments(), rule, padded_inputs)
         assert calls == [model.policy.networks[k] for k in times]
         calls.clear()
@@ -790,8 +790,8 @@ PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)
 def test_cut_1_is_the_full_model_cut_0_the_first_head_and_a_batch_is_its_rows(tuned, sampling):
     model, texts = mixed(tuned[0]), counting(6, 6, 4)
     settings = {"max_new_tokens": 6, "sampling": sampling, "seed": 3}
-    assert model.write(texts, Policy(1.0), **settings) == model.write(texts, NeverExit(), **settings)
-    assert model.write(texts, Policy(0.0), **settings) == model.write(texts, FixedExit(0), **settings)
+    assert model.write(texts, Policy(1.0), **settings) == model.write(texts, Never(), **settings)
+    assert model.write(texts, Policy(0.0), **settings) == model.write(texts, Fixed(0), **settings)
     together = model.write(texts, Policy(), **settings)
     assert len({layer for text in together for layer in text.layers_run}) > 1
     if sampling.temperature == 0:

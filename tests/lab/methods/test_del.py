@@ -20,7 +20,7 @@ from mini_ee.lab.baselines.dynamic_exit_layer import (
 )
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.exits.decoding import gather
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 
 EXITS = (1, 2, 4, 6)
 PROMPTS = ([5, 9, 33, 7, 21, 40], [7, 1], [40, 41, 8, 8, 21])
@@ -40,7 +40,7 @@ def model():
 
 
 def full(model, prompts, new=24, stop=()):
-    return [text.tokens for text in gather(model.generate(prompts, NeverExit(), max_new_tokens=new, stop=stop), 3)]
+    return [text.tokens for text in gather(model.generate(prompts, Never(), max_new_tokens=new, stop=stop), 3)]
 
 
 # ---- The equations ----

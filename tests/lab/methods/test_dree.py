@@ -23,7 +23,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Planned, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, Planned, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.stages import Batch
 from mini_ee.lab.training.train_run import train
@@ -185,7 +185,7 @@ def test_operations_are_those_of_whole_layers_and_the_exit_that_is_read(padded_i
     T = padded_inputs.input_ids.shape[1]
     layer, head = 2 * T * (4 * D * D + 2 * D * 48) + 4 * T * T * D, 2 * D * (D + C) + T * D
     for k, depth in enumerate(EXITS):
-        found = early_exit(model.segments(), FixedExit(k), padded_inputs).cost.flops
+        found = early_exit(model.segments(), Fixed(k), padded_inputs).cost.flops
         assert found == pytest.approx(depth * layer + head + (4 * T * D * 5 if depth < 4 else 0))
 
 
@@ -195,7 +195,7 @@ def test_operations_are_those_that_torch_counts(padded_inputs):
     assert one.attention_mask.all()
     for k in range(3):
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            found = early_exit(model.segments(), FixedExit(k), one).cost.flops
+            found = early_exit(model.segments(), Fixed(k), one).cost.flops
         averaged = one.input_ids.size * D  # additions, which torch does not count
         assert found - averaged == pytest.approx(counter.get_total_flops())
 
@@ -273,7 +273,7 @@ def test_frames_are_saved_and_do_not_hang_on_a_seed(run_folder):
         run = load_run(run_folder)
         for k in range(3):
             assert torch.equal(run.model.heads[k].frame, saved[f"heads.{k}.frame"])
-        logits.append(early_exit(run.segments(), NeverExit(), run.encode(["the film was good"]).batch(slice(None))))
+        logits.append(early_exit(run.segments(), Never(), run.encode(["the film was good"]).batch(slice(None))))
     assert (logits[0].logits == logits[1].logits).all()
 
 
@@ -307,7 +307,7 @@ def test_graphs_whole_and_by_segment_are_the_equations(kind, pool, padded_inputs
     manifest = write_graphs(model, model.segments(), Patience(1), tmp_path, segments=True)
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
         np.testing.assert_allclose(read_every_exit(engine, padded_inputs)[0], hand, atol=ONNX)
-        for rule in (Patience(1), Planned((0, 1, 2, 1, 0, 2, 2)), FixedExit(0), NeverExit()):
+        for rule in (Patience(1), Planned((0, 1, 2, 1, 0, 2, 2)), Fixed(0), Never()):
             found, expected = (early_exit(each, rule, padded_inputs) for each in (engine, model.segments()))
             np.testing.assert_allclose(found.logits, hand[range(7), expected.exit_index], atol=ONNX)
             assert (found.exit_index == expected.exit_index).all()
@@ -317,7 +317,7 @@ def test_graphs_whole_and_by_segment_are_the_equations(kind, pool, padded_inputs
 def test_rows_of_two_batches_go_on_as_one(padded_inputs, tmp_path):
     """As a server takes them: a and FFN(a) of each row are padded anew."""
     model = made()
-    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True)
+    manifest = write_graphs(model, model.segments(), Never(), tmp_path, segments=True)
     engine, order = OrtSegments(tmp_path, manifest, threads=1), [3, 0, 2, 5]
     states = {}
     for rows in ([0, 3], [5, 2]):
@@ -337,7 +337,7 @@ def test_an_exported_folder_runs_on_both_engines(run_folder, tmp_path):
     mini_ee.export(run, tmp_path / "out", segments=True)
     engines = [Runtime(tmp_path / "out", threads=1)]
     engines.append(Runtime(tmp_path / "out", segments=torch_segments(tmp_path / "out")))
-    for rule in (run.rule, Threshold(0.55), FixedExit(1)):
+    for rule in (run.rule, Threshold(0.55), Fixed(1)):
         expected = early_exit(run.segments(), rule, run.encode(texts).batch(slice(None)))
         for engine in engines:
             answers = engine.run(texts, rule=rule)

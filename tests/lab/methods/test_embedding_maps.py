@@ -14,7 +14,7 @@ from mini_ee.lab.cli.main import main
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.embedding_exits import EmbeddingExits, full_cosines
-from mini_ee.lab.rules import FixedExit, NeverExit
+from mini_ee.lab.rules import Fixed, Never
 from mini_ee.lab.training.embedding_stages import map_loss
 from mini_ee.lab.training.method import load_method
 
@@ -38,7 +38,7 @@ def arrays(encoded):
 
 
 def test_the_full_embedding_is_the_mean_of_the_last_hidden_states(run, encoder_folder):
-    found = run._replace(rule=NeverExit()).embed(TEXTS[:9], batch_size=4)
+    found = run._replace(rule=Never()).embed(TEXTS[:9], batch_size=4)
     with torch.no_grad():
         for text, embedding in zip(TEXTS, found):
             hidden = load_backbone(encoder_folder)(*arrays(run.encode([text]).batch(slice(None))))
@@ -69,22 +69,20 @@ def test_maps_raise_the_cosine_and_nothing_else_is_trained(run, encoder_folder):
 
 def test_the_default_depth_is_the_shallowest_with_the_required_mean_cosine(run, encoder_folder, texts_file, tmp_path):
     means = run.metrics["per_exit_cosine"]
-    assert means[-1] == pytest.approx(1) and run.rule == FixedExit(
-        next(k for k, mean in enumerate(means) if mean >= 0.7)
-    )
+    assert means[-1] == pytest.approx(1) and run.rule == Fixed(next(k for k, mean in enumerate(means) if mean >= 0.7))
     out = tmp_path / "run"
     argv = ["train", "embedding-maps", "--model", str(encoder_folder), "--task", str(texts_file), "--out", str(out)]
     assert main([*argv, "--epochs", "1", "--min-cosine", "1", "--exits", "1,3"]) == 0
-    assert mini_ee.load_run(out).rule == NeverExit()
+    assert mini_ee.load_run(out).rule == Never()
 
 
 def test_embeddings_keep_their_first_numbers(encoder_folder, texts_file, tmp_path):
     run = mini_ee.train("embedding-maps", encoder_folder, texts_file, tmp_path / "run", epochs=1, size=5)
     full = EmbeddingExits(load_backbone(encoder_folder), (3,), 16, "mean", False).eval()
     inputs = run.encode(TEXTS[:6]).batch(slice(None))
-    expected = early_exit(full.segments(), NeverExit(), inputs).logits[:, :5]
+    expected = early_exit(full.segments(), Never(), inputs).logits[:, :5]
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)  # the encoder scales to length 1
-    np.testing.assert_allclose(run._replace(rule=NeverExit()).embed(TEXTS[:6]), expected, atol=1e-6)
+    np.testing.assert_allclose(run._replace(rule=Never()).embed(TEXTS[:6]), expected, atol=1e-6)
     assert run.embed(TEXTS[:6]).shape == (6, 5) and run.embed([]).shape == (0, 5)
 
 
@@ -111,7 +109,7 @@ def test_a_final_norm_is_the_encoders_own(tmp_path, encoder_folder, texts_file):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_bytes((encoder_folder / name).read_bytes())
     mini_ee.train("embedding-maps", tmp_path / "model", texts_file, tmp_path / "run", epochs=1, exits=(1, 3))
-    run = mini_ee.load_run(tmp_path / "run")._replace(rule=NeverExit())
+    run = mini_ee.load_run(tmp_path / "run")._replace(rule=Never())
     inputs = run.encode(TEXTS[:1]).batch(slice(None))
     with torch.no_grad():
         model.eval()

@@ -36,7 +36,7 @@ from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.exits.token_exits import TextData
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
-from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.rules import Never, Threshold
 from mini_ee.lab.training import train_run as training
 from mini_ee.lab.training.stages import Batch
 from mini_ee.lab.training.train_run import make_request
@@ -230,7 +230,7 @@ PROMPTS = ([3, 4, 5], [7, 8], [9, 10, 11, 12])
 
 
 def test_without_leaving_the_text_is_the_full_models(model):
-    full = gather(model.generate(PROMPTS, NeverExit(), max_new_tokens=8), 3)
+    full = gather(model.generate(PROMPTS, Never(), max_new_tokens=8), 3)
     assert gather(model.generate(PROMPTS, Threshold(math.inf, "breaking_ties"), max_new_tokens=8), 3) == full
     assert model.missing_kv == "recompute"
 

@@ -28,7 +28,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.recording import record
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.train_run import train
 
@@ -51,7 +51,7 @@ def made(kind="bert", pool="mean", layers=L):
 
 
 def run_through(model, inputs):
-    return early_exit(model.segments(), NeverExit(), inputs)
+    return early_exit(model.segments(), Never(), inputs)
 
 
 def output(model, inputs):
@@ -133,7 +133,7 @@ def test_a_rows_answer_does_not_depend_on_its_batch(kind, pool, padded_inputs):
 def test_all_tokens_in_all_layers_say_the_same(kind, pool, padded_inputs):
     """What a speed-up is measured against."""
     model = made(kind, pool)
-    whole = early_exit(model.segments().whole(), NeverExit(), padded_inputs)
+    whole = early_exit(model.segments().whole(), Never(), padded_inputs)
     np.testing.assert_allclose(output(model, padded_inputs), whole.logits, atol=ATOL)
     assert (whole.cost.depth == L).all() and whole.cost.flops[0] > run_through(model, padded_inputs).cost.flops[0]
 
@@ -272,11 +272,11 @@ def test_a_record_tells_what_the_run_told(padded_inputs):
     types = [one.token_type_ids[0] for one in rows_of(padded_inputs)]
     encoded = Encoded(ids, types, padded_inputs.texts, 0, 0)
     recorded = record(model.segments(), encoded, 3, whole=model.segments().whole())
-    replayed = recorded.replay(NeverExit()).cost
+    replayed = recorded.replay(Never()).cost
     alone = [run_through(model, one).cost for one in rows_of(padded_inputs)]
     np.testing.assert_allclose(replayed.depth, [cost.depth[0] for cost in alone])
     assert (replayed.flops >= [cost.flops[0] for cost in alone]).all() and replayed.flops.mean() < recorded.full_flops
-    assert recorded.take(np.array([4, 1])).replay(NeverExit()).cost.flops.tolist() == replayed.flops[[4, 1]].tolist()
+    assert recorded.take(np.array([4, 1])).replay(Never()).cost.flops.tolist() == replayed.flops[[4, 1]].tolist()
 
 
 def test_an_evaluation_says_the_score_with_all_tokens_in_all_layers(padded_inputs):
@@ -290,7 +290,7 @@ def test_an_evaluation_says_the_score_with_all_tokens_in_all_layers(padded_input
     encoded = Encoded(ids, types, padded_inputs.texts, 0, 0)
     one = SimpleNamespace(segments=model.segments, whole_model=lambda: model.segments().whole())
     task = Task("words", ("a", "b", "c"), ("accuracy",), {})
-    found = evaluate(one, NeverExit(), read_rows(one, encoded, labels, 4), task, encoded, 4)
+    found = evaluate(one, Never(), read_rows(one, encoded, labels, 4), task, encoded, 4)
     assert found["all_tokens_score"] == 1 and found["score"] < 1
 
 
@@ -298,18 +298,18 @@ def test_an_evaluation_says_the_score_with_all_tokens_in_all_layers(padded_input
 @pytest.mark.parametrize(("kind", "pool"), KINDS[:1] + KINDS[2:])
 def test_graphs_whole_and_by_segment_answer_and_cost_as_torch_does(kind, pool, padded_inputs, tmp_path):
     model = made(kind, pool)
-    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True)
+    manifest = write_graphs(model, model.segments(), Never(), tmp_path, segments=True)
     engines = OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)
     for inputs in (padded_inputs, *rows_of(padded_inputs)):
-        expected = early_exit(model.segments(), NeverExit(), inputs)
+        expected = early_exit(model.segments(), Never(), inputs)
         for engine in engines:
-            found = early_exit(engine, NeverExit(), inputs)
+            found = early_exit(engine, Never(), inputs)
             np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
             np.testing.assert_allclose(found.cost.depth, expected.cost.depth, rtol=1e-6)
             np.testing.assert_allclose(found.cost.flops, expected.cost.flops, rtol=1e-6)
-    whole = early_exit(engines[0].whole(), NeverExit(), padded_inputs)
+    whole = early_exit(engines[0].whole(), Never(), padded_inputs)
     np.testing.assert_allclose(whole.logits, output(model, padded_inputs), atol=ONNX)
-    expected = early_exit(model.segments().whole(), NeverExit(), padded_inputs)
+    expected = early_exit(model.segments().whole(), Never(), padded_inputs)
     np.testing.assert_allclose(whole.cost.flops, expected.cost.flops)
 
 

@@ -24,7 +24,7 @@ from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.lossless import generate_lossless
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.exits.token_exits import SharedExits
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.stages import Batch
 
 EXACT = 2e-6  # measured maximum 5e-7
@@ -172,7 +172,7 @@ def test_the_first_layer_always_runs(model):
 @pytest.mark.parametrize("layer", [1, 3])
 def test_its_exits_draft_the_full_models_own_text_in_batches(model, layer):
     prompts = [[3, 4, 5], [7, 8], [9, 10, 11, 12]]
-    full = gather(model.generate(prompts, NeverExit(), max_new_tokens=12), 3)
+    full = gather(model.generate(prompts, Never(), max_new_tokens=12), 3)
     settings = {"max_new_tokens": 12, "exit_layer": layer, "head": model.heads[layer - 1]}
     drafted = gather(generate_lossless(model.backbone, prompts, **settings), 3)
     assert [text.tokens for text in drafted] == [text.tokens for text in full]
@@ -190,7 +190,7 @@ def test_a_run_tells_what_its_exits_draft(tmp_path, decoder_checkpoint, monkeypa
     (prompt,) = [run.tokenizer.backend.encode("the film").ids]
     settings = {"max_new_tokens": 6, "exit_layer": 2, "head": run.model.heads[1]}
     (drafted,) = gather(generate_lossless(run.model.backbone, [prompt], **settings), 1)
-    (full,) = gather(run.model.generate([prompt], NeverExit(), max_new_tokens=6, stop=()), 1)
+    (full,) = gather(run.model.generate([prompt], Never(), max_new_tokens=6, stop=()), 1)
     assert drafted.tokens == full.tokens
 
 

@@ -24,7 +24,7 @@ from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.lab.methods.lora_exits_streams import Costs, cheapest_schedule, measure_costs, parallel, restart
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.train_run import train
 
@@ -110,7 +110,7 @@ def same_as_alone(model, schedule, inputs, expected):
 
 
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
-@pytest.mark.parametrize("rule", [Threshold(0.75), Threshold(0.7), Patience(1), FixedExit(1), NeverExit()], ids=repr)
+@pytest.mark.parametrize("rule", [Threshold(0.75), Threshold(0.7), Patience(1), Fixed(1), Never()], ids=repr)
 def test_parallel_equals_restart_and_a_batch_equals_rows_alone(schedule, rule, padded_inputs):
     model = lora_model()
     result = early_exit(model.segments(schedule), rule, padded_inputs)
@@ -223,7 +223,7 @@ def storages(root):
 def test_bytes_held_are_those_of_the_weights_that_can_be_reached(schedule, model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
     segments = model.segments(schedule)
-    early_exit(segments, NeverExit(), padded_inputs)
+    early_exit(segments, Never(), padded_inputs)
     found = storages(segments)
     tables = sum(found[buffer.untyped_storage().data_ptr()] for buffer in model.buffers())  # of a decoder's positions
     assert segments.bytes_held == sum(found.values()) - tables

@@ -12,7 +12,7 @@ from mini_ee.lab.baselines.multi_model import METHOD, MultiModel, recipe
 from mini_ee.lab.data.tasks import load_task
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Planned
+from mini_ee.lab.rules import Fixed, Never, Patience, Planned
 from mini_ee.lab.training.run_folder import load_run
 
 EXITS = (1, 2, 3)
@@ -59,7 +59,7 @@ def test_the_cascade_says_what_each_model_says_alone(model, inputs):
     np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("rule", [NeverExit(), FixedExit(1), Patience(1), Planned((2, 0, 1, 2, 1, 0, 2))])
+@pytest.mark.parametrize("rule", [Never(), Fixed(1), Patience(1), Planned((2, 0, 1, 2, 1, 0, 2))])
 def test_a_row_that_stops_at_model_k_has_run_all_models_up_to_it(model, inputs, rule):
     result, (every, *_) = early_exit(model.segments(), rule, inputs), read_every_exit(model.segments(), inputs)
     np.testing.assert_array_equal(result.cost.layer_passes, np.array([1, 3, 6])[result.exit_index])
@@ -68,7 +68,7 @@ def test_a_row_that_stops_at_model_k_has_run_all_models_up_to_it(model, inputs, 
 
 
 def test_speed_is_measured_against_the_deepest_model_alone(model, inputs):
-    result = early_exit(model.segments().whole(), NeverExit(), inputs)
+    result = early_exit(model.segments().whole(), Never(), inputs)
     np.testing.assert_allclose(result.logits, read_every_exit(model.segments(), inputs)[0][:, -1], rtol=0, atol=ATOL)
     assert set(result.cost.layer_passes) == {3}
 

@@ -17,7 +17,7 @@ from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.methods.consistent import exact_loss
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, QExit, Threshold
+from mini_ee.lab.rules import Fixed, Never, QExit, Threshold
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.stages import Batch
@@ -228,7 +228,7 @@ def test_one_graph_and_segments_leave_where_torch_leaves(model, padded_inputs, t
     manifest = write_graphs(model, model.segments(), middle, tmp_path, segments=True)
     engines = OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)
     assert "carried" in manifest["graphs"]["segment_2"]["inputs"]
-    for rule in (middle, QExit(0.9), QExit(1.0), QExit(0.0), NeverExit(), FixedExit(1), Threshold(0.6)):
+    for rule in (middle, QExit(0.9), QExit(1.0), QExit(0.0), Never(), Fixed(1), Threshold(0.6)):
         expected = early_exit(model.segments(), rule, padded_inputs)
         for engine in engines:
             found = early_exit(engine, rule, padded_inputs)

@@ -37,7 +37,7 @@ from mini_ee.lab.methods.raee_controls import (
 )
 from mini_ee.lab.methods.raee_datastore import Datastore, exact_search, unit_length
 from mini_ee.lab.recording import plan_rows, record
-from mini_ee.lab.rules import FixedExit, NeverExit, Planned, rule_from_dict
+from mini_ee.lab.rules import Fixed, Never, Planned, rule_from_dict
 from mini_ee.raee import chosen_exit, exit_distribution, exit_values, neighbour_weights
 
 SHARED = os.environ.get("MINI_EE_SHARED")
@@ -428,7 +428,7 @@ def test_a_plan_of_all_rows_replays_on_a_record(random_model):
 def test_the_next_batch_is_planned_in_a_thread_while_this_one_runs():
     planning, calls = threading.Event(), []
 
-    class Slow(FixedExit):
+    class Slow(Fixed):
         def plan(self, inputs):
             calls.append((len(inputs), threading.current_thread() is threading.main_thread()))
             if len(inputs) == 2:
@@ -441,7 +441,7 @@ def test_the_next_batch_is_planned_in_a_thread_while_this_one_runs():
         if number == 0:
             assert planning.wait(10)  # the model runs on batch 0, nobody has asked for batch 1
     assert calls == [(1, False), (2, False), (3, False)]
-    assert list(plan_ahead(NeverExit(), [])) == []
+    assert list(plan_ahead(Never(), [])) == []
 
 
 def test_planning_ahead_changes_no_result(random_model):

@@ -22,7 +22,7 @@ from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.heads import VocabularyHead
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.lab.methods.self_supervised import Config, build, metrics, recipe
-from mini_ee.lab.rules import FixedExit, NeverExit, Threshold
+from mini_ee.lab.rules import Fixed, Never, Threshold
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.state import NothingToResume, Saved
 from mini_ee.lab.training.train_settings import TrainConfig
@@ -161,7 +161,7 @@ def test_train_and_inference_read_the_same_layer():
     model = model_of()
     for k in range(2):
         given = [Text(prompt, len(prompt) - 1) for prompt in PROMPTS]
-        for text, written in zip(given, model.write(given, FixedExit(k), max_new_tokens=1), strict=True):
+        for text, written in zip(given, model.write(given, Fixed(k), max_new_tokens=1), strict=True):
             assert written.tokens == [int(every_position(model, text)[0][k][-1].argmax())]
 
 
@@ -300,7 +300,7 @@ def test_calibrated_thresholds_drive_generation_and_inf_is_plain_decoding(tmp_pa
     written = model.write(given, rule, max_new_tokens=12)
     assert {layers for text in written for layers in text.layers_run} > {3}
     never = Threshold((math.inf, math.inf, -math.inf), "breaking_ties")
-    assert model.write(given, never, max_new_tokens=12) == model.write(given, NeverExit(), max_new_tokens=12)
+    assert model.write(given, never, max_new_tokens=12) == model.write(given, Never(), max_new_tokens=12)
 
 
 SHARED = os.environ.get("MINI_EE_SHARED")

@@ -21,7 +21,7 @@ from mini_ee.lab.data.sentence_files import transformer_folder
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.embedding_exits import EmbeddingExits
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.serve.formats import formats_of
 
@@ -272,9 +272,9 @@ def trained(folder, texts_file, out, method="embedding-maps", **options):
 def full(model, texts, **given):
     """The embeddings of the last exit."""
     return (
-        model.embed(texts, rule=NeverExit(), **given)
+        model.embed(texts, rule=Never(), **given)
         if isinstance(model, Runtime)
-        else model._replace(rule=NeverExit()).embed(texts, **given)
+        else model._replace(rule=Never()).embed(texts, **given)
     )
 
 

@@ -23,7 +23,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.classification_head import FrozenClassifier
 from mini_ee.lab.exits.heads import pooled
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 
 ABOUT = {"kind": "LogisticRegression", "classes": "[0, 1, 2]", "solver": "lbfgs", "multi_class": "None"}
 
@@ -141,6 +141,6 @@ def test_the_printed_line_exports_the_head_of_scikit_learn(encoder, solver):
     if Path(encoder.parent / "fast" / "exported").exists():
         engines.append(Runtime(encoder.parent / "fast" / "exported").segments())
     for segments in engines:
-        logits = early_exit(segments, NeverExit(), inputs).logits
+        logits = early_exit(segments, Never(), inputs).logits
         probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
         np.testing.assert_allclose(probabilities, fitted.predict_proba(embeddings(encoder, inputs)), atol=1e-5)

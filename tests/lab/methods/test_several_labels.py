@@ -29,7 +29,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.add_exits import line_of
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import predictions
-from mini_ee.lab.rules import NeverExit, Threshold
+from mini_ee.lab.rules import Never, Threshold
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.kept_model import row_loss
 from mini_ee.self_supervised import head_loss
@@ -74,7 +74,7 @@ def added(tmp_path_factory, folder):
 
 
 def full_logits(runtime, texts):
-    return early_exit(runtime.segments(), NeverExit(), runtime.encode(texts).batch(slice(None))).logits
+    return early_exit(runtime.segments(), Never(), runtime.encode(texts).batch(slice(None))).logits
 
 
 def test_all_labels_must_agree_and_the_share_is_that_of_the_exported_graph(added):
@@ -167,7 +167,7 @@ def test_calibrating_its_export_counts_equal_sets_of_labels(added, tmp_path, cap
     options = ("--text", tmp_path / "texts.txt", "--epsilon", "1", "--out", tmp_path / "new", "--json")
     assert main(["calibrate", *map(str, (added.out / "exported", *options))]) == 0
     found, exported = json.loads(capsys.readouterr().out), Runtime(tmp_path / "new", threads=1)
-    pairs = zip(exported.run(TEXTS), exported.run(TEXTS, rule=NeverExit()), strict=True)
+    pairs = zip(exported.run(TEXTS), exported.run(TEXTS, rule=Never()), strict=True)
     wrong = sum(not early.agrees(full) for early, full in pairs)
     assert found["exit_counts"][0] and found["end_to_end"] == pytest.approx(1 - wrong / found["rows_fresh"])
 

@@ -24,7 +24,7 @@ from mini_ee.lab.exits.generation import generate, generated_texts
 from mini_ee.lab.exits.token_exits import TextData
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -145,7 +145,7 @@ def trained(tmp_path_factory, decoder_checkpoint):
 
 
 def test_a_run_is_shorter_and_told_against_the_full_model(trained, decoder_checkpoint, capsys):
-    assert trained.exits == (2,) and trained.model.kept_layers == [0, 2] and trained.rule == NeverExit()
+    assert trained.exits == (2,) and trained.model.kept_layers == [0, 2] and trained.rule == Never()
     assert main(["generate", str(trained.folder), "--prompt", "the film", "--max-new-tokens", "4", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["layers"] == [2] * len(answer["tokens"]) and answer["layers_saved"] == pytest.approx(1 / 3)
@@ -158,7 +158,7 @@ def test_a_run_is_shorter_and_told_against_the_full_model(trained, decoder_check
     assert (full["mean_layers"], full["layers_saved"], full["rouge_l"]) == (3, 0, 1)
     assert own["mean_layers"] == 2 and own["layers_saved"] == pytest.approx(1 / 3)
     ids = [trained.tokenizer.backend.encode("the film").ids]
-    full = gather(trained.model.whole.generate(ids, NeverExit(), max_new_tokens=6), 1)
+    full = gather(trained.model.whole.generate(ids, Never(), max_new_tokens=6), 1)
     again = gather(generate(load_backbone(decoder_checkpoint), ids, max_new_tokens=6), 1)
     assert full[0].tokens == again[0].tokens
 
@@ -169,9 +169,9 @@ def test_a_benchmark_tells_the_full_models_score_beside_its_own(trained, decoder
         given, options = f"the{words[row]}{words[row + 4]}", (words[row + 7], words[row + 9], words[row + 12])
         questions.append(Question((given,) * 3, options, 0, row))
     benchmark = Benchmark("tiny", "test", tuple(questions), "log_p per character")
-    answer = benchmark_answer(score_benchmark(trained, benchmark), NeverExit())
+    answer = benchmark_answer(score_benchmark(trained, benchmark), Never())
     full = plain_decoder(decoder_checkpoint)
-    assert answer["full_accuracy"] == benchmark_answer(score_benchmark(full, benchmark), NeverExit())["accuracy"]
+    assert answer["full_accuracy"] == benchmark_answer(score_benchmark(full, benchmark), Never())["accuracy"]
     assert answer["accuracy"] == answer["per_exit_accuracy"][0] != answer["full_accuracy"]
     assert answer["layers_saved"] == pytest.approx(1 / 3)
 
@@ -189,7 +189,7 @@ def test_its_checkpoint_is_one_like_any_other(trained, decoder_checkpoint):
 def test_its_export_writes_the_same(trained, tmp_path):
     mini_ee.export(trained, tmp_path / "exported")
     ids = [trained.tokenizer.backend.encode("the film was").ids]
-    (expected,) = gather(trained.model.generate(ids, NeverExit(), max_new_tokens=8), 1)
+    (expected,) = gather(trained.model.generate(ids, Never(), max_new_tokens=8), 1)
     for engine in (None, torch_segments(tmp_path / "exported")):
         runtime = Runtime(tmp_path / "exported", threads=1, segments=engine)
         (found,) = gather(runtime.generate(ids, max_new_tokens=8), 1)

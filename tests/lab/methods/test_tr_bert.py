@@ -22,7 +22,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.writer import write_graphs
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.stages import Batch
 from mini_ee.lab.training.train_run import train
@@ -47,7 +47,7 @@ def made(kind="bert", pool="mean", layers=L):
 
 
 def run_through(model, inputs):
-    return early_exit(model.segments(), NeverExit(), inputs)
+    return early_exit(model.segments(), Never(), inputs)
 
 
 def rows_of(inputs):
@@ -104,7 +104,7 @@ def test_all_tokens_in_all_layers_say_the_same(kind, pool, padded_inputs):
     """Those that leave are masked instead: what a speed-up is measured against."""
     model = made(kind, pool)
     found = run_through(model, padded_inputs)
-    whole = early_exit(model.segments().whole(), NeverExit(), padded_inputs)
+    whole = early_exit(model.segments().whole(), Never(), padded_inputs)
     np.testing.assert_allclose(found.logits, whole.logits, atol=ATOL)
     assert (whole.cost.depth == L).all() and (whole.cost.flops > found.cost.flops).all()
 
@@ -272,18 +272,18 @@ def test_the_best_epoch_is_that_of_the_reward(padded_inputs):
 @pytest.mark.parametrize(("kind", "pool"), KINDS[:1] + KINDS[2:])
 def test_graphs_whole_and_by_segment_answer_and_cost_as_torch_does(kind, pool, padded_inputs, tmp_path):
     model = made(kind, pool)
-    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True)
+    manifest = write_graphs(model, model.segments(), Never(), tmp_path, segments=True)
     engines = OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)
     for inputs in (padded_inputs, *rows_of(padded_inputs)):
         expected = run_through(model, inputs)
         for engine in engines:
-            found = early_exit(engine, NeverExit(), inputs)
+            found = early_exit(engine, Never(), inputs)
             np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
             np.testing.assert_allclose(found.cost.depth, expected.cost.depth, rtol=1e-6)
             np.testing.assert_allclose(found.cost.flops, expected.cost.flops, rtol=1e-6)
-    whole = early_exit(engines[0].whole(), NeverExit(), padded_inputs)
+    whole = early_exit(engines[0].whole(), Never(), padded_inputs)
     np.testing.assert_allclose(whole.logits, run_through(model, padded_inputs).logits, atol=ONNX)
-    expected = early_exit(model.segments().whole(), NeverExit(), padded_inputs)
+    expected = early_exit(model.segments().whole(), Never(), padded_inputs)
     np.testing.assert_allclose(whole.cost.flops, expected.cost.flops)
 
 

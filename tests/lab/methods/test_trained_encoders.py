@@ -17,7 +17,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.embedding_exits import DistillationData, PairData, TrainedEncoder, full_cosines, reached_cosines
 from mini_ee.lab.recording import record
-from mini_ee.lab.rules import FixedExit, NeverExit, Policy
+from mini_ee.lab.rules import Fixed, Never, Policy
 from mini_ee.lab.training import embedding_stages
 from mini_ee.lab.training.stages import Batch
 
@@ -129,7 +129,7 @@ def text_runs(tmp_path_factory, encoder_folder):
 
 
 def test_trained_exits_approach_the_embedding_of_the_original_encoder(text_runs, encoder_folder, embedding_run):
-    original = embedding_run._replace(rule=NeverExit()).embed(TEXTS)
+    original = embedding_run._replace(rule=Never()).embed(TEXTS)
     untrained = TrainedEncoder(load_backbone(encoder_folder), (1, 2, 3), 16, "mean", True)
     encoded = embedding_run.encode([(text,) for text in TEXTS])
     before = np.array(DistillationData(encoded, original, None).scores(untrained, 32)[0])
@@ -138,9 +138,9 @@ def test_trained_exits_approach_the_embedding_of_the_original_encoder(text_runs,
         after, _ = DistillationData(encoded, original, None).scores(run.model, 32)
         layers = [layer - 1 for layer in run.exits[:-1]]
         assert (np.array(after[:-1]) > before[layers] + 0.01).all(), name
-        run = run._replace(rule=FixedExit(0))
+        run = run._replace(rule=Fixed(0))
         assert np.mean((run.embed(TEXTS) * original).sum(axis=1)) == pytest.approx(after[0], abs=1e-5)
-    assert text_runs["one-depth"].rule == FixedExit(0)
+    assert text_runs["one-depth"].rule == Fixed(0)
 
 
 def test_a_run_contains_its_encoder_as_a_checkpoint(text_runs, tmp_path):
@@ -149,7 +149,7 @@ def test_a_run_contains_its_encoder_as_a_checkpoint(text_runs, tmp_path):
     np.testing.assert_array_equal(again.embed(TEXTS[:4]), run.embed(TEXTS[:4]))
     hidden = load_backbone(run.folder / "backbone")(*arrays(run.encode([(TEXTS[0],)]).batch(slice(None))))
     expected = hidden[0].mean(dim=0).detach()
-    found = run._replace(rule=NeverExit()).embed(TEXTS[:1])[0]
+    found = run._replace(rule=Never()).embed(TEXTS[:1])[0]
     np.testing.assert_allclose(found, expected / expected.norm(), atol=1e-6)
 
 

@@ -21,7 +21,7 @@ from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.lora_exits_peft import save_adapters
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import load_run
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -183,7 +183,7 @@ def random_exits(kind):
 
 def engines(model, segments, folder):
     """The graph and the segments of a model."""
-    manifest = write_graphs(model, segments, NeverExit(), folder, segments=True)
+    manifest = write_graphs(model, segments, Never(), folder, segments=True)
     return [engine(folder, manifest, threads=1) for engine in (OrtModel, OrtSegments)]
 
 
@@ -204,7 +204,7 @@ def test_onnx_equals_torch(kind, tmp_path):
 def test_other_precisions_are_near(kind, precision, tmp_path):
     model, inputs = random_exits(kind), drawn_inputs(kind)
     expected = read_every_exit(model.segments(), inputs)[0]
-    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, precision)
+    manifest = write_graphs(model, model.segments(), Never(), tmp_path, precision)
     found = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)[0]
     np.testing.assert_allclose(found, expected, rtol=0, atol={"float16": 0.02, "int8": 0.2}[precision])
 

@@ -29,7 +29,7 @@ from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.train_run import say_left_out
 
@@ -477,7 +477,7 @@ def random_deberta(kind, **change):
 
 def logits_of_engines(model, folder, precision="float32", segments=False):
     """Logits (B, K, C) of torch, of model.onnx and, if `segments` is true, of the segments."""
-    manifest = write_graphs(model, model.segments(), NeverExit(), folder, precision, segments)
+    manifest = write_graphs(model, model.segments(), Never(), folder, precision, segments)
     engines = [engine(folder, manifest, threads=1) for engine in (OrtModel, OrtSegments)[: 1 + segments]]
     return [read_every_exit(engine, drawn_inputs())[0] for engine in (model.segments(), *engines)]
 
@@ -519,7 +519,7 @@ def test_tables_are_folded_as_a_graph_is_loaded(kind, tmp_path):
     import onnx
 
     model = RowExits(random_deberta(kind), EXITS, 3).eval()
-    write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True)
+    write_graphs(model, model.segments(), Never(), tmp_path, segments=True)
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
@@ -539,7 +539,7 @@ def test_tables_are_folded_with_their_adapters(tmp_path):
     def kinds(name, targets):
         model, folder = lora_model("deberta", targets), tmp_path / name
         folder.mkdir()
-        write_graphs(model, model.segments(), NeverExit(), folder, segments=True)
+        write_graphs(model, model.segments(), Never(), folder, segments=True)
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath, options.log_severity_level = str(folder / "optimised.onnx"), 3
         onnxruntime.InferenceSession(folder / "segment_1.onnx", options, providers=["CPUExecutionProvider"])
@@ -603,7 +603,7 @@ def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets, change
 def test_onnx_equals_torch_with_adapters(kind, targets, change, schedule, tmp_path):
     model, inputs = lora_model(kind, targets, **change), drawn_inputs()
     segments = model.segments(schedule)
-    manifest = write_graphs(model, segments, NeverExit(), tmp_path, segments=True)
+    manifest = write_graphs(model, segments, Never(), tmp_path, segments=True)
     expected, *_ = read_every_exit(segments, inputs)
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
         np.testing.assert_allclose(read_every_exit(engine, inputs)[0], expected, rtol=0, atol=ENGINES)

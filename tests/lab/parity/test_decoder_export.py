@@ -38,7 +38,7 @@ from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, S
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.methods.consistent import PolicyNetworks
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Policy, Rule, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, Policy, Rule, Threshold
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.policies import OneForAll
 from mini_ee.lab.training.run_folder import Run, load_run, save_run
@@ -97,7 +97,7 @@ def with_heads(decoder, exits=EXITS, rule=MIXED):
 
 
 def plain(decoder):
-    return Made("none", TokenExits(decoder, (decoder.config.num_hidden_layers,)), words(), NeverExit())
+    return Made("none", TokenExits(decoder, (decoder.config.num_hidden_layers,)), words(), Never())
 
 
 class Case(NamedTuple):
@@ -217,7 +217,7 @@ def test_every_exit_says_what_its_definition_says_in_a_padded_batch(case_of, kin
 def test_greedy_text_and_its_exits_are_those_of_torch(case_of, kind, missing_kv):
     case, rules = case_of(kind), [MIXED]
     if kind == "llama":
-        rules += [NeverExit(), FixedExit(1), Threshold((0.2, 0.3, 0.0)) if missing_kv == MODEL else Patience(1)]
+        rules += [Never(), Fixed(1), Threshold((0.2, 0.3, 0.0)) if missing_kv == MODEL else Patience(1)]
     for rule in rules:
         assert case.write(PROMPTS, rule, missing_kv) == case.torch_writes(PROMPTS, rule, missing_kv)
     assert {layers for text in case.write(PROMPTS, MIXED, missing_kv) for layers in text.layers_run} == set(EXITS)
@@ -292,7 +292,7 @@ def test_a_graph_runs_only_where_a_token_needs_it(case_of, missing_kv, monkeypat
         right = getattr(Session, name)
         monkeypatch.setattr(Session, name, lambda self, *args, right=right: (ran.append(self), right(self, *args))[1])
     segments, _, heads, *_ = case.sessions
-    case.write(PROMPTS, FixedExit(0), missing_kv)
+    case.write(PROMPTS, Fixed(0), missing_kv)
     assert ran == [*segments, *[segments[0], heads[0]] * NEW]  # the prompts, and nothing reads above exit 1
 
 
@@ -546,7 +546,7 @@ def test_prompts_that_cannot_be_continued_are_told(case, text, new, message):
 def test_rules_that_the_graphs_do_not_serve_are_told(case):
     runtime = Runtime(case.folder, threads=1)
     for rule, message in (
-        (FixedExit(3), "one of the 3 exits"),
+        (Fixed(3), "one of the 3 exits"),
         (Threshold(0.9, "saturation"), "hidden states"),
         (Policy(), "policy"),
     ):

@@ -28,7 +28,7 @@ from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import load_run
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -349,7 +349,7 @@ def test_onnx_reads_rows_as_torch_does(make, tmp_path):
             linear.weight.normal_(std=0.5, generator=generator)
     ids, mask = (tensor.numpy() for tensor in drawn_batch(0))
     inputs = Inputs(ids, mask, np.zeros_like(ids), (("",),) * len(ids))
-    manifest = write_graphs(model, model.segments(), NeverExit(), tmp_path, "float32", segments=True)
+    manifest = write_graphs(model, model.segments(), Never(), tmp_path, "float32", segments=True)
     expected = read_every_exit(model.segments(), inputs)[0]
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
         np.testing.assert_allclose(read_every_exit(engine, inputs)[0], expected, rtol=0, atol=ENGINES)

@@ -18,7 +18,7 @@ from mini_ee.lab.exits.embedding_exits import EmbeddingExits
 from mini_ee.lab.export.runtime import EmbeddingRuntime, Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.methods.embedding_maps_rule import Similarity
-from mini_ee.lab.rules import FixedExit, NeverExit, Policy
+from mini_ee.lab.rules import Fixed, Never, Policy
 
 ENGINES = 1e-5
 """Numbers of an embedding in ONNX Runtime against torch; measured maximum 3e-7."""
@@ -27,7 +27,7 @@ ENGINES = 1e-5
 @pytest.fixture(scope="module")
 def rule(embedding_run):
     """Adaptive depth: about half of the texts stop at the second exit."""
-    embeddings = [embedding_run._replace(rule=FixedExit(k)).embed(TEXTS) for k in range(2)]
+    embeddings = [embedding_run._replace(rule=Fixed(k)).embed(TEXTS) for k in range(2)]
     return Similarity(float(np.median((embeddings[0] * embeddings[1]).sum(axis=1))))
 
 
@@ -53,7 +53,7 @@ def test_the_graph_returns_embedding_and_layers(exported, embedding_run):
     inputs = {name: getattr(encoded, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
     for k, layer in enumerate(embedding_run.exits):
         embedding, layers = session.run(None, inputs | {"exit_at": np.array([k])})
-        expected = embedding_run._replace(rule=FixedExit(k)).embed(TEXTS[:5])
+        expected = embedding_run._replace(rule=Fixed(k)).embed(TEXTS[:5])
         np.testing.assert_allclose(embedding, expected, atol=ENGINES)
         assert layers.tolist() == [layer] * 5
 
@@ -61,8 +61,8 @@ def test_the_graph_returns_embedding_and_layers(exported, embedding_run):
 def test_the_runtime_embeds_as_the_run_does(exported, embedding_run):
     assert isinstance(exported, EmbeddingRuntime)
     np.testing.assert_allclose(exported.embed(TEXTS, 7), embedding_run.embed(TEXTS), atol=ENGINES)
-    full = embedding_run._replace(rule=NeverExit()).embed(TEXTS[:3])
-    np.testing.assert_allclose(exported.embed(TEXTS[:3], rule=NeverExit()), full, atol=ENGINES)
+    full = embedding_run._replace(rule=Never()).embed(TEXTS[:3])
+    np.testing.assert_allclose(exported.embed(TEXTS[:3], rule=Never()), full, atol=ENGINES)
     assert exported.embed([]).shape == (0, 16)
     torch_runtime = Runtime(exported.folder, segments=torch_segments(exported.folder))
     np.testing.assert_allclose(torch_runtime.embed(TEXTS[:3]), embedding_run.embed(TEXTS[:3]), atol=1e-6)
@@ -71,7 +71,7 @@ def test_the_runtime_embeds_as_the_run_does(exported, embedding_run):
 def test_similarity_compares_the_embeddings_of_two_exits(embedding_run, rule):
     """The oracle is a loop over the exits of one text."""
     result = early_exit(embedding_run.segments(), rule, embedding_run.encode(TEXTS).batch(slice(None)))
-    each = np.stack([embedding_run._replace(rule=FixedExit(k)).embed(TEXTS) for k in range(3)], axis=1)
+    each = np.stack([embedding_run._replace(rule=Fixed(k)).embed(TEXTS) for k in range(3)], axis=1)
     for text, (first, second, last) in enumerate(each):
         k = 1 if first @ second >= rule.least_cosine else 2
         assert result.exit_index[text] == k
@@ -122,7 +122,7 @@ def test_embed_writes_an_array_or_lines(exported, embedding_run, tmp_path, capsy
             np.testing.assert_allclose(found, expected, atol=ENGINES)
     deepest = ["embed", str(exported.folder), str(tmp_path / "texts.txt"), "--out", str(tmp_path / "b.npy")]
     assert main([*deepest, "--rule", "fixed", "--layer", "3"]) == 0
-    full = embedding_run._replace(rule=NeverExit()).embed(TEXTS[:5])
+    full = embedding_run._replace(rule=Never()).embed(TEXTS[:5])
     np.testing.assert_allclose(np.load(tmp_path / "b.npy"), full, atol=ENGINES)
 
 

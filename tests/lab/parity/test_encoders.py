@@ -12,7 +12,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.row_exits import RowSegments
 from mini_ee.lab.methods.raee_encoders import OwnStates, SentenceEncoder
-from mini_ee.lab.rules import FixedExit
+from mini_ee.lab.rules import Fixed
 
 ATOL = 1e-5  # float32 means of states of rows alone against padded batches, in other orders of summation
 TEXTS = (("the film was very good",), ("bad",), ("a song and a poor meal was dull",))
@@ -50,7 +50,7 @@ def test_layer_0_costs_nothing_and_layer_l_what_the_loop_counts_for_l_layers(ran
     model = random_model()
     assert OwnStates(model.backbone, 0).flops(padded_inputs) == 0
     segments = RowSegments(model)
-    run = early_exit(segments, FixedExit(1), padded_inputs)  # the exit after layer 2
+    run = early_exit(segments, Fixed(1), padded_inputs)  # the exit after layer 2
     head = segments.flops(1, padded_inputs)[1]
     np.testing.assert_allclose(OwnStates(model.backbone, 2).flops(padded_inputs), run.cost.flops - head)
 

@@ -53,7 +53,7 @@ from mini_ee.lab.methods.raee import Retrieval
 from mini_ee.lab.methods.raee_datastore import Datastore, unit_length
 from mini_ee.lab.methods.raee_encoders import OwnStates, SentenceEncoder
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Planned, Policy, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Planned, Policy, Threshold
 from mini_ee.lab.training.policies import OneForAll
 from mini_ee.lab.training.run_folder import Run, versions
 
@@ -178,7 +178,7 @@ def assert_says_what_torch_says(case, lengths):
     found, *_ = read_every_exit(case.segments, inputs)
     assert found.dtype == np.float32 and found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(early_exit(case.whole, NeverExit(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(early_exit(case.whole, Never(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
 
 
 @each_shape
@@ -215,8 +215,8 @@ def exit_by_hand(logits, rule):
 
 PLAN = np.array([0, 2, 1, 0, 1, 2, 1])
 RULES = {
-    "never": lambda rows: NeverExit(),
-    **{f"fixed {k}": lambda rows, k=k: FixedExit(k) for k in range(K)},
+    "never": lambda rows: Never(),
+    **{f"fixed {k}": lambda rows, k=k: Fixed(k) for k in range(K)},
     "always": lambda rows: Threshold(-np.inf),
     "threshold": lambda rows: Threshold(0.9),
     "one threshold an exit": lambda rows: Threshold((0.95, 0.6, 0.0)),
@@ -235,7 +235,7 @@ def assert_same(found, logits, exit_index):
 
 
 def test_never_exit_equals_the_full_model(case):
-    assert_same(early_exit(case.segments, NeverExit(), case.inputs), case.logits[:, -1], np.full(B, K - 1))
+    assert_same(early_exit(case.segments, Never(), case.inputs), case.logits[:, -1], np.full(B, K - 1))
 
 
 @pytest.mark.parametrize("rule", ["fixed 0", "always"])
@@ -323,7 +323,7 @@ def prompt_inputs(kind="bert"):
 )
 def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, exits):
     model, inputs = prompt_model(kind, exits), prompt_inputs(kind)
-    ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True))
+    ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), Never(), tmp_path, segments=True))
     found, *_ = read_every_exit(ours, inputs)
     ids, mask, types = map(torch.from_numpy, (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
     with torch.no_grad():
@@ -332,7 +332,7 @@ def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_pat
             expected = model.backbone.lm_logits(states[layer])[ids == MASK][:, LABEL_TOKENS]
             np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
     assert model.exits == (exits or (1, 2, 3, 4)) and found.std(axis=0).min() > 0.1
-    np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(early_exit(whole, Never(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
     plan = ALL % len(model.exits)
     result = early_exit(ours, Planned(plan), inputs)  # rows are dropped on the way, and masks with them
     np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
@@ -347,7 +347,7 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
     prompt = SimpleNamespace(prompt=Prompt("{text} so", ("a", "b", "c")), label_tokens=LABEL_TOKENS)
     model = PromptModel(backbone, prompt, tuple(range(first, backbone.config.num_hidden_layers + 1))).eval()
     inputs = make_inputs(LENGTHS)
-    ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True))
+    ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), Never(), tmp_path, segments=True))
     found, *_ = read_every_exit(ours, inputs)
     with torch.no_grad():
         for row, length in enumerate(LENGTHS):  # alone, without padding, through decoder.py's own forward
@@ -355,7 +355,7 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
             for k, layer in enumerate(model.exits):
                 expected = backbone.lm_logits(states[layer][0, -1])[list(LABEL_TOKENS)]
                 np.testing.assert_allclose(found[row, k], expected, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(early_exit(whole, Never(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
     plan = ALL % len(model.exits)
     result = early_exit(ours, Planned(plan), inputs)
     np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
@@ -397,14 +397,14 @@ def lora_model(kind="bert", targets=("query", "value")):
 def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     """The same logits at every exit, exits, layer passes, operations; and the whole graph is the last exit."""
     theirs = model.segments(schedule) if schedule else model.segments()
-    manifest = write_graphs(model, theirs, NeverExit(), folder, segments=True)
+    manifest = write_graphs(model, theirs, Never(), folder, segments=True)
     ours, whole = engines_of(folder, manifest)
     (found, costs, _), (expected, expected_costs, _) = read_every_exit(ours, inputs), read_every_exit(theirs, inputs)
     np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
     policies = [theirs.state_flops(k) or 0.0 for k in range(len(theirs.exits))]
     expected_costs[:, :, 1] += policies  # a graph asks a policy too
     np.testing.assert_allclose(costs, expected_costs)
-    np.testing.assert_allclose(early_exit(whole, NeverExit(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(early_exit(whole, Never(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
     for rule in rules:
         result, right = early_exit(ours, rule, inputs), early_exit(theirs, rule, inputs)
         np.testing.assert_array_equal(result.exit_index, right.exit_index)
@@ -428,7 +428,7 @@ ADAPTED = [
 )
 def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
     """Each schedule once, each model once; test_bert_family.py has adapters of every kind on other encoders."""
-    rules = [Planned(PLAN), Threshold(0.7), FixedExit(1)]
+    rules = [Planned(PLAN), Threshold(0.7), Fixed(1)]
     manifest = assert_engines_agree(lora_model(kind, targets), tmp_path, make_inputs(LENGTHS), rules, schedule)
     live = {k: [each for each in group if each >= k] for group in schedule for k in group}
     begins = {group[0] for group in schedule}
@@ -447,7 +447,7 @@ def test_a_cascade_of_models_says_what_torch_says(tmp_path):
         torch.manual_seed(1)
         model = MultiModel(backbone_of("llama"), EXITS, C).eval()
     inputs = make_inputs(LENGTHS)
-    manifest = assert_engines_agree(model, tmp_path, inputs, [Planned(PLAN), Patience(1), FixedExit(1)])
+    manifest = assert_engines_agree(model, tmp_path, inputs, [Planned(PLAN), Patience(1), Fixed(1)])
     assert manifest["layer_passes"] == list(EXITS)
 
 
@@ -472,7 +472,7 @@ def test_exits_on_a_decoder_say_what_torch_says_and_so_does_the_folder_through_t
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_int8_leaves_heads_in_float32_and_of_a_decoder_the_maps_whose_inputs_have_outliers(tmp_path, kind):
     model = RowExits(backbone_of(kind), EXITS, C).eval()
-    write_graphs(model, model.segments(), NeverExit(), tmp_path, "int8")
+    write_graphs(model, model.segments(), Never(), tmp_path, "int8")
     remaining = {name for name, value in load_file(tmp_path / "model.safetensors").items() if value.dtype == np.float32}
     assert "heads.0.dense.weight" in remaining and "backbone.layers.0.up.weight" not in remaining
     assert ("backbone.layers.0.down.weight" in remaining) == (kind == "llama")
@@ -573,7 +573,7 @@ def test_the_runtime_answers_like_torch_in_the_order_of_the_texts(exported, run,
 
 
 def test_another_rule_may_be_given_to_a_call(exported, by_segment, run):
-    for rule in (NeverExit(), FixedExit(1), Threshold((0.8, 0.5, 0.0)), Patience(1)):
+    for rule in (Never(), Fixed(1), Threshold((0.8, 0.5, 0.0)), Patience(1)):
         folder = by_segment if isinstance(rule, Patience) else exported
         answers = Runtime(folder, threads=1).run(TEXTS, rule=rule)
         assert_answers_like_torch(answers, run._replace(rule=rule), TEXTS)
@@ -630,9 +630,9 @@ def test_a_guarantee_stays_with_the_rule_that_was_guaranteed(run, tmp_path):
 @pytest.mark.parametrize(
     ("rule", "read"),
     [
-        (NeverExit(), [False, False]),
-        (FixedExit(0), [True]),
-        (FixedExit(1), [False, True]),
+        (Never(), [False, False]),
+        (Fixed(0), [True]),
+        (Fixed(1), [False, True]),
         (Planned(np.array([2, 0, 2])), [True, False]),
         (Threshold(1.0), [True, True]),
     ],
@@ -776,7 +776,7 @@ def test_what_is_no_number_is_no_answer(exported, monkeypatch):
         lambda: opened.answers(found["logits"], [0], [1.0], [1.0]),
         lambda: opened.run(TEXTS[:2]),
         lambda: early_exit(opened.segments(), opened.rule, inputs),
-        lambda: early_exit(opened.whole_model(), NeverExit(), inputs),
+        lambda: early_exit(opened.whole_model(), Never(), inputs),
     ):
         with pytest.raises(ValueError, match="the logits must be finite, found NaN or infinity"):
             answer()
@@ -821,7 +821,7 @@ def test_the_torch_engine_refuses_an_int8_folder_in_one_line(precisions):
 def test_the_torch_engine_runs_a_float16_folder(precisions, wide_run):
     folder = precisions / "float16"
     found = Runtime(folder, segments=torch_segments(folder))
-    for answer, other in zip(found.run(TEXTS, rule=FixedExit(1)), Runtime(folder).run(TEXTS, rule=FixedExit(1))):
+    for answer, other in zip(found.run(TEXTS, rule=Fixed(1)), Runtime(folder).run(TEXTS, rule=Fixed(1))):
         np.testing.assert_allclose(answer.logits, other.logits, rtol=0, atol=HALF_ATOL)
 
 
@@ -1139,7 +1139,7 @@ def test_exits_that_are_not_those_of_the_graph_are_told_at_the_first_row_that_le
     with pytest.raises(
         ValueError, match=r"copy: model.onnx stopped after .*2.* layers, which are no exits of manifest"
     ):
-        Runtime(copy, threads=1).run(TEXTS, rule=FixedExit(1))
+        Runtime(copy, threads=1).run(TEXTS, rule=Fixed(1))
 
 
 # Links: ONNX Runtime reads none of them
@@ -1357,7 +1357,7 @@ def answers_in_threads(runtime, expected, seconds, count=8):
 
 
 def requested(runtime, count=8):
-    rules = [None, Patience(1), Threshold(0.7), NeverExit()]
+    rules = [None, Patience(1), Threshold(0.7), Never()]
     for number in range(count):
         texts, size, rule = sentences(5 + number, seed=number), number + 1, rules[number % len(rules)]
         yield texts, size, rule, runtime.run(texts, size, rule)

@@ -18,7 +18,7 @@ from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.exits.decoding import MISSING_KV, gather
 from mini_ee.lab.exits.generation import GREEDY, Sampling, TokenSegments, generate
 from mini_ee.lab.exits.lossless import generate_lossless
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, Threshold
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 KINDS = ("llama", "llama3", "gemma", "phi", "mistral", "qwen2", "qwen3", "phi3")
@@ -198,7 +198,7 @@ def test_a_sampling_that_cannot_be_is_told(settings, message):
 @pytest.mark.parametrize("missing_kv", MISSING_KV)
 def test_exits_off_is_plain_decoding(kind, missing_kv):
     model, prompts, expected = golden(kind)
-    for rule in (NeverExit(), Threshold(math.inf))[: 2 if kind == "llama" else 1]:
+    for rule in (Never(), Threshold(math.inf))[: 2 if kind == "llama" else 1]:
         found = with_exits(model, prompts, rule, missing_kv, new=24)
         assert [text.tokens for text in found] == expected
 
@@ -284,7 +284,7 @@ def test_what_no_token_asks_for_is_never_computed(monkeypatch, missing_kv):
         model, "run_layers", lambda h, block, start, *rest: (ran.append(start), right(h, block, start, *rest))[1]
     )
     monkeypatch.setattr(model, "copy_state", lambda *args: pytest.fail("nothing reads above exit 1"))
-    found = with_exits(model, prompts, FixedExit(0), missing_kv)
+    found = with_exits(model, prompts, Fixed(0), missing_kv)
     assert all(text.layers_run == [1] * 12 for text in found)
     assert ran == [0] * 13  # the prompt through all layers, then the first alone
 
@@ -414,7 +414,7 @@ def test_a_round_goes_on_while_the_head_is_sure_of_its_drafts_in_the_mean_of_the
         ([[1]], {"exits": (1, 3)}, "expected a head for each of the 1 exits before the last, got 0"),
         ([[1]], {"exits": (1, 2), "heads": [None]}, "end at the last layer, 3, got 1,2"),
         ([[1]], {"missing_kv": "copy"}, "missing_kv must be one of copy_state, recompute, got 'copy'"),
-        ([[1]], {"rule": FixedExit(1)}, "must be one of the 1 exits, got index 1"),
+        ([[1]], {"rule": Fixed(1)}, "must be one of the 1 exits, got index 1"),
     ],
 )
 def test_what_cannot_be_decoded_is_told_before_anything_runs(prompts, change, message):

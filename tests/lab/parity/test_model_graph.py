@@ -31,8 +31,8 @@ from mini_ee.lab.recording import Record, Recorded, read_and_measure, read_every
 from mini_ee.lab.row_thresholds import RowThresholds
 from mini_ee.lab.rules import (
     RULES,
-    FixedExit,
-    NeverExit,
+    Fixed,
+    Never,
     Patience,
     PatienceConfidence,
     Planned,
@@ -147,8 +147,8 @@ def rules_of(name, model, inputs):
         Patience(1),
         PatienceConfidence(2, 0.5),
         PatienceConfidence(1, -0.9, "entropy"),
-        FixedExit(1),
-        NeverExit(),
+        Fixed(1),
+        Never(),
     ]
 
 
@@ -177,7 +177,7 @@ def assert_same(found, expected):
 def test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says(tmp_path, name):
     model, inputs = made(name), rows()
     last, exit_index = len(model.exits) - 1, set()
-    others = (NeverExit(), FixedExit(0), Planned(np.arange(B) % (last + 1)))
+    others = (Never(), Fixed(0), Planned(np.arange(B) % (last + 1)))
     full, *_ = others_expected = [early_exit(model.segments(), other, inputs) for other in others]
     for number, rule in enumerate(rules_of(name, model, inputs)):
         graph = written(model, rule, tmp_path / str(number))
@@ -191,7 +191,7 @@ def test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says(tmp_path, n
         if number == 0:  # what does not depend on the rule in the graph
             for other, same in zip(others, others_expected):
                 assert_same(early_exit(graph, other, inputs), same)
-            whole = early_exit(graph.whole(), NeverExit(), inputs)
+            whole = early_exit(graph.whole(), Never(), inputs)
             np.testing.assert_allclose(whole.logits, full.logits, rtol=0, atol=ATOL)
         exit_index |= set(expected.exit_index.tolist())
     assert len(exit_index) >= min(2, last + 1), "the rules have to send rows to several exits"

@@ -28,7 +28,7 @@ from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.lora_exits_peft import load_adapters, save_adapters
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import NeverExit
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import load_run
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "modernbert"
@@ -292,7 +292,7 @@ def drawn_inputs(lengths=(12, 7, 1, 12, 9)):
 
 def engines(model, segments, folder, precision="float32", chained=True):
     """The graph of a model and, if `chained` is true, its segments."""
-    manifest = write_graphs(model, segments, NeverExit(), folder, precision, chained)
+    manifest = write_graphs(model, segments, Never(), folder, precision, chained)
     return [engine(folder, manifest, threads=1) for engine in (OrtModel, OrtSegments)[: 1 + chained]]
 
 
@@ -326,7 +326,7 @@ def test_other_precisions_are_near(precision, tmp_path):
 
 def test_queries_and_keys_turn_in_one_node_a_layer(tmp_path):
     model = random_exits(random_modernbert())
-    write_graphs(model, model.segments(), NeverExit(), tmp_path, segments=True)
+    write_graphs(model, model.segments(), Never(), tmp_path, segments=True)
     graph = onnx.load(tmp_path / "segment_1.onnx", load_external_data=False).graph
     assert sum(node.op_type == "RotaryEmbedding" for node in graph.node) == 1
     assert all(np.prod(weight.dims) <= 64 * 16 for weight in graph.initializer)  # no table of positions

@@ -24,7 +24,7 @@ from mini_ee.lab.export import writer
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import Session
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments
-from mini_ee.lab.rules import FixedExit, Threshold
+from mini_ee.lab.rules import Fixed, Threshold
 from mini_ee.lab.training.run_folder import Run
 from mini_ee.serve import Worker, WrongRow, engine_of
 from mini_ee.serve.engines import RowEngine, TextEngine
@@ -102,7 +102,7 @@ def overflow(rows, monkeypatch):
 ENGINES = {
     "segments": lambda rows, decoder: RowEngine(rows),
     "one graph": lambda rows, decoder: RowEngine(rows, rebatch=False),
-    "planned": lambda rows, decoder: RowEngine(rows, FixedExit(1)),
+    "planned": lambda rows, decoder: RowEngine(rows, Fixed(1)),
     "shadow": lambda rows, decoder: RowEngine(rows, guarantee=Guarantee(1.0)),
     "shadow, one graph": lambda rows, decoder: RowEngine(rows, rebatch=False, guarantee=Guarantee(1.0)),
     "decoder": lambda rows, decoder: TextEngine(decoder, room=4),

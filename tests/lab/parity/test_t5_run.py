@@ -23,7 +23,7 @@ from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.lora_exits_peft import save_adapters
 from mini_ee.lab.methods.raee_encoders import OwnStates
 from mini_ee.lab.recording import read_every_exit
-from mini_ee.lab.rules import FixedExit, NeverExit, Threshold
+from mini_ee.lab.rules import Fixed, Never, Threshold
 
 IT_WAS = Prompt("{text} was", ("bad", "good", "fine"))
 TEXTS = ["the film was good", "a dull and awful meal", "the room was very fine and the song was fine"]
@@ -63,7 +63,7 @@ def test_label_words_are_read_at_the_first_token_of_the_answer_as_transformers_r
     with torch.no_grad():
         logits = theirs(ids, attention_mask=mask, decoder_input_ids=torch.zeros(3, 1, dtype=torch.int64)).logits[:, 0]
         model = PromptModel(load_backbone(t5_folder), tokenizer)
-        found = early_exit(model.segments(), NeverExit(), inputs).logits
+        found = early_exit(model.segments(), Never(), inputs).logits
     assert_close(torch.from_numpy(found), logits[:, list(tokenizer.label_tokens)])
 
 
@@ -107,11 +107,11 @@ def test_the_encoder_runs_once_and_what_is_skipped_makes_no_keys_of_it(t5_folder
     for depth, layer in enumerate(model.backbone.layers):
         layer.cross_key_value.register_forward_hook(lambda module, x, y, depth=depth: made.append((depth, len(x[0]))))
     ran = counted_maps(monkeypatch)
-    early_exit(model.segments(), FixedExit(0), inputs)
+    early_exit(model.segments(), Fixed(0), inputs)
     assert ran == [("EncoderLayer", 3)] * 2 + [("Layer", 3)] and made == [(0, 3)]
     plan = np.array([1, 0, 2])
-    rule = NeverExit()
-    monkeypatch.setattr(NeverExit, "plan", lambda self, inputs: plan)
+    rule = Never()
+    monkeypatch.setattr(Never, "plan", lambda self, inputs: plan)
     ran.clear(), made.clear()
     assert early_exit(model.segments(), rule, inputs).layers_run.tolist() == [2, 1, 3]
     assert ran == [("EncoderLayer", 3)] * 2 + [("Layer", rows) for rows in (3, 2, 1)]

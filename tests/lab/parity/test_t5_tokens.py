@@ -32,7 +32,7 @@ from mini_ee.lab.export.sessions import CPU, GraphRule, Session
 from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
 from mini_ee.lab.export.writer import drawn_text, write_graphs
-from mini_ee.lab.rules import FixedExit, NeverExit, Threshold
+from mini_ee.lab.rules import Fixed, Never, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.stages import Batch
 from mini_ee.serve import Worker, engine_of
@@ -106,13 +106,13 @@ def test_blocks_over_a_cache_are_the_whole_answer(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_recompute_tokens_are_those_of_their_exits_without_a_cache(kind):
     model = exits_of(kind)
-    for rule in (FixedExit(1), Threshold(MIXED[kind])):
+    for rule in (Fixed(1), Threshold(MIXED[kind])):
         depths = set()
         for prompt, (tokens, layers) in zip(PROMPTS, written(model, rule, missing_kv="recompute")):
             for count, (token, layer) in enumerate(zip(tokens, layers)):
                 assert token == int(output(model, layer - 1, prompt, tokens[:count]).argmax())
             depths |= set(layers)
-        assert depths == {1, 2, 3} or isinstance(rule, FixedExit)
+        assert depths == {1, 2, 3} or isinstance(rule, Fixed)
 
 
 def with_copied_states(model, prompt, tokens, layers):
@@ -158,7 +158,7 @@ def test_a_batch_of_prompts_is_its_prompts_alone(missing_kv):
 
 def test_lossless_text_is_the_full_models():
     model = exits_of("t5-v1.1")
-    full = written(model, NeverExit())
+    full = written(model, Never())
     options = {"exit_layer": 2, "head": model.heads[1], "confidence_threshold": 0.0}
     steps = generate_lossless(model.backbone, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
     found = gather(steps, 3)
@@ -177,10 +177,10 @@ def test_the_encoder_runs_once_and_keys_of_its_output_are_made_once_where_a_toke
         "memory_heads",
         lambda self, memory, adapt=None: made.append((depth_of[id(self)], len(memory))) or heads(self, memory, adapt),
     )
-    written(model, FixedExit(0))
+    written(model, Fixed(0))
     assert encoded == [3, 3] and made == [(0, 3)]
     made.clear()
-    written(model, NeverExit())
+    written(model, Never())
     assert made == [(0, 3), (1, 3), (2, 3)]
     made.clear()
     written(model, Threshold(MIXED["t5"]))
@@ -191,7 +191,7 @@ def test_the_encoder_runs_once_and_keys_of_its_output_are_made_once_where_a_toke
 def test_a_tokens_operations_are_those_that_torch_counts_less_the_two_products_with_what_was_made_of_the_prompt(kind):
     model, prompt = exits_of(kind), PROMPTS[0]
     segments, config = token_segments(model, "copy_state", 1, 12), model.backbone.config
-    early_exit(segments, NeverExit(), segments.begin([prompt]))  # the first token has keys and values made of it
+    early_exit(segments, Never(), segments.begin([prompt]))  # the first token has keys and values made of it
     second = Tokens([[7]], [0], [[1]])
     state = segments.start(second)
     for k in range(3):
@@ -262,7 +262,7 @@ def test_texts_are_read_as_they_were_written():
 def test_texts_that_it_writes_are_replayed_as_they_were_decoded():
     model = exits_of("t5-v1.1")
     texts = generated_texts(model.backbone, PROMPTS, 3, 6, greedy=True)
-    full = written(model, NeverExit(), max_new_tokens=6)
+    full = written(model, Never(), max_new_tokens=6)
     assert [text.ids for text in texts] == [prompt + tokens[:-1] for prompt, (tokens, _) in zip(PROMPTS, full)]
     record = record_texts(model, texts)
     assert record.predictions[:, -1].tolist() == [token for tokens, _ in full for token in tokens]

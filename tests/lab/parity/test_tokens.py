@@ -24,7 +24,7 @@ from mini_ee.lab.exits.generation import Sampling
 from mini_ee.lab.exits.token_exits import NO_LABEL, TextData, TokenExits, record_texts
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.recording import Record, Recorded
-from mini_ee.lab.rules import FixedExit, NeverExit, Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import build_model
@@ -265,7 +265,7 @@ def rules_of(record):
         yield Threshold(between(record.confidence(measure), 0.6), measure)
     yield Threshold((math.inf, between(record.confidence("entropy")[:, 1], 0.5), -math.inf), "entropy")
     yield PatienceConfidence(2, between(record.confidence("max_probability"), 0.3), "max_probability")
-    yield from (Patience(1), Policy(), Policy(0.9), FixedExit(0), FixedExit(1), NeverExit())
+    yield from (Patience(1), Policy(), Policy(0.9), Fixed(0), Fixed(1), Never())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -297,9 +297,9 @@ def test_a_rule_replayed_is_the_rule_while_decoding_where_skipped_layers_are_rec
 
 def test_texts_that_are_sampled_from_one_prompt_in_several_batches_differ():
     options = {"max_new_tokens": 8, "sampling": Sampling(temperature=1.0)}
-    written = model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **options)
+    written = model_of().write([UNEVEN[0]] * 3, Never(), batch_size=1, **options)
     assert len({tuple(each.tokens) for each in written}) == 3
-    assert written == model_of().write([UNEVEN[0]] * 3, NeverExit(), batch_size=1, **options)
+    assert written == model_of().write([UNEVEN[0]] * 3, Never(), batch_size=1, **options)
 
 
 def test_a_rule_that_asks_for_a_policy_needs_one():
