@@ -43,7 +43,7 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def save_random(module, kind, folder, **sizes):
+def save_random(module, kind, folder, std, **sizes):
     """A random model of the core with WORDS as vocabulary, in Hugging Face's layout. Returns the folder."""
     config = {"model_type": module.__name__.split(".")[-1], "vocab_size": 5 + len(WORDS), "hidden_size": 16} | sizes
     config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 32}
@@ -52,7 +52,7 @@ def save_random(module, kind, folder, **sizes):
         weights = {module.theirs(name): value for name, value in kind(config).state_dict().items()}
         for value in weights.values():
             if value.dim() > 1:
-                value.normal_(std=0.3)
+                value.normal_(std=std)
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
@@ -63,14 +63,14 @@ def save_random(module, kind, folder, **sizes):
 @pytest.fixture(scope="session")
 def bert_folder(tmp_path_factory):
     """A random BERT of three layers, of width 16 and 24 positions."""
-    return save_random(bert, bert.Bert, tmp_path_factory.mktemp("core") / "bert", max_position_embeddings=24)
+    return save_random(bert, bert.Bert, tmp_path_factory.mktemp("core") / "bert", 0.02, max_position_embeddings=24)
 
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory):
     """A random Llama of three layers, in which two query heads share a key head."""
     sizes = {"max_position_embeddings": 256, "num_key_value_heads": 2}
-    return save_random(llama, llama.Llama, tmp_path_factory.mktemp("core") / "llama", **sizes)
+    return save_random(llama, llama.Llama, tmp_path_factory.mktemp("core") / "llama", 0.3, **sizes)
 
 
 @pytest.fixture(scope="session")
