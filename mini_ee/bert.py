@@ -175,14 +175,13 @@ class Exits(nn.Module):
         return self.heads[k](self.pooled(state.hidden, state.mask)).numpy(force=True)
 
     # ---- The cost of a row that stops at exit k = 0 .. K - 1 ----
-    @property
-    def passes(self) -> np.ndarray:
-        """(K,): how many layers have run."""
+    def passes(self, every_head: bool) -> np.ndarray:
+        """(K,): how many layers have run, if the heads of all exits up to k were read, or only that of exit k."""
         return np.array(self.exits)
 
     def flops(self, tokens: int, every_head: bool) -> np.ndarray:
-        """(K,): of the layers and of the heads that were read: those of all exits up to k, or only that of exit k."""
+        """(K,): of these layers, and of the heads that were read. Policies are not counted."""
         D = self.bert.config["hidden_size"]
         head = 2.0 * (D * D + D * self.classes) + (tokens * D if self.pool == "mean" else 0)
         heads = np.arange(1, len(self.exits) + 1) if every_head else 1
-        return self.passes * self.bert.flops(tokens) + head * heads
+        return self.passes(every_head) * self.bert.flops(tokens) + head * heads

@@ -7,7 +7,7 @@ Early Exiting Method for Accelerating Language Models Inference. AAAI 2024, arXi
     Eq. 2   l_t = H(y, P_t(x))                            the loss of the exit after layer t
     Eq. 3   R_t = -l_t - alpha t                          vanilla reward of stopping there
     Eq. 4   R_t = -l_t - alpha (1 - M / L) t              hardness-guided reward
-    Eq. 5   E[R]                                          step 3: the policies learn, heads and layers are frozen
+    Eq. 5   E[R], not as printed: deviation 1             step 3: the policies learn, heads and layers are frozen
     Eq. 6   l_t at the exit t where the example stops     step 4: heads and layers learn, the policies are frozen
     Eq. 7   M, the memorized layer: from there on every exit is right       step 2
 
@@ -15,23 +15,24 @@ Steps 2 to 4 are repeated. A trajectory is the exit where it ends: P(exit at t) 
 is the policy's probability of stopping in state s_t. At the last exit all examples stop: there are only K trajectories.
 
 Deviations from the paper, and what it leaves open, with the test in tests/spec/test_4_consistent.py or tests/core:
-1. Eq. 5 as printed multiplies the reward with the probability inside an expectation over it, which would spread the
-   probability over exits (test_eq5_taken_literally_would_spread_the_probability). Here it is E[R]. Its gradient:
+1. Eq. 5 is printed as E[P R], the sum of P^2 R over exits. Rewards are negative, so at its maximum P is spread over
+   all exits, as 1 / |R| (test_eq5_taken_literally_would_spread_the_probability). Here it is E[R]. Its gradient:
    REINFORCE, with the mean reward of the example's other trajectories as baseline (test_eq5_the_mean_of_10000_...).
 2. At first all exits are equally likely (test_policies_begin_with_equal_chances): with probabilities of 1/2, hardly any
    trajectory would reach a deep layer.
 3. t and M count layers, also if there are fewer exits (test_eq3_and_eq4_count_depth_in_layers).
-4. "Until convergence": the mean vanilla reward of held-out examples that stop where pi_t > 1/2 decides which weights
-   stay, and training ends after a round without an improvement. Eq. 4 would be wrong there: the reward of an example
-   rises if the last exit unlearns it (test_unlearning_the_last_exit_raises_eq4).
+4. "Until convergence": weights stay, and another round follows, if the vanilla reward of held-out examples, which stop
+   where pi_t > 1/2, rises. Eq. 4's pays for unlearning the last exit (test_unlearning_the_last_exit_raises_eq4).
 5. Heads and policies read the mean over tokens; the paper's read the first one. Step 4 samples exits from the same
    states, with dropout, from which it computes the losses.
 6. Tokens (`--model llama`): the paper trains a decoder with LoRA; here step 1 trains all of it. Then it is frozen, and
    its states are computed once. A policy reads them after the norm of its exit. y is the next token; the reward Eq. 3.
+7. The paper also explores epsilon-greedily (after Eq. 5, without an epsilon); here trajectories are drawn from P alone.
+   In the lab, coins may choose a share of the actions: `with_coins` in lab/methods/consistent.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ from mini_ee.load import load_tokenizer, model_type
 from mini_ee.rules import Never, Policy, Threshold
 from mini_ee.train import Options, script, train
 
-ALPHA, TRAJECTORIES, WIDTH = 0.07, 8, 32
+ALPHA, TRAJECTORIES, WIDTH = 0.07, 8, 32  # ALPHA: the lab's default; the script's is in ConsistentOptions
 CHUNK = 1024  # rows whose rewards are computed together
 
 
@@ -72,7 +73,7 @@ def memorized_layer(right: Tensor, depths: Tensor) -> Tensor:
 
 
 def rewards_of(logits: Tensor, labels: Tensor, depths: Tensor, alpha: float, guided: bool) -> Tensor:
-    """Eq. 4, or without `guided` Eq. 3, from logits (B, K, C) and labels (B,): (B, K)."""
+    """Eq. 4, or without `guided` Eq. 3: logits (B, K, C), labels (B,) -> (B, K). To try another reward, edit this."""
     losses = exit_losses(logits, labels)
     if not guided:
         return vanilla_rewards(losses, depths, alpha)
@@ -81,7 +82,7 @@ def rewards_of(logits: Tensor, labels: Tensor, depths: Tensor, alpha: float, gui
 
 # ---- Eq. 5 and 6: trajectories ----
 def log_exit_probabilities(exit_logits: Tensor) -> Tensor:
-    """$ln P(exit at t) = ln pi_t + sum_{i<t} ln(1 - pi_i)$: (B, K - 1) -> (B, K). The last exit is forced."""
+    """$ln P(exit at t) = ln pi_t + sum_{i<t} ln(1 - pi_i)$: the policies' (B, K - 1) -> (B, K). The last is forced."""
     continued = F.pad(F.logsigmoid(-exit_logits).cumsum(dim=1), (1, 0))  # column t: the sum over i < t
     return continued + F.pad(F.logsigmoid(exit_logits), (0, 1))
 
@@ -146,7 +147,7 @@ class PolicyExits(Exits):
 
 
 def exit_logits(model: nn.Module, states: Tensor) -> Tensor:
-    """States (B, K, D) -> (B, K - 1). No gradient flows into the states. model: PolicyExits, or llama.TokenExits."""
+    """The policies' logits: states (B, K, D), which get no gradient -> (B, K - 1). model: also llama.TokenExits."""
     return torch.stack([model.decide(k, states[:, k].detach()) for k in range(len(model.policies))], 1)
 
 
@@ -155,7 +156,7 @@ def exit_logits(model: nn.Module, states: Tensor) -> Tensor:
 class Settings:
     """Of the training; the paper gives no learning rates and epochs."""
 
-    alpha: float = ALPHA  # price of a layer, in nats
+    alpha: float  # price of a layer, in nats
     guided: bool = True  # Eq. 4, else Eq. 3
     epochs: int = 4  # of step 1
     lr: float = 4e-4  # of step 1
@@ -171,10 +172,10 @@ def fit_rows(model: PolicyExits, learn: Rows, held: Rows, settings: Settings) ->
     def states_of(rows: Tensor) -> Tensor:
         return model.states(learn.batch(rows.numpy()))
 
-    tasks = {model.bert: settings.lr, model.heads: settings.lr}
-    train(tasks, len(learn), lambda rows: joint_loss(model, states_of(rows), learn.labels[rows]), settings.epochs)
-    frozen = [(lambda data=data: of_all(model.states, data), data.labels) for data in (learn, held)]
-    alternate(model, settings, frozen, states_of, [model.bert, model.heads])
+    rates = {model.bert: settings.lr, model.heads: settings.lr}
+    train(rates, len(learn), lambda rows: joint_loss(model, states_of(rows), learn.labels[rows]), settings.epochs)
+    data = [(lambda part=part: of_all(model.states, part), part.labels) for part in (learn, held)]
+    alternate(model, settings, data, states_of, [model.bert, model.heads])
 
 
 def fit_tokens(model: nn.Module, learn: Tensor, held: Tensor, settings: Settings) -> None:
@@ -189,8 +190,8 @@ def fit_tokens(model: nn.Module, learn: Tensor, held: Tensor, settings: Settings
     train({model.llama: settings.lr, model.heads: settings.lr}, len(learn), joint, settings.epochs, size=16)
     with torch.no_grad():
         known = [torch.cat([states(part) for part in texts.split(32)]) for texts in (learn, held)]
-    frozen = [(lambda at=at: known[at], texts[:, 1:].flatten()) for at, texts in enumerate((learn, held))]
-    alternate(model, settings, frozen, lambda rows: known[0][rows], [model.heads], size=256)
+    data = [(lambda at=at: known[at], texts[:, 1:].flatten()) for at, texts in enumerate((learn, held))]
+    alternate(model, settings, data, lambda rows: known[0][rows], [model.heads], size=256)
 
 
 def joint_loss(model: nn.Module, states: Tensor, labels: Tensor) -> Tensor:
@@ -199,33 +200,33 @@ def joint_loss(model: nn.Module, states: Tensor, labels: Tensor) -> Tensor:
     return (exit_losses(model.classify(states), labels) @ (depths / depths.sum())).mean()
 
 
-Frozen = tuple[Callable[[], Tensor], Tensor]
-"""The states (N, K, D) of the present weights, computed when called, and the labels (N,)."""
+Data = tuple[Callable[[], Tensor], Tensor]
+"""A function that computes the states (N, K, D) with the present weights, and the labels (N,)."""
 
 
 def alternate(
     model: nn.Module,
     settings: Settings,
-    frozen: Sequence[Frozen],
+    data: Sequence[Data],
     states_of: Callable[[Tensor], Tensor],
-    tasks: Sequence[nn.Module],
+    task_modules: Sequence[nn.Module],
     size: int = 32,
 ) -> None:
     """Steps 2 to 4, until a round does not raise the reward on held-out examples.
 
-    frozen: of training and of held-out examples. states_of: training rows -> their states, with gradients for `tasks`.
+    data: training, held-out examples. states_of: training rows -> states, with gradients for step 4's task_modules.
     """
-    (learn, labels), (held, held_labels) = frozen
+    (states_now, labels), (held_now, held_labels) = data
     depths, best = torch.tensor(model.exits, dtype=torch.float32), -np.inf
 
     @torch.no_grad()
-    def all_rewards(states: Tensor, y: Tensor, guided: bool) -> Tensor:
-        pairs = zip(states.split(CHUNK), y.split(CHUNK))
+    def all_rewards(states: Tensor, labels: Tensor, guided: bool) -> Tensor:
+        pairs = zip(states.split(CHUNK), labels.split(CHUNK))
         return torch.cat([rewards_of(model.classify(some), of, depths, settings.alpha, guided) for some, of in pairs])
 
     for _ in range(settings.rounds):
         before = best
-        states, held_states = learn(), held()
+        states, held_states = states_now(), held_now()
         rewards = all_rewards(states, labels, settings.guided)  # steps 2 and 3: heads and layers are frozen
         held_rewards = all_rewards(held_states, held_labels, False)
 
@@ -245,9 +246,9 @@ def alternate(
             return consistent_loss(losses, exit_logits(model, states).detach())
 
         def task_score() -> float:
-            return inferred_reward(exit_logits(model, states := held()), all_rewards(states, held_labels, False))
+            return inferred_reward(exit_logits(model, states := held_now()), all_rewards(states, held_labels, False))
 
-        best = train(dict.fromkeys(tasks, settings.task_lr), len(labels), task_step, 1, size, task_score, best)
+        best = train(dict.fromkeys(task_modules, settings.task_lr), len(labels), task_step, 1, size, task_score, best)
         if best == before:
             return
 
@@ -275,7 +276,7 @@ def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows] | None:
     learn, held = rows.split(0.8, 0.2)
     model = PolicyExits(bert, options.exits, rows.outputs).eval()
     print(f"ConsistentEE: {len(learn)} training rows, {len(held)} held out")
-    fit_rows(model, learn, held, Settings(options.alpha, epochs=options.epochs, rounds=options.rounds))
+    fit_rows(model, learn, held, Settings(alpha=options.alpha, epochs=options.epochs, rounds=options.rounds))
     rules = {"policy, pi > .5": Policy(), "policy, pi > .8": Policy(0.8)} | usual_rules(rows)
     report(model, test, rules, "ConsistentEE", options.picture or "consistent.png")
     print("\nThe paper (Table 3, BERT-base, six tasks): 34 % of the layers saved on average without loss of accuracy.")
@@ -294,7 +295,8 @@ def main_tokens(options: ConsistentOptions) -> None:
     cut, tested = round(0.8 * len(texts)), round(0.9 * len(texts))
     model = TokenExits(llama, options.exits)
     model.policies = policy_networks(llama.config["hidden_size"], options.exits)
-    settings = Settings(options.alpha, False, options.epochs, 3e-4, options.rounds, 2, 1e-3, 3e-4)
+    settings = Settings(options.alpha, guided=False, epochs=options.epochs, lr=3e-4, rounds=options.rounds)
+    settings = replace(settings, policy_epochs=2, policy_lr=1e-3, task_lr=3e-4)
     fit_tokens(model.eval(), texts[:cut], texts[cut:tested], settings)
     prompts, truth = texts[tested:, :32].tolist(), texts[tested:, 32].numpy()
     print(f"ConsistentEE on tokens: {cut} texts of 64 tokens; the first halves of {len(prompts)} others are continued")

@@ -25,8 +25,8 @@ TEXT_COLUMNS = (
 )
 LABEL_COLUMNS = ("gold_label", "label", "is_duplicate", "Quality", "score")
 SUFFIXES = (".tsv", ".csv", ".jsonl")
-HELD_SPLITS = ("dev", "validation", "valid", "test")  # the first that a folder has
-HELD_SHARE = 0.2  # of a single file
+TEST_SPLITS = ("dev", "validation", "valid", "test")  # the first that a folder has
+TEST_SHARE = 0.2  # of a single file
 BATCH = 64  # rows that are scored together
 
 
@@ -113,10 +113,10 @@ def read_task(path: str | Path, tokenizer: Tokenizer, most: int | None = None, s
     """
     path = Path(path)
     if path.is_dir():
-        learn, test = (read_table(split_file(path, names)) for names in (("train",), HELD_SPLITS))
+        learn, test = (read_table(split_file(path, names)) for names in (("train",), TEST_SPLITS))
     else:
         records = read_table(path)
-        order, cut = np.random.default_rng(seed).permutation(len(records)), round(HELD_SHARE * len(records))
+        order, cut = np.random.default_rng(seed).permutation(len(records)), round(TEST_SHARE * len(records))
         test, learn = ([records[at] for at in some] for some in (order[:cut], order[cut:]))
     if not learn or not test:
         raise ValueError(f"{path}: expected rows for training and for the test, found {len(learn)} and {len(test)}")
@@ -200,12 +200,13 @@ def score_of(logits: np.ndarray | Tensor, labels: Tensor) -> float:
 @torch.inference_mode()
 def scored(model: nn.Module, rule: Rule, data: Rows) -> tuple[float, float, float]:
     """All rows through the loop: the score, the mean layers run, the share of the full model's FLOPs that is saved."""
-    logits, layers, flops, full = np.empty((len(data), data.outputs), np.float32), 0.0, 0.0, 0.0
+    logits, every = np.empty((len(data), data.outputs), np.float32), rule.needs == "logits"
+    layers = flops = full = 0.0
     for rows in batches(data, BATCH):
         result = early_exit(model, rule, inputs := data.batch(rows))
         logits[rows], tokens = result.logits, inputs.ids.shape[1]
-        layers += model.passes[result.exit_index].sum()
-        flops += model.flops(tokens, every_head=rule.needs == "logits")[result.exit_index].sum()
+        layers += model.passes(every)[result.exit_index].sum()
+        flops += model.flops(tokens, every)[result.exit_index].sum()
         full += len(rows) * model.flops(tokens, every_head=False)[-1]
     return score_of(logits, data.labels), layers / len(data), 1 - flops / full
 

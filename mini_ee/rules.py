@@ -37,13 +37,13 @@ def max_probability(logits: np.ndarray) -> np.ndarray:
 
 
 def entropy(logits: np.ndarray) -> np.ndarray:
-    """Minus the entropy, in nats (DeeBERT)."""
+    """MINUS the entropy, in nats: DeeBERT's rule "stop if the entropy is below S" is Threshold(-S, "entropy")."""
     log_p = np.maximum(log_softmax(logits), -1e30)  # 0 x -inf would be NaN
     return (np.exp(log_p) * log_p).sum(axis=1)
 
 
 def normalised_entropy(logits: np.ndarray) -> np.ndarray:
-    """Minus the entropy over its largest value, ln C (FastBERT)."""
+    """MINUS the entropy over its largest value, ln C: from -1 to 0 (FastBERT)."""
     return np.maximum(entropy(logits) / math.log(logits.shape[1]), -1)  # rounding may go below -1
 
 

@@ -58,7 +58,7 @@ def train(
                 bar.update()
             for module in rates:
                 module.eval()
-            found = score() if score else float(step)
+            found = score() if score else float(step)  # without a score, each epoch is better than the last
             if found > best:
                 best, saved = found, [parameter.detach().clone() for parameter in learned]
     with torch.no_grad():

@@ -442,6 +442,9 @@ EQUATIONS += [  # the same of the core, and bugs of its own
     (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t"),
     (CORE + "lora_exits.sgmv", source("@ A[i], B[i]", "@ A[0], B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[[5, 5, 5]]"),
     (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(threshold=0.0, measure='max_probability')-2]"),
+    (CORE + "lora_exits.LoRAExits.passes", always(lambda self, every_head: np.cumsum(self.exits)), "1_lora_exits.py::test_the_full_model_is_the_last_exit_alone"),
+    (CORE + "lora_exits.LoRAExits.flops", always(lambda self, tokens, every: super(type(self), self).flops(tokens, every)), "1_lora_exits.py::test_only_exits_that_are_read_run_and_are_counted[Fixed(exit=1)-False-[1]]"),
+    (CORE + "lora_exits.LoRAExits.advance", lambda true: lambda self, k, state: (self.read(k, state), true(self, k, state))[1], "1_lora_exits.py::test_only_exits_that_are_read_run_and_are_counted[Never()-False-[2]]"),
     (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[segd-teachers2]"),
     *[
         (CORE + "self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")

@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from mini_ee import lora_exits as paper
-from mini_ee.bert import Bert
-from mini_ee.data import Inputs, Rows
+from mini_ee.bert import Bert, Exits
+from mini_ee.data import Inputs, Rows, scored
 from mini_ee.loop import early_exit
 from mini_ee.lora_exits import SideBySide, fit
-from mini_ee.rules import Never, Threshold
+from mini_ee.rules import Fixed, Never, Threshold
 
 ATOL = 5e-5  # float32 against float64, logits of up to 8; measured max 1.6e-5
 TARGETS = ("query", "key", "value", "attention_output", "up", "down")
@@ -208,7 +208,33 @@ def test_eq6_side_by_side_is_restart(rule, targets):
 
 
 def test_layer_passes_of_the_exits_3_6_9_12():
-    """The table in the method's head: side by side, with restarts."""
+    """The table in the method's head: side by side, with restarts, and if only one exit is read."""
     model = lora_model(exits=(3, 6, 9, 12))
-    assert SideBySide(model).passes.tolist() == [12, 21, 27, 30]
-    assert model.passes.tolist() == [3, 9, 18, 30]
+    assert SideBySide(model).passes(every_head=True).tolist() == [12, 21, 27, 30]
+    assert model.passes(every_head=True).tolist() == [3, 9, 18, 30]
+    assert model.passes(every_head=False).tolist() == [3, 6, 9, 12]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "rule, every, read", [(Never(), False, [2]), (Fixed(1), False, [1]), (Threshold(2.0), True, [0, 1, 2])], ids=repr
+)
+def test_only_exits_that_are_read_run_and_are_counted(rule, every, read, monkeypatch):
+    model, layers, products = lora_model(), [], []
+    run, product = model.bert.run, paper.LowRank.forward
+    monkeypatch.setattr(model.bert, "run", lambda *args: (layers.append(args[3] - args[2]), run(*args))[1])
+
+    def counted(self, x, scale):
+        products.append(2 * (self.A.numel() + self.B.numel()))
+        return product(self, x, scale)
+
+    monkeypatch.setattr(paper.LowRank, "forward", counted)
+    k = early_exit(model, rule, padded_batch()).exit_index[0]
+    assert layers == [model.exits[at] for at in read] and sum(layers) == model.passes(every)[k]
+    of_adapters = model.flops(9, every)[k] - Exits.flops(model, 9, every)[k]
+    assert of_adapters == pytest.approx(9 * sum(products))
+
+
+def test_the_full_model_is_the_last_exit_alone():
+    data = Rows([[5, 6, 7], [8, 9]], [[0] * 3, [0] * 2], torch.tensor([0, 1]), ("a", "b", "c"))
+    assert scored(lora_model(), Never(), data)[1:] == (4.0, 0.0)
