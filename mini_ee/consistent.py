@@ -25,14 +25,15 @@ Deviations from the paper, and what it leaves open, with the test in tests/spec/
    where pi_t > 1/2, rises. Eq. 4's pays for unlearning the last exit (test_unlearning_the_last_exit_raises_eq4).
 5. Heads and policies read the mean over tokens; the paper's read the first one. Step 4 samples exits from the same
    states, with dropout, from which it computes the losses.
-6. Tokens (`--model llama`): the paper trains a decoder with LoRA; here step 1 trains all of it. Then it is frozen, and
-   its states are computed once. A policy reads them after the norm of its exit. y is the next token; the reward Eq. 3.
+6. Tokens (fit_tokens, with llama.TokenExits; `mini-ee train consistent --model LLAMA`): the paper trains a decoder with
+   LoRA; here step 1 trains all of it. Then it is frozen, and its states are computed once. A policy reads them after
+   the norm of its exit. y is the next token; the reward Eq. 3.
 7. The paper also explores epsilon-greedily (after Eq. 5, without an epsilon); here trajectories are drawn from P alone.
    In the lab, coins may choose a share of the actions: `with_coins` in lab/methods/consistent.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ from torch import Tensor, nn
 
 from mini_ee.bert import Bert, Exits, State
 from mini_ee.data import Rows, of_all, open_task, report, usual_rules
-from mini_ee.load import load_tokenizer, model_type
-from mini_ee.rules import Never, Policy, Threshold
+from mini_ee.rules import Policy
 from mini_ee.train import Options, script, train
 
 ALPHA, TRAJECTORIES, WIDTH = 0.07, 8, 32  # ALPHA: the lab's default; the script's is in ConsistentOptions
@@ -264,11 +264,9 @@ class ConsistentOptions(Options):
     rounds: int = field(default=2, metadata={"help": "most rounds of a policy step and a task step"})
 
 
-def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows] | None:
-    """Examples for a BERT, tokens for a Llama."""
+def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows]:
+    """Train on four fifths of the rows; the others end the rounds."""
     torch.manual_seed(options.seed)
-    if model_type(options.model) == "llama":
-        return main_tokens(options)  # type: ignore[func-returns-value]  # None: no graph
     bert = Bert.load(options.model)
     rows, test = open_task(options.task, options.model, len(bert.position.weight), options.rows, options.seed)
     if not rows.names:
@@ -281,31 +279,6 @@ def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows] | None:
     report(model, test, rules, "ConsistentEE", options.picture or "consistent.png")
     print("\nThe paper (Table 3, BERT-base, six tasks): 34 % of the layers saved on average without loss of accuracy.")
     return model, Policy(), test
-
-
-def main_tokens(options: ConsistentOptions) -> None:
-    """Each token of the texts in --task is an example; then other texts are continued."""
-    from mini_ee.llama import Llama, TokenExits, generate, pieces, read_texts  # the examples above need no decoder
-
-    if not options.task:
-        raise ValueError("--task: a decoder learns from texts, name a file with texts separated by blank lines")
-    llama, tokenizer = Llama.load(options.model), load_tokenizer(options.model)
-    first = llama.config.get("bos_token_id") or 0
-    texts = pieces(read_texts(options.task), tokenizer, first, 64)[: options.rows]
-    cut, tested = round(0.8 * len(texts)), round(0.9 * len(texts))
-    model = TokenExits(llama, options.exits)
-    model.policies = policy_networks(llama.config["hidden_size"], options.exits)
-    settings = Settings(options.alpha, guided=False, epochs=options.epochs, lr=3e-4, rounds=options.rounds)
-    settings = replace(settings, policy_epochs=2, policy_lr=1e-3, task_lr=3e-4)
-    fit_tokens(model.eval(), texts[:cut], texts[cut:tested], settings)
-    prompts, truth = texts[tested:, :32].tolist(), texts[tested:, 32].numpy()
-    print(f"ConsistentEE on tokens: {cut} texts of 64 tokens; the first halves of {len(prompts)} others are continued")
-    print(f"{'':24}{'layers':>8}{'first token right':>20}")
-    for name, rule in {"full model": Never(), "policy, pi > .5": Policy(), "threshold .9": Threshold(0.9)}.items():
-        written = generate(model, rule, prompts, 32)
-        right = np.mean([text.ids[0] == token for text, token in zip(written, truth)])
-        print(f"{name:24}{np.mean([text.layers for text in written]):8.2f}{right:20.3f}")
-        print("   ", " ".join(tokenizer.decode(prompts[0][-12:] + written[0].ids).split()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line of mini-ee. Each command is a file of its name in this folder.
+"""The command line of mini-ee. Each command is a file of its name in this folder, or in the ring that it needs.
 
 The exit status is 0, 1 for a failure, or 2 for wrong arguments. An error is one line on standard error. The parser
 starts without torch; a command imports torch when it runs.
@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from importlib import import_module
+from importlib.util import find_spec
 
 from mini_ee import __version__
 from mini_ee.lab.cli.command_options import Parser, seed, threads
@@ -21,7 +22,10 @@ GROUPS = {
     "measure": ("evaluate", "compare", "classify", "embed", "generate", "bench", "reproduce"),
     "deploy": ("calibrate", "export", "run", "batch", "serve"),
 }
-COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+OUTER = {"batch": "serve", "serve": "serve", "bench": "experiments", "reproduce": "experiments"}
+"""Commands of rings around the lab. Without its ring a command is not there."""
+RINGS = {name: ring for name, ring in OUTER.items() if find_spec(f"mini_ee.{ring}")}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names if name in RINGS or name not in OUTER)
 SERVING = (
     "run",
     "serve",
@@ -49,13 +53,17 @@ def parser(argv: list[str]) -> Parser:
             sub.words = argv[1:]
             module.add(sub)
     if len(lines) == len(COMMANDS):
-        groups = (f"{group}:\n" + "\n".join(lines[name] for name in names) for group, names in GROUPS.items())
+        groups = (
+            f"{group}:\n" + "\n".join(lines[name] for name in names if name in lines) for group, names in GROUPS.items()
+        )
         main.epilog = "\n\n".join(groups)
     return main
 
 
 def _module(command: str):
-    return import_module(f"mini_ee.lab.cli.{command.replace('-', '_')}")
+    name = command.replace("-", "_")
+    ring = f"{RINGS[name]}.command_" if name in RINGS else "lab.cli."
+    return import_module(f"mini_ee.{ring}{name}")
 
 
 def add_common(sub: Parser) -> None:

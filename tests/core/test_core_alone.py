@@ -1,4 +1,4 @@
-"""The core and its export need nothing else of the project: their tests pass in a copy without the other rings."""
+"""A ring may be deleted with those around it: what is left passes its tests in a copy, and the lab trains."""
 
 import os
 import subprocess
@@ -23,11 +23,36 @@ INNER["export"] = (*INNER["core"], "export", "tests/export")
 def copied(folder, paths):
     """These paths of the project in a folder, installed as pip does it: the rings below the package."""
     for path in paths:
-        inside = f"mini_ee/{path}" if path in ("export", "weights") else path
+        inside = f"mini_ee/{path}" if path in ("export", "lab", "weights") else path
         copytree(ROOT / path, folder / inside, ignore=ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    (folder / "tests").mkdir(exist_ok=True)
     for name in ("tests/conftest.py", "tests/words.py", "pyproject.toml"):
         (folder / name).write_text((ROOT / name).read_text())
     return folder
+
+
+LAB = """
+import importlib, sys
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in str(each).lower()]
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from mini_ee.lab.cli.main import COMMANDS, main
+for path in sorted(Path(sys.argv[1]).glob("mini_ee/lab/**/*.py")):
+    if "clients" not in path.parts and not path.stem.endswith("_triton"):
+        importlib.import_module(".".join(path.relative_to(sys.argv[1]).with_suffix("").parts))
+assert not {"serve", "batch", "bench", "reproduce"} & set(COMMANDS), COMMANDS
+sys.exit(main(["train", "joint", "--exits", "6,12", "--epochs", "1", "--max-train", "64", "--out", "run"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_lab_trains_without_the_server_and_the_experiments(tmp_path):
+    """Every file of it is imported, and the commands that need another ring are not there."""
+    folder = copied(tmp_path, ("mini_ee", "weights", "export", "lab"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    code = [sys.executable, "-c", LAB, str(folder)]
+    found = subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 from mini_ee import consistent, lora_exits, raee, self_supervised
 from mini_ee.bert import Bert, Exits
 from mini_ee.data import of_all, open_task, read_task, score_of, scored, usual_rules
-from mini_ee.llama import Llama, TokenExits, pieces, read_texts
+from mini_ee.llama import Llama, TokenExits, generate, pieces, read_texts
 from mini_ee.load import load_tokenizer
 from mini_ee.rules import Never, Patience, Policy, Threshold
 from mini_ee.train import script, task_loss, train
@@ -52,12 +52,18 @@ def test_the_script_of_self_supervised_exits(llama_folder, tmp_path, capsys):
     assert printed[0] == printed[1] and "agreement" in printed[0] and "layers a token" in printed[0]
 
 
-def test_consistentee_on_tokens(llama_folder, tmp_path, capsys):
+def test_consistentee_on_tokens(llama_folder, tmp_path):
+    """With a high price of depth tokens stop early, and those of other texts are continued."""
     words = "the film was very good and the meal was bad " * 8
     (tmp_path / "texts.txt").write_text("\n\n".join(f"{words}{'good ' * row}" for row in range(20)))
-    consistent.main(options_of(consistent, llama_folder, task=str(tmp_path / "texts.txt"), rounds=1))
-    printed = capsys.readouterr().out
-    assert "16 texts of 64 tokens" in printed and "policy, pi > .5" in printed
+    texts = pieces(read_texts(tmp_path / "texts.txt"), load_tokenizer(llama_folder), 2, 64)
+    torch.manual_seed(0)
+    model = TokenExits(Llama.load(llama_folder), (1, 3))
+    model.policies = consistent.policy_networks(16, (1, 3))
+    settings = consistent.Settings(alpha=2.0, guided=False, epochs=1, rounds=1, policy_epochs=2)
+    consistent.fit_tokens(model.eval(), texts[:16], texts[16:], settings)
+    full, policy = (generate(model, rule, texts[16:, :32].tolist(), 4) for rule in (Never(), Policy()))
+    assert np.mean([text.layers for text in policy]) < np.mean([text.layers for text in full]) == 3
 
 
 @pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__.split(".")[-1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "export").glob("*.py"))
+FILES = sorted((ROOT / "export").rglob("*.py"))
 CORE = {path.stem for path in (ROOT / "mini_ee").glob("*.py")}
 LIBRARIES = {"numpy", "onnx", "onnxruntime", "torch", "tokenizers", "safetensors"} | sys.stdlib_module_names
 MOST_LINES = 900

@@ -1,4 +1,4 @@
-"""The clients in export/clients have the labels and layers of the runtime, also with another threshold."""
+"""The clients in lab/export/clients have the labels and layers of the runtime, also with another threshold."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ from mini_ee.lab.rules import PatienceConfidence, Threshold
 from mini_ee.lab.training import holdout
 
 pytestmark = pytest.mark.slow
-CLIENTS = Path(__file__).parents[2] / "export" / "clients"
+CLIENTS = Path(__file__).parents[2] / "lab" / "export" / "clients"
 LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
 HEADERS = "/usr/include/onnxruntime"  # where they are elsewhere, CPLUS_INCLUDE_PATH says so
 SENTENCES = 25
@@ -38,7 +38,7 @@ def has_headers():
 
 in_node = pytest.mark.skipif(
     not shutil.which("node") or not (CLIENTS / "node_modules").is_dir(),
-    reason="needs node, and export/clients/node_modules, which `npm ci --ignore-scripts` makes there",
+    reason="needs node, and lab/export/clients/node_modules, which `npm ci --ignore-scripts` makes there",
 )
 in_cpp = pytest.mark.skipif(
     LIBRARY is None or not has_headers(),

@@ -63,7 +63,7 @@ def test_the_container_installs_what_the_server_needs():
 
 
 @pytest.mark.parametrize(
-    "package, where", [("onnxruntime-node", "export/clients"), ("onnxruntime-web", "lab/export/web")]
+    "package, where", [("onnxruntime-node", "lab/export/clients"), ("onnxruntime-web", "lab/export/web")]
 )
 def test_the_versions_of_onnx_runtime_are_those_that_are_tested(package, where):
     version = json.loads((ROOT / where / "package.json").read_text())["dependencies"][package]

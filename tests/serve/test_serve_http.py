@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 from http_server import KILLS, PROMPTS, SENTENCES, ask, run_block, run_lines, serving, together
 
-from mini_ee.lab.cli import serve
 from mini_ee.lab.cli.main import main, parser
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Fixed
 from mini_ee.serve import Worker, app, engine_of, server
+from mini_ee.serve import command_serve as serve
 from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Guarantee
 from mini_ee.serve.worker import ENDING, LATE, LONG

@@ -548,7 +548,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.serve import Worker, engine_of
-import mini_ee.serve.app, mini_ee.lab.cli.serve
+import mini_ee.serve.app, mini_ee.serve.command_serve
 with Worker(engine_of(Runtime({str(runtime.folder)!r}, threads=1))) as worker:
     print(worker.submit("the film was good").result(10).layers)
 """

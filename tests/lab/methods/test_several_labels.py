@@ -114,7 +114,7 @@ def test_the_graph_returns_the_labels_as_booleans(added):
 
 
 def test_the_client_in_python_prints_the_labels(added):
-    client = Path(__file__).parents[3] / "export" / "clients" / "classify.py"
+    client = Path(__file__).parents[3] / "lab" / "export" / "clients" / "classify.py"
     command = [sys.executable, client, added.out / "exported"]
     found = subprocess.run(command, input="\n".join(TEXTS[:3]), capture_output=True, text=True, timeout=60, check=True)
     labels = [set(json.loads(line)["labels"]) for line in found.stdout.splitlines()]

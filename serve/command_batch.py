@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mini_ee.lab.cli.command_options import add_options, given_options, positive
-from mini_ee.lab.cli.serve import OF_RAY
 from mini_ee.lab.cli.task_options import OF_LABELS, columns_given
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.sessions import versions
 from mini_ee.serve.batch import ERRORS, Job, JobOptions
 from mini_ee.serve.batch_parts import Computing
+from mini_ee.serve.command_serve import OF_RAY
 
 HELP = "run the rows of many files through an export, in parts; a second call continues a killed job"
 EXAMPLE = "mini-ee batch exported --in 'in/*' --out out"
