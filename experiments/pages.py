@@ -1,0 +1,69 @@
+"""Pages of results. A page is written by hand, as pages/NAME.md beside this file, and its figures come from records.
+
+A template names a figure, `{{ joint.saved | percent }}`, and a list of rows makes a table, `{{ rows | table("method",
+"accuracy") }}`. A figure that has no record, and one that is not a number, is an error: no page is written.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+
+from mini_ee.experiments.markdown import markdown_table
+from mini_ee.lab.data.files import write_bytes
+from mini_ee.lab.errors import WrongArguments
+
+TEMPLATES = Path(__file__).parent / "pages"
+
+
+def write_page(name: str, figures: Mapping[str, Any], out: Path) -> Path:
+    """Write OUT/NAME.md from pages/NAME.md. Raises WrongArguments for a figure that the records do not have."""
+    path = out / f"{name}.md"
+    write_bytes(path, fill_in((TEMPLATES / path.name).read_text(encoding="utf-8"), figures, path.name).encode())
+    return path
+
+
+def fill_in(template: str, figures: Mapping[str, Any], name: str) -> str:
+    """The template with its figures. name: of the page, for the message."""
+    try:
+        return _environment().from_string(template).render(figures)
+    except UndefinedError as error:
+        raise WrongArguments(f"{name}: a figure has no record: {error.message}") from None
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        finalize=_recorded,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"percent": percent, "points": points, "table": table}
+    return environment
+
+
+def _recorded(value: Any) -> Any:
+    if isinstance(value, StrictUndefined):
+        str(value)  # raises, with the name of the figure
+    if value is None or isinstance(value, float) and math.isnan(value):
+        raise UndefinedError(f"found {value} in place of a number")
+    return value
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share from 0 to 1 in percent: 55.1%."""
+    return f"{_recorded(share):.{digits}%}"
+
+
+def points(difference: float, digits: int = 1) -> str:
+    """A difference of two shares in percentage points, with its sign: +1.9."""
+    return f"{100 * _recorded(difference):+.{digits}f}"
+
+
+def table(rows: Iterable[Iterable], *names: str) -> str:
+    """A table of Markdown with these column names."""
+    return "\n".join(markdown_table(names, ([_recorded(cell) for cell in row] for row in rows)))
