@@ -70,7 +70,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         "method": trained.config["method"],
         "text": args.text,
         **_prediction(result.logits[0], *names),
-        "exit": int(result.exit_index[0]),
+        "exit": segments.exits[result.exit_index[0]],
         "layers": layers,
         "exits": list(segments.exits),
         "layers_saved": 1 - depth / segments.exits[-1],

@@ -179,6 +179,10 @@ def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, expo
     assert_says_what_python_says(browser, exported, ODD)
 
 
+def test_the_page_names_a_fixed_exit_by_its_layer():
+    assert page._about(Fixed(1), (2, 4, 6))["fixed"] == {"exit": 4}
+
+
 @in_chromium
 @pytest.mark.parametrize(
     "rule",
