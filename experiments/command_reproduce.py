@@ -10,6 +10,7 @@ from mini_ee.lab.cli.command_options import positive
 LEADERBOARD = "leaderboard"
 HELP = "run a paper's experiments and write the page of its results"
 EXAMPLE = "mini-ee reproduce loraexit --quick"
+USUAL = "--only", "--quick", "--seeds"
 
 
 def add(sub: ArgumentParser) -> None:

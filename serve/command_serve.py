@@ -20,6 +20,7 @@ from mini_ee.serve.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
 
 HELP = "serve an export over HTTP; requests are batched together"
 EXAMPLE = "mini-ee serve exported --shadow .05"
+USUAL = "--port", "--device", "--shadow"
 HIGHEST_PORT = 65535
 
 OF_RAY = {  # defaults of environment variables; Ray reads them when it is imported

@@ -7,6 +7,7 @@ from mini_ee.lab.cli.task_options import columns_given
 
 HELP = "add exits to a fine-tuned model, from texts without labels; the model itself does not change"
 EXAMPLE = "mini-ee add-exits my-classifier --text inputs.txt --out fast"
+USUAL = "--out", "--agreement", "--max-loss"
 
 
 def add(sub) -> None:

@@ -14,6 +14,7 @@ from mini_ee.lab.errors import WrongArguments
 
 HELP = "calibrate thresholds for an agreement with the full model; they become the rule of the run or export"
 EXAMPLE = "mini-ee calibrate run --epsilon .95 --delta .05"
+USUAL = "--delta", "--task", "--cosine", "--text"
 KINDS = {
     "rows": calibrate_rows,
     "tokens": calibrate_tokens,

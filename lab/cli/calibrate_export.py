@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add(sub: ArgumentParser) -> None:
-    group = sub.add_argument_group("an export: its graph in ONNX Runtime gives the thresholds and the guarantee")
+    group = sub.add_argument_group("an export", "its graph in ONNX Runtime gives the thresholds and the guarantee")
     add_task(sub, "folder of a task with texts like those in service, whose labels are not read")
     group.add_argument("--split", help="split of --task (default train)")
     text = "file: one text per line, or a table, for an export; running text for a decoder (default generated text)"

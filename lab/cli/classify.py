@@ -11,6 +11,7 @@ from mini_ee.lab.data.values import checked_text
 
 HELP = "predict the label of one sentence at every exit"
 EXAMPLE = 'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."'
+USUAL = "--text", "--text-b", "--threshold"
 
 
 def add(sub: ArgumentParser) -> None:

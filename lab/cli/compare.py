@@ -11,6 +11,7 @@ from mini_ee.lab.errors import WrongArguments
 
 HELP = "compare several runs in one table, with times measured in turns"
 EXAMPLE = "mini-ee compare run-a run-b"
+USUAL = "--task", "--sweep", "--picture"
 BATCH_SIZE = 32
 
 

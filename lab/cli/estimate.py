@@ -18,6 +18,7 @@ from mini_ee.lab.errors import WrongArguments
 
 HELP = "estimate before any training whether early exit pays for a model and its data (see arXiv:2603.23701)"
 EXAMPLE = "mini-ee estimate bert-12x128 --task reviews"
+USUAL = "--task", "--text", "--max-rows"
 ROWS, TEXTS = 2000, 128
 SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an estimate, with its interval
 

@@ -10,11 +10,11 @@ from mini_ee.lab.errors import WrongArguments
 
 
 def add(sub: ArgumentParser) -> None:
-    group = sub.add_argument_group("a run of raee, besides those of a classifier")
+    group = sub.add_argument_group("a run of raee")
     group.add_argument(
         "--neighbours", type=positive, metavar="N", help="number of examples whose neighbours are printed"
     )
-    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures (raee or decoders, --sweep)")
+    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures, with --sweep")
 
 
 def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:

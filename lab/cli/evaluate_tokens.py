@@ -10,8 +10,10 @@ from mini_ee.lab.errors import WrongArguments
 
 def add(sub: ArgumentParser) -> None:
     group = sub.add_argument_group("a decoder")
-    group.add_argument("--text", type=Path, metavar="FILE", help="text file whose perplexity is measured too (--sweep)")
-    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures (raee or decoders, --sweep)")
+    group.add_argument(
+        "--text", type=Path, metavar="FILE", help="text file whose perplexity is measured too, with --sweep"
+    )
+    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures, with --sweep")
 
 
 def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:

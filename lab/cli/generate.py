@@ -13,6 +13,7 @@ from mini_ee.lab.exits.decoding import MISSING_KV, Step
 
 HELP = "generate text with a decoder, printed as it is generated"
 EXAMPLE = 'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95'
+USUAL = "--temperature", "--max-new-tokens", "--show-exits"
 WRITTEN_TOKENS, DRAFT = 100, 4
 COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the first exit, to red
 

@@ -66,13 +66,15 @@ def refuse_settings(args: Namespace, why: str, *allowed: str, rule: str = "") ->
 def add_own(parser: "Parser") -> None:
     """Add the settings of the rule of the RUN that the command line names, which replace those of the run.
 
-    Without such a run, as for --help, those of the rules of all methods.
+    Without such a run, those of the rules of all methods, which the help does not show.
     """
     named = named_run(parser.words)
     for rule in [named.rule] if named else OF_METHODS:
         if not (settings := settings_of_run(rule)):
             continue
-        group = parser.add_argument_group(f"a run of {rule}", "in place of the settings of the run")
+        group = parser.add_argument_group(f"the rule {rule}", "in place of the settings of the run")
+        if not named:
+            parser.hidden.append(group)
         for name, each in settings.items():
             about = each.metadata
             kind = {"type": READERS[each.type], "metavar": about.get("metavar")}

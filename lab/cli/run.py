@@ -35,6 +35,7 @@ from mini_ee.lab.export.sessions import PROVIDERS, versions
 
 HELP = "run sentences or prompts, or JSONL, through an export in batches; prints JSONL"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
+USUAL = "--out", "--batch-size", "--device"
 
 
 def add(sub: ArgumentParser) -> None:
