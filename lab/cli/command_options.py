@@ -64,6 +64,7 @@ class Parser(argparse.ArgumentParser):
         self.words: list[str] = []  # of the command line, after the command; see named_run
         self.kind = ""  # of that RUN, in words
         self.usual, self.shows_all = usual, usual is None
+        self.of_rules: dict[str, str] = {}  # option that only other commands take -> the exit rule that it sets
         self.hidden: list[argparse._ArgumentGroup] = []  # options that are parsed, but do not fit what the line names
         super().__init__(
             *args,
@@ -125,6 +126,9 @@ class Parser(argparse.ArgumentParser):
             flags = [word.partition("=")[0][2:] for word in unknown if word.startswith("--")]
             known = [name[2:] for name in self._option_string_actions if name.startswith("--")]
             meant = did_you_mean(flags[0], known, "--") if flags else ""
+            if rule := self.of_rules.get(f"--{flags[0]}" if flags else ""):
+                command = f"mini-ee evaluate RUN --rule {rule} {' '.join(unknown)}"
+                meant = f"; it is a setting of an exit rule, which takes effect after the training: {command}"
             of = f" for {self.kind}" if self.kind else ""
             every = "--help" if self.usual is None else "--help-all"
             self.error(f"unrecognized arguments{of}: {' '.join(unknown)}{meant}", every)

@@ -38,6 +38,15 @@ def rule_settings(embeds: bool = False) -> dict[str, Field]:
     return found
 
 
+def rules_of_options() -> dict[str, str]:
+    """Option of a setting -> the name of the first rule that has it, of those that --rule can name."""
+    found: dict[str, str] = {}
+    for name, kind in named_rules().items():
+        for each in fields(kind):
+            found.setdefault(flag_of(each.name, each.metadata), name)
+    return found
+
+
 def settings_of_run(rule: str) -> dict[str, Field]:
     """Settings of a rule that only a run can have, by name. They replace those of the run; {} for other rules."""
     if rule not in OF_METHODS or _can_be_named(rule_class(rule)):

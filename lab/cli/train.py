@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mini_ee.lab.cli.command_options import Parser, add_options, given_options, sentence
+from mini_ee.lab.cli.rule_options import rules_of_options
 from mini_ee.lab.cli.task_options import add_task
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.tasks import TOY
@@ -54,7 +55,7 @@ def _add_method(sub: Parser, name: str, words: list[str]) -> None:
     from mini_ee.lab.training.method import load_method
     from mini_ee.lab.training.train_settings import OPTIONS, TASK_HELP, TrainOptions
 
-    method = load_method(name)
+    method, sub.of_rules = load_method(name), rules_of_options()
     sub.description = (import_module(METHODS[name]).__doc__ or "").partition("\n\n")[0]
     unit, named, usual = _defaults(method, words)
     built_in = f"the built-in {'Llama' if unit == 'tokens' else 'BERT'}"

@@ -791,7 +791,9 @@ def test_calibrate_prints_intervals_of_the_papers_thresholds_and_whether_there_i
 
 
 def test_classify_shows_every_layer_and_the_exit(capsys, run_folder):
-    result = answer(capsys, "classify", run_folder, "--text", "the film was lovely", "--layer", "2")
+    result = answer(capsys, "classify", run_folder, "the film was lovely", "--layer", "2")
+    assert result == answer(capsys, "classify", run_folder, "--text", "the film was lovely", "--layer", "2")
+    assert result["exit"] == 2
     assert [row["layer"] for row in result["rows"]] == [1, 2, 3] and result["layers"] == 2
     assert [row["left_here"] for row in result["rows"]] == [False, True, False]
     assert result["label"] == result["rows"][1]["label"] in ("bad", "good") and 0 < result["confidence"] <= 1

@@ -146,3 +146,13 @@ def test_the_folder_around_a_run_names_the_run(capsys, tmp_path, run_folder):
     shutil.copytree(run_folder, tmp_path / "demo" / "run")
     line = refused(capsys, "classify", tmp_path / "demo", "--text", "a", status=2)
     assert line.endswith(f"did you mean {tmp_path / 'demo' / 'run'}?")
+
+
+def test_a_model_that_learned_nothing_is_warned_about_before_its_guarantee(
+    capsys, tmp_path, checkpoint_folder, task_folder
+):
+    places = ("--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "run")
+    assert main([*map(str, ("train", "joint", *places, "--epochs", 1, "--lr", 0, "--head-lr", 0))]) == 0
+    printed = capsys.readouterr().out
+    warning = "\nThe full model is no better than a constant: its accuracy on "
+    assert warning in printed and "uarante" not in printed.partition(warning)[0]
