@@ -109,12 +109,12 @@ def _run_here(args: Namespace) -> dict:
     with ExitStack() as stack:
         folder = stack.enter_context(as_export(args.exported, "serve"))
         worker = stack.enter_context(_worker(args, folder))
-        engine, about, served = worker.engine, "", App(worker, args.hosts)
+        engine, canary, served = worker.engine, "", App(worker, args.hosts)
         if args.canary:
             new = stack.enter_context(_worker(args, args.canary))
             served = Canary(worker, new, args.share, args.hosts, args.seed)
-            about = f"; {args.share:g} of the requests: {args.canary}, model {new.engine.runtime.model_id}"
-        serve(served, args.host, args.port, _ready(args, engine.runtime, f"queues: {', '.join(engine.queues)}{about}"))
+            canary = f"; {args.share:g} of the requests: {args.canary}, model {new.engine.runtime.model_id}"
+        serve(served, args.host, args.port, _ready(args, engine.runtime, f"queues: {', '.join(engine.queues)}{canary}"))
     requests = worker.metrics.requests
     answered = requests["answered"] + (new.metrics.requests["answered"] if args.canary else 0)
     _say(f"drained; {answered} requests answered")
@@ -135,8 +135,8 @@ def _run_on_ray(args: Namespace) -> dict:
     worker.drain()
     least, most = args.replicas or (1, 1)
     size = Size(least, most, args.batch_size, args.queue, args.threads, int(args.device == "cuda"))
-    about = f"replicas: {most if least == most else f'{least} to {most}'}"
-    ready = _ready(args, worker.engine.runtime, about)
+    replicas = f"replicas: {most if least == most else f'{least} to {most}'}"
+    ready = _ready(args, worker.engine.runtime, replicas)
     with redirect_stdout(sys.stderr):  # Ray prints the output of its processes
         requests = serve(partial(_replica, args), size, args.host, args.port, ready, args.hosts)
     if requests is None:
@@ -146,7 +146,7 @@ def _run_on_ray(args: Namespace) -> dict:
     return {"replicas": [least, most], "requests": requests, "rule": worker.engine.rule.to_dict(), "seed": args.seed}
 
 
-def _ready(args: Namespace, runtime: Runtime, about: str) -> Callable[[str], None]:
+def _ready(args: Namespace, runtime: Runtime, details: str) -> Callable[[str], None]:
     """Prints the address when the server listens, and a request to try."""
     path, texts = "/classify", {"text": "A charming film.", "text_b": "It was good."}
     if runtime.generates or runtime.embeds:
@@ -156,7 +156,7 @@ def _ready(args: Namespace, runtime: Runtime, about: str) -> Callable[[str], Non
         del texts["text_b"]
 
     def ready(address: str) -> None:
-        _say(f"{args.exported} on {address}, {about}")
+        _say(f"{args.exported} on {address}, {details}")
         _say(f"try: curl -s {address}{path} --json '{json.dumps(texts)}'")
 
     return ready

@@ -93,9 +93,9 @@ class Parser(argparse.ArgumentParser):
         needed = [action for action in positional if action.required and action.help] + sum(either, required)
         formatter.add_text(self.description)
         formatter.add_usage(" ".join(["%(prog)s", *usage, "[options]"]), [], [])
-        for title, about, actions in (("required", None, needed), *self._sections(needed)):
+        for title, description, actions in (("required", None, needed), *self._sections(needed)):
             formatter.start_section(title)
-            formatter.add_text(about)
+            formatter.add_text(description)
             formatter.add_arguments(actions)
             formatter.end_section()
         formatter.add_text(self.epilog)
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
     def _sections(self, needed: list) -> Iterator[tuple[str, str | None, list]]:
         """(title, description, options) of each section after the required options."""
         usual = [self._option_string_actions[flag] for flag in self.usual or () if flag in self._option_string_actions]
-        first = [each for each in self._positionals._group_actions if each.help] + usual
+        first = [action for action in self._positionals._group_actions if action.help] + usual
         first = [action for action in first if action not in needed]
         others, elsewhere = [], (self._positionals, self.every_command, *self.hidden)
         for group in (*(group for group in self._action_groups if group not in elsewhere), self.every_command):
@@ -172,20 +172,20 @@ def add_options(
 
     defaults: for the help, the defaults that differ from those of the class. lacks: fields that get no option.
     """
-    for each in fields(settings):
-        if not each.metadata or each.name in lacks:
+    for field in fields(settings):
+        if not field.metadata or field.name in lacks:
             continue
-        kind, about = scalar_type(each.type), each.metadata
-        help = help_of(each, (defaults or {}).get(each.name, each.default))
-        flag, name = flag_of(each.name, about), {"dest": each.name, "default": argparse.SUPPRESS}
+        kind, metadata = scalar_type(field.type), field.metadata
+        help = help_of(field, (defaults or {}).get(field.name, field.default))
+        flag, name = flag_of(field.name, metadata), {"dest": field.name, "default": argparse.SUPPRESS}
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=help, **name)
             continue
-        many = has_several(each.type)
-        name |= {"metavar": about["metavar"]} if "metavar" in about else {}
-        if about["choices"] is not None and not many:
-            parser.add_argument(flag, choices=about["choices"], help=help, **name)
-        elif many and kind is str and about["choices"] is None and "metavar" in about:
+        many = has_several(field.type)
+        name |= {"metavar": metadata["metavar"]} if "metavar" in metadata else {}
+        if metadata["choices"] is not None and not many:
+            parser.add_argument(flag, choices=metadata["choices"], help=help, **name)
+        elif many and kind is str and metadata["choices"] is None and "metavar" in metadata:
             parser.add_argument(flag, action="append", help=help, **name)
         else:
             parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=help, **name)
@@ -221,7 +221,7 @@ def add_schedule(sub: argparse._ActionsContainer) -> None:
 
 def given_options(args: argparse.Namespace, *settings: type) -> dict:
     """The options that were given, by name, of these classes' fields."""
-    names = {each.name for part in settings for each in fields(part)}
+    names = {field.name for part in settings for field in fields(part)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
@@ -259,10 +259,10 @@ def positive(text: str) -> int:
 def span(text: str) -> tuple[int, int]:
     """(least, most) from a number of at least 1, or from two with a dash."""
     least, dash, most = text.partition("-")
-    found = positive(least), positive(most if dash else least)
-    if found[0] > found[1]:
+    limits = positive(least), positive(most if dash else least)
+    if limits[0] > limits[1]:
         raise argparse.ArgumentTypeError(f"expected the least first, as in 1-4, found {text!r}")
-    return found
+    return limits
 
 
 def seed(text: str) -> int:
@@ -299,8 +299,8 @@ def share(text: str) -> float:
 
 def numbers(text: str) -> float | tuple[float, ...]:
     """One number, or several separated by commas."""
-    found = tuple(number(part) for part in text.split(","))
-    return found if len(found) > 1 else found[0]
+    values = tuple(number(part) for part in text.split(","))
+    return values if len(values) > 1 else values[0]
 
 
 class Named(NamedTuple):

@@ -42,8 +42,8 @@ def add(sub: Parser) -> None:
     sub.add_argument(
         "--out", type=Path, default=Path("mini-ee-demo"), help="folder of the report; an earlier report is replaced"
     )
-    about = "defaults for the built-in BERT; those for your model are shown after --model DIR" if usual else None
-    add_options(sub.add_argument_group("training", about), TrainOptions, usual)
+    of_defaults = "defaults for the built-in BERT; those for your model are shown after --model DIR" if usual else None
+    add_options(sub.add_argument_group("training", of_defaults), TrainOptions, usual)
     add_options(sub.add_argument_group("model and data"), RowOptions, usual)
 
 
@@ -150,8 +150,8 @@ def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
     total = sum(answer["exit_counts"])
     return [
         {"layer": layer, "accuracy": accuracy, "score": score, "share": count / total}
-        | {"seconds": float(each), "speedup": float(full / each)}
-        for layer, accuracy, score, count, each in zip(
+        | {"seconds": float(exit_seconds), "speedup": float(full / exit_seconds)}
+        for layer, accuracy, score, count, exit_seconds in zip(
             answer["exits"], answer["per_exit_accuracy"], answer["per_exit_score"], answer["exit_counts"], seconds
         )
     ]

@@ -66,8 +66,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     if backbone.config.num_hidden_layers < 2:
         raise WrongArguments(f"{folder}: expected at least two layers, found one")
     unit = load_unit("tokens" if backbone.generates and not args.task else "rows")
-    probed, about = (_tokens if unit.generates else _rows)(backbone, folder, args)
-    answer = {"model": folder.resolve().name, "unit": unit.name} | about
+    probed, source = (_tokens if unit.generates else _rows)(backbone, folder, args)
+    answer = {"model": folder.resolve().name, "unit": unit.name} | source
     answer |= suitability(probed, args.seed)
     _print_answer(answer, unit, say)
     if args.picture:
@@ -137,8 +137,8 @@ def _rows(backbone, folder: Path, args: Namespace) -> tuple:
         Tokenizer.from_folder(tokenizer_folder(folder), min(128, backbone.config.max_tokens)), rows.texts, backbone
     )
     probed = probe_rows(backbone, encoded, rows.labels, classes, args.seed)
-    about = {"source": str(args.text)} if args.text else {"source": f"{source.name}, train", "task": source.name}
-    return probed, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
+    origin = {"source": str(args.text)} if args.text else {"source": f"{source.name}, train", "task": source.name}
+    return probed, origin | {"rows": len(rows), "rows_truncated": encoded.truncated}
 
 
 def _print_answer(answer: dict, unit, say: Callable[[str], None]) -> None:
@@ -162,12 +162,14 @@ def _print_answer(answer: dict, unit, say: Callable[[str], None]) -> None:
         f"{answer['head_layers']:.2g} layers.{begins} An oracle would save {answer['oracle_saved']:.1%} of the layers, "
         f"net of heads {answer['oracle_net_saved']:.1%} of the FLOPs."
     )
-    for each, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
-        if len(each["exits"]) > 1:
-            saved, net = (f"{each[key]:.1%} ({each[low]:.1%} to {each[high]:.1%})" for key, low, high in SHARES)
+    for estimate, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
+        if len(estimate["exits"]) > 1:
+            saved, net = (
+                f"{estimate[key]:.1%} ({estimate[low]:.1%} to {estimate[high]:.1%})" for key, low, high in SHARES
+            )
             say(
                 f"Exits after {where} save {saved} of the layers, net of heads {net} of the FLOPs, at a threshold "
-                f"at which {each['kept']:.3f} of the {unit.noun} agree with the last layer."
+                f"at which {estimate['kept']:.3f} of the {unit.noun} agree with the last layer."
             )
     if "majority" in answer:
         say(

@@ -29,9 +29,9 @@ def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))
     if not args.task:
         refuse(args, ("max_rows",), "is for the examples of a benchmark: give --task too")
-    about = {"method": opened.config["method"], "run": str(args.run)}
+    header = {"method": opened.config["method"], "run": str(args.run)}
     if args.sweep:
-        return about | _over_epsilon(opened, args, say)
+        return header | _over_epsilon(opened, args, say)
     rule = chosen_rule(args, opened)
     answer = benchmark_answer(_benchmark_scores(opened, args), rule)
     columns = zip(answer["exits"], answer["per_exit_accuracy"], answer["exit_counts"])
@@ -50,7 +50,7 @@ def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
         f"(full model {answer['full_accuracy']:.3f}{chance}), ln p of the right answer {answer['log_likelihood']:.2f}; "
         f"on average {answer['mean_layers']:.2f} layers of {opened.model.whole.exits[-1]} per scored token."
     )
-    return about | answer
+    return header | answer
 
 
 def _benchmark_scores(opened, args: Namespace):

@@ -51,8 +51,8 @@ def parser(argv: list[str]) -> Parser:
             module.add(commands, argv)
         else:
             twice = "resolve" if hasattr(module, "KINDS") else "error"  # kinds of runs share names of options
-            about = {"description": sentence(module.HELP), "example": module.EXAMPLE, "usual": module.USUAL}
-            sub = commands.add_parser(name, conflict_handler=twice, **about)
+            texts = {"description": sentence(module.HELP), "example": module.EXAMPLE, "usual": module.USUAL}
+            sub = commands.add_parser(name, conflict_handler=twice, **texts)
             sub.words = argv[1:]
             module.add(sub)
             add_common(sub)

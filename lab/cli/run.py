@@ -148,9 +148,9 @@ def _answers(runtime: Runtime, lines: list[InputRow], batch_size: int) -> tuple[
         except ValueError as error:
             errors[row.line] = str(error).removeprefix("row 0: ")
     answers = _run(runtime, rows, batch_size, errors)
-    found = {number: {"error": text} for number, text in errors.items()}
-    found |= {number: answer.to_dict() for number, answer in answers.items()}
-    return [{"line": row.line, **found[row.line]} for row in lines], cut
+    fields = {number: {"error": text} for number, text in errors.items()}
+    fields |= {number: answer.to_dict() for number, answer in answers.items()}
+    return [{"line": row.line, **fields[row.line]} for row in lines], cut
 
 
 def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict[int, str]) -> dict:

@@ -59,7 +59,7 @@ def _add_method(sub: Parser, name: str, words: list[str]) -> None:
     sub.description = (import_module(METHODS[name]).__doc__ or "").partition("\n\n")[0]
     unit, named, usual = _defaults(method, words)
     built_in = f"the built-in {'Llama' if unit == 'tokens' else 'BERT'}"
-    about = None if named else f"defaults for {built_in}; those for your model are shown after --model DIR"
+    of_defaults = None if named else f"defaults for {built_in}; those for your model are shown after --model DIR"
     sub.add_argument("--model", type=Path, metavar="DIR", help=f"folder of a checkpoint (default {built_in})")
     common, source = OPTIONS[unit]
     if source is TaskOptions:
@@ -69,16 +69,16 @@ def _add_method(sub: Parser, name: str, words: list[str]) -> None:
     sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder of the run; must not exist")
     sub.add_argument("--resume", action="store_true", help="continue an interrupted training")
     add_options(sub.add_argument_group(name), method.config, usual)
-    add_options(sub.add_argument_group("training", about), TrainOptions, usual, method.lacks)
+    add_options(sub.add_argument_group("training", of_defaults), TrainOptions, usual, method.lacks)
     add_options(sub.add_argument_group("model and data"), common, usual, method.lacks)
     if source is not TaskOptions:
         add_options(sub.add_argument_group("texts"), source, usual, method.lacks)
-    has = {each.name for part in (common, source) for each in fields(part)}
+    known = {field.name for part in (common, source) for field in fields(part)}
     for other in method.units:
         for part in OPTIONS[other] if other != unit else ():
             sub.hidden.append(sub.add_argument_group(other))
-            add_options(sub.hidden[-1], part, lacks=(*has, *method.lacks))
-            has |= {each.name for each in fields(part)}
+            add_options(sub.hidden[-1], part, lacks=(*known, *method.lacks))
+            known |= {field.name for field in fields(part)}
         if other != unit and (of := OF_UNIT.get(other)):
             sub.epilog += f"\n\noptions for {of[0]}:\n  mini-ee train {name} --task {of[1]} --help-all"
     add_common(sub)
