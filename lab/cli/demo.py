@@ -36,13 +36,14 @@ CURVE_COLUMNS = {
 def add(sub: Parser) -> None:
     from mini_ee.lab.training.train_settings import ENCODER_DEFAULTS, RowOptions, TrainOptions
 
-    usual = {} if any(word.partition("=")[0] == "--model" for word in sub.words) else ENCODER_DEFAULTS
+    named = any(word.partition("=")[0] == "--model" for word in sub.words)
+    usual = ({} if named else ENCODER_DEFAULTS) | {"exits": "one after every layer"}
     sub.add_argument("--model", type=Path, metavar="DIR", help="folder of a checkpoint (default the built-in BERT)")
     add_task(sub, "folder of a task (default the built-in reviews)")
     sub.add_argument(
         "--out", type=Path, default=Path("mini-ee-demo"), help="folder of the report; an earlier report is replaced"
     )
-    of_defaults = "defaults for the built-in BERT; those for your model are shown after --model DIR" if usual else None
+    of_defaults = None if named else "defaults for the built-in BERT; with --model DIR, those for your model"
     add_options(sub.add_argument_group("training", of_defaults), TrainOptions, usual)
     add_options(sub.add_argument_group("model and data"), RowOptions, usual)
 

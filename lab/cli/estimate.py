@@ -1,4 +1,4 @@
-"""`mini-ee estimate`: whether early exit pays for a model and its data. See evaluation/savings_estimate.py."""
+"""`mini-ee estimate`: whether early exit is worth it for a model and its data. See evaluation/savings_estimate.py."""
 
 import time
 from argparse import ArgumentParser, Namespace
@@ -16,7 +16,7 @@ from mini_ee.lab.cli.task_options import (
 )
 from mini_ee.lab.errors import WrongArguments
 
-HELP = "estimate before any training whether early exit pays for a model and its data (see arXiv:2603.23701)"
+HELP = "estimate before any training whether early exit is worth it for a model and its data (arXiv:2603.23701)"
 EXAMPLE = "mini-ee estimate bert-12x128 --task reviews"
 USUAL = "--task", "--text", "--max-rows"
 ROWS, TEXTS = 2000, 128

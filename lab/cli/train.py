@@ -59,7 +59,7 @@ def _add_method(sub: Parser, name: str, words: list[str]) -> None:
     sub.description = (import_module(METHODS[name]).__doc__ or "").partition("\n\n")[0]
     unit, named, usual = _defaults(method, words)
     built_in = f"the built-in {'Llama' if unit == 'tokens' else 'BERT'}"
-    of_defaults = None if named else f"defaults for {built_in}; those for your model are shown after --model DIR"
+    of_defaults = None if named else f"defaults for {built_in}; with --model DIR, those for your model"
     sub.add_argument("--model", type=Path, metavar="DIR", help=f"folder of a checkpoint (default {built_in})")
     common, source = OPTIONS[unit]
     if source is TaskOptions:
@@ -157,7 +157,7 @@ def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
     say(
         f"Trained on {metrics['rows']} texts. Cosine to the full embedding, on {metrics['rows_tested']} held-out texts:"
     )
-    say(table(rows, {"layer": "layer", names[0]: "mean:.3f", names[1]: "10 % quantile:.3f"}))
+    say(table(rows, {"layer": "layer", names[0]: "mean:.3f", names[1]: "10% quantile:.3f"}))
     depth = f"depth is {trained.exits[getattr(trained.rule, 'exit', -1)]} of {trained.exits[-1]} layers"
     default = depth if trained.rule.knob is None else f"rule is {trained.rule}"
     say(f"The default {default}; --rule fixed --layer chooses a depth.")
