@@ -29,6 +29,7 @@ from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.export.tracing import Value
+from mini_ee.lab.rule_inputs import with_runtime
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
 
 TESTS = Path(__file__).parent
@@ -768,7 +769,7 @@ OF_GRAPHS = [
     ("export.segment_graphs._rows_of", source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"), LABEL_WORDS),
     (OPERATION, node("Not", "Identity"), STOPS),
     ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
-    ("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: self.rule.with_runtime({"threshold": self.thresholds[: len(reading), k]}).stop(k, reading, memory)), STOPS),
+    *[("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: with_runtime(self.rule, {"threshold": self.thresholds[: len(reading), k]}).stop(k, reading, memory)), test) for test in (STOPS, CONTRACT + "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]")],
     ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
     ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
