@@ -29,6 +29,7 @@ from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.export.tracing import Value
+from mini_ee.lab.rule_inputs import with_runtime
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
 
 TESTS = Path(__file__).parent
@@ -438,6 +439,7 @@ EQUATIONS += [  # the same of the core, and bugs of its own
     (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again"),
     (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
     (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[0.8]"),
+    (CORE + "consistent.depth_weighted_loss", source("depth * loss", "loss"), "4_consistent.py::test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_depths"),
     (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2]"),
     (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t"),
     (CORE + "lora_exits.sgmv", source("@ A[i], B[i]", "@ A[0], B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[[5, 5, 5]]"),
@@ -552,7 +554,7 @@ RULES = [
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
     ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
-    ("training.stages.depth_weighted_sum", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
+    ("training.stages.weighted_by_depth", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
     ("backbones.bert.LayerContext.keep", always(lambda self, rows: self._replace(padding=self.padding[: len(rows)])), NEW + "rows_that_are_kept_go_on_as_if_the_others_had_never_been_there[bert-[1, 3]]"),
     ("backbones.bert.LayerContext.repeat", always(lambda self, count: self._replace(padding=self.padding.repeat_interleave(count, 0))), NEW + "the_context_of_a_repeated_batch_repeats_it[bert]"),
@@ -768,7 +770,7 @@ OF_GRAPHS = [
     ("export.segment_graphs._rows_of", source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"), LABEL_WORDS),
     (OPERATION, node("Not", "Identity"), STOPS),
     ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
-    ("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: self.rule.with_runtime({"threshold": self.thresholds[: len(reading), k]}).stop(k, reading, memory)), STOPS),
+    *[("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: with_runtime(self.rule, {"threshold": self.thresholds[: len(reading), k]}).stop(k, reading, memory)), test) for test in (STOPS, CONTRACT + "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]")],
     ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
     ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),

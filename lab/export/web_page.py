@@ -30,7 +30,9 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.token_exits import record_texts
 from mini_ee.lab.export.sessions import GraphRule
+from mini_ee.lab.rule_inputs import runtime_inputs, runtime_settings, runtime_values
 from mini_ee.lab.rules import Rule, rule_from_dict
+from mini_ee.lab.sweep import knob
 from mini_ee.lab.training.default_rule import curve
 from mini_ee.lab.training.run_folder import Run
 
@@ -86,12 +88,13 @@ def _about(rule: Rule, exits: tuple[int, ...]) -> dict:
     """The rule for the page: `words`, the first sentence about its class; `fixed`, settings that are no input of the
     graph; `compares`, the attribute of each input of the graph; `knob`, the help of the setting that the slider moves.
     """
-    words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.runtime_settings}
+    words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *runtime_settings(rule)}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
     if "exit" in fixed:  # its layer
         fixed["exit"] = exits[fixed["exit"]]
-    knob = rule.__dataclass_fields__[rule.knob].metadata.get("help", rule.knob) if rule.knob else ""
-    return {"words": " ".join(words.split()), "fixed": fixed, "compares": rule.runtime_inputs, "knob": knob}
+    moves = knob(rule)
+    about = rule.__dataclass_fields__[moves].metadata.get("help", moves) if moves else ""
+    return {"words": " ".join(words.split()), "fixed": fixed, "compares": runtime_inputs(rule), "knob": about}
 
 
 def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
@@ -169,7 +172,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
     own: agreement and mean layers of the run's own rule, which most often has a threshold per exit.
     """
-    if run.rule.knob is None or len(run.exits) < 2:
+    if knob(run.rule) is None or len(run.exits) < 2:
         return None
     backbone = run.model.backbone
     count = min(CURVE_TOKENS, backbone.max_written - max(map(len, prompts)))
@@ -188,11 +191,12 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
 def _moved(rule: Rule, points: list[list]) -> dict:
     """The input of the graph for the setting that moves, and the points with the values of that input."""
-    name = dict(zip(rule.runtime_settings, rule.runtime_inputs))[rule.knob]
-    values = [rule_from_dict(rule.to_dict() | {rule.knob: value}).runtime_values(1)[name] for value, *_ in points]
+    setting = knob(rule)
+    name = runtime_settings(rule)[setting]
+    values = [runtime_values(rule_from_dict(rule.to_dict() | {setting: value}), 1)[name] for value, *_ in points]
     return {"setting": name, "points": [(*_numbers(value), *rest) for value, (_, *rest) in zip(values, points)]}
 
 
 def _family(rule: Rule) -> dict:
     """The rule without the setting that moves."""
-    return {name: value for name, value in rule.to_dict().items() if name != rule.knob}
+    return {name: value for name, value in rule.to_dict().items() if name != knob(rule)}

@@ -37,6 +37,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.recording import read_every_exit
+from mini_ee.lab.rule_inputs import runtime_inputs
 from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.lab.training import holdout
 from mini_ee.lab.training.run_folder import Run
@@ -220,11 +221,11 @@ def assert_shows_what_is_compared(browser, run, rule, about):
             )
             continue
         assert words.endswith("it exits" if k == at else "it continues")
-        if not rule.runtime_inputs:
+        if not runtime_inputs(rule):
             assert words.startswith("the rule compares nothing here")
             continue
         noted = copy(rule)
-        wanted = {name: Asked(getattr(rule, name), k) for name in rule.runtime_inputs.values()}
+        wanted = {name: Asked(getattr(rule, name), k) for name in runtime_inputs(rule).values()}
         for name, value in wanted.items():
             object.__setattr__(noted, name, value)
         noted.stop(k, logits[:, k], memory)
