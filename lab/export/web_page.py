@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.tasks import TOY
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
@@ -41,6 +42,11 @@ PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
 EXAMPLES, CANDIDATES = 4, 64
+FIRST = (  # examples of a model of the built-in reviews: the sentences of the first picture, docs/drawings/loop.py
+    "A charming film.",
+    "For all its wonderful bed, the inn was awful!",
+    "I expected to hate the film, but it was wonderful.",
+)
 CURVE_TOKENS = 64  # tokens after each prompt, for the curve of a decoder
 
 
@@ -123,10 +129,12 @@ def _of_tokens(run: Run, prompts: list[str]) -> dict:
 
 
 def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """EXAMPLES of the texts, first one of each exit layer."""
+    """EXAMPLES of the texts, first one of each exit layer. Of the built-in reviews they begin with FIRST."""
+    task = run.config["task"]
+    first = [(text,) for text in FIRST] if (task["name"], task["texts"]) == (TOY, 1) else []
     layers = [answer.layers for answer in run.classify(texts)]
     order = sorted(range(len(texts)), key=lambda row: layers[row] in layers[:row])
-    return [texts[row] for row in order[:EXAMPLES]]
+    return [*first, *(texts[row] for row in order)][:EXAMPLES]
 
 
 def vendor_command(folder: Path) -> str | None:
