@@ -47,7 +47,7 @@ def adaptive(embedding_run, rule, tmp_path_factory):
 
 
 def test_the_graph_returns_embedding_and_layers(exported, embedding_run):
-    session = onnxruntime.InferenceSession(exported.folder / "model.onnx")
+    session = onnxruntime.InferenceSession(exported.folder / "onnx/model.onnx")
     assert [each.name for each in session.get_outputs()] == ["embedding", "layers"]
     encoded = exported.encode(TEXTS[:5]).batch(slice(None))
     inputs = {name: getattr(encoded, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
