@@ -45,8 +45,8 @@ FORMS = {"rows": ROWS, "prompts": ROWS, "embeddings": ROWS | {"normalize": bool}
 
 
 def output_of(unit: str) -> str:
-    """The name that graphs give to the numbers of an exit: embedding (B, d), else logits (B, C)."""
-    return "embedding" if unit == "embeddings" else "logits"
+    """The name that graphs give to the numbers of an exit: sentence_embedding (B, d), else logits (B, C)."""
+    return "sentence_embedding" if unit == "embeddings" else "logits"
 
 
 def _instead(folder: Path) -> str:

@@ -12,7 +12,7 @@ onnx/memory.onnx           for an encoder-decoder that generates text: the encod
 onnx/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
                            datastore/; encoder/ has the tokenizer of the encoder if it is another one
 onnx/model.onnx_data       of several graphs, or above 2 GB: the weights of all graphs, each once
-config.json                with tokenizer.json and tokenizer_config.json: by which clients of Hugging Face read all
+config.json                and others: by which clients of Hugging Face load the folder, see hugging_face.py
 README.md                  the model card, see card.py
 index.html                 with `web`: a page for the browser and its files, see web_page.py
 
@@ -32,8 +32,6 @@ from torch import nn
 
 from mini_ee.export.graph import write_beside
 from mini_ee.export.manifest import FORMAT_VERSION, WEIGHTS
-from mini_ee.lab.backbones.families import layout_of
-from mini_ee.lab.backbones.fine_tuned import CLASSIFIES
 from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.data.tokenizer import Inputs
@@ -43,6 +41,7 @@ from mini_ee.lab.exits.generation import token_segments, token_weights
 from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of, whole_tables
 from mini_ee.lab.export.card import CARD, card
 from mini_ee.lab.export.graph import Graph
+from mini_ee.lab.export.hugging_face import named_by, original_of, write_hugging_face
 from mini_ee.lab.export.model_graph import write_model_graph
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.segment_graphs import segment_graphs
@@ -126,11 +125,9 @@ def export(
             "max_length": run.tokenizer.max_length,
             **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web),
             "versions": versions() | {"onnx": onnx.__version__},
+            "original": named_by(original_of(run)),
         }
-        run.tokenizer.save_beside_model(partial_folder)
-        javascript = {"dtype": "fp32", "use_external_data_format": (partial_folder / WEIGHTS).exists()}
-        config = _hugging_face_config(run) | {"transformers.js_config": javascript}
-        write_json(partial_folder / "config.json", config)
+        write_hugging_face(run, partial_folder)
         if run.rule.embed is not None:
             manifest["encoder"] = _write_embedder(run.rule, partial_folder)
         if web:
@@ -143,17 +140,6 @@ def export(
         write_bytes(partial_folder / CARD, card(manifest).encode())
         write_json(partial_folder / MANIFEST, manifest)
     return manifest
-
-
-def _hugging_face_config(run: Run) -> dict:
-    """The config.json by which clients of Hugging Face recognise the model, and name its labels."""
-    backbone = run.model.backbone
-    ending = {"tokens": backbone.head_architecture, "embeddings": "Model"}.get(run.unit, CLASSIFIES)
-    config = backbone.config.to_dict()
-    if ending == CLASSIFIES:
-        names = run.label_names or ["LABEL_0"]  # the one of a regression
-        config |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
-    return config | {"architectures": [layout_of(backbone.config.model_type).architecture + ending]}
 
 
 def _scores(run: Run) -> dict:
