@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from mini_ee.bert import Bert, Exits, State
 from mini_ee.data import Rows, of_all, open_task, report, usual_rules
+from mini_ee.load import exits_of
 from mini_ee.rules import Policy
 from mini_ee.train import Options, script, train
 
@@ -263,7 +264,6 @@ def alternate(
 class ConsistentOptions(Options):
     """Options of the script."""
 
-    exits: tuple[int, ...] = field(default=(2, 4, 8, 12), metadata={"help": "exit layers, up to the last"})
     # The largest of .02, .03, .07 at which the policy loses nothing on the reviews' dev split.
     alpha: float = field(default=0.02, metadata={"help": "price of a layer in nats; a larger one exits earlier"})
     rounds: int = field(default=2, metadata={"help": "most rounds of a policy step and a task step"})
@@ -277,7 +277,7 @@ def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows]:
     if not rows.names:
         raise ValueError("ConsistentEE needs classes: the reward of an exit is the logarithm of a probability")
     learn, held = rows.split(0.8, 0.2)
-    model = PolicyExits(bert, options.exits, rows.outputs).eval()
+    model = PolicyExits(bert, exits_of(options.exits, (2, 4, 8, 12), len(bert.layers)), rows.outputs).eval()
     print(f"ConsistentEE: {len(learn)} training rows, {len(held)} held out")
     fit_rows(model, learn, held, Settings(alpha=options.alpha, epochs=options.epochs, rounds=options.rounds))
     rules = {"policy, pi > .5": Policy(), "policy, pi > .8": Policy(0.8)} | usual_rules(rows)

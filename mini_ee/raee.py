@@ -180,7 +180,7 @@ class RAEEOptions:
     model: str = field(default="bert", metadata={"help": "folder of a BERT of Hugging Face, or the built-in one"})
     task: str = field(default="", metadata={"help": "TSV, CSV or JSONL file, or a folder with train and dev files"})
     rows: int = field(default=4000, metadata={"help": "most training rows; three quarters are collected"})
-    exits: tuple[int, ...] = field(default=tuple(range(1, 13)), metadata={"help": "exit layers, up to the last"})
+    exits: tuple[int, ...] = field(default=(), metadata={"help": "exit layers, up to the last (every layer)"})
     epochs: int = field(default=4, metadata={"help": "epochs of the exits' training"})
     lr: float = field(default=4e-4, metadata={"help": "learning rate of the exits' training"})
     neighbours: int = field(default=NEIGHBOURS, metadata={"help": "neighbours that vote"})
@@ -204,7 +204,7 @@ def main(options: RAEEOptions) -> tuple[Exits, Rule, Rows]:
     if not rows.names:
         raise ValueError("RAEE needs classes: a value is the probability of the right class")
     learn, collected = rows.split(0.25, 0.75)
-    model = Exits(bert, options.exits, rows.outputs).eval()
+    model = Exits(bert, options.exits or range(1, len(bert.layers) + 1), rows.outputs).eval()
     print(f"RAEE: exits learn from {len(learn)} rows; their values are collected on {len(collected)} others")
 
     def loss(batch: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mini_ee.calibrate import default_rule, tau, tau_with_confidence
 from mini_ee.llama import Cache, Llama, Place, TokenExits, generate, pieces, read_texts
-from mini_ee.load import load_tokenizer
+from mini_ee.load import exits_of, load_tokenizer
 from mini_ee.loop import Result, Table, early_exit
 from mini_ee.rules import MEASURES, Never, Threshold
 from mini_ee.train import Options, draw, script, train
@@ -161,7 +161,8 @@ def main(options: SelfSupervisedOptions) -> None:
     """Half of D_c chooses tau, the other half shows what it is worth."""
     torch.manual_seed(options.seed)
     llama, tokenizer = Llama.load(options.model), load_tokenizer(options.model)
-    first, model = llama.config.get("bos_token_id") or 0, TokenExits(llama, options.exits).eval()
+    first = llama.config.get("bos_token_id") or 0
+    model = TokenExits(llama, exits_of(options.exits, (4, 8, 12), len(llama.layers))).eval()
 
     def ids_of(text: str) -> list[int]:
         return [first, *tokenizer.encode(text, add_special_tokens=False).ids]

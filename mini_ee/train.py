@@ -100,7 +100,7 @@ class Options:
     model: str = field(default="bert", metadata={"help": "folder of a BERT of Hugging Face, or the built-in one"})
     task: str = field(default="", metadata={"help": "TSV, CSV or JSONL file, or a folder with train and dev files"})
     rows: int = field(default=2000, metadata={"help": "most training rows, drawn with the seed"})
-    exits: tuple[int, ...] = field(default=(4, 8, 12), metadata={"help": "exit layers; the last one is the model's"})
+    exits: tuple[int, ...] = field(default=(), metadata={"help": "exit layers, up to the last (spread over all)"})
     epochs: int = field(default=4, metadata={"help": "epochs of a training"})
     seed: int = field(default=0, metadata={"help": "random seed"})
     picture: str = field(default="", metadata={"help": "file of the picture; by default, one named after the paper"})

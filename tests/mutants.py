@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import textwrap
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -778,6 +778,7 @@ OF_GRAPHS = [
     (OPERATION, node("Not", "Identity"), STOPS),
     ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
     ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), STOPS),
+    ("export.runtime.Runtime.answers", source("(self.exits[k] for k in exit_index)", "exit_index"), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
     ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
@@ -830,6 +831,11 @@ OF_SERVING = [
     ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
 ]
 
+OF_COMMANDS = [
+    ("cli.train._defaults", lambda true: lambda method, words: (*true(method, words)[:2], {}), "help.py::test_help_shows_the_defaults_of_this_training[joint]"),
+    ("cli.temporary_export.as_export", always(lambda folder, command: nullcontext(folder)), "first_steps.py::test_run_answers_by_a_run_as_by_its_export[joint]"),
+]
+
 EQUAL = "graphs.py::test_the_graph_stops_where_torch_stops_with_the_same_logits["
 OF_RING = [
     ("mini_ee.export.nested_if.NestedIf.patient", source("GreaterOrEqual", "Greater"), EQUAL + "joint, Patience 2]"),
@@ -867,6 +873,7 @@ MUTANTS = [
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
     *[(dotted(place), bug, f"lab/data/test_{test}") for place, bug, test in OF_DATA],
     *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
+    *[(dotted(place), bug, f"lab/commands/test_{test}") for place, bug, test in OF_COMMANDS],
     *[(dotted(place), bug, f"export/test_ring_{test}") for place, bug, test in OF_RING],
     *TORCH,
 ]

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.tasks import TOY
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
@@ -41,6 +42,11 @@ PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
 EXAMPLES, CANDIDATES = 4, 64
+FIRST = (  # examples of a model of the built-in reviews: the sentences of the first picture, docs/drawings/loop.py
+    "A charming film.",
+    "For all its wonderful bed, the inn was awful!",
+    "I expected to hate the film, but it was wonderful.",
+)
 CURVE_TOKENS = 64  # tokens after each prompt, for the curve of a decoder
 
 
@@ -78,18 +84,20 @@ def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ..
         "method": run.config["method"],
         "exits": list(run.exits),
         "rule": run.rule.to_dict(),
-        "about": _about(run.rule),
+        "about": _about(run.rule, run.exits),
         "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in inputs.items()},
     }
     write_json(folder / "web.json", about | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
 
 
-def _about(rule: Rule) -> dict:
+def _about(rule: Rule, exits: tuple[int, ...]) -> dict:
     """The rule for the page: `words`, the first sentence about its class; `fixed`, settings that are no input of the
     graph; `compares`, the attribute of each input of the graph; `knob`, the help of the setting that the slider moves.
     """
     words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *runtime_settings(rule)}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
+    if "exit" in fixed:  # its layer
+        fixed["exit"] = exits[fixed["exit"]]
     moves = knob(rule)
     about = rule.__dataclass_fields__[moves].metadata.get("help", moves) if moves else ""
     return {"words": " ".join(words.split()), "fixed": fixed, "compares": runtime_inputs(rule), "knob": about}
@@ -121,10 +129,12 @@ def _of_tokens(run: Run, prompts: list[str]) -> dict:
 
 
 def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """EXAMPLES of the texts, first one of each exit layer."""
+    """EXAMPLES of the texts, first one of each exit layer. Of the built-in reviews they begin with FIRST."""
+    task = run.config["task"]
+    first = [(text,) for text in FIRST] if (task["name"], task["texts"]) == (TOY, 1) else []
     layers = [answer.layers for answer in run.classify(texts)]
     order = sorted(range(len(texts)), key=lambda row: layers[row] in layers[:row])
-    return [texts[row] for row in order[:EXAMPLES]]
+    return [*first, *(texts[row] for row in order)][:EXAMPLES]
 
 
 def vendor_command(folder: Path) -> str | None:
