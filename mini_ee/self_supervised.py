@@ -186,8 +186,8 @@ def main(options: SelfSupervisedOptions) -> None:
     # The exact test needs independent rows: a token of each text, drawn. Half of them propose tau, the others test it.
     drawn = np.random.default_rng(options.seed).integers(LENGTH, size=half)
     one = chosen.reshape(half, LENGTH, *chosen.shape[1:])[np.arange(half), drawn]
-    rows = [(some, some[:, -1].argmax(1)) for some in (one[::2], one[1::2])]
-    rule, tested, worse, _ = default_rule(model.exits, *rows, most_loss=1 - options.epsilon, measure=MEASURE)
+    propose, test = ((some, some[:, -1].argmax(1)) for some in (one[::2], one[1::2]))
+    rule, tested, worse, _ = default_rule(model.exits, propose, test, most_loss=1 - options.epsilon, measure=MEASURE)
     result = early_exit(Table(model.exits, fresh), rule, range(len(fresh)))
     name = f"tau {rule.threshold:.2f} at every head" if isinstance(rule, Threshold) else "the full model"
     print(f"\nWith confidence 95%, at least {options.epsilon:.0%} of tokens agree under {name} ({worse} of {tested}")
