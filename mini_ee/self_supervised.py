@@ -186,12 +186,12 @@ def main(options: SelfSupervisedOptions) -> None:
     # The exact test needs independent rows: a token of each text, drawn. Half of them propose tau, the others test it.
     drawn = np.random.default_rng(options.seed).integers(LENGTH, size=half)
     one = chosen.reshape(half, LENGTH, *chosen.shape[1:])[np.arange(half), drawn]
-    rows = [(some, some[:, -1].argmax(1)) for some in (one[::2], one[1::2])]
-    rule, tested, worse, _ = default_rule(model.exits, *rows, most_loss=1 - options.epsilon, measure=MEASURE)
-    kept = early_exit(Table(model.exits, fresh), rule, range(len(fresh)))
+    propose, test = ((some, some[:, -1].argmax(1)) for some in (one[::2], one[1::2]))
+    rule, tested, worse, _ = default_rule(model.exits, propose, test, most_loss=1 - options.epsilon, measure=MEASURE)
+    result = early_exit(Table(model.exits, fresh), rule, range(len(fresh)))
     name = f"tau {rule.threshold:.2f} at every head" if isinstance(rule, Threshold) else "the full model"
     print(f"\nWith confidence 95%, at least {options.epsilon:.0%} of tokens agree under {name} ({worse} of {tested}")
-    print(f"did not). Of the fresh tokens {agreement(kept, fresh):.3f} do, after {kept.layers.mean():.2f} layers.")
+    print(f"did not). Of the fresh tokens {agreement(result, fresh):.3f} do, after {result.layers.mean():.2f} layers.")
     print("\nThe paper (Phi-2, heads after layers 6, 12, 18 and 24 of 32): MMLU hardly changes as epsilon falls, other")
     print("benchmarks do; it measures speed, which needs large models.\n")
     for name, rule in (("full model", Never()), (f"epsilon {options.epsilon}", rules[f"epsilon {options.epsilon}"])):

@@ -767,6 +767,15 @@ LABEL_WORDS = "export.py::test_each_layer_says_of_the_label_words_what_the_maske
 DECODER_WORDS = "export.py::test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says[llama-1]"
 STOPS = "model_graph.py::test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says[bert]"
 OPERATION = "export.builder.Builder.op"
+OF_HEADS = [
+    (f"exits.{place}", always(wrong), f"classification_heads.py::test_the_logits_of_every_family_are_those_of_transformers[{kind}]")
+    for place, wrong, kind in (
+        ("heads._last", lambda hidden, real: hidden[:, -1], "llama"),
+        ("heads._last", lambda hidden, real: hidden[:, 0], "llama"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: state, "bert"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: self.dense(state), "roberta"),
+    )
+]
 OF_GRAPHS = [
     (OPERATION, node("Gelu", approximate="tanh"), LABEL_WORDS),
     (OPERATION, node("LayerNormalization", epsilon=1e-2), LABEL_WORDS),
@@ -868,7 +877,7 @@ MUTANTS = [
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
     *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
-    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_GRAPHS)],
+    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
     *[(dotted(place), bug, f"lab/data/test_{test}") for place, bug, test in OF_DATA],
