@@ -1,6 +1,6 @@
 """A recording of the page that `mini-ee export RUN --out DIR --web` writes: the slider moves, and the bars follow.
 
-    python docs/record_page.py DIR docs/pictures/page.gif       # needs Chromium, and Pillow, which matplotlib brings
+python docs/record_page.py DIR docs/pictures/page.gif       # needs Chromium, and Pillow, which matplotlib brings
 """
 
 import base64
@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from chromium import Chromium  # noqa: E402
 
 SIZE, SCALE, COLOURS, MILLISECONDS = (900, 1150), 0.6, 48, 700
-MOVE = "const s = document.querySelector('#slider'); s.value = {}; s.dispatchEvent(new Event('input'))"
-SETTLED = "document.querySelector('#status').hidden !== false && document.querySelectorAll('.exits li').length > 0"
+MOVE = "{{ const s = document.querySelector('#slider'); s.value = {}; s.dispatchEvent(new Event('input')) }}"
+SETTLED = "document.querySelectorAll('.exits li').length > 0"
 
 
 class Quiet(SimpleHTTPRequestHandler):
