@@ -35,7 +35,7 @@ def record(folder: Path, out: Path) -> None:
     """Open the page of the folder, move the slider from strict to loose and back, and write the pictures as a GIF."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser, (width, height) = Chromium(profile), SIZE
         browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         browser.open(f"http://127.0.0.1:{server.server_port}/index.html", SETTLED)
