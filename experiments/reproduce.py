@@ -21,7 +21,7 @@ from mini_ee.experiments.overview import (
 )
 from mini_ee.experiments.page_data import read_data
 from mini_ee.experiments.pictures import draw, draw_verdicts
-from mini_ee.experiments.recipe import PAPERS, Case, cases_named, cases_of, load_recipe, select
+from mini_ee.experiments.recipe import PAPERS, Case, cases_named, cases_of, command_of, load_recipe, select
 from mini_ee.experiments.result_page import JUDGING, answer, page
 from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
@@ -105,7 +105,7 @@ def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
     data = read_data(out / paper, recipe)
     for picture in recipe["pictures"] if can_draw() else []:
         draw(out / paper / picture["file"], picture, data)
-    command = f"mini-ee reproduce {paper}{' --quick' if quick else ''}"
+    command = command_of(paper) + " --quick" * quick
     path = out / f"{paper}.md"
     write_bytes(path, page(paper, recipe, data, out / paper, command).encode())
     return path

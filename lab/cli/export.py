@@ -9,6 +9,7 @@ from mini_ee.lab.cli.task_options import add_task, refuse_task_options
 
 HELP = "export a run to ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
+USUAL = "--segments", "--int8", "--web"
 
 
 def add(sub: ArgumentParser) -> None:

@@ -76,18 +76,20 @@ def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ..
         "method": run.config["method"],
         "exits": list(run.exits),
         "rule": run.rule.to_dict(),
-        "about": _about(run.rule),
+        "about": _about(run.rule, run.exits),
         "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in inputs.items()},
     }
     write_json(folder / "web.json", about | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
 
 
-def _about(rule: Rule) -> dict:
+def _about(rule: Rule, exits: tuple[int, ...]) -> dict:
     """The rule for the page: `words`, the first sentence about its class; `fixed`, settings that are no input of the
     graph; `compares`, the attribute of each input of the graph; `knob`, the help of the setting that the slider moves.
     """
     words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.runtime_settings}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
+    if "exit" in fixed:  # its layer
+        fixed["exit"] = exits[fixed["exit"]]
     knob = rule.__dataclass_fields__[rule.knob].metadata.get("help", rule.knob) if rule.knob else ""
     return {"words": " ".join(words.split()), "fixed": fixed, "compares": rule.runtime_inputs, "knob": knob}
 

@@ -236,6 +236,8 @@ def test_what_leaves_and_when_do_not_ask_which_backbone_it_is():
     for path in MODULES:
         if path.parent.name in ("backbones", "bench", "mini_ee", "measured") or path.name == "registry.py":
             continue
+        if path == ROOT / "experiments" / "data.py":  # writes a checkpoint of a family
+            continue
         if path.parent == ROOT / "export":  # exports the core's BERT, and leaves other families to the lab
             continue
         for node in nodes_of(path):

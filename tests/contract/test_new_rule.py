@@ -117,7 +117,7 @@ def answer(capsys, *argv):
 @pytest.mark.parametrize("command", ["evaluate", "export", "classify", "generate"])
 def test_help_shows_its_options(registered, command, capsys):
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([command, "--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(
         words in shown for words in ("--level", "--decay", "mean-confidence", "weight of a confidence", "(default 0.5)")

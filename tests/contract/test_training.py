@@ -550,7 +550,7 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("joint", {"rank": 4}, "joint on rows has no option rank; see `mini-ee train joint --help`"),
+        ("joint", {"rank": 4}, "joint on rows has no option rank; see `mini-ee train joint --help-all`"),
         ("consistent", {"temperature": 2.0}, "has no option temperature"),
         ("pabee", {"alpha": 2.0, "k": 3}, "has no option alpha, k; see"),
         ("lora-exits", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),

@@ -661,7 +661,7 @@ def test_other_settings_are_run_anew(tmp_path):
 
 
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
-    assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert main(["reproduce", "lora-exits", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
     assert "no such file or folder; give --sources a folder with weights/ and data/" in line and line.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -824,8 +824,8 @@ def test_the_command_runs_what_a_page_shows_and_no_more(paper):
 
 @pytest.mark.parametrize("paper", PAGES)
 def test_a_page_shows_what_its_json_contains(paper):
-    made = page(paper, *committed(paper), RESULTS / paper, f"mini-ee reproduce {paper}")
-    assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: mini-ee reproduce {paper}"
+    made = page(paper, *committed(paper), RESULTS / paper, recipe.command_of(paper))
+    assert made == (RESULTS / f"{paper}.md").read_text(), f"write the page anew: {recipe.command_of(paper)}"
 
 
 @pytest.mark.parametrize("paper", PAGES)

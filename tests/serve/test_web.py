@@ -179,6 +179,10 @@ def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, expo
     assert_says_what_python_says(browser, exported, ODD)
 
 
+def test_the_page_names_a_fixed_exit_by_its_layer():
+    assert page._about(Fixed(1), (2, 4, 6))["fixed"] == {"exit": 4}
+
+
 @in_chromium
 @pytest.mark.parametrize(
     "rule",
@@ -539,13 +543,13 @@ def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, expo
     legend = browser.value("Array.from(document.querySelectorAll('.legend li'), (entry) => entry.textContent)")
     assert [entry.split(",")[0] for entry in legend] == counts
     saved = 1 - np.mean(expected.layers) / 12
-    assert text_of(browser, ".verdict").startswith(f"{100 * saved:.0f} % of the layers saved: ")
+    assert text_of(browser, ".verdict").startswith(f"{100 * saved:.0f}% of the layers saved: ")
     browser.value("""(() => {
         const slider = document.querySelector("#slider");
         slider.value = slider.max;
         slider.dispatchEvent(new Event("input"));
     })()""")
-    browser.wait(f"{DONE} && document.querySelector('.verdict').textContent.startsWith('0 %')")
+    browser.wait(f"{DONE} && document.querySelector('.verdict').textContent.startsWith('0%')")
     assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
 
 
