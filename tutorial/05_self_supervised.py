@@ -6,7 +6,7 @@
 # **Can a language model train its own exits?** A decoder predicts a token at every position, so texts need no labels:
 # an early head can learn to predict what the full model predicts. The paper freezes the decoder, lets it write the
 # training texts itself, and puts a vocabulary head after some layers. It claims that such heads save layers, that a
-# penalty on confident heads helps, and that one number, epsilon, sets the trade-off.
+# penalty on certainty makes their confidence more useful, and that one number, epsilon, sets the trade-off.
 #
 # ![Heads of a frozen decoder learn the predictions of its last layer](docs/pictures/method-self-supervised.svg)
 
@@ -159,11 +159,13 @@ plots.guarantee(realised, epsilon)
 # | the paper says | here |
 # |---|---|
 # | heads without labels save layers | yes |
-# | the agreement that you choose is kept | on the calibration texts; on new ones about half of the time |
-# | the entropy penalty helps | no: heads trained without it save as many layers or more |
+# | a lower epsilon exits earlier and decodes faster, and costs quality | yes |
+# | *breaking ties* is the best confidence measure | yes, better than the largest probability and the entropy |
+# | the penalty's higher entropy saves layers | no: heads that were trained without it save more |
 #
-# The [verdicts](results/self-supervised.md) rest on several seeds and two decoders. **Use it** when you have a decoder
-# and no labels, and a head costs much less than the layers between two heads. Does it save *time*? Chapter 8 measures.
+# These [verdicts](results/self-supervised.md) rest on several seeds and two decoders. **Use it** when you have a
+# decoder and no labels, and when a head costs much less than the layers between two heads. Does it save *time*?
+# Chapter 8 measures that.
 #
 # The same as a script: `python -m mini_ee.self_supervised`, with `--model DIR` for a Llama of your own.
 

@@ -1,25 +1,23 @@
-"""What chapter 9 needs from elsewhere: a fine-tuned classifier in a Hugging Face folder, and texts like its inputs."""
+"""For chapters 9 and 10: a fine-tuned classifier in a Hugging Face folder, and texts like its inputs."""
 
-import csv
 import json
 import shutil
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+import mini_ee
 from mini_ee.bert import Bert, Exits, theirs
-from mini_ee.data import open_task
+from mini_ee.data import open_task, read_table
 from mini_ee.load import folder_of
 from mini_ee.train import task_loss, train
 
 
 def texts_of(split: str, count: int) -> list[str]:
     """The first sentences of a split of the built-in reviews, without labels."""
-    with (files("mini_ee") / "reviews.tsv").open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        return [row["sentence"] for row in rows if row["split"] == split][:count]
+    reviews = read_table(Path(mini_ee.__file__).parent / "reviews.tsv")
+    return [review["sentence"] for review in reviews if review["split"] == split][:count]
 
 
 def fine_tune(folder: Path, rows: int = 1000, epochs: int = 2) -> None:

@@ -128,7 +128,7 @@ def test_an_installed_package_names_it_by_an_entry_point(package):
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-methods\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[mini_ee.methods]\nquestion = my_methods.doubt\n")
-    command = [sys.executable, "-m", "mini_ee", "train", "question", "--help"]
+    command = [sys.executable, "-m", "mini_ee", "train", "question", "--help-all"]
     environment = os.environ | {"PYTHONPATH": str(package)}
     printed = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=True).stdout
     assert "--caution" in printed
