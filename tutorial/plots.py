@@ -118,3 +118,106 @@ def embeddings(layers, before, after):
     axes.set(xlabel="layers that were run", ylabel="cosine to the full embedding", xticks=layers)
     axes.legend(frameon=False)
     save(figure, "cosines.png")
+
+
+def epsilon(points, exits):
+    """Chapter 5: agreement against layers; points {epsilon: (layers, agreement)}, exits [(layer, agreement)]."""
+    figure, axes = axes_of()
+    axes.plot(*zip(*exits), "o--", color="0.6", label="one layer for all tokens")
+    axes.plot(*zip(*points.values()), "o-", label="each token at its own exit")
+    for value, point in points.items():
+        axes.annotate(f"{value}", point, textcoords="offset points", xytext=(-8, 6), ha="right", fontsize=8)
+    axes.set(xlabel="layers, mean over the tokens", ylabel="agreement with the full model", title="points: epsilon")
+    axes.legend(frameon=False, loc="lower right")
+    save(figure, "epsilon.png")
+
+
+def guarantee(realised, epsilon):
+    """Chapter 5: histograms of the agreement on new texts, {rule: (draws,)}."""
+    figure, axes = axes_of()
+    values = np.concatenate(list(realised.values()))
+    bins = np.linspace(values.min(), values.max(), 40)
+    for name, shares in realised.items():
+        axes.hist(shares, bins, alpha=0.6, label=name)
+    axes.axvline(epsilon, color="0.3", linestyle=":", label="epsilon")
+    axes.set(xlabel="share of the exiting tokens that agree, on new texts", ylabel="draws")
+    axes.legend(frameon=False)
+    save(figure, "tau.png")
+
+
+def controls(points):
+    """Chapter 6: {name: (layers, accuracy)}, a labelled point for each."""
+    figure, axes = axes_of(height=4)
+    for (name, point), marker in zip(points.items(), "*osD^vP"):
+        axes.plot(*point, marker, markersize=13 if marker == "*" else 8, linestyle="", label=name)
+    axes.set(xlabel="layers, mean over the sentences", ylabel="accuracy")
+    axes.grid(color="0.9", linewidth=0.5)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, "controls.png")
+
+
+def gradients(estimates):
+    """Chapter 7: histograms of {name: estimates of the gradient}; the exact one is a line."""
+    figure, axes = axes_of()
+    for name, values in estimates.items():
+        if name == "exact":
+            axes.axvline(values[0], color="0.3", linestyle=":", label=name)
+        else:
+            axes.hist(values, np.linspace(-0.4, 0.6, 60), alpha=0.6, label=name)
+    axes.set(xlabel="gradient of the first policy's logit, 8 draws each", ylabel="number of estimates")
+    axes.legend(frameon=False)
+    save(figure, "variance.png")
+
+
+def memorized(means):
+    """Chapter 7: {kind of sentence: (memorized layer, exit of the policy)}."""
+    figure, axes = axes_of()
+    kinds, values = list(means)[::-1], list(means.values())[::-1]
+    for shift, name, column in ((0.2, "memorized layer", 0), (-0.2, "exit of the policy", 1)):
+        axes.barh([row + shift for row in range(len(kinds))], [pair[column] for pair in values], 0.38, label=name)
+    axes.set(yticks=range(len(kinds)), yticklabels=kinds, xlabel="layers, mean over the sentences")
+    axes.legend(frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
+    save(figure, "memorized.png")
+
+
+def tokens(stories):
+    """Chapter 8: {title: (words, layers)}, a bar for each token."""
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    for axes, (title, (words, layers)) in zip(figure.subplots(len(stories), 1), stories.items()):
+        axes.bar(range(len(words)), layers, color=["tab:orange" if n < max(layers) else "tab:blue" for n in layers])
+        axes.set_xticks(range(len(words)), [word.strip() or "·" for word in words], rotation=90, fontsize=8)
+        axes.set(title=title, ylabel="layers", xlim=(-0.6, len(words) - 0.4))
+    save(figure, "tokens.png")
+
+
+def agreement(summary):
+    """Chapter 9: agreement with the original against layers saved; the star is the chosen threshold."""
+    figure, axes = axes_of()
+    axes.plot([p["layers_saved"] for p in summary["curve"]], [p["agreement"] for p in summary["curve"]], "o-")
+    axes.plot(summary["layers_saved"], summary["agreement"], "*", markersize=15, color="tab:red", label="chosen")
+    axes.axhline(summary["required_agreement"], color="0.6", linestyle=":", label="required")
+    axes.set(xlabel="share of the layers saved", ylabel="agreement with the original model")
+    axes.legend(frameon=False)
+    save(figure, "add-exits.png")
+
+
+def speed(speed_ups, most):
+    """Chapter 10: {batch size: speed-up}; `most` if time were layers."""
+    figure, axes = axes_of(height=2.4)
+    axes.barh(list(speed_ups), list(speed_ups.values()), color="tab:blue")
+    axes.axvline(1, color="0.3")
+    axes.axvline(most, color="0.3", linestyle=":", label="1 / (1 - layers saved)")
+    axes.set(xlabel="speed-up")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, "speed.png")
+
+
+def compared(curves):
+    """Chapter 11: {method: [(layers, accuracy)]}."""
+    figure, axes = axes_of()
+    for (name, points), style in zip(curves.items(), ("o-", "s--")):
+        axes.plot(*zip(*sorted(points)), style, label=name)
+    axes.set(xlabel="layers, mean over the sentences", ylabel="accuracy")
+    axes.grid(color="0.9", linewidth=0.5)
+    axes.legend(frameon=False)
+    save(figure, "own-method.png")
