@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE, PICTURES = ROOT / "tutorial", ROOT / "tutorial.md", ROOT / "docs" / "pictures"
 CODE = re.compile(r"^\{code\} (\S+)(?: (\S+))?$", re.M)
 TIMES = re.compile(r"^# (?:READ|\d+) minutes to read, (?:RUN|\d+ \w+) to run", re.M)
-WORDS_A_MINUTE, LINES_A_MINUTE, MINUTES_OF_AN_EXERCISE = 150, 8, 5
+WORDS_A_MINUTE, LINES_A_MINUTE, MINUTES_OF_AN_EXERCISE = 200, 15, 4
 """By which the minutes of reading are estimated; the minutes of running are measured."""
 
 
@@ -102,10 +102,10 @@ def with_times(script: str, seconds: float) -> str:
 
 
 # ---- Running ----
-def execute(path: Path, pictures: Path) -> dict:
-    """Run a script with one thread: what docs/run_chapter.py says about it."""
+def execute(path: Path, pictures: Path, *options: str) -> dict:
+    """Run a script with one thread: what docs/run_chapter.py prints about it."""
     environment = os.environ | {"MINI_EE_PICTURES": str(pictures), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "docs" / "run_chapter.py", path]
+    command = [sys.executable, ROOT / "docs" / "run_chapter.py", path, *options]
     return json.loads(subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
 
 
@@ -113,13 +113,18 @@ def output_of(path: Path) -> Path:
     return FOLDER / "outputs" / f"{path.stem}.json"
 
 
+def kept(path: Path) -> dict:
+    """What a script printed when it was run: code, its digest; seconds; printed, by cell."""
+    return json.loads(output_of(path).read_text())
+
+
 def run(path: Path) -> None:
     """Run a chapter; keep what it printed, its pictures and its times."""
     ran = execute(path, PICTURES)
     script = with_times(path.read_text(), ran["seconds"])
     path.write_text(script)
-    kept = {"code": digest_of(script), "seconds": round(ran["seconds"], 1), "printed": ran["printed"]}
-    output_of(path).write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    facts = {"code": digest_of(script), "seconds": round(ran["seconds"], 1), "printed": ran["printed"]}
+    output_of(path).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     print(f"{ran['seconds']:6.1f} s  {path.relative_to(ROOT)}; exercises solved: {', '.join(ran['solved']) or 'none'}")
 
 
@@ -130,23 +135,22 @@ def chapters() -> list[Path]:
 
 
 def appendix() -> list[Path]:
-    """Scripts and Markdown files."""
-    return sorted(path for path in (FOLDER / "appendix").glob("*") if path.suffix in (".py", ".md"))
+    """Scripts and pages of Markdown, a_NAME to d_NAME."""
+    return sorted(path for path in FOLDER.glob("[a-z]_*") if path.suffix in (".py", ".md"))
 
 
 def section(path: Path) -> str:
     """A chapter as Markdown, with headings one level below the page's title."""
     if path.suffix == ".md":
         return re.sub(r"^#", "##", path.read_text(), flags=re.M).strip()
-    kept, parts, number = json.loads(output_of(path).read_text()), [], 0
+    printed, parts = iter(kept(path)["printed"]), []
     for is_code, text, _ in cells_of(path.read_text()):
         if not is_code:
             parts.append(with_sources(re.sub(r"^(#+ )", r"#\1", text, flags=re.M)))
             continue
         parts.append(f"```python\n{text}\n```")
-        if printed := kept["printed"][number].rstrip():
-            parts.append(f"```text\n{printed}\n```")
-        number += 1
+        if output := next(printed).rstrip():
+            parts.append(f"```text\n{output}\n```")
     place = path.relative_to(ROOT)
     solutions = place.parent / "solutions" / place.name
     links = [f"This chapter as a script: [{place}]({place})"]
@@ -154,25 +158,41 @@ def section(path: Path) -> str:
     return "\n\n".join([*parts, f"{'; '.join(links)}."])
 
 
-def table() -> str:
-    """The chapters, with their papers and minutes."""
+def head_of(path: Path) -> tuple[str, int, str, str]:
+    """Of a script: its title, minutes to read, time to run, and the papers, or ""."""
+    title, line = re.match(r"# (.*)\n\n(.*)", cells_of(path.read_text())[0].text).groups()
+    read, ran = re.match(r"(\d+) minutes to read, (.+?) to run", line).groups()
+    papers = re.search(r"Papers?: (.*?\))(?: ·|$)", line)
+    return title, int(read), ran, papers[1] if papers else ""
+
+
+def entrance() -> str:
+    """The beginning of tutorial.md: what is in braces in entrance.md is filled in."""
+    heads = {path: head_of(path) for path in (*chapters(), *appendix()) if path.suffix == ".py"}
     lines = ["| chapter | script | paper | to read | to run |", "|---|---|---|---|---|"]
-    for path in chapters():
-        heading, times = re.search(r"^# # (.*)\n#\n# (.*)", path.read_text()[len("# %% [markdown]\n") :]).groups()
-        read, ran = re.match(r"(\w+) minutes to read, (.+?) to run", times).groups()
-        paper = re.search(r"Papers?: (.*?\))(?: ·|$)", times)
-        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        place = path.relative_to(ROOT)
-        lines.append(
-            f"| [{heading}](#{anchor}) | [{path.name}]({place}) | {paper[1] if paper else ''} | {read} min | {ran} |"
+    for path, (title, read, ran, papers) in heads.items():
+        link = f"[{title}](#{re.sub(r'[^a-z0-9_ -]', '', title.lower()).replace(' ', '-')})"
+        lines.append(f"| {link} | [{path.name}]({path.relative_to(ROOT)}) | {papers} | {read} min | {ran} |")
+    minutes = {path.stem[:2]: read for path, (_, read, _, _) in heads.items()}
+    return (
+        (FOLDER / "entrance.md")
+        .read_text()
+        .strip()
+        .format(
+            chapters="\n".join(lines),
+            understand=sum(minutes[chapter] for chapter in ("01", "02", "03", "10")),
+            paper=minutes["01"]
+            + minutes["02"]
+            - 4 * MINUTES_OF_AN_EXERCISE
+            + max(minutes[c] for c in ("04", "05", "06", "07")),
+            hours=round(sum(minutes.values()) / 60),
         )
-    return "\n".join(lines)
+    )
 
 
 def page() -> str:
     """tutorial.md."""
-    entrance = (FOLDER / "entrance.md").read_text().replace("{chapters}", table()).strip()
-    return "\n\n".join([entrance, *map(section, [*chapters(), *appendix()])]) + "\n"
+    return "\n\n".join([entrance(), *map(section, [*chapters(), *appendix()])]) + "\n"
 
 
 def notebook_of(path: Path) -> str:

@@ -1,12 +1,14 @@
 """Runs a chapter of the tutorial as `python tutorial/NAME.py` would, cell by cell, and prints JSON about it.
 
-    python docs/run_chapter.py tutorial/01_loop.py
+    python docs/run_chapter.py tutorial/01_loop.py [--quick]
     printed    what each cell of code printed          seconds    of processor time, without the exercises
     solved     the exercises: names in tutorial/solutions/NAME.py, each with a function check_NAME in the chapter
 
-A check has to refuse the exercise as it stands, and to accept the solution; if not, the status is 1.
+A check has to refuse the exercise as it stands, and to accept the solution; if not, the status is 1. --quick, for
+tests: trainings of the core have one epoch and few examples, so the numbers mean nothing.
 """
 
+import argparse
 import contextlib
 import io
 import json
@@ -16,6 +18,29 @@ import types
 from pathlib import Path
 
 from make_tutorial import cells_of
+
+from mini_ee import train as core
+
+FEW = 256  # examples of a quick training
+
+
+def train_less() -> None:
+    """Before anything else imports the core's training and its examples."""
+    whole = core.train
+
+    def train(rates, count, loss, epochs, *more, **settings):
+        return whole(rates, min(count, FEW), loss, 1, *more, **settings)
+
+    core.train = train
+    from mini_ee.data import Rows
+
+    split = Rows.split
+
+    def split_to_few(rows: Rows, *shares: float) -> list[Rows]:
+        first, *others = split(rows, *shares)
+        return [first.take(slice(FEW)), *others]
+
+    Rows.split = split_to_few
 
 
 def run_cells(path: Path, chapter: types.ModuleType) -> list[str]:
@@ -61,4 +86,10 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("chapter", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    if args.quick:
+        train_less()
+    main(args.chapter.resolve())

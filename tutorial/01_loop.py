@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 1. The loop
 #
-# 21 minutes to read, 5 seconds to run
+# 15 minutes to read, 5 seconds to run
 #
 # **How does a model stop early?** We split it at the layers where it may stop. A model with L layers and *exits* after
 # layers $e_1 < \dots < e_K = L$ consists of K *segments*: the layers between two exits, and a small *head* that can

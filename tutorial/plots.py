@@ -36,8 +36,8 @@ def curve(name, points, picture):
     FOLDER.mkdir(parents=True, exist_ok=True)
     own = FOLDER / picture.replace(".png", ".json")
     curves = json.loads(own.read_text()) if own.exists() else {}
-    curves[name] = sorted([float(layers), float(accuracy)] for layers, accuracy in points)
-    own.write_text(json.dumps(curves, indent=1) + "\n")
+    curves[name] = sorted([round(float(layers), 4), round(float(accuracy), 4)] for layers, accuracy in points)
+    own.write_text(json.dumps(curves).replace("]], ", "]],\n ") + "\n")
     earlier = {path.name: path for folder in (COMMITTED, FOLDER) for path in folder.glob("curve-*.json")}
     figure, axes = axes_of(height=4)
     for file, marker in zip(sorted(earlier), "osDv^P"):
@@ -46,6 +46,8 @@ def curve(name, points, picture):
                 axes.plot(*zip(*known), marker + style, color="0.7", markersize=3, linewidth=1, label=label)
     for colour, (label, known) in zip(COLOURS, curves.items()):
         axes.plot(*zip(*known), "o-", color=colour, markersize=5, linewidth=2, label=label)
+        if (most := max(layers for layers, _ in known)) > 12.5:
+            axes.text(12.4, known[-1][1], f"to {most:.0f} →", ha="right", va="top", color=colour, fontsize=8)
     axes.set(xlabel="layers run, mean over the sentences", ylabel="accuracy on the built-in reviews", xlim=(3.5, 12.5))
     axes.grid(color="0.92", linewidth=0.5)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
@@ -62,6 +64,60 @@ def adder(numbers, layers, threshold):
     axes.set(xlabel="layer", ylabel="largest probability", xticks=range(1, 5))
     axes.legend(title="example", frameon=False)
     save(figure, "adder.png")
+
+
+def reliability(diagrams):
+    """Chapter 3: a panel for each layer, {layer: {name: (confidence, accuracy, share) of the bins}}."""
+    figure, panels = axes_of(width=9, height=3.2, columns=len(diagrams))
+    for axes, (layer, curves) in zip(panels, diagrams.items()):
+        axes.plot((0.5, 1), (0.5, 1), ":", color="0.6", label="calibrated")
+        for (name, (confidence, accuracy, _)), marker in zip(curves.items(), "os"):
+            axes.plot(confidence, accuracy, marker + "-", label=name)
+        axes.set(title=f"after layer {layer}", xlabel="confidence", ylabel="accuracy", ylim=(0.4, 1.03))
+        axes.legend(frameon=False, loc="upper left", fontsize=8)
+    save(figure, "reliability.png")
+
+
+def losses(values, accepted):
+    """Chapter 3: histograms of the losses of chosen rules, {name: (draws,)}."""
+    figure, axes = axes_of()
+    for (name, shares), colour in zip(values.items(), ("tab:orange", "tab:blue")):
+        axes.hist(shares, bins=np.arange(0, 0.025, 0.001), alpha=0.6, color=colour, label=name)
+    axes.axvline(accepted, color="0.4", linestyle=":", label="what we accept")
+    axes.set(xlabel="share of the 2,000 other sentences that are lost", ylabel="number of draws")
+    axes.legend(frameon=False)
+    save(figure, "guarantee.png")
+
+
+def guesses(beginnings, words, probabilities):
+    """Appendix A: the word after each layer, in blue when it is the final one; below, the final word's probability."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
+    for row, (beginning, line) in enumerate(zip(beginnings, words)):
+        for layer, word in enumerate(line, 1):
+            colour = "#9ecae1" if word == line[-1] else "#eeeeee"
+            above.barh(row, 0.96, left=layer - 0.48, height=0.9, color=colour)
+            above.text(layer, row, word[:9], ha="center", va="center", fontsize=8, color="black")
+        below.plot(range(1, len(line) + 1), probabilities[row], "o-", markersize=4, label=f"... {line[-1]}")
+    names = [f"... {' '.join(beginning.split()[-3:])}" for beginning in beginnings]
+    above.set(yticks=range(len(names)), yticklabels=names, title="blue: the word that the full model writes")
+    above.invert_yaxis()
+    below.set(xlabel="layers that were run", ylabel="its probability", xticks=range(1, 13), xlim=(0.5, 12.5))
+    below.legend(frameon=False, fontsize=8)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "guesses.png")
+
+
+def embeddings(layers, before, after):
+    """Appendix B: cosines (N, K - 1) to the full embedding; the band goes from the lowest to the highest tenth."""
+    figure, axes = axes_of()
+    for name, values, colour in (("before", before, "0.6"), ("trained", after, "tab:blue")):
+        axes.plot(layers, values.mean(0), "o-", color=colour, label=name)
+        axes.fill_between(layers, *np.quantile(values, (0.1, 0.9), axis=0), color=colour, alpha=0.2)
+    axes.set(xlabel="layers that were run", ylabel="cosine to the full embedding", xticks=layers)
+    axes.legend(frameon=False)
+    save(figure, "cosines.png")
 
 
 def epsilon(points, exits):
