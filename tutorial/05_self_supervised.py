@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 5. Self-supervised exits: heads with no labels
 #
-# READ minutes to read, RUN to run · Paper: [Valade 2024](https://arxiv.org/abs/2407.21082v1)
+# 31 minutes to read, 60 seconds to run · Paper: [Valade 2024](https://arxiv.org/abs/2407.21082v1)
 #
 # **Can a language model train its own exits?** A decoder predicts a token at every position, so texts need no labels:
 # an early head can learn to predict what the full model predicts. The paper freezes the decoder, lets it write the
@@ -86,6 +86,7 @@ for name, (agrees, nats) in (("copied head", before), ("trained head", after)):
 # %% [markdown]
 # *Agreement* is the share of tokens at which a head predicts what the full model predicts. The copied heads already
 # agree at some tokens: each layer adds its result to the state, so the states of neighbouring layers are similar.
+# Training makes the heads more certain, too; the penalty would keep their entropy up.
 #
 # ## Eq. 2 and 3: how confident is confident enough?
 #
@@ -116,10 +117,10 @@ plots.epsilon(points, exits)
 # %% [markdown]
 # ![Agreement with the full model against layers, one point per epsilon](docs/pictures/epsilon.png)
 #
-# Tokens that choose their own exit agree far more often than tokens that all stop at one layer (grey). Epsilon itself
-# is a promise about each head, not about the whole: at the loosest setting all tokens together agree less often than
-# epsilon, because the second head sees only the tokens that the first one was not confident about. At strict settings
-# they agree more often, because a token that runs to the end always agrees.
+# Tokens that choose their own exit agree far more often than tokens that all stop at one layer (grey). Epsilon is
+# about each head, not about all tokens: at the loosest setting all tokens together agree less often, because the
+# second head sees only those that the first one was not confident about. At strict settings they agree more often,
+# because a token that runs to the end always agrees.
 #
 # ## A threshold is not yet a guarantee
 #
@@ -151,8 +152,8 @@ plots.guarantee(realised, epsilon)
 # %% [markdown]
 # ![Agreement of the tokens that exit, on new texts, in 100 draws](docs/pictures/tau.png)
 #
-# The paper's threshold misses its target in about half of the draws, as an estimate without a margin must. The
-# guarantee keeps its promise, and pays for it with tokens that run deeper.
+# The paper's threshold misses its target in about half of the draws, because it is an estimate without a margin. The
+# guarantee holds, at the price of tokens that run deeper.
 #
 # ## What we found
 #

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 6. RAEE: ask the neighbours where to exit
 #
-# READ minutes to read, RUN to run · Paper: [Huang et al. 2024](https://arxiv.org/abs/2405.15198) · needs `pip install
-# hnswlib`
+# 29 minutes to read, 40 seconds to run · Paper: [Huang et al. 2024](https://arxiv.org/abs/2405.15198) · needs `pip
+# install hnswlib`
 #
 # **Can we know the exit layer before the model runs?** RAEE looks up similar examples whose best exits are known, and
 # lets them vote. The paper claims that this saves layers and even corrects the model's errors. Such a claim needs
@@ -117,7 +117,7 @@ print(f"on {len(test)} test sentences           accuracy   layers")
 for name, (layers, accuracy) in points.items():
     spread = f"  +- {shuffled[:, 1].std():.3f}" if "random" in name else ""
     print(f"{name:33} {accuracy:8.3f} {layers:8.2f}{spread}")
-plots.controls(points)
+plots.controls(points, spread=shuffled[:, 1].std())
 
 # %% [markdown]
 # ![RAEE and its controls, accuracy against layers](docs/pictures/controls.png)

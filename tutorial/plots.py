@@ -145,13 +145,15 @@ def guarantee(realised, epsilon):
     save(figure, "tau.png")
 
 
-def controls(points):
-    """Chapter 6: {name: (layers, accuracy)}, a labelled point for each."""
+def controls(points, spread):
+    """Chapter 6: {name: (layers, accuracy)}; spread: standard deviation of the accuracy with layers at random."""
     figure, axes = axes_of(height=4)
-    for (name, point), marker in zip(points.items(), "*osD^vP"):
-        axes.plot(*point, marker, markersize=13 if marker == "*" else 8, linestyle="", label=name)
+    for (name, (layers, accuracy)), marker in zip(points.items(), "*osD^vP"):
+        if "random" in name:
+            axes.errorbar(layers, accuracy, spread, color="0.3", capsize=4, zorder=1)
+        axes.plot(layers, accuracy, marker, markersize=15 if marker == "*" else 7, linestyle="", label=name)
     axes.set(xlabel="layers, mean over the sentences", ylabel="accuracy")
-    axes.grid(color="0.9", linewidth=0.5)
+    axes.grid(color="0.92", linewidth=0.5)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, "controls.png")
 
@@ -186,7 +188,7 @@ def tokens(stories):
     for axes, (title, (words, layers)) in zip(figure.subplots(len(stories), 1), stories.items()):
         axes.bar(range(len(words)), layers, color=["tab:orange" if n < max(layers) else "tab:blue" for n in layers])
         axes.set_xticks(range(len(words)), [word.strip() or "·" for word in words], rotation=90, fontsize=8)
-        axes.set(title=title, ylabel="layers", xlim=(-0.6, len(words) - 0.4))
+        axes.set(title=title, ylabel="layers", yticks=(0, 4, 8, 12), xlim=(-0.6, len(words) - 0.4))
     save(figure, "tokens.png")
 
 
