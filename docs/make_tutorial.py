@@ -205,7 +205,7 @@ def notebook_of(path: Path) -> str:
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # jupytext draws them at random
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\]\((?![a-z]+:|#)", f"]({up}", with_sources(cell.source))
+            cell.source = with_sources(re.sub(r"\]\((?![a-z]+:|#)", f"]({up}", cell.source))
     return jupytext.writes(notebook, fmt="ipynb") + "\n"
 
 

@@ -12,7 +12,7 @@
 # ![Joint training: the losses of all exits, weighted by depth, train all layers](docs/pictures/method-joint.svg)
 #
 # The *backbone*, the transformer without heads, is the built-in BERT: 12 layers of width 128. `Bert` is one file,
-# `mini_ee/bert.py`, and [appendix A](#a-a-layer-by-hand) computes one of its layers by hand. The sentences are reviews
+# `mini_ee/bert.py`, and [appendix A](#a-a-layer-by-hand-and-the-logit-lens) computes one of its layers by hand. The sentences are reviews
 # that a grammar generated, positive or negative.
 
 # %%
@@ -211,6 +211,8 @@ for name, table in (("joint", recorded), ("two-stage", recorded_stages)):
 #
 # A third recipe, SWEET ([Rotem et al. 2023](https://arxiv.org/abs/2306.02307)), cuts the gradients between exits, so
 # that each layer learns from one exit only: `mini-ee train sweet`.
+#
+# ![SWEET: the gradient of an exit stops at the exit before](docs/pictures/method-sweet.svg)
 #
 # **What we found.** Exits cost a weighted sum of losses and a comparison. **Begin with joint training** when you may
 # train the backbone; when your model is already fine-tuned, add exits to it as in chapter 9.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 6. RAEE: ask the neighbours where to exit
 #
-# 29 minutes to read, 40 seconds to run · Paper: [Huang et al. 2024](https://arxiv.org/abs/2405.15198) · needs `pip
+# 19 minutes to read, 40 seconds to run · Paper: [Huang et al. 2024](https://arxiv.org/abs/2405.15198) · needs `pip
 # install hnswlib`
 #
 # **Can we know the exit layer before the model runs?** RAEE looks up similar examples whose best exits are known, and

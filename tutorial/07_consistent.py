@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 7. ConsistentEE: a policy that learns to exit
 #
-# 30 minutes to read, 55 seconds to run · Paper: [Zeng et al. 2024](https://arxiv.org/abs/2312.11882)
+# 20 minutes to read, 55 seconds to run · Paper: [Zeng et al. 2024](https://arxiv.org/abs/2312.11882)
 #
 # **Can exiting itself be learned?** A small *policy* at each exit reads the hidden state and returns the probability
 # of stopping. It learns by reinforcement: an exit earns a reward for a correct answer and pays a price per layer. The

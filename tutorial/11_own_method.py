@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 11. A method of your own
 #
-# 23 minutes to read, 25 seconds to run
+# 16 minutes to read, 25 seconds to run
 #
 # **A method is one file.** Training, evaluation, calibration, export and serving then work for it. Ours is called
 # *doubt*: at each exit, a small module learns whether the exit is correct, and an example stops when the module thinks
