@@ -12,8 +12,8 @@
 # ![Joint training: the losses of all exits, weighted by depth, train all layers](docs/pictures/method-joint.svg)
 #
 # The *backbone*, the transformer without heads, is the built-in BERT: 12 layers of width 128. `Bert` is one file,
-# `mini_ee/bert.py`, and [appendix A](#a-a-layer-by-hand-and-the-logit-lens) computes one of its layers by hand. The sentences are reviews
-# that a grammar generated, positive or negative.
+# `mini_ee/bert.py`; [appendix A](#a-a-layer-by-hand-and-the-logit-lens) computes one of its layers by hand. The
+# sentences are reviews that a grammar generated, positive or negative.
 
 # %%
 import time

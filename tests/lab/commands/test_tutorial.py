@@ -54,11 +54,11 @@ def exercises_of(script):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_chapter_runs_alone_and_its_exercises_can_be_solved(path, tmp_path):
-    script, kept = path.read_text(), make_tutorial.kept(path)
+    script, last = path.read_text(), make_tutorial.last_run(path)
     ran = make_tutorial.execute(path, tmp_path, *([] if FULL else ["--quick"]))
     assert ran["solved"] == exercises_of(script)
     assert pictures_of(script) == {picture.name for picture in tmp_path.glob("*.png")}
-    for printed, shown in zip(ran["printed"], kept["printed"], strict=True):
+    for printed, shown in zip(ran["printed"], last["printed"], strict=True):
         assert near(printed, shown) if FULL else bool(printed) == bool(shown), f"{printed}\nbut the page says\n{shown}"
 
 
@@ -67,7 +67,7 @@ def test_a_chapter_is_a_script(tmp_path):
     environment = os.environ | {"MINI_EE_PICTURES": str(tmp_path)}
     command = [sys.executable, "tutorial/01_loop.py"]
     printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
-    assert printed == "".join(make_tutorial.kept(SCRIPTS[0])["printed"])
+    assert printed == "".join(make_tutorial.last_run(SCRIPTS[0])["printed"])
 
 
 def test_the_page_is_what_its_command_makes():
@@ -76,9 +76,9 @@ def test_the_page_is_what_its_command_makes():
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_what_is_shown_was_printed_by_this_code(path):
-    script, kept = path.read_text(), make_tutorial.kept(path)
-    assert make_tutorial.digest_of(script) == kept["code"], f"the code has changed: {MADE_AGAIN} --run {path.stem[:2]}"
-    assert make_tutorial.with_times(script, kept["seconds"]) == script, f"other minutes: {MADE_AGAIN} --run ..."
+    script, last = path.read_text(), make_tutorial.last_run(path)
+    assert make_tutorial.digest_of(script) == last["code"], f"the code has changed: {MADE_AGAIN} --run {path.stem[:2]}"
+    assert make_tutorial.with_times(script, last["seconds"]) == script, MADE_AGAIN
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
