@@ -20,7 +20,7 @@ from pathlib import Path
 
 from make_tutorial import cells_of
 
-FEW = 96  # examples of a quick training
+FEW = 96  # examples of a quick training, and texts that a model writes
 
 
 def train_less() -> None:
@@ -32,15 +32,17 @@ def train_less() -> None:
         return whole(rates, min(count, FEW), loss, 1, *more, **settings)
 
     core.train = train
+    from mini_ee import self_supervised
     from mini_ee.data import Rows
 
-    split = Rows.split
+    split, written = Rows.split, self_supervised.written
 
     def split_to_few(rows: Rows, *shares: float) -> list[Rows]:
         first, *others = split(rows, *shares)
         return [first.take(slice(FEW)), *others]
 
     Rows.split = split_to_few
+    self_supervised.written = lambda llama, prompts, count, seed: written(llama, prompts, min(count, FEW), seed)
 
 
 def run_cells(path: Path, chapter: types.ModuleType) -> list[str]:

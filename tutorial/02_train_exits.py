@@ -134,8 +134,8 @@ for kind in ("plain", "negated", "misleading", "doubly negated"):
     print(f"{kind:15} {result.layers[some].mean():7.1f} {right[some].mean():9.2f}   {example}")
 
 # %% [markdown]
-# Plain sentences exit early, and most of their answers are right. The others run deeper without the same success: a
-# model this small gets fewer than half of the doubly negated sentences right, however many layers it runs.
+# Plain sentences exit early, and most of their answers are right. The others run deeper, but without the same success:
+# a model this small gets fewer than half of the doubly negated sentences right.
 #
 # ## From layers to time
 #
@@ -205,8 +205,8 @@ for name, table in (("joint", recorded), ("two-stage", recorded_stages)):
 # ![Accuracy against layers of joint and two-stage training](docs/pictures/curve-2.png)
 #
 # This picture grows with every paper. Joint training is ahead here, because two-stage training never asks the early
-# layers for anything. But one seed and 600 sentences prove little: the standard error of such an accuracy is 1.7
-# points. On TREC (questions of six types), with five seeds, joint training reaches 91.1% after two of six layers and
+# layers for anything. But one seed and 600 sentences prove little, because such an accuracy has a standard error of
+# almost two points. On TREC (questions of six types), with five seeds, joint training reaches 91.1% after two of six layers and
 # two-stage training 85.8% ([results](results/loraexit.md)).
 #
 # A third recipe, SWEET ([Rotem et al. 2023](https://arxiv.org/abs/2306.02307)), cuts the gradients between exits, so
