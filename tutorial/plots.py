@@ -203,17 +203,6 @@ def agreement(summary):
     save(figure, "add-exits.png")
 
 
-def speed(speed_ups, most):
-    """Chapter 10: {batch size: speed-up}; `most` if time were layers."""
-    figure, axes = axes_of(height=2.4)
-    axes.barh(list(speed_ups), list(speed_ups.values()), color="tab:blue")
-    axes.axvline(1, color="0.3")
-    axes.axvline(most, color="0.3", linestyle=":", label="1 / (1 - layers saved)")
-    axes.set(xlabel="speed-up")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    save(figure, "speed.png")
-
-
 def compared(curves):
     """Chapter 11: {method: [(layers, accuracy)]}."""
     figure, axes = axes_of()
