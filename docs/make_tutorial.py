@@ -8,7 +8,7 @@ A script is in the percent format of jupytext: cells of text begin with `# %% [m
 Its pictures go to docs/pictures/. tutorial/outputs/ keeps what the cells printed, how long the script took, and a
 digest of its code: when the code has changed since, a test asks for `--run`. Special lines in the text:
 
-    # 20 minutes to read, 10 seconds to run       the second line of a chapter, written by --run (before: READ, RUN)
+    # 20 minutes to read, 10 seconds to run       the second line of a chapter, written by this program
     # {code} mini_ee/raee.py exit_values          shows this function or class; without a name, the whole file
 """
 
@@ -113,17 +113,15 @@ def output_of(path: Path) -> Path:
     return FOLDER / "outputs" / f"{path.stem}.json"
 
 
-def kept(path: Path) -> dict:
+def last_run(path: Path) -> dict:
     """What a script printed when it was run: code, its digest; seconds; printed, by cell."""
     return json.loads(output_of(path).read_text())
 
 
 def run(path: Path) -> None:
-    """Run a chapter; keep what it printed, its pictures and its times."""
-    ran = execute(path, PICTURES)
-    script = with_times(path.read_text(), ran["seconds"])
-    path.write_text(script)
-    facts = {"code": digest_of(script), "seconds": round(ran["seconds"], 1), "printed": ran["printed"]}
+    """Run a chapter; keep what it printed, its pictures and its time."""
+    code, ran = digest_of(path.read_text()), execute(path, PICTURES)
+    facts = {"code": code, "seconds": round(ran["seconds"], 1), "printed": ran["printed"]}
     output_of(path).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     print(f"{ran['seconds']:6.1f} s  {path.relative_to(ROOT)}; exercises solved: {', '.join(ran['solved']) or 'none'}")
 
@@ -143,7 +141,7 @@ def section(path: Path) -> str:
     """A chapter as Markdown, with headings one level below the page's title."""
     if path.suffix == ".md":
         return re.sub(r"^#", "##", path.read_text(), flags=re.M).strip()
-    printed, parts = iter(kept(path)["printed"]), []
+    printed, parts = iter(last_run(path)["printed"]), []
     for is_code, text, _ in cells_of(path.read_text()):
         if not is_code:
             parts.append(with_sources(re.sub(r"^(#+ )", r"#\1", text, flags=re.M)))
@@ -205,7 +203,7 @@ def notebook_of(path: Path) -> str:
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # jupytext draws them at random
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\]\((?![a-z]+:|#)", f"]({up}", with_sources(cell.source))
+            cell.source = with_sources(re.sub(r"\]\((?![a-z]+:|#)", f"]({up}", cell.source))
     return jupytext.writes(notebook, fmt="ipynb") + "\n"
 
 
@@ -220,6 +218,8 @@ def main() -> None:
             parser.error(f"--run {name}: expected the beginning of one of {', '.join(path.stem for path in scripts)}")
         for path in named:
             run(path)
+    for path in scripts:
+        path.write_text(with_times(path.read_text(), last_run(path)["seconds"]))
     PAGE.write_text(page())
     for path in scripts if args.notebooks else ():
         path.with_suffix(".ipynb").write_text(notebook_of(path))

@@ -10,6 +10,7 @@ tests: trainings of the core have one epoch and few examples, so the numbers mea
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -19,28 +20,29 @@ from pathlib import Path
 
 from make_tutorial import cells_of
 
-from mini_ee import train as core
-
-FEW = 256  # examples of a quick training
+FEW = 96  # examples of a quick training, and texts that a model writes
 
 
 def train_less() -> None:
     """Before anything else imports the core's training and its examples."""
+    core = importlib.import_module("mini_ee.train")  # mini_ee.train is also a function
     whole = core.train
 
     def train(rates, count, loss, epochs, *more, **settings):
         return whole(rates, min(count, FEW), loss, 1, *more, **settings)
 
     core.train = train
+    from mini_ee import self_supervised
     from mini_ee.data import Rows
 
-    split = Rows.split
+    split, written = Rows.split, self_supervised.written
 
     def split_to_few(rows: Rows, *shares: float) -> list[Rows]:
         first, *others = split(rows, *shares)
         return [first.take(slice(FEW)), *others]
 
     Rows.split = split_to_few
+    self_supervised.written = lambda llama, prompts, count, seed: written(llama, prompts, min(count, FEW), seed)
 
 
 def run_cells(path: Path, chapter: types.ModuleType) -> list[str]:

@@ -107,6 +107,8 @@ for rule in (Threshold(0.5), Threshold(0.9), Threshold(0.99), Threshold(-0.3, "e
 # `Patience` needs no threshold ([PABEE, Zhou et al. 2020](https://arxiv.org/abs/2006.04152)): it exits when
 # consecutive exits predict the same class. `Patience(2)` needs two repetitions, so three equal predictions.
 #
+# ![PABEE: an example exits when consecutive exits predict the same](docs/pictures/method-pabee.svg)
+#
 # Every rule that reads logits is a class with one important method. `stop(k, read, memory)` gets the logits of exit k,
 # counted from 0, for the examples that are still in the batch, and returns which of them exit. `memory` is a
 # dictionary of arrays with one value per example. The loop removes the values of examples that exit, so a rule can

@@ -12,8 +12,8 @@
 # ![Joint training: the losses of all exits, weighted by depth, train all layers](docs/pictures/method-joint.svg)
 #
 # The *backbone*, the transformer without heads, is the built-in BERT: 12 layers of width 128. `Bert` is one file,
-# `mini_ee/bert.py`, and [appendix A](#a-a-layer-by-hand) computes one of its layers by hand. The sentences are reviews
-# that a grammar generated, positive or negative.
+# `mini_ee/bert.py`; [appendix A](#a-a-layer-by-hand-and-the-logit-lens) computes one of its layers by hand. The
+# sentences are reviews that a grammar generated, positive or negative.
 
 # %%
 import time
@@ -134,8 +134,8 @@ for kind in ("plain", "negated", "misleading", "doubly negated"):
     print(f"{kind:15} {result.layers[some].mean():7.1f} {right[some].mean():9.2f}   {example}")
 
 # %% [markdown]
-# Plain sentences exit early, and most of their answers are right. The others run deeper without the same success: a
-# model this small gets fewer than half of the doubly negated sentences right, however many layers it runs.
+# Plain sentences exit early, and most of their answers are right. The others run deeper, but without the same success:
+# a model this small gets fewer than half of the doubly negated sentences right.
 #
 # ## From layers to time
 #
@@ -205,12 +205,14 @@ for name, table in (("joint", recorded), ("two-stage", recorded_stages)):
 # ![Accuracy against layers of joint and two-stage training](docs/pictures/curve-2.png)
 #
 # This picture grows with every paper. Joint training is ahead here, because two-stage training never asks the early
-# layers for anything. But one seed and 600 sentences prove little: the standard error of such an accuracy is 1.7
-# points. On TREC (questions of six types), with five seeds, joint training reaches 91.1% after two of six layers and
+# layers for anything. But one seed and 600 sentences prove little, because such an accuracy has a standard error of
+# almost two points. On TREC (questions of six types), with five seeds, joint training reaches 91.1% after two of six layers and
 # two-stage training 85.8% ([results](results/loraexit.md)).
 #
 # A third recipe, SWEET ([Rotem et al. 2023](https://arxiv.org/abs/2306.02307)), cuts the gradients between exits, so
 # that each layer learns from one exit only: `mini-ee train sweet`.
+#
+# ![SWEET: the gradient of an exit stops at the exit before](docs/pictures/method-sweet.svg)
 #
 # **What we found.** Exits cost a weighted sum of losses and a comparison. **Begin with joint training** when you may
 # train the backbone; when your model is already fine-tuned, add exits to it as in chapter 9.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 5. Self-supervised exits: heads with no labels
 #
-# 31 minutes to read, 60 seconds to run · Paper: [Valade 2024](https://arxiv.org/abs/2407.21082v1)
+# 20 minutes to read, 60 seconds to run · Paper: [Valade 2024](https://arxiv.org/abs/2407.21082v1)
 #
 # **Can a language model train its own exits?** A decoder predicts a token at every position, so texts need no labels:
 # an early head can learn to predict what the full model predicts. The paper freezes the decoder, lets it write the

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 8. Decoding when tokens exit, and the gap in the cache
 #
-# 25 minutes to read, 55 seconds to run
+# 17 minutes to read, 55 seconds to run
 #
 # A decoder writes one token at a time. In every layer, the new token attends to the *keys* and *values* of all tokens
 # before it. They never change, so the decoder stores them in a *KV cache*, and a new token costs one pass through the
@@ -112,6 +112,11 @@ for name, several in texts.items():
 # pass. Tokens that it does not confirm are discarded. This is self-speculative decoding, as in LayerSkip ([Elhoushi et
 # al. 2024](https://arxiv.org/abs/2404.16710)); the second exercise builds it, and `mini-ee generate RUN --lossless
 # --layer 8 --draft 4` does it for a run of the lab.
+#
+# CALM ([Schuster et al. 2022](https://arxiv.org/abs/2207.07061)) also decides for each token. It compares one measure
+# with one threshold for all layers, and bounds how much whole texts may change:
+#
+# ![CALM: a token exits when one measure exceeds one threshold](docs/pictures/method-calm.svg)
 #
 # ## What we found
 #

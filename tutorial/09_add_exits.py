@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 9. Exits for a classifier that you have
 #
-# 18 minutes to read, 40 seconds to run
+# 13 minutes to read, 40 seconds to run
 #
 # **You have a fine-tuned classifier, and texts, but no labels.** `add-exits` leaves the model as it is and adds heads
 # after earlier layers, which learn what the model predicts. It chooses thresholds on held-out texts, and tests the

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # A. A layer by hand, and what a model knows after each layer
+# # A. A layer by hand, and the logit lens
 #
 # 13 minutes to read, 5 seconds to run
 #

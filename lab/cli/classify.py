@@ -38,8 +38,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.rules import log_softmax
 
     if (args.sentence is None) == (args.text is None):
-        found = "none" if args.text is None else "two, TEXT and --text"
-        raise WrongArguments(f"expected one sentence, found {found}; for example: {EXAMPLE}")
+        number = "none" if args.text is None else "two, TEXT and --text"
+        raise WrongArguments(f"expected one sentence, found {number}; for example: {EXAMPLE}")
     sentence = args.text if args.sentence is None else args.sentence
     given = (("TEXT" if args.text is None else "--text", sentence), ("--text-b", args.text_b))
     text = tuple(checked_text(some, name, "a sentence") for name, some in given if some is not None)

@@ -10,6 +10,7 @@ from mini_ee.lab.cli.command_options import Parser, add_options, given_options
 from mini_ee.lab.cli.task_options import add_task
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.sweep import from_loose_to_strict
 
 HELP = "train exits, choose an exit rule, and show accuracy against measured time"
 EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"
@@ -78,7 +79,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
             say(f"{encoded.truncated} of {len(encoded)} texts were cut to {trained.tokenizer.max_length} tokens.")
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
         recorded = read_rows(trained, encoded, rows.labels, batch_size)
-        rules = usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)[:-1]  # the last is the full model
+        rules = from_loose_to_strict(usual_rule(task), recorded, CURVE_POINTS)[:-1]  # the last is the full model
         measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, rules)
         answer = {"method": "joint", "split": split, "guarantee": trained.config["guarantee"], **measured}
         answer |= {key: trained.metrics[key] for key in ("majority_warning", "guaranteed")} | {"seed": seed}

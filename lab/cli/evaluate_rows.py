@@ -161,7 +161,8 @@ def _hardness(recorded, opened, task, rows, batch_size: int, say: Callable[[str]
 
 def _swept(named, recorded, task) -> list:
     """Other values of the setting of --rule, if it has one, else other thresholds."""
+    from mini_ee.lab.sweep import from_loose_to_strict
     from mini_ee.lab.training.default_rule import CURVE_POINTS, usual_rule
 
-    rules = named.from_loose_to_strict(recorded, CURVE_POINTS) if named else []
-    return rules or usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)
+    rules = from_loose_to_strict(named, recorded, CURVE_POINTS) if named else []
+    return rules or from_loose_to_strict(usual_rule(task), recorded, CURVE_POINTS)

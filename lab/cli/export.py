@@ -51,7 +51,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.training.train_run import check_task
 
     if args.schedule and not args.segments:
-        raise WrongArguments("--schedule is of graphs by segment, model.onnx restarts after each exit; add --segments")
+        raise WrongArguments("--schedule needs --segments, because model.onnx restarts after each exit; add it")
     args.device = "cpu"
     opened = open_run(args.run, args, plain=True)
     opened = opened._replace(rule=chosen_rule(args, opened))

@@ -151,6 +151,7 @@ def _of_rows(trained, metrics: dict, say: Callable[[str], None]) -> dict:
 
 def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.data.text_table import table
+    from mini_ee.lab.sweep import knob
 
     names = ("per_exit_cosine", "per_exit_low_cosine")
     rows = [dict(zip(("layer", *names), row)) for row in zip(trained.exits, *(metrics[name] for name in names))]
@@ -159,7 +160,7 @@ def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
     )
     say(table(rows, {"layer": "layer", names[0]: "mean:.3f", names[1]: "10% quantile:.3f"}))
     depth = f"depth is {trained.exits[getattr(trained.rule, 'exit', -1)]} of {trained.exits[-1]} layers"
-    default = depth if trained.rule.knob is None else f"rule is {trained.rule}"
+    default = depth if knob(trained.rule) is None else f"rule is {trained.rule}"
     say(f"The default {default}; --rule fixed --layer chooses a depth.")
     measured = ("rows", "rows_held", "rows_tested", "rows_truncated", *names)
     return {"texts": trained.config["task"]["name"]} | {name: metrics[name] for name in measured}

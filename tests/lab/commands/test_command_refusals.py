@@ -81,7 +81,7 @@ COMMANDS = [
     ("calibrate {run} --task {task} --epsilon .1 --model no", "--model is for a run without its backbone"),
     ("export {run} --task {task} --out out --model no", "--model is for a run without its backbone"),
     ("export {run} --out file/out", "file: expected a folder, found a file; name another"),
-    ("export {lora} --schedule parallel --out out", "model.onnx restarts after each exit; add --seg"),
+    ("export {lora} --schedule parallel --out out", "--schedule needs --segments, because model.onnx restarts"),
     ("calibrate {run} --task {task} --epsilon 0", "epsilon must be above 0"),
     ("calibrate {run} --task {task} --epsilon 1.5", "expected a number up to 1, found 1.5"),
     ("calibrate {run} --task {task} --epsilon .9 --delta 0", "delta must be at least 1e-09"),
