@@ -34,7 +34,7 @@ def paper_notes(paper: str) -> tuple[str, Text]:
 
 def methods_table(files: dict[str, Code]) -> str:
     """Markdown: every method of the registry with the first line of its file."""
-    about = "`mini-ee train NAME` trains each of them; `mini-ee train NAME --help` lists its options."
+    about = "`mini-ee train NAME` trains each of them; `mini-ee train NAME --help-all` lists its options."
     lines = ["# All methods", "", about, ""]
     for folder, title in (("methods", "Papers"), ("baselines", "Baselines")):
         lines += [f"## {title}", "", "| method | idea |", "|---|---|"]

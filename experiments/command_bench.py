@@ -7,6 +7,7 @@ from pathlib import Path
 
 HELP = "measure ratios of times, side by side in one process"
 EXAMPLE = "mini-ee bench exit-tax --threads 2"
+USUAL = "--model", "--task", "--device"
 ENCODERS = "mini_ee.experiments.bench.encoders"
 BENCHES = {  # name -> the module that has bench_NAME
     "backbone": ENCODERS,

@@ -1,4 +1,4 @@
-"""`mini-ee reproduce PAPER`: the experiments of a paper and the page of their results. Processes share the work."""
+"""`mini-ee reproduce NAME`: the experiments of a paper, by its method, and their page. Processes share the work."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -9,24 +9,27 @@ from mini_ee.lab.cli.command_options import positive
 
 LEADERBOARD = "leaderboard"
 HELP = "run a paper's experiments and write the page of its results"
-EXAMPLE = "mini-ee reproduce loraexit --quick"
+EXAMPLE = "mini-ee reproduce lora-exits --quick"
+USUAL = "--only", "--quick", "--seeds"
 
 
 def add(sub: ArgumentParser) -> None:
     from mini_ee.experiments.measured import MEASURED
-    from mini_ee.experiments.recipe import PAGES
+    from mini_ee.experiments.recipe import METHOD_OF, PAGES, PAPERS
 
+    names = [METHOD_OF.get(page, page) for page in PAGES]
+    papers, others = names[: len(PAPERS)], (*names[len(PAPERS) :], LEADERBOARD, *MEASURED)
     sub.add_argument(
         "paper",
-        choices=(*PAGES, LEADERBOARD, *MEASURED),
-        help=f"paper or other page of experiments, the {LEADERBOARD} of all methods, or page of measurements "
-        f"(from a JSON: {', '.join(MEASURED)})",
+        choices=(*names, LEADERBOARD, *MEASURED),
+        metavar="NAME",
+        help=f"paper, by its method ({', '.join(papers)}), or another page: {', '.join(others)}",
     )
     sub.add_argument(
         "--measure",
         nargs="*",
         metavar="PART",
-        help="parts of a page of measurements that are measured again; all if none is named",
+        help=f"parts of a page of measurements ({', '.join(MEASURED)}) that are measured again; all if none is named",
     )
     sub.add_argument(
         "--only",
@@ -60,6 +63,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Run the missing experiments, or measure the named parts, then write the page."""
     from mini_ee.experiments.leaderboard import make_leaderboard
     from mini_ee.experiments.measured import MEASURED, make_page
+    from mini_ee.experiments.recipe import METHOD_OF
     from mini_ee.experiments.reproduce import reproduce
     from mini_ee.lab.errors import WrongArguments
 
@@ -72,5 +76,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     if args.measure is not None:
         raise WrongArguments(f"--measure is for {', '.join(MEASURED)}; {args.paper} runs what is missing; leave it out")
     seeds = (args.seed, args.seeds)
-    make = make_leaderboard if args.paper == LEADERBOARD else partial(reproduce, args.paper)
+    page_of = {method: page for page, method in METHOD_OF.items()}
+    paper = page_of.get(args.paper, args.paper)
+    make = make_leaderboard if args.paper == LEADERBOARD else partial(reproduce, paper)
     return make(only=args.only, quick=args.quick, seeds=seeds, device=args.device, **places)

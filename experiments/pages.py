@@ -21,8 +21,19 @@ TEMPLATES = Path(__file__).parent / "pages"
 def write_page(name: str, figures: Mapping[str, Any], out: Path) -> Path:
     """Write OUT/NAME.md from pages/NAME.md. Raises WrongArguments for a figure that the records do not have."""
     path = out / f"{name}.md"
-    write_bytes(path, fill_in((TEMPLATES / path.name).read_text(encoding="utf-8"), figures, path.name).encode())
+    write_bytes(path, page_of(name, figures).encode())
     return path
+
+
+def page_of(name: str, figures: Mapping[str, Any]) -> str:
+    """The page NAME with these figures."""
+    return fill_in((TEMPLATES / f"{name}.md").read_text(encoding="utf-8"), figures, f"{name}.md")
+
+
+def heading(name: str) -> str:
+    """The first line of a page."""
+    with open(TEMPLATES / f"{name}.md", encoding="utf-8") as template:
+        return template.readline().rstrip()
 
 
 def fill_in(template: str, figures: Mapping[str, Any], name: str) -> str:
@@ -42,7 +53,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"percent": percent, "points": points, "table": table}
+    environment.filters |= {"percent": percent, "points": points, "number": number, "table": table}
     return environment
 
 
@@ -57,6 +68,11 @@ def _recorded(value: Any) -> Any:
 def percent(share: float, digits: int = 1) -> str:
     """A share from 0 to 1 in percent: 55.1%."""
     return f"{_recorded(share):.{digits}%}"
+
+
+def number(value: float, digits: int = 0) -> str:
+    """With this number of decimals, and commas between thousands: 1,234."""
+    return f"{_recorded(value):,.{digits}f}"
 
 
 def points(difference: float, digits: int = 1) -> str:

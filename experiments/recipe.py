@@ -15,6 +15,7 @@ from mini_ee.lab.errors import WrongArguments
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")
 PAGES = (*PAPERS, "shortest", "estimate")
+METHOD_OF = {"loraexit": "lora-exits", "consistentee": "consistent"}  # page -> method, if they have different names
 
 
 class Case(NamedTuple):
@@ -34,6 +35,11 @@ class Case(NamedTuple):
         """The names of the task and the texts that the case reads."""
         named = (self.options.get("task"), self.options.get("text"), self.reads)
         return [name for name in dict.fromkeys(named) if isinstance(name, str)]
+
+
+def command_of(page: str) -> str:
+    """The command that makes a page. That of a paper takes the name of its method, as `mini-ee train` does."""
+    return f"mini-ee reproduce {METHOD_OF.get(page, page)}"
 
 
 def load_recipe(paper: str, quick: bool = False) -> dict:

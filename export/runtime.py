@@ -1,7 +1,7 @@
 """Run an exported folder without torch: with numpy, ONNX Runtime and tokenizers.
 
     Runtime("exported").run(["A warm and funny film."])
-    [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]
+    [Answer(label="positive", confidence=0.98, exit=4, layers=4, milliseconds=3.1, ...)]
 
 A batch is one call of model.onnx, which stops by itself. A class of mini_ee.lab opens folders of other kinds, such as a
 decoder's: its entry points `mini_ee.runtimes` name it.
@@ -31,8 +31,8 @@ class Answer(NamedTuple):
 
     label: str | float | dict[str, float]  # a number in a regression; of several labels at once their probabilities
     confidence: float | None  # the largest probability, or that of the weakest label; None in a regression
-    exit: int  # index into exits, from 0
-    layers: int | float  # depth of that exit; if tokens exit within the row, their mean depth
+    exit: int  # the layer of its exit
+    layers: int | float  # the same number, or the mean depth of the tokens if these exit within the row
     milliseconds: float  # of its batch, over the rows of that batch
     logits: np.ndarray  # (C,)
 
@@ -131,7 +131,7 @@ class Runtime:
                 label, confidence = float(logits[0]), None
                 if self.label_names:
                     label, confidence = self.label_names[logits.argmax()], float(max_probability(logits[None])[0])
-                answers[row] = Answer(label, confidence, int(at), int(layers), milliseconds, logits)
+                answers[row] = Answer(label, confidence, self.exits[at], int(layers), milliseconds, logits)
         return [answers[row] for row in range(len(encodings))]
 
     def encode(self, texts: Sequence) -> list[Encoding]:

@@ -33,6 +33,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import THRESHOLD_LIMITS, Policy, Rule, Threshold
 from mini_ee.lab.statistics import agreement_p_values, groups_needed
+from mini_ee.lab.sweep import knob
 
 TAU_RESAMPLES = 1000
 ROUNDING = 1e-9  # tolerance of counts that are whole numbers up to rounding
@@ -383,7 +384,7 @@ def calibrate_conformal(
     outcome = replay(fresh, rule)
     exited = [outcome.agrees[outcome.exit_index == k] for k in range(last)]
     answer = {"guarantee": "conformal", "epsilon": epsilon, "delta": None, "measure": measure}
-    answer |= {"thresholds": [rule.to_dict()[rule.knob]] * last, "tau_intervals": None}
+    answer |= {"thresholds": [rule.to_dict()[knob(rule)]] * last, "tau_intervals": None}
     answer["agreement"] = [float(agrees.mean()) if len(agrees) else None for agrees in exited]
     answer["end_to_end"] = mean_of_groups(outcome.agrees, fresh.groups)
     answer |= _figures(recorded, rule, drawn)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mini_ee.lab.rule_inputs import runtime_inputs, runtime_values, with_runtime
 from mini_ee.lab.rules import Rule
 
 THRESHOLD = "threshold"  # the input of the graph, and the entry of the memory
@@ -30,7 +31,7 @@ class RowThresholds(Rule):
         thresholds = np.asarray(thresholds, np.float32)
         if thresholds.ndim != 2:
             raise ValueError(f"expected thresholds of shape (rows, exits - 1), found {thresholds.shape}")
-        own = rule.runtime_values(thresholds.shape[1])[THRESHOLD]
+        own = runtime_values(rule, thresholds.shape[1])[THRESHOLD]
         self.rule, self.thresholds = rule, np.where(np.isnan(thresholds), own, thresholds)
         self.needs, self.needs_embeddings = rule.needs, rule.needs_embeddings
 
@@ -48,18 +49,12 @@ class RowThresholds(Rule):
 
     def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         of_rows = memory.setdefault(THRESHOLD, self.thresholds)
-        return self.rule.with_runtime({THRESHOLD: of_rows[:, k]}).stop(k, read, memory)
+        return with_runtime(self.rule, {THRESHOLD: of_rows[:, k]}).stop(k, read, memory)
 
     def flops(self, classes: int) -> float:
         return self.rule.flops(classes)
 
-    def runtime_values(self, count: int) -> dict[str, np.ndarray]:
-        return self.rule.runtime_values(count) | {THRESHOLD: self.thresholds}
-
-    def served_by(self, other: Rule) -> bool:
-        return self.rule.served_by(other)
-
 
 def has_threshold(rule: Rule) -> bool:
     """Whether the rule compares something with a threshold."""
-    return THRESHOLD in rule.runtime_inputs and not rule.plans_from_texts
+    return THRESHOLD in runtime_inputs(rule) and not rule.plans_from_texts

@@ -1,11 +1,10 @@
 """Exit rules: which rows (examples or tokens) stop at which exit. At the last exit all rows stop.
 
 mini_ee/rules.py has what rules decide by: `plan`, `stop` and `needs`. Here are the rules of methods besides, and what
-the lab knows of each rule:
+the lab knows of each rule; sweep.py has its curve, rule_inputs.py its inputs of a graph:
 
     rule.flops(classes)                                FLOPs of one decision for one row
     rule.plan_flops(inputs)                            FLOPs of a plan for one row
-    rule.from_loose_to_strict(recorded, n)             the rule with other values of its `knob`, for a sweep
     rule.to_dict() <-> rule_from_dict                  the rule in a run's config.json
 
 `plan` and `stop` are numpy code. The same code also runs on graph values, which writes model.onnx (export/tracing.py).
@@ -18,11 +17,9 @@ from 0 along `exits`. Depths count layers: 0 is the embeddings.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,78 +57,12 @@ class Rule(rules.Rule):
         """Each batch of inputs with the rule for it."""
         return ((batch, self) for batch in inputs)
 
-    # ---- The curve of a rule: the same rule with other values of one setting ----
-    knob: ClassVar[str | None] = None  # the setting that trades layers for score; None: no setting does
-    never: ClassVar[float] = math.inf  # the value of the knob with which no row exits early
-
-    @property
-    def knob_range(self) -> tuple[float, float]:
-        """Smallest and largest useful value of the knob, apart from `never`: the limits of its option."""
-        about = self.__dataclass_fields__[self.knob].metadata  # type: ignore[attr-defined]  # of subclasses
-        least, most = about["least"], about["most"]
-        return -math.inf if least is None else least, math.inf if most is None else most
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        """(N, K - 1): the numbers that are compared with the knob, at every exit but the last. recorded: a Record."""
-        raise NotImplementedError(f"{type(self).__name__} has a knob, and no compared(recorded)")
-
-    def from_loose_to_strict(self, recorded: Any, count: int) -> Sequence["Rule"]:
-        """The rule with increasing values of its knob: fewer and fewer rows exit early, with the last value none.
-
-        The values are `count` quantiles of `compared`, and the rule's own value. Empty if the model has one exit.
-        recorded: a Record.
-        """
-        if self.knob is None or len(recorded.segments.exits) < 2:
-            return []
-        levels = np.quantile(self.compared(recorded), np.linspace(0, 1, count))
-        own = np.atleast_1d(getattr(self, self.knob))
-        values = np.clip([*levels, *own[own != self.never]], *self.knob_range)
-        every = np.unique([*values, self.never]).tolist()
-        return [replace(self, **{self.knob: value}) for value in every]  # type: ignore[type-var]
-
-    # ---- In model.onnx, the graph that contains the loop (lab/export/model_graph.py) ----
-    runtime_settings: tuple[str, ...] = ()  # settings that are inputs of the graph
-    runtime_inputs: ClassVar[dict[str, str]] = {}
-    """Input of the graph -> the attribute that `stop` compares with. With a `threshold` of inf no row exits."""
-
-    def runtime_values(self, count: int) -> dict[str, np.ndarray]:
-        """Input -> the rule's values at the first `count` exits: (count,) float32, or (1,) for an integer."""
-        return {
-            name: _runtime_value(getattr(self, attribute), count) for name, attribute in self.runtime_inputs.items()
-        }
-
-    def with_runtime(self, values: dict) -> Self:
-        """The rule with the graph's inputs at one exit in place of its own settings."""
-        rule = copy(self)  # not dataclasses.replace: __post_init__ cannot check graph values
-        for name, value in values.items():
-            object.__setattr__(rule, self.runtime_inputs[name], value)
-        return rule
-
-    def served_by(self, other: "Rule") -> bool:
-        """Whether a graph that contains the rule `other` computes this one, if it gets other inputs."""
-        return type(self) is type(other) and all(
-            value == getattr(other, name)
-            for name, value in self.settings().items()
-            if name not in self.runtime_settings
-        )
-
-    def opened(self, folder: Path, config: dict, model: Any) -> "Rule":
-        """The rule of a run on disk, completed from the run's other files. Most rules need none."""
-        return self
-
     def settings(self) -> dict:
         """The fields of the rule by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
 
     def to_dict(self) -> dict:
         return {"name": self.name} | {key: _json(value) for key, value in self.settings().items()}
-
-
-def _runtime_value(value: Any, count: int) -> np.ndarray:
-    if isinstance(value, int):
-        return np.array([value])
-    values = value[:count] if isinstance(value, tuple) else [value] * count
-    return np.array(values, np.float32)
 
 
 def _json(value: Any) -> Any:
@@ -230,16 +161,6 @@ class Threshold(rules.Threshold, Rule):
     def confidence(self, read: Any) -> np.ndarray:
         return confidence(read, self.measure)
 
-    runtime_settings, runtime_inputs = ("threshold",), {"threshold": "threshold"}
-    knob = "threshold"
-
-    @property
-    def knob_range(self) -> tuple[float, float]:
-        return THRESHOLD_LIMITS[self.measure]
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        return recorded.confidence(self.measure)
-
     def check(self, num_exits: int) -> None:
         if isinstance(self.threshold, tuple) and len(self.threshold) != num_exits:
             raise ValueError(f"expected one threshold or {num_exits}, one for each exit, got {len(self.threshold)}")
@@ -269,13 +190,6 @@ class Patience(rules.Patience, Rule):
     def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
         read = read.measures.get("prediction", read.logits) if isinstance(read, Measured) else read
         return super().stop(k, read, memory)
-
-    runtime_settings, runtime_inputs = ("patience",), {"patience": "patience"}
-    knob = "patience"
-
-    def from_loose_to_strict(self, recorded: Any, count: int) -> list["Patience"]:
-        """Every possible patience, whatever the count."""
-        return [replace(self, patience=patience) for patience in range(1, len(recorded.segments.exits))]
 
     def flops(self, classes: int) -> float:
         return classes + 3.0
@@ -309,9 +223,6 @@ class PatienceConfidence(Rule):
         memory["streak"] = np.where(confident, memory.get("streak", 0) + 1, 0)
         return memory["streak"] >= self.patience
 
-    runtime_settings, runtime_inputs = ("patience", "threshold"), {"patience": "patience", "threshold": "threshold"}
-    knob, knob_range, compared = "threshold", Threshold.knob_range, Threshold.compared
-
     def flops(self, classes: int) -> float:
         return 5.0 * classes + 2.0
 
@@ -326,12 +237,6 @@ class Policy(rules.Policy, Rule):
 
     cut: float = option(0.5, "exit probability of the policy above which an example or token exits", least=0, most=1)
     name = "policy"
-    runtime_settings, runtime_inputs = ("cut",), {"threshold": "least_logit"}
-    knob, never = "cut", 1.0
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        """The exit probabilities: sigmoid(x) = exp(-ln(1 + e^-x)), in float64."""
-        return np.exp(-np.logaddexp(0, -recorded.segments.exit_logits.astype(np.float64)))
 
     def flops(self, classes: int) -> float:
         return 1.0
@@ -360,13 +265,6 @@ class QExit(Rule):
         # product underflows.
         memory["hazard"] = memory.get("hazard", 0) + np.logaddexp(0, read)
         return memory["hazard"] > self.least_hazard  # type: ignore[attr-defined]  # set in __post_init__
-
-    runtime_settings, runtime_inputs = ("q",), {"threshold": "least_hazard"}
-    knob, never = "q", 1.0
-
-    def compared(self, recorded: Any) -> np.ndarray:
-        """The cumulative exit probabilities."""
-        return -np.expm1(-np.logaddexp(0, recorded.segments.exit_logits.astype(np.float64)).cumsum(axis=1))
 
     def flops(self, classes: int) -> float:
         return 4.0  # exponential, logarithm, sum, comparison

@@ -16,7 +16,9 @@ import numpy as np
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.recording import Record, predictions
 from mini_ee.lab.row_thresholds import THRESHOLD
+from mini_ee.lab.rule_inputs import runtime_inputs, runtime_values
 from mini_ee.lab.rules import Rule
+from mini_ee.lab.sweep import from_loose_to_strict
 
 POINTS = 50  # thresholds of a curve
 ROUNDING = 1e-9  # of a difference of two scores: .92 - .9 is above .02
@@ -27,16 +29,16 @@ def threshold_curve(recorded: Record, rule: Rule, task: Task, labels: np.ndarray
 
     labels: (N,), for the loss; None: the rows have none.
     """
-    if THRESHOLD not in rule.runtime_inputs or task.regression or not len(recorded.logits):
+    if THRESHOLD not in runtime_inputs(rule) or task.regression or not len(recorded.logits):
         return None
     full, points = predictions(recorded.logits[:, -1], task), []
-    for each in rule.from_loose_to_strict(recorded, POINTS):
+    for each in from_loose_to_strict(rule, recorded, POINTS):
         result = recorded.replay(each)
         found = predictions(result.logits, task)
         loss = None
         if labels is not None:
             loss = task.score(full, labels)["score"] - task.score(found, labels)["score"]
-        threshold = float(each.runtime_values(1)[THRESHOLD][0])
+        threshold = float(runtime_values(each, 1)[THRESHOLD][0])
         points.append(
             [str(threshold) if math.isinf(threshold) else threshold, float((found == full).mean()), loss]
             + [float(result.layers_run.mean())]

@@ -32,7 +32,7 @@ Deviations from the paper, and what it leaves open, with the test in tests/spec/
    In the lab, coins may choose a share of the actions: `with_coins` in lab/methods/consistent.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from mini_ee.bert import Bert, Exits, State
 from mini_ee.data import Rows, of_all, open_task, report, usual_rules
+from mini_ee.load import exits_of
 from mini_ee.rules import Policy
 from mini_ee.train import Options, script, train
 
@@ -49,7 +50,13 @@ ALPHA, TRAJECTORIES, WIDTH = 0.07, 8, 32  # ALPHA: the lab's default; the script
 CHUNK = 1024  # rows whose rewards are computed together
 
 
-# ---- Eq. 2 to 4 and 7: losses, rewards, hardness ----
+# ---- Eq. 1 to 4 and 7: losses, rewards, hardness ----
+def depth_weighted_loss(losses: Iterable[Tensor], depths: Sequence[int]) -> Tensor:
+    """Eq. 1, $sum_t t l_t / sum_t t$: the losses of K exits, each of the same shape, and their depths in layers."""
+    weighted = [depth * loss for depth, loss in zip(depths, losses, strict=True)]
+    return sum(weighted[1:], weighted[0]) / sum(depths)
+
+
 def exit_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Eq. 2, $l_t = H(y, P_t(x))$: logits (B, K, C), labels (B,) -> (B, K), in float32 at least."""
     log_p = F.log_softmax(logits, dim=2, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -195,9 +202,8 @@ def fit_tokens(model: nn.Module, learn: Tensor, held: Tensor, settings: Settings
 
 
 def joint_loss(model: nn.Module, states: Tensor, labels: Tensor) -> Tensor:
-    """Eq. 1, the mean over examples. states (B, K, D), labels (B,)."""
-    depths = torch.tensor(model.exits, dtype=torch.float32)
-    return (exit_losses(model.classify(states), labels) @ (depths / depths.sum())).mean()
+    """The mean of Eq. 1 over examples. states (B, K, D), labels (B,)."""
+    return depth_weighted_loss(exit_losses(model.classify(states), labels).T, model.exits).mean()
 
 
 Data = tuple[Callable[[], Tensor], Tensor]
@@ -258,7 +264,6 @@ def alternate(
 class ConsistentOptions(Options):
     """Options of the script."""
 
-    exits: tuple[int, ...] = field(default=(2, 4, 8, 12), metadata={"help": "exit layers, up to the last"})
     # The largest of .02, .03, .07 at which the policy loses nothing on the reviews' dev split.
     alpha: float = field(default=0.02, metadata={"help": "price of a layer in nats; a larger one exits earlier"})
     rounds: int = field(default=2, metadata={"help": "most rounds of a policy step and a task step"})
@@ -272,7 +277,7 @@ def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows]:
     if not rows.names:
         raise ValueError("ConsistentEE needs classes: the reward of an exit is the logarithm of a probability")
     learn, held = rows.split(0.8, 0.2)
-    model = PolicyExits(bert, options.exits, rows.outputs).eval()
+    model = PolicyExits(bert, exits_of(options.exits, (2, 4, 8, 12), len(bert.layers)), rows.outputs).eval()
     print(f"ConsistentEE: {len(learn)} training rows, {len(held)} held out")
     fit_rows(model, learn, held, Settings(alpha=options.alpha, epochs=options.epochs, rounds=options.rounds))
     rules = {"policy, pi > .5": Policy(), "policy, pi > .8": Policy(0.8)} | usual_rules(rows)

@@ -127,6 +127,11 @@ def load_tokenizer(name: str | Path, most: int | None = None) -> Tokenizer:
     return tokenizer
 
 
+def exits_of(given: Sequence[int], of_twelve: Sequence[int], layers: int) -> Sequence[int]:
+    """The exits that are given; else those of a model of twelve layers, at the same shares of these layers."""
+    return given or sorted({max(1, round(layers * exit / 12)) for exit in of_twelve})
+
+
 def check_exits(exits: Sequence[int], layers: int) -> None:
     """Raise ValueError unless the exits ascend from 1 or more to the last layer."""
     if not exits or list(exits) != sorted(set(exits)) or exits[0] < 1 or exits[-1] != layers:

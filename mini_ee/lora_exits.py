@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from mini_ee.bert import Bert, Exits, State
 from mini_ee.data import Inputs, Rows, of_all, open_task, report, score_of, usual_rules
+from mini_ee.load import exits_of
 from mini_ee.rules import Rule
 from mini_ee.train import Options, script, task_loss, train
 
@@ -259,7 +260,6 @@ def fit(model: LoRAExits, learn: Rows, held: Rows, epochs: int, lr: float, disti
 class LoRAOptions(Options):
     """Options of the script."""
 
-    exits: tuple[int, ...] = field(default=(3, 6, 9, 12), metadata={"help": "exit layers, up to the last"})
     rank: int = field(default=RANK, metadata={"help": "rank of the adapters"})
     lr: float = field(default=3e-3, metadata={"help": "learning rate of adapters and heads"})
     teacher: str = field(default="segd", metadata={"help": "segd: the next exit; kd: the last one; vanilla: none"})
@@ -273,7 +273,7 @@ def main(options: LoRAOptions) -> tuple[Exits, Rule, Rows]:
     bert = Bert.load(options.model)
     rows, test = open_task(options.task, options.model, len(bert.position.weight), options.rows, options.seed)
     learn, held = rows.split(0.8, 0.2)
-    model = LoRAExits(bert, options.exits, rows.outputs, options.rank).eval()
+    model = LoRAExits(bert, exits_of(options.exits, (3, 6, 9, 12), len(bert.layers)), rows.outputs, options.rank).eval()
     trained = sum(parameter.numel() for part in (model.adapters, model.heads) for parameter in part.parameters())
     print(f"LoRAExit: {len(learn)} training rows; {trained:,} parameters learn, those of the BERT are frozen")
     fit(model, learn, held, options.epochs, options.lr, options.teacher)

@@ -128,7 +128,7 @@ class PartWriter:
             "failed": len(errors),
             "rows_truncated": encoded.truncated,
             "layers": float(sum(answer.layers for answer in answers.values())),
-            "exit_counts": np.bincount(exits, minlength=len(self.runtime.exits)).tolist(),
+            "exit_counts": [exits.count(layer) for layer in self.runtime.exits],
             "seconds": written - begin + block.seconds,
             "io_seconds": written - computed + block.seconds,
             "errors": [

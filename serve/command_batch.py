@@ -17,6 +17,7 @@ from mini_ee.serve.command_serve import OF_RAY
 
 HELP = "run the rows of many files through an export, in parts; a second call continues a killed job"
 EXAMPLE = "mini-ee batch exported --in 'in/*' --out out"
+USUAL = "--format", "--processes", "--device"
 
 
 def add(sub: ArgumentParser) -> None:

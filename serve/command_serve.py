@@ -1,5 +1,6 @@
-"""`mini-ee serve`: an export over HTTP. No torch here."""
+"""`mini-ee serve`: an export over HTTP. Torch is imported for a run alone."""
 
+import json
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from mini_ee.lab.cli.command_options import number, positive, share, span, whole_number
+from mini_ee.lab.cli.temporary_export import as_export
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import PROVIDERS, share_threads
@@ -18,8 +20,9 @@ from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Guarantee, stricter
 from mini_ee.serve.worker import BATCH, MAX_OPEN, MAX_WAIT, Worker
 
-HELP = "serve an export over HTTP; requests are batched together"
+HELP = "serve an export or a run over HTTP; requests are batched together"
 EXAMPLE = "mini-ee serve exported --shadow .05"
+USUAL = "--port", "--device", "--shadow"
 HIGHEST_PORT = 65535
 
 OF_RAY = {  # defaults of environment variables; Ray reads them when it is imported
@@ -33,7 +36,8 @@ OF_RAY = {  # defaults of environment variables; Ray reads them when it is impor
 
 def add(sub: ArgumentParser) -> None:
     """Add the options of the command."""
-    sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export, best made with --segments")
+    folder = "folder of an export, best made with --segments, or of a run, which is exported to a temporary folder"
+    sub.add_argument("exported", type=Path, metavar="RUN_OR_EXPORTED", help=folder)
     sub.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 accepts other machines")
     names = "further host name that the Host header of requests may have; * for any; may be repeated (default none)"
     sub.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=names)
@@ -103,13 +107,14 @@ def _run_here(args: Namespace) -> dict:
     except ImportError:
         raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
     with ExitStack() as stack:
-        worker = stack.enter_context(_worker(args))
-        engine, about, served = worker.engine, "", App(worker, args.hosts)
+        folder = stack.enter_context(as_export(args.exported, "serve"))
+        worker = stack.enter_context(_worker(args, folder))
+        engine, canary, served = worker.engine, "", App(worker, args.hosts)
         if args.canary:
             new = stack.enter_context(_worker(args, args.canary))
             served = Canary(worker, new, args.share, args.hosts, args.seed)
-            about = f"; {args.share:g} of the requests: {args.canary}, model {new.engine.runtime.model_id}"
-        serve(served, args.host, args.port, _ready(args, f"queues: {', '.join(engine.queues)}{about}"))
+            canary = f"; {args.share:g} of the requests: {args.canary}, model {new.engine.runtime.model_id}"
+        serve(served, args.host, args.port, _ready(args, engine.runtime, f"queues: {', '.join(engine.queues)}{canary}"))
     requests = worker.metrics.requests
     answered = requests["answered"] + (new.metrics.requests["answered"] if args.canary else 0)
     _say(f"drained; {answered} requests answered")
@@ -126,13 +131,14 @@ def _run_on_ray(args: Namespace) -> dict:
     except ImportError:
         raise WrongArguments("--engine ray needs Ray Serve: pip install 'mini-ee[ray]'") from None
     args.exported, args.threads, args.device = args.exported.absolute(), args.threads or 1, args.device or "cpu"
-    worker = _worker(args)  # checks everything before Ray starts, so that an error is one line
+    worker = _worker(args, args.exported)  # checks everything before Ray starts, so that an error is one line
     worker.drain()
     least, most = args.replicas or (1, 1)
     size = Size(least, most, args.batch_size, args.queue, args.threads, int(args.device == "cuda"))
-    about = f"replicas: {most if least == most else f'{least} to {most}'}"
+    replicas = f"replicas: {most if least == most else f'{least} to {most}'}"
+    ready = _ready(args, worker.engine.runtime, replicas)
     with redirect_stdout(sys.stderr):  # Ray prints the output of its processes
-        requests = serve(partial(_replica, args), size, args.host, args.port, _ready(args, about), args.hosts)
+        requests = serve(partial(_replica, args), size, args.host, args.port, ready, args.hosts)
     if requests is None:
         _say("the cluster serves it now")
     else:
@@ -140,8 +146,20 @@ def _run_on_ray(args: Namespace) -> dict:
     return {"replicas": [least, most], "requests": requests, "rule": worker.engine.rule.to_dict(), "seed": args.seed}
 
 
-def _ready(args: Namespace, about: str) -> Callable[[str], None]:
-    return lambda address: _say(f"{args.exported} on {address}, {about}")
+def _ready(args: Namespace, runtime: Runtime, details: str) -> Callable[[str], None]:
+    """Prints the address when the server listens, and a request to try."""
+    path, texts = "/classify", {"text": "A charming film.", "text_b": "It was good."}
+    if runtime.generates or runtime.embeds:
+        path = "/generate" if runtime.generates else "/embed"
+        texts = {"text": "Once upon a time"} if runtime.generates else {"inputs": "A charming film."}
+    elif runtime.num_texts == 1:
+        del texts["text_b"]
+
+    def ready(address: str) -> None:
+        _say(f"{args.exported} on {address}, {details}")
+        _say(f"try: curl -s {address}{path} --json '{json.dumps(texts)}'")
+
+    return ready
 
 
 def _say(text: str) -> None:
@@ -151,12 +169,12 @@ def _say(text: str) -> None:
 def _replica(args: Namespace) -> Worker:
     """The worker of a process of its own."""
     share_threads(args.threads)
-    return _worker(args)
+    return _worker(args, args.exported)
 
 
-def _worker(args: Namespace, folder: Path | None = None) -> Worker:
-    """The worker of a folder (default --exported)."""
-    runtime = Runtime(folder or args.exported, PROVIDERS[args.device], threads=args.threads or 0)
+def _worker(args: Namespace, folder: Path) -> Worker:
+    """The worker of an exported folder."""
+    runtime = Runtime(folder, PROVIDERS[args.device], threads=args.threads or 0)
     engine = _engine(args, runtime)
     runtime.warm_up()
     return Worker(engine, max_wait=args.max_wait / 1e3, max_open=args.queue, batch=args.batch_size)

@@ -174,7 +174,7 @@ class RowEngine:
         for row, answer in zip(rows, answers):
             if row.answer is None:
                 row.answer, row.rule = answer._replace(milliseconds=(now - row.begun) * 1e3), rule
-            if answer.exit == self._last:
+            if answer.exit == self.runtime.exits[-1]:
                 row.queue = None
                 if row.shadowed and row.rule is self.rule:  # it exited by the present rule, not by an earlier one
                     self.rule = self.guarantee.observe(answer.agrees(row.answer), self.rule)

@@ -18,8 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from mini_ee.lab.rule_inputs import runtime_settings
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.statistics import binomial_cdf, share_interval
+from mini_ee.lab.sweep import KNOBS, knob, knob_range
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Bounds of the latency histogram, in seconds."""
@@ -79,11 +81,11 @@ def stricter(rule: Rule) -> Rule:
 
     Raises ValueError for a rule without a threshold that is an input of the graph.
     """
-    name = rule.knob
-    if name not in rule.runtime_settings:
+    name = knob(rule)
+    if name not in runtime_settings(rule):
         raise ValueError(f"the rule {rule.name} has no threshold to raise; leave out --tighten")
-    (least, most), value = rule.knob_range, getattr(rule, name)
-    raised = tuple(_raised(each, least, most, rule.never) for each in np.atleast_1d(value).tolist())
+    (least, most), value = knob_range(rule), getattr(rule, name)
+    raised = tuple(_raised(each, least, most, KNOBS[type(rule)].never) for each in np.atleast_1d(value).tolist())
     return replace(rule, **{name: raised if isinstance(value, tuple) else raised[0]})
 
 

@@ -17,7 +17,9 @@ import numpy as np
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.row_thresholds import THRESHOLD, has_threshold
+from mini_ee.lab.rule_inputs import runtime_inputs, served_by
 from mini_ee.lab.rules import Rule
+from mini_ee.lab.sweep import knob, knob_range
 from mini_ee.lab.threshold_curve import threshold_for
 
 FIELDS = (THRESHOLD, "agreement", "max_loss")
@@ -43,7 +45,7 @@ class RequestThresholds:
 
     def __init__(self, runtime: Runtime, rule: Rule):
         self._rule, self._count = rule, len(runtime.exits) - 1
-        self._curve = runtime.config.get("curve") if rule.served_by(runtime.rule) else None
+        self._curve = runtime.config.get("curve") if served_by(rule, runtime.rule) else None
         self.fields = self._possible()  # of FIELDS, that a request may have
 
     def _possible(self) -> tuple[str, ...]:
@@ -70,8 +72,8 @@ class RequestThresholds:
     def _numbers(self, value: Any) -> Sequence[float]:
         numbers = [WITHOUT_NUMBER.get(each, each) if isinstance(each, str) else each for each in _listed(value)]
         least, most = -math.inf, math.inf
-        if self._rule.runtime_inputs[THRESHOLD] == self._rule.knob:  # else the threshold is a logit
-            least, most = self._rule.knob_range
+        if runtime_inputs(self._rule)[THRESHOLD] == knob(self._rule):  # else the threshold is a logit
+            least, most = knob_range(self._rule)
 
         def is_valid(number: Any) -> bool:
             if type(number) not in (int, float):

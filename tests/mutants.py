@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import textwrap
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,7 +29,9 @@ from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.export.tracing import Value
+from mini_ee.lab.rule_inputs import with_runtime
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
+from mini_ee.weights import make_reviews
 
 TESTS = Path(__file__).parent
 CAUGHT = (AssertionError, ValueError, RuntimeWarning, pytest.fail.Exception)  # some bugs break shapes: a catch too
@@ -54,6 +56,11 @@ def source(old, new):
         return namespace[true.__name__]
 
     return bug
+
+
+def thresholds_of_the_first_rows(self, k, read, memory):
+    """Whoever stays gets the thresholds of the batch's first rows."""
+    return with_runtime(self.rule, {"threshold": self.thresholds[: len(read), k]}).stop(k, read, memory)
 
 
 def measure(wrong):
@@ -438,6 +445,7 @@ EQUATIONS += [  # the same of the core, and bugs of its own
     (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again"),
     (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
     (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[0.8]"),
+    (CORE + "consistent.depth_weighted_loss", source("depth * loss", "loss"), "4_consistent.py::test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_depths"),
     (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2]"),
     (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t"),
     (CORE + "lora_exits.sgmv", source("@ A[i], B[i]", "@ A[0], B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[[5, 5, 5]]"),
@@ -527,6 +535,7 @@ RULES = [
     ("confidence.MEASURES.breaking_ties", measure(core_rules.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
     ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
     ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
+    ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]"),
     ("mini_ee.rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
     ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
     *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
@@ -552,7 +561,7 @@ RULES = [
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
     ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
-    ("training.stages.depth_weighted_sum", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
+    ("training.stages.weighted_by_depth", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
     ("backbones.bert.LayerContext.keep", always(lambda self, rows: self._replace(padding=self.padding[: len(rows)])), NEW + "rows_that_are_kept_go_on_as_if_the_others_had_never_been_there[bert-[1, 3]]"),
     ("backbones.bert.LayerContext.repeat", always(lambda self, count: self._replace(padding=self.padding.repeat_interleave(count, 0))), NEW + "the_context_of_a_repeated_batch_repeats_it[bert]"),
@@ -758,6 +767,15 @@ LABEL_WORDS = "export.py::test_each_layer_says_of_the_label_words_what_the_maske
 DECODER_WORDS = "export.py::test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says[llama-1]"
 STOPS = "model_graph.py::test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says[bert]"
 OPERATION = "export.builder.Builder.op"
+OF_HEADS = [
+    (f"exits.{place}", always(wrong), f"classification_heads.py::test_the_logits_of_every_family_are_those_of_transformers[{kind}]")
+    for place, wrong, kind in (
+        ("heads._last", lambda hidden, real: hidden[:, -1], "llama"),
+        ("heads._last", lambda hidden, real: hidden[:, 0], "llama"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: state, "bert"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: self.dense(state), "roberta"),
+    )
+]
 OF_GRAPHS = [
     (OPERATION, node("Gelu", approximate="tanh"), LABEL_WORDS),
     (OPERATION, node("LayerNormalization", epsilon=1e-2), LABEL_WORDS),
@@ -768,7 +786,8 @@ OF_GRAPHS = [
     ("export.segment_graphs._rows_of", source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"), LABEL_WORDS),
     (OPERATION, node("Not", "Identity"), STOPS),
     ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
-    ("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: self.rule.with_runtime({"threshold": self.thresholds[: len(reading), k]}).stop(k, reading, memory)), STOPS),
+    ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), STOPS),
+    ("export.runtime.Runtime.answers", source("(self.exits[k] for k in exit_index)", "exit_index"), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
     ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
@@ -795,6 +814,21 @@ OF_PAGES = [
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
 ]
 
+BAG_OF_WORDS = "reviews.py::test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones[0]"
+OF_DATA = [
+    ("mini_ee.weights.make_reviews.GRAMMAR.negated", always(make_reviews.PLAIN), BAG_OF_WORDS),
+    ("mini_ee.weights.make_reviews.GRAMMAR.negated", always(tuple(flip for _, flip in make_reviews.NEGATED)), BAG_OF_WORDS),
+    *[
+        (f"exits.prompt_exits.{place}", bug, f"prompting.py::test_every_exit_has_the_lm_logits_of_its_layer_at_the_mask_or_the_last_token[{kind}]")
+        for kind in ("encoder", "decoder")
+        for place, bug in (
+            ("PromptModel.read_at", lambda true: lambda *given: true(*given) * 0),
+            ("PromptModel.read_at", lambda true: lambda *given: true(*given) - 1),
+            ("PromptSegments.advance", always(lambda self, k, state: state)),
+        )
+    ],
+]
+
 SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
 ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
 OF_SERVING = [
@@ -806,6 +840,11 @@ OF_SERVING = [
     ("statistics.share_interval", lambda true: lambda *seen: true(*seen, level=0.68), "test_serve_guarantee.py::test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours"),
     ("serve.monitoring.stricter", always(lambda rule: rule), "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests"),
     ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
+]
+
+OF_COMMANDS = [
+    ("cli.train._defaults", lambda true: lambda method, words: (*true(method, words)[:2], {}), "help.py::test_help_shows_the_defaults_of_this_training[joint]"),
+    ("cli.temporary_export.as_export", always(lambda folder, command: nullcontext(folder)), "first_steps.py::test_run_answers_by_a_run_as_by_its_export[joint]"),
 ]
 
 EQUAL = "graphs.py::test_the_graph_stops_where_torch_stops_with_the_same_logits["
@@ -840,10 +879,12 @@ MUTANTS = [
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
     *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
-    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_GRAPHS)],
+    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
+    *[(dotted(place), bug, f"lab/data/test_{test}") for place, bug, test in OF_DATA],
     *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
+    *[(dotted(place), bug, f"lab/commands/test_{test}") for place, bug, test in OF_COMMANDS],
     *[(dotted(place), bug, f"export/test_ring_{test}") for place, bug, test in OF_RING],
     *TORCH,
 ]

@@ -1,7 +1,7 @@
 """Many rules on one record at once: where each example exits under each rule, and what that costs.
 
 `Record.replay` runs the loop of early_exit.py once per rule. Here all rules of a kind are compared at once, because
-`stop` also takes an array of settings in place of one (rules.py: runtime_inputs). The results are the same.
+`stop` also takes an array of settings in place of one (rule_inputs.py). The results are the same.
 
 Confidence measures are computed in float64 and rounded to float32. So they do not depend on the processor's exp, and
 the figures of a record are the same on every machine.
@@ -15,6 +15,7 @@ import numpy as np
 
 from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.rule_inputs import runtime_inputs, runtime_settings, with_runtime
 from mini_ee.lab.rules import Measured, Rule
 
 
@@ -94,8 +95,8 @@ def _kinds(rules: Sequence[Rule], recorded: Record) -> list[list[int]]:
     """Numbers of the rules that differ only by settings that `stop` also takes as arrays; other rules one by one."""
     kinds: dict[tuple, list[int]] = {}
     for number, rule in enumerate(rules):
-        same = [(name, value) for name, value in rule.settings().items() if name not in rule.runtime_settings]
-        values = [getattr(rule, attribute) for attribute in rule.runtime_inputs.values()]
+        same = [(name, value) for name, value in rule.settings().items() if name not in runtime_settings(rule)]
+        values = [getattr(rule, attribute) for attribute in runtime_inputs(rule).values()]
         alone = not values or any(map(np.ndim, values)) or "token_cost" in recorded.segments.measures
         key = (number,) if alone else (rule.name, *same)
         kinds.setdefault(key, []).append(number)
@@ -105,10 +106,10 @@ def _kinds(rules: Sequence[Rule], recorded: Record) -> list[list[int]]:
 def _exit_indices(recorded: Record, rules: Sequence[Rule]) -> np.ndarray:
     """(R, N): the exit of each row under rules of one kind. Every exit is read for all rows; the first stop counts."""
     values = {}
-    for name, attribute in rules[0].runtime_inputs.items():
+    for name, attribute in runtime_inputs(rules[0]).items():
         column = np.array([[getattr(rule, attribute)] for rule in rules])
         values[name] = column.astype(np.float32) if column.dtype.kind == "f" else column
-    rule, rows = rules[0].with_runtime(values), range(len(recorded.logits))
+    rule, rows = with_runtime(rules[0], values), range(len(recorded.logits))
     segments, memory, stops = recorded.segments, dict[str, np.ndarray](), []
     state, read = segments.start(rows), getattr(segments, segments.needed(rule))
     for k in range(len(segments.exits) - 1):

@@ -1,11 +1,10 @@
 """Pages of measurements: OUT/NAME.md is made from OUT/NAME.json, which `--measure` writes. Each page ends with how its
 parts were measured: processor, core hours, versions, and checksums of the data.
 
-The module of a page, NAME_page in this folder, has
+The page is written by hand, ../pages/NAME.md. The module of its figures, NAME_page in this folder, has
     PARTS        part -> function (sources, work) that measures it and returns keys of the JSON, among them the name of
                  the part; `work` is a folder for trained runs, which later calls use again
-    PAGE_TEXT    the template of the page
-    page         figures -> the page as Markdown
+    page_figures the JSON -> the figures that the page names, besides the JSON itself
     draw         (figures, folder) -> None: writes the pictures of the page; only pages with pictures have it
 """
 
@@ -16,8 +15,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from mini_ee.experiments.markdown import check_is_page, folded, wrapped
-from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, write_bytes, write_json
+from mini_ee.experiments.markdown import check_is_page
+from mini_ee.experiments.pages import heading, write_page
+from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, write_json
 from mini_ee.lab.errors import WrongArguments
 
 MADE = "measured"  # key of the JSON: part -> how it was measured
@@ -42,7 +42,7 @@ def make_page(
         raise WrongArguments(f"--measure: expected some of {', '.join(parts)}; found {', '.join(unknown)}")
     if measure is None and not json_path.exists():
         raise WrongArguments(f"{json_path}: no such file; `mini-ee reproduce {name} --measure` writes it")
-    check_is_page(page_path, module.PAGE_TEXT.partition("\n")[0])
+    check_is_page(page_path, heading(name))
     measured = [] if measure is None else [part for part in parts if part in (measure or parts)]
     for part in measured:
         say(f"{name}: measuring {part}")
@@ -54,15 +54,15 @@ def make_page(
     else:
         if hasattr(module, "draw"):
             module.draw(figures, out)
-        write_bytes(page_path, page_of(name, figures).encode())
-        say(f"Page: {page_path}")
+        say(f"Page: {write_page(name, page_figures(name, figures), out)}")
     return {"paper": name, "page": None if missing else str(page_path), "measured": measured}
 
 
-def page_of(name: str, figures: dict) -> str:
-    """The whole page of the figures of all its parts."""
-    module = _module(name)
-    return f"{module.page(figures).rstrip()}\n\n{_how_measured(list(module.PARTS), figures[MADE])}"
+def page_figures(name: str, figures: dict) -> dict:
+    """All that the template of a page may name: its JSON, what its module makes of it, and how parts were measured."""
+    made = [{"part": part} | figures[MADE][part] for part in _module(name).PARTS]
+    data = {each: digest for one in made for each, digest in one["data"].items()}
+    return figures | _module(name).page_figures(figures) | {MADE: made, "data": sorted(data.items())}
 
 
 def _module(name: str):
@@ -97,16 +97,3 @@ def _sha256(path: Path) -> str:
         return file_sha256(path)
     files = sorted(each for each in path.rglob("*") if each.is_file())
     return json_sha256({each.relative_to(path).as_posix(): file_sha256(each) for each in files})
-
-
-def _how_measured(parts: list[str], made: dict[str, dict]) -> str:
-    """The last section of a page."""
-    lines, sums = [], {}
-    for name in parts:
-        about = made[name]
-        versions = f"torch {about['torch']}; commit {about['commit']}"
-        hours = f"{about['core_hours']:g} core hours"
-        lines.append(f"- {name}: {hours}; {about['processor']}, {about['machine']}; {versions}.")
-        sums |= about["data"]
-    lines += [f"- Checksum (sha256) of {name}: {sums[name]}." for name in sorted(sums)]
-    return wrapped("\n".join(folded("How each part was measured", lines)))

@@ -100,7 +100,7 @@ def tested(model: FineTuned, out: Path) -> dict:
     encoded = runtime.encode(model.test.texts)
     recorded = record(runtime.segments(), encoded, BATCH, "dev or test", runtime.whole_model())._replace(labels=own)
     answers = runtime.run(model.test.texts)
-    late = [at for at, answer in enumerate(answers) if answer.exit == len(runtime.exits) - 1]
+    late = [at for at, answer in enumerate(answers) if answer.exit == runtime.exits[-1]]
     differences = [float(abs(answers[at].logits - model.logits[at]).max()) for at in late]
     found = predictions(np.array([answer.logits for answer in answers]))
     curve = savings_curve(recorded, task, runtime.rule, summary["head_layers"])["curve"]

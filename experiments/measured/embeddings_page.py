@@ -1,16 +1,15 @@
 """results/embeddings.md: embeddings of MiniLM at fixed and adaptive depth, with and without training of the encoder.
 
-embeddings_runs.py trains and evaluates, embeddings_figures.py summarises. This module measures times and writes the
-page.
+embeddings_runs.py trains and evaluates, embeddings_figures.py summarises. This module measures times and makes
+the figures of the page.
 """
 
-import textwrap
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from mini_ee.experiments.markdown import made_by_measuring, markdown_table, wrapped
 from mini_ee.experiments.measured.embeddings_figures import ADAPTIVE, LEVEL, RESAMPLES, quality_of
 from mini_ee.experiments.measured.embeddings_runs import (
     CUTS,
@@ -82,7 +81,7 @@ def timed(sources: Sources, work: Path, name: str, rules: dict[str, Rule], texts
 PARTS = {"quality": measure_quality, "times": measure_times}
 
 
-# ---- The page ----
+# ---- The figures of the page ----
 NAMES = {
     "plain": "pooled hidden state, nothing trained",
     "maps": "map on a frozen encoder",
@@ -90,89 +89,9 @@ NAMES = {
     "2dmse": "2DMSE",
     **{f"one-depth-{depth}": "trained for this depth alone" for depth in ONE_DEPTHS},
 }
-FOUND_BEFORE = {"2dmse": " arXiv:2411.17299 finds the same."}
 PICTURE = "embeddings.png"
 MARGIN = 0.001  # smaller differences count for nothing
 NEARLY = 0.02  # layers; of a rule that chooses the same exit for nearly every text
-
-PAGE_TEXT = """# Embeddings at each depth
-
-{answer}
-
-Made by {made_by} Model: all-MiniLM-L6-v2, {layers} layers. All columns but *layers* are in percent. ± is the standard
-deviation over seeds, of which there are {seeds}.
-
-| embedding | layers | time | Spearman | recall of neighbours | cosine |
-|---|---|---|---|---|---|
-{main}
-
-*Layers* is the mean number of layers that a text of a pair runs. *Time* is that of one text in ONNX Runtime, relative
-to the full model. *Spearman* is the correlation of the cosines of pairs with their gold scores, on average over six
-sets. *Recall of neighbours* is the share of the full model's ten nearest documents that are among the ten nearest
-found, on average over three sets. *Cosine* is the mean cosine to the full model's embedding. A *map* is a linear map
-from the pooled hidden state to the embedding. 2DMSE (2D Matryoshka sentence embeddings) and Starbucks train an encoder
-for all depths at once. With a fixed depth, both texts of a pair stop at the same layer, and so do queries and
-documents. With an adaptive rule, each text stops where the rule says; the table shows the setting whose mean number of
-layers is nearest to {half}. The rule `similarity` stops if the cosine of the embedding and that of the exit before is
-at least the number given, so never at layer 1. The rule `predictor` stops if a learned network predicts that the cosine
-to the full embedding is above the number given; only maps have such networks.
-
-![Mean Spearman correlation against the mean number of layers]({picture})
-
-## Verdicts
-
-{verdicts}
-
-## Differences
-
-Differences are in points, with a {level:g} % interval over seeds and pairs or queries. The verdicts count a difference
-as better or worse if its whole interval, before it is rounded, is more than {margin:.1f} points from 0.
-
-**Training for every depth, minus training for one depth**
-
-| embedding | layer | difference | interval |
-|---|---|---|---|
-{one_depth}
-
-**Adaptive depth, minus a fixed depth of the same encoder.** The figures of fixed depths are interpolated to the mean
-number of layers of the adaptive rule.
-
-{adaptive}
-
-## Each set
-
-Spearman correlation, the mean over seeds.
-
-{sets}
-
-Recall of the full model's ten nearest documents, the mean over seeds.
-
-{recalls}
-
-## How it was measured
-
-- Training: {trained_on:,} texts of the train files of SICK-R and SST-2, without labels. The held-out texts and the
-  order differ between seeds. The loss of every training is 1 - cosine to the embedding of the original encoder. Maps
-  are trained on a frozen encoder, for {map_epochs} epochs with the learning rate {map_lr:g}. Encoders are trained for
-  {epochs} epochs with the learning rate {lr:g}, which was chosen on held-out texts.
-- 2DMSE and Starbucks have the losses of their methods, but not their training. All embeddings have the full size, the
-  target is the original encoder's embedding instead of labelled pairs, and Starbucks has no pre-training. The paper of
-  2DMSE itself was not compared (the heads of `lab/baselines/matryoshka_2d.py` and `starbucks.py` list the
-  deviations). A model for one depth (`one_depth.py`) has the same settings and texts. In each step 2DMSE trains only
-  one of the shallower layers, so each of them learns in fewer steps than a model for one depth. Longer training may
-  change the verdicts.
-- Sets: all pairs of STS 2012 to 2016 and of SICK-R's test file. Queries are drawn from dev or test, documents from
-  train. Nothing was chosen on these sets. Some documents of SST-2 may also be training texts.
-- Intervals: percentile bootstrap with {resamples} resamples of seeds and of pairs or queries, the same on both sides.
-- Time: processor time of {timed} texts with batch size 1 and one thread. The texts are drawn from all pairs with seed
-  0. In each of {rounds} rounds a text is run twice under each rule, in random order, and the second run is timed; the
-  fastest counts.
-  Models for one depth were not timed: the table shows the time of Starbucks at the same depth. The full model takes
-  {full_ms:.1f} ms.
-"""
-
-ADAPTIVE_COLUMNS = ["embedding", "rule", "layers, pairs", "time", "Spearman", "difference", "interval"]
-ADAPTIVE_COLUMNS += ["layers, retrieval", "recall, difference", "interval"]
 
 
 def percent(values: list[float]) -> str:
@@ -233,42 +152,15 @@ def main_rows(figures: dict) -> list[list[str]]:
     return table
 
 
-def points(values: list[float]) -> list[str]:
+def difference(values: list[float]) -> list[str]:
     """A difference and its interval, in points."""
     value, low, high = (100 * each for each in values)
     return [f"{value:+.1f}", f"{low:+.1f} to {high:+.1f}"]
 
 
-def counted(differences: list[list[float]]) -> tuple[int, int]:
+def counted(differences: Iterable[list[float]]) -> tuple[int, int]:
     """How many intervals are above MARGIN, and how many below -MARGIN."""
     return sum(low > MARGIN for _, low, _ in differences), sum(high < -MARGIN for _, _, high in differences)
-
-
-def verdicts(figures: dict) -> list[str]:
-    """The verdicts, as list items."""
-    found, differences = [], figures["differences"]
-    for name in ("2dmse", "starbucks"):
-        some = [differences[f"{name}/{depth}"] for depth in ONE_DEPTHS]
-        better, worse = counted(some)
-        holds = "holds" if not better else "does not hold" if better == len(some) else "holds at some depths"
-        values = " and ".join(f"{points(each)[0]} points ({points(each)[1]})" for each in some)
-        depths = " and ".join(map(str, ONE_DEPTHS))
-        found.append(
-            f'- **"{NAMES[name]} is no better than models trained for one depth" {holds}**, in our short training.'
-            f"{FOUND_BEFORE.get(name, '')} After layers {depths}, the mean Spearman correlation differs by "
-            f"{values}. {NAMES[name]} is better at {better} and worse at {worse} of {len(some)} depths."
-            + (" It has one seed, so the interval is over pairs of texts alone." if figures["seeds"][name] == 1 else "")
-        )
-    similarity, recall = (adaptive_differences(figures, key) for key in ("", "recall "))
-    (better, worse), (found_more, found_less) = counted(similarity.values()), counted(recall.values())
-    word = "holds" if 2 * better > len(similarity) else "does not hold"
-    found.append(
-        f'- **"Adaptive depth beats fixed depth" {word}.** Each of {len(similarity)} settings is compared with a fixed '
-        f"depth of the same encoder and the same mean number of layers. The Spearman correlation is better at {better} "
-        f"and worse at {worse} of them, the recall of neighbours better at {found_more} and worse at {found_less}."
-        f"{_same_layer(figures)}"
-    )
-    return [textwrap.fill(each, 118, subsequent_indent="  ", break_on_hyphens=False) for each in found]
 
 
 def adaptive_differences(figures: dict, key: str) -> dict[str, list[float]]:
@@ -280,45 +172,14 @@ def adaptive_differences(figures: dict, key: str) -> dict[str, list[float]]:
     }
 
 
-def _same_layer(figures: dict) -> str:
+def same_layer(figures: dict) -> int:
     """How many adaptive settings choose nothing: their mean number of layers is that of an exit, within NEARLY."""
     layers = [layers_of(figures, name, label) for name in ADAPTIVE for label in rules_of(figures, name)]
-    same = sum(min(abs(each - layer) for layer in figures["exits"]) < NEARLY for each in layers)
-    return f" At {same} settings nearly every text of a pair stops at the same layer." if same else ""
+    return sum(min(abs(each - layer) for layer in figures["exits"]) < NEARLY for each in layers)
 
 
-def answer(figures: dict) -> str:
-    """Which embedding after the first layer, whether it is the best elsewhere, and whether adaptive depth pays."""
-    (first, later), full = ONE_DEPTHS, score_of(figures, "plain", f"fixed {figures['exits'][-1]}")
-    label = f"fixed {first}"
-    names = ("plain", "maps", f"one-depth-{first}", "2dmse", "starbucks")
-    plain, maps, alone, twodmse, starbucks = (_share(score_of(figures, name, label) / full) for name in names)
-    map_later, alone_later = (
-        100 * score_of(figures, name, f"fixed {later}") for name in ("maps", f"one-depth-{later}")
-    )
-    recall = 100 * np.mean([*figures["quality"]["maps"][label]["recall"].values()])
-    settings, recalls = (adaptive_differences(figures, key).values() for key in ("", "recall "))
-    (better, worse), (found_more, found_less) = counted(settings), counted(recalls)
-    return (
-        f"A sentence encoder may stop after layer {first} of {figures['exits'][-1]}. With a linear map there, a frozen "
-        f"encoder (`mini-ee train embedding-maps`) keeps {maps} of the full model's Spearman correlation in "
-        f"{time_of(figures, 'maps', label):.0%} of its time. It finds {recall:.1f} % of the full model's nearest "
-        f"neighbours. Without the map it keeps {plain} of the correlation. An encoder that is trained for this depth "
-        f"alone keeps {alone}. Encoders that are trained for all depths at once keep {starbucks} (Starbucks) and "
-        f"{twodmse} (2DMSE). After layer {later}, an encoder trained for it alone has a correlation of "
-        f"{alone_later:.1f} %, the map {map_later:.1f} %. A rule can also choose the depth text by text. Compared with "
-        f"a fixed depth with as many layers, the correlation is then higher at {better} of {len(settings)} settings "
-        f"and lower at {worse}. The share of neighbours that are found is higher at {found_more} and lower at "
-        f"{found_less}."
-    ).replace("% of its", " % of its")
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def set_table(figures: dict, key: str, sizes: dict[str, str]) -> str:
-    """A table with a column per set, a row per embedding and depth. sizes: the first row."""
+def set_rows(figures: dict, key: str, sizes: dict[str, str]) -> list[list]:
+    """A column per set, a row per embedding and depth. sizes: the first row."""
     quality, names = figures["quality"], list(sizes)
     rows = [["*size*", "", *sizes.values()]]
     for name in NAMES:
@@ -326,44 +187,57 @@ def set_table(figures: dict, key: str, sizes: dict[str, str]) -> str:
         for depth in depths:
             each = quality[name][f"fixed {depth}"][key]
             rows.append([NAMES[name], depth, *(f"{100 * np.mean(each[set_name]):.1f}" for set_name in names)])
-    return "\n".join(markdown_table(["embedding", "layer", *names], rows))
+    return rows
 
 
-def page(figures: dict) -> str:
-    """results/embeddings.md."""
-    differences = figures["differences"]
-    one_depth = [
-        [NAMES[name], depth, *points(differences[f"{name}/{depth}"])]
-        for name in ("2dmse", "starbucks")
-        for depth in ONE_DEPTHS
-    ]
-    adaptive = []
-    for name in ADAPTIVE:
-        for label in rules_of(figures, name):
-            score = percent(figures["quality"][name][label]["spearman"])
-            numbers = [f"{layers_of(figures, name, label):.2f}", f"{100 * time_of(figures, name, label):.0f}", score]
-            numbers += points(differences[f"{name}/{label}"])
-            numbers.append(f"{np.mean(figures['quality'][name][label]['retrieval layers']):.2f}")
-            adaptive.append([NAMES[name], label, *numbers, *points(differences[f"recall {name}/{label}"])])
+def page_figures(figures: dict) -> dict:
+    """The rows of the tables, and what the first sentences compare."""
+    (first, _), last, differences = ONE_DEPTHS, figures["exits"][-1], figures["differences"]
+    full = score_of(figures, "plain", f"fixed {last}")
+    runs = {
+        "plain": "plain",
+        "maps": "maps",
+        "alone": f"one-depth-{first}",
+        "twodmse": "2dmse",
+        "starbucks": "starbucks",
+    }
     pairs = {name: f"{count:,} pairs" for name, count in figures["pairs"].items()}
     retrieval = {name: f"{q:,} queries in {d:,}" for name, (q, d) in figures["retrieval"].items()}
-    rows = {"main": main_rows(figures), "one_depth": one_depth}
-    fields = {key: "\n".join(markdown_table([""], each)[2:]) for key, each in rows.items()}
-    fields["adaptive"] = "\n".join(markdown_table(ADAPTIVE_COLUMNS, adaptive))
-    fields |= {"sets": set_table(figures, "sets", pairs), "recalls": set_table(figures, "recall", retrieval)}
-    fields |= {"answer": answer(figures), "verdicts": "\n".join(verdicts(figures)), "picture": PICTURE}
-    fields |= {"made_by": made_by_measuring("embeddings").removeprefix("Made by "), "layers": figures["exits"][-1]}
-    fields |= {
-        "seeds": seeds_line(figures),
-        "half": f"{figures['exits'][-1] / 2:g}",
-        "level": 100 * LEVEL,
-        "margin": 100 * MARGIN,
-    }
-    fields["full_ms"] = figures["times"]["starbucks"][f"fixed {figures['exits'][-1]}"]
-    fields |= {"trained_on": figures["trained_on"]} | ENCODERS
     of_maps = load_method(TRAININGS["maps"][0]).defaults["embeddings"]
-    fields |= {"map_epochs": of_maps["epochs"], "map_lr": of_maps["head_lr"]}
-    return wrapped(PAGE_TEXT.format(**fields, resamples=RESAMPLES, timed=TIMED, rounds=ROUNDS))
+    return ENCODERS | {
+        **{"first": first, "last": last, "half": last / 2, "level": LEVEL, "margin": 100 * MARGIN},
+        "kept": {key: score_of(figures, name, f"fixed {first}") / full for key, name in runs.items()},
+        "map_time": time_of(figures, "maps", f"fixed {first}"),
+        **{key: counts(figures, at) for key, at in (("spearman", ""), ("recall", "recall "))},
+        **{"same_layer": same_layer(figures), "seeds": seeds_line(figures)},
+        "full_ms": figures["times"]["starbucks"][f"fixed {last}"],
+        **{"map_epochs": of_maps["epochs"], "map_lr": of_maps["head_lr"]},
+        **{"resamples": RESAMPLES, "timed": TIMED, "rounds": ROUNDS},
+        "main_rows": main_rows(figures),
+        "one_depth_rows": [
+            [NAMES[name], depth, *difference(differences[f"{name}/{depth}"])]
+            for name in ("2dmse", "starbucks")
+            for depth in ONE_DEPTHS
+        ],
+        "adaptive_rows": [adaptive_row(figures, name, rule) for name in ADAPTIVE for rule in rules_of(figures, name)],
+        **{"set_names": list(pairs), "set_rows": set_rows(figures, "sets", pairs)},
+        **{"recall_names": list(retrieval), "recall_rows": set_rows(figures, "recall", retrieval)},
+    }
+
+
+def counts(figures: dict, key: str) -> dict:
+    """How many settings of adaptive depth there are, how many are better and worse than a fixed depth, and the best."""
+    settings = adaptive_differences(figures, key).values()
+    better, worse = counted(settings)
+    return {"settings": len(settings), "better": better, "worse": worse, "most": max(each[0] for each in settings)}
+
+
+def adaptive_row(figures: dict, name: str, rule: str) -> list:
+    """The row of a run and a rule."""
+    quality, differences = figures["quality"][name][rule], figures["differences"]
+    row = [NAMES[name], rule, f"{layers_of(figures, name, rule):.2f}", f"{100 * time_of(figures, name, rule):.0f}"]
+    row += [percent(quality["spearman"]), *difference(differences[f"{name}/{rule}"])]
+    return [*row, f"{np.mean(quality['retrieval layers']):.2f}", *difference(differences[f"recall {name}/{rule}"])]
 
 
 def draw(figures: dict, folder: Path) -> None:

@@ -11,7 +11,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from mini_ee.experiments.markdown import share
+from mini_ee.experiments.pages import percent
 from mini_ee.lab.data.tasks import Split, Task
 from mini_ee.lab.export.add_exits import TRAINED
 from mini_ee.lab.recording import Record, predictions
@@ -95,13 +95,7 @@ def measure(recorded: Record) -> dict:
         return size | {"cases": [case for cases in found for case in cases]}
 
 
-# ---- The page ----
-TITLES = (
-    *("agreement", "share of the lines", "from frequent texts", "guarantees", "violated", "95 % interval"),
-    *("layers saved", "each text tested once: violated", "95 % interval"),
-)
-
-
+# ---- The figures of the page ----
 def rows(found: dict) -> list[list[str]]:
     """The table: a row for each kind of lines and each level."""
     repetitions, kind = found["repetitions"], itemgetter("share", "texts", "unlike", "level")
@@ -109,29 +103,29 @@ def rows(found: dict) -> list[list[str]]:
     table = []
     for case in (case for case in found["cases"] if not case["planted"]):
         mistaken, frequent = planted[kind(case)], f"{case['texts']} texts" + ", unlike the rest" * case["unlike"]
-        frequent = [share(case["share"]), frequent] if case["texts"] else ["-", "-"]
+        frequent = [percent(case["share"]), frequent] if case["texts"] else ["-", "-"]
         row = [f"{case['level']:.0%}", *frequent, f"{case['guaranteed']} of {repetitions}"]
-        row += [share(case["violated"] / repetitions), " to ".join(map(share, case["interval"])), share(case["saved"])]
-        table.append([*row, share(mistaken["violated"] / repetitions), " to ".join(map(share, mistaken["interval"]))])
+        row += [
+            percent(case["violated"] / repetitions),
+            " to ".join(map(percent, case["interval"])),
+            percent(case["saved"]),
+        ]
+        table.append(
+            [*row, percent(mistaken["violated"] / repetitions), " to ".join(map(percent, mistaken["interval"]))]
+        )
     return table
 
 
-def fields(found: dict) -> dict:
-    """The fields of the template."""
-    named = {f"frequent_{key}": found[key] for key in ("task", "recorded", "lines", "repetitions", "seed")}
-    return named | {"frequent_summary": summary(found)}
-
-
-def summary(found: dict) -> str:
-    """The largest shares of violated guarantees, in words."""
-    cases = [
-        [case for case in found["cases"] if case["texts"] and bool(case["planted"]) == planted]
+def page_figures(found: dict) -> dict:
+    """The rows of the table, and the largest shares of violated guarantees without and with the planted mistake."""
+    worst, mistaken = (
+        max(
+            (case for case in found["cases"] if case["texts"] and bool(case["planted"]) == planted),
+            key=itemgetter("violated"),
+        )
         for planted in (False, True)
-    ]
-    most = [max(some, key=itemgetter("violated")) for some in cases]
-    violated, mistaken = (share(case["violated"] / found["repetitions"]) for case in most)
-    return (
-        f"If 15 to 40 texts make up 30 % to 50 % of the lines, the agreement that `mini-ee add-exits` guarantees is "
-        f"violated for at most {violated} of the draws (95 % interval {' to '.join(map(share, most[0]['interval']))}). "
-        f"If each different text were tested once, as in an earlier version, it would be up to {mistaken}."
     )
+    low, high = worst["interval"]
+    most = {"share": worst["violated"] / found["repetitions"], "low": low, "high": high}
+    once = mistaken["violated"] / found["repetitions"]
+    return {"frequent_rows": rows(found), "frequent_most": most, "frequent_once": once}

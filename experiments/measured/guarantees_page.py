@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.experiments.markdown import fold_sections, listed, made_by_measuring, markdown_table, share, wrapped
 from mini_ee.experiments.measured import frequent_lines, repeated_trainings
+from mini_ee.experiments.pages import number, percent
 from mini_ee.experiments.trainings import Sources, trained
 from mini_ee.lab.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
 from mini_ee.lab.data.progress import tqdm
@@ -198,147 +198,7 @@ PARTS = {
 }
 
 
-# ---- The page ----
-PAGE_TEXT = """# How often are the guarantees violated?
-
-**Does a guarantee hold on new examples?** {holds} The default rule decides at which layer an example exits. Its
-guarantee says: with 95 % confidence, the rule loses at most {max_loss} of accuracy (one point) compared with the last
-exit. So at most 5 % of the held-out sets should give a guarantee that is violated. For each task and size in the table
-we drew {draws} sets; {least} to {most} of them gave such a guarantee. In {repeated_count} repetitions of the whole
-training, on generated examples, it was {repeated_share} (95 % interval {repeated_interval}). For comparison, we also
-chose rules without a bound: they only have to lose at most one point on the held-out set itself. For {free_least} to
-{free_most} of the sets they lose more on new examples. The price of the bound: fewer layers are saved, for example
-{saved} instead of {free_saved} on {first_task} with {first_size} held-out examples. The model is MiniLM, trained once
-for each task.
-
-{default}
-
-{frequent_summary}
-
-*Other examples* are those that are not in the held-out set, *all examples* include it. *Layers saved* is a mean over
-the sets, on other examples. The sets are drawn from the same examples, so they overlap.
-
-{made_by}
-
-## What is drawn
-
-A guarantee is computed on some examples and holds, with a stated confidence, for new examples of the same kind. Here
-examples are drawn again and again from one task. Some of them give a guarantee. All others show whether it is
-violated.
-
-The model is MiniLM with exits after layers {exits}, trained by `joint` with one seed. Examples are drawn from those of
-the task's train split that were not used for training. So the accuracies differ from those on the test sets, which are
-on other pages.
-
-{tasks}
-
-## The default rule: at most {max_loss} of accuracy lost, with 95 % confidence
-
-For each task and size, {draws} held-out sets are drawn. A tenth of a set, at most {proposing} examples, proposes
-rules, and the rest tests them. A guarantee is violated if the rule loses more than {max_loss} of accuracy on all
-other examples. These are a sample, too, so another column counts the violations on all recorded examples. They contain
-the held-out set, so this count is favourable to the rule. The last two columns show the rule without a bound that saves
-most layers among those that lose at most {max_loss} on the held-out set itself. The table is at the top of the page.
-
-The next table shows how many held-out examples are needed so that 80 % of the sets give a guarantee. It depends on the
-share of examples on which the rule is wrong and the last exit is right (*rule is worse*), on the share of the opposite
-case (*rule is better*), and on the bound. The bounds are the test that mini_ee uses (Tango's score, exact), betting
-(Waudby-Smith & Ramdas 2024), and the empirical Bernstein bound (Maurer & Pontil 2009).
-
-{bounds}
-
-## The default rule in repeated trainings: at most {repeated_loss} of accuracy lost, with 95 % confidence
-
-Here the whole training is repeated, {trainings} times for each method. Each repetition draws new examples: those to
-train on, those that select epochs, temperatures and candidate rules, and those that test the default rule. The loss is
-measured on fresh examples. The examples are generated, and the BERT has {layers} layers of width {width}
-(`experiments/measured/repeated_trainings.py`). A guarantee
-is violated if it is given and the rule loses more than {repeated_loss} on the fresh examples. The interval is the 95
-% interval of Clopper and Pearson for the share of trainings with a violated guarantee.
-
-The last {planted_count} rows contain a mistake on purpose, to see whether the measurement finds it. *Test examples also
-select*: the examples that test the rule also select epochs, temperatures and candidate rules, as in an earlier
-version. *No test*: the rule only has to lose at most {repeated_loss} on the test examples themselves. The violations
-without a test are {no_test}; where test examples also select, they are {selecting_least} to {selecting_most}.
-
-In one repetition, all methods have the same examples. So the interval for all methods together is slightly too narrow.
-On {fresh:,} fresh examples, a loss is known to a few thousandths only. Most true losses are below {repeated_loss}, so
-this error creates more violations than it hides. The row with {more_fresh:,} fresh examples shows its size for one
-method.
-
-{repeated}
-
-## Lines of which a few texts make up a large share
-
-In real traffic some texts come again and again. Here {frequent_lines:,} lines are drawn {frequent_repetitions} times
-from {frequent_recorded:,} recorded texts of {frequent_task} (seed {frequent_seed}), with probabilities under which a
-few texts, which are drawn anew each time, make up a share of the lines. The lines are divided as `mini-ee add-exits`
-divides them, and tested with its default rule, for an agreement with the last exit and 95 % confidence. The
-probabilities are known, so the true agreement of the chosen rule is, too. *Unlike the rest*: on half of the frequent
-texts the first exit disagrees with the last. The last two columns contain a mistake on purpose, the one of an earlier
-version: each different text is tested once, however often it stands among the lines.
-
-{frequent}
-
-## `calibrate`: agreement with the last exit
-
-{sets:,} times, a random quarter of the examples is drawn, and thresholds on the maximum probability are calibrated on
-it. *Agreement* is the share of the other examples whose prediction equals that of the last exit, as a mean over the
-draws. There are three ways. `--guarantee conformal` (of the method CAT) guarantees that this mean is at least epsilon.
-`--delta` guarantees that at each exit, the agreement of the examples whose confidence reaches the threshold is at
-least epsilon. Tau (section 3.3 of the paper on self-supervised exits) aims at the same, but without a bound, so it
-guarantees nothing. The last two columns show the share of draws in which some exit is below epsilon. With `--delta
-{delta}` it should be at most {allowed}. Model and examples are those of the default rule above.
-
-{calibrate}
-
-The agreement of conformal thresholds may be above epsilon: calibration also counts errors of later exits, which an
-example never reaches.
-"""
-
-
-COLUMNS = {  # table -> titles
-    "frequent": frequent_lines.TITLES,
-    "tasks": ("task", "training examples", "examples to draw from", "accuracy after layers {exits}"),
-    "default": (
-        "task",
-        "size of the held-out set",
-        "sets with a guarantee",
-        "violated on other examples",
-        "violated on all examples",
-        "layers saved",
-        "without a bound: violated on other examples",
-        "without a bound: layers saved",
-    ),
-    "bounds": (
-        "rule is worse",
-        "rule is better",
-        "our test: examples",
-        "betting: examples",
-        "empirical Bernstein: examples",
-    ),
-    "repeated": (
-        "method",
-        "fresh examples",
-        "examples that select",
-        "examples that test",
-        "trainings with a guarantee",
-        "violated",
-        "95 % interval",
-        "mean loss of accuracy",
-        "layers saved",
-    ),
-    "calibrate": (
-        "task",
-        "epsilon",
-        "examples per draw",
-        "agreement: conformal",
-        "agreement: tau",
-        "agreement: delta {delta}",
-        "some exit violates: tau",
-        "some exit violates: delta {delta}",
-    ),
-}
+# ---- The figures of the page ----
 PLANTED_NAMES = {"the test rows choose": "test examples also select", "no test": "no test"}  # JSON -> page
 
 
@@ -357,80 +217,51 @@ def together(trainings: list[dict]) -> dict:
     return trainings[0] | sums | means | {"method": "all methods", "interval": interval}
 
 
-def found_most(figures: dict) -> float:
-    """The largest share of held-out sets whose guarantee is violated on other examples."""
-    return max(each["exceeded"] for each in figures["default"])
-
-
-def summary_of(usual: list[dict], planted: list[dict]) -> dict:
-    """The fields of the template on repeated trainings."""
-    every, selecting = together(usual), [each for each in planted if each["planted"] == "the test rows choose"]
-    broken = {each["method"]: share(each["broken"] / each["trainings"]) for each in planted if each not in selecting}
-    shares = [each["broken"] / each["trainings"] for each in selecting]
-    return {
-        "repeated_count": every["trainings"],
-        "repeated_share": share(every["broken"] / every["trainings"]),
-        "repeated_interval": " to ".join(map(share, every["interval"])),
-        "planted_count": len(planted),
-        "no_test": listed([f"{value} for {method}" for method, value in broken.items()]),
-        "selecting_least": share(min(shares)),
-        "selecting_most": share(max(shares)),
-    }
-
-
-def page(figures: dict) -> str:
-    """results/guarantees.md."""
-    tasks = [
-        [each["task"], f"{each['trained']:,}", f"{each['recorded']:,}", ", ".join(f"{a:.3f}" for a in each["accuracy"])]
-        for each in figures["tasks"]
-    ]
-    shares = "guaranteed", "exceeded", "exceeded_all_rows", "saved", "without_bound_exceeded", "without_bound_saved"
-    default = [
-        [each["task"], f"{each['hold_out']:,}", *(share(each[key]) for key in shares)] for each in figures["default"]
-    ]
-    bounds = [
-        [share(each["worse"]), share(each["better"])]
-        + [f"{each[bound.__name__] or f'over {SIZES[-1]}'}" for bound in (exact, betting, empirical_bernstein)]
-        for each in figures["bounds"]
-    ]
-    calibrate = [
-        [each["task"], str(each["epsilon"]), f"{each['rows']:,}"]
-        + [f"{each['kept'][key]:.4f}" for key in ("conformal", "paper", "delta")]
-        + [share(each["broken"][key]) for key in ("paper", "delta")]
-        for each in figures["calibrate"]
-    ]
+def page_figures(figures: dict) -> dict:
+    """The rows of the tables, and what the first paragraphs compare."""
     usual, finer, planted = by_kind(figures["repeated"])
-    repeated = [
-        [
-            ", ".join(filter(None, (each["method"], PLANTED_NAMES.get(each["planted"])))),
-            f"{each['fresh']:,}",
-            str(each["selecting"]),
-            str(each["tested"]),
-        ]
-        + [f"{each['guaranteed']} of {each['trainings']}", share(each["broken"] / each["trainings"])]
-        + [" to ".join(map(share, each["interval"])), f"{each['loss']:.3f}", share(each["saved"])]
-        for each in [*usual, together(usual), *finer, *planted]
-    ]
-    tables = {"tasks": tasks, "default": default, "repeated": repeated, "bounds": bounds, "calibrate": calibrate}
-    tables |= {"frequent": frequent_lines.rows(figures["frequent"])}
-    exits = ", ".join(map(str, EXITS[:-1])) + f" and {EXITS[-1]}"
-    fields = frequent_lines.fields(figures["frequent"])
-    fields |= {"max_loss": MAX_LOSS, "draws": DRAWS, "sets": SETS, "delta": COMPARED_DELTA, "proposing": PROPOSING}
-    fields |= {
-        "trainings": TRAININGS,
-        "repeated_loss": repeated_trainings.REPEATED_MAX_LOSS,
-        "fresh": repeated_trainings.FRESH,
+    every, default = together(usual), figures["default"]
+    share_keys = "guaranteed", "exceeded", "exceeded_all_rows", "saved", "without_bound_exceeded", "without_bound_saved"
+    (violated, free) = ([one[key] for one in default] for key in ("exceeded", "without_bound_exceeded"))
+    return {
+        **{"least": min(violated), "most": max(violated), "free_least": min(free), "free_most": max(free)},
+        **{"first": default[0], "repeated": every | {"share": every["broken"] / every["trainings"]}},
+        **{"draws": DRAWS, "sets": SETS, "delta": COMPARED_DELTA, "proposing": PROPOSING, "max_loss": MAX_LOSS},
+        **{"trainings": TRAININGS, "repeated_loss": repeated_trainings.REPEATED_MAX_LOSS},
+        **{"fresh": repeated_trainings.FRESH, "more_fresh": repeated_trainings.MORE_FRESH},
+        **{"layers": repeated_trainings.LAYERS, "width": repeated_trainings.WIDTH},
+        "exits": ", ".join(map(str, EXITS)),
+        "default_rows": [
+            [one["task"], number(one["hold_out"]), *(percent(one[key]) for key in share_keys)] for one in default
+        ],
+        "task_rows": [
+            [
+                one["task"],
+                number(one["trained"]),
+                number(one["recorded"]),
+                ", ".join(f"{a:.3f}" for a in one["accuracy"]),
+            ]
+            for one in figures["tasks"]
+        ],
+        "bound_rows": [
+            [percent(one["worse"]), percent(one["better"])]
+            + [one[bound.__name__] or f"over {SIZES[-1]}" for bound in (exact, betting, empirical_bernstein)]
+            for one in figures["bounds"]
+        ],
+        "repeated_rows": [repeated_row(one) for one in [*usual, every, *finer, *planted]],
+        "calibrate_rows": [
+            [one["task"], one["epsilon"], number(one["rows"])]
+            + [number(one["kept"][key], 4) for key in ("conformal", "paper", "delta")]
+            + [percent(one["broken"][key]) for key in ("paper", "delta")]
+            for one in figures["calibrate"]
+        ],
+        **frequent_lines.page_figures(figures["frequent"]),
     }
-    for key, name in (("exceeded", ""), ("without_bound_exceeded", "free_")):
-        found = [each[key] for each in figures["default"]]
-        fields |= {f"{name}least": share(min(found)), f"{name}most": share(max(found))}
-    first, *_ = figures["default"]
-    fields |= {"saved": share(first["saved"]), "free_saved": share(first["without_bound_saved"])}
-    fields |= {"first_task": first["task"], "first_size": first["hold_out"], "allowed": share(COMPARED_DELTA)}
-    fields |= summary_of(usual, planted) | {"holds": "Yes." if found_most(figures) <= ALPHA else "Not always."}
-    fields |= {"layers": repeated_trainings.LAYERS, "width": repeated_trainings.WIDTH}
-    fields |= {"more_fresh": repeated_trainings.MORE_FRESH, "exits": exits, "made_by": made_by_measuring("guarantees")}
-    for name, rows in tables.items():
-        titles = [title.format(exits=exits, delta=COMPARED_DELTA) for title in COLUMNS[name]]
-        fields[name] = "\n".join(markdown_table(titles, rows))
-    return wrapped(fold_sections(PAGE_TEXT.format(**fields), 0))
+
+
+def repeated_row(one: dict) -> list:
+    """The row of a method, or of a planted mistake."""
+    name = ", ".join(filter(None, (one["method"], PLANTED_NAMES.get(one["planted"]))))
+    counts = [number(one["fresh"]), one["selecting"], one["tested"], f"{one['guaranteed']} of {one['trainings']}"]
+    violated = percent(one["broken"] / one["trainings"]), " to ".join(map(percent, one["interval"]))
+    return [name, *counts, *violated, number(one["loss"], 3), percent(one["saved"])]

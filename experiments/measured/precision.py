@@ -14,11 +14,11 @@ import torch
 
 import mini_ee
 from mini_ee.experiments.bench import common
-from mini_ee.experiments.markdown import markdown_rows
 from mini_ee.experiments.measured.add_exits_cases import stored
 from mini_ee.experiments.measured.command import session_memory
 from mini_ee.experiments.measured.guarantees_page import trained_on_part
 from mini_ee.experiments.measured.one_file import Clock
+from mini_ee.experiments.pages import percent
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.calibration import Observed, agreement, calibrate, calibration_sets, observe
 from mini_ee.lab.data.tasks import Split, Task, load_task
@@ -143,86 +143,27 @@ def violated(calibration: Observed, fresh: Observed) -> dict:
     return {"violated": count, "sets": SETS, "interval": share_interval(count, SETS), "early": float(np.mean(saved))}
 
 
-SECTION = """## int8 and float16
-
-`mini-ee export RUN --int8` rounds the weights and the inputs of the linear maps within the layers to 8 bits;
-`--fp16` stores weights and states in 16 bits, for GPUs. MiniLM with exits after layers 2, 4 and 6 was trained by
-`joint` on 2,000 examples of TREC and of SST-2, and each run was exported three times. All three exports use the run's
-own rule. *By the rule* is the accuracy with it. *Equal* is the share of examples whose prediction with the rule is that
-of float32; *equal, layer 6* is the same for the last exit. *Moved* is the share of examples that exit after another
-layer than in float32. The figures are those of ONNX Runtime on the CPU with one thread, on the test set of TREC
-({trec_rows} examples) and the dev set of SST-2 ({sst_rows} examples). For int8 and for all times, it computes one text
-at a time. The accuracies differ from those in other sections, because other samples of the examples were drawn.
-
-| task | precision | accuracy, layer 2 | layer 4 | layer 6 | by the rule | equal | equal, layer 6 | moved | layers |
-|---|---|---|---|---|---|---|---|---|---|
-{quality}
-
-Times are medians of processor time on {timed} texts of each task, measured in turns and divided by those of float32; ms
-per text is for all layers. Memory is that of a session that has run, in its own process.
-
-| task | precision | ms per text | time, all layers | time, by the rule | disk, MB | private memory, MB | resident, MB |
-|---|---|---|---|---|---|---|---|
-{cost}
-
-The processor is {processor}, {vnni}.
-
-**Does a guarantee hold on the int8 graph?** {holds} `mini-ee calibrate EXPORTED --epsilon {epsilon} --delta {delta}`
-guarantees that at each exit at least {share} of the examples that reach the threshold agree with the last exit of the
-same graph. For each task we drew {sets} calibration sets, each a quarter of {unseen} training examples that the
-training did not use, and counted how often the guarantee is violated on the other examples. In int8 a prediction
-depends a little on the other examples of its batch; so we recorded batches of one and of {batch}.
-
-| task | thresholds from | tested on | violated | 95 % interval | examples that exit early |
-|---|---|---|---|---|---|
-{guarantees}
-
-A guarantee with delta {delta} may be violated in {allowed} of the sets. The other examples are a sample, too: if an
-exit agrees in exactly {share} of all cases, about half of such samples show less.
-"""
-
-
-def section(figures: dict) -> str:
-    """The section of the page."""
-    tasks = figures["tasks"]
+def precision_figures(figures: dict) -> dict:
+    """The rows of the page's section, and the shares of time that int8 takes."""
     quality, cost, guarantees = [], [], []
-    for name, of in tasks.items():
-        for kind, each in of["precisions"].items():
-            numbers = (*each["per_exit"], each["score"], each["agreement"], each["full_agreement"], each["moved"])
-            quality.append([name, kind, *(f"{number:.3f}" for number in numbers), f"{each['layers']:.2f}"])
-            times = f"{each['ms']:.2f}", f"{each['time']:.2f}", f"{each['time_by_rule']:.2f}"
-            sizes = (f"{each[key]:.1f}" for key in ("disk", "private", "resident"))
-            cost.append([name, kind, *times, *sizes])
-        for each in of["guarantees"]:
-            ends = " to ".join(f"{100 * end:.1f} %" for end in each["interval"])
-            where = (_recording(each[key]) for key in ("from", "on"))
-            guarantees.append(
-                [name, *where, f"{each['violated']} of {each['sets']}", ends, f"{100 * each['early']:.1f} %"]
-            )
-    found, unseen = figures["processor"], {of["unseen"] for of in tasks.values()}
-    violated_most = max(each["violated"] for of in tasks.values() for each in of["guarantees"])
-    return SECTION.format(
-        trec_rows=tasks["TREC"]["rows"],
-        sst_rows=tasks["SST-2"]["rows"],
-        quality=markdown_rows(quality),
-        cost=markdown_rows(cost),
-        guarantees=markdown_rows(guarantees),
-        timed=TIMED_TEXTS,
-        processor=found["name"],
-        vnni=f"with{'' if found['vnni'] else 'out'} VNNI, the instructions for products of int8",
-        epsilon=f"{EPSILON:g}",
-        delta=f"{DELTA:g}",
-        share=f"{EPSILON:.0%}".replace("%", " %"),
-        allowed=f"{DELTA:.0%}".replace("%", " %"),
-        sets=SETS,
-        unseen=" to ".join(f"{count:,}" for count in sorted(unseen)),
-        holds=(
-            f"Nothing speaks against it: it is violated in at most {violated_most} of {SETS} sets."
-            if violated_most <= DELTA * SETS
-            else f"Not always: it is violated in up to {violated_most} of {SETS} sets."
-        ),
-        batch=BATCH,
-    )
+    for name, of in figures["tasks"].items():
+        for kind, one in of["precisions"].items():
+            numbers = (*one["per_exit"], one["score"], one["agreement"], one["full_agreement"], one["moved"])
+            quality.append([name, kind, *(f"{value:.3f}" for value in numbers), f"{one['layers']:.2f}"])
+            times = f"{one['ms']:.2f}", f"{one['time']:.2f}", f"{one['time_by_rule']:.2f}"
+            cost.append([name, kind, *times, *(f"{one[key]:.1f}" for key in ("disk", "private", "resident"))])
+        for one in of["guarantees"]:
+            where, interval = (_recording(one[key]) for key in ("from", "on")), map(percent, one["interval"])
+            counted = f"{one['violated']} of {one['sets']}", " to ".join(interval), percent(one["early"])
+            guarantees.append([name, *where, *counted])
+    of_int8 = [of["precisions"]["int8"]["time"] for of in figures["tasks"].values()]
+    found = figures["processor"]
+    return {
+        **{"quality_rows": quality, "cost_rows": cost, "int8_guarantee_rows": guarantees},
+        **{"int8_least": min(of_int8), "int8_most": max(of_int8), "timed": TIMED_TEXTS, "batch": BATCH, "sets": SETS},
+        **{"epsilon": EPSILON, "delta": DELTA},
+        "processor": f"{found['name']}, with{'' if found['vnni'] else 'out'} VNNI",
+    }
 
 
 def _recording(key: str) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.experiments.markdown import fold_sections, made_by_measuring, markdown_rows, wrapped
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tasks import load_task
@@ -104,7 +103,7 @@ def measure_cases(sources: Sources, work: Path) -> dict:
 PARTS = {"cases": measure_cases}
 
 
-# ---- The page ----
+# ---- The figures of the page ----
 def growth(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
     """(a, b) of seconds = a + b ln(rows), by least squares."""
     b, a = np.polyfit(np.log(sizes), seconds, 1)
@@ -130,90 +129,14 @@ def billion(figures: dict) -> dict:
     return found
 
 
-PAGE_TEXT = """# A datastore in shards
-
-**Do shards pay?** Only if the datastore is too large for one machine. With {most} shards instead of one, a build takes
-{build_most:.1f} s of computing time instead of {build_one:.1f} s, but a query takes {query_most:.2f} ms instead of
-{query_one:.2f} ms. The search finds {recall_most:.1%} of the true neighbours instead of {recall_one:.1%}.
-
-| shards | recall@{k} | build, s: all | build, s: slowest | query, ms: all | query, ms: slowest |
-|---|---|---|---|---|---|
-{cases}
-
-Times are computing times of one core. *All* is the sum over the shards, *slowest* is that of the slowest shard.
-
-{made_by}
-
-## How it was measured
-
-`mini-ee train raee --shards N` splits RAEE's datastore into N hnswlib indexes. Threads of one process build and
-search them in parallel. The results are merged by distance, so every neighbour that a shard found is considered
-(`lab/methods/raee_datastore.py`).
-
-The datastore contains {rows:,} training examples of SST-2. The queries are its {queries} dev examples, one at a time.
-The embeddings are those of all-MiniLM-L6-v2 ({width} numbers), and the {k} nearest neighbours are searched. In every
-shard, hnswlib has M 16, ef_construction 400 and ef 256. recall@{k} is the share of the true {k} nearest neighbours,
-found by computing all distances, that the search finds.
-
-*Slowest* is the time of a build or a query if each shard has its own core. Other programs used the {cores} cores of
-the machine, so elapsed time was not measured. The time to pass a query to threads and back is not included.
-
-Each shard is searched with the same ef as the whole datastore, so more shards have a higher recall. They make a build
-faster and cheaper, since each example is linked into a smaller graph. They make a query more expensive, since it
-takes as many searches as there are shards. In one process, shards only speed up the build. Their purpose is a
-datastore that is too large for one machine.
-
-## A billion examples, extrapolated
-
-On disk, the index takes {index_row:,.0f} bytes per example: {width} numbers of 4 bytes, links, and an id. hnswlib
-takes as much memory. {billion:,} examples take {terabytes:.2f}
-TB: {machines} machines with {machine:.0f} GB each for the index. The values of {exits} exits, the label and the
-text take {entries_row:.0f} bytes per example on disk ({entries:.0f} GB), without a second copy of the embeddings.
-
-Least squares over the sizes above gives the time of one core: {build_a:.3f} + {build_b:.3f} ln(n) ms to add an
-example to a shard of n examples, and {query_a:.3f} + {query_b:.3f} ln(n) ms to search such a shard. Extrapolated to a
-billion examples, with {cores_each} cores per machine:
-
-| | shards | examples per shard | build, hours | query, ms | queries per second, all machines |
-|---|---|---|---|---|---|
-{on_paper}
-
-With one shard per machine, one core searches it for a query, and the other cores answer other queries. Several
-threads could build one shard, but then the graph differs from build to build. With one shard per core, the
-build is short, and each query needs all cores.
-
-This leaves out the network: each machine receives a query of {width} numbers and returns {k} results. It leaves out
-slower memory: parts of the small graphs measured here were in the processor's caches. And it extrapolates
-{factor:,.0f} times beyond the measured size. The shards of mini_ee are threads of one process. The
-cost over a network was not measured.
-"""
-
-
-def page(figures: dict) -> str:
-    """results/shards.md."""
-    cases = []
-    for case in figures["cases"]:
-        built = [f"{case[key]:.1f}" for key in ("build_core", "build_longest")]
-        searched = [f"{case[key] * 1e3:.2f}" for key in ("query_core", "query_longest")]
-        cases.append([str(case["shards"]), f"{case['recall']:.4f}", *built, *searched])
-    one, most = figures["cases"][0], figures["cases"][-1]
-    answer = {"most": most["shards"]}
-    for name, case in (("one", one), ("most", most)):
-        answer |= {f"build_{name}": case["build_core"], f"query_{name}": case["query_core"] * 1e3}
-        answer |= {f"recall_{name}": case["recall"]}
-    found, paper = billion(figures), []
-    for name in ("machine", "core"):
-        at = found[name]
-        numbers = f"{at['shards']:,}", f"{at['rows']:,.0f}", f"{at['hours']:.1f}", f"{at['query'] * 1e3:.2f}"
-        paper.append([f"one shard per {name}", *numbers, f"{at['queries_a_second']:,.0f}"])
+def page_figures(figures: dict) -> dict:
+    """The ends of the table, and the extrapolation."""
+    found = billion(figures)
     (build_a, build_b), (query_a, query_b) = (np.array(found[name]) * 1e3 for name in ("build", "query"))
-    text = PAGE_TEXT.format(
-        **figures | {"cases": markdown_rows(cases), "on_paper": markdown_rows(paper)},
-        **answer | {"made_by": made_by_measuring("shards")},
-        **{"billion": BILLION, "terabytes": BILLION * found["index_row"] / 1e12, "machine": INDEX_BYTES / 1e9},
+    return {
+        **{"one": figures["cases"][0], "most": figures["cases"][-1]},
         **{"index_row": found["index_row"], "entries_row": found["entries_row"], "machines": found["machines"]},
-        **{"entries": BILLION * found["entries_row"] / 1e9, "cores_each": CORES},
+        **{"machine_gb": INDEX_BYTES / 1e9, "cores_each": CORES, "factor": found["machine"]["rows"] / figures["rows"]},
         **{"build_a": build_a, "build_b": build_b, "query_a": query_a, "query_b": query_b},
-        factor=found["machine"]["rows"] / figures["rows"],
-    )
-    return wrapped(fold_sections(text, 0))
+        "billion": [(name, found[name]) for name in ("machine", "core")],
+    }

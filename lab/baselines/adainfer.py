@@ -25,14 +25,15 @@ Deviations, and our decisions for what the paper leaves open:
 No import of torch at the top: the runtime without torch stops by the rule in this file.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mini_ee.lab.recording import Record
+from mini_ee.lab.rule_inputs import INPUTS
 from mini_ee.lab.rules import RULES, Rule, confidence
+from mini_ee.lab.sweep import KNOBS, Knob
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep
 from mini_ee.lab.training.method import Method, NoConfig
 
@@ -75,19 +76,19 @@ class Svm(Rule):
         gap, top = (confidence(read, measure) for measure in SVM_INPUTS)
         return self.gap[k] * gap + self.top[k] * top + self.bias[k] > self.margin
 
-    runtime_settings, runtime_inputs = ("margin",), {"threshold": "margin"}
-    knob, knob_range = "margin", (-math.inf, math.inf)
-
-    def compared(self, recorded: Record) -> np.ndarray:
-        """The decisions, (N, K - 1)."""
-        gap, top = (recorded.confidence(measure) for measure in SVM_INPUTS)
-        return np.array(self.gap) * gap + np.array(self.top) * top + np.array(self.bias)
-
     def flops(self, classes: int) -> float:
         return 6.0 * classes + 5.0
 
 
+def decisions(rule: Svm, recorded: Record) -> np.ndarray:
+    """w.x of every row at every exit but the last, (N, K - 1)."""
+    gap, top = (recorded.confidence(measure) for measure in SVM_INPUTS)
+    return np.array(rule.gap) * gap + np.array(rule.top) * top + np.array(rule.bias)
+
+
 RULES[Svm.name] = Svm
+KNOBS[Svm] = Knob("margin", decisions)
+INPUTS[Svm] = {"threshold": ("margin", "margin")}
 
 
 # ---- The fit ----

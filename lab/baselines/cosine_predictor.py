@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from mini_ee.lab.exits.embedding_exits import EmbeddingExits, reached_cosines
 from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Never, Policy, Rule
+from mini_ee.lab.sweep import from_loose_to_strict
 from mini_ee.lab.training.embedding_stages import full_embeddings, maps_stage
 from mini_ee.lab.training.method import Method, NoConfig
 from mini_ee.lab.training.policies import POLICY_WIDTH, policy_network
@@ -81,7 +82,7 @@ def recipe(model: EmbeddingExits, config: NoConfig) -> list[Stage]:
 
 def loosest(recorded: Record, least_cosine: float) -> Rule:
     """The lowest cut at which the mean cosine of the recorded texts is at least `least_cosine`; else never."""
-    rules = Policy().from_loose_to_strict(recorded, CUTS)
+    rules = from_loose_to_strict(Policy(), recorded, CUTS)
     means = (float(np.mean(reached_cosines(recorded, rule))) for rule in rules)
     return next((rule for rule, mean in zip(rules, means) if mean >= least_cosine), Never())
 

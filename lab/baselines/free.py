@@ -55,7 +55,7 @@ from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Rule, Threshold, confidence
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, Stage, depth_weighted_sum, joint_stage
+from mini_ee.lab.training.stages import Batch, Stage, joint_stage, weighted_by_depth
 from mini_ee.lab.training.training_text import Source
 from mini_ee.train import task_loss
 
@@ -136,7 +136,7 @@ def shallow_deep_loss(model: nn.Module, batch: Batch, config: Config) -> Tensor:
         return hidden
 
     losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs, run=run)]
-    loss = depth_weighted_sum(losses, model.exits)
+    loss = weighted_by_depth(losses, model.exits)
     return loss + config.alpha * distillation(states, model.exits[0], config.match) if config.alpha else loss
 
 

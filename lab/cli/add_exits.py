@@ -7,6 +7,7 @@ from mini_ee.lab.cli.task_options import columns_given
 
 HELP = "add exits to a fine-tuned model, from texts without labels; the model itself does not change"
 EXAMPLE = "mini-ee add-exits my-classifier --text inputs.txt --out fast"
+USUAL = "--out", "--agreement", "--max-loss"
 
 
 def add(sub) -> None:
@@ -63,7 +64,7 @@ def run(args, say) -> dict:
     say(line_of(summary))
     exported = args.out / "exported"
     if "depths" in summary:
-        headings = {"layers": "layers", "cosine": "mean cosine:.3f", "low_cosine": "10 % below:.3f"}
+        headings = {"layers": "layers", "cosine": "mean cosine:.3f", "low_cosine": "10% below:.3f"}
         say(table(summary["depths"], headings | {"speedup": "times as fast:.2f"}))
         say(f"ONNX: {exported}. Try: mini-ee embed {exported} texts.txt --out embeddings.npy")
     elif summary["pays"]:

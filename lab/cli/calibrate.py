@@ -14,6 +14,7 @@ from mini_ee.lab.errors import WrongArguments
 
 HELP = "calibrate thresholds for an agreement with the full model; they become the rule of the run or export"
 EXAMPLE = "mini-ee calibrate run --epsilon .95 --delta .05"
+USUAL = "--delta", "--task", "--cosine", "--text"
 KINDS = {
     "rows": calibrate_rows,
     "tokens": calibrate_tokens,
@@ -50,5 +51,5 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: has one exit, so there is nothing to calibrate")
     kind = "embeddings" if opened.embeds else "tokens" if opened.generates else "rows"
-    about = {"method": opened.config["method"], "exits": list(opened.exits), "run": str(args.run)}
-    return about | KINDS[kind].calibrate(opened, args, say)
+    answer = {"method": opened.config["method"], "exits": list(opened.exits), "run": str(args.run)}
+    return answer | KINDS[kind].calibrate(opened, args, say)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add(sub: ArgumentParser) -> None:
-    group = sub.add_argument_group("an export: its graph in ONNX Runtime gives the thresholds and the guarantee")
+    group = sub.add_argument_group("an export", "its graph in ONNX Runtime gives the thresholds and the guarantee")
     add_task(sub, "folder of a task with texts like those in service, whose labels are not read")
     group.add_argument("--split", help="split of --task (default train)")
     text = "file: one text per line, or a table, for an export; running text for a decoder (default generated text)"
@@ -51,20 +51,20 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise FileExistsError(f"{args.out}: is there already; name another folder or remove it")
     runtime = Runtime(args.run, PROVIDERS[args.device], threads=args.threads or 0)
     check_calibratable(runtime)
-    texts, about = _texts(args, runtime)
+    texts, source = _texts(args, runtime)
     size = args.batch_size or BATCH
     recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
     labels = Task(runtime.config["method"], tuple(runtime.label_names), (), {}, multi_label=runtime.multi_label)
     recorded.segments.measures["prediction"] = predictions(recorded.logits, labels)  # of several labels, their set
     rule, answer, guarantee = calibrated(args, runtime, recorded)
     fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement")
-    measured = about | {key: answer[key] for key in fields} | {"batch_size": size, "provider": runtime.provider}
+    measured = source | {key: answer[key] for key in fields} | {"batch_size": size, "provider": runtime.provider}
     out = args.out or args.run
     curve = threshold_curve(recorded, rule, labels, None)
     model_id = write_calibrated(runtime, out, rule, guarantee, answer["exit_counts"], measured, curve)
-    report(args, runtime.exits, answer, f"rows of {', '.join(about.values())}", say)
+    report(args, runtime.exits, answer, f"rows of {', '.join(source.values())}", say)
     say(f"The rule of {out} is now these thresholds; its model id is {model_id}.")
-    answer = about | answer | {"batch_size": size, "provider": runtime.provider, "model": model_id}
+    answer = source | answer | {"batch_size": size, "provider": runtime.provider, "model": model_id}
     return {"method": runtime.config["method"], "exits": list(runtime.exits), "run": str(out)} | answer
 
 
@@ -77,11 +77,11 @@ def _texts(args: Namespace, runtime: "Runtime") -> tuple[list[Row], dict]:
     if args.text is not None:
         refuse_task_options(args, "describes the files of --task, found --text", OF_LABELS)
         refuse(args, ("split",), "is for --task, found --text")
-        texts, about = read_texts([args.text], columns_given(args), runtime.num_texts), {"task": args.text.name}
+        texts, source = read_texts([args.text], columns_given(args), runtime.num_texts), {"task": args.text.name}
     else:
         task = load_task(Path(args.task), task_options(args, TaskOptions()))
         split = args.split or ("train" if "train" in task.splits else task.default_split)
-        texts, about = list(task.split(split).texts), {"task": task.name, "split": split}
+        texts, source = list(task.split(split).texts), {"task": task.name, "split": split}
     if len(texts[0]) != runtime.num_texts:
         raise WrongArguments(f"expected {runtime.num_texts} texts in a row for {args.run}, found {len(texts[0])}")
-    return texts, about
+    return texts, source

@@ -24,14 +24,14 @@ def calibrate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.training.unit import load_unit
 
     check(args)
-    recorded, about, task = _rows(opened, args)
+    recorded, source, task = _rows(opened, args)
     rule, answer, guarantee = calibrated(args, opened, recorded)
     curve = threshold_curve(recorded, rule, task, recorded.labels)
     write_rule(args.run, rule, guarantee, answer["exit_counts"], curve)
-    source = f"{load_unit(opened.unit).noun} of {about['task']}, {about['split']}"
-    report(args, opened.exits, answer, source, say)
+    examples = f"{load_unit(opened.unit).noun} of {source['task']}, {source['split']}"
+    report(args, opened.exits, answer, examples, say)
     say(f"The rule of {args.run} is now these thresholds.")
-    return about | answer
+    return source | answer
 
 
 def _rows(opened, args: Namespace):

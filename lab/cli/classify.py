@@ -10,14 +10,16 @@ from mini_ee.lab.cli.command_options import add_schedule, add_where
 from mini_ee.lab.data.values import checked_text
 
 HELP = "predict the label of one sentence at every exit"
-EXAMPLE = 'mini-ee classify mini-ee-demo/run --text "I loved every minute of it."'
+EXAMPLE = 'mini-ee classify mini-ee-demo/run "I loved every minute of it."'
+USUAL = "--text-b", "--layer", "--threshold"
 
 
 def add(sub: ArgumentParser) -> None:
     from mini_ee.lab.cli.rule_options import add_own, add_rule
 
     sub.add_argument("run", type=Path, metavar="RUN_OR_EXPORTED", help="folder of a run or of an export")
-    sub.add_argument("--text", required=True, help="sentence to classify")
+    sub.add_argument("sentence", nargs="?", metavar="TEXT", help="sentence to classify")
+    sub.add_argument("--text", help="sentence to classify, in place of TEXT")
     sub.add_argument("--text-b", help="second sentence, if the task has pairs")
     add_where(sub)
     add_schedule(sub)
@@ -35,7 +37,11 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.recording import read_every_exit
     from mini_ee.rules import log_softmax
 
-    given = (("--text", args.text), ("--text-b", args.text_b))
+    if (args.sentence is None) == (args.text is None):
+        number = "none" if args.text is None else "two, TEXT and --text"
+        raise WrongArguments(f"expected one sentence, found {number}; for example: {EXAMPLE}")
+    sentence = args.text if args.sentence is None else args.sentence
+    given = (("TEXT" if args.text is None else "--text", sentence), ("--text-b", args.text_b))
     text = tuple(checked_text(some, name, "a sentence") for name, some in given if some is not None)
     trained = open_trained(args.run, args)
     if not of_rows([trained]):
@@ -68,9 +74,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         say(f"The text was cut to {trained.tokenizer.max_length} tokens.")
     answer = {
         "method": trained.config["method"],
-        "text": args.text,
+        "text": sentence,
         **_prediction(result.logits[0], *names),
-        "exit": int(result.exit_index[0]),
+        "exit": segments.exits[result.exit_index[0]],
         "layers": layers,
         "exits": list(segments.exits),
         "layers_saved": 1 - depth / segments.exits[-1],

@@ -1,11 +1,13 @@
-"""Options of the command line: from the fields of settings classes, and by the kind of the run that it names.
+"""The parser of every command, and its options: from the fields of settings classes, and by the kind of the run that
+the command line names. No torch here.
 
-No torch here.
+An error is one line. `--help` shows the required options and those that most people use, on one screen; `--help-all`
+shows all that apply.
 """
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
@@ -18,9 +20,10 @@ from mini_ee.lab.data.settings import flag_of, has_several, scalar_type
 from mini_ee.lab.data.values import percentage
 from mini_ee.lab.errors import WrongArguments
 
-DIGITS = 10  # maximum of a whole number
 INVALID_CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")  # a message of argparse
 MOST_MEANT = 3  # names that a message shows
+MORE = "more options"  # title of those that are in no group
+DIGITS = 10  # maximum of a whole number
 SCHEDULES = ("restart", "parallel", "adaptive")  # of the streams of LoRAExit
 MAX_THREADS = 1024  # a process that starts too many ends without a message
 
@@ -34,20 +37,87 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             return action.help
         return f"{action.help} (default %(default)s)"
 
+    def usage_of(self, action: argparse.Action) -> str:
+        """How the usage shows an option or a positional argument: `--out DIR`, `RUN`, `[FILE]`, `COMMAND`."""
+        if isinstance(action, argparse._SubParsersAction):
+            return str(action.metavar)
+        values = self._format_args(action, action.metavar or action.dest.upper())
+        return " ".join([*action.option_strings[-1:], values])
+
+
+class HelpAll(argparse.Action):
+    """--help-all: prints all options, and ends."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.shows_all = True
+        parser.print_help()
+        parser.exit()
+
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, help with a working example."""
+    """Errors in one line, help with a working example.
 
-    def __init__(self, *args, example: str = "", **kwargs):
+    usual: the options that --help shows besides the required ones, in this order; None: all, so there is no --help-all.
+    """
+
+    def __init__(self, *args, example: str = "", usual: Sequence[str] | None = None, **kwargs):
         self.words: list[str] = []  # of the command line, after the command; see named_run
         self.kind = ""  # of that RUN, in words
+        self.usual, self.shows_all = usual, usual is None
+        self.of_rules: dict[str, str] = {}  # option that only other commands take -> the exit rule that it sets
+        self.hidden: list[argparse._ArgumentGroup] = []  # options that are parsed, but do not fit what the line names
         super().__init__(
             *args,
+            add_help=False,
             allow_abbrev=False,
             formatter_class=HelpFormatter,
             epilog=f"example:\n  {example}" if example else None,
             **kwargs,
         )
+        self.every_command = self.add_argument_group("every command")  # its options
+        if usual is None:
+            self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+        else:
+            usual_help = "show the options that most people use"
+            self.every_command.add_argument("-h", "--help", action="help", help=usual_help)
+            self._all = self.every_command.add_argument("--help-all", action=HelpAll, nargs=0, help="show all options")
+
+    def format_help(self) -> str:
+        """A sentence, the usage, the required options, and the usual ones or all."""
+        formatter = self._get_formatter()
+        positional = self._positionals._group_actions
+        required = [action for action in self._actions if action.option_strings and action.required]
+        either = [group._group_actions for group in self._mutually_exclusive_groups if group.required]
+        usage = [formatter.usage_of(action) for action in (*positional, *required)]
+        usage += [f"({' | '.join(map(formatter.usage_of, actions))})" for actions in either]
+        needed = [action for action in positional if action.required and action.help] + sum(either, required)
+        formatter.add_text(self.description)
+        formatter.add_usage(" ".join(["%(prog)s", *usage, "[options]"]), [], [])
+        for title, description, actions in (("required", None, needed), *self._sections(needed)):
+            formatter.start_section(title)
+            formatter.add_text(description)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _sections(self, needed: list) -> Iterator[tuple[str, str | None, list]]:
+        """(title, description, options) of each section after the required options."""
+        usual = [self._option_string_actions[flag] for flag in self.usual or () if flag in self._option_string_actions]
+        first = [action for action in self._positionals._group_actions if action.help] + usual
+        first = [action for action in first if action not in needed]
+        others, elsewhere = [], (self._positionals, self.every_command, *self.hidden)
+        for group in (*(group for group in self._action_groups if group not in elsewhere), self.every_command):
+            if actions := [action for action in group._group_actions if action not in (*needed, *first)]:
+                title = group.title if group is not self._optionals else MORE if first else "options"
+                others.append((title, group.description, actions))
+        if self.shows_all:
+            yield "options", None, first
+            yield from others
+            return
+        titles = ", ".join(title for title, *_ in others if title != MORE)
+        self._all.help = f"show {sum(len(actions) for *_, actions in others) - 2} more options ({titles})"  # but --help
+        yield "options", None, [*first, self._all]
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does, but each command reports its unknown arguments itself, so the error names its help."""
@@ -56,16 +126,28 @@ class Parser(argparse.ArgumentParser):
             flags = [word.partition("=")[0][2:] for word in unknown if word.startswith("--")]
             known = [name[2:] for name in self._option_string_actions if name.startswith("--")]
             meant = did_you_mean(flags[0], known, "--") if flags else ""
+            if rule := self.of_rules.get(f"--{flags[0]}" if flags else ""):
+                command = f"mini-ee evaluate RUN --rule {rule} {' '.join(unknown)}"
+                meant = f"; it is a setting of an exit rule, which takes effect after the training: {command}"
             of = f" for {self.kind}" if self.kind else ""
-            self.error(f"unrecognized arguments{of}: {' '.join(unknown)}{meant}")
+            every = "--help" if self.usual is None else "--help-all"
+            self.error(f"unrecognized arguments{of}: {' '.join(unknown)}{meant}", every)
         return namespace, unknown
 
-    def error(self, message: str):
-        """Print one line and end with status 2. Of wrong choices it shows those that are close, if there are any."""
+    def error(self, message: str, help: str = "--help"):
+        """Print one line and end with status 2. Of wrong choices it shows those that are close, if there are any.
+
+        help: the option to see.
+        """
         wrong = INVALID_CHOICE.search(message)
         if wrong and (meant := did_you_mean(wrong[1], re.findall(r"[^\s',]+", wrong[2]))):
             message = f"{message[: wrong.start()]}invalid choice: '{wrong[1]}'{meant}"
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} {help}\n")
+
+
+def sentence(help: str) -> str:
+    """The line of a command in the list of commands, as a sentence."""
+    return f"{help[0].upper()}{help[1:]}."
 
 
 def did_you_mean(word: str, names: Iterable[str], dashes: str = "") -> str:
@@ -82,6 +164,7 @@ def did_you_mean(word: str, names: Iterable[str], dashes: str = "") -> str:
     return f"; did you mean {' or '.join(dashes + name for name in close)}?" if 0 < len(close) <= MOST_MEANT else ""
 
 
+# ---- Options ----
 def add_options(
     parser: argparse._ActionsContainer, settings: type, defaults: dict | None = None, lacks: tuple[str, ...] = ()
 ) -> None:
@@ -89,20 +172,20 @@ def add_options(
 
     defaults: for the help, the defaults that differ from those of the class. lacks: fields that get no option.
     """
-    for each in fields(settings):
-        if not each.metadata or each.name in lacks:
+    for field in fields(settings):
+        if not field.metadata or field.name in lacks:
             continue
-        kind, about = scalar_type(each.type), each.metadata
-        help = help_of(each, (defaults or {}).get(each.name, each.default))
-        flag, name = flag_of(each.name, about), {"dest": each.name, "default": argparse.SUPPRESS}
+        kind, metadata = scalar_type(field.type), field.metadata
+        help = help_of(field, (defaults or {}).get(field.name, field.default))
+        flag, name = flag_of(field.name, metadata), {"dest": field.name, "default": argparse.SUPPRESS}
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=help, **name)
             continue
-        many = has_several(each.type)
-        name |= {"metavar": about["metavar"]} if "metavar" in about else {}
-        if about["choices"] is not None and not many:
-            parser.add_argument(flag, choices=about["choices"], help=help, **name)
-        elif many and kind is str and about["choices"] is None and "metavar" in about:
+        many = has_several(field.type)
+        name |= {"metavar": metadata["metavar"]} if "metavar" in metadata else {}
+        if metadata["choices"] is not None and not many:
+            parser.add_argument(flag, choices=metadata["choices"], help=help, **name)
+        elif many and kind is str and metadata["choices"] is None and "metavar" in metadata:
             parser.add_argument(flag, action="append", help=help, **name)
         else:
             parser.add_argument(flag, type=_several(kind) if many else READERS.get(kind, kind), help=help, **name)
@@ -138,7 +221,7 @@ def add_schedule(sub: argparse._ActionsContainer) -> None:
 
 def given_options(args: argparse.Namespace, *settings: type) -> dict:
     """The options that were given, by name, of these classes' fields."""
-    names = {each.name for part in settings for each in fields(part)}
+    names = {field.name for part in settings for field in fields(part)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
@@ -176,10 +259,10 @@ def positive(text: str) -> int:
 def span(text: str) -> tuple[int, int]:
     """(least, most) from a number of at least 1, or from two with a dash."""
     least, dash, most = text.partition("-")
-    found = positive(least), positive(most if dash else least)
-    if found[0] > found[1]:
+    limits = positive(least), positive(most if dash else least)
+    if limits[0] > limits[1]:
         raise argparse.ArgumentTypeError(f"expected the least first, as in 1-4, found {text!r}")
-    return found
+    return limits
 
 
 def seed(text: str) -> int:
@@ -216,8 +299,8 @@ def share(text: str) -> float:
 
 def numbers(text: str) -> float | tuple[float, ...]:
     """One number, or several separated by commas."""
-    found = tuple(number(part) for part in text.split(","))
-    return found if len(found) > 1 else found[0]
+    values = tuple(number(part) for part in text.split(","))
+    return values if len(values) > 1 else values[0]
 
 
 class Named(NamedTuple):
@@ -251,12 +334,14 @@ def named_run(words: Sequence[str]) -> Named | None:
 
 
 def add_kinds(parser: Parser, kinds: dict[str, ModuleType], of: Callable[[Named], Sequence[str]]) -> None:
-    """Add the options of the kind of the RUN of the command line; without a RUN, as for --help, those of all kinds.
+    """Add the options of the kind of the RUN of the command line; without a RUN those of all kinds.
 
     kinds: name -> module with `add(parser)`. of: the names that belong to a RUN.
     """
     named = named_run(parser.words)
     parser.kind = named.kind if named else ""
+    if named is None:
+        parser.epilog += f"\n\noptions for the kind of a RUN:\n  {parser.prog} RUN --help-all"
     for name in kinds if named is None else of(named):
         kinds[name].add(parser)
 

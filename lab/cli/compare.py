@@ -11,6 +11,7 @@ from mini_ee.lab.errors import WrongArguments
 
 HELP = "compare several runs in one table, with times measured in turns"
 EXAMPLE = "mini-ee compare run-a run-b"
+USUAL = "--task", "--sweep", "--picture"
 BATCH_SIZE = 32
 
 
@@ -60,9 +61,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     opened = [one for folder in args.runs for one in _opened(folder, schedules, args)]
     if schedules != (None,) and not any(getattr(one.trained, "schedule", None) for one in opened):
         raise WrongArguments("--schedule is for runs of lora-exits, and none of these runs has streams")
-    if of_rows([each.trained for each in opened]):
+    if of_rows([one.trained for one in opened]):
         return _rows(opened, args, say)
-    return _tokens([each.trained for each in opened], args, say)
+    return _tokens([one.trained for one in opened], args, say)
 
 
 def _opened(folder: Path, schedules, args: Namespace) -> list:
@@ -73,14 +74,14 @@ def _opened(folder: Path, schedules, args: Namespace) -> list:
     first = open_trained(folder, args)
     if schedules == (None,) or not getattr(first, "schedule", None):
         return [Compared(str(folder), first, first.config["method"])]
-    found = []
+    scheduled = []
     for schedule in schedules:
         args.schedule = schedule
         one = open_trained(folder, args)
         groups = ["+".join(map(str, group)) for group in schedule_of(one)["schedule"]]
-        found.append(Compared(str(folder), one, " ".join([one.config["method"], *groups])))
+        scheduled.append(Compared(str(folder), one, " ".join([one.config["method"], *groups])))
     args.schedule = None
-    return found
+    return scheduled
 
 
 def _rows(opened, args: Namespace, say: Callable[[str], None]) -> dict:
@@ -93,24 +94,24 @@ def _rows(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.training.train_run import check_task
 
     refuse(args, ("text", "temperature", "top_k", "top_p"), "is for decoders")
-    task = open_task_of([each.trained for each in opened], args)
-    for each in opened:
-        check_task(each.trained, task, each.name)
+    task = open_task_of([one.trained for one in opened], args)
+    for one in opened:
+        check_task(one.trained, task, one.name)
     if args.picture and task.regression and not args.sweep:
         raise WrongArguments(
             "--picture shows the cross-entropy of the exits, and a regression has none; give --sweep too"
         )
     split, rows = rows_of(task, args.split, args.max_rows, args.seed)
     batch_size = args.batch_size or BATCH_SIZE
-    found = compare_rows(opened, task, rows, batch_size, args.sweep)
-    answer = {"task": task.name, "split": split, "batch_size": batch_size} | found
-    for row, each in zip(answer["rows"], opened):
-        row |= schedule_of(each.trained)
+    compared = compare_rows(opened, task, rows, batch_size, args.sweep)
+    answer = {"task": task.name, "split": split, "batch_size": batch_size} | compared
+    for row, one in zip(answer["rows"], opened):
+        row |= schedule_of(one.trained)
     say(compare_table(answer["rows"], score_name(task.metrics)))
     if args.sweep:
         say(losses_table(answer["rows"]))
         say(ranges_table(answer["rows"], answer["timed_rows"]))
-    answer["over_seeds"] = over_seeds(answer["rows"], [each.trained.config for each in opened])
+    answer["over_seeds"] = over_seeds(answer["rows"], [one.trained.config for one in opened])
     if answer["over_seeds"]:
         say(seeds_table(answer["over_seeds"], args.sweep))
     if args.picture:

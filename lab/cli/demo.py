@@ -1,18 +1,20 @@
 """`mini-ee demo`: train exits, choose an exit rule, and show accuracy against measured time."""
 
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import add_options, given_options
+from mini_ee.lab.cli.command_options import Parser, add_options, given_options
 from mini_ee.lab.cli.task_options import add_task
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.sweep import from_loose_to_strict
 
 HELP = "train exits, choose an exit rule, and show accuracy against measured time"
 EXAMPLE = "mini-ee demo --model all-MiniLM-L6-v2 --task SST-2 --max-train 6000"
+USUAL = "--model", "--task", "--out"
 ANSWER = "demo.json"
 
 EXAMPLE_OF = {  # number of texts per example -> options of classify
@@ -32,17 +34,19 @@ CURVE_COLUMNS = {
 }
 
 
-def add(sub: ArgumentParser) -> None:
-    from mini_ee.lab.training.train_settings import RowOptions, TrainOptions
+def add(sub: Parser) -> None:
+    from mini_ee.lab.training.train_settings import ENCODER_DEFAULTS, RowOptions, TrainOptions
 
-    built_in = "default the built-in 12-layer BERT, for which some defaults differ"
-    sub.add_argument("--model", type=Path, metavar="DIR", help=f"folder of a checkpoint ({built_in})")
+    named = any(word.partition("=")[0] == "--model" for word in sub.words)
+    usual = ({} if named else ENCODER_DEFAULTS) | {"exits": "one after every layer"}
+    sub.add_argument("--model", type=Path, metavar="DIR", help="folder of a checkpoint (default the built-in BERT)")
     add_task(sub, "folder of a task (default the built-in reviews)")
     sub.add_argument(
         "--out", type=Path, default=Path("mini-ee-demo"), help="folder of the report; an earlier report is replaced"
     )
-    add_options(sub, TrainOptions)
-    add_options(sub, RowOptions)
+    of_defaults = None if named else "defaults for the built-in BERT; with --model DIR, those for your model"
+    add_options(sub.add_argument_group("training", of_defaults), TrainOptions, usual)
+    add_options(sub.add_argument_group("model and data"), RowOptions, usual)
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
@@ -75,7 +79,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
             say(f"{encoded.truncated} of {len(encoded)} texts were cut to {trained.tokenizer.max_length} tokens.")
         say(f"Evaluating {len(rows)} sentences of {task.name} {split}: every exit, then {CURVE_POINTS} thresholds.")
         recorded = read_rows(trained, encoded, rows.labels, batch_size)
-        rules = usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)[:-1]  # the last is the full model
+        rules = from_loose_to_strict(usual_rule(task), recorded, CURVE_POINTS)[:-1]  # the last is the full model
         measured = evaluate(trained, trained.rule, recorded, task, encoded, batch_size, rules)
         answer = {"method": "joint", "split": split, "guarantee": trained.config["guarantee"], **measured}
         answer |= {key: trained.metrics[key] for key in ("majority_warning", "guaranteed")} | {"seed": seed}
@@ -148,8 +152,8 @@ def _exit_rows(segments, encoded, answer: dict) -> list[dict]:
     total = sum(answer["exit_counts"])
     return [
         {"layer": layer, "accuracy": accuracy, "score": score, "share": count / total}
-        | {"seconds": float(each), "speedup": float(full / each)}
-        for layer, accuracy, score, count, each in zip(
+        | {"seconds": float(exit_seconds), "speedup": float(full / exit_seconds)}
+        for layer, accuracy, score, count, exit_seconds in zip(
             answer["exits"], answer["per_exit_accuracy"], answer["per_exit_score"], answer["exit_counts"], seconds
         )
     ]

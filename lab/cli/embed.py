@@ -11,6 +11,7 @@ import numpy as np
 
 HELP = "write the embedding of each text of a file"
 EXAMPLE = "mini-ee embed exported texts.txt --out embeddings.npy"
+USUAL = "--layer", "--prompt-name", "--batch-size"
 FORMATS = ".npy", ".jsonl"
 
 

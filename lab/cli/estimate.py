@@ -1,4 +1,4 @@
-"""`mini-ee estimate`: whether early exit pays for a model and its data. See evaluation/savings_estimate.py."""
+"""`mini-ee estimate`: whether early exit is worth it for a model and its data. See evaluation/savings_estimate.py."""
 
 import time
 from argparse import ArgumentParser, Namespace
@@ -16,8 +16,9 @@ from mini_ee.lab.cli.task_options import (
 )
 from mini_ee.lab.errors import WrongArguments
 
-HELP = "estimate before any training whether early exit pays for a model and its data (see arXiv:2603.23701)"
+HELP = "estimate before any training whether early exit is worth it for a model and its data (arXiv:2603.23701)"
 EXAMPLE = "mini-ee estimate bert-12x128 --task reviews"
+USUAL = "--task", "--text", "--max-rows"
 ROWS, TEXTS = 2000, 128
 SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an estimate, with its interval
 
@@ -65,8 +66,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     if backbone.config.num_hidden_layers < 2:
         raise WrongArguments(f"{folder}: expected at least two layers, found one")
     unit = load_unit("tokens" if backbone.generates and not args.task else "rows")
-    probed, about = (_tokens if unit.generates else _rows)(backbone, folder, args)
-    answer = {"model": folder.resolve().name, "unit": unit.name} | about
+    probed, source = (_tokens if unit.generates else _rows)(backbone, folder, args)
+    answer = {"model": folder.resolve().name, "unit": unit.name} | source
     answer |= suitability(probed, args.seed)
     _print_answer(answer, unit, say)
     if args.picture:
@@ -136,8 +137,8 @@ def _rows(backbone, folder: Path, args: Namespace) -> tuple:
         Tokenizer.from_folder(tokenizer_folder(folder), min(128, backbone.config.max_tokens)), rows.texts, backbone
     )
     probed = probe_rows(backbone, encoded, rows.labels, classes, args.seed)
-    about = {"source": str(args.text)} if args.text else {"source": f"{source.name}, train", "task": source.name}
-    return probed, about | {"rows": len(rows), "rows_truncated": encoded.truncated}
+    origin = {"source": str(args.text)} if args.text else {"source": f"{source.name}, train", "task": source.name}
+    return probed, origin | {"rows": len(rows), "rows_truncated": encoded.truncated}
 
 
 def _print_answer(answer: dict, unit, say: Callable[[str], None]) -> None:
@@ -161,12 +162,14 @@ def _print_answer(answer: dict, unit, say: Callable[[str], None]) -> None:
         f"{answer['head_layers']:.2g} layers.{begins} An oracle would save {answer['oracle_saved']:.1%} of the layers, "
         f"net of heads {answer['oracle_net_saved']:.1%} of the FLOPs."
     )
-    for each, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
-        if len(each["exits"]) > 1:
-            saved, net = (f"{each[key]:.1%} ({each[low]:.1%} to {each[high]:.1%})" for key, low, high in SHARES)
+    for estimate, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
+        if len(estimate["exits"]) > 1:
+            saved, net = (
+                f"{estimate[key]:.1%} ({estimate[low]:.1%} to {estimate[high]:.1%})" for key, low, high in SHARES
+            )
             say(
                 f"Exits after {where} save {saved} of the layers, net of heads {net} of the FLOPs, at a threshold "
-                f"at which {each['kept']:.3f} of the {unit.noun} agree with the last layer."
+                f"at which {estimate['kept']:.3f} of the {unit.noun} agree with the last layer."
             )
     if "majority" in answer:
         say(

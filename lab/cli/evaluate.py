@@ -11,6 +11,7 @@ from mini_ee.lab.rules import rule_class
 
 HELP = "measure accuracy, layers saved and speed-up of a run"
 EXAMPLE = "mini-ee evaluate run --sweep"
+USUAL = "--task", "--sweep", "--batch-size"
 KINDS = {"rows": evaluate_rows, "retrieval": evaluate_retrieval, "tokens": evaluate_tokens}
 
 

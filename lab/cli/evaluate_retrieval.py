@@ -10,11 +10,11 @@ from mini_ee.lab.errors import WrongArguments
 
 
 def add(sub: ArgumentParser) -> None:
-    group = sub.add_argument_group("a run of raee, besides those of a classifier")
+    group = sub.add_argument_group("a run of raee")
     group.add_argument(
         "--neighbours", type=positive, metavar="N", help="number of examples whose neighbours are printed"
     )
-    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures (raee or decoders, --sweep)")
+    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures, with --sweep")
 
 
 def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
@@ -31,21 +31,21 @@ def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
         given = rule, measured.recorded, measured.encoded, task, rows.labels, args.batch_size, args.seed
         measured.answer.update(_controls(method, given, args, measured.answer, say))
     if args.neighbours:
-        found = method.neighbours(rule, opened.encode(rows.texts[: args.neighbours]), args.batch_size)
-        measured.answer["neighbours"] = _neighbours(found, rows, task.label_names, say)
+        planned = method.neighbours(rule, opened.encode(rows.texts[: args.neighbours]), args.batch_size)
+        measured.answer["neighbours"] = _neighbours(planned, rows, task.label_names, say)
     return conclude(measured, args, say)
 
 
 def _neighbours(planned: list[dict], rows, names: list[str], say: Callable[[str], None]) -> list[dict]:
-    found = []
-    for text, label, each in zip(rows.texts, rows.labels, planned):
-        found.append({"text": " / ".join(text), "label": names[label]} | each)
-        say(f"{found[-1]['text']}\n    {names[label]}; exits after {each['layer']} layers. Its neighbours vote:")
-        for near in each["neighbours"]:
+    neighbours = []
+    for text, label, plan in zip(rows.texts, rows.labels, planned):
+        neighbours.append({"text": " / ".join(text), "label": names[label]} | plan)
+        say(f"{neighbours[-1]['text']}\n    {names[label]}; exits after {plan['layer']} layers. Its neighbours vote:")
+        for near in plan["neighbours"]:
             near |= {"text": " / ".join(near["text"]), "label": names[near["label"]]}
             layers = ",".join(map(str, near["votes"])) or "no layer"
             say(f"    {near['weight']:.2f} for {layers}: {near['text']} ({near['label']})")
-    return found
+    return neighbours
 
 
 def _controls(method, given: tuple, args: Namespace, answer: dict, say: Callable[[str], None]) -> dict:
@@ -53,12 +53,12 @@ def _controls(method, given: tuple, args: Namespace, answer: dict, say: Callable
     from mini_ee.lab.evaluation.plots import draw_ablation
     from mini_ee.lab.evaluation.tables import ablation_table, controls_table
 
-    found = {"controls": method.controls(*given)}
-    say(controls_table(answer, found["controls"]))
+    figures = {"controls": method.controls(*given)}
+    say(controls_table(answer, figures["controls"]))
     if args.sweep:
-        found["rows"] = method.ablation(*given)
-        say(ablation_table(found["rows"]))
+        figures["rows"] = method.ablation(*given)
+        say(ablation_table(figures["rows"]))
         if args.picture:
-            draw_ablation(args.picture, answer | found)
+            draw_ablation(args.picture, answer | figures)
             say(f"Picture: {args.picture}")
-    return found
+    return figures

@@ -123,45 +123,46 @@ def _encoded(opened, task, split: str, rows, say: Callable[[str], None]) -> tupl
 def _overthinking(recorded, task, rows, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.evaluation.row_evaluation import overthinking
 
-    found = overthinking(recorded, task, rows)
-    for row in found["rows"]:
+    measured = overthinking(recorded, task, rows)
+    for row in measured["rows"]:
         exits = ", ".join(
-            f"{each['layer']}: {each['label']} {each['confidence']:.3f} ({each['entropy']:.3f} nats)"
-            for each in row["exits"]
+            f"{exit['layer']}: {exit['label']} {exit['confidence']:.3f} ({exit['entropy']:.3f} nats)"
+            for exit in row["exits"]
         )
         say(f"{row['text']}\n    {row['label']}; predicted after layer {exits}")
     say(
-        f"{found['share']:.1%} of the examples are right at an exit and wrong at a later one, "
-        f"{found['share_at_the_end']:.1%} are wrong at the last exit."
+        f"{measured['share']:.1%} of the examples are right at an exit and wrong at a later one, "
+        f"{measured['share_at_the_end']:.1%} are wrong at the last exit."
     )
-    return found
+    return measured
 
 
 def _hardness(recorded, opened, task, rows, batch_size: int, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.evaluation.tables import table
 
     measure = import_module(MEASUREMENTS["hardness"])
-    found = measure.hardness(recorded, rows)
+    measured = measure.hardness(recorded, rows)
     say(
-        f"Memorized layer (Eq. 7): {found['mean_memorized_layer']:.2f} on average. Its Spearman correlation with "
-        f"the loss of Eq. 1 is {found['spearman_loss']:.2f}."
+        f"Memorized layer (Eq. 7): {measured['mean_memorized_layer']:.2f} on average. Its Spearman correlation with "
+        f"the loss of Eq. 1 is {measured['spearman_loss']:.2f}."
     )
-    if "known" in found:
-        lines = [{"kind": kind, "mean": mean} for kind, mean in found["known"].items()]
+    if "known" in measured:
+        lines = [{"kind": kind, "mean": mean} for kind, mean in measured["known"].items()]
         say(table(lines, {"kind": "hardness", "mean": "memorized layer:.2f"}))
-    found["held_out"] = in_training = measure.hardness_in_training(opened, task, batch_size)
+    measured["held_out"] = in_training = measure.hardness_in_training(opened, task, batch_size)
     if in_training:
         pairs = (f"with {name} {value:.2f}" for name, value in in_training["spearman"].items())
         say(
             f"On the {in_training['rows']} held-out examples of the training, of which {in_training['forgotten']} were "
             f"forgotten in {in_training['epochs']} epochs: {', '.join(pairs)}."
         )
-    return found
+    return measured
 
 
 def _swept(named, recorded, task) -> list:
     """Other values of the setting of --rule, if it has one, else other thresholds."""
+    from mini_ee.lab.sweep import from_loose_to_strict
     from mini_ee.lab.training.default_rule import CURVE_POINTS, usual_rule
 
-    own = named.from_loose_to_strict(recorded, CURVE_POINTS) if named else []
-    return own or usual_rule(task).from_loose_to_strict(recorded, CURVE_POINTS)
+    rules = from_loose_to_strict(named, recorded, CURVE_POINTS) if named else []
+    return rules or from_loose_to_strict(usual_rule(task), recorded, CURVE_POINTS)

@@ -10,8 +10,10 @@ from mini_ee.lab.errors import WrongArguments
 
 def add(sub: ArgumentParser) -> None:
     group = sub.add_argument_group("a decoder")
-    group.add_argument("--text", type=Path, metavar="FILE", help="text file whose perplexity is measured too (--sweep)")
-    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures (raee or decoders, --sweep)")
+    group.add_argument(
+        "--text", type=Path, metavar="FILE", help="text file whose perplexity is measured too, with --sweep"
+    )
+    group.add_argument("--picture", type=Path, metavar="PNG", help="PNG file for figures, with --sweep")
 
 
 def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
@@ -27,9 +29,9 @@ def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(f"{given} with --sweep: add it" + ("" if args.task else ", or name a benchmark's folder"))
     if not args.task:
         refuse(args, ("max_rows",), "is for the examples of a benchmark: give --task too")
-    about = {"method": opened.config["method"], "run": str(args.run)}
+    header = {"method": opened.config["method"], "run": str(args.run)}
     if args.sweep:
-        return about | _over_epsilon(opened, args, say)
+        return header | _over_epsilon(opened, args, say)
     rule = chosen_rule(args, opened)
     answer = benchmark_answer(_benchmark_scores(opened, args), rule)
     columns = zip(answer["exits"], answer["per_exit_accuracy"], answer["exit_counts"])
@@ -48,7 +50,7 @@ def evaluate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
         f"(full model {answer['full_accuracy']:.3f}{chance}), ln p of the right answer {answer['log_likelihood']:.2f}; "
         f"on average {answer['mean_layers']:.2f} layers of {opened.model.whole.exits[-1]} per scored token."
     )
-    return about | answer
+    return header | answer
 
 
 def _benchmark_scores(opened, args: Namespace):

@@ -9,6 +9,7 @@ from mini_ee.lab.cli.task_options import add_task, refuse_task_options
 
 HELP = "export a run to ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
+USUAL = "--segments", "--int8", "--web"
 
 
 def add(sub: ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.training.train_run import check_task
 
     if args.schedule and not args.segments:
-        raise WrongArguments("--schedule is of graphs by segment, model.onnx restarts after each exit; add --segments")
+        raise WrongArguments("--schedule needs --segments, because model.onnx restarts after each exit; add it")
     args.device = "cpu"
     opened = open_run(args.run, args, plain=True)
     opened = opened._replace(rule=chosen_rule(args, opened))

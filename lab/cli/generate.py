@@ -13,6 +13,7 @@ from mini_ee.lab.exits.decoding import MISSING_KV, Step
 
 HELP = "generate text with a decoder, printed as it is generated"
 EXAMPLE = 'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95'
+USUAL = "--temperature", "--max-new-tokens", "--show-exits"
 WRITTEN_TOKENS, DRAFT = 100, 4
 COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the first exit, to red
 
@@ -20,8 +21,8 @@ COLOURS = (46, 118, 190, 220, 208, 196)  # of a terminal's 256: from green, the 
 def add(sub: ArgumentParser) -> None:
     from mini_ee.lab.cli.rule_options import add_rule
 
-    about = "folder of a run or of a decoder's checkpoint (default the built-in Llama)"
-    sub.add_argument("run", type=Path, nargs="?", metavar="RUN", help=about)
+    folder = "folder of a run or of a decoder's checkpoint (default the built-in Llama)"
+    sub.add_argument("run", type=Path, nargs="?", metavar="RUN", help=folder)
     prompt = sub.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="beginning of the text")
     prompt.add_argument(
@@ -90,7 +91,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     backend, ids = opened.tokenizer.backend, opened.tokenizer.ids_of(prompt)
     backbone = opened.model.backbone
     stop, count = backbone.config.stop_tokens, args.max_new_tokens or max(1, min(WRITTEN_TOKENS, backbone.room([ids])))
-    steps, about = written_steps(opened, ids, count, args)
+    steps, fields = written_steps(opened, ids, count, args)
     write = (lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True))
     colours = colours_of(opened.exits) if args.show_exits else {}
     tokens, layers, ends, text, written, cuts = [], [], [], "", 0, []
@@ -115,7 +116,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         say(f"Number of tokens by exit layer: {', '.join(counts)}.")
     if not args.lossless:
         mean_layers = float(np.mean(layers))
-        about |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.model.whole.exits[-1]}
+        fields |= {"mean_layers": mean_layers, "layers_saved": 1 - mean_layers / opened.model.whole.exits[-1]}
     return {
         "method": opened.config["method"],
         "model": str(folder),
@@ -125,7 +126,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         "tokens": tokens,
         "layers": layers,
         "exits": list(opened.exits),
-        **about,
+        **fields,
         "ended": "stop" if cuts or tokens[-1] in stop else "length",
         "seconds": seconds,
         "tokens_per_second": len(tokens) / seconds,

@@ -38,7 +38,7 @@ def report(args: Namespace, exits: tuple[int, ...], answer: dict, source: str, s
     ]
     headings = {"layer": "layer", "threshold": "threshold", "agreement": "agreement", "exited": "exit here"}
     if answer["tau_intervals"] is not None:
-        headings["interval"] = "95 % of bootstraps"
+        headings["interval"] = "95% of bootstraps"
         for row, ends in zip(rows, answer["tau_intervals"]):
             row["interval"] = " to ".join(f"{float(end):.3g}" for end in ends)
     say(table(rows, headings))

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from mini_ee import __version__
-from mini_ee.lab.cli.command_options import Parser, seed, threads
+from mini_ee.lab.cli.command_options import Parser, seed, sentence, threads
 from mini_ee.lab.data.files import MANIFEST, STDOUT, errors_name
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.errors import WrongArguments
@@ -22,6 +22,9 @@ GROUPS = {
     "measure": ("evaluate", "compare", "classify", "embed", "generate", "bench", "reproduce"),
     "deploy": ("calibrate", "export", "run", "batch", "serve"),
 }
+DESCRIPTION = (
+    "Early-exit transformers from scratch. First step: mini-ee demo. Options of a command: mini-ee COMMAND --help"
+)
 OUTER = {"batch": "serve", "serve": "serve", "bench": "experiments", "reproduce": "experiments"}
 """Commands of rings around the lab. Without its ring a command is not there."""
 RINGS = {name: ring for name, ring in OUTER.items() if find_spec(f"mini_ee.{ring}")}
@@ -37,7 +40,7 @@ SERVING = (
 
 def parser(argv: list[str]) -> Parser:
     """The parser. argv: if it begins with a command, only this command is added, and of `train` only the method."""
-    main = Parser("mini-ee", description="Early-exit transformers from scratch. First step: mini-ee demo")
+    main = Parser("mini-ee", description=DESCRIPTION)
     main.add_argument("--version", action="version", version=__version__)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     lines = {}
@@ -48,10 +51,11 @@ def parser(argv: list[str]) -> Parser:
             module.add(commands, argv)
         else:
             twice = "resolve" if hasattr(module, "KINDS") else "error"  # kinds of runs share names of options
-            sub = commands.add_parser(name, description=module.HELP, example=module.EXAMPLE, conflict_handler=twice)
-            add_common(sub)
+            texts = {"description": sentence(module.HELP), "example": module.EXAMPLE, "usual": module.USUAL}
+            sub = commands.add_parser(name, conflict_handler=twice, **texts)
             sub.words = argv[1:]
             module.add(sub)
+            add_common(sub)
     if len(lines) == len(COMMANDS):
         groups = (
             f"{group}:\n" + "\n".join(lines[name] for name in names if name in lines) for group, names in GROUPS.items()
@@ -68,11 +72,10 @@ def _module(command: str):
 
 def add_common(sub: Parser) -> None:
     """Add the options that every command has."""
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-    sub.add_argument("--seed", type=seed, default=0, help="random seed")
-    sub.add_argument(
-        "--threads", type=threads, help="number of CPU threads (default the choice of torch or ONNX Runtime)"
-    )
+    count = "number of CPU threads (default the choice of torch or ONNX Runtime)"
+    sub.every_command.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.every_command.add_argument("--seed", type=seed, default=0, help="random seed")
+    sub.every_command.add_argument("--threads", type=threads, help=count)
 
 
 def answer_of(args: Namespace) -> dict:

@@ -61,12 +61,12 @@ def plain_decoder(folder: Path) -> Run:
     """A decoder's checkpoint as a run with only the last exit. Raises WrongArguments for another checkpoint."""
     from mini_ee.lab.exits.token_exits import TokenExits
 
-    config = read_config(folder / "config.json")
-    check_generates(folder, config.model_type)
-    model = TokenExits(load_backbone(folder), (config.num_hidden_layers,))
-    about = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
-    about["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}
-    return Run(folder, about, model.eval(), Tokenizer.from_folder(tokenizer_folder(folder), None), Never())
+    backbone_config = read_config(folder / "config.json")
+    check_generates(folder, backbone_config.model_type)
+    model = TokenExits(load_backbone(folder), (backbone_config.num_hidden_layers,))
+    config = {"method": "none", "unit": "tokens", "exits": list(model.exits), "training": {}, "seed": 0}
+    config["backbone"] = {"folder": str(folder.resolve()), "sha256": backbone_sha256(folder)}
+    return Run(folder, config, model.eval(), Tokenizer.from_folder(tokenizer_folder(folder), None), Never())
 
 
 def _scheduled(run: Run, args: Namespace, schedule: str | None) -> Run:

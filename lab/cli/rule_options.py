@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def _can_be_named(rule: type[Rule]) -> bool:
     """Whether all settings have help. Others are fitted, and only a run has them."""
-    return all(each.metadata for each in fields(rule))
+    return all(field.metadata for field in fields(rule))
 
 
 def named_rules(embeds: bool = False) -> dict[str, type[Rule]]:
@@ -32,17 +32,26 @@ def named_rules(embeds: bool = False) -> dict[str, type[Rule]]:
 
 def rule_settings(embeds: bool = False) -> dict[str, Field]:
     """Name of a setting -> its field, in the first of these rules that has it."""
-    found = {}
-    for each in (each for kind in named_rules(embeds).values() for each in fields(kind)):
-        found.setdefault(each.name, each)
-    return found
+    settings = {}
+    for field in (field for kind in named_rules(embeds).values() for field in fields(kind)):
+        settings.setdefault(field.name, field)
+    return settings
+
+
+def rules_of_options() -> dict[str, str]:
+    """Option of a setting -> the name of the first rule that has it, of those that --rule can name."""
+    rules: dict[str, str] = {}
+    for name, kind in named_rules().items():
+        for field in fields(kind):
+            rules.setdefault(flag_of(field.name, field.metadata), name)
+    return rules
 
 
 def settings_of_run(rule: str) -> dict[str, Field]:
     """Settings of a rule that only a run can have, by name. They replace those of the run; {} for other rules."""
     if rule not in OF_METHODS or _can_be_named(rule_class(rule)):
         return {}
-    return {each.name: each for each in fields(rule_class(rule)) if each.metadata}
+    return {field.name: field for field in fields(rule_class(rule)) if field.metadata}
 
 
 def add_rule(parser: "Parser") -> None:
@@ -51,9 +60,9 @@ def add_rule(parser: "Parser") -> None:
     parser.kind, embeds = (named.kind, named.unit == "embeddings") if named else ("", True)
     parser.add_argument("--rule", choices=tuple(named_rules(embeds)), help="exit rule (default the run's own)")
     group = parser.add_argument_group("settings of a rule")
-    for name, each in rule_settings(embeds).items():
-        kind = {"type": READERS.get(each.type), "choices": each.metadata["choices"]}
-        group.add_argument(flag_of(name, each.metadata), dest=name, help=help_of(each, each.default), **kind)
+    for name, field in rule_settings(embeds).items():
+        kind = {"type": READERS.get(field.type), "choices": field.metadata["choices"]}
+        group.add_argument(flag_of(name, field.metadata), dest=name, help=help_of(field, field.default), **kind)
 
 
 def refuse_settings(args: Namespace, why: str, *allowed: str, rule: str = "") -> None:
@@ -66,17 +75,19 @@ def refuse_settings(args: Namespace, why: str, *allowed: str, rule: str = "") ->
 def add_own(parser: "Parser") -> None:
     """Add the settings of the rule of the RUN that the command line names, which replace those of the run.
 
-    Without such a run, as for --help, those of the rules of all methods.
+    Without such a run, those of the rules of all methods, which the help does not show.
     """
     named = named_run(parser.words)
     for rule in [named.rule] if named else OF_METHODS:
         if not (settings := settings_of_run(rule)):
             continue
-        group = parser.add_argument_group(f"a run of {rule}", "in place of the settings of the run")
-        for name, each in settings.items():
-            about = each.metadata
-            kind = {"type": READERS[each.type], "metavar": about.get("metavar")}
-            group.add_argument(flag_of(name, about), dest=name, help=about["help"], **kind)
+        group = parser.add_argument_group(f"the rule {rule}", "in place of the settings of the run")
+        if not named:
+            parser.hidden.append(group)
+        for name, field in settings.items():
+            metadata = field.metadata
+            kind = {"type": READERS[field.type], "metavar": metadata.get("metavar")}
+            group.add_argument(flag_of(name, metadata), dest=name, help=metadata["help"], **kind)
 
 
 def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
@@ -86,7 +97,7 @@ def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
     """
     given = {name: value for name in rule_settings(run.embeds) if (value := getattr(args, name, None)) is not None}
     of_run = settings_of_run(run.rule.name)
-    own = {name: value for name in of_run if (value := getattr(args, name, None)) is not None}
+    replaced = {name: value for name in of_run if (value := getattr(args, name, None)) is not None}
     name = args.rule or _named_by(given, run.embeds)
     try:
         if name is None:
@@ -94,9 +105,9 @@ def chosen_rule(args: Namespace, run: "Run | Runtime") -> Rule:
                 raise ValueError("--measure is for a threshold: give --threshold too")
             if given:
                 raise ValueError(f"--{next(iter(given))} is a setting of a rule: name the rule with --rule")
-            rule = replace(run.rule, **own)
-        elif own:
-            flag = flag_of(next(iter(own)), of_run[next(iter(own))].metadata)
+            rule = replace(run.rule, **replaced)
+        elif replaced:
+            flag = flag_of(next(iter(replaced)), of_run[next(iter(replaced))].metadata)
             raise ValueError(f"{flag} is for a run of {run.rule.name} under its own rule")
         else:
             rule = _made(name, given, run)
@@ -124,8 +135,8 @@ def _named_by(given: dict, embeds: bool) -> str | None:
     """The rule that a setting implies: the first rule whose first field it is."""
     alone = {}
     for name, kind in named_rules(embeds).items():
-        for each in fields(kind)[:1]:
-            alone.setdefault(each.name, name)
+        for field in fields(kind)[:1]:
+            alone.setdefault(field.name, name)
     return next((rule for setting, rule in alone.items() if setting in given), None)
 
 
@@ -134,14 +145,14 @@ def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     kind = RULES[name]
     if name == "patience" and run.multi_label:
         raise ValueError(f"the rule {name} compares one prediction of a text, which has several labels here")
-    known = {each.name: each for each in fields(kind) if each.metadata}
+    known = {field.name: field for field in fields(kind) if field.metadata}
     foreign = sorted(given.keys() - known.keys())
     if foreign:
-        options = ", ".join(f"--{each}" for each in foreign).replace("--exit", "--layer")
+        options = ", ".join(f"--{setting}" for setting in foreign).replace("--exit", "--layer")
         raise ValueError(f"the rule {name} does not take {options}")
-    missing = [each for each in known.values() if each.default is MISSING and each.name not in given]
+    missing = [field for field in known.values() if field.default is MISSING and field.name not in given]
     if missing:
-        raise ValueError(f"the rule {name} needs {', '.join(flag_of(each.name, each.metadata) for each in missing)}")
+        raise ValueError(f"the rule {name} needs {', '.join(flag_of(field.name, field.metadata) for field in missing)}")
     if "measure" in known:
         if not run.config.get("task", {}).get("label_names", True):
             raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")

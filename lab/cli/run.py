@@ -1,4 +1,4 @@
-"""`mini-ee run`: a stream of sentences or prompts through an export. Without torch, except for --engine torch.
+"""`mini-ee run`: a stream of sentences or prompts through an export. Torch is for a run and for --engine torch alone.
 
 Input: a table or a file with a text a line, see data/text_files.py. On standard input, one example per line, as plain
 text (two texts separated by a tab) or as JSON: {"text": ..., "text_b": ...}, or with the keys sentence, or sentence1
@@ -23,6 +23,7 @@ import numpy as np
 
 from mini_ee.lab.cli.command_options import add_options, positive
 from mini_ee.lab.cli.task_options import OF_LABELS, columns_given
+from mini_ee.lab.cli.temporary_export import as_export
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.files import MANIFEST, STDOUT, errors_name, read_json, sole_writer
 from mini_ee.lab.data.lines import row_of_line
@@ -33,13 +34,15 @@ from mini_ee.lab.exits.decoding import MISSING_KV
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import PROVIDERS, versions
 
-HELP = "run sentences or prompts, or JSONL, through an export in batches; prints JSONL"
+HELP = "run sentences or prompts, or JSONL, through an export or a run, in batches; prints JSONL"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
+USUAL = "--out", "--batch-size", "--device"
 
 
 def add(sub: ArgumentParser) -> None:
     """Add the options of the command."""
-    sub.add_argument("exported", type=Path, metavar="EXPORTED", help="folder of an export")
+    folder = "folder of an export, or of a run, which is exported to a temporary folder"
+    sub.add_argument("exported", type=Path, metavar="RUN_OR_EXPORTED", help=folder)
     file = "file to read: one text per line, or a table (default standard input)"
     sub.add_argument("file", type=Path, nargs="?", metavar="FILE", help=file)
     add_options(sub, TaskOptions, lacks=OF_LABELS)
@@ -68,7 +71,12 @@ def run(args: Namespace) -> dict:
         raise WrongArguments("--json prints one object on standard output: name a file for the answers with --out")
     if args.file and args.out and args.out.is_file() and args.file.exists() and args.out.samefile(args.file):
         raise WrongArguments(f"--out {args.out}: is the input file; name another")
-    served = _open(args)
+    with as_export(args.exported, "run") as folder:
+        return _summary(args, _open(args, folder))
+
+
+def _summary(args: Namespace, served: Runtime) -> dict:
+    """Answer every line, and count."""
     rows = failed = counted = layers = truncated = 0
     begin = time.perf_counter()
     progress = {"unit": "row", "delay": 2, "file": sys.stderr, "disable": None}  # None: only on a terminal
@@ -109,9 +117,9 @@ def run(args: Namespace) -> dict:
     }
 
 
-def _open(args: Namespace) -> Runtime:
+def _open(args: Namespace, folder: Path) -> Runtime:
     """The export, of a classifier or a decoder."""
-    manifest = args.exported / MANIFEST
+    manifest = folder / MANIFEST
     decoder = manifest.is_file() and read_json(manifest).get("unit") == "tokens"
     settings = {
         name: getattr(args, name) for name in ("max_new_tokens", "missing_kv") if getattr(args, name) is not None
@@ -120,14 +128,14 @@ def _open(args: Namespace) -> Runtime:
         option = next(iter(settings)).replace("_", "-")
         raise WrongArguments(f"--{option} is for decoders; {args.exported} is a classifier")
     if args.engine != "torch":
-        return Runtime(args.exported, PROVIDERS[args.device], threads=args.threads or 0, **settings)
+        return Runtime(folder, PROVIDERS[args.device], threads=args.threads or 0, **settings)
     import torch
 
     from mini_ee.lab.export.torch_engine import torch_segments
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    return Runtime(args.exported, segments=torch_segments(args.exported, args.device or "cpu"), **settings)
+    return Runtime(folder, segments=torch_segments(folder, args.device or "cpu"), **settings)
 
 
 def _answers(runtime: Runtime, lines: list[InputRow], batch_size: int) -> tuple[list[dict], int]:
@@ -140,9 +148,9 @@ def _answers(runtime: Runtime, lines: list[InputRow], batch_size: int) -> tuple[
         except ValueError as error:
             errors[row.line] = str(error).removeprefix("row 0: ")
     answers = _run(runtime, rows, batch_size, errors)
-    found = {number: {"error": text} for number, text in errors.items()}
-    found |= {number: answer.to_dict() for number, answer in answers.items()}
-    return [{"line": row.line, **found[row.line]} for row in lines], cut
+    fields = {number: {"error": text} for number, text in errors.items()}
+    fields |= {number: answer.to_dict() for number, answer in answers.items()}
+    return [{"line": row.line, **fields[row.line]} for row in lines], cut
 
 
 def _run(runtime: Runtime, rows: dict[int, tuple], batch_size: int, errors: dict[int, str]) -> dict:

@@ -68,25 +68,25 @@ def open_task_of(opened: "list[Run | Runtime]", args: Namespace) -> Task:
     """
     from mini_ee.lab.training.train_run import open_task
 
-    abouts = [one.config["task"] for one in opened]
+    configs = [one.config["task"] for one in opened]
     if args.task is None:
         task_options(args)
-        return _task_of_training(abouts)
-    known = _read_as(abouts[0]) if Path(args.task).exists() else TaskOptions()
-    if Path(args.task).is_dir() and os.path.abspath(args.task) != abouts[0].get("folder"):
+        return _task_of_training(configs)
+    known = _read_as(configs[0]) if Path(args.task).exists() else TaskOptions()
+    if Path(args.task).is_dir() and os.path.abspath(args.task) != configs[0].get("folder"):
         known = replace(known, split_file=None)
     return open_task(args.task, task_options(args, known))
 
 
-def _task_of_training(abouts: list[dict]) -> Task:
+def _task_of_training(configs: list[dict]) -> Task:
     """The task of the trainings. Raises WrongArguments if the runs have different ones, or if it is not found."""
     digest = toy_task().split("train").sha256()
-    others = [each for each in abouts if each["name"] != TOY or each.get("train_sha256", digest) != digest]
+    others = [config for config in configs if config["name"] != TOY or config.get("train_sha256", digest) != digest]
     if not others:
         return toy_task()
     name, folder, read = others[0]["name"], others[0].get("folder"), others[0].get("train_sha256")
     advice = "give that task's folder with --task"
-    if len(others) < len(abouts) or any(each.get("train_sha256") != read for each in others):
+    if len(others) < len(configs) or any(config.get("train_sha256") != read for config in others):
         raise WrongArguments(f"the runs were trained on different tasks: {advice}")
     if not isinstance(folder, str):
         raise WrongArguments(f"the run was trained on {name}: {advice}")

@@ -2,38 +2,38 @@
 
 import ast
 import time
-from argparse import Namespace
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from mini_ee.lab.cli.command_options import Parser, add_options, given_options
+from mini_ee.lab.cli.command_options import Parser, add_options, given_options, sentence
+from mini_ee.lab.cli.rule_options import rules_of_options
 from mini_ee.lab.cli.task_options import add_task
 from mini_ee.lab.data.columns import TaskOptions
-from mini_ee.lab.data.settings import flag_of
+from mini_ee.lab.data.tasks import TOY
 from mini_ee.lab.registry import METHODS
 
 HELP = "add exits to a checkpoint and train them"
 EXAMPLE = "mini-ee train joint --out run"
+USUAL = "--model", "--task", "--exits"
+OF_UNIT = {"rows": ("a classifier", TOY), "tokens": ("a decoder", "continue")}  # unit -> (name, a --task that has it)
 
 
 def add(commands, argv: list[str]) -> None:
     """The sub-commands: the method that argv names, imported for its options, or else all of them by name."""
-    about = f"{HELP}\n\n`mini-ee train METHOD --help` shows the options of a method."
-    parser = commands.add_parser("train", description=about, example=EXAMPLE)
-    methods = parser.add_subparsers(
-        dest="method", required=True, metavar="METHOD", parser_class=Parser, help="method, see below"
-    )
+    parser = commands.add_parser("train", description=sentence(HELP), example=EXAMPLE)
+    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=Parser)
     named = [name for name in METHODS if argv[:2] == ["train", name]]
     for name in named or METHODS:
-        sub = methods.add_parser(name, example=f"mini-ee train {name} --out run")
+        sub = methods.add_parser(name, example=f"mini-ee train {name} --out run", usual=USUAL)
         if named:
-            _add_method(sub, name)
+            _add_method(sub, name, argv[2:])
     if argv[:1] == ["train"] and not named:
         lines = "\n".join(f"  {name:<16} {_paper(name)}" for name in METHODS)
-        parser.epilog = f"methods:\n{lines}\n\n{parser.epilog}"
+        parser.epilog = f"methods (mini-ee train METHOD --help shows the options):\n{lines}\n\n{parser.epilog}"
 
 
 def _paper(name: str) -> str:
@@ -49,49 +49,58 @@ def _paper(name: str) -> str:
     return text.partition(": ")[0]
 
 
-def _add_method(sub: Parser, name: str) -> None:
+def _add_method(sub: Parser, name: str, words: list[str]) -> None:
+    """The options of a method. Those of its other units are parsed too, but the help does not show them."""
     from mini_ee.lab.cli.main import add_common
     from mini_ee.lab.training.method import load_method
-    from mini_ee.lab.training.train_settings import OPTIONS, TASK_HELP, TEXT_HELP, TrainOptions
+    from mini_ee.lab.training.train_settings import OPTIONS, TASK_HELP, TrainOptions
 
-    method = load_method(name)
+    method, sub.of_rules = load_method(name), rules_of_options()
     sub.description = (import_module(METHODS[name]).__doc__ or "").partition("\n\n")[0]
-    add_common(sub)
-    sub.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="folder of a checkpoint (default a built-in one, for which some defaults differ)",
-    )
-    units = {name: OPTIONS[name] for name in sorted(method.units)}
-    words = "; or ".join(TASK_HELP[name] for name in reversed(units) if name in TASK_HELP)
-    if any(TaskOptions in parts for parts in units.values()):
-        add_task(sub, words)
+    unit, named, usual = _defaults(method, words)
+    built_in = f"the built-in {'Llama' if unit == 'tokens' else 'BERT'}"
+    of_defaults = None if named else f"defaults for {built_in}; with --model DIR, those for your model"
+    sub.add_argument("--model", type=Path, metavar="DIR", help=f"folder of a checkpoint (default {built_in})")
+    common, source = OPTIONS[unit]
+    if source is TaskOptions:
+        add_task(sub, TASK_HELP[unit])
     else:
-        sub.add_argument("--task", metavar="TASK", help=words)
+        sub.add_argument("--task", metavar="TASK", help=TASK_HELP[unit])
     sub.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder of the run; must not exist")
     sub.add_argument("--resume", action="store_true", help="continue an interrupted training")
-    usual = method.defaults.get(method.units[0], {})
     add_options(sub.add_argument_group(name), method.config, usual)
-    add_options(sub.add_argument_group("training"), TrainOptions, usual, method.lacks)
-    common = max((common for common, _ in units.values()), key=lambda part: len(fields(part)))
-    add_options(sub.add_argument_group("common"), common, usual, method.lacks)
-    for name, (_, source) in units.items():
-        if source is TaskOptions:
-            continue
-        about = TEXT_HELP if len(units) > 1 else None
-        if about and (others := _other_defaults(method, (method.config, TrainOptions, common, source))):
-            about += f";\n{'else' if method.units[0] == name else 'there'} the defaults are {others}"
-        add_options(sub.add_argument_group(name, about), source, usual, method.lacks)
+    add_options(sub.add_argument_group("training", of_defaults), TrainOptions, usual, method.lacks)
+    add_options(sub.add_argument_group("model and data"), common, usual, method.lacks)
+    if source is not TaskOptions:
+        add_options(sub.add_argument_group("texts"), source, usual, method.lacks)
+    known = {field.name for part in (common, source) for field in fields(part)}
+    for other in method.units:
+        for part in OPTIONS[other] if other != unit else ():
+            sub.hidden.append(sub.add_argument_group(other))
+            add_options(sub.hidden[-1], part, lacks=(*known, *method.lacks))
+            known |= {field.name for field in fields(part)}
+        if other != unit and (of := OF_UNIT.get(other)):
+            sub.epilog += f"\n\noptions for {of[0]}:\n  mini-ee train {name} --task {of[1]} --help-all"
+    add_common(sub)
 
 
-def _other_defaults(method, parts: tuple[type, ...]) -> str:
-    """For the help: the options that have another default on the method's second unit than on its first."""
-    options = {each.name: each for part in parts for each in fields(part) if each.metadata}
-    usual = {name: each.default for name, each in options.items() if name not in method.lacks}
-    first, second = (usual | method.defaults.get(unit, {}) for unit in method.units)
-    flags = {name: flag_of(name, options[name].metadata) for name in usual}
-    return ", ".join(f"{flag} {second[name]}" for name, flag in flags.items() if second[name] != first[name])
+def _defaults(method, words: list[str]) -> tuple[str, Path | None, dict]:
+    """Of a training of these words: its unit, --model, and the defaults that are not those of the settings classes."""
+    from mini_ee.lab.backbones.hub import read_config
+    from mini_ee.lab.training.train_run import default_exits, defaults_of, unit_of
+
+    peek = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    peek.add_argument("--model", type=Path)
+    peek.add_argument("--task")
+    named, first = Namespace(model=None), method.units[0]
+    try:
+        named, _ = peek.parse_known_args(words)
+        unit, model = unit_of(method, named.model, named.task)
+        layers = read_config(model / "config.json").num_hidden_layers
+    except (ArgumentError, ValueError, OSError):  # the command reports it
+        return first, named.model, method.defaults.get(first, {})
+    exits = default_exits(method, unit.name, layers)
+    return unit.name, named.model, defaults_of(method, unit.name, model) | {"exits": exits}
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
@@ -142,15 +151,16 @@ def _of_rows(trained, metrics: dict, say: Callable[[str], None]) -> dict:
 
 def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.data.text_table import table
+    from mini_ee.lab.sweep import knob
 
     names = ("per_exit_cosine", "per_exit_low_cosine")
     rows = [dict(zip(("layer", *names), row)) for row in zip(trained.exits, *(metrics[name] for name in names))]
     say(
         f"Trained on {metrics['rows']} texts. Cosine to the full embedding, on {metrics['rows_tested']} held-out texts:"
     )
-    say(table(rows, {"layer": "layer", names[0]: "mean:.3f", names[1]: "10 % quantile:.3f"}))
+    say(table(rows, {"layer": "layer", names[0]: "mean:.3f", names[1]: "10% quantile:.3f"}))
     depth = f"depth is {trained.exits[getattr(trained.rule, 'exit', -1)]} of {trained.exits[-1]} layers"
-    default = depth if trained.rule.knob is None else f"rule is {trained.rule}"
+    default = depth if knob(trained.rule) is None else f"rule is {trained.rule}"
     say(f"The default {default}; --rule fixed --layer chooses a depth.")
     measured = ("rows", "rows_held", "rows_tested", "rows_truncated", *names)
     return {"texts": trained.config["task"]["name"]} | {name: metrics[name] for name in measured}

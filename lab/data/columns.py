@@ -35,7 +35,7 @@ class TaskOptions(Settings):
     label_column: str | None = option(None, "column with the label", metavar="NAME", default_text="label, score, ...")
     regression: bool = option(False, "predict the label as a number, not as a class")
     split_file: int | None = option(
-        None, "random seed that splits a single file into 80 % train and 20 % dev", least=0, metavar="SEED"
+        None, "random seed that splits a single file into 80% train and 20% dev", least=0, metavar="SEED"
     )
 
     def __post_init__(self):

@@ -39,6 +39,7 @@ from mini_ee.lab.exits.token_exits import TokenExits, record_texts
 from mini_ee.lab.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.lab.registry import METHODS
 from mini_ee.lab.rules import Never, Rule, rule_from_dict
+from mini_ee.lab.sweep import from_loose_to_strict
 from mini_ee.lab.training.default_rule import CANDIDATES, choose, sweep, usual_rule
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import Run
@@ -124,7 +125,7 @@ def rules_of(trained: Trained, recorded: Record, task: Task) -> list[Rule]:
         return []
     rules = method_rules(trained.config["method"], recorded, task)
     if type(trained.rule) not in map(type, rules):  # calibrated, or chosen by hand
-        rules += trained.rule.from_loose_to_strict(recorded, CANDIDATES)
+        rules += from_loose_to_strict(trained.rule, recorded, CANDIDATES)
     return rules
 
 

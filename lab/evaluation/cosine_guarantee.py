@@ -17,6 +17,7 @@ from mini_ee.lab.exits.embedding_exits import reached_cosines
 from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Fixed, Never, Rule
 from mini_ee.lab.statistics import binomial_cdf
+from mini_ee.lab.sweep import from_loose_to_strict, knob
 
 PROPOSING = 0.1  # share of the texts that proposes thresholds; the others test them
 CANDIDATES = 40  # number of thresholds
@@ -36,10 +37,10 @@ def loosest_guaranteed(rules: Sequence[Rule], recorded: Record, cosine: float, e
 
 def candidates(rule: Rule, proposing: Record) -> list[Rule]:
     """Rules from strict to loose: other thresholds of an adaptive rule, else the fixed depths."""
-    if rule.knob is None:
+    if knob(rule) is None:
         depths = reversed(range(len(proposing.segments.exits) - 1))
         return [Never(), *(Fixed(k) for k in depths)]
-    return [Never(), *reversed(rule.from_loose_to_strict(proposing, CANDIDATES))]
+    return [Never(), *reversed(from_loose_to_strict(rule, proposing, CANDIDATES))]
 
 
 def calibrate_cosine(
@@ -51,7 +52,7 @@ def calibrate_cosine(
     """
     count = len(recorded.logits)
     drawn = np.zeros(count, bool)
-    if rule.knob is not None:
+    if knob(rule) is not None:
         drawn[np.random.default_rng(seed).permutation(count)[: math.ceil(PROPOSING * count)]] = True
     testing = recorded.take(~drawn)
     needed = math.ceil(math.log(delta) / math.log(epsilon))  # epsilon^n <= delta, if all texts reach the cosine

@@ -3,6 +3,7 @@
 from mini_ee.lab.data.text_table import table
 from mini_ee.lab.evaluation.row_evaluation import LOSSES, RANGES
 from mini_ee.lab.rules import RULES
+from mini_ee.lab.sweep import KNOBS
 
 LOSS_HEADINGS = {"no_loss": "layers saved at no loss", "one_point": "at one point of loss"}
 
@@ -57,7 +58,7 @@ def sweep_table(rows: list[dict], score: str) -> str:
     """A curve, one rule per line. score: its name."""
     if not rows:
         return "There is nothing to sweep: the model has one exit."
-    knob = RULES[rows[0]["rule"]["name"]].knob
+    knob = KNOBS[RULES[rows[0]["rule"]["name"]]].setting
     lines = [row | {"setting": float(row["rule"][knob])} for row in rows]
     headings = {
         "setting": "patience:.0f" if knob == "patience" else f"{knob}:.3f",

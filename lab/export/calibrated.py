@@ -17,6 +17,7 @@ from mini_ee.lab.export.card import CARD, card
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.row_thresholds import THRESHOLD
+from mini_ee.lab.rule_inputs import runtime_values, served_by
 from mini_ee.lab.rules import Rule, rule_from_dict
 
 MODEL, OWN_THRESHOLD = "model.onnx", "constant_own_threshold_float32"  # a graph, and a constant in it
@@ -37,7 +38,7 @@ def check_calibratable(runtime: Runtime) -> None:
     if "model_web" in config["graphs"]:
         raise WrongArguments(f"{folder}: its page contains the thresholds; calibrate the run, then export again")
     rule = rule_from_dict(config["rule"])
-    if not config.get("rule_in_graph", True) or THRESHOLD not in rule.runtime_values(len(runtime.exits) - 1):
+    if not config.get("rule_in_graph", True) or THRESHOLD not in runtime_values(rule, len(runtime.exits) - 1):
         found = f"found the rule {rule.name}"
         raise WrongArguments(
             f"{folder}: expected a graph with thresholds, {found}; export the run with --threshold .9, then calibrate"
@@ -60,14 +61,14 @@ def write_calibrated(
     """
     config = runtime.config
     own = rule_from_dict(config["rule"])
-    if not rule.served_by(own):
+    if not served_by(rule, own):
         found = f"{rule.name} on {getattr(rule, 'measure', None)}"
         expected = f"the rule of {MODEL}, {own.name} on {getattr(own, 'measure', None)}"
         raise WrongArguments(f"{runtime.folder}: expected {expected}, found {found}; export the run with that measure")
     about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts, "calibration": measured}
     with atomic_folder(out, replace=out.resolve() == runtime.folder.resolve()) as partial:
         shutil.copytree(runtime.folder, partial, dirs_exist_ok=True)
-        _set_thresholds(partial / MODEL, rule.runtime_values(len(runtime.exits) - 1)[THRESHOLD])
+        _set_thresholds(partial / MODEL, runtime_values(rule, len(runtime.exits) - 1)[THRESHOLD])
         manifest = read_json(partial / MANIFEST, signed="format_version") | about
         manifest["curve"] = curve
         manifest.pop("promise", None)  # the name of guarantee in exports of 0.1.0

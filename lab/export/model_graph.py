@@ -37,6 +37,7 @@ from mini_ee.lab.export.token_graphs import output_caches
 from mini_ee.lab.export.token_segments import cache_names
 from mini_ee.lab.export.tracing import ArrayValue
 from mini_ee.lab.row_thresholds import THRESHOLD
+from mini_ee.lab.rule_inputs import runtime_inputs, runtime_values, with_runtime
 from mini_ee.lab.rules import Rule
 from mini_ee.rules import max_probability
 
@@ -59,7 +60,7 @@ class _ModelGraph:
         self.tokens = segments.model.unit == "tokens"
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
         self.compared = compared and self.decides
-        self.extra = [f"compared_{name}" for name in rule.runtime_inputs] if self.compared else []
+        self.extra = [f"compared_{name}" for name in runtime_inputs(rule)] if self.compared else []
         if self.decides and rule.needs == "exit_logit" and not compared:
             self.extra = ["exit_logit"]
         self.classes = segments.model.backbone.config.vocab_size if self.tokens else segments.model.num_labels
@@ -111,7 +112,7 @@ class _ModelGraph:
         the declared sizes when it plans memory, so the first node gives the value sizes that are known only when the
         graph runs. The Reshape fails for sizes that do not fit.
         """
-        g, own = self.g, self.rule.runtime_values(self.last).get(THRESHOLD) if self.decides else None
+        g, own = self.g, runtime_values(self.rule, self.last).get(THRESHOLD) if self.decides else None
         if own is None or self.tokens:  # a token of a decoder takes little time: its rows share a threshold
             return {}
         given = g.default(THRESHOLD, np.array(np.nan, np.float32))
@@ -128,7 +129,7 @@ class _ModelGraph:
         later exits too: then it is the smallest threshold from exit k on.
         """
         g, values, least = self.g, {}, None
-        for name, own in self.rule.runtime_values(self.last).items():
+        for name, own in runtime_values(self.rule, self.last).items():
             if name not in memory:
                 values[name] = g.array(g.default(name, own, len(own)), len(own), dtype=own.dtype)
             if name == THRESHOLD:  # one value per exit
@@ -136,7 +137,7 @@ class _ModelGraph:
                 values[name] = given[..., k]
                 least = given[..., k:].min(axis=-1) if self.remembers else values[name]
             values[name].compared = []
-        return self.rule.with_runtime(values), values, least
+        return with_runtime(self.rule, values), values, least
 
     def _from_exit(self, k: int, state, exit_at: str, memory: dict[str, ArrayValue]) -> list:
         """The outputs of the rows that reach exit k, as values: logits, layers and `extra`, each from the exit of the

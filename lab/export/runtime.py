@@ -1,7 +1,7 @@
 """Run an exported folder without torch: with numpy, ONNX Runtime, tokenizers, and hnswlib for a rule that retrieves.
 
     Runtime(folder).run(["A warm and funny film."])
-    [Answer(label="positive", confidence=0.98, exit=1, layers=4, milliseconds=3.1, ...)]
+    [Answer(label="positive", confidence=0.98, exit=4, layers=4, milliseconds=3.1, ...)]
 
     Runtime(encoder_folder).embed(["A warm and funny film."])
     array([[0.03, -0.11, ...]], dtype=float32)
@@ -86,8 +86,8 @@ class Embedding(NamedTuple):
     """The embedding of one text."""
 
     embedding: np.ndarray  # (d,) float32
-    exit: int  # index into exits, from 0
-    layers: int | float  # depth of that exit
+    exit: int  # the layer of its exit
+    layers: int | float  # the same number, or the mean depth of the tokens if these exit within the text
     milliseconds: float  # of its batch, over the rows of that batch
 
     def to_dict(self) -> dict:
@@ -253,7 +253,7 @@ class Runtime:
     ) -> list[Answer]:
         """Answers of rows that exited with these logits (N, C)."""
         labels = named(logits, self.label_names, self.multi_label)
-        return list(map(Answer, *labels, exit_index, layers, milliseconds, logits))
+        return list(map(Answer, *labels, (self.exits[k] for k in exit_index), layers, milliseconds, logits))
 
 
 def _opened_again(opening: Callable[[], Runtime], model_id: str, rule: Rule | None) -> Runtime:
@@ -285,7 +285,8 @@ class EmbeddingRuntime(Runtime):
         self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
     ) -> list[Embedding]:
         """Embeddings (N, d) of rows that exited."""
-        return list(map(Embedding, check_finite(logits, "the embeddings"), exit_index, layers, milliseconds))
+        exits = (self.exits[k] for k in exit_index)
+        return list(map(Embedding, check_finite(logits, "the embeddings"), exits, layers, milliseconds))
 
 
 def _prompt(row: str | Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.export.manifest import WEIGHTS
 from mini_ee.lab.row_thresholds import THRESHOLD, RowThresholds
+from mini_ee.lab.rule_inputs import runtime_values, served_by
 from mini_ee.lab.rules import Never, Rule, rule_from_dict
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -154,7 +155,7 @@ class GraphRule:
             plan = np.array([self._last if self._rule.needs is None or not self._last else -1])
         self.own = {"exit_at": plan}  # the defaults of the graph's inputs
         if plan[0] < 0:
-            self.own |= self._rule.runtime_values(self._last)
+            self.own |= runtime_values(self._rule, self._last)
 
     def feeds(self, rule: Rule, plan: np.ndarray | None) -> dict[str, np.ndarray] | None:
         """Inputs that make the graph stop by a rule with this plan (B,) or None; None if no inputs can."""
@@ -170,14 +171,15 @@ class GraphRule:
     def _settings(self, rule: Rule) -> dict[str, np.ndarray] | None:
         if rule.needs is None:
             return {"exit_at": np.array([self._last])}
-        if not rule.served_by(self._rule):
+        own, of_rows = (rule.rule, {THRESHOLD: rule.thresholds}) if isinstance(rule, RowThresholds) else (rule, {})
+        if not served_by(own, self._rule):
             return None
-        if isinstance(rule, RowThresholds) and self._shares_threshold:
+        if of_rows and self._shares_threshold:
             raise ValueError(
                 f"{self._folder}: model.onnx takes one threshold for all rows, as for a decoder or in an export of "
                 f"0.2.0; export a classifier again"
             )
-        return rule.runtime_values(self._last) if self._last else {}
+        return runtime_values(own, self._last) | of_rows if self._last else {}
 
     def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, str | None]:
         """Exit index (B,) of each depth (B,) that the graph returned, and what the rule read at the exits."""

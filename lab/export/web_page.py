@@ -25,12 +25,15 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.tasks import TOY
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.token_exits import record_texts
 from mini_ee.lab.export.sessions import GraphRule
+from mini_ee.lab.rule_inputs import runtime_inputs, runtime_settings, runtime_values
 from mini_ee.lab.rules import Rule, rule_from_dict
+from mini_ee.lab.sweep import knob
 from mini_ee.lab.training.default_rule import curve
 from mini_ee.lab.training.run_folder import Run
 
@@ -39,6 +42,11 @@ PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
 EXAMPLES, CANDIDATES = 4, 64
+FIRST = (  # examples of a model of the built-in reviews: the sentences of the first picture, docs/drawings/loop.py
+    "A charming film.",
+    "For all its wonderful bed, the inn was awful!",
+    "I expected to hate the film, but it was wonderful.",
+)
 CURVE_TOKENS = 64  # tokens after each prompt, for the curve of a decoder
 
 
@@ -76,20 +84,23 @@ def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ..
         "method": run.config["method"],
         "exits": list(run.exits),
         "rule": run.rule.to_dict(),
-        "about": _about(run.rule),
+        "about": _about(run.rule, run.exits),
         "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in inputs.items()},
     }
     write_json(folder / "web.json", about | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
 
 
-def _about(rule: Rule) -> dict:
+def _about(rule: Rule, exits: tuple[int, ...]) -> dict:
     """The rule for the page: `words`, the first sentence about its class; `fixed`, settings that are no input of the
     graph; `compares`, the attribute of each input of the graph; `knob`, the help of the setting that the slider moves.
     """
-    words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *rule.runtime_settings}
+    words, moved = inspect.getdoc(rule).split("\n\n")[0], {"name", *runtime_settings(rule)}
     fixed = {name: value for name, value in rule.to_dict().items() if name not in moved and not isinstance(value, list)}
-    knob = rule.__dataclass_fields__[rule.knob].metadata.get("help", rule.knob) if rule.knob else ""
-    return {"words": " ".join(words.split()), "fixed": fixed, "compares": rule.runtime_inputs, "knob": knob}
+    if "exit" in fixed:  # its layer
+        fixed["exit"] = exits[fixed["exit"]]
+    moves = knob(rule)
+    about = rule.__dataclass_fields__[moves].metadata.get("help", moves) if moves else ""
+    return {"words": " ".join(words.split()), "fixed": fixed, "compares": runtime_inputs(rule), "knob": about}
 
 
 def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
@@ -118,10 +129,12 @@ def _of_tokens(run: Run, prompts: list[str]) -> dict:
 
 
 def _examples(run: Run, texts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """EXAMPLES of the texts, first one of each exit layer."""
+    """EXAMPLES of the texts, first one of each exit layer. Of the built-in reviews they begin with FIRST."""
+    task = run.config["task"]
+    first = [(text,) for text in FIRST] if (task["name"], task["texts"]) == (TOY, 1) else []
     layers = [answer.layers for answer in run.classify(texts)]
     order = sorted(range(len(texts)), key=lambda row: layers[row] in layers[:row])
-    return [texts[row] for row in order[:EXAMPLES]]
+    return [*first, *(texts[row] for row in order)][:EXAMPLES]
 
 
 def vendor_command(folder: Path) -> str | None:
@@ -167,7 +180,7 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
     own: agreement and mean layers of the run's own rule, which most often has a threshold per exit.
     """
-    if run.rule.knob is None or len(run.exits) < 2:
+    if knob(run.rule) is None or len(run.exits) < 2:
         return None
     backbone = run.model.backbone
     count = min(CURVE_TOKENS, backbone.max_written - max(map(len, prompts)))
@@ -186,11 +199,12 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
 
 def _moved(rule: Rule, points: list[list]) -> dict:
     """The input of the graph for the setting that moves, and the points with the values of that input."""
-    name = dict(zip(rule.runtime_settings, rule.runtime_inputs))[rule.knob]
-    values = [rule_from_dict(rule.to_dict() | {rule.knob: value}).runtime_values(1)[name] for value, *_ in points]
+    setting = knob(rule)
+    name = runtime_settings(rule)[setting]
+    values = [runtime_values(rule_from_dict(rule.to_dict() | {setting: value}), 1)[name] for value, *_ in points]
     return {"setting": name, "points": [(*_numbers(value), *rest) for value, (_, *rest) in zip(values, points)]}
 
 
 def _family(rule: Rule) -> dict:
     """The rule without the setting that moves."""
-    return {name: value for name, value in rule.to_dict().items() if name != rule.knob}
+    return {name: value for name, value in rule.to_dict().items() if name != knob(rule)}

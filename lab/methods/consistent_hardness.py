@@ -17,7 +17,7 @@ from mini_ee.lab.data.metrics import spearman
 from mini_ee.lab.data.tasks import Split, Task
 from mini_ee.lab.recording import Record, record
 from mini_ee.lab.training.holdout import split_rows
-from mini_ee.lab.training.stages import depth_weighted_sum
+from mini_ee.lab.training.stages import weighted_by_depth
 from mini_ee.lab.training.train_run import trained_on
 
 
@@ -28,7 +28,7 @@ def hardness_of(logits: np.ndarray, labels: np.ndarray, exits: tuple[int, ...]) 
     """
     right = torch.from_numpy(logits.argmax(axis=2) == labels[:, None])
     losses = exit_losses(torch.from_numpy(logits), torch.from_numpy(labels))
-    return memorized_layer(right, torch.tensor(exits)).numpy(), depth_weighted_sum(losses.T, exits).numpy()
+    return memorized_layer(right, torch.tensor(exits)).numpy(), weighted_by_depth(losses.T, exits).numpy()
 
 
 def forgetting_events(right: np.ndarray) -> np.ndarray:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from mini_ee.lab.data.settings import option
+from mini_ee.lab.rule_inputs import INPUTS
 from mini_ee.lab.rules import RULES, Rule
+from mini_ee.lab.sweep import KNOBS, Knob
 
 LEAST_LENGTH = np.float32(1e-12)  # of an embedding that is divided by its length
 
@@ -27,8 +29,6 @@ class Similarity(Rule):
     )
     name = "similarity"
     needs_embeddings = True
-    runtime_settings, runtime_inputs = ("least_cosine",), {"threshold": "least_cosine"}
-    knob = "least_cosine"
 
     def __post_init__(self):
         value = self.least_cosine
@@ -37,10 +37,6 @@ class Similarity(Rule):
         for each in np.atleast_1d(value):
             if not (-1 <= each <= 1 or np.isinf(each)):
                 raise ValueError(f"least_cosine must be from -1 to 1, or inf, got {each}")
-
-    @property
-    def knob_range(self) -> tuple[float, float]:
-        return -1.0, 1.0
 
     def check(self, num_exits: int) -> None:
         if isinstance(self.least_cosine, tuple) and len(self.least_cosine) != num_exits:
@@ -55,14 +51,17 @@ class Similarity(Rule):
         memory["scaled"] = scaled
         return cosine >= least
 
-    def compared(self, recorded: Any) -> np.ndarray:
-        """(N, K - 1): the cosine at every exit but the last; at the first exit -1."""
-        scaled = recorded.logits / np.linalg.norm(recorded.logits, axis=2, keepdims=True)
-        cosines = (scaled[:, 1:-1] * scaled[:, :-2]).sum(axis=2)
-        return np.concatenate((np.full((len(cosines), 1), -1.0), cosines), axis=1)
-
     def flops(self, classes: int) -> float:
         return 4.0 * classes  # squares, a division, products, their sum
 
 
+def cosines(rule: Similarity, recorded: Any) -> np.ndarray:
+    """(N, K - 1): the cosine at every exit but the last; at the first exit -1."""
+    scaled = recorded.logits / np.linalg.norm(recorded.logits, axis=2, keepdims=True)
+    found = (scaled[:, 1:-1] * scaled[:, :-2]).sum(axis=2)
+    return np.concatenate((np.full((len(found), 1), -1.0), found), axis=1)
+
+
 RULES[Similarity.name] = Similarity
+KNOBS[Similarity] = Knob("least_cosine", cosines, limits=lambda rule: (-1.0, 1.0))
+INPUTS[Similarity] = {"threshold": ("least_cosine", "least_cosine")}

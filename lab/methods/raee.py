@@ -133,10 +133,11 @@ class Retrieval(Rule):
         """The same settings with a datastore. embed: Inputs -> (B, D), the encoder of the datastore."""
         return replace(self, datastore=datastore, embed=embed)
 
-    def opened(self, folder: Path, config: dict, model: Any) -> "Retrieval":
-        from mini_ee.lab.methods.raee_encoders import open_encoder  # needs torch
+    def opened(self, folder: Path, source: dict, backbone: Any) -> "Retrieval":
+        """With the datastore in a run's folder. source: `retrieval` of its config.json. It needs torch."""
+        from mini_ee.lab.methods.raee_encoders import open_encoder
 
-        return self.served(folder, open_encoder(config["retrieval"], model.backbone))
+        return self.served(folder, open_encoder(source, backbone))
 
     def save(self, folder: Path) -> None:
         assert self.datastore is not None

@@ -14,6 +14,7 @@ from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.recording import Record, exit_scores, predictions
 from mini_ee.lab.rules import Never, Patience, Rule, Threshold
 from mini_ee.lab.statistics import paired_p_values, rows_needed
+from mini_ee.lab.sweep import compared, from_loose_to_strict, knob
 
 CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1 % of an exit's decisions
 
@@ -46,7 +47,7 @@ def sweep(*rules: Rule) -> Candidates:
 
     def candidates(recorded: Record) -> list[Rule]:
         known = (rule for rule in rules if rule.needs != "exit_logit" or recorded.segments.exit_logits is not None)
-        found = [each for rule in known for each in rule.from_loose_to_strict(recorded, CANDIDATES)[:-1]]
+        found = [each for rule in known for each in from_loose_to_strict(rule, recorded, CANDIDATES)[:-1]]
         return sorted(found, key=lambda rule: rule not in rules)
 
     return candidates
@@ -69,8 +70,8 @@ def usual_rules(task: Task) -> tuple[Rule, ...]:
 
 def passing(recorded: Record, rule: Rule) -> list[Rule]:
     """The rule with values of its knob at which the shares PASSING of the decisions are exits, the strictest first."""
-    levels = np.quantile(rule.compared(recorded), 1 - np.array(PASSING)).tolist()
-    return [replace(rule, **{rule.knob: level}) for level in levels]
+    levels = np.quantile(compared(rule, recorded), 1 - np.array(PASSING)).tolist()
+    return [replace(rule, **{knob(rule): level}) for level in levels]
 
 
 # ---- Curves ----
@@ -79,7 +80,7 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
 
     Each has a rule of the kind and points [value of the knob, score of the task, mean layers].
     """
-    families = [chosen] if chosen.knob else []
+    families = [chosen] if knob(chosen) else []
     if len(recorded.segments.exits) > 1:
         families += (
             [replace(usual_rule(task), threshold=0.5)]
@@ -89,7 +90,7 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
     found = {}
     for rule in families:
         about = rule.to_dict()
-        kind = str({name: value for name, value in about.items() if name != rule.knob})
+        kind = str({name: value for name, value in about.items() if name != knob(rule)})
         points = curve(recorded, rule, lambda result: task.score(predictions(result.logits, task), labels)["score"])
         found.setdefault(kind, {"rule": about, "points": points})
     return list(found.values())
@@ -98,8 +99,8 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
 def curve(recorded: Record, rule: Rule, score: Callable[[ExitResult], float]) -> list[list]:
     """Points [value of the knob, score, mean layers], from the loosest setting to the strictest."""
     points = []
-    for each in rule.from_loose_to_strict(recorded, CURVE_POINTS):
-        value, result = getattr(each, rule.knob), recorded.replay(each)
+    for each in from_loose_to_strict(rule, recorded, CURVE_POINTS):
+        value, result = getattr(each, knob(rule)), recorded.replay(each)
         points.append([str(value) if math.isinf(value) else value, score(result), float(result.layers_run.mean())])
     return points
 

@@ -16,6 +16,7 @@ from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.recording import Record, predictions
 from mini_ee.lab.rules import Rule
+from mini_ee.lab.sweep import from_loose_to_strict
 from mini_ee.lab.training.default_rule import CURVE_POINTS, usual_rules
 
 MIN_GAIN = 0.005  # share of the time that one more exit must save
@@ -38,7 +39,7 @@ def net_savings(result: ExitResult, num_layers: int, head: float) -> float:
 def candidates(recorded: Record, task: Task) -> list[Rule]:
     """The usual rules with other values of their knobs, without those that never exit early."""
     rules = usual_rules(task)
-    return [each for rule in rules for each in rule.from_loose_to_strict(recorded, CURVE_POINTS)[:-1]]
+    return [each for rule in rules for each in from_loose_to_strict(rule, recorded, CURVE_POINTS)[:-1]]
 
 
 def few_exits(recorded: Record, task: Task, most: int, least: float, head: float) -> list[int]:

@@ -1,7 +1,7 @@
 """A method: its settings, its recipe, and the parts of a training that it replaces.
 
 The file of a method ends with METHOD = Method(Config, recipe, ...), and registry.py names the file. From it follow
-`mini-ee train NAME --help`, the checks of the settings, the run on disk, and the candidates for the default rule.
+`mini-ee train NAME --help-all`, the checks of the settings, the run on disk, and the candidates for the default rule.
 """
 
 from collections.abc import Callable

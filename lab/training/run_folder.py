@@ -352,7 +352,8 @@ def _read_run(folder: Path, config: dict, backbone_folder: str | Path | None) ->
             )
     _check_values(config)
     model, tokenizer = _read_model(folder, config, backbone_folder)
-    rule = rule_from_dict(config["rule"]).opened(folder, config, model)
+    rule = rule_from_dict(config["rule"])
+    rule = rule.opened(folder, config["retrieval"], model.backbone) if "retrieval" in config else rule
     rule.check(len(model.exits))
     return Run(folder, config, model.eval(), tokenizer, rule, metrics=read_json(folder / "metrics.json"))
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_ee.consistent import depth_weighted_loss
 from mini_ee.lab.training.train_settings import TrainConfig
 from mini_ee.train import task_loss
 
@@ -54,25 +55,24 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
-def depth_weighted_sum(losses, exits: tuple[int, ...]):
-    """ConsistentEE, Eq. 1: $sum_i i l_i / sum_i i$, where i is the depth of an exit; exit 0 has the weight of depth 1.
+def weighted_by_depth(losses, exits: tuple[int, ...]):
+    """Eq. 1 of ConsistentEE for losses, or scores, of the exits; exit 0 has the weight of depth 1.
 
-    >>> depth_weighted_sum([1.0, 4.0], (1, 3)), depth_weighted_sum([1.0, 4.0], (0, 3))
+    >>> weighted_by_depth([1.0, 4.0], (1, 3)), weighted_by_depth([1.0, 4.0], (0, 3))
     (3.25, 3.25)
     """
-    weights = [max(1, depth) for depth in exits]
-    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
+    return depth_weighted_loss(losses, [max(1, depth) for depth in exits])
 
 
 def joint_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The losses of all exits, weighted by Eq. 1."""
     losses = [task_loss(logits, batch.labels) for logits in model(*batch.inputs)]
-    return depth_weighted_sum(losses, model.exits)
+    return weighted_by_depth(losses, model.exits)
 
 
 def joint_stage(model: nn.Module, **own) -> Stage:
     """Train all exits and all trainable parts of the backbone with Eq. 1. own: other fields of the Stage."""
-    stage = Stage("joint", lambda name: True, joint_loss, lambda scores: float(depth_weighted_sum(scores, model.exits)))
+    stage = Stage("joint", lambda name: True, joint_loss, lambda scores: float(weighted_by_depth(scores, model.exits)))
     return stage._replace(**own)
 
 

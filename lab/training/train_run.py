@@ -49,13 +49,12 @@ from mini_ee.lab.training.run_folder import (
     training_folder,
 )
 from mini_ee.lab.training.state import STATE, NothingToResume, Saved
-from mini_ee.lab.training.train_settings import KINDS, OPTIONS, TextOptions, TrainConfig
+from mini_ee.lab.training.train_settings import ENCODER_DEFAULTS, KINDS, OPTIONS, TextOptions, TrainConfig
 from mini_ee.lab.training.unit import Unit, load_unit
 
 Say = Callable[[str], None]
 TOKEN_EXITS = 4  # if none are named
 OF_TRAINING = "max_train", "max_loss", "confidence", "min_cosine"  # common options that `training` in config.json has
-ENCODER_DEFAULTS = {"lr": 4e-4, "epochs": 4}  # the built-in encoder is small and needs larger and more steps
 TRAINED_BY = {  # unit -> the module of functions `opened`, `about`, `open_tokenizer`, `data` and `conclude`
     "rows": "mini_ee.lab.training.train_rows",
     "tokens": "mini_ee.lab.training.train_tokens",
@@ -109,7 +108,7 @@ def train(
     say: Say = lambda line: None,
     **options,
 ) -> Run:
-    """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help`.
+    """Train a method and write the run to `out`. Options as on the command line, `mini-ee train METHOD --help-all`.
 
     model: folder of a checkpoint (default a built-in one). task: a Task, or its folder (default the built-in reviews),
     or a file with split_file=SEED; TaskOptions such as text_column define how it is read. For a decoder's tokens
@@ -155,13 +154,10 @@ def make_request(
 ) -> Request:
     """The Request of a method's name and options. Raises WrongArguments if they do not fit."""
     method = load_method(name)
-    unit, model = _unit_of(method, model and Path(model), task)
-    defaults = ENCODER_DEFAULTS if unit.name == "rows" and model == BUILT_IN_MODEL else {}
-    defaults = defaults | method.defaults.get(unit.name, {})
-    if model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit.name == method.units[0]:
-        defaults = defaults | method.defaults.get("built-in", {})
-    defaults = defaults | ({"kind": task} if unit.name == "tokens" and task in KINDS else {})
-    given = defaults | {key: value for key, value in options.items() if value is not None}
+    unit, model = unit_of(method, model and Path(model), task)
+    given = defaults_of(method, unit.name, model)
+    given |= {"kind": task} if unit.name == "tokens" and task in KINDS else {}
+    given |= {key: value for key, value in options.items() if value is not None}
     parts = [TrainConfig, *OPTIONS[unit.name]]
     known = [{field.name for field in fields(part)} for part in parts]
     own_names = {field.name for field in fields(method.config)}
@@ -169,7 +165,9 @@ def make_request(
     foreign |= {key for key in method.lacks if options.get(key) is not None}
     if foreign:
         about = f"{name} on {unit.name}" if len(method.units) > 1 else name
-        raise WrongArguments(f"{about} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help`")
+        raise WrongArguments(
+            f"{about} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help-all`"
+        )
     try:
         made = [part(**{key: given[key] for key in names & given.keys()}) for part, names in zip(parts, known)]
     except ValueError as error:
@@ -184,7 +182,15 @@ def make_request(
     return request.trainer.opened(request, task, made[2])
 
 
-def _unit_of(method: Method, model: Path | None, task: str | Path | None) -> tuple[Unit, Path]:
+def defaults_of(method: Method, unit: str, model: Path) -> dict:
+    """The defaults of options that differ from those of the settings classes. A built-in model has some of its own."""
+    defaults = ENCODER_DEFAULTS if unit == "rows" and model == BUILT_IN_MODEL else {}
+    defaults = defaults | method.defaults.get(unit, {})
+    built_in = model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit == method.units[0]
+    return defaults | (method.defaults.get("built-in", {}) if built_in else {})
+
+
+def unit_of(method: Method, model: Path | None, task: str | Path | None) -> tuple[Unit, Path]:
     """(unit, model): the first unit of the method that fits model and task; and its built-in model if none is named."""
     model_type = None
     if model is not None:
@@ -275,14 +281,19 @@ def trained_on(run: Run, task: Task) -> bool:
     )
 
 
+def default_exits(method: Method, unit: str, num_layers: int) -> tuple[int, ...]:
+    """The exits of a method, if none are named."""
+    if callable(method.exits):
+        return method.exits(num_layers)
+    count = TOKEN_EXITS if unit == "tokens" else method.exits
+    return tuple(range(1, num_layers + 1)) if count is None else even_exits(num_layers, count)
+
+
 def exits_of(request: Request, num_layers: int) -> tuple[int, ...]:
     """The exits of --exits, or the method's own. Raises WrongArguments for exits that the model cannot have."""
-    exits, own, tokens = request.common.exits, request.method.exits, request.unit.name == "tokens"
+    exits, tokens = request.common.exits, request.unit.name == "tokens"
     if exits is None:
-        if callable(own):
-            return own(num_layers)
-        count = TOKEN_EXITS if tokens else own
-        return tuple(range(1, num_layers + 1)) if count is None else even_exits(num_layers, count)
+        return default_exits(request.method, request.unit.name, num_layers)
     of_rows = "" if request.unit.name == "rows" else "which is for the examples of a classifier"
     refusal = request.method.no_exit_0 or of_rows
     if exits[0] == 0 and refusal:

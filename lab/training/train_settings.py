@@ -10,6 +10,7 @@ from mini_ee.lab.registry import HEADS
 
 POOLS = ("mean", "first")
 PRECISIONS = ("float32", "bf16")
+ENCODER_DEFAULTS = {"lr": 4e-4, "epochs": 4}  # the built-in encoder is small and needs larger and more steps
 KINDS = ("pieces", "continue", "copy")  # kinds of a decoder's text, see training_text.py
 
 
@@ -236,4 +237,3 @@ TASK_HELP = {  # unit -> help of --task
         "the encoder also pairs with numbers as labels (default reviews)"
     ),
 }
-TEXT_HELP = "text for a decoder, if --task is not a folder"  # of the group of TextOptions

@@ -25,6 +25,7 @@ from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import Record, Recorded
+from mini_ee.lab.rule_inputs import runtime_values
 from mini_ee.lab.rules import Policy, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.train_run import train
@@ -121,7 +122,7 @@ def test_whoever_stands_at_the_cut_stays_in_float32_too(measure):
         rule, logits = above(float(tau), measure), np.zeros((3, 2, 2), np.float32)
         segments = Recorded((1, 2), logits, np.zeros((3, 2, 2)), [1, 1], {measure: scores[:, None]})
         assert early_exit(segments, rule, range(3)).exit_index.tolist() == [1, 1, 0]
-        bar = rule.runtime_values(1)["threshold"][0]
+        bar = runtime_values(rule, 1)["threshold"][0]
         compared = scores >= bar if measure == "max_probability" else scores > bar
         assert compared.tolist() == [False, False, True]
 

@@ -27,7 +27,7 @@ from mini_ee.lab.recording import read_every_exit, record
 from mini_ee.lab.registry import BACKBONES
 from mini_ee.lab.rules import Fixed, Never, Patience, Planned, Threshold
 from mini_ee.lab.training.run_folder import load_run
-from mini_ee.lab.training.stages import depth_weighted_sum
+from mini_ee.lab.training.stages import weighted_by_depth
 from mini_ee.serve import Worker, engine_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -100,7 +100,7 @@ def test_the_layers_above_exit_0_are_those_of_a_model_without_it(random_model, p
 
 def test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1(trained):
     run, _ = trained
-    assert depth_weighted_sum([8.0, 0.0, 0.0], EXITS) == pytest.approx(8 / 6)
+    assert weighted_by_depth([8.0, 0.0, 0.0], EXITS) == pytest.approx(8 / 6)
     assert run.metrics["per_exit_accuracy"][0] > 0.9  # one word decides the label
 
 

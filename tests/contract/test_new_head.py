@@ -74,7 +74,7 @@ def trained(registered, checkpoint_folder, task_folder, tmp_path_factory):
 
 def test_it_is_an_option_of_every_training(registered, capsys):
     with pytest.raises(SystemExit):
-        main(["train", "joint", "--help"])
+        main(["train", "joint", "--help-all"])
     assert "{dense,linear,attention}" in capsys.readouterr().out
 
 

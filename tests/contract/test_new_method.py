@@ -109,7 +109,7 @@ def trained(package, checkpoint_folder, task_folder, tmp_path_factory):
 
 def test_its_help_shows_its_option_and_no_other_methods(package, capsys):
     with pytest.raises(SystemExit):
-        main(["train", "doubt", "--help"])
+        main(["train", "doubt", "--help-all"])
     report = capsys.readouterr().out
     assert "--caution" in report and "wrong exit" in report and "--alpha" not in report and "--tau" not in report
 

@@ -1,7 +1,9 @@
-"""What a rule costs: one class and one line. This one has an option, a memory, and a setting with a name of its own.
+"""What a rule costs: one class, and a line in each table that it wants. This one has an option, a memory, and a setting
+with a name of its own.
 
-The class stands in a module of its own and is registered in RULES; nothing else in the package knows it. Then it is
-named on the command line, evaluated, swept, compared, exported, run, served and shown on the web page.
+The class stands in a module of its own; nothing else in the package knows it. With a line in RULES it is named on the
+command line, evaluated, compared, exported, run and shown on the web page; with one in KNOBS it is swept, with one in
+INPUTS a graph takes other settings.
 """
 
 import json
@@ -29,7 +31,9 @@ from mini_ee.lab.export import writer
 from mini_ee.lab.export.row_segments import OrtModel
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import Record, Recorded, read_every_exit
+from mini_ee.lab.rule_inputs import INPUTS
 from mini_ee.lab.rules import RULES, Rule, confidence, rule_from_dict
+from mini_ee.lab.sweep import KNOBS, Knob, from_loose_to_strict
 from mini_ee.lab.training.default_rule import curves
 from mini_ee.lab.training.run_folder import Run, write_rule
 from mini_ee.serve import engine_of
@@ -46,22 +50,21 @@ class MeanConfidence(Rule):
     decay: float = option(0.5, "weight of a confidence one exit later", least=0, most=1)
     name = "mean-confidence"
 
-    runtime_settings, runtime_inputs = ("level",), {"threshold": "level"}
-    knob = "level"
-
     def stop(self, k, read, memory):
         memory["total"] = self.decay * memory.get("total", 0) + confidence(read, "max_probability")
         return memory["total"] / sum(self.decay**back for back in range(k + 1)) >= self.level
 
-    def compared(self, recorded):
-        confidences, totals = recorded.confidence("max_probability"), []
-        for k in range(confidences.shape[1]):
-            weights = self.decay ** np.arange(k, -1, -1)
-            totals.append(confidences[:, : k + 1] @ weights / weights.sum())
-        return np.stack(totals, axis=1)
-
     def flops(self, classes):
         return 5.0 * classes + 3.0
+
+
+def means(rule, recorded):
+    """What the rule compares with its level, at every exit but the last: (N, K - 1)."""
+    confidences, totals = recorded.confidence("max_probability"), []
+    for k in range(confidences.shape[1]):
+        weights = rule.decay ** np.arange(k, -1, -1)
+        totals.append(confidences[:, : k + 1] @ weights / weights.sum())
+    return np.stack(totals, axis=1)
 
 
 RULE = MeanConfidence(0.6, 0.25)
@@ -84,9 +87,11 @@ def exits_by_hand(logits, rule):
 
 @pytest.fixture(scope="module")
 def registered():
-    """The line."""
+    """A line in each of the three tables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RULES, MeanConfidence.name, MeanConfidence)
+        patch.setitem(KNOBS, MeanConfidence, Knob("level", means))
+        patch.setitem(INPUTS, MeanConfidence, {"threshold": ("level", "level")})
         yield
 
 
@@ -95,7 +100,7 @@ def trained(registered, checkpoint_folder, task_folder, tmp_path_factory):
     """A run on rows, whose own rule this is, at a level that some rows reach at each exit."""
     out = tmp_path_factory.mktemp("rule") / "run"
     run = train("joint", checkpoint_folder, task_folder, out, epochs=1, exits=(1, 2, 3))
-    level = float(np.median(RULE.compared(recorded(run, task_folder))))
+    level = float(np.median(means(RULE, recorded(run, task_folder))))
     write_rule(out, replace(RULE, level=level), None, [])
     return load_run(out)
 
@@ -117,7 +122,7 @@ def answer(capsys, *argv):
 @pytest.mark.parametrize("command", ["evaluate", "export", "classify", "generate"])
 def test_help_shows_its_options(registered, command, capsys):
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([command, "--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(
         words in shown for words in ("--level", "--decay", "mean-confidence", "weight of a confidence", "(default 0.5)")
@@ -144,7 +149,7 @@ def test_a_run_whose_own_rule_it_is_is_evaluated_as_by_hand(trained, task_folder
 
 def test_its_curve_goes_from_loose_to_strict(trained, task_folder):
     record = recorded(trained, task_folder)
-    rules = trained.rule.from_loose_to_strict(record, 12)
+    rules = from_loose_to_strict(trained.rule, record, 12)
     assert {(type(rule), rule.decay) for rule in rules} == {(MeanConfidence, 0.25)} and trained.rule in rules
     layers = [record.replay(rule).layers_run.mean() for rule in rules]
     assert layers == sorted(layers) and layers[0] == 1 and layers[-1] == 3 and len(set(layers)) > 4
@@ -197,7 +202,7 @@ def test_the_graph_remembers_and_takes_other_levels_but_no_other_decay(random_mo
     model = random_model((1, 2, 4, 6))
     graph = OrtModel(tmp_path, writer.write_graphs(model, model.segments(), RULE, tmp_path), threads=1)
     logits, flops, _ = read_every_exit(model.segments(), padded_inputs)
-    levels = np.unique(RULE.compared(Record(Recorded(model.exits, logits, flops, [1] * 4), logits, 1.0)))
+    levels = np.unique(means(RULE, Record(Recorded(model.exits, logits, flops, [1] * 4), logits, 1.0)))
     seen = set()
     for level in [0.0, *((levels[1:] + levels[:-1]) / 2).tolist(), math.inf]:
         rule = replace(RULE, level=level)
@@ -246,7 +251,7 @@ def test_the_page_is_told_what_it_compares_at_each_exit(trained, exported, task_
             feeds = {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
             feeds |= {"threshold": np.full(2, level, np.float32), "exit_at": np.arange(3)}
             (found,) = web.run(["compared_threshold"], feeds)
-            np.testing.assert_allclose(found[:2], trained.rule.compared(record)[0], atol=1e-5)
+            np.testing.assert_allclose(found[:2], means(trained.rule, record)[0], atol=1e-5)
 
 
 def test_tokens_exit_by_it_and_the_page_of_a_decoder_has_its_curve(registered, decoder_checkpoint, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.recording import Recorded
+from mini_ee.lab.rule_inputs import served_by
 from mini_ee.lab.rules import (
     RULES,
     Fixed,
@@ -250,7 +251,7 @@ def test_a_rule_written_as_json_and_read_back_is_the_same_rule(rule):
     ],
 )
 def test_a_graph_is_fed_another_threshold_but_not_another_measure(requested, there, fits):
-    assert requested.served_by(there) is fits
+    assert served_by(requested, there) is fits
 
 
 def test_the_json_of_a_rule_is_its_name_and_settings():

@@ -35,7 +35,7 @@ from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.method import configured, load_method
 from mini_ee.lab.training.run_folder import build_model, encode, training_folder
-from mini_ee.lab.training.stages import Stage, depth_weighted_sum, fine_tune_then_heads, joint_stage
+from mini_ee.lab.training.stages import Stage, fine_tune_then_heads, joint_stage
 from mini_ee.lab.training.state import Saved
 from mini_ee.lab.training.train_run import exits_of, make_request
 from mini_ee.lab.training.train_settings import TrainConfig
@@ -55,14 +55,6 @@ def weights(run_folder):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_depths():
-    losses = [0.7, 0.5, 0.2]
-    assert depth_weighted_sum(losses, (2, 4, 6)) == pytest.approx((2 * 0.7 + 4 * 0.5 + 6 * 0.2) / 12, abs=1e-12)
-    assert depth_weighted_sum([3.0], (12,)) == 3.0
-    with pytest.raises(ValueError):
-        depth_weighted_sum([1.0, 2.0], (2, 4, 6))
 
 
 def test_the_loss_is_cross_entropy_for_classes_and_squared_error_for_numbers():
@@ -550,7 +542,7 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("joint", {"rank": 4}, "joint on rows has no option rank; see `mini-ee train joint --help`"),
+        ("joint", {"rank": 4}, "joint on rows has no option rank; see `mini-ee train joint --help-all`"),
         ("consistent", {"temperature": 2.0}, "has no option temperature"),
         ("pabee", {"alpha": 2.0, "k": 3}, "has no option alpha, k; see"),
         ("lora-exits", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from mini_ee.bert import Bert, Exits
 from mini_ee.data import Inputs
 from mini_ee.llama import Llama, TokenExits, generate
+from mini_ee.load import exits_of
 from mini_ee.loop import early_exit
 from mini_ee.rules import Fixed, Never, Patience, Rule, Threshold
 
@@ -254,3 +255,9 @@ def test_another_rope_is_refused(llama_folder, tmp_path):
     changed_config(rope_scaling={"rope_type": "llama3"})(folder)
     with pytest.raises(ValueError, match="rope_scaling must be None"):
         Llama.load(folder)
+
+
+def test_the_exits_of_a_script_fit_the_model():
+    assert exits_of((), (2, 4, 8, 12), 12) == [2, 4, 8, 12]
+    assert exits_of((), (2, 4, 8, 12), 6) == [1, 2, 4, 6] and exits_of((), (4, 8, 12), 5) == [2, 3, 5]
+    assert exits_of((), (3, 6, 9, 12), 1) == [1] and exits_of((1, 6), (4, 8, 12), 6) == (1, 6)

@@ -1,21 +1,12 @@
-"""results/embeddings.md is what its JSON gives, and its figures are those of plain loops."""
+"""The figures of results/embeddings.md are those of plain loops."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mini_ee.experiments.measured import page_of
 from mini_ee.experiments.measured.embeddings_figures import Figures
 from mini_ee.experiments.measured.embeddings_runs import NEIGHBOURS, figures_of, read_pairs, scaled
-from mini_ee.lab.data.files import read_json
-
-RESULTS = Path(__file__).parents[2] / "results"
-
-
-def test_the_page_is_made_from_its_json():
-    assert page_of("embeddings", read_json(RESULTS / "embeddings.json")) == (RESULTS / "embeddings.md").read_text()
 
 
 def test_recall_counts_the_full_models_nearest_documents():

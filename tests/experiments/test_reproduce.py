@@ -20,16 +20,14 @@ from leaderboard_records import drawn_record
 
 import mini_ee.lab.training.holdout as holdout_module
 from mini_ee import train
-from mini_ee.experiments import measured, measures, pictures, recipe, reproduce, result_page, trainings
+from mini_ee.experiments import measures, pictures, recipe, reproduce, result_page, trainings
 from mini_ee.experiments.example_values import example_values
-from mini_ee.experiments.markdown import fold_sections
-from mini_ee.experiments.measured import MEASURED
 from mini_ee.experiments.page_data import TEST_SHARE, PageData, cell, is_share, read_data
+from mini_ee.experiments.pages import page_of
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
 from mini_ee.experiments.records import SeedRecord, read_records, rounded, write_record
 from mini_ee.experiments.result_page import (
     figures_of,
-    filled,
     mean_of,
     overview_figures,
     pages_of,
@@ -624,7 +622,7 @@ def test_other_settings_are_run_anew(tmp_path):
 
 
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
-    assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert main(["reproduce", "lora-exits", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
     assert "no such file or folder; give --sources a folder with weights/ and data/" in line and line.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -790,7 +788,7 @@ def test_the_command_runs_what_a_page_shows_and_no_more(paper):
 @pytest.mark.parametrize("paper", PAGES)
 def test_a_page_shows_what_its_json_contains(paper):
     for path, text in pages_of(paper, load_recipe(paper), RESULTS).items():
-        assert text == (RESULTS / path).read_text(), f"write {path} anew: mini-ee reproduce {paper}"
+        assert text == (RESULTS / path).read_text(), f"write {path} anew: {recipe.command_of(paper)}"
 
 
 @pytest.mark.parametrize("paper", PAGES)
@@ -972,9 +970,9 @@ def test_a_picture_has_a_panel_for_each_series_next_to_another_or_for_each_of_it
 def test_the_overview_shows_what_the_records_contain(few_candidates, monkeypatch):
     monkeypatch.setattr(default_rule, "CANDIDATES", few_candidates)
     figures = overview_figures(RESULTS, False)
-    for name in reproduce.HEADINGS:
-        assert filled(name, figures) == (RESULTS / f"{name}.md").read_text(), (
-            "write it anew: mini-ee reproduce loraexit"
+    for name in reproduce.OVERVIEW:
+        assert page_of(name, figures) == (RESULTS / f"{name}.md").read_text(), (
+            "write it anew: mini-ee reproduce lora-exits"
         )
 
 
@@ -1032,110 +1030,3 @@ def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
     assert claim.verdict == MISSING
     assert claim.compared[0][1:] == ["not run", "not run", "not run", "–", 0, "not run"]
     assert claim.compared[1] == ["full: reviews joint, against a number", "75.0%", "50.0%", "+25.0", "–", 3, "above"]
-
-
-# ---- Measured pages ----
-
-
-def test_sections_after_the_first_ones_are_folded():
-    text = "# Page\n\nAnswer.\n\n## First\n\none\n\n## Second\n\n### Part\n\ntwo\n"
-    made = fold_sections(text, 1)
-    assert made.startswith(
-        "# Page\n\nAnswer.\n\n## First\n\none\n\n<details>\n<summary><b>Second</b></summary>\n\n### Part"
-    )
-    assert (
-        made.count("<details>") == made.count("</details>") == 1
-        and fold_sections("# Page\n\nAnswer.\n", 0) == "# Page\n\nAnswer.\n"
-    )
-
-
-@pytest.fixture
-def measured_page(monkeypatch):
-    """A page of two parts in place of shards; the first one counts the letters of a file of the data."""
-
-    def first(sources, work):
-        assert sources.find("weights", "model").exists()
-        return {"first": len((sources.find("data", "one") / "a.txt").read_text())}
-
-    parts = {
-        "first": first,
-        "second": lambda *_: {"second": 2},
-    }
-    text = "# Two parts\n\n{first} {second}\n"
-    module = SimpleNamespace(PARTS=parts, PAGE_TEXT=text, page=lambda figures: text.format(**figures))
-    monkeypatch.setattr(measured, "import_module", lambda name: module)
-    return module
-
-
-def test_hours_of_an_interrupted_measurement_count(measured_page, tmp_path, monkeypatch):
-    clock = iter((0.0, 3600.0, 5000.0, 5000.0 + 7200.0))
-    monkeypatch.setattr(measured.os, "times", lambda: (next(clock), 0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setitem(measured_page.PARTS, "second", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        measured.make_page("shards", ["second"], tmp_path, tmp_path)
-    assert not (tmp_path / "shards.json").exists()
-    monkeypatch.setitem(measured_page.PARTS, "second", lambda *_: {"second": 2})
-    measured.make_page("shards", ["second"], tmp_path, tmp_path)
-    assert read_json(tmp_path / "shards.json")["measured"]["second"]["core_hours"] == 3.0
-
-
-def test_a_page_is_not_written_from_parts_of_which_nothing_says_how_they_were_measured(measured_page, tmp_path):
-    lines = []
-    write_json(tmp_path / "shards.json", {"first": 1, "second": 2})
-    assert measured.make_page("shards", out=tmp_path, say=lines.append)["page"] is None
-    assert lines == [f"{tmp_path / 'shards.md'} is not written yet; missing parts: first, second"]
-
-
-def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, tmp_path, capsys):
-    (one := tmp_path / "here" / "data" / "one").mkdir(parents=True)
-    (tmp_path / "here" / "weights" / "model").mkdir(parents=True)
-    (one / "a.txt").write_text("a")
-    command = ["reproduce", "shards", "--out", str(tmp_path), "--sources", str(tmp_path / "here"), "--json"]
-    assert main(command) == 2 and "`mini-ee reproduce shards --measure` writes it" in capsys.readouterr().err
-    assert main([*command, "--measure", "third"]) == 2
-    assert "--measure: expected some of first, second; found third" in capsys.readouterr().err
-    assert main([*command, "--measure", "first"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["page"] is None and answer["measured"] == ["first"] and not (tmp_path / "shards.md").exists()
-    assert main([*command, "--measure", "second"]) == 0
-    made = read_json(tmp_path / "shards.json", signed="first")
-    about = made.pop("measured")
-    assert made == {"first": 1, "second": 2} and set(about) == {"first", "second"}
-    sums = {"one": json_sha256({"a.txt": file_sha256(one / "a.txt")})}
-    assert [about[part]["data"] for part in about] == [sums, {}] and about["first"]["core_hours"] < 0.1
-    text = (tmp_path / "shards.md").read_text()
-    assert text.startswith("# Two parts\n\n1 2\n") and f"sha256) of one: {sums['one']}." in text
-    assert f"- second: {about['second']['core_hours']:g} core hours; {trainings.processor()}, " in text
-    capsys.readouterr()
-    for measure, parts in (([], []), (["--measure"], ["first", "second"])):
-        assert main([*command, *measure]) == 0
-        assert json.loads(capsys.readouterr().out)["measured"] == parts
-
-
-def test_a_measured_page_does_not_replace_another_file(measured_page, tmp_path, capsys):
-    (tmp_path / "shards.md").write_text("# Notes\n")
-    assert main(["reproduce", "shards", "--out", str(tmp_path), "--measure"]) == 2
-    assert (
-        "expected a page of `mini-ee reproduce`" in capsys.readouterr().err and not (tmp_path / "shards.json").exists()
-    )
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        (["shards", "--quick"], "--only, --quick, --seeds and --device are for papers; shards has --measure PART"),
-        (
-            ["shards", "--only", "Table 1"],
-            "--only, --quick, --seeds and --device are for papers; shards has --measure PART",
-        ),
-        (["raee", "--measure"], "raee runs what is missing; leave it out"),
-    ],
-)
-def test_papers_and_measured_pages_have_options_of_their_own(command, error, capsys):
-    assert main(["reproduce", *command]) == 2 and error in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_a_measured_page_names_its_command(name):
-    text = (RESULTS / f"{name}.md").read_text()
-    assert f"Made by `mini-ee reproduce {name}` from [{name}.json]({name}.json)" in " ".join(text.split())

@@ -70,7 +70,7 @@ def test_the_answers_are_those_of_run_in_the_order_of_the_rows(capsys, tmp_path,
     assert summary["rows"] == 23 and summary["parts"] == 6 and summary["failed"] == 0
     assert summary["mean_layers"] == pytest.approx(sum(row["layers"] for row in found) / 23)
     assert summary["layers_saved"] == pytest.approx(1 - summary["mean_layers"] / 6)
-    assert summary["exit_counts"] == [sum(row["exit"] == k for row in found) for k in range(4)]
+    assert summary["exit_counts"] == [sum(row["exit"] == layer for row in found) for layer in runtime.exits]
 
 
 TABLES = {  # content of a file, texts that are read, (line, beginning of the error) of rows that are not
@@ -279,11 +279,11 @@ def test_a_row_may_have_several_labels(tmp_path, runtime, monkeypatch):
     """In Parquet a map; None is the confidence of a regression."""
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setitem(runtime.config["task"], "multi_label", True)
-    answers = {1: Answer({"bad": 0.6, "good": 0.7}, 0.4, 1, 2, 0.0, None), 2: Answer({}, None, 0, 1, 0.0, None)}
+    answers = {1: Answer({"bad": 0.6, "good": 0.7}, 0.4, 2, 2, 0.0, None), 2: Answer({}, None, 1, 1, 0.0, None)}
     content = parts.parquet_content(block_with(["k", 7]), answers, runtime)
     assert parquet.read_table(pa.BufferReader(content)).to_pylist() == [
-        {"id": "k", "label": [("bad", 0.6), ("good", 0.7)], "confidence": 0.4, "exit": 1, "layers": 2.0},
-        {"id": "7", "label": [], "confidence": None, "exit": 0, "layers": 1.0},
+        {"id": "k", "label": [("bad", 0.6), ("good", 0.7)], "confidence": 0.4, "exit": 2, "layers": 2.0},
+        {"id": "7", "label": [], "confidence": None, "exit": 1, "layers": 1.0},
     ]
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -17,10 +18,12 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from http_server import KILLS, PROMPTS, SENTENCES, ask, run_block, run_lines, serving, together
 
+import mini_ee
 from mini_ee.lab.cli.main import main, parser
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.errors import WrongArguments
@@ -525,8 +528,8 @@ def command(folder, *options):
     words = [sys.executable, "-m", "mini_ee", "serve", str(folder), "--port", "0", "--threads", "1", *options]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        line = process.stderr.readline()
-        assert "http://127.0.0.1:" in line, line + process.stderr.read()
+        line = next((line for line in process.stderr if "http://127.0.0.1:" in line), "it ended")
+        assert "http://127.0.0.1:" in line, line
         yield process, int(line.split("http://127.0.0.1:")[1].split(",")[0])
     finally:
         process.kill()
@@ -546,6 +549,25 @@ def test_sigterm_drains_and_ends_with_the_summary(runtime):
     assert process.returncode == 0 and "Traceback" not in error
     assert json.loads(out)["requests"]["answered"] == sum(status == 200 for status, *_ in found)
     assert "drained" in error
+
+
+def test_a_run_is_served_as_its_export_is(tmp_path, checkpoint_folder, task_folder):
+    run = mini_ee.train("joint", checkpoint_folder, task_folder, tmp_path / "run", epochs=1)
+    mini_ee.export(run, tmp_path / "exported")
+    (expected,) = Runtime(tmp_path / "exported", threads=1).run(["the film was lovely"])
+    with command(run.folder) as (_, port):
+        status, found, _ = ask(port, {"text": "the film was lovely"})
+    assert (status, found["label"], found["exit"]) == (200, expected.label, expected.exit)
+    assert found["confidence"] == pytest.approx(expected.confidence)
+
+
+@pytest.mark.parametrize("kind", ["runtime", "reranker", "decoder", "encoder"])
+def test_the_request_that_the_command_shows_is_answered(request, capsys, kind):
+    runtime = request.getfixturevalue(kind)
+    with serving(engine_of(runtime)) as (_, port):
+        serve._ready(SimpleNamespace(exported=runtime.folder), runtime, "")(f"http://127.0.0.1:{port}")
+        *_, address, _, body = shlex.split(capsys.readouterr().err)
+        assert ask(port, json.loads(body), f"/{address.rpartition('/')[2]}")[0] == 200
 
 
 def test_an_interrupt_as_soon_as_the_server_is_ready_ends_it_with_the_summary(runtime):

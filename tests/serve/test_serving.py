@@ -197,7 +197,7 @@ def test_rows_that_exited_by_a_rule_do_not_count_for_the_stricter_one(runtime, t
     rows = [engine.row(text) for text in SENTENCES[:3]]
     for at in range(len(engine.queues)):
         engine.run(at, rows)
-    assert [row.answer.exit for row in rows] == [exit] * 3 and len(observed) == 1
+    assert [row.answer.exit for row in rows] == [runtime.exits[exit]] * 3 and len(observed) == 1
 
 
 def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, decoder, monkeypatch):

@@ -5,6 +5,7 @@ import http.server
 import inspect
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -37,10 +38,12 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.recording import read_every_exit
+from mini_ee.lab.rule_inputs import runtime_inputs
 from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.lab.training import holdout
 from mini_ee.lab.training.run_folder import Run
 
+ROOT = Path(__file__).parents[2]
 in_chromium = pytest.mark.skipif(
     not CHROMIUM or not (page.SOURCES / page.VENDOR).is_dir(),
     reason="needs Debian's chromium, and lab/export/web/vendor/, which `sh lab/export/web/vendor.sh` makes",
@@ -179,6 +182,17 @@ def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, expo
     assert_says_what_python_says(browser, exported, ODD)
 
 
+def test_the_page_of_the_built_in_reviews_begins_with_the_sentences_of_the_first_picture(exported, small_exported):
+    drawn = re.findall(r'^    \("(.+)", \d+, "\w+"\),$', (ROOT / "docs" / "drawings" / "loop.py").read_text(), re.M)
+    first, own = (read_json(folder / "web.json")["examples"] for folder in (exported, small_exported))
+    assert [row["texts"] for row in first][:3] == [[text] for text in drawn] and len(first) == len(own) == page.EXAMPLES
+    assert not set(drawn) & {text for row in own for text in row["texts"]}
+
+
+def test_the_page_names_a_fixed_exit_by_its_layer():
+    assert page._about(Fixed(1), (2, 4, 6))["fixed"] == {"exit": 4}
+
+
 @in_chromium
 @pytest.mark.parametrize(
     "rule",
@@ -216,11 +230,11 @@ def assert_shows_what_is_compared(browser, run, rule, about):
             )
             continue
         assert words.endswith("it exits" if k == at else "it continues")
-        if not rule.runtime_inputs:
+        if not runtime_inputs(rule):
             assert words.startswith("the rule compares nothing here")
             continue
         noted = copy(rule)
-        wanted = {name: Asked(getattr(rule, name), k) for name in rule.runtime_inputs.values()}
+        wanted = {name: Asked(getattr(rule, name), k) for name in runtime_inputs(rule).values()}
         for name, value in wanted.items():
             object.__setattr__(noted, name, value)
         noted.stop(k, logits[:, k], memory)
@@ -539,13 +553,13 @@ def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, expo
     legend = browser.value("Array.from(document.querySelectorAll('.legend li'), (entry) => entry.textContent)")
     assert [entry.split(",")[0] for entry in legend] == counts
     saved = 1 - np.mean(expected.layers) / 12
-    assert text_of(browser, ".verdict").startswith(f"{100 * saved:.0f} % of the layers saved: ")
+    assert text_of(browser, ".verdict").startswith(f"{100 * saved:.0f}% of the layers saved: ")
     browser.value("""(() => {
         const slider = document.querySelector("#slider");
         slider.value = slider.max;
         slider.dispatchEvent(new Event("input"));
     })()""")
-    browser.wait(f"{DONE} && document.querySelector('.verdict').textContent.startsWith('0 %')")
+    browser.wait(f"{DONE} && document.querySelector('.verdict').textContent.startsWith('0%')")
     assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
 
 

@@ -1,9 +1,9 @@
-"""ConsistentEE, equation by equation: Eq. 2 (losses), Eq. 3 and 4 (rewards), Eq. 5 (the policies' objective and its
-gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method: mini_ee/consistent.py.
+"""ConsistentEE, equation by equation: Eq. 1 (the joint loss), Eq. 2 (losses), Eq. 3 and 4 (rewards), Eq. 5 (the
+policies' objective and its gradient), Eq. 6 (the classifiers' loss), Eq. 7 (the memorized layer). The method:
+mini_ee/consistent.py.
 
-With K exits there are only K trajectories, so each expectation is checked against an enumeration. Eq. 1 is a weighted
-sum: joint_loss. Actions by coin, the exact estimator, Table 1, and trainings of the lab:
-tests/lab/methods/test_consistent.py.
+With K exits there are only K trajectories, so each expectation is checked against an enumeration. Actions by coin, the
+exact estimator, Table 1, and trainings of the lab: tests/lab/methods/test_consistent.py.
 """
 
 import itertools
@@ -23,6 +23,18 @@ def drawn(*shape, seed=0):
 
 def random_rewards(rows=5, exits=4):
     return -drawn(rows, exits, seed=1).abs() - 0.1 * torch.arange(1, exits + 1)
+
+
+# ---- Eq. 1: all exits learn together ----
+
+
+def test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_depths():
+    losses = drawn(3, 2)
+    expected = (2 * losses[0] + 4 * losses[1] + 6 * losses[2]) / 12
+    torch.testing.assert_close(paper.depth_weighted_loss(losses, (2, 4, 6)), expected, rtol=0, atol=1e-12)
+    assert paper.depth_weighted_loss([3.0], (12,)) == 3.0
+    with pytest.raises(ValueError):
+        paper.depth_weighted_loss(losses[:2], (2, 4, 6))
 
 
 # ---- Eq. 2: the loss of every exit ----

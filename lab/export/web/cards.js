@@ -70,7 +70,7 @@ export class Card {
       const milliseconds = await model.time(input.texts, settings);
       if (input !== this.input || settings !== this.page.settings) return; // a newer request has started
       const end = model.about.exits.at(-1);
-      const confidence = answer.confidence === undefined ? "" : ` (${(100 * answer.confidence).toFixed(1)} % confident)`;
+      const confidence = answer.confidence === undefined ? "" : ` (${(100 * answer.confidence).toFixed(1)}% confident)`;
       const label = typeof answer.label === "number" ? answer.label.toFixed(3) : answer.label;
       const time = `${milliseconds.toFixed(1)} ms; the last exit alone takes ${input.whole.toFixed(1)} ms.`;
       this.show(made("strong", {}, label), `${confidence} after layer ${answer.layers} of ${end}. ${time}`);
@@ -87,7 +87,7 @@ export class Card {
       const pairs = compared(exit, about.about.compares, settings, k);
       const reason = k > exitedAt ? "not run; it would predict this" : reasonOf(pairs, k === exitedAt, k === exits.length - 1);
       const [, , threshold] = pairs.find(([, value]) => Math.abs(value - exit.confidence) < SAME) ?? [];
-      const confidence = exit.confidence === undefined ? "" : `${(100 * exit.confidence).toFixed(1)} %`;
+      const confidence = exit.confidence === undefined ? "" : `${(100 * exit.confidence).toFixed(1)}%`;
       const label = typeof exit.label === "number" ? exit.label.toFixed(3) : exit.label;
       const row = made(
         "li",

@@ -73,7 +73,7 @@ export class Generator {
     this.generating = null;
     const [end, count] = [this.page.model.about.exits.at(-1), layers.length];
     const mean = layers.reduce((sum, each) => sum + each, 0) / count;
-    const saved = made("strong", {}, `${(100 * (1 - mean / end)).toFixed(0)} % of the layers saved`);
+    const saved = made("strong", {}, `${(100 * (1 - mean / end)).toFixed(0)}% of the layers saved`);
     const words = `: ${mean.toFixed(2)} of ${end} on average over ${count} tokens`;
     const time = `; ${(milliseconds / count).toFixed(1)} ms per token.`;
     this.show("Generate", reason, ...(count ? [saved, words, time] : []));
@@ -110,7 +110,7 @@ export class Generator {
     const depths = this.generating.layers;
     const entries = this.page.model.about.exits.map((layer) => {
       const count = depths.filter((each) => each === layer).length;
-      const share = depths.length ? `, ${((100 * count) / depths.length).toFixed(0)} %` : "";
+      const share = depths.length ? `, ${((100 * count) / depths.length).toFixed(0)}%` : "";
       const sample = made("span", { className: "token" }, `layer ${layer}`);
       return made("li", {}, this.coloured(sample, layer), ` ${count}${share}`);
     });

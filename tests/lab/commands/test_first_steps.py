@@ -1,14 +1,16 @@
 """What people type first: no command at all, a mistyped name, a percentage, a name on Hugging Face, a run to serve."""
 
+import json
 import os
 import shutil
 from importlib.util import find_spec
 
 import pytest
-from conftest import refused
+from conftest import answer, refused
 
 import mini_ee
 from mini_ee.lab.cli.main import COMMANDS, main
+from mini_ee.lab.data.tasks import load_task
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,9 @@ def run_folder(tmp_path_factory, checkpoint_folder, task_folder):
 def test_without_a_command_the_help_is_printed(capsys):
     assert main([]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "" and printed.out.startswith("usage: mini-ee") and "First step: mini-ee demo" in printed.out
+    assert printed.err == "" and printed.out.startswith(
+        "Early-exit transformers from scratch. First step: mini-ee demo."
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,7 +36,9 @@ def test_without_a_command_the_help_is_printed(capsys):
         (["train", "PABEE"], "pabee"),
         (["train", "loraexit"], "lora-exits"),
         (["train", "consistentee"], "consistent"),
-        (["reproduce", "lora"], "loraexit"),
+        (["reproduce", "lora"], "lora-exits"),
+        (["reproduce", "loraexit"], "lora-exits"),
+        (["reproduce", "consistentee"], "consistent"),
         (["evaluate", "run", "--rule", "patient"], "patience"),
         (["train", "joint", "--out", "run", "--epoch", "4"], "--epochs"),
         (["train", "joint", "--out", "run", "--max-tain=4"], "--max-train"),
@@ -104,14 +110,33 @@ def test_a_name_on_hugging_face_shows_how_to_download_it(capsys, tmp_path, monke
     assert sorted(each.name for each in tmp_path.iterdir()) == ["texts.txt"]
 
 
+def test_batch_of_a_run_says_export_it_first(capsys, run_folder):
+    line = refused(capsys, "batch", run_folder, "--in", "x", "--out", "y", status=2)
+    assert line.endswith(f"this is a run, export it first: mini-ee export {run_folder} --out DIR")
+
+
+@pytest.mark.parametrize("method", ["joint", "lora-exits"])
+def test_run_answers_by_a_run_as_by_its_export(capsys, tmp_path, checkpoint_folder, task_folder, method):
+    run = mini_ee.train(method, checkpoint_folder, task_folder, tmp_path / "run", epochs=1, max_loss=0.9).folder
+    answer(capsys, "export", run, "--out", tmp_path / "exported")
+    texts, out = load_task(task_folder).split("dev").texts, tmp_path / "out.jsonl"
+    (tmp_path / "in.txt").write_text("".join(f"{text}\n" for (text,) in texts))
+    found = []
+    for folder in (run, tmp_path / "exported"):
+        assert main(["run", str(folder), str(tmp_path / "in.txt"), "--out", str(out), "--threads", "1"]) == 0
+        found.append([json.loads(line) | {"milliseconds": 0} for line in out.read_text().splitlines()])
+    assert found[0] == found[1] and len(found[0]) == len(texts)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{run} is a run; exporting it to a temporary folder" in error
+
+
 @pytest.mark.parametrize(
     "argv", [["run", "FOLDER"], ["serve", "FOLDER"], ["batch", "FOLDER", "--in", "x", "--out", "y"]]
 )
-def test_a_run_in_place_of_an_export_says_export_it_first(capsys, tmp_path, run_folder, argv):
+def test_the_folder_around_an_export_names_the_export(capsys, tmp_path, argv):
     def line(folder):
         return refused(capsys, *(folder if word == "FOLDER" else word for word in argv), status=2)
 
-    assert line(run_folder).endswith(f"this is a run, export it first: mini-ee export {run_folder} --out DIR")
     (tmp_path / "fast" / "exported").mkdir(parents=True)
     (tmp_path / "fast" / "exported" / "manifest.json").write_text("{}")
     assert line(tmp_path / "fast").endswith(f"did you mean {tmp_path / 'fast' / 'exported'}?")
@@ -121,3 +146,13 @@ def test_the_folder_around_a_run_names_the_run(capsys, tmp_path, run_folder):
     shutil.copytree(run_folder, tmp_path / "demo" / "run")
     line = refused(capsys, "classify", tmp_path / "demo", "--text", "a", status=2)
     assert line.endswith(f"did you mean {tmp_path / 'demo' / 'run'}?")
+
+
+def test_a_model_that_learned_nothing_is_warned_about_before_its_guarantee(
+    capsys, tmp_path, checkpoint_folder, task_folder
+):
+    places = ("--model", checkpoint_folder, "--task", task_folder, "--out", tmp_path / "run")
+    assert main([*map(str, ("train", "joint", *places, "--epochs", 1, "--lr", 0, "--head-lr", 0))]) == 0
+    printed = capsys.readouterr().out
+    warning = "\nThe full model is no better than a constant: its accuracy on "
+    assert warning in printed and "uarante" not in printed.partition(warning)[0]

@@ -239,7 +239,9 @@ def test_train_refuses_a_name_that_is_taken_and_a_model_that_is_no_decoder(capsy
 def test_an_option_of_tokens_is_not_for_rows_nor_one_of_rows_for_tokens(capsys, task_folder, tmp_path, task, foreign):
     task, unit = (task_folder, "rows") if task == "TASK" else (task, "tokens")
     line = refused(capsys, "train", "joint", "--task", task, "--out", tmp_path / "run", foreign, 3)
-    assert f"joint on {unit} has no option {foreign[2:].replace('-', '_')}; see `mini-ee train joint --help`" in line
+    assert (
+        f"joint on {unit} has no option {foreign[2:].replace('-', '_')}; see `mini-ee train joint --help-all`" in line
+    )
 
 
 # ---- generate ----

@@ -364,7 +364,7 @@ def own_run(kunden, checkpoint_folder):
 )
 def test_every_command_that_opens_a_task_has_the_options_of_tasks(command, capsys):
     with pytest.raises(SystemExit):
-        main([*command, "--help"])
+        main([*command, "--help-all"])
     assert {"--text-column", "--text-pair-column", "--label-column", "--regression", "--split-file"} <= set(
         capsys.readouterr().out.split()
     )

@@ -16,6 +16,7 @@ from mini_ee.lab.exits.token_exits import TextData, record_texts
 from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.rules import Threshold, rule_from_dict
+from mini_ee.lab.sweep import compared
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.rules import breaking_ties, max_probability
 
@@ -163,7 +164,7 @@ def test_candidates_are_the_svms_as_they_are_and_with_other_margins():
     for k in range(3):
         gap, top = breaking_ties(logits[:, k]), max_probability(logits[:, k])
         expected = rules[0].gap[k] * gap + rules[0].top[k] * top + rules[0].bias[k]
-        np.testing.assert_allclose(rules[0].compared(recorded)[:, k], expected)
+        np.testing.assert_allclose(compared(rules[0], recorded)[:, k], expected)
     assert svms(of_exits(np.zeros((5, 1, 2)))) == []
 
 
@@ -209,7 +210,7 @@ def test_the_rule_takes_in_the_scale_of_the_measures_and_does_not_say_yes_to_all
     raw = np.stack((p[:, 1] - p[:, 0], p[:, 1]), 1)
     x = np.column_stack(((raw - raw.mean(0)) / raw.std(0), np.ones(3000)))
     w, _ = fit_svm(x, np.where(right[:, 0], 1.0, -1.0))
-    np.testing.assert_allclose(rule.compared(recorded)[:, 0], x @ w, atol=1e-9)
+    np.testing.assert_allclose(compared(rule, recorded)[:, 0], x @ w, atol=1e-9)
     output = x @ w > 0
     assert output[right[:, 0]].mean() > 0.6 > 0.55 > output[~right[:, 0]].mean()
 

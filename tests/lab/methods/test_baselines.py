@@ -22,6 +22,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.row_exits import RowData, RowExits
 from mini_ee.lab.recording import record
 from mini_ee.lab.rules import Patience, PatienceConfidence, Policy, Threshold
+from mini_ee.lab.sweep import from_loose_to_strict
 from mini_ee.lab.training import default_rule
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.loop import fit
@@ -294,7 +295,7 @@ def test_a_policy_that_is_as_sure_as_can_be_has_cuts_too():
     logits = np.array([[-800.0, 0.0], [800.0, -800.0]])
     recorded = of_exits(np.zeros((2, 3, 3)), logits)
     assert [rule.cut for rule in sweep(Policy())(recorded)][:2] == [0.5, 0.0]
-    assert {rule.cut for rule in Policy().from_loose_to_strict(recorded, 3)} >= {0.0, 0.5, 1.0}
+    assert {rule.cut for rule in from_loose_to_strict(Policy(), recorded, 3)} >= {0.0, 0.5, 1.0}
 
 
 def test_the_sweep_of_a_policy_is_empty_without_one():

@@ -18,6 +18,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.embedding_exits import DistillationData, PairData, TrainedEncoder, full_cosines, reached_cosines
 from mini_ee.lab.recording import record
 from mini_ee.lab.rules import Fixed, Never, Policy
+from mini_ee.lab.sweep import compared
 from mini_ee.lab.training import embedding_stages
 from mini_ee.lab.training.stages import Batch
 
@@ -202,7 +203,7 @@ def test_the_predictor_learns_the_cosine_of_each_exit(encoder_folder, tmp_path, 
     run = mini_ee.train("cosine-predictor", encoder_folder, tmp_path / "texts.txt", tmp_path / "run", **options)
     recorded = record(run.segments(), run.encode([(text,) for text in TEXTS]), 32)
     real = full_cosines(recorded.logits)[:, :-1]
-    predicted = Policy().compared(recorded)
+    predicted = compared(Policy(), recorded)
     for k in range(2):
         assert spearman(predicted[:, k], real[:, k]) > 0.5
     assert isinstance(run.rule, Policy)

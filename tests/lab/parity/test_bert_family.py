@@ -281,4 +281,4 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_folder, ta
     assert verified["max_logit_difference"] < ENGINES and verified["exit_agreement"] == 1
     answers = Runtime(tmp_path / "out", threads=1).run(texts)
     classified = [(each.label, each.layers) for each in loaded.classify(texts)]
-    assert [(each.label, loaded.exits[each.exit]) for each in answers] == classified
+    assert [(each.label, each.exit) for each in answers] == classified

@@ -549,4 +549,4 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_of, task_f
         assert [each.text for each in runtime.run(texts, max_new_tokens=9)] == run.generate(texts, max_new_tokens=9)
     else:
         expected = [(each.label, each.layers) for each in run.classify(texts)]
-        assert [(each.label, run.exits[each.exit]) for each in runtime.run(texts)] == expected
+        assert [(each.label, each.exit) for each in runtime.run(texts)] == expected

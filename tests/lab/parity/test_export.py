@@ -544,16 +544,16 @@ FILES = ["config.json", "manifest.json", "model.onnx", "model.safetensors", "tok
 
 
 def torch_answers(run, texts):
-    """Label, exit and logits of each text alone."""
+    """Label, exit layer and logits of each text alone."""
     for text in texts:
         result = early_exit(run.segments(), run.rule, run.encode([text]).batch(np.arange(1)))
-        yield run.label_names[result.logits[0].argmax()], result.exit_index[0], result.logits[0]
+        yield run.label_names[result.logits[0].argmax()], run.exits[result.exit_index[0]], result.logits[0]
 
 
 def assert_answers_like_torch(answers, run, texts, atol=ATOL):
     assert len(answers) == len(texts)
     for answer, (label, exit, logits) in zip(answers, torch_answers(run, texts)):
-        assert (answer.label, answer.exit, answer.layers) == (label, exit, run.exits[exit])
+        assert (answer.label, answer.exit, answer.layers) == (label, exit, exit)
         np.testing.assert_allclose(answer.logits, logits, rtol=0, atol=atol)
         powers = np.exp(logits - logits.max())
         assert answer.confidence == pytest.approx(powers.max() / powers.sum(), abs=1e-5) and answer.milliseconds > 0
@@ -839,7 +839,7 @@ def test_a_regression_on_pairs_leaves_by_patience_and_answers_numbers(tmp_path, 
     assert len({answer.exit for answer in answers}) >= 2
     for answer, text in zip(answers, texts):
         expected = early_exit(run.segments(), run.rule, run.encode([text]).batch(np.arange(1)))
-        assert answer.exit == expected.exit_index[0] and answer.confidence is None
+        assert answer.exit == run.exits[expected.exit_index[0]] and answer.confidence is None
         assert isinstance(answer.label, float) and answer.label == pytest.approx(expected.logits[0, 0], abs=ATOL)
 
 
@@ -1481,5 +1481,5 @@ def test_real_weights_exported_say_what_torch_says_on_real_sentences(tmp_path):
         assert len({answer.exit for answer in answers}) >= 2
         for row in clear:
             left = next((k for k in range(2) if margins[row, k] >= middle), 2)
-            assert (answers[row].exit, answers[row].logits.argmax()) == (left, logits[row, left].argmax())
+            assert (answers[row].exit, answers[row].logits.argmax()) == (run.exits[left], logits[row, left].argmax())
             np.testing.assert_allclose(answers[row].logits, logits[row, left], rtol=0, atol=1e-4)

@@ -29,6 +29,7 @@ from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.recording import Record, Recorded, read_and_measure, read_every_exit
 from mini_ee.lab.row_thresholds import RowThresholds
+from mini_ee.lab.rule_inputs import runtime_inputs, runtime_values, with_runtime
 from mini_ee.lab.rules import (
     RULES,
     Fixed,
@@ -41,6 +42,7 @@ from mini_ee.lab.rules import (
     Rule,
     Threshold,
 )
+from mini_ee.lab.sweep import compared
 from mini_ee.lab.training.policies import OneForAll
 from mini_ee.rules import max_probability
 
@@ -131,7 +133,7 @@ def rules_of(name, model, inputs):
     if name == "a number":
         return [Patience(1, 1.0)]
     if name == "ponder":
-        chances = QExit().compared(record_of(model, inputs))
+        chances = compared(QExit(), record_of(model, inputs))
         return [*(QExit(float(np.median(chances[:, k]) + 1e-4)) for k in (0, 1)), QExit(1.0)]
     if name in ("policy", "policy at exit 0", "certainty"):
         decided = early_exit_logits(model, inputs)
@@ -186,7 +188,7 @@ def test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says(tmp_path, n
         one = inputs.take([number])
         assert_same(early_exit(graph, rule, one), early_exit(model.segments(), rule, one))
         assert_same(early_exit(graph, Planned(np.full(B, last)), inputs), full)
-        if last and "threshold" in rule.runtime_inputs:
+        if last and "threshold" in runtime_inputs(rule):
             assert_rows_stop_by_their_own_thresholds(model, graph, rule, inputs)
         if number == 0:  # what does not depend on the rule in the graph
             for other, same in zip(others, others_expected):
@@ -200,14 +202,14 @@ def test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says(tmp_path, n
 def assert_rows_stop_by_their_own_thresholds(model, graph, rule, inputs):
     """A batch of rows with different thresholds equals batches of one, in torch and in the graph."""
     drawn, count = np.random.default_rng(1), len(model.exits) - 1
-    own = rule.runtime_values(count)["threshold"]
+    own = runtime_values(rule, count)["threshold"]
     found = np.where(np.isfinite(own), own, 0.5) + drawn.normal(0, 0.3, (B, count if type(rule) is Threshold else 1))
     found[:4] = np.array([-np.inf, np.inf, np.nan, np.nan])[:, None]
     thresholds = found.astype(np.float32) * np.ones(count, np.float32)
     alone = []
     for row, values in enumerate(np.where(np.isnan(thresholds), own, thresholds).tolist()):
         value = (*values, 0.0) if type(rule) is Threshold else values[0]
-        each = rule.with_runtime({"threshold": value})
+        each = with_runtime(rule, {"threshold": value})
         alone.append(early_exit(model.segments(), each, inputs.take([row])))
     exit_index = np.concatenate([each.exit_index for each in alone])
     assert len(set(exit_index.tolist())) > 1

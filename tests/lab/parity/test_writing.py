@@ -308,7 +308,7 @@ def test_copying_is_a_task_and_train_says_which_rules_keep_calms_guarantee(decod
         (("--task", "sing"), 2, "--task: expected a task's folder, or for a decoder continue or copy, found sing"),
         (("--target", "soft"), 2, "argument --target: invalid choice: 'soft'"),
         (("--task", "pieces"), 2, "--task pieces: consistent needs labels at the end of a text"),
-        (("--pool", "first"), 2, "consistent on tokens has no option pool; see `mini-ee train consistent --help`"),
+        (("--pool", "first"), 2, "consistent on tokens has no option pool; see `mini-ee train consistent --help-all`"),
         (("--max-train", "3"), 2, "consistent on tokens has no option max_train"),
         (("--resume",), 2, "no unfinished training here; start without --resume"),
         (("--text", "nowhere.txt"), 2, "nowhere.txt: No such file or directory"),
