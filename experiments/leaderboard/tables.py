@@ -44,6 +44,7 @@ TITLES = {
     "at 2x": "at 2x",
     "at 3x": "at 3x",
     "saved": "saved at 1 point",
+    "saved own": "saved at 1 point of its own",
     "lost": "lost at 1 point",
     "area": "area",
     "half speedup": "speed-up at 2x",
@@ -307,7 +308,7 @@ def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
     compared = {}
     for (method, figure), each in drawn.items():
         reference = drawn.get((REFERENCE, figure))
-        if method in (REFERENCE, CONTROL) or figure == "lost" or reference is None:
+        if method in (REFERENCE, CONTROL) or figure in ("lost", "saved own") or reference is None:
             continue
         if has_interval(each) and has_interval(reference):
             compared[method, figure] = interval(each if figure == "area" else difference(each, reference))
