@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mini_ee.experiments.leaderboard.protocol import method_of
 from mini_ee.experiments.leaderboard.replays import Replays, replay_all, with_measures
 from mini_ee.experiments.records import SeedRecord, read_records
 from mini_ee.lab.data.tasks import toy_task
@@ -152,7 +153,7 @@ def rules_for(method: str, held_out: Record) -> list[Rule]:
     """The full model and the candidates of a method; of the control all examples at one exit."""
     if method == CONTROL:
         return [Never(), *map(Fixed, reversed(range(len(held_out.segments.exits) - 1)))]
-    return method_rules(method, held_out, toy_task())  # any task with classes
+    return method_rules(method_of(method), held_out, toy_task())  # any task with classes
 
 
 class Mixture(NamedTuple):

@@ -279,8 +279,7 @@ def why_fewer(plan: Plan, task: TaskFigures, method: str) -> str:
     runs = task.runs.get(method, {})
     if len(runs) >= plan.seeds:
         return ""
-    trained_as = next((run.about.get("trained_as", method) for run in runs.values()), method)
-    if diverged := plan.diverged(task.task, trained_as):
+    if diverged := plan.diverged(task.task, method):
         others = f"; {NOT_YET}" if len(runs) + len(diverged) < plan.seeds else ""
         return f"the training diverged with seed {', '.join(diverged)}{others}"
     if max(about_figure(task, method, "seconds"), default=0.0) > LONG_SECONDS and len(runs) >= FEWER_SEEDS:
