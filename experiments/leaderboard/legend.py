@@ -18,8 +18,9 @@ LEGEND = {
     {NOTHING}: no accuracy at 2x, or a control.""",
     "method": """[METHODS.md](METHODS.md) says what each one does, and where its code is. All start from the same
     checkpoint.""",
-    "accuracy at 2x": f"""accuracy on the reported examples, mean over the tasks. The rule is one of the method's own.
-    It is the most accurate one on the held-out examples that needs at most half of the FLOPs there (2x fewer). On the
+    "accuracy at 2x": f"""accuracy on the reported examples, mean over the tasks. It is that of the rule of the
+    method that is most accurate on the held-out examples and needs at most half of the FLOPs there (2x fewer), or of a
+    mixture: a random part of the examples exits by one rule, the rest by another; the expected accuracy counts. On the
     reported examples it may need slightly more or less than half. FLOPs are relative to the method's own full model;
     both contain the heads. ± is half of the 95 % interval over seeds and examples, {NO_INTERVAL}: too few seeds.
     {ENOUGH}""",
@@ -32,14 +33,14 @@ LEGEND = {
     loses more. A layer that runs twice counts twice. Learning rates are not chosen for this column.""",
     "lost at 1 point": """accuracy that this rule loses on the reported examples, compared with the same full model. It
     can be more than one point, because the rule was chosen on other examples, or because every rule loses more.""",
-    "speed-up at 2x": """processor time of the method's full model divided by that of the rule of *accuracy at 2x*, with
-    one example at a time. It is above 2 if that rule needs much less than half of the FLOPs.""",
+    "speed-up at 2x": """processor time of the method's full model divided by that of its best single rule within half
+    of the FLOPs, with one example at a time. It is above 2 if that rule needs much less than half of the FLOPs.""",
     "training, s": """processor seconds of one training on the CPU, mean over the tasks of the ranks on which every
     method has one (the answer above names them).""",
     "MB added": "compared with a fine-tuned model without exits.",
     "seeds": "the fewest and the most on one of the tasks; the table of each task has its own.",
-    CONTROL: """a control, not a method: all examples exit at the same layer of joint training. If that leaves FLOPs
-    over, a random part of them exits at the next layer; the expected accuracy counts. Nothing is trained, added or
+    CONTROL: """a control, not a method: all examples exit at the same layer of joint training, or a random part of
+    them at another one, as the methods may mix two rules. Nothing is trained, added or
     timed for it.""",
     NOTHING: "does not apply.",
 }
@@ -51,6 +52,7 @@ TASK_LEGEND = {
     "▲, ▼": "better or worse than joint training (Holm's correction over all cells of the table).",
     "saved at 1 point, lost at 1 point": """layers saved in percent, and points lost, by the rule of *layers saved at 1
     point* (see the first table).""",
+    "saved at 1 point of its own": """the same if the loss counts from the method's own full model.""",
     "area": """mean difference from joint training in points, over shares of the FLOPs from 20 to 100 %. A share counts
     if both methods have a rule that needs no more. If fewer than half of the shares count, there is no area. It uses
     the seeds that both have, so it can differ from the columns.""",

@@ -39,14 +39,14 @@ class Plan(NamedTuple):
             for name, seeds in diverged.items()
         }
 
-    def state(self, task: str, training: str) -> dict:
-        """`tried` learning rates, and `diverged` seeds. training: the first of the methods that share it."""
-        path = self.records.parent / "leaderboard" / task / f"{training}.json"
+    def state(self, task: str, method: str) -> dict:
+        """What a method `tried`, the chosen `factor` and `options`, and `diverged` seeds."""
+        path = self.records.parent / "leaderboard" / task / f"{method}.json"
         return read_json(path, signed="tried") if path.exists() else {"tried": [], "diverged": {}}
 
-    def diverged(self, task: str, training: str) -> list[str]:
-        """The seeds with which a training diverged."""
-        return sorted(self.state(task, training)["diverged"])
+    def diverged(self, task: str, method: str) -> list[str]:
+        """The seeds with which the training of a method diverged."""
+        return sorted(self.state(task, method)["diverged"])
 
 
 def planned(out: Path, quick: bool) -> Plan:
@@ -58,7 +58,7 @@ def planned(out: Path, quick: bool) -> Plan:
         rates = f"the search for a learning rate begins with {factors}"
         if len(each.factors) == 1:
             rates = f"the learning rate is {factors}"
-        budget = f"at most {each.max_train:,} training examples, at most {each.epochs} epochs for each exit"
+        budget = f"at most {each.max_train:,} training examples, {each.epochs} epochs"
         training[each.name] = f"{models[each.name]}, {budget}; {rates}"
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}
     return Plan(

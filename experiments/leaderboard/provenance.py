@@ -18,7 +18,7 @@ from mini_ee.experiments.leaderboard.figures import (
     trained_on,
 )
 from mini_ee.experiments.leaderboard.legend import ENOUGH
-from mini_ee.experiments.leaderboard.protocol import SEARCH_SEEDS
+from mini_ee.experiments.leaderboard.protocol import NOT_MOVED, SEARCH_SEEDS
 from mini_ee.experiments.leaderboard.ranking import DRAWS
 from mini_ee.experiments.leaderboard.runs import CHOSEN_BY, HELD_OUT_ROWS
 from mini_ee.experiments.leaderboard.tables import Leaderboard, percent
@@ -40,6 +40,7 @@ class Trained(NamedTuple):
     name: str  # of the first method that it serves
     seed: int
     factor: float | None  # of the default learning rates
+    options: tuple[tuple[str, float], ...] = ()  # that were chosen or tried otherwise
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -62,7 +63,7 @@ def measured_lines(board: Leaderboard) -> list[str]:
         f"- {listed([name for name, each in board.plan.training.items() if each == text])}: {text}."
         for text in dict.fromkeys(board.plan.training.values())
     ]
-    lines += _exits(board) + _rates(board)
+    lines += _exits(board) + _rates(board) + [f"- {NOT_MOVED}"]
     lines += [
         f"- Intervals: a bootstrap with {DRAWS:,} draws of seeds and examples together, the same for all methods. Of S "
         f"seeds, S - 1 are drawn in each, so that the variance is unbiased. An interval is the mean ± t times the "
@@ -139,7 +140,8 @@ def _exits(board: Leaderboard) -> list[str]:
     line = (
         f"- Most methods have an exit after every layer. Some have fewer before the last layer: "
         f"{'; '.join(f'`{method}` after layer {listed(list(where))}' for method, where in others.items())}. There, an "
-        f"exit starts again from the embeddings, so many exits would cost too much, or the method chooses its exits."
+        f"exit starts again from the embeddings, so many exits would cost too much, the method chooses its exits, or "
+        f"the row has those of its paper."
     )
     for method, shares in least.items():
         if min(shares) > BUDGETS[HEADLINE]:
@@ -153,9 +155,10 @@ def _exits(board: Leaderboard) -> list[str]:
 def _rates(board: Leaderboard) -> list[str]:
     """How learning rates are searched for, and which multiples of the defaults were chosen."""
     chosen = defaultdict(Counter)
-    for (task, name), about in _trainings(board).items():
-        if len({each["factor"] for each in board.plan.state(task, name)["tried"]}) > 1:
-            chosen[task][about_value(about, ("rates", "factor"))] += 1
+    for task, method in _trainings(board):
+        state = board.plan.state(task, method)
+        if len({each["factor"] for each in state["tried"]}) > 1 and "factor" in state:
+            chosen[task][state["factor"]] += 1
     if not chosen:
         return []
     each = [
@@ -171,9 +174,9 @@ def _rates(board: Leaderboard) -> list[str]:
     ]
 
 
-def _trainings(board: Leaderboard) -> dict[tuple[str, str], dict]:
-    """(task, training) -> `about` of one of its records."""
-    return {(task, about.get("trained_as", method)): about for task, method, _, about in _abouts(board)}
+def _trainings(board: Leaderboard) -> dict[tuple[str, str], str]:
+    """(task, method) -> the name of its training."""
+    return {(task, method): about.get("trained_as", method) for task, method, _, about in _abouts(board)}
 
 
 def _recorded_seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
@@ -181,7 +184,7 @@ def _recorded_seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
     found = {}
     for task, method, seed, about in _abouts(board):
         seconds, factor = (about_value(about, path) for path in (ABOUT["seconds"], ("rates", "factor")))
-        key = Trained(task, about.get("trained_as", method), seed, factor)
+        key = Trained(task, about.get("trained_as", method), seed, factor, tuple(about.get("chosen", {}).items()))
         found[key] = seconds or 0.0, trained_on(about) is not None
     return found
 
@@ -189,9 +192,9 @@ def _recorded_seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
 def _seconds(board: Leaderboard) -> dict[Trained, tuple[float, bool]]:
     """The same of all trainings, with those that only chose a rate."""
     found = _recorded_seconds(board)
-    for task, name in _trainings(board):
-        for each in board.plan.state(task, name)["tried"]:
-            key = Trained(task, name, each["seed"], each["factor"])
+    for (task, method), name in _trainings(board).items():
+        for each in board.plan.state(task, method)["tried"]:
+            key = Trained(task, name, each["seed"], each["factor"], tuple(each.get("options", {}).items()))
             found.setdefault(key, (each["seconds"] or 0.0, "gpu" in each))
     return found
 

@@ -44,6 +44,7 @@ TITLES = {
     "at 2x": "at 2x",
     "at 3x": "at 3x",
     "saved": "saved at 1 point",
+    "saved own": "saved at 1 point of its own",
     "lost": "lost at 1 point",
     "area": "area",
     "half speedup": "speed-up at 2x",
@@ -278,8 +279,7 @@ def why_fewer(plan: Plan, task: TaskFigures, method: str) -> str:
     runs = task.runs.get(method, {})
     if len(runs) >= plan.seeds:
         return ""
-    trained_as = next((run.about.get("trained_as", method) for run in runs.values()), method)
-    if diverged := plan.diverged(task.task, trained_as):
+    if diverged := plan.diverged(task.task, method):
         others = f"; {NOT_YET}" if len(runs) + len(diverged) < plan.seeds else ""
         return f"the training diverged with seed {', '.join(diverged)}{others}"
     if max(about_figure(task, method, "seconds"), default=0.0) > LONG_SECONDS and len(runs) >= FEWER_SEEDS:
@@ -307,7 +307,7 @@ def _marks(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
     compared = {}
     for (method, figure), each in drawn.items():
         reference = drawn.get((REFERENCE, figure))
-        if method in (REFERENCE, CONTROL) or figure == "lost" or reference is None:
+        if method in (REFERENCE, CONTROL) or figure in ("lost", "saved own") or reference is None:
             continue
         if has_interval(each) and has_interval(reference):
             compared[method, figure] = interval(each if figure == "area" else difference(each, reference))

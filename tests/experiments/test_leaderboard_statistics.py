@@ -170,7 +170,7 @@ def exam_task(depth_of, seeds=3):
         right = random.random(400) < 0.9 - 0.05 * kind
         at, depths, flops = ({exam.EXAM_SHARE: each} for each in (right, depth, 0.4))
         full = right | (kind == 6)
-        runs[seed] = SeedFigures({}, full, 0.8, at, depths, flops, None, right, 1.0, (12,), 0.5, 0.1, 0.4)
+        runs[seed] = SeedFigures({}, full, 0.8, at, depths, flops, None, depth, right, 1.0, (12,), 0.5, 0.1, 0.4)
     return TaskFigures(EXAM, {"x": runs}, {}), rows, kind, words
 
 
