@@ -114,7 +114,7 @@ FOUND = (  # they found, we found, agrees
     (
         "How well confidence predicts the errors of an exit predicts what early exit saves; calibration error does "
         "not ([arXiv:2508.21495](https://arxiv.org/abs/2508.21495)).",
-        "The [leaderboard](leaderboard.md#does-a-property-of-the-exits-predict-how-many-layers-are-saved) has the "
+        "The [leaderboard](leaderboard/hardness.md#does-a-property-of-the-exits-predict-how-many-layers-are-saved) has the "
         "correlations of both with the layers saved. They have no intervals, so they decide nothing.",
         "not decided",
     ),

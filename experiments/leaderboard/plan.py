@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mini_ee.experiments.leaderboard import protocol
-from mini_ee.experiments.markdown import listed
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.registry import METHODS
 
@@ -22,7 +21,6 @@ class Plan(NamedTuple):
     seeds: int  # of each method and task, unless its training takes too long
     command: str
     not_rows: Mapping[str, str] = {}  # method that is in no table of classifiers -> why
-    training: Mapping[str, str] = {}  # task -> how methods are trained on it
     models: Mapping[str, str] = {}  # task -> the model in words
 
     @property
@@ -52,14 +50,7 @@ class Plan(NamedTuple):
 def planned(out: Path, quick: bool) -> Plan:
     """The plan of the protocol."""
     exams = sorted(protocol.exams(quick), key=lambda each: each.name == EXAM)
-    training, models = {}, {each.name: each.model or "the built-in BERT of 12 layers" for each in exams}
-    for each in exams:
-        factors = f"{listed([f'{factor:g}' for factor in each.factors])} times the default"
-        rates = f"the search for a learning rate begins with {factors}"
-        if len(each.factors) == 1:
-            rates = f"the learning rate is {factors}"
-        budget = f"at most {each.max_train:,} training examples, {each.epochs} epochs"
-        training[each.name] = f"{models[each.name]}, {budget}; {rates}"
+    models = {each.name: each.model or "the built-in BERT" for each in exams}
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}
     return Plan(
         out / "records",
@@ -68,6 +59,5 @@ def planned(out: Path, quick: bool) -> Plan:
         protocol.seed_count(quick),
         "mini-ee reproduce leaderboard" + (" --quick" if quick else ""),
         reasons,
-        training,
         models,
     )

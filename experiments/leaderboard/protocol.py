@@ -41,10 +41,6 @@ CHOICES = {"consistent": {"alpha": (0.07, 0.02, 0.2)}}
 """Method -> option -> its default, and the other values that the search seeds try with the chosen rates."""
 SPARSE = {"sweet-every-second": ("sweet", 2)}
 """Row of the tables -> its method, and that it has an exit after every so many layers, as in its paper."""
-NOT_MOVED = (
-    "The trade-off of hashee, palbert, cat and tr-bert also lies in a setting of their training (groups of tokens, "
-    "prior, tolerance, alpha), which keeps its default."
-)
 BATCH_SIZE = 32  # the default of all methods
 
 
