@@ -1,6 +1,5 @@
-"""Markdown of all result pages: tables, wrapped paragraphs, and the sentence that names the command."""
+"""Markdown of all result pages: tables and lists of names, and the check before a page is overwritten."""
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,26 +21,9 @@ def markdown_table(names: Sequence[str], rows: Iterable[Iterable] = ()) -> list[
     return [markdown_row(names), "|" + "---|" * len(names), *map(markdown_row, rows)]
 
 
-def listed(names: Sequence[str], word: str = "and") -> str:
+def listed(names: Sequence[str]) -> str:
     """a, b and c."""
-    return f" {word} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
-def folded(summary: str, lines: Iterable[str]) -> list[str]:
-    """Lines that a reader unfolds by a click on the summary, which is HTML."""
-    return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>", ""]
-
-
-def made_by(command: str, source: str) -> str:
-    """The sentence that names the command of a page and the files that it reads."""
-    return f"Made by `{command}` from {source}."
-
-
-def wrapped(text: str) -> str:
-    """Wrap paragraphs, which empty lines separate. Tables, headings, pictures, lists and HTML stay unchanged."""
-    parts = text.strip().split("\n\n")
-    wrap = textwrap.TextWrapper(118, break_on_hyphens=False)
-    return "\n\n".join(part if part[0] in "#|!-<" else wrap.fill(part) for part in parts) + "\n"
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def check_is_page(path: Path, heading: str) -> None:

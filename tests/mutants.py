@@ -31,6 +31,7 @@ from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.export.tracing import Value
 from mini_ee.lab.rule_inputs import with_runtime
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
+from mini_ee.weights import make_reviews
 
 TESTS = Path(__file__).parent
 CAUGHT = (AssertionError, ValueError, RuntimeWarning, pytest.fail.Exception)  # some bugs break shapes: a catch too
@@ -55,6 +56,11 @@ def source(old, new):
         return namespace[true.__name__]
 
     return bug
+
+
+def thresholds_of_the_first_rows(self, k, read, memory):
+    """Whoever stays gets the thresholds of the batch's first rows."""
+    return with_runtime(self.rule, {"threshold": self.thresholds[: len(read), k]}).stop(k, read, memory)
 
 
 def measure(wrong):
@@ -529,6 +535,7 @@ RULES = [
     ("confidence.MEASURES.breaking_ties", measure(core_rules.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
     ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
     ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
+    ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]"),
     ("mini_ee.rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
     ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
     *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
@@ -760,6 +767,15 @@ LABEL_WORDS = "export.py::test_each_layer_says_of_the_label_words_what_the_maske
 DECODER_WORDS = "export.py::test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says[llama-1]"
 STOPS = "model_graph.py::test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says[bert]"
 OPERATION = "export.builder.Builder.op"
+OF_HEADS = [
+    (f"exits.{place}", always(wrong), f"classification_heads.py::test_the_logits_of_every_family_are_those_of_transformers[{kind}]")
+    for place, wrong, kind in (
+        ("heads._last", lambda hidden, real: hidden[:, -1], "llama"),
+        ("heads._last", lambda hidden, real: hidden[:, 0], "llama"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: state, "bert"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: self.dense(state), "roberta"),
+    )
+]
 OF_GRAPHS = [
     (OPERATION, node("Gelu", approximate="tanh"), LABEL_WORDS),
     (OPERATION, node("LayerNormalization", epsilon=1e-2), LABEL_WORDS),
@@ -770,7 +786,7 @@ OF_GRAPHS = [
     ("export.segment_graphs._rows_of", source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"), LABEL_WORDS),
     (OPERATION, node("Not", "Identity"), STOPS),
     ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
-    *[("row_thresholds.RowThresholds.stop", always(lambda self, k, reading, memory: with_runtime(self.rule, {"threshold": self.thresholds[: len(reading), k]}).stop(k, reading, memory)), test) for test in (STOPS, CONTRACT + "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]")],
+    ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), STOPS),
     ("export.runtime.Runtime.answers", source("(self.exits[k] for k in exit_index)", "exit_index"), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
@@ -793,7 +809,24 @@ OF_LEADERBOARD = [
 
 OF_PAGES = [
     ("experiments.claims._row_variance", source("np.mean(one, axis=0)", "one[0]"), "verdicts.py::test_with_records_the_error_is_that_of_the_differences_of_examples"),
+    ("experiments.verdicts.judged", source("LEVEL / sizes", "LEVEL"), "verdicts.py::test_the_papers_size_is_excluded_among_several_with_bonferronis_correction"),
+    ("experiments.example_values._at_share", source("<= share + SLACK", "<= 1"), "verdicts.py::test_accuracy_at_a_cost_is_that_of_the_best_rule_that_needs_at_most_so_much"),
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
+]
+
+BAG_OF_WORDS = "reviews.py::test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones[0]"
+OF_DATA = [
+    ("mini_ee.weights.make_reviews.GRAMMAR.negated", always(make_reviews.PLAIN), BAG_OF_WORDS),
+    ("mini_ee.weights.make_reviews.GRAMMAR.negated", always(tuple(flip for _, flip in make_reviews.NEGATED)), BAG_OF_WORDS),
+    *[
+        (f"exits.prompt_exits.{place}", bug, f"prompting.py::test_every_exit_has_the_lm_logits_of_its_layer_at_the_mask_or_the_last_token[{kind}]")
+        for kind in ("encoder", "decoder")
+        for place, bug in (
+            ("PromptModel.read_at", lambda true: lambda *given: true(*given) * 0),
+            ("PromptModel.read_at", lambda true: lambda *given: true(*given) - 1),
+            ("PromptSegments.advance", always(lambda self, k, state: state)),
+        )
+    ],
 ]
 
 SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
@@ -846,9 +879,10 @@ MUTANTS = [
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
     *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
-    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_GRAPHS)],
+    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
+    *[(dotted(place), bug, f"lab/data/test_{test}") for place, bug, test in OF_DATA],
     *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
     *[(dotted(place), bug, f"lab/commands/test_{test}") for place, bug, test in OF_COMMANDS],
     *[(dotted(place), bug, f"export/test_ring_{test}") for place, bug, test in OF_RING],

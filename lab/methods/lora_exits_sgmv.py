@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import mini_ee.lora_exits as paper
 from mini_ee.lab.backbones.backbone import Adapt
 from mini_ee.lab.backbones.lora import columns_of
 from mini_ee.lab.backbones.targets import TARGETS
@@ -26,7 +25,8 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
     """The same result as the core's, which explains the arguments. Gradients flow to all four tensors.
 
     y may be a view of some columns of a larger tensor. If all segments have one length, two batched products do. If
-    not, a GPU runs the kernel of lora_exits_sgmv_triton.py, because many launches are slow there.
+    not, a CPU takes one segment after the other, as the core does, and a GPU runs the kernel of
+    lora_exits_sgmv_triton.py, because many launches are slow there.
     """
     x, A, B = (each.to(y.dtype) for each in (x, A, B))  # under autocast y, the first term, has lower precision
     lengths = {stop - start for start, stop in zip(starts, starts[1:])}
@@ -35,7 +35,10 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
         y.unflatten(0, segments).baddbmm_(_shrink(x.unflatten(0, segments), A), B, alpha=scale)
         return y
     if not x.is_cuda:
-        return paper.sgmv(y, x, A, B, starts, scale)
+        for i, (start, stop) in enumerate(zip(starts, starts[1:])):
+            if start < stop:
+                y[start:stop].addmm_(_shrink(x[start:stop], A[i]), B[i], alpha=scale)
+        return y
     from mini_ee.lab.methods.lora_exits_sgmv_triton import segmented_product
 
     with torch.cuda.device(x.device):

