@@ -1,6 +1,6 @@
 """A recording of the page that `mini-ee export RUN --out DIR --web` writes: the slider moves, and the bars follow.
 
-    python docs/record_page.py DIR docs/pictures/page.gif       # needs Chromium, and Pillow, which matplotlib brings
+python docs/record_page.py DIR docs/pictures/page.gif       # needs Chromium, and Pillow, which matplotlib brings
 """
 
 import base64
@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from chromium import Chromium  # noqa: E402
 
 SIZE, SCALE, COLOURS, MILLISECONDS = (900, 1150), 0.6, 48, 700
-MOVE = "const s = document.querySelector('#slider'); s.value = {}; s.dispatchEvent(new Event('input'))"
-SETTLED = "document.querySelector('#status').hidden !== false && document.querySelectorAll('.exits li').length > 0"
+MOVE = "{{ const s = document.querySelector('#slider'); s.value = {}; s.dispatchEvent(new Event('input')) }}"
+SETTLED = "document.querySelectorAll('.exits li').length > 0"
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -35,7 +35,7 @@ def record(folder: Path, out: Path) -> None:
     """Open the page of the folder, move the slider from strict to loose and back, and write the pictures as a GIF."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser, (width, height) = Chromium(profile), SIZE
         browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         browser.open(f"http://127.0.0.1:{server.server_port}/index.html", SETTLED)

@@ -331,8 +331,8 @@ def read_texts(path: str | Path) -> list[str]:
     """The texts of a UTF-8 file, separated by <|endoftext|> or, without it, by blank lines."""
     try:
         content = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a text in UTF-8: {error}") from None
+    except (UnicodeDecodeError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}; expected texts in UTF-8") from None
     parts = content.split("<|endoftext|>") if "<|endoftext|>" in content else re.split(r"\n\s*\n", content)
     texts = [part.strip() for part in parts if part.strip()]
     if len(texts) < 2:

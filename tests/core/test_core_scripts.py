@@ -97,9 +97,10 @@ def test_a_wrong_option_is_one_line_before_the_training(given, monkeypatch, caps
     assert stopped.value.code == 2 and printed.out == "" and re.fullmatch(f".*{WRONG[given]}.*\n", printed.err)
 
 
-def test_a_paper_is_a_script(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "mini_ee.raee", "--task", "no"], capture_output=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.decode().startswith("error: no: no such file")
+@pytest.mark.parametrize("paper", ["raee", "self_supervised"])
+def test_a_paper_is_a_script(paper, tmp_path):
+    done = subprocess.run([sys.executable, "-m", f"mini_ee.{paper}", "--task", "no"], capture_output=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.decode().lower().startswith("error: no: no such file")
 
 
 # ---- Files ----

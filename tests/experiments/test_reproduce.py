@@ -622,7 +622,7 @@ def test_other_settings_are_run_anew(tmp_path):
 
 
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
-    assert main(["reproduce", "loraexit", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert main(["reproduce", "lora-exits", "--sources", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
     assert "no such file or folder; give --sources a folder with weights/ and data/" in line and line.count("\n") == 1
     assert not (tmp_path / "out").exists()
