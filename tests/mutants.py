@@ -804,7 +804,8 @@ OF_LEADERBOARD = [
     (LEADERBOARD + "ranking._on_seeds_of", source("[at] * len(one.seeds)", "[at]"), "statistics.py::test_a_difference_over_tasks_is_on_each_task_of_the_seeds_that_both_have"),
     (LEADERBOARD + "ranking.has_interval", source("LEAST_SEEDS - 1", "1"), "statistics.py::test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better[2]"),
     (LEADERBOARD + "exam._partial", source("xy - xz * yz", "xy"), "statistics.py::test_the_exam_tells_easy_from_short[<lambda>-what is easy]"),
-    (LEADERBOARD + "figures.seed_figures", source("reported.passes[", "reported.depth["), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
+    (LEADERBOARD + "figures.seed_figures", source("reported.passes[at_one", "reported.depth[at_one"), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
+    (LEADERBOARD + "figures.best_mixture", source("(PARTS - deeper)", "PARTS"), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
 ]
 
 OF_PAGES = [
