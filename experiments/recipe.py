@@ -48,6 +48,9 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
     small = recipe.pop("quick", None)
     if quick and small is None:
         raise WrongArguments(f"--quick is for {', '.join(PAPERS)}; leave it out for {paper}")
+    for claim in recipe["claims"]:
+        if (tried := claim.get("tried")) and isinstance(tried["cases"], str):
+            tried["cases"] = recipe["settings"][tried["cases"]]
     return recipe | small | {"template": "quick"} if quick else recipe
 
 

@@ -11,15 +11,16 @@ from filelock import FileLock
 from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.measures import ON_A_GPU
 from mini_ee.experiments.page_data import read_data
+from mini_ee.experiments.pages import heading, page_of
 from mini_ee.experiments.pictures import draw, draw_verdicts
 from mini_ee.experiments.recipe import Case, cases_named, cases_of, load_recipe, select
-from mini_ee.experiments.result_page import filled, overview_figures, pages_of
+from mini_ee.experiments.result_page import overview_figures, pages_of
 from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
 from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.evaluation.plots import can_draw
 
-HEADINGS = {"README": "# Results", "judging": "# How a claim is judged"}
+OVERVIEW = ("README", "judging")
 
 
 def reproduce(
@@ -47,8 +48,8 @@ def reproduce(
     found = Sources(sources, folder / "runs", device)
     cases = _possible(cases_named(recipe if only is None else select(recipe, only), cases_of(recipe)), say)
     check_is_page(out / f"{paper}.md", f"# {recipe['title']}")
-    for name, heading in HEADINGS.items():
-        check_is_page(out / f"{name}.md", heading)
+    for name in OVERVIEW:
+        check_is_page(out / f"{name}.md", heading(name))
     (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
     runs = [(case, first + k) for case in cases.values() for k in range(count or case.seeds or usual)]
     runs.sort(key=itemgetter(1))
@@ -108,5 +109,5 @@ def write_overview(out: Path, quick: bool) -> None:
     figures = overview_figures(out, quick)
     if can_draw():
         draw_verdicts(out / "verdicts.png", {paper["title"]: paper["claims"] for paper in figures["papers"].values()})
-    for name in HEADINGS:
-        write_bytes(out / f"{name}.md", filled(name, figures).encode())
+    for name in OVERVIEW:
+        write_bytes(out / f"{name}.md", page_of(name, figures).encode())

@@ -15,8 +15,8 @@ from mini_ee.experiments.claims import NO_SEED_HAS_IT, Judged, compare_cases, ju
 from mini_ee.experiments.leaderboard.figures import task_figures
 from mini_ee.experiments.markdown import markdown_row, markdown_table
 from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, is_share, printed, read_data, with_unit
-from mini_ee.experiments.pages import TEMPLATES, fill_in
-from mini_ee.experiments.recipe import PAPERS, comparisons_of, is_choice, load_recipe, parts_of, sides
+from mini_ee.experiments.pages import TEMPLATES, page_of
+from mini_ee.experiments.recipe import PAPERS, command_of, comparisons_of, is_choice, load_recipe, parts_of, sides
 from mini_ee.experiments.records import read_records
 from mini_ee.experiments.trainings import MADE_WITH
 from mini_ee.experiments.verdicts import ABOVE, BELOW, FAILS, HOLDS, MISSING, VERDICTS, Compared
@@ -233,15 +233,14 @@ def pages_of(paper: str, recipe: dict, out: Path) -> dict[str, str]:
     data = read_data(out / paper, recipe)
     first, differs = recipe.get("template", paper), f"differs/{paper}.md"
     known = first == paper and (TEMPLATES / differs).exists()
-    figures = figures_of(recipe, data) | {"paper": paper, "differs": differs if known else ""}
+    figures = figures_of(recipe, data) | {
+        "paper": paper,
+        "differs": differs if known else "",
+        "command": command_of(paper),
+    }
     names = ("claims", "tables") if recipe["claims"] else ("tables",)
-    details = {f"{paper}/{name}.md": filled(name, figures) for name in names}
-    return {f"{paper}.md": filled(first, figures), **details, f"{paper}/runs.csv": runs_table(data)}
-
-
-def filled(template: str, figures: dict) -> str:
-    """The text of pages/TEMPLATE.md with its figures."""
-    return fill_in((TEMPLATES / f"{template}.md").read_text(encoding="utf-8"), figures, f"{template}.md")
+    details = {f"{paper}/{name}.md": page_of(name, figures) for name in names}
+    return {f"{paper}.md": page_of(first, figures), **details, f"{paper}/runs.csv": runs_table(data)}
 
 
 def overview_figures(out: Path, quick: bool) -> dict:

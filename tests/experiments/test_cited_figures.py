@@ -130,7 +130,7 @@ def citations(text: str) -> list[tuple[str, str]]:
         paragraph = " ".join(paragraph.split())
         for link in re.finditer(r"\]\(((?:\.\./)?results/[\w-]+\.md)", paragraph):
             before = paragraph[: link.end()]
-            ends = [end.end() for end in re.finditer(r"(?<=[\w%)`*])[.:!?] (?=[A-Z*`\[])", before)]
+            ends = [end.end() for end in re.finditer(r"(?<=[\w%)`*])[.:!?] (?=[A-Z*`\[-])", before)]
             found.append((before[max(ends, default=0) :], link[1]))
     return found
 

@@ -23,11 +23,12 @@ from mini_ee import train
 from mini_ee.experiments import measures, pictures, recipe, reproduce, result_page, trainings
 from mini_ee.experiments.example_values import example_values
 from mini_ee.experiments.page_data import TEST_SHARE, PageData, cell, is_share, read_data
+from mini_ee.experiments.pages import page_of
 from mini_ee.experiments.recipe import PAGES, PAPERS, Case, cases_named, cases_of, load_recipe, panels_of
 from mini_ee.experiments.records import SeedRecord, read_records, rounded, write_record
 from mini_ee.experiments.result_page import (
+    Claim,
     figures_of,
-    filled,
     mean_of,
     overview_figures,
     pages_of,
@@ -35,7 +36,7 @@ from mini_ee.experiments.result_page import (
     table_text,
 )
 from mini_ee.experiments.trainings import read_case
-from mini_ee.experiments.verdicts import LEAST_SEEDS, MISSING
+from mini_ee.experiments.verdicts import EXCLUDED, FAILS, HOLDS, LEAST_SEEDS, MISSING, UNDECIDED, UNTESTED
 from mini_ee.lab.calibration import observe
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, sole_writer, write_json
@@ -970,8 +971,8 @@ def test_a_picture_has_a_panel_for_each_series_next_to_another_or_for_each_of_it
 def test_the_overview_shows_what_the_records_contain(few_candidates, monkeypatch):
     monkeypatch.setattr(default_rule, "CANDIDATES", few_candidates)
     figures = overview_figures(RESULTS, False)
-    for name in reproduce.HEADINGS:
-        assert filled(name, figures) == (RESULTS / f"{name}.md").read_text(), (
+    for name in reproduce.OVERVIEW:
+        assert page_of(name, figures) == (RESULTS / f"{name}.md").read_text(), (
             "write it anew: mini-ee reproduce lora-exits"
         )
 
@@ -1013,6 +1014,22 @@ def test_dots_are_means_in_percent_and_stacked_bars_add_up(tmp_path, monkeypatch
     assert [text.get_text() for text in bars.texts] == ["full model"] and bars.lines[0].get_ydata()[0] == pytest.approx(
         0.5
     )
+
+
+def test_each_claim_has_a_square_in_the_colour_of_its_verdict(tmp_path, monkeypatch):
+    to_hex = pytest.importorskip("matplotlib.colors").to_hex
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    verdicts = [HOLDS, FAILS, EXCLUDED, UNDECIDED, UNTESTED, MISSING, HOLDS]
+    claims = [Claim(k, f"claim {k}", {"control": k == 1}, verdict, [], [], "") for k, verdict in enumerate(verdicts)]
+    pictures.draw_verdicts(tmp_path / "verdicts.png", {"Paper": claims})
+    (axes,) = drawn[0].axes
+    colours = [to_hex(square.get_facecolor()) for square in axes.patches]
+    assert colours == [pictures.VERDICT_COLOURS[each] for k, each in enumerate(verdicts) if k != 1]
+    names = [text.get_text() for text in axes.texts]
+    assert names == ["Paper", *(f"claim {k}" for k in (0, 2, 3, 4, 5, 6))]
+    legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert legend == [HOLDS, EXCLUDED, UNDECIDED, UNTESTED, MISSING]
 
 
 def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
