@@ -48,7 +48,7 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
     small = recipe.pop("quick", None)
     if quick and small is None:
         raise WrongArguments(f"--quick is for {', '.join(PAPERS)}; leave it out for {paper}")
-    return recipe | small | {"answer": [], "bridges": []} if quick else recipe
+    return recipe | small | {"template": "quick"} if quick else recipe
 
 
 def cases_of(recipe: dict) -> dict[str, Case]:

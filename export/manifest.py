@@ -12,6 +12,7 @@ from mini_ee.rules import Fixed, Never, Patience, Policy, Rule, Threshold
 FORMAT_VERSION = 4  # since model.onnx
 MANIFEST = "manifest.json"
 IDS = ("input_ids", "token_type_ids", "attention_mask")  # inputs of the graphs
+OWN_THRESHOLD = "constant_own_threshold_float32"  # of the rule in model.onnx; `mini-ee calibrate` replaces it
 STACKED = ("query", "key", "value")  # whose weights are one, `qkv`, for one product
 RULES = {"never": Never, "fixed": Fixed, "threshold": Threshold, "patience": Patience, "policy": Policy}
 

@@ -34,10 +34,12 @@ def verify(folder: Path, model: Exits, rule: Rule, data: Rows) -> dict:
                 found.append(early_exit(runtime.segments, Fixed(k), batch).logits)
             differences += [float(abs(expected - logits).max()) for logits in found]
             largest = max(largest, float(abs(expected).max()))
-    stops = early_exit(model, rule, inputs).exit_index, runtime.run_batch(batch, rule).exit_index
-    agreement = float(np.mean(stops[0] == stops[1]))
+    in_torch, in_graph = early_exit(model, rule, inputs), runtime.run_batch(batch, rule)
+    agreement = float(np.mean(in_torch.exit_index == in_graph.exit_index))
+    predictions = float(np.mean(in_torch.logits.argmax(1) == in_graph.logits.argmax(1)))
     difference, allowed = float(np.max(differences)), max(TOLERANCE, RELATIVE * largest)
     if not difference <= allowed or agreement < AGREEMENT:
         line = f"by {difference:.2g} (logits; {allowed:.2g} are allowed), {agreement:.1%} of the exits are equal"
         raise ValueError(f"graphs and torch differ {line}; no folder was written")
-    return {"texts": len(rows), "max_logit_difference": difference, "exit_agreement": agreement}
+    shares = {"prediction_agreement": predictions, "exit_agreement": agreement}
+    return {"texts": len(rows), "max_logit_difference": difference} | shares

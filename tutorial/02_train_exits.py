@@ -206,8 +206,8 @@ for name, table in (("joint", recorded), ("two-stage", recorded_stages)):
 #
 # This picture grows with every paper. Joint training is ahead here, because two-stage training never asks the early
 # layers for anything. But one seed and 600 sentences prove little, because such an accuracy has a standard error of
-# almost two points. On TREC (questions of six types), with five seeds, joint training reaches 91.1% after two of six layers and
-# two-stage training 85.8% ([results](results/loraexit.md)).
+# almost two points. On TREC (questions of six types), with five seeds, joint training reaches 91.1% after two of six
+# layers and two-stage training 85.8% ([results](results/loraexit.md)).
 #
 # A third recipe, SWEET ([Rotem et al. 2023](https://arxiv.org/abs/2306.02307)), cuts the gradients between exits, so
 # that each layer learns from one exit only: `mini-ee train sweet`.
