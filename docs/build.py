@@ -95,6 +95,7 @@ def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
             markdown_page("files.md", "All files", all_files(files)),
         ],
         "Results": markdown_pages("results/*.md", ["README", *PAPERS]),
+        "Results in detail": markdown_pages("results/*/*.md"),
         "Deployment": markdown_pages("export/*.md", ["README"])
         + markdown_pages("export/[!w]*/*.md")
         + markdown_pages("serve/*.md"),

@@ -17,17 +17,11 @@ PAPERS = {  # result page -> the file that implements the paper
 
 
 def paper_notes(paper: str) -> tuple[str, Text]:
-    """The name of a paper, and from its result page the answer and the claims with their verdicts."""
+    """The name of a paper, and from its result page the answer."""
     source = f"results/{paper}.md"
-    head, *sections = (ROOT / source).read_text().split("\n## ")
-    title, *paragraphs = head.removeprefix("# ").split("\n\n")
+    title, *paragraphs = (ROOT / source).read_text().removeprefix("# ").split("\n\n")
     lines = list(takewhile(lambda paragraph: not paragraph.startswith("!"), paragraphs))  # up to the first picture
-    for claims in (each for each in sections if each.startswith("Claims\n")):
-        lines += [
-            "<details><summary>Its claims, and our verdicts</summary>",
-            claims.removeprefix("Claims\n"),
-            "</details>",
-        ]
+    title = title.partition(":")[0]
     lines += [f"[All results of {title}]({paper}.md)"]
     return title, Text("\n\n".join(lines), source)
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.experiments.measures import FLOPS_SHARES
 from mini_ee.experiments.records import SeedRecord, read_records
 from mini_ee.lab.recording import ExitResult
 from mini_ee.lab.rules import rule_from_dict
 
+FLOPS_SHARES = {"at a third": 1 / 3, "at two thirds": 2 / 3}  # of the full model's FLOPs, for scores at a cost
+SLACK = 1e-9  # of a sum of FLOPs
 PREFIXES = {"default ": "default", "policy ": "policy"}  # of a figure -> the name of its rule in the record
 
 
@@ -31,10 +32,11 @@ def example_values(path: Path, seed: int, figure: str) -> np.ndarray | None:
     if not path.exists():
         return None
     made = _records(path, path.stat().st_mtime_ns).get(seed)
-    return None if made is None else _values(made, figure)
+    return None if made is None else values_of(made, figure)
 
 
-def _values(made: SeedRecord, figure: str) -> np.ndarray | None:
+def values_of(made: SeedRecord, figure: str) -> np.ndarray | None:
+    """(N,): the values of the reported examples; None if the record does not have the figure."""
     if figure in (listed := made.about.get("values", {})):
         return np.array(listed[figure], np.float64)
     if "rules" not in made.about:
@@ -55,23 +57,26 @@ def _values(made: SeedRecord, figure: str) -> np.ndarray | None:
                 return values(made.reported.replay(rule_from_dict(made.about["rules"][rule])))
         name = figure.removeprefix(f"{what} ")
         if name in FLOPS_SHARES and what == "score":
-            return _at_share(made, values, FLOPS_SHARES[name])
+            at_share = _at_share(made, FLOPS_SHARES[name])
+            return None if at_share is None else values(at_share)
         if name != figure and name in made.about["rules"]:
             return values(made.reported.replay(rule_from_dict(made.about["rules"][name])))
     return None
 
 
-def _at_share(made: SeedRecord, values: Callable[[ExitResult], np.ndarray], share: float) -> np.ndarray | None:
-    """Interpolated between the two rules of the curve with FLOPs around the share; None if there are none."""
-    results = [made.reported.replay(rule_from_dict(rule)) for rule in made.about["curve"]]
-    flops = np.array([_flops(made, *each) for each in zip(made.about["curve"], results)])
-    order = np.argsort(flops, kind="stable")
-    if not flops.min() <= share <= flops.max():
-        return None
-    above = int(np.searchsorted(flops[order], share))
-    low, high = order[max(above - 1, 0)], order[above]
-    weight = 0.0 if flops[high] == flops[low] else (share - flops[low]) / (flops[high] - flops[low])
-    return (1 - weight) * values(results[low]) + weight * values(results[high])
+def _at_share(made: SeedRecord, share: float) -> ExitResult | None:
+    """The reported examples with the best rule of the curve that needs at most this share of the full model's FLOPs on
+    them: the one with the highest held-out score, of equal ones the most expensive. None if every rule needs more.
+    """
+    held_out, best = made.held_out, None
+    for rule in made.about["curve"]:
+        result = made.reported.replay(rule_from_dict(rule))
+        if (flops := _flops(made, rule, result)) <= share + SLACK:
+            exits = held_out.replay(rule_from_dict(rule)).exit_index
+            score = (held_out.predictions[np.arange(len(exits)), exits] == held_out.labels).mean()
+            if best is None or (score, flops) > best[:2]:
+                best = score, flops, result
+    return best and best[2]
 
 
 def _flops(made: SeedRecord, rule: dict, result: ExitResult) -> float:

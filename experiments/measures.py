@@ -11,6 +11,7 @@ import numpy as np
 
 from mini_ee.experiments.bench.common import medians
 from mini_ee.experiments.bench.streams import bare_streams, over_adapters
+from mini_ee.experiments.example_values import FLOPS_SHARES, values_of
 from mini_ee.experiments.records import SeedRecord, rounded
 from mini_ee.experiments.retrieval_measures import of_compared, of_retrieval
 from mini_ee.lab.backbones.hub import load_backbone
@@ -51,7 +52,6 @@ STORED_ROWS = 500  # held-out rows of a record
 ROUNDING = 1e-5  # larger than the rounding error of a reference's score in the JSON, smaller than one row's share
 CURVE_POINTS = 24  # at most, of a curve in the JSON
 CONFIDENCE_MEASURE = "breaking_ties"
-FLOPS_SHARES = {"at a third": 1 / 3, "at two thirds": 2 / 3}  # of the full model's FLOPs, for scores at equal cost
 SAVED_PERCENT = (10, 20, 30, 50, 60)  # of the layers, at which generated texts are compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
 STREAM_BATCHES = (1, 2, 4, 8)  # batch sizes whose streams are timed
@@ -107,20 +107,18 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, S
     for (name, point), each in zip(picked.items(), seconds):
         figures |= {f"score {name}": point["score"], f"saved {name}": point["layers_saved"]}
         figures |= {f"operations {name}": point["flops_ratio"], f"speed-up {name}": float(full / each)}
-    figures |= _at_equal_flops(lists)
     rules = {name: point["rule"] for name, point in picked.items()} | {"default": run.rule.to_dict()}
     rules |= {"policy": Policy().to_dict()} if has_policy else {}
     about = {"rules": rules, "curve": [point["rule"] for point in offered]}
     stored = chosen_on.take(np.arange(min(STORED_ROWS, len(held_out))))
-    return figures, lists, SeedRecord(reported, stored, about)
+    made = SeedRecord(reported, stored, about)
+    return figures | at_costs(made), lists, made
 
 
-def _at_equal_flops(lists: dict[str, list[float]]) -> dict[str, float]:
-    """The curve's score at shares of the full model's FLOPs, interpolated; shares outside the curve are left out."""
-    flops, scores = (np.array(lists[f"curve {name}"]) for name in ("operations", "score"))
-    order = np.argsort(flops, kind="stable")
-    within = {name: share for name, share in FLOPS_SHARES.items() if flops.min() <= share <= flops.max()}
-    return {f"score {name}": float(np.interp(share, flops[order], scores[order])) for name, share in within.items()}
+def at_costs(made: SeedRecord) -> dict[str, float]:
+    """The scores at most at shares of the full model's FLOPs; without those that no rule reaches."""
+    found = {name: values_of(made, name) for name in (f"score {share}" for share in FLOPS_SHARES)}
+    return {name: float(values.mean()) for name, values in found.items() if values is not None}
 
 
 def _exits(run: Run, task: Task, rows: Split, reported: Record) -> dict[str, float]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mini_ee.experiments.example_values import example_values
 from mini_ee.experiments.measures import READ_A_TASK
-from mini_ee.experiments.recipe import Case, cases_of, load_recipe
+from mini_ee.experiments.recipe import Case, cases_of
 from mini_ee.experiments.trainings import read_case, record_of
 
 ROUNDING = 1e-4  # of a figure in the JSON, at most
@@ -16,7 +16,7 @@ ROUNDING = 1e-4  # of a figure in the JSON, at most
 # differently, and then this example exits elsewhere. So many examples may differ from the run's own:
 OTHER_EXITS = 2
 TRAIN_SECONDS = "train seconds"  # a figure
-NOT_RUN, NO_FIGURE = "·", "none"  # cells of a case that was not run; of one that was run and lacks the figure
+NOT_RUN, NO_FIGURE = "not run", "none"  # cells of a case that was not run; of one that was run and lacks the figure
 SHARE = re.compile(  # figures that are shares of 1, printed in percent
     r"((policy|default|decoded) )?(score|saved|agreement)( .+)?|full|hold-out( .+)?|majority|reference|overthought"
     r"|default lost|(leave|left|accuracy) after .+|head .+|end to end .+|best single layer|kNN votes.*|random layers"
@@ -36,7 +36,6 @@ class PageData(NamedTuple):
     found: dict[str, dict]  # case -> its record
     figure_names: dict[str, str] = {}  # pattern of a figure's key in a record -> what the page calls it
     case_names: dict[str, str] = {}  # pattern in a case's name -> what the page prints for it, applied in this order
-    others: dict[str, "PageData"] = {}  # page -> its records, if this page prints some of their figures
     folder: Path | None = None  # of the JSON files; None: there are no records of single examples
 
     @property
@@ -96,16 +95,11 @@ class PageData(NamedTuple):
 
 
 def read_data(folder: Path, recipe: dict) -> PageData:
-    """The records of a recipe's cases under a folder, and those of the pages that its answer and its `bridges` name."""
+    """The records of a recipe's cases under a folder."""
     cases = cases_of(recipe)
     found = {name: read_case(folder, case) for name, case in cases.items() if not case.of}
     found |= {name: _selected(case, found) for name, case in cases.items() if case.of}
-    texts = " ".join(recipe.get("answer", []) + recipe.get("bridges", []))
-    pages = dict.fromkeys(re.findall(r"\{([\w-]+): ", texts))
-    own = {"answer": [], "bridges": []}
-    others = {page: read_data(folder.parent / page, load_recipe(page) | own) for page in pages}
-    names = recipe.get("figure_names", {}), recipe.get("case_names", {})
-    return PageData(cases, found, *names, others, folder)
+    return PageData(cases, found, recipe.get("figure_names", {}), recipe.get("case_names", {}), folder)
 
 
 def _selected(case: Case, found: dict[str, dict]) -> dict:
@@ -135,7 +129,7 @@ def printed(value: float, figure: str, digits: int | None = None) -> str:
 
 def with_unit(value: float, figure: str) -> str:
     """The figure as printed, followed by a percent sign if it is a share."""
-    return printed(value, figure) + (" %" if is_share(figure) else "")
+    return printed(value, figure) + ("%" if is_share(figure) else "")
 
 
 def cell(values: list[float], figure: str, seeds: int, digits: int | None = None) -> str:
@@ -145,14 +139,3 @@ def cell(values: list[float], figure: str, seeds: int, digits: int | None = None
     spread = (100 if is_share(figure) else 1) * float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
     about = f" ±{spread:,.{decimals}f}" if round(spread, decimals) else ""
     return mean + about + (f" ({len(values)} of {seeds} seeds)" if len(values) < seeds else "")
-
-
-def filled_in(text: str, data: PageData) -> str:
-    """The text with {case | figure} replaced by the mean over seeds; {page: case | figure} is of another page."""
-
-    def mean(match: re.Match) -> str:
-        page, case, figure = match.groups()
-        value = (data.others[page] if page else data).mean(case, figure)
-        return NOT_RUN if value is None else with_unit(value, figure)
-
-    return re.sub(r"\{(?:([\w-]+): )?([^|}]+) \| ([^|}]+?)\}", mean, text)

@@ -7,11 +7,11 @@ A template names a figure, `{{ joint.saved | percent }}`, and a list of rows mak
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 
-from mini_ee.experiments.markdown import markdown_table
+from mini_ee.experiments.markdown import markdown_rows, markdown_table
 from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.errors import WrongArguments
 
@@ -19,8 +19,12 @@ TEMPLATES = Path(__file__).parent / "pages"
 
 
 def write_page(name: str, figures: Mapping[str, Any], out: Path) -> Path:
-    """Write OUT/NAME.md from pages/NAME.md. Raises WrongArguments for a figure that the records do not have."""
+    """Write OUT/NAME.md, which may be in a folder, from pages/NAME.md.
+
+    Raises WrongArguments for a figure that the records do not have.
+    """
     path = out / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, page_of(name, figures).encode())
     return path
 
@@ -53,7 +57,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"percent": percent, "points": points, "number": number, "table": table}
+    filters = percent, points, number, plus_minus, signed, table, rows
+    environment.filters |= {each.__name__: each for each in filters}
     return environment
 
 
@@ -80,6 +85,37 @@ def points(difference: float, digits: int = 1) -> str:
     return f"{100 * _recorded(difference):+.{digits}f}"
 
 
-def table(rows: Iterable[Iterable], *names: str) -> str:
+class Interval(Protocol):
+    """A mean with its confidence interval; low and high are NaN if there are too few seeds for one."""
+
+    @property
+    def mean(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+def plus_minus(found: Interval, digits: int = 1, scale: float = 100) -> str:
+    """The mean and half the width of its interval, in percent unless another scale is given: 85.3 ±1.2."""
+    mean = f"{scale * _recorded(found.mean):.{digits}f}"
+    half = "?" if math.isnan(found.high) else f"{scale * (found.high - found.mean):.{digits}f}"
+    return f"{mean.removeprefix('-') if not float(mean) else mean} ±{half}"
+
+
+def signed(found: Interval) -> str:
+    """A difference in percentage points with its sign and half the width of its interval: +1.9 ±0.4."""
+    text = plus_minus(found)
+    return text if text.startswith(("-", "0.0 ")) else f"+{text}"
+
+
+def table(cells: Iterable[Iterable], *names: str) -> str:
     """A table of Markdown with these column names."""
-    return "\n".join(markdown_table(names, ([_recorded(cell) for cell in row] for row in rows)))
+    return "\n".join(markdown_table(names, _checked(cells)))
+
+
+def rows(cells: Iterable[Iterable]) -> str:
+    """The rows of a table of Markdown whose header is in the template."""
+    return markdown_rows(_checked(cells))
+
+
+def _checked(cells: Iterable[Iterable]) -> Iterable[Iterable]:
+    return ([_recorded(cell) for cell in row] for row in cells)

@@ -4,14 +4,14 @@ A series that has a colour of its own (COLOURS, or `colour` in the recipe) has a
 over seeds. The others are thin and without a band, so that bands do not hide each other.
 """
 
-from collections import Counter
+import textwrap
 from pathlib import Path
 
 import numpy as np
 
 from mini_ee.experiments.page_data import PageData, is_share
 from mini_ee.experiments.recipe import filled, panels_of
-from mini_ee.experiments.verdicts import FAILS, HOLDS, UNDECIDED
+from mini_ee.experiments.verdicts import EXCLUDED, FAILS, HOLDS, VERDICTS
 from mini_ee.lab.evaluation.plots import new_figure, new_panels, save_figure
 
 SEED_GRID = 40  # points at which the curves of several seeds are averaged
@@ -24,7 +24,8 @@ COLOURS = {  # of methods, the same in all pictures
     "joint training": "#7b3fa0",
     "full model": "#444444",
 }
-VERDICT_COLOURS = {HOLDS: "#2a8c55", FAILS: "#c8502d", **dict(zip(UNDECIDED, ("#8c97a3", "#b3bcc6", "#d5dbe1")))}
+VERDICT_COLOURS = dict(zip(VERDICTS, ("#2a8c55", "#c8502d", "#b07f1b", "#b3bcc6", "#e3e7eb", "#f4f5f6")))
+SQUARES = 6  # in a row of the picture of all verdicts
 
 
 def draw(path: Path, picture: dict, data: PageData) -> None:
@@ -202,29 +203,27 @@ def _legend(figure, grid) -> None:
         legend.remove()
 
 
-def draw_verdicts(path: Path, verdicts: dict[str, list[str]]) -> None:
-    """A bar for each paper: the number of its claims by verdict, in words and colours."""
+def draw_verdicts(path: Path, papers: dict[str, list]) -> None:
+    """A square for each claim with its name, coloured by its verdict; a block of rows for each paper."""
+    rows = {title: [claim for claim in claims if not claim.about.get("control")] for title, claims in papers.items()}
+    heights = {title: -(-len(claims) // SQUARES) for title, claims in rows.items()}
     figure, axes = new_figure()
-    figure.set_size_inches(9, 0.75 * len(verdicts) + 1.1)
-    ends = dict.fromkeys(verdicts, 0)
-    for verdict, colour in VERDICT_COLOURS.items():
-        counts = {paper: Counter(found)[verdict] for paper, found in verdicts.items()}
-        if not any(counts.values()):
-            continue
-        label = f"cannot be decided: {verdict}" if verdict in UNDECIDED else verdict
-        bars = axes.barh(
-            [*counts], [*counts.values()], left=[*ends.values()], color=colour, edgecolor="white", label=label
-        )
-        light = verdict in UNDECIDED[1:]
-        axes.bar_label(
-            bars, [str(count or "") for count in counts.values()], label_type="center", color="#222" if light else "w"
-        )
-        ends = {paper: end + counts[paper] for paper, end in ends.items()}
-    axes.invert_yaxis()
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_xticks([])
-    axes.tick_params(axis="y", length=0)
-    _legend(figure, [axes])
+    figure.set_size_inches(10, 0.52 * sum(heights.values()) + 0.34 * len(rows) + 0.6)
+    top, used = 0.0, {}
+    for title, claims in rows.items():
+        axes.text(0, top + 0.3, title, fontsize=11, fontweight="bold", va="center")
+        top += 0.6
+        for at, claim in enumerate(claims):
+            x, y, colour = at % SQUARES, top + at // SQUARES, VERDICT_COLOURS[claim.verdict]
+            used[claim.verdict] = axes.barh(y + 0.5, 0.97, 0.92, x, color=colour, label=claim.verdict)
+            ink = "w" if claim.verdict in (HOLDS, FAILS, EXCLUDED) else "#222222"
+            look = {"ha": "center", "va": "center", "fontsize": 8, "color": ink}
+            axes.text(x + 0.485, y + 0.5, textwrap.fill(claim.name, 17), **look)
+        top += heights[title]
+    axes.set(xlim=(0, SQUARES), ylim=(top, 0), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    shown = {verdict: used[verdict] for verdict in VERDICTS if verdict in used}
+    figure.legend(shown.values(), shown.keys(), frameon=False, ncols=len(VERDICTS), loc="outside lower center")
     save_figure(figure, path)
 
 

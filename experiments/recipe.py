@@ -48,7 +48,10 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
     small = recipe.pop("quick", None)
     if quick and small is None:
         raise WrongArguments(f"--quick is for {', '.join(PAPERS)}; leave it out for {paper}")
-    return recipe | small | {"answer": [], "bridges": []} if quick else recipe
+    for claim in recipe["claims"]:
+        if (tried := claim.get("tried")) and isinstance(tried["cases"], str):
+            tried["cases"] = recipe["settings"][tried["cases"]]
+    return recipe | small | {"template": "quick"} if quick else recipe
 
 
 def cases_of(recipe: dict) -> dict[str, Case]:

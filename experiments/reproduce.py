@@ -8,25 +8,19 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from mini_ee.experiments.claims import judge_claim
 from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.measures import ON_A_GPU
-from mini_ee.experiments.overview import (
-    CHART,
-    JUDGING_HEADING,
-    OVERVIEW_HEADING,
-    Card,
-    judging_page,
-    overview_page,
-)
 from mini_ee.experiments.page_data import read_data
+from mini_ee.experiments.pages import heading, page_of
 from mini_ee.experiments.pictures import draw, draw_verdicts
-from mini_ee.experiments.recipe import PAPERS, Case, cases_named, cases_of, command_of, load_recipe, select
-from mini_ee.experiments.result_page import JUDGING, answer, page
+from mini_ee.experiments.recipe import Case, cases_named, cases_of, load_recipe, select
+from mini_ee.experiments.result_page import overview_figures, pages_of
 from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
 from mini_ee.experiments.verdicts import LEAST_SEEDS
 from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.evaluation.plots import can_draw
+
+OVERVIEW = ("README", "judging")
 
 
 def reproduce(
@@ -40,7 +34,7 @@ def reproduce(
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> dict:
-    """Train and measure what is missing, then write OUT/PAPER.md with its pictures, OUT/README.md and OUT/judging.md.
+    """Train and measure what is missing; write OUT/PAPER.md, its details and pictures, OUT/README.md, OUT/judging.md.
 
     seeds: the first seed, and the number of seeds of each case; None: as many as the page of the case shows. All cases
     run with the first seed before any runs with the second. Results of an earlier call are used again, also if that
@@ -54,8 +48,8 @@ def reproduce(
     found = Sources(sources, folder / "runs", device)
     cases = _possible(cases_named(recipe if only is None else select(recipe, only), cases_of(recipe)), say)
     check_is_page(out / f"{paper}.md", f"# {recipe['title']}")
-    for name, heading in (("README.md", OVERVIEW_HEADING), (JUDGING, JUDGING_HEADING)):
-        check_is_page(out / name, heading)
+    for name in OVERVIEW:
+        check_is_page(out / f"{name}.md", heading(name))
     (first, count), usual = seeds, 1 if quick else LEAST_SEEDS
     runs = [(case, first + k) for case in cases.values() for k in range(count or case.seeds or usual)]
     runs.sort(key=itemgetter(1))
@@ -80,12 +74,12 @@ def reproduce(
                 continue
             ran += 1
             with FileLock(pages):
-                write_page(paper, recipe, out, quick)
+                write_page(paper, recipe, out)
             say(f"{sum(is_done(folder, *each) for each in runs)} of {len(runs)} runs are done.")
     if waiting:
         say(f"{len(waiting)} runs are left to other processes, which are running them or their reference.")
     with FileLock(pages):
-        path = write_page(paper, recipe, out, quick)
+        path = write_page(paper, recipe, out)
         write_overview(out, quick)
     say(f"Page: {path}")
     return {"paper": paper, "page": str(path), "ran": ran, "wall_seconds": time.perf_counter() - begin}
@@ -100,29 +94,20 @@ def _possible(cases: dict[str, Case], say: Callable[[str], None]) -> dict[str, C
     return {name: case for name, case in cases.items() if name not in unable}
 
 
-def write_page(paper: str, recipe: dict, out: Path, quick: bool) -> Path:
-    """Write the page and the pictures of a paper from the JSON of its cases."""
+def write_page(paper: str, recipe: dict, out: Path) -> Path:
+    """Write the pages and the pictures of a paper from the JSON of its cases; returns the path of the first page."""
     data = read_data(out / paper, recipe)
     for picture in recipe["pictures"] if can_draw() else []:
         draw(out / paper / picture["file"], picture, data)
-    command = command_of(paper) + " --quick" * quick
-    path = out / f"{paper}.md"
-    write_bytes(path, page(paper, recipe, data, out / paper, command).encode())
-    return path
+    for path, text in pages_of(paper, recipe, out).items():
+        write_bytes(out / path, text.encode())
+    return out / f"{paper}.md"
 
 
 def write_overview(out: Path, quick: bool) -> None:
-    """Write OUT/README.md, the overview of all papers that have a page in OUT, its chart, and OUT/judging.md."""
-    cards = {}
-    for paper in (paper for paper in PAPERS if (out / f"{paper}.md").exists()):
-        recipe = load_recipe(paper, quick)
-        data = read_data(out / paper, recipe)
-        judged = [judge_claim(claim, data) for claim in recipe["claims"]]
-        cards[paper] = Card(recipe["title"], answer(recipe, data), judged)
+    """Write OUT/README.md, the verdicts of all papers that have a page in OUT, their picture, and OUT/judging.md."""
+    figures = overview_figures(out, quick)
     if can_draw():
-        verdicts = {
-            card.title: [one.verdict for one in card.judged if not one.claim.get("control")] for card in cards.values()
-        }
-        draw_verdicts(out / CHART, verdicts)
-    write_bytes(out / "README.md", overview_page(cards, (out / CHART).exists(), quick).encode())
-    write_bytes(out / JUDGING, judging_page().encode())
+        draw_verdicts(out / "verdicts.png", {paper["title"]: paper["claims"] for paper in figures["papers"].values()})
+    for name in OVERVIEW:
+        write_bytes(out / f"{name}.md", page_of(name, figures).encode())

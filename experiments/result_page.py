@@ -1,221 +1,279 @@
-"""The result page of a paper: made from its recipe and the records of its cases, which contain all of its figures.
+"""What the templates of the papers' pages name: means over seeds, claims with their comparisons, tables.
 
-The answer stands first, then two pictures and the main table: the first ones of the recipe. Everything else is folded.
+pages/PAPER.md is the first page of a paper. All papers share pages/claims.md and pages/tables.md, the details.
 """
 
+import csv
+import io
+import json
 from collections import Counter
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from mini_ee.experiments.claims import claim_lines, counted, judge_claim
-from mini_ee.experiments.markdown import folded, made_by, markdown_row, markdown_table
-from mini_ee.experiments.measures import TIMES_ALONE, WITHOUT_RECORD
-from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, filled_in, printed
-from mini_ee.experiments.recipe import is_choice
-from mini_ee.experiments.trainings import MADE_WITH, record_of
-from mini_ee.experiments.verdicts import MISSING
+from mini_ee.experiments.claims import NO_SEED_HAS_IT, Judged, compare_cases, judge_claim
+from mini_ee.experiments.leaderboard.figures import task_figures
+from mini_ee.experiments.markdown import markdown_row, markdown_table
+from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, is_share, printed, read_data, with_unit
+from mini_ee.experiments.pages import TEMPLATES, page_of
+from mini_ee.experiments.recipe import PAPERS, command_of, comparisons_of, is_choice, load_recipe, parts_of, sides
+from mini_ee.experiments.records import read_records
+from mini_ee.experiments.trainings import MADE_WITH
+from mini_ee.experiments.verdicts import ABOVE, BELOW, FAILS, HOLDS, MISSING, VERDICTS, Compared
 from mini_ee.lab.data.metrics import spearman
+from mini_ee.lab.errors import WrongArguments
 
-DIFFERS = "What differs from the paper"
-JUDGING = "judging.md"
-SMALL = "The models are small: a verdict says whether an effect shows at this size, not whether a paper is wrong."
-TOP_PICTURES = 2
-TABLES_NOTE = "Mean over seeds ± standard deviation. Accuracies and shares are in percent."
-NONE_NOTE = f"*{NO_FIGURE}*: no rule of the method qualifies, no example exits there, or the method has no such figure."
+WORDS = {ABOVE: HOLDS, BELOW: FAILS}  # of a comparison that stands alone
+NONE = "–"
+ON_BOTH = ("joint", "two-stage", "lora-exits", "consistent", "pabee")  # methods of the leaderboard and of other pages
 
 
-def page(paper: str, recipe: dict, data: PageData, folder: Path, command: str) -> str:
-    """The page as Markdown. folder: of its pictures; one that was not drawn is left out."""
-    judged = [judge_claim(claim, data) for claim in recipe["claims"]]
-    pictures = [_picture_lines(each, paper) for each in recipe["pictures"] if (folder / each["file"]).exists()]
-    tables = [_table_lines(table, data, main=not number) for number, table in enumerate(recipe["tables"])]
-    run, total = sum(bool(data.found[name]["seeds"]) for name in data.trained), len(data.trained)
-    lines = [f"# {recipe['title']}", "", *_paragraphs(answer(recipe, data))]
-    if run < total:
-        lines += [
-            f"{run} of {total} cases have been run; `{NOT_RUN}` stands for the others. The command runs them.",
-            "",
-        ]
-    if judged:
-        whose = f"Claims: {counted(judged)}. " if counted(judged) else ""
-        controls = f"Our own controls: {counted(judged, True)}. " if counted(judged, True) else ""
-        lines += [f"{whose}{controls}[How a claim is judged]({JUDGING})", ""]
-    lines += sum(pictures[:TOP_PICTURES], [])
-    lines += [*sum(tables[:1], []), TABLES_NOTE + (f" {NONE_NOTE}" if f"| {NO_FIGURE} " in str(tables[:1]) else ""), ""]
-    lines += _paragraphs([filled_in(each, data) for each in recipe.get("bridges", [])])
-    if ranks := recipe.get("ranks"):
-        lines += [*_rank_lines(ranks, data), ""]
-    if judged:
-        lines += ["## Claims", "", f"{SMALL} Open a claim to see our figures.", ""]
-        for number, one in enumerate(judged, 1):
-            lines += claim_lines(number, one, data)
-        if "names" in recipe:
-            lines += folded("Words used in the comparisons", [recipe["names"]])
-    lines += ["## Appendix", ""]
-    lines += folded("The method and its source", [f"{recipe['about']} *{recipe['source']}.*"])
-    dropped = [f"- {sentence}" for sentence in _dropped(data)]
-    lines += folded("How it was trained", [*_training_lines(data), "", *_machine_lines(data), *dropped])
-    for key, title in (("differs", recipe.get("differs_title", DIFFERS)), ("next", "What to try next")):
-        lines += folded(title, [f"- {each}" for each in recipe[key]])
-    if tables[1:]:
-        lines += folded(f"More tables ({len(tables[1:])})", [NONE_NOTE, "", *sum(tables[1:], [])])
-    if more := pictures[TOP_PICTURES:]:
-        lines += folded(f"More pictures ({len(more)})", sum(more, []))
-    made = made_by(command, f"the records in {paper}/")
-    return "\n".join([*lines, f"{made} Cases without a record are trained first, which can take hours."]) + "\n"
+class Claim(NamedTuple):
+    """A claim as pages show it."""
+
+    number: int
+    name: str
+    about: dict  # of the recipe: text, paper, control, caveat, unseen
+    verdict: str
+    compared: list[list]  # rows of a table: names, both means, the difference, the paper's, seeds, result
+    tried: list[list]  # rows of a table of other settings: case, mean of `tried_by`, seeds
+    tried_by: str
 
 
-def answer(recipe: dict, data: PageData) -> list[str]:
-    """The idea of the method, and the recipe's answer with its figures filled in: a paragraph each."""
-    idea = [f"*{recipe['idea']}*"] if "idea" in recipe else []
-    return [*idea, *(filled_in(each, data) for each in recipe.get("answer", []))]
+def figures_of(recipe: dict, data: PageData) -> dict:
+    """What the templates of a paper name. A claim is judged once, when it is first read from here."""
+    judged = {claim["name"]: judge_claim(claim, data) for claim in recipe["claims"]}
+    claims = [_claim(number, one, data) for number, one in enumerate(judged.values(), 1)]
+    return {
+        "title": recipe["title"],
+        "source": recipe["source"],
+        "names": recipe.get("names", ""),
+        "claims": claims,
+        "count": Counter(claim.verdict for claim in claims if not claim.about.get("control")),
+        "verdict": {claim.name: claim.verdict for claim in claims},
+        "tables": [{**table, "text": table_text(table, data)} for table in recipe["tables"]],
+        "pictures": [
+            picture for picture in recipe["pictures"] if data.folder and (data.folder / picture["file"]).exists()
+        ],
+        "figure": partial(mean_of, data),
+        "row": partial(_row, judged, data),
+        "ranks": partial(rank_correlation, data),
+        "table": {table["id"]: table_text(table, data) for table in reversed(recipe["tables"])},
+    }
 
 
-def _paragraphs(texts: list[str]) -> list[str]:
-    return [line for text in texts for line in (text, "")]
+# ---- Figures ----
 
 
-def _picture_lines(picture: dict, paper: str) -> list[str]:
-    return [f"![{picture['title']}]({paper}/{picture['file']})", "", f"*{picture['title']}.*", ""]
+def mean_of(data: PageData, case: str, figure: str) -> str:
+    """The mean over seeds with its unit; NOT_RUN if the case has no record. Raises WrongArguments if there is no such
+    case, or if its records lack the figure.
+    """
+    if case not in data.found:
+        raise WrongArguments(f"no experiment of the recipe makes the case {case!r}")
+    if not data.found[case]["seeds"]:
+        return NOT_RUN
+    if (mean := data.mean(case, figure)) is None:
+        raise WrongArguments(f"the records of {case!r} have no figure {figure!r}")
+    return with_unit(mean, figure)
 
 
-def _table_lines(table: dict, data: PageData, main: bool = False) -> list[str]:
-    """main: with a column of the number of seeds, because the pages have different ones for the same quantity."""
-    columns, theirs = table["columns"], table.get("theirs")
-    joined = theirs if theirs and table.get("join") else None  # the paper's columns stand to the right of ours
-    rows = []
+def rank_correlation(data: PageData, x: str, y: str) -> str:
+    """Spearman's correlation between the means of two figures over the cases."""
+    means = [pair for case in data.trained if None not in (pair := (data.mean(case, x), data.mean(case, y)))]
+    return f"{spearman(*zip(*means)):.2f}" if len(means) == len(data.trained) else NOT_RUN
+
+
+# ---- Claims ----
+
+
+def _claim(number: int, judged: Judged, data: PageData) -> Claim:
+    claim, rows, tried = judged.claim, [], []
+    for each, comparison in zip(comparisons_of(claim), judged.comparisons):
+        rows.append(_compared_row(each, comparison, data))
+        parts = parts_of(each)
+        rows += [_compared_row(part, compare_cases(part, data), data, part=True) for part in parts if len(parts) > 1]
+    other = claim.get("tried", {"cases": []})
+    for case in other["cases"] if judged.verdict not in (HOLDS, MISSING) else []:
+        if values := [*data.values(case, other["figure"]).values()]:
+            tried.append([data.name_of_case(case), cell(values, other["figure"], len(values)), len(values)])
+    return Claim(number, claim["name"], claim, judged.verdict, rows, tried, data.name_of(other.get("figure", "")))
+
+
+def _compared_row(compare: dict, comparison: Compared | None, data: PageData, part: bool = False) -> list:
+    """What is compared, both means, the difference with its interval, what is required, the paper's, seeds, result."""
+    more, than = (sides(compare, side) for side in ("more", "than"))
+    (figure, case), against = _names(more, data), "a number"
+    figure = f"{compare['times']:g} times {figure}" if "times" in compare else figure
+    if than:
+        other_figure, other_case = _names(than, data)
+        against = other_case if other_figure == figure else f"{other_figure}, {other_case}"
+    name = f"{'*part:* ' if part else ''}{figure}: {case}, against {against}"
+    required, reported = compare.get("by", 0.0), compare.get("reported", NONE)
+    if comparison in (None, NO_SEED_HAS_IT):
+        missing = NOT_RUN if comparison is None else NO_FIGURE
+        return [name, missing, missing, missing, reported, 0, missing]
+    key = more[0][1]
+    means = (with_unit(value, key) for value in (comparison.more, comparison.than))
+    difference = _signed(comparison.difference, key) if part else _interval(comparison, key)
+    difference += f", required: {_signed(required, key)}" if required and not part else ""
+    return [name, *means, difference, "" if part else reported, comparison.seeds, "" if part else comparison.verdict]
+
+
+def _row(judged: dict[str, Judged], data: PageData, label: str, name: str, at: int | None = None) -> str:
+    """A row of a first page: the label, what the paper reports, ours, and the verdict.
+
+    at: the comparison of the claim; None: the one that is farthest from what the claim requires.
+    """
+    one = judged[name]
+    compares = comparisons_of(one.claim)
+    if at is None:
+        margins = [_margin(each) for each in one.comparisons] or [0.0]
+        at, verdict = margins.index(min(margins)), one.verdict
+    else:
+        verdict = WORDS.get(result, result) if (result := _verdict(one.comparisons[at])) else MISSING
+    if not compares:
+        return markdown_row([label, NONE, NONE, f"**{verdict}**"])
+    compare, comparison = compares[at], one.comparisons[at]
+    ours = NOT_RUN if comparison is None else NO_FIGURE
+    if comparison not in (None, NO_SEED_HAS_IT):
+        (_, figure), *_ = sides(compare, "more")
+        ours = _interval(comparison, figure) if sides(compare, "than") else _value(comparison, figure)
+    return markdown_row([label, compare.get("reported", NONE), ours, f"**{verdict}**"])
+
+
+def _verdict(comparison: Compared | None) -> str:
+    return comparison.verdict if comparison else MISSING
+
+
+def _margin(comparison: Compared | None) -> float:
+    """How far the difference is above what is required, in half widths of its interval."""
+    if comparison in (None, NO_SEED_HAS_IT):
+        return float("-inf")
+    distance, half = comparison.difference - comparison.required, comparison.half_width()
+    return distance / half if half else float("inf") * (1 if distance > 0 else -1)
+
+
+def _interval(comparison: Compared, figure: str) -> str:
+    """The difference and its interval: +2.5 (+0.8 to +4.3)."""
+    low, high = (_signed(value, figure) for value in (comparison.low, comparison.high))
+    return _signed(comparison.difference, figure) + (f" ({low} to {high})" if comparison.high > comparison.low else "")
+
+
+def _value(comparison: Compared, figure: str) -> str:
+    """The first side and its interval, if the second is a number: 28.1% (26.0% to 30.2%)."""
+    half = comparison.half_width()
+    mean, low, high = (with_unit(comparison.more + off, figure) for off in (0.0, -half, half))
+    return f"{mean} ({low} to {high})" if half else mean
+
+
+def _signed(value: float, figure: str) -> str:
+    text = printed(abs(value), figure, None if is_share(figure) or abs(value) >= 10 else 3)
+    return f"{'-' if value < 0 else '+'}{text}" if float(text.replace(",", "")) else text
+
+
+def _names(pairs: list[tuple[str, str]], data: PageData) -> tuple[str, str]:
+    """What the page calls the figures and the cases of a side: the first one, and how many there are."""
+    columns = (map(data.name_of, [figure for _, figure in pairs]), map(data.name_of_case, [case for case, _ in pairs]))
+    several = [list(dict.fromkeys(names)) for names in columns]
+    figure, case = (f"mean of {len(each)} ({each[0]}, ...)" if each[1:] else each[0] for each in several)
+    return figure, case
+
+
+# ---- Tables ----
+
+
+def table_text(table: dict, data: PageData) -> str:
+    """Markdown: our table, and next to it or below it the paper's."""
+    columns, theirs, rows = table["columns"], table.get("theirs"), []
+    joined = theirs if theirs and table.get("join") else {"columns": [], "rows": {}}
     for name, row in table["rows"].items():
-        cells, counts = [], set()
+        cells = []
         for column in columns.values():
             case, figure = (table[key].format(**column | row) for key in ("case", "figure"))
-            values, seeds = list(data.values(case, figure).values()), len(data.found[case]["seeds"])
-            counts.add(seeds)
+            values, seeds = [*data.values(case, figure).values()], len(data.found[case]["seeds"])
             digits = column.get("digits", row.get("digits", table.get("digits")))
             cells.append(cell(values, figure, seeds, digits) if values else NO_FIGURE if seeds else NOT_RUN)
-        cells += [" to ".join(map(str, sorted({min(counts), max(counts)})))] if main else []
-        rows.append([name, *cells, *(joined["rows"].get(name, [""] * len(joined["columns"])) if joined else [])])
-    lines = [f"**{table['id']}: {table['title']}**", ""]
-    if all(each == NOT_RUN for _, *cells in rows for each in cells[: len(columns)]):
-        lines += ["Not run yet."]
-    else:
-        names = [f"the paper: {name}" for name in joined["columns"]] if joined else []
-        seeds = ["seeds"] if main else []
-        lines += markdown_table(["" if joined else "our results", *columns, *seeds, *names], rows)
-    if theirs and not joined:
+        rows.append([name, *cells, *joined["rows"].get(name, [""] * len(joined["columns"]))])
+    lines = markdown_table(["ours", *columns, *(f"the paper: {name}" for name in joined["columns"])], rows)
+    if theirs and joined is not theirs:
         paper_rows = ([name, *cells] for name, cells in theirs["rows"].items())
-        lines += ["", *markdown_table(["the paper's results", *theirs["columns"]], paper_rows)]
-    return [*lines, "", *_paragraphs([filled_in(table["note"], data)] if table.get("note") else [])]
+        lines += ["", *markdown_table(["the paper", *theirs["columns"]], paper_rows)]
+    return "\n".join(lines)
 
 
-def _machine_lines(data: PageData) -> list[str]:
-    """A list: machine, commits, core hours, the data with their checksums, and the cases that have records of single
-    examples.
-    """
-    runs = [(name, one) for name in data.trained for one in data.found[name]["seeds"].values()]
-    if not runs:
-        return []
-    about = {key: _several(str(one["how"][key]) for _, one in runs) for key in MADE_WITH}
-    threads = f"{about['threads']} thread{'' if about['threads'] == '1' else 's'}"
-    lines = [f"- Machine: {about['machine']}, {threads}; processor: {about['processor']}; torch {about['torch']}."]
-    gpus = {gpu: len({name for name, one in runs if one["how"].get("gpu") == gpu}) for gpu in _gpus(runs)}
-    lines += [f"- Run on a GPU ({gpu}): {count} of {len(data.trained)} cases." for gpu, count in gpus.items()]
-    hours = sum(one["core_seconds"] for _, one in runs) / 3600
-    lines += [
-        f"- Commits: {about['commit']}.",
-        f"- Time: {hours:.2g} core hours for {len(runs)} runs, with everything.",
-    ]
-    sums = {}
-    for name, one in runs:
-        for source in data.cases[name].sources():
-            sums.setdefault(source, []).append(one["data"][source])
-    listed = "; ".join(f"{source}: {_several(found)}" for source, found in sorted(sums.items()))
-    lines += [f"- Data, with their sha256: {listed}."] if listed else []
-    run = {name: data.cases[name].measure for name, _ in runs}
-    stored = [name for name in run if data.folder and record_of(data.folder, name).exists()]
-    counts = Counter(WITHOUT_RECORD[measure] for measure in run.values() if measure in WITHOUT_RECORD)
-    line = f"- Records (what every exit says of each test example): {len(stored)} of {len(run)} cases"
-    line += ", in results/records/" if stored else ""
-    for what, count in sorted(counts.items()):
-        line += f"; none where figures are of {what} ({count} case{'s' if count > 1 else ''})"
-    return [*lines, f"{line}."]
-
-
-def _gpus(runs: list[tuple[str, dict]]) -> list[str]:
-    return sorted({one["how"]["gpu"] for _, one in runs if "gpu" in one["how"]})
-
-
-def _several(values: Iterable[str]) -> str:
-    return ", ".join(sorted(set(values)))
-
-
-def _rank_lines(ranks: dict, data: PageData) -> list[str]:
-    """Spearman's correlation between the means of two figures over the cases."""
-    pairs = [[data.mean(case, ranks[key]) for key in ("x", "y")] for case in data.trained]
-    means = [pair for pair in pairs if None not in pair]
-    if len(means) < 3:
-        return [f"{ranks['text']}: {MISSING}."]
-    return [f"{ranks['text']}, over {len(means)} pairs of model and task: **{spearman(*zip(*means)):.2f}**."]
-
-
-def _dropped(data: PageData) -> list[str]:
-    """A sentence on the number of dropped test rows of each task, if there are any."""
-    counts = {}
-    for name, case in data.cases.items():
-        for one in data.found[name]["seeds"].values():
-            if (count := one["test_rows_dropped"]) and case.measure not in TIMES_ALONE:
-                counts[case.options["task"]] = count
-    listed = ", ".join(f"{count} of {task}" for task, count in sorted(counts.items()))
-    return (
-        [f"Test examples that also occur in the train split, word for word, are dropped: {listed}."] if counts else []
+def runs_table(data: PageData) -> str:
+    """CSV: of each case its settings, what was chosen and tried, test rows, core hours, where it ran, and its data."""
+    where = (*sorted(MADE_WITH), "gpu")
+    content = io.StringIO()
+    writer = csv.writer(content, lineterminator="\n")
+    writer.writerow(
+        ["case", "seeds", "settings", "chosen", "tried", "test_rows", "dropped", "core_hours", *where, "sha256"]
     )
+    for name, case in data.trained.items():
+        seeds = [*data.found[name]["seeds"].values()]
+        settings = {key: value for key, value in case.options.items() if not is_choice(value)}
+        chosen, tried = (json.dumps(data.found[name].get(key)) for key in ("chosen", "tried"))
+        rows, dropped = (
+            max((one.get(key, 0) for one in seeds), default=0) for key in ("test_rows", "test_rows_dropped")
+        )
+        hours = sum(one["core_seconds"] for one in seeds) / 3600
+        places = [" / ".join(sorted({str(one["how"][key]) for one in seeds if key in one["how"]})) for key in where]
+        sums = json.dumps({source: value for one in seeds for source, value in one["data"].items()})
+        made = [chosen, tried, rows, dropped, f"{hours:.3g}", *places, sums]
+        writer.writerow([name, len(seeds), json.dumps(settings), *made])
+    return content.getvalue()
 
 
-def _training_lines(data: PageData) -> list[str]:
-    """The settings that most cases share, then a row for each case: its other settings, and the value it chose."""
-    run = {name: case for name, case in data.trained.items() if data.found[name]["seeds"]}
-    given = {name: {k: _setting(v) for k, v in case.options.items() if not is_choice(v)} for name, case in run.items()}
-    often = Counter(setting for each in given.values() for setting in each.items())
-    shared = {key: value for (key, value), cases in often.items() if len(run) > 2 and 2 * cases > len(run)}
-    lines = []
-    if shared:
-        lines += [f"Settings of all cases, unless the table gives others: {_listed(shared)}.", ""]
-    columns = ["case", "seeds", "other settings"]
-    chose = any("chosen" in data.found[name] for name in run)
-    lines += markdown_table([*columns, "chosen on the held-out set (values tried: score)"] if chose else columns)
-    for name, case in run.items():
-        found = data.found[name]
-        settings = {key: "not given" for key in shared if key not in case.options} | given[name]
-        own = _listed({key: value for key, value in settings.items() if shared.get(key) != value})
-        tried = "; ".join(f"{_given(each)}: {printed(each['hold-out'], 'hold-out')}" for each in found.get("tried", []))
-        chosen = f"{_given(found['chosen'])} ({tried})" if "chosen" in found else ""
-        lines.append(markdown_row([name, len(found["seeds"]), own, *([chosen] if chose else [])]))
-    return [*lines, *_selection_lines(data)]
+# ---- Pages ----
 
 
-def _selection_lines(data: PageData) -> list[str]:
-    """For each selected case, how often each of its candidates was selected, and by which figure."""
-    lines = []
-    for name, case in data.cases.items():
-        if chosen := data.found[name].get("selected"):
-            listed = ", ".join(
-                f"{data.name_of_case(each)} ({count} of {len(chosen)} seeds)"
-                for each, count in Counter(chosen.values()).items()
-            )
-            lines += ["", f"*{data.name_of_case(name)}*, selected for each seed by {data.name_of(case.by)}: {listed}."]
-    return lines
+def pages_of(paper: str, recipe: dict, out: Path) -> dict[str, str]:
+    """Path below OUT -> text: PAPER.md, the first page, and PAPER/claims.md, tables.md and runs.csv, its details."""
+    data = read_data(out / paper, recipe)
+    first, differs = recipe.get("template", paper), f"differs/{paper}.md"
+    known = first == paper and (TEMPLATES / differs).exists()
+    figures = figures_of(recipe, data) | {
+        "paper": paper,
+        "differs": differs if known else "",
+        "command": command_of(paper),
+    }
+    names = ("claims", "tables") if recipe["claims"] else ("tables",)
+    details = {f"{paper}/{name}.md": page_of(name, figures) for name in names}
+    return {f"{paper}.md": page_of(first, figures), **details, f"{paper}/runs.csv": runs_table(data)}
 
 
-def _listed(settings: dict[str, str]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
+def overview_figures(out: Path, quick: bool) -> dict:
+    """What results/README.md names: the figures of each paper that has a page in OUT; and if all have theirs, those of
+    the other pages in its table of one quantity.
+    """
+    recipes = {name: load_recipe(name, quick) for name in PAPERS if (out / f"{name}.md").exists()}
+    papers = {name: figures_of(recipe, read_data(out / name, recipe)) for name, recipe in recipes.items()}
+    counts = {name: each["count"] for name, each in papers.items()}
+    count = sum(counts.values(), Counter())
+    verdicts = [verdict for verdict in VERDICTS if count[verdict]]
+    whole = [*papers] == [*PAPERS] and not any("template" in recipe for recipe in recipes.values())
+    defaults = partial(mean_of, read_data(out / "shortest", load_recipe("shortest"))) if whole else None
+    return {
+        "papers": papers,
+        "count": count,
+        "verdicts": verdicts,
+        "rows": [
+            [f"[{papers[name]['title']}]({name}.md)", own.total(), *(own[verdict] or "" for verdict in verdicts)]
+            for name, own in counts.items()
+        ],
+        "whole": whole,
+        "defaults": defaults,
+        "leaderboard": leaderboard_saved(out / "records" / "TREC") if whole else {},
+    }
 
 
-def _given(options: dict) -> str:
-    return " ".join(f"{name} {value:g}" for name, value in options.items() if name != "hold-out")
-
-
-def _setting(value) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    if isinstance(value, dict):
-        return f"({', '.join(f'{key} {_setting(each)}' for key, each in value.items())})"
-    return "built-in" if value is None else str(value)
+def leaderboard_saved(folder: Path) -> dict[str, str]:
+    """Method -> the share of the layers saved at one point on the leaderboard, by the records in a folder."""
+    records = {method: read_records(folder / f"{method}.npz") for method in ON_BOTH}
+    found = task_figures(folder.name, {method: seeds for method, seeds in records.items() if seeds}, {}).found
+    values = {method: found.get((method, "saved"), NOT_RUN) for method in ON_BOTH}
+    return {
+        method: NOT_RUN if isinstance(each, str) else with_unit(each.by_seed.mean(), "saved")
+        for method, each in values.items()
+    }

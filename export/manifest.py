@@ -13,6 +13,7 @@ FORMAT_VERSION = 5  # since onnx/model.onnx
 MANIFEST = "manifest.json"
 GRAPHS, MODEL, WEIGHTS = "onnx", "onnx/model.onnx", "onnx/model.onnx_data"  # names that Hugging Face's clients know
 IDS = ("input_ids", "token_type_ids", "attention_mask")  # inputs of the graphs
+OWN_THRESHOLD = "constant_own_threshold_float32"  # of the rule in model.onnx; `mini-ee calibrate` replaces it
 STACKED = ("query", "key", "value")  # whose weights are one, `qkv`, for one product
 RULES = {"never": Never, "fixed": Fixed, "threshold": Threshold, "patience": Patience, "policy": Policy}
 

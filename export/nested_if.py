@@ -20,7 +20,7 @@ import numpy as np
 
 from mini_ee.bert import Exits
 from mini_ee.export.graph import BOOL, FLOAT, INT64, Graph
-from mini_ee.export.manifest import IDS, STACKED, graph_inputs
+from mini_ee.export.manifest import IDS, OWN_THRESHOLD, STACKED, graph_inputs
 from mini_ee.rules import Policy, Rule, Threshold
 
 
@@ -150,7 +150,8 @@ class NestedIf(Parts):
             # Declared a scalar, which ONNX Runtime does not check; the Reshape declares the sizes that it gets.
             sizes = g.op("Concat", count, g.constant([self.last]), axis=0)
             given = g.op("Reshape", g.op("Expand", given, sizes), sizes)
-            memory["threshold"] = g.op("Where", g.op("IsNaN", given), g.constant(self.own["threshold"]), given)
+            g.constants[OWN_THRESHOLD] = self.own["threshold"]
+            memory["threshold"] = g.op("Where", g.op("IsNaN", given), OWN_THRESHOLD, given)
         if "patience" in self.own:
             g.input("patience", INT64, 1, default=self.own["patience"])
         logits, *others = self.from_exit(0, rows, exit_at, memory)

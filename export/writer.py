@@ -42,8 +42,7 @@ def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, s
     """Write the folder, and return its manifest.
 
     data: its labels' names, and rows on which the graphs are compared with torch. source: the model's folder or name,
-    for its tokenizer. segments: also write a graph per segment.
-    Raises FileExistsError; ValueError if the rule does not fit the model, or as `verify`.
+    for its tokenizer. segments: also write a graph per segment. Raises FileExistsError; ValueError as `verify`.
     """
     out = Path(out)
     if out.exists():
@@ -88,10 +87,7 @@ def write_graphs(model: Exits, rule: Rule, folder: Path, segments: bool) -> dict
     interfaces, offsets = {}, write_beside(folder / WEIGHTS, weights, segments)
     for k, name in enumerate(names, -1):
         graph, path = Graph(weights), (folder / WEIGHTS).with_name(f"{name}.onnx")
-        if k < 0:
-            NestedIf(graph, model, rule).write()
-        else:
-            write_segment(graph, model, k)
+        write_segment(graph, model, k) if k >= 0 else NestedIf(graph, model, rule).write()
         written = graph.model(name, offsets)
         onnx.save(written, path)
         onnx.checker.check_model(path, full_check=True)
@@ -161,10 +157,12 @@ def verify(folder: Path, model: Exits, rule: Rule, data: Rows) -> dict:
                 found.append(early_exit(runtime.segments, Fixed(k), batch).logits)
             differences += [float(abs(expected - logits).max()) for logits in found]
             largest = max(largest, float(abs(expected).max()))
-    stops = early_exit(model, rule, inputs).exit_index, runtime.run_batch(batch, rule).exit_index
-    agreement = float(np.mean(stops[0] == stops[1]))
+    in_torch, in_graph = early_exit(model, rule, inputs), runtime.run_batch(batch, rule)
+    agreement = float(np.mean(in_torch.exit_index == in_graph.exit_index))
+    predictions = float(np.mean(in_torch.logits.argmax(1) == in_graph.logits.argmax(1)))
     difference, allowed = float(np.max(differences)), max(TOLERANCE, RELATIVE * largest)
     if not difference <= allowed or agreement < AGREEMENT:
         line = f"by {difference:.2g} (logits; {allowed:.2g} are allowed), {agreement:.1%} of the exits are equal"
         raise ValueError(f"graphs and torch differ {line}; no folder was written")
-    return {"texts": len(rows), "max_logit_difference": difference, "exit_agreement": agreement}
+    shares = {"prediction_agreement": predictions, "exit_agreement": agreement}
+    return {"texts": len(rows), "max_logit_difference": difference} | shares

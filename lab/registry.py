@@ -3,6 +3,8 @@
 Strings only: a module is imported when it is first used.
 """
 
+from importlib.metadata import entry_points
+
 METHODS = {  # name on the command line -> the module that ends with METHOD
     "lora-exits": "mini_ee.lab.methods.lora_exits",
     "self-supervised": "mini_ee.lab.methods.self_supervised",
@@ -38,6 +40,7 @@ METHODS = {  # name on the command line -> the module that ends with METHOD
     "one-depth": "mini_ee.lab.baselines.one_depth",
     "cosine-predictor": "mini_ee.lab.baselines.cosine_predictor",
 }
+METHODS |= {method.name: method.value for method in entry_points(group="mini_ee.methods")}  # of other packages
 
 RULES = {  # name in a run's config.json -> the module of the method that defines the rule, and adds it to rules.RULES
     "raee": "mini_ee.lab.methods.raee",

@@ -132,11 +132,12 @@ def confidence(read: Any, measure: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Threshold(rules.Threshold, Rule):
-    """Exit if a confidence measure is at least the threshold: one number, or one for each exit (the last is unused).
+    """Exit when a confidence measure is at least the threshold.
 
+    threshold: one number, or one for each exit (the last is unused); inf means never, -inf always.
     Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy), CALM
     (breaking_ties, and saturation: the cosine of a decoder's state and its state at the exit before).
-    inf means never, -inf always. Raises ValueError for an unknown measure or a threshold outside its range.
+    Raises ValueError for an unknown measure or a threshold outside its range.
     """
 
     threshold: float | tuple[float, ...] = option(help="threshold of the measure: a number, or one per exit: .8,.8,.9")

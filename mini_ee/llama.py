@@ -25,14 +25,9 @@ from mini_ee.loop import early_exit
 from mini_ee.rules import Rule
 
 SIZES = "hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings vocab_size".split()
-FIXED: dict[str, tuple] = {
-    "hidden_act": ("silu",),
-    "rope_scaling": (None,),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-}
-FIXED |= {"partial_rotary_factor": (1.0,), "attention_dropout": (0.0,), "rope_parameters": (), "rope_theta": ()}
-FIXED |= {"head_dim": (), "num_key_value_heads": (), "rms_norm_eps": (), "tie_word_embeddings": ()}
+FIXED: dict[str, tuple] = {"hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (False,)}
+FIXED |= {"mlp_bias": (False,), "partial_rotary_factor": (1.0,), "attention_dropout": (0.0,), "rope_parameters": ()}
+FIXED |= {"rope_theta": (), "head_dim": (), "num_key_value_heads": (), "rms_norm_eps": (), "tie_word_embeddings": ()}
 PARTS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
 PARTS |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 PARTS |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -336,8 +331,8 @@ def read_texts(path: str | Path) -> list[str]:
     """The texts of a UTF-8 file, separated by <|endoftext|> or, without it, by blank lines."""
     try:
         content = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a text in UTF-8: {error}") from None
+    except (UnicodeDecodeError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}; expected texts in UTF-8") from None
     parts = content.split("<|endoftext|>") if "<|endoftext|>" in content else re.split(r"\n\s*\n", content)
     texts = [part.strip() for part in parts if part.strip()]
     if len(texts) < 2:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +116,7 @@ def layers(text: str) -> tuple[int, ...]:
 def script(run: Callable, kind: type, about: str) -> None:
     """Parse the fields of a dataclass from the command line, and run. A mistake is one line, with status 2."""
     shape, first = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110), about.split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=first, usage="%(prog)s [options]", formatter_class=shape)
+    parser = argparse.ArgumentParser(description=first, usage=argparse.SUPPRESS, formatter_class=shape)
     for each in fields(kind):
         default = each.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -123,6 +124,12 @@ def script(run: Callable, kind: type, about: str) -> None:
         parser.add_argument(f"--{each.name}", type=convert, default=default, help=each.metadata["help"] + text)
     try:
         options = kind(**vars(parser.parse_args()))
+        for name, value in vars(options).items():
+            least = 0 if name == "seed" or isinstance(value, float) else 1
+            if isinstance(value, int | float) and not value >= least:
+                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        if not Path(options.picture).absolute().parent.is_dir():  # before the training
+            raise FileNotFoundError(f"--picture {options.picture}: its folder is not there; make it first")
         if options.out:
             from mini_ee.export.writer import run_and_export  # of the ring around the core
 

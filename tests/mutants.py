@@ -767,6 +767,15 @@ LABEL_WORDS = "export.py::test_each_layer_says_of_the_label_words_what_the_maske
 DECODER_WORDS = "export.py::test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says[llama-1]"
 STOPS = "model_graph.py::test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says[bert]"
 OPERATION = "export.builder.Builder.op"
+OF_HEADS = [
+    (f"exits.{place}", always(wrong), f"classification_heads.py::test_the_logits_of_every_family_are_those_of_transformers[{kind}]")
+    for place, wrong, kind in (
+        ("heads._last", lambda hidden, real: hidden[:, -1], "llama"),
+        ("heads._last", lambda hidden, real: hidden[:, 0], "llama"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: state, "bert"),
+        ("classification_head.ClassificationHead.inner", lambda self, state: self.dense(state), "roberta"),
+    )
+]
 OF_GRAPHS = [
     (OPERATION, node("Gelu", approximate="tanh"), LABEL_WORDS),
     (OPERATION, node("LayerNormalization", epsilon=1e-2), LABEL_WORDS),
@@ -795,11 +804,14 @@ OF_LEADERBOARD = [
     (LEADERBOARD + "ranking._on_seeds_of", source("[at] * len(one.seeds)", "[at]"), "statistics.py::test_a_difference_over_tasks_is_on_each_task_of_the_seeds_that_both_have"),
     (LEADERBOARD + "ranking.has_interval", source("LEAST_SEEDS - 1", "1"), "statistics.py::test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better[2]"),
     (LEADERBOARD + "exam._partial", source("xy - xz * yz", "xy"), "statistics.py::test_the_exam_tells_easy_from_short[<lambda>-what is easy]"),
-    (LEADERBOARD + "figures.seed_figures", source("reported.passes[", "reported.depth["), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
+    (LEADERBOARD + "figures.seed_figures", source("reported.passes[at_one", "reported.depth[at_one"), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
+    (LEADERBOARD + "figures.best_mixture", source("(PARTS - deeper)", "PARTS"), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
 ]
 
 OF_PAGES = [
     ("experiments.claims._row_variance", source("np.mean(one, axis=0)", "one[0]"), "verdicts.py::test_with_records_the_error_is_that_of_the_differences_of_examples"),
+    ("experiments.verdicts.judged", source("LEVEL / sizes", "LEVEL"), "verdicts.py::test_the_papers_size_is_excluded_among_several_with_bonferronis_correction"),
+    ("experiments.example_values._at_share", source("<= share + SLACK", "<= 1"), "verdicts.py::test_accuracy_at_a_cost_is_that_of_the_best_rule_that_needs_at_most_so_much"),
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
 ]
 
@@ -868,7 +880,7 @@ MUTANTS = [
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
     *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
-    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_GRAPHS)],
+    *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
     *[(dotted(place), bug, f"lab/data/test_{test}") for place, bug, test in OF_DATA],

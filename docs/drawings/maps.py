@@ -1,4 +1,4 @@
-"""Two maps and a tree: the field with its methods, the files of this project, and the ways to deploy."""
+"""Two maps and a tree: the field with its methods, the rings of this project, and the ways to deploy."""
 
 from drawings.style import Drawing, length
 
@@ -56,16 +56,18 @@ FIELD = (  # who trains the exits -> who decides -> methods
         ),
     ),
 )
-HOUSE = (  # name, what it does, its file
-    ("data", "texts and labels", "mini_ee/data.py"),
-    ("backbone", "the transformer", "mini_ee/bert.py"),
-    ("segments", "layers, then a head", "lab/segments.py"),
-    ("rule", "who stops here?", "mini_ee/rules.py"),
-    ("loop", "run, decide, drop rows", "mini_ee/loop.py"),
-    ("record and replay", "many rules, one pass", "lab/recording.py"),
-    ("calibrate", "choose thresholds", "mini_ee/calibrate.py"),
-    ("export", "one ONNX graph", "export/writer.py"),
-    ("serve", "answers over HTTP", "serve/app.py"),
+RINGS = (  # from the outside: folder, what it does, colour
+    ("serve/", "an HTTP server, bulk jobs, replicas on Ray", "exit"),
+    ("lab/", "other methods and models, runs, the command mini-ee", "store"),
+    ("export/", "BERT as one ONNX graph; a runtime without torch", "frozen"),
+    ("mini_ee/", "the core: four papers, and what they need", "panel"),
+)
+CORE = (  # rows of the core from the top: what they do -> files, and their colour
+    ("papers, a script each", ("lora_exits.py", "self_supervised.py", "raee.py", "consistent.py"), "train"),
+    ("train, calibrate", ("train.py", "calibrate.py"), "train"),
+    ("models", ("bert.py", "llama.py"), "layer"),
+    ("texts, weights", ("data.py", "load.py"), "layer"),
+    ("early exit", ("loop.py", "rules.py"), "rule"),
 )
 TREE = (  # question, answer if yes, its command
     ("Does it run in a web page?", "Browser", "mini-ee export RUN --web --out DIR", "nothing is sent to a server"),
@@ -109,37 +111,24 @@ def map_of_the_field() -> Drawing:
 
 
 def map_of_the_house() -> Drawing:
-    """The parts of the project in the order in which a text passes them, with their files."""
-    about = "From data to a server: the parts of mini_ee and their files."
+    """The four rings, each with those inside it, and the files of the core."""
+    about = "The core mini_ee/ with its twelve files; around it export/, around that lab/, and outside serve/."
     d = Drawing("Map of the house", about, 640, 526)
     d.text(22, 38, d.title, 21, "start", "bold")
-    d.text(22, 64, "The core is mini_ee/; around it stand lab/, export/ and serve/.", 15, "start", "soft")
-    d.box(226, 84, 392, 46, "", "train")
-    d.text(422, 104, "training: one file for each method", 15, kind="bold")
-    d.text(422, 123, "mini_ee/  lab/methods/  lab/baselines/", 14, kind="mono")
-    for x in (324, 528):
-        d.arrow((x, 130), (x, 154), kind="train")
-    for at, (name, does, file) in enumerate(HOUSE):
-        x, y = 22 + 204 * (at % 3), 154 + 122 * (at // 3)
-        kind = {3: "rule", 5: "store", 6: "store", 7: "exit", 8: "exit"}.get(at, "layer")
-        d.box(x, y, 188, 84, "", kind)
-        d.text(x + 94, y + 26, name, 17, kind="bold")
-        d.text(x + 94, y + 48, does, 15, kind="soft")
-        d.text(x + 94, y + 71, file, 14, kind="mono", room=184)
-        if at % 3:
-            d.arrow((x - 16, y + 42), (x, y + 42))
-    d.arrow((568, 238), (568, 257), (320, 257), (320, 276))
-    d.arrow((528, 360), (528, 379), (164, 379), (164, 398))
-    d.arrow((126, 398), (126, 360), kind="store")
-    d.text(118, 384, "thresholds", 14, "end", "store")
-    d.text(
-        22,
-        508,
-        "The loop runs any segments under any rule: examples, tokens, torch or ONNX graphs.",
-        14,
-        "start",
-        "soft",
-    )
+    d.text(22, 64, "Four rings. Imports go inwards; a ring works without those around it.", 15, "start", "soft")
+    for at, (folder, does, kind) in enumerate(RINGS):
+        x, y = 22 + 18 * at, 80 + 44 * at
+        d.box(x, y, 640 - 2 * x, 506 - y - 14 * at, "", kind)
+        d.text(x + 14, y + 28, folder, 16, "start", "mono")
+        d.text(x + 110, y + 28, does, 15, "start", "soft", room=640 - 2 * x - 116)
+    y = 80 + 44 * len(RINGS) - 2
+    for does, files, kind in CORE:
+        d.text(90, y + 20, does, 14, "start", "soft", room=150)
+        for at, file in enumerate(files):
+            d.box(244 + 158 * (at % 2), y + 34 * (at // 2), 150, 28, "", kind)
+            d.text(319 + 158 * (at % 2), y + 19 + 34 * (at // 2), file, 13, kind="mono", room=146)
+        y += 34 * (len(files) // 2)
+    assert y < 506 - 14 * (len(RINGS) - 1), y
     return d
 
 

@@ -3,7 +3,7 @@
 protocol.py   classifiers: exams, methods that fit, exits, epochs, rates, seeds
 runs.py       classifiers: trains what is missing and writes the records
 decoders.py   decoders: the same
-page.py       OUT/leaderboard.md, from the records alone
+page.py       OUT/leaderboard.md and its details in OUT/leaderboard, from the records alone
 """
 
 import time
@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock
 
 from mini_ee.experiments.leaderboard.decoders import run_decoders, token_methods, trainings
+from mini_ee.experiments.leaderboard.figures import REFERENCE
 from mini_ee.experiments.leaderboard.page import write_page
 from mini_ee.experiments.leaderboard.protocol import SEARCH_SEEDS, exams, methods, seed_count, trainings_of, why_not
 from mini_ee.experiments.leaderboard.runs import Job, Places, jobs, missing, run_job
@@ -68,10 +69,10 @@ def make_leaderboard(
         say(f"{len(waiting)} trainings are left to other processes, which are running them.")
     with FileLock(out / ".pages.lock"):
         path = write_page(out, quick)
-    say(f"Page: {path}")
+    say(f"Page: {path}" if path else f"No page: {REFERENCE} has no record, and all methods are compared with it.")
     if failed:
         raise ValueError(f"{len(failed)} trainings failed: {'; '.join(failed)}")
-    return {"paper": "leaderboard", "page": str(path), "ran": number, "wall_seconds": time.perf_counter() - begin}
+    return {"paper": "leaderboard", "page": str(path or ""), "ran": number, "wall_seconds": time.perf_counter() - begin}
 
 
 def _decoders(seeds: Sequence[int], only: str | None, quick: bool, places: Places, failed: list[str]) -> int:

@@ -5,10 +5,13 @@ is a number for each seed and each reported example, so that ranking.py can draw
 accuracies.
 
     full          the model without early exits
-    at 1.5x ...   the best held-out score among the method's rules within this share of the FLOPs of its full model
+    at 1.5x ...   the best held-out score within this share of the FLOPs of the method's full model, of one of its rules
+                  or of a mixture of two: a random part of the examples exits by the one, the rest by the other. The
+                  expected values count. So no FLOPs are left over where a method has few rules
     saved         layers saved by the rule with the fewest FLOPs that loses at most ONE_POINT on the held-out examples,
                   against the full model of joint training with the same seed; 0 if every rule loses more. A layer
                   that an example runs twice, because exits start again from the embeddings, counts twice
+    saved own     the same against the method's own full model
     lost          accuracy that this rule loses on the reported examples, against the same full model
     area          mean difference from joint training over the shares of AREA that both reach (ELUE, Liu et al. 2022),
                   if these are at least half of them
@@ -16,12 +19,12 @@ accuracies.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mini_ee.experiments.leaderboard.protocol import method_of
 from mini_ee.experiments.leaderboard.replays import Replays, replay_all, with_measures
 from mini_ee.experiments.records import SeedRecord, read_records
 from mini_ee.lab.data.tasks import toy_task
@@ -32,7 +35,7 @@ from mini_ee.lab.rules import Fixed, Never, Rule
 from mini_ee.lab.training.default_rule import choose
 
 REFERENCE = "joint"  # the method whose full model a loss is counted from, and whose curve others are compared with
-CONTROL = "fixed depth"  # the exits of joint training, the same for all examples; see _fixed_depths
+CONTROL = "fixed depth"  # the exits of joint training, the same for all examples of a rule
 BUDGETS = {"at 1.5x": 2 / 3, "at 2x": 1 / 2, "at 3x": 1 / 3}  # figure -> share of the full model's FLOPs
 HEADLINE = "at 2x"
 AREA = tuple(k / 20 for k in range(4, 21))  # shares of the full model's FLOPs from .2 to 1
@@ -40,8 +43,8 @@ ONE_POINT = 0.01
 SAME_RULE = 0.03  # difference in the share of the FLOPs; records are rounded, so thresholds differ a little
 SLACK = 1e-9  # of a share or a score: more than the rounding error, less than one example
 SCORES = ("full", *BUDGETS)
-FIGURES = (*SCORES, "saved", "lost", "area")
-PARTS = 1024  # the control's parts of the examples are whole numbers of them, so that sums are exact
+FIGURES = (*SCORES, "saved", "saved own", "lost", "area")
+PARTS = 1024  # of the examples; a mixture sends a whole number of them deeper, so that sums are exact
 ABOUT = {  # figures that a record's `about` contains -> where
     "speedup": ("one_point", "speedup"),
     "half speedup": ("half", "speedup"),
@@ -74,6 +77,7 @@ class SeedFigures(NamedTuple):
     depth: dict[float, np.ndarray]  # share -> (N,), the exit layer
     flops: dict[float, float]  # share -> mean share on the reported examples
     passes_at_one_point: np.ndarray | None  # (N,), layers run; None if every rule loses more
+    passes_at_own_point: np.ndarray  # (N,), of the rule that loses at most a point of the method's own full model
     at_one_point: np.ndarray  # (N,) bool, whether the exit of that rule is right; of the full model if there is none
     flops_at_one_point: float  # mean share of that rule on the reported examples
     exits: tuple[int, ...]
@@ -112,7 +116,8 @@ def task_figures(task: str, records: dict[str, dict[int, SeedRecord]], missing: 
     }
     if REFERENCE in runs:
         runs[CONTROL] = {
-            seed: _fixed_depths(made._replace(about={}), reference[seed]) for seed, made in records[REFERENCE].items()
+            seed: seed_figures(made._replace(about={}), CONTROL, reference[seed])
+            for seed, made in records[REFERENCE].items()
         }
     found: dict[tuple[str, str], Values | str] = {}
     for method in (*runs, *missing):
@@ -148,7 +153,19 @@ def rules_for(method: str, held_out: Record) -> list[Rule]:
     """The full model and the candidates of a method; of the control all examples at one exit."""
     if method == CONTROL:
         return [Never(), *map(Fixed, reversed(range(len(held_out.segments.exits) - 1)))]
-    return method_rules(method, held_out, toy_task())  # any task with classes
+    return method_rules(method_of(method), held_out, toy_task())  # any task with classes
+
+
+class Mixture(NamedTuple):
+    """Two rules: `deeper` of PARTS of the examples, drawn at random, exit by the second one."""
+
+    rules: tuple[int, int]
+    deeper: int
+
+    def expected(self, values: np.ndarray) -> np.ndarray:
+        """Values by rule (R, ...) -> their expectation (...)."""
+        one, other = self.rules
+        return ((PARTS - self.deeper) * values[one] + self.deeper * values[other]) / PARTS
 
 
 def seed_figures(made: SeedRecord, method: str, reference: float | None) -> SeedFigures:
@@ -157,24 +174,31 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
     rules = rules_for(method, made.held_out)
     chosen_on = replay_all(made.held_out, rules)
     scores, order = chosen_on.right.mean(axis=1), _deepest_first(chosen_on)
-    within = {
-        share: choose(order, lambda r: scores[r], partial(_within, chosen_on.flops, share)) for share in _shares()
-    }
-    cheapest = None
-    if reference is not None:
-        cheapest = choose(order, lambda r: -chosen_on.flops[r], lambda r: scores[r] >= reference - ONE_POINT - SLACK)
-    picked = sorted({r for r in (*within.values(), cheapest, 0) if r is not None})
+
+    def cheapest(least: float) -> int | None:
+        return choose(order, lambda r: -chosen_on.flops[r], lambda r: scores[r] >= least - ONE_POINT - SLACK)
+
+    one_point = None if reference is None else cheapest(reference)
+    own_point = cheapest(scores[0])
+    mixtures = {share: best_mixture(chosen_on, share) for share in _shares()}
+    mixed = {r for mixture in mixtures.values() if mixture for r in mixture.rules}
+    picked = sorted(mixed | {r for r in (one_point, own_point, 0) if r is not None})
     reported, place = replay_all(made.reported, [rules[r] for r in picked]), {r: at for at, r in enumerate(picked)}
-    chosen = {share: place[r] for share, r in within.items() if r is not None}
-    at_one_point = place[0 if cheapest is None else cheapest]
+    chosen = {
+        share: Mixture((place[each.rules[0]], place[each.rules[1]]), each.deeper)
+        for share, each in mixtures.items()
+        if each
+    }
+    at_one_point = place[one_point or 0]
     return SeedFigures(
         about=made.about,
         full=reported.right[place[0]],
         held_out_full=float(scores[0]),
-        at={share: reported.right[at] for share, at in chosen.items()},
-        depth={share: reported.depth[at] for share, at in chosen.items()},
-        flops={share: float(reported.flops[at]) for share, at in chosen.items()},
-        passes_at_one_point=None if cheapest is None else reported.passes[at_one_point],
+        at={share: each.expected(reported.right) for share, each in chosen.items()},
+        depth={share: each.expected(reported.depth) for share, each in chosen.items()},
+        flops={share: float(each.expected(reported.flops)) for share, each in chosen.items()},
+        passes_at_one_point=None if one_point is None else reported.passes[at_one_point],
+        passes_at_own_point=reported.passes[place[own_point or 0]],
         at_one_point=reported.right[at_one_point],
         flops_at_one_point=float(reported.flops[at_one_point]),
         exits=made.reported.segments.exits,
@@ -184,28 +208,22 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
     )
 
 
-def _fixed_depths(made: SeedRecord, reference: float) -> SeedFigures:
-    """The control: all examples exit at the same layer. So that no FLOPs are left over, a random part of them exits at
-    the next deeper layer; the expected values count.
+def best_mixture(held_out: Replays, share: float) -> Mixture | None:
+    """The rule, or the mixture of two, with the best score within a share of the FLOPs; None if every rule needs more.
+
+    Of a mixture, one rule needs at most the share, and the other one more. A single rule is preferred, then a deep one.
     """
-    rules = rules_for(CONTROL, made.held_out)  # from deep to shallow
-    held_out, reported = replay_all(made.held_out, rules), replay_all(made.reported, rules)
-    at, depth, flops = {}, {}, {}
-    for share in _shares():
-        inside = next((r for r in range(len(rules)) if _within(held_out.flops, share, r)), None)
-        if inside is None:
-            continue
-        everywhere = PARTS * np.eye(len(rules), dtype=np.int64)  # all parts of the examples at one depth
-        candidates = everywhere[inside:]
-        if inside:
-            room = (share - held_out.flops[inside]) / (held_out.flops[inside - 1] - held_out.flops[inside])
-            deeper = math.floor(room * PARTS)
-            mixed = ((PARTS - deeper) * everywhere[inside] + deeper * everywhere[inside - 1]) // PARTS
-            candidates = np.concatenate((mixed[None], candidates))
-        best = candidates[np.argmax(candidates @ held_out.right.sum(axis=1))]
-        at[share], depth[share] = best @ reported.right / PARTS, best @ reported.depth / PARTS
-        flops[share] = float(best @ reported.flops) / PARTS
-    return seed_figures(made, CONTROL, reference)._replace(at=at, depth=depth, flops=flops)
+    flops, right, order = held_out.flops, held_out.right.sum(axis=1), np.array(_deepest_first(held_out))
+    inside = order[flops[order] <= share + SLACK]
+    outside = order[flops[order] > share + SLACK]
+    if not len(inside):
+        return None
+    room = (share - flops[inside][:, None]) / (flops[outside] - flops[inside][:, None])
+    deeper = np.concatenate((np.zeros((len(inside), 1)), np.floor(room.clip(0) * PARTS)), axis=1).astype(np.int64)
+    others = np.concatenate((right[inside][:, None], np.tile(right[outside], (len(inside), 1))), axis=1)
+    one, other = np.unravel_index(np.argmax((PARTS - deeper) * right[inside][:, None] + deeper * others), deeper.shape)
+    second = outside[other - 1] if other else inside[one]
+    return Mixture((int(inside[one]), int(second)), int(deeper[one, other]))
 
 
 def _failure(reported: Record) -> float:
@@ -224,10 +242,6 @@ def _calibration(reported: Record) -> float:
 
 def _shares() -> tuple[float, ...]:
     return (*BUDGETS.values(), *AREA)
-
-
-def _within(flops: np.ndarray, share: float, rule: int) -> bool:
-    return bool(flops[rule] <= share + SLACK)
 
 
 def _deepest_first(replays: Replays) -> list[int]:
@@ -252,11 +266,13 @@ def _figure(runs: dict[str, dict[int, SeedFigures]], method: str, figure: str) -
         if len(reached) == len(own):
             return _values(own, reached)
         return f"{len(own) - len(reached)} of {len(own)} seeds have no rule with so few FLOPs"
+    layers = max(run.exits[-1] for run in own.values())
+    if figure == "saved own":
+        return _values(own, {seed: layers - run.passes_at_own_point for seed, run in own.items()}, layers)
     reference = runs.get(REFERENCE, {})
     if lacking := sorted(own.keys() - reference.keys()):
         return f"joint training has no record with seed {', '.join(map(str, lacking))}"
     if figure == "saved":
-        layers = max(run.exits[-1] for run in own.values())
         rows = len(next(iter(own.values())).full)
         passes = {seed: run.passes_at_one_point for seed, run in own.items()}
         saved = {seed: np.zeros(rows) if each is None else layers - each for seed, each in passes.items()}

@@ -11,22 +11,20 @@ import numpy as np
 
 import mini_ee
 from mini_ee.experiments.leaderboard.figures import rules_for
-from mini_ee.experiments.leaderboard.legend import FEWER_EPOCHS
-from mini_ee.experiments.leaderboard.plan import EXAM
 from mini_ee.experiments.leaderboard.protocol import trained_parts
 from mini_ee.experiments.leaderboard.ranking import interval
-from mini_ee.experiments.leaderboard.tables import Leaderboard, plus_minus
+from mini_ee.experiments.leaderboard.tables import Leaderboard
+from mini_ee.experiments.leaderboard.token_figures import Decoders, flops_saved
 from mini_ee.experiments.leaderboard.token_rules import LEVEL
-from mini_ee.experiments.markdown import check_is_page, listed, markdown_table, wrapped
+from mini_ee.experiments.markdown import listed
+from mini_ee.experiments.pages import plus_minus
 from mini_ee.lab.confidence import MEASURES
-from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.registry import METHODS
 from mini_ee.lab.registry import RULES as METHOD_RULES
 from mini_ee.lab.rules import RULES, rule_class
 from mini_ee.lab.training.method import Method, load_method
 
-HEADING = "# Methods"
 FIRST_LINE = re.compile(
     r"(?P<name>[^(]+) \((?P<authors>[^()]*?) (?P<year>\d{4})(?:, (?P<where>[^()]*))?\): (?P<what>.+)", re.S
 )
@@ -35,6 +33,7 @@ ARXIV, ANTHOLOGY = (
     re.compile(r"\b(\d{4}\.[a-z-]+-[a-z]+\.\d+|[A-Z]\d\d-\d{4})\b"),
 )
 UNITS = {"rows": "example", "prompts": "example", "tokens": "token", "embeddings": "embedding"}
+EXIT_RULE = 4  # column of a row
 PLANNED, INSIDE = "decided before the model runs", "tokens exit inside the model"
 
 
@@ -151,82 +150,42 @@ def _example() -> Record:
     return Record(segments, logits, 6.0, labels=random.integers(0, 2, 40))
 
 
-def write_methods(board: Leaderboard, out: Path, decoder: str, saved: dict[str, str]) -> None:
-    """Write OUT/METHODS.md. saved: the FLOPs that methods save on this decoder, in percent."""
-    path = out / "METHODS.md"
-    check_is_page(path, HEADING)
-    write_bytes(path, methods_page(board, decoder, saved).encode())
-
-
-def methods_page(board: Leaderboard, decoder: str, saved: dict[str, str]) -> str:
-    """The page as Markdown, a line for each method of the registry."""
-    columns = [
-        "method",
-        "paper",
-        "what it does",
-        "trains",
-        "exit rule",
-        "what exits",
-        "file",
-        "lines",
-        "deviations",
-        "accuracy at 2x, %",
-        "rank",
-        "FLOPs saved by tokens, %",
+def methods_figures(board: Leaderboard, decoders: Decoders) -> dict:
+    """What the page shows: a row for each method of the registry, and the rules and measures that these rows name."""
+    decoder, saved = flops_saved(decoders)
+    found = [_row(board, name, saved) for name in METHODS]
+    words = set(re.findall(r"[\w-]+", " ".join(row[EXIT_RULE] for row in found)))
+    classes = {name: rule_class(name) for name in (*RULES, *METHOD_RULES)}
+    measures = {name: measure for name, (measure, *_) in MEASURES.items()}
+    explained = [
+        [[name, _first_paragraph(each)] for name, each in named.items() if name in words]
+        for named in (classes, measures)
     ]
-    rows = []
-    for name in METHODS:
-        path, method = source_of(name), load_method(name)
-        head = about(_head(path))
-        file = METHODS[name].removeprefix("mini_ee.").replace(".", "/") + ".py"
-        rule = decides(name, method)
-        units = ["token"] if rule == INSIDE else ["–"] if method.search else [UNITS[unit] for unit in method.units]
-        figure = plus_minus(interval(board.headline[name])) if name in board.headline else ""
-        rank = "{} ({} to {})".format(*board.ranks[name]) if name in board.ranks else ""
-        paper = f"{head.paper}{', ' if head.link else ''}{head.link}"
-        rows.append(
-            [
-                f"`{name}`",
-                paper,
-                f"{head.name}: {head.what}",
-                trains(name, method),
-                rule,
-                ", ".join(dict.fromkeys(units)),
-            ]
-            + [f"[{file.rpartition('/')[2]}](../{file})", code_lines(path), head.deviations + _of_the_core(path)]
-            + [figure, rank, saved.get(name, "")]
-        )
-    there = (board.plan.records.parent / "leaderboard.md").exists()
-    source = "[leaderboard.md](leaderboard.md)" if there else "leaderboard.md, which is not written yet"
-    tasks = listed(["the built-in reviews" if task == EXAM else task for task in board.compared])
-    tokens = f"the decoder {decoder}" if decoder else "no decoder yet"
-    note = f"""All {len(METHODS)} methods of the registry, `lab/registry.py`: those in lab/methods first, then
-    the baselines. *Trains*: the parts that the training changes; → leads to a stage that changes others. *What exits*:
-    – if the method removes layers. *Exit rule*: the kinds of rules that the method proposes, explained below the table.
-    *Lines*: lines of code in its file, and in files whose name continues that of its file. *Deviations*: how many
-    numbered points the head of the file, and of a file of the same name in `mini_ee/`, lists as different or open.
-    *Accuracy at 2x* and *rank*: on {tasks or "no task yet"}, from {source}, which explains both and says why a method
-    has none. *FLOPs saved by tokens*: on {tokens}, with a rule that keeps {100 * LEVEL:g} % of the predictions, from
-    the same page. It is negative if the heads cost more than the layers save. Made by `{board.plan.command}`."""
-    lines = [
-        HEADING,
-        "",
-        wrapped(FEWER_EPOCHS),
-        "",
-        wrapped(" ".join(note.split())),
-        *markdown_table(columns, rows),
-        "",
+    return {"rows": found, "decoder": decoder, "level": LEVEL, "rules": explained[0], "measures": explained[1]}
+
+
+def _row(board: Leaderboard, name: str, saved: dict[str, str]) -> list[str]:
+    path, method = source_of(name), load_method(name)
+    head = about(_head(path))
+    file = METHODS[name].removeprefix("mini_ee.").replace(".", "/") + ".py"
+    rule = decides(name, method)
+    units = ["token"] if rule == INSIDE else ["–"] if method.search else [UNITS[unit] for unit in method.units]
+    return [
+        f"`{name}`",
+        f"{head.paper}{', ' if head.link else ''}{head.link}",
+        f"{head.name}: {head.what}",
+        trains(name, method),
+        rule,
+        ", ".join(dict.fromkeys(units)),
+        f"[{file.rpartition('/')[2]}](../{file})",
+        str(code_lines(path)),
+        str(head.deviations + _of_the_core(path)),
+        plus_minus(interval(board.headline[name])) if name in board.headline else "",
+        "{} ({} to {})".format(*board.ranks[name]) if name in board.ranks else "",
+        saved.get(name, ""),
     ]
-    return "\n".join([*lines, "## Exit rules", "", *_rule_lines([row[columns.index("exit rule")] for row in rows]), ""])
 
 
-def _rule_lines(used: list[str]) -> list[str]:
-    """A line for each kind of rule, then for each confidence measure of these cells: how its code explains it."""
-    words = set(re.findall(r"[\w-]+", " ".join(used)))
-    rules = {name: rule_class(name) for name in (*RULES, *METHOD_RULES)}
-    lines = []
-    for explained in (rules, {name: measure for name, (measure, *_) in MEASURES.items()}):
-        first = {name: (inspect.getdoc(each) or "").partition("\n\n")[0] for name, each in explained.items()}
-        lines += [f"- *{name}*: {' '.join(text.split())}" for name, text in first.items() if name in words]
-        lines += ["", "Confidence measures:", ""] if explained is rules else []
-    return lines
+def _first_paragraph(explained: object) -> str:
+    """How the code explains a rule or a measure."""
+    return " ".join((inspect.getdoc(explained) or "").partition("\n\n")[0].split())

@@ -1,38 +1,54 @@
-"""The pictures of the leaderboard: a front per task, each method alone, and depth by hardness."""
+"""The pictures of the leaderboard: the front, each method alone, depth by hardness, and the speed of decoders."""
 
 import math
 from pathlib import Path
 
 import numpy as np
 
+from mini_ee.experiments.leaderboard.decoder_tables import fastest
 from mini_ee.experiments.leaderboard.exam import Exam
-from mini_ee.experiments.leaderboard.figures import AREA, BUDGETS, CONTROL, HEADLINE, REFERENCE, SeedFigures, shares_of
-from mini_ee.experiments.leaderboard.ranking import interval
+from mini_ee.experiments.leaderboard.figures import AREA, CONTROL, REFERENCE, SeedFigures, Values, shares_of
+from mini_ee.experiments.leaderboard.ranking import Interval, drawn_figures, interval, mean_of
 from mini_ee.experiments.leaderboard.tables import Leaderboard
-from mini_ee.experiments.markdown import listed
-from mini_ee.experiments.pictures import CYCLE, GREY
+from mini_ee.experiments.leaderboard.token_figures import Decoders
+from mini_ee.experiments.leaderboard.token_rules import LEVEL
+from mini_ee.experiments.pictures import COLOURS, CYCLE, GREY
 from mini_ee.lab.data.reviews import HARDNESS
 from mini_ee.lab.evaluation.plots import new_panels, save_figure
 
 Curve = tuple[list[float], list[float]]  # shares of the FLOPs and accuracies, both in percent
-DARK = "#444444"
-NEUTRAL = "#555555"  # of the cycle, too close to DARK
-MOST_COLOURED = len(CYCLE)
-FRONT = tuple(share for share in AREA if share <= BUDGETS["at 1.5x"])  # where a third of the FLOPs or more are saved
+DARK, PALE = "#444444", "#c8c8c8"
+PAPERS = {"lora-exits": COLOURS["LoRAExit"], "consistent": COLOURS["ConsistentEE"]}  # of the project's own papers
+OTHERS = {"two-stage": "#009E73", "pabee": "#E69F00"}  # what readers know
+BEST = "#CC79A7"
+FRONT = (25, 80)  # percent of the FLOPs that the front shows: with fewer, nothing works, and with more, all are equal
 
 
-def draw_all(board: Leaderboard, passed: dict[str, Exam], out: Path, names: list[str]) -> None:
-    """Write the pictures, in the order of the names, that the records suffice for."""
+def draw_all(board: Leaderboard, passed: dict[str, Exam], out: Path) -> None:
+    """Write the pictures that the records of classifiers suffice for."""
     out.mkdir(parents=True, exist_ok=True)
-    begun = [name for name in board.plan.tasks if board.tasks[name].runs]
-    if begun:
-        intervals = {name: _usual_interval(board, name) for name in begun}
-        draw_fronts(out / names[0], {name: task_curves(board, [name]) for name in begun}, intervals)
-    if curves := task_curves(board, list(board.compared)):
-        ordered = {name: curves[name] for name in [*board.order, CONTROL] if name in curves}
-        draw_methods(out / names[1], ordered, listed(board.compared))
+    curves = task_curves(board, list(board.compared))
+    ordered = {name: curves[name] for name in [*board.order, CONTROL] if name in curves}
+    draw_front(out / "leaderboard-front.png", ordered, reference_band(board), ", ".join(board.compared))
+    draw_methods(out / "leaderboard-methods.png", ordered, ", ".join(board.compared))
     if order := [name for name in board.order if name in passed]:
-        draw_hardness(out / names[2], {name: passed[name].depth for name in order})
+        draw_hardness(out / "leaderboard-hardness.png", {name: passed[name].depth for name in order})
+
+
+def reference_band(board: Leaderboard) -> dict[float, Interval]:
+    """Share of the FLOPs -> the accuracy of joint training there with its interval, over the compared tasks.
+
+    Empty if there are too few seeds for an interval.
+    """
+    every = [sorted(board.tasks[name].runs[REFERENCE].items()) for name in board.compared]
+    shares = shares_of([run for runs in every for _, run in runs])
+    drawn = []
+    for name, runs in zip(board.compared, every):
+        seeds = tuple(seed for seed, _ in runs)
+        found = {("", str(share)): Values(seeds, np.array([run.at[share] for _, run in runs])) for share in shares}
+        drawn.append(drawn_figures(board.tasks[name]._replace(found=found)))
+    found = {share: interval(mean_of([each["", str(share)] for each in drawn])) for share in shares}
+    return {share: each for share, each in found.items() if not math.isnan(each.high)}
 
 
 def task_curves(board: Leaderboard, tasks: list[str]) -> dict[str, Curve]:
@@ -53,73 +69,55 @@ def task_curves(board: Leaderboard, tasks: list[str]) -> dict[str, Curve]:
     return found
 
 
-def _usual_interval(board: Leaderboard, task: str) -> float:
-    """Half of the interval of the accuracy at HEADLINE, in percent, the median over methods; NaN if none has one."""
-    found = [
-        interval(board.drawn[task][name, HEADLINE]) for name in board.order if (name, HEADLINE) in board.drawn[task]
-    ]
-    halves = [100 * (each.high - each.mean) for each in found if not math.isnan(each.high)]
-    return float(np.median(halves)) if halves else math.nan
-
-
 def _score(run: SeedFigures, share: float) -> float:
     return float(run.at[share].mean())
 
 
-def front(curves: dict[str, Curve]) -> list[str]:
-    """The methods that are best at some share of FRONT, those at most shares first; the control does not count."""
-    wins: dict[str, int] = {}
-    for share in FRONT:
-        at = {
-            name: scores[shares.index(100 * share)]
-            for name, (shares, scores) in curves.items()
-            if 100 * share in shares and name != CONTROL
-        }
-        if at:
-            best = max(at, key=lambda name: (round(at[name], 9), name))
-            wins[best] = wins.get(best, 0) + 1
-    return sorted(wins, key=lambda name: (-wins[name], name))
-
-
-def draw_fronts(path: Path, tasks: dict[str, dict[str, Curve]], intervals: dict[str, float]) -> None:
-    """A panel for each task. The methods of the front have a colour, the same in all panels; others are grey.
-
-    intervals: task -> half of the usual interval of a curve, which a bar shows; none if NaN.
-    """
-    fronts = {name: front(curves)[: MOST_COLOURED - 2] for name, curves in tasks.items()}
-    coloured = dict.fromkeys(method for each in fronts.values() for method in each if method != REFERENCE)
-    hues = [colour for colour in CYCLE if colour != NEUTRAL]
-    looks = {
-        method: {"color": hues[number % len(hues)], "linestyle": "-" if number < len(hues) else "--"}
-        for number, method in enumerate(coloured)
-    } | {REFERENCE: {"color": DARK, "linestyle": "-"}}
-    figure, grid = new_panels(len(tasks), min(2, len(tasks)), width=5.2, height=3.9)
-    for axes, (name, curves) in zip(grid, tasks.items()):
-        for method, curve in curves.items():
-            own = method in fronts[name] or method == REFERENCE
-            plain = {"color": GREY, "linewidth": 0.7, "markersize": 3, "linestyle": "-"}
-            if method == CONTROL:
-                plain |= {"color": DARK, "linewidth": 1.5, "linestyle": ":"}
-            look = looks[method] | {"linewidth": 2, "zorder": 3} if own else plain
-            label = method if own or method == CONTROL else "_other"
-            axes.plot(*curve, label=label, marker=_marker(curve), **look)
-        axes.axvline(50, color=GREY, linewidth=0.7, zorder=0)
-        axes.set(title=name, xlabel="% of the full model's FLOPs", ylabel="accuracy in %")
-        _zoom(axes, curves)
-        if not math.isnan(half := intervals[name]):
-            low, high = axes.get_ylim()
-            axes.set_ylim(low, max(high, low + 2.5 * half))
-            bar = {"color": DARK, "elinewidth": 1, "capsize": 3, "label": "95 % interval (median)"}
-            axes.errorbar([50], [low + 1.2 * half], [half], fmt="none", **bar)
-    entries = {}
-    for axes in grid:
-        handles, names = axes.get_legend_handles_labels()
-        entries |= dict(zip(names, handles))
-    columns = 4 if len(tasks) > 1 else 3
-    figure.legend(
-        entries.values(), entries.keys(), frameon=False, fontsize=9, ncols=columns, loc="outside lower center"
-    )
+def draw_front(path: Path, curves: dict[str, Curve], band: dict[float, Interval], tasks: str) -> None:
+    """One panel: joint training with its interval, fixed depth, and a few others with their names; the rest in grey."""
+    best = [name for name in curves if name not in (REFERENCE, CONTROL)][:1]
+    looks = dict.fromkeys(best, BEST) | OTHERS | PAPERS | {CONTROL: DARK, REFERENCE: COLOURS["joint training"]}
+    figure, (axes,) = new_panels(1, 1, width=7.6, height=4.4)
+    for name, curve in curves.items():
+        inside = np.array([point for point in zip(*curve) if FRONT[0] <= point[0] <= FRONT[1]]).reshape(-1, 2)
+        named = {"color": looks.get(name), "linewidth": 2, "zorder": 3, "linestyle": ":" if name == CONTROL else "-"}
+        look = named if name in looks else {"color": PALE, "linewidth": 0.8, "zorder": 1}
+        axes.plot(*inside.T, label=name, **look)
+    known = [100 * share for share in band if FRONT[0] <= 100 * share <= FRONT[1]]
+    edges = [[100 * getattr(band[share / 100], end) for share in known] for end in ("low", "high")]
+    axes.fill_between(known, *edges, color=looks[REFERENCE], alpha=0.15, linewidth=0, zorder=0)
+    axes.axvline(50, color=PALE, linewidth=0.7, zorder=0)
+    axes.set(xlabel="% of the full model's FLOPs", ylabel=f"accuracy in % (mean of {tasks})")
+    _zoom(axes, curves)
+    axes.set(xlim=FRONT, ylim=(axes.get_ylim()[0], max([axes.get_ylim()[1], *edges[1]]) + 0.2))
+    _label_ends(axes, {name: looks[name] for name in curves if name in looks})
     save_figure(figure, path)
+
+
+def _label_ends(axes, colours: dict[str, str]) -> None:
+    """The name of each line at its right end, moved apart so that no two names overlap."""
+    drawn = [line for line in axes.lines if line.get_label() in colours and len(line.get_xdata())]
+    ends = {line.get_label(): line.get_xydata()[-1] for line in drawn}
+    low, high = axes.get_ylim()
+    apart = 0.048 * (high - low)
+    to_the_left_edge = {"relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0}
+    order = sorted(ends, key=lambda name: ends[name][1])
+    heights = np.array([ends[name][1] for name in order])
+    for _ in range(200):  # neighbours that are too near each push the other away
+        for k in range(len(order) - 1):
+            if (lack := apart - (heights[k + 1] - heights[k])) > 0:
+                heights[k : k + 2] += (-lack / 2, lack / 2)
+    for name, height in zip(order, heights):
+        axes.annotate(
+            name,
+            xy=ends[name],
+            xytext=(FRONT[1] + 2, height),
+            color=colours[name],
+            va="center",
+            fontsize=9,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colours[name], "linewidth": 0.6} | to_the_left_edge,
+        )
 
 
 def draw_methods(path: Path, curves: dict[str, Curve], tasks: str) -> None:
@@ -179,4 +177,28 @@ def draw_hardness(path: Path, depth: dict[str, list[float]]) -> None:
                 column, line, f"{value:.1f}", ha="center", va="center", fontsize=8, color="w" if value < middle else "k"
             )
     figure.colorbar(image, ax=axes, label="mean exit layer", pad=0.02)
+    save_figure(figure, path)
+
+
+def draw_decoders(path: Path, exams: Decoders) -> None:
+    """A panel for each decoder, a dot for each method: its speed-up with the better way to get missing keys and values.
+
+    Sorted by it; at the right, the share of the layers that tokens skip.
+    """
+    speeds = {exam: fastest(exam, found) for exam, found in exams.items()}
+    most = max(map(len, speeds.values()))
+    figure, grid = new_panels(len(exams), len(exams), width=4.6, height=1.1 + 0.24 * most)
+    for axes, (exam, found) in zip(grid, exams.items()):
+        order = [*speeds[exam]][::-1]
+        for line, name in enumerate(order):
+            at = interval(speeds[exam][name])
+            colour = CYCLE[2] if at.low > 1 else CYCLE[6] if at.high < 1 else DARK
+            axes.plot([at.low, at.high], [line, line], "-", color=colour, linewidth=1.4)
+            axes.plot(at.mean, line, "o", color=colour, markersize=5)
+            saved = found[name].values[f"saved {LEVEL:g}"].mean()
+            axes.text(1.02, line, f"{saved:.0%}", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        axes.axvline(1, color=GREY, linewidth=1, zorder=0)
+        axes.set_yticks(range(len(order)), order, fontsize=8)
+        axes.set(xlabel="times as fast as without exits", title=exam.name)
+        axes.text(1.02, len(order), "layers\nsaved", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
     save_figure(figure, path)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mini_ee.experiments.leaderboard import protocol
-from mini_ee.experiments.markdown import listed
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.registry import METHODS
 
@@ -22,7 +21,6 @@ class Plan(NamedTuple):
     seeds: int  # of each method and task, unless its training takes too long
     command: str
     not_rows: Mapping[str, str] = {}  # method that is in no table of classifiers -> why
-    training: Mapping[str, str] = {}  # task -> how methods are trained on it
     models: Mapping[str, str] = {}  # task -> the model in words
 
     @property
@@ -39,27 +37,20 @@ class Plan(NamedTuple):
             for name, seeds in diverged.items()
         }
 
-    def state(self, task: str, training: str) -> dict:
-        """`tried` learning rates, and `diverged` seeds. training: the first of the methods that share it."""
-        path = self.records.parent / "leaderboard" / task / f"{training}.json"
+    def state(self, task: str, method: str) -> dict:
+        """What a method `tried`, the chosen `factor` and `options`, and `diverged` seeds."""
+        path = self.records.parent / "leaderboard" / task / f"{method}.json"
         return read_json(path, signed="tried") if path.exists() else {"tried": [], "diverged": {}}
 
-    def diverged(self, task: str, training: str) -> list[str]:
-        """The seeds with which a training diverged."""
-        return sorted(self.state(task, training)["diverged"])
+    def diverged(self, task: str, method: str) -> list[str]:
+        """The seeds with which the training of a method diverged."""
+        return sorted(self.state(task, method)["diverged"])
 
 
 def planned(out: Path, quick: bool) -> Plan:
     """The plan of the protocol."""
     exams = sorted(protocol.exams(quick), key=lambda each: each.name == EXAM)
-    training, models = {}, {each.name: each.model or "the built-in BERT of 12 layers" for each in exams}
-    for each in exams:
-        factors = f"{listed([f'{factor:g}' for factor in each.factors])} times the default"
-        rates = f"the search for a learning rate begins with {factors}"
-        if len(each.factors) == 1:
-            rates = f"the learning rate is {factors}"
-        budget = f"at most {each.max_train:,} training examples, at most {each.epochs} epochs for each exit"
-        training[each.name] = f"{models[each.name]}, {budget}; {rates}"
+    models = {each.name: each.model or "the built-in BERT" for each in exams}
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}
     return Plan(
         out / "records",
@@ -68,6 +59,5 @@ def planned(out: Path, quick: bool) -> Plan:
         protocol.seed_count(quick),
         "mini-ee reproduce leaderboard" + (" --quick" if quick else ""),
         reasons,
-        training,
         models,
     )

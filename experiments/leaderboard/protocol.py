@@ -1,18 +1,20 @@
 """The protocol of the leaderboard: exams, methods, exits, epochs, rates and seeds.
 
-Nothing here is a list of methods. What a method needs follows from its object Method, and from its stages and its model
-on a tiny backbone.
+What a method needs follows from its object Method, and from its stages and its model on a tiny backbone. Only AUTHORS,
+CHOICES and SPARSE name methods: what their papers have and the defaults have not. A stage that has no number of epochs
+of its own gets those of the exam, whatever the other stages of its method are.
 """
 
 import functools
-from collections.abc import Generator
+import math
+from collections.abc import Callable, Generator, Iterable
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab import registry
@@ -30,6 +32,16 @@ SEARCH_SEEDS = 2  # number of seeds with which a rate is chosen
 TINY_LAYERS = 4  # of the backbone on which stages are looked at
 MOST_REPORTED = 2000  # rows of a split that an exam names, drawn with a fixed seed
 MOST_STAGES = 100  # of a recipe that makes stages without end
+AUTHORS: dict[str, Callable[[int], dict]] = {
+    "consistent": lambda steps: {"task_epochs": 2},  # their finetune_bert.sh
+    "dree": lambda steps: {"adapter_epochs": round(2100 / steps)},  # the steps of their one epoch on SST-2
+}
+"""What authors do in further stages, if the defaults are for more examples. steps: of an epoch, of BATCH_SIZE each."""
+CHOICES = {"consistent": {"alpha": (0.07, 0.02, 0.2)}}
+"""Method -> option -> its default, and the other values that the search seeds try with the chosen rates."""
+SPARSE = {"sweet-every-second": ("sweet", 2)}
+"""Row of the tables -> its method, and that it has an exit after every so many layers, as in its paper."""
+BATCH_SIZE = 32  # the default of all methods
 
 
 class Exam(NamedTuple):
@@ -39,8 +51,8 @@ class Exam(NamedTuple):
     task: str  # folder in data/, or the built-in task
     model: str | None  # folder in weights/; None: the built-in model
     max_train: int
-    epochs: int  # budget of every exit
-    factors: tuple[float, ...]  # of the method's default learning rates, lr and head_lr; one is chosen
+    epochs: int  # of every stage that has no number of its own
+    factors: tuple[float, ...]  # of all default learning rates of the method; one is chosen
     reported: str | None = None  # split, of which MOST_REPORTED rows are; None: all rows of the task's default split
     timed_rows: int = 128  # drawn with a fixed seed
 
@@ -79,9 +91,14 @@ def seed_count(quick: bool) -> int:
     return QUICK_SEEDS if quick else SEEDS
 
 
+def method_of(row: str) -> str:
+    """The method of a row of the tables."""
+    return SPARSE[row][0] if row in SPARSE else row
+
+
 def why_not(name: str) -> str:
     """Why a method has no row in the tables of classifiers; empty if it has one."""
-    method = load_method(name)
+    method = load_method(method_of(name))
     if "rows" not in method.units:
         return f"the exits give {' and '.join(method.units)}, which have no label"
     if method.keeps_model:
@@ -92,14 +109,16 @@ def why_not(name: str) -> str:
 
 
 def methods(quick: bool, only: str | None = None) -> list[str]:
-    """The methods of the tables, in the order of the registry. only: this one. Raises WrongArguments if it has none."""
+    """The rows of the tables, in the order of the registry. only: this one. Raises WrongArguments if it has none."""
+    rows = [*registry.METHODS, *(row for row in SPARSE if method_of(row) in registry.METHODS)]
+    rows.sort(key=lambda row: [*registry.METHODS].index(method_of(row)))
     if only is not None:
-        if only not in registry.METHODS:
+        if only not in rows:
             raise WrongArguments(f"--only: expected one of {', '.join(methods(False))}; found {only}")
         if reason := why_not(only):
             raise WrongArguments(f"--only: {only} is not in the tables of the leaderboard: {reason}")
         return [only]
-    return [name for name in registry.METHODS if not why_not(name) and (not quick or name in QUICK_METHODS)]
+    return [name for name in rows if not why_not(name) and (not quick or name in QUICK_METHODS)]
 
 
 # ---- What is trained ----
@@ -111,7 +130,8 @@ class Training(NamedTuple):
     exam: Exam
     methods: tuple[str, ...]  # the first one gives its name
     options: dict  # of `mini_ee.train`, without rates and seed
-    rates: dict[str, float]  # lr and head_lr, the method's defaults; each is multiplied by the chosen factor
+    rates: dict[str, float]  # all rates of the method, its defaults; each is multiplied by the chosen factor
+    choices: dict[str, tuple] = {}  # option -> its default, and the other values that are tried
 
     @property
     def name(self) -> str:
@@ -122,16 +142,17 @@ class Training(NamedTuple):
         """What a record of it must have been made with."""
         return {name: value for name, value in self.options.items() if name != "method"} | {"rates": self.rates}
 
-    def at(self, factor: float) -> dict:
-        """The options with rates."""
-        return self.options | {name: float(f"{rate * factor:.6g}") for name, rate in self.rates.items()}
+    def at(self, factor: float, chosen: Iterable[tuple[str, float]] = ()) -> dict:
+        """The options with rates, and with what was chosen otherwise."""
+        rates = {name: float(f"{rate * factor:.6g}") for name, rate in self.rates.items()}
+        return self.options | rates | dict(chosen)
 
 
 def trainings_of(exam: Exam, sources: Sources) -> list[Training]:
     """The trainings of all methods that fit, in the order of the registry."""
     folder, found = exam.model_folder(sources), {}
     for name in methods(quick=False):
-        alike = load_method(name).trained_as or name
+        alike = (name not in SPARSE and load_method(name).trained_as) or name
         if alike not in found:
             found[alike] = _planned(name, exam, folder)
         else:
@@ -140,23 +161,27 @@ def trainings_of(exam: Exam, sources: Sources) -> list[Training]:
 
 
 def _planned(name: str, exam: Exam, folder: Path) -> Training:
-    """The training of a method."""
-    method = load_method(name)
-    request = make_request(name, folder, toy_task(), Path("unused"), False, {})
+    """The training of a row of the tables."""
+    method = load_method(method_of(name))
+    request = make_request(method_of(name), folder, toy_task(), Path("unused"), False, {})
     layers, own_exits = read_config(folder / "config.json").num_hidden_layers, "exits" in method.lacks
     tiny = exits_of(request, TINY_LAYERS) if own_exits else tuple(range(1, TINY_LAYERS + 1))
     model = _tiny(method, tiny, request.config)
-    stages = stages_of(method, model, request.config)
     # If exits start again from the embeddings, each costs all its layers again, and more of them save less.
     few = own_exits or len(set(model.segments().from_embeddings)) > 1
     exits = exits_of(request, layers) if few else tuple(range(1, layers + 1))
     if not own_exits and 2 * exits[0] >= layers:  # with its head, the first exit would need more than half of the FLOPs
         exits = (layers // 3, layers)
+    if name in SPARSE:
+        exits = exits[SPARSE[name][1] - 1 :: SPARSE[name][1]]
     options = {"model": exam.model, "task": exam.task, "max_train": exam.max_train}
     options |= {} if own_exits else {"exits": list(exits)}
-    options |= {} if "epochs" in method.lacks else {"epochs": epochs_of(model, stages, exam.epochs)}
+    options |= {} if "epochs" in method.lacks else {"epochs": exam.epochs}
+    options |= AUTHORS[name](math.ceil(exam.max_train / BATCH_SIZE)) if name in AUTHORS else {}
     rates = {rate: getattr(request.train, rate) for rate in ("lr", "head_lr") if rate not in method.lacks}
-    return Training(exam, (name,), {"method": name} | options, rates)
+    rates |= {name: value for name, value in asdict(request.config).items() if name.endswith("_lr")}
+    choices = CHOICES.get(name, {}) if len(exam.factors) > 1 else {}
+    return Training(exam, (name,), {"method": method_of(name)} | options, rates, choices)
 
 
 def trained_parts(name: str) -> list[tuple[str, ...]]:
@@ -198,36 +223,4 @@ def stages_of(method: Method, model: nn.Module, config: Any) -> list[Stage]:
             stage = recipe.send(float(len(found)))
         except StopIteration:
             break
-    return found
-
-
-def epochs_of(model: nn.Module, stages: list[Stage], budget: int) -> int:
-    """Epochs of each stage that has no number of its own, so that no exit learns in more than `budget` epochs.
-
-    An exit learns in a stage if its logits depend on what the stage trains. Stages on stored states do not count: they
-    train small parts, without the backbone.
-    """
-    numbers, exits = [], {stage.name: _learning(model, stage) for stage in stages if not stage.on_states}
-    for k in range(len(model.exits)):
-        learning = [stage for stage in stages if k in exits.get(stage.name, ())]
-        own = [stage.settings["epochs"] for stage in learning if "epochs" in stage.settings]
-        if len(own) < len(learning):
-            numbers.append((budget - sum(own)) // (len(learning) - len(own)))
-    return max(1, min(numbers, default=budget))
-
-
-def _learning(model: nn.Module, stage: Stage) -> set[int]:
-    """The exits whose logits depend on what a stage trains. Changes which parameters of the model have gradients."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(stage.trainable(name) and model.is_trainable(name))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ids = torch.tensor([[1, 5, 9, 2], [1, 7, 3, 2]])
-    each_logits: list[Tensor] = model(ids, torch.ones_like(ids), torch.zeros_like(ids))
-    found = set()
-    for k, logits in enumerate(each_logits):
-        if logits.requires_grad:
-            weights = torch.arange(1.0, logits.numel() + 1).view_as(logits)
-            gradients = torch.autograd.grad((weights * logits).sum(), trained, retain_graph=True, allow_unused=True)
-            if any(each is not None and bool(each.any()) for each in gradients):
-                found.add(k)
     return found

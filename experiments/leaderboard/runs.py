@@ -1,13 +1,15 @@
 """Train what the leaderboard lacks, and write a record for each method and seed. A killed process can be continued.
 
 OUT/records/EXAM/METHOD.npz        the records of all seeds; from them all figures are computed
-OUT/leaderboard/EXAM/METHOD.json   the rates that were tried, the chosen factor, and seeds whose training diverged;
-                                   a record with another factor is made again
+OUT/leaderboard/EXAM/METHOD.json   the rates and options that were tried, the chosen ones, and seeds whose training
+                                   diverged; a record with other rates or options is made again
 OUT/leaderboard/runs/EXAM/METHOD/  unfinished trainings; removed once they are recorded
 
 Several processes share the work: one process at a time runs a training, which gives the records of all methods that
-differ by their rules alone. The held-out examples of a record are those that chose epochs and temperatures, `selection`
-of them, which come first, and others that the training never read. They choose the rates and the rules of the tables.
+differ by their rules alone. Each of them has a search of its own, by its own rules; what another one has trained or
+recorded is not trained again. The held-out examples of a record are those that chose epochs and temperatures,
+`selection` of them, which come first, and others that the training never read. They choose the rates and the rules of
+the tables.
 The default rule has been chosen as by `mini-ee train`: tested on all held-out examples that the training never read.
 Its guarantee is for one rate: it does not count that some of these examples have chosen among several.
 """
@@ -27,8 +29,8 @@ import numpy as np
 import torch
 
 from mini_ee.experiments.leaderboard.figures import REFERENCE
-from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training
-from mini_ee.experiments.records import SeedRecord, read_about, write_record
+from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training, method_of
+from mini_ee.experiments.records import SeedRecord, read_about, read_records, write_record
 from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, next_to_try, trained
 from mini_ee.lab.data.files import read_json, sole_writer, write_json
 from mini_ee.lab.data.tasks import Task
@@ -68,6 +70,13 @@ class Job(NamedTuple):
     seeds: tuple[int, ...]
 
 
+class Choice(NamedTuple):
+    """What a search chooses, or tries."""
+
+    factor: float  # of the default rates
+    options: tuple[tuple[str, float], ...] = ()  # name and value, but for defaults
+
+
 class Places(NamedTuple):
     """Where things are, for a whole call."""
 
@@ -97,10 +106,10 @@ def jobs(trainings: list[Training], methods: list[str], seeds: tuple[int, ...]) 
 def missing(out: Path, job: Job, seeds: tuple[int, ...]) -> list[tuple[str, int]]:
     """(method, seed) of each record that the job should make. seeds: all those of the call."""
     training, found = job.training, []
-    state = _read_state(out, training)
     for method in job.methods:
+        state = _read_state(out, training, method)
         made = read_about(record_path(out, training.exam.name, method))
-        made = {seed: about for seed, about in made.items() if _is_of(about, training, state)}
+        made = {seed: about for seed, about in made.items() if _is_of(about, training, _choice(state))}
         long = any(about["training"]["seconds"] > LONG_SECONDS for about in made.values())
         wanted = set(job.seeds) & set(seeds[:FEWER_SEEDS] if long else seeds)
         found += [(method, seed) for seed in wanted - made.keys() if str(seed) not in state["diverged"]]
@@ -111,58 +120,97 @@ def missing(out: Path, job: Job, seeds: tuple[int, ...]) -> list[tuple[str, int]
 
 
 def run_job(job: Job, seeds: tuple[int, ...], places: Places) -> None:
-    """Choose the rate unless that is done, train the missing seeds, and write their records.
+    """Choose rates and options unless that is done, train the missing seeds, and write their records.
 
     Raises CaseLocked if another process runs this training.
     """
     training, out = job.training, places.out
     with ExitStack() as alone:
         try:
-            alone.enter_context(sole_writer(_state_path(out, training)))
+            alone.enter_context(sole_writer(_state_path(out, training, training.name)))
         except FileExistsError:
             raise CaseLocked(training.name) from None
         if missing(out, job, seeds):
-            factor = _chosen(training, seeds[0], places)
+            chosen = {method: _chosen(training, method, seeds[0], places) for method in job.methods}
+            needed = {_run_folder(training, choice, seed, out) for choice in chosen.values() for seed in job.seeds}
+            for folder in {*_runs(out, training).glob("*")} - needed:
+                shutil.rmtree(folder)
             for seed in job.seeds:
-                if wanted := [method for method, each in missing(out, job, seeds) if each == seed]:
-                    _record(training, factor, seed, wanted, places)
+                wanted = [method for method, each in missing(out, job, seeds) if each == seed]
+                for choice in dict.fromkeys(chosen[method] for method in wanted):
+                    _record(training, choice, seed, [each for each in wanted if chosen[each] == choice], places)
         shutil.rmtree(_runs(out, training), ignore_errors=True)
         with suppress(OSError):  # other trainings are there
             os.removedirs(_runs(out, training).parent)
 
 
-def _is_of(about: dict, training: Training, state: dict) -> bool:
-    """Whether a record was made with the settings of the training and with the chosen rates."""
-    factor = about["rates"]["factor"]
-    return about["settings"] == training.settings and state.get("factor", factor) == factor
+def _is_of(about: dict, training: Training, choice: Choice | None) -> bool:
+    """Whether a record was made with the settings of the training and with what was chosen."""
+    made = Choice(about["rates"]["factor"], tuple(about.get("chosen", {}).items()))
+    return about["settings"] == training.settings and made == choice
 
 
-def _chosen(training: Training, first_seed: int, places: Places) -> float:
-    """The factor with the best score, the mean over SEARCH_SEEDS seeds. The JSON lists all trials."""
-    state, factors, say = _read_state(places.out, training), training.exam.factors, places.say
+def _choice(state: dict) -> Choice | None:
+    """What the state says was chosen; None while the search goes on."""
+    return Choice(state["factor"], tuple(state.get("options", {}).items())) if "factor" in state else None
+
+
+def _chosen(training: Training, method: str, first_seed: int, places: Places) -> Choice:
+    """The rates and options with the best score, the mean over SEARCH_SEEDS seeds. The JSON lists all trials.
+
+    Options are chosen one after the other, with the chosen rates.
+    """
+    state, factors = _read_state(places.out, training, method), training.exam.factors
     seeds = range(first_seed, first_seed + SEARCH_SEEDS)
-    if "factor" in state:
-        return state["factor"]
-    on_gpu = {name: value for name, value in how_made(places.sources.device).items() if name == "gpu"}
-    while trial := next_trial(state["tried"], factors, seeds):
-        factor, seed = trial
-        say(f"{_title(training)}, default rates x {factor:g}, seed {seed}")
-        try:
-            run, about = _trained(training, factor, seed, places)
-            score, seconds = _score(run, training, places), about["training"]["seconds"]
-        except Diverged:
-            score, seconds = 0.0, None
-        tried = {"factor": factor, "seed": seed, "score": round(score, 5), "seconds": seconds}
-        state["tried"].append(tried | on_gpu)
-        say(f"  held-out {CHOSEN_BY}: {score:.3f}")
-        write_json(_state_path(places.out, training), state)
-    means = _means(state["tried"])
-    state["factor"] = max(means, key=means.get, default=factors[0])
-    write_json(_state_path(places.out, training), state)
-    for other in {each["factor"] for each in state["tried"]} - {state["factor"]}:
-        for folder in _runs(places.out, training).glob(f"{other:g}-*"):
-            shutil.rmtree(folder)
-    return state["factor"]
+    if choice := _choice(state):
+        return choice
+    while trial := next_trial([each for each in state["tried"] if "options" not in each], factors, seeds):
+        _try(training, method, Choice(trial[0]), trial[1], state, places)
+    choice = Choice(max(means := _means(state["tried"]), key=means.get, default=Choice(factors[0])).factor)
+    for name, values in training.choices.items():
+        trials = [choice, *(choice._replace(options=(*choice.options, (name, value))) for value in values[1:])]
+        for seed, trial in product(seeds, trials):
+            if (trial, seed) not in {(_tried(each), each["seed"]) for each in state["tried"]}:
+                _try(training, method, trial, seed, state, places)
+        means = _means(state["tried"])
+        choice = max(trials, key=means.get)
+    state |= {"factor": choice.factor} | ({"options": dict(choice.options)} if training.choices else {})
+    write_json(_state_path(places.out, training, method), state)
+    return choice
+
+
+def _try(training: Training, method: str, trial: Choice, seed: int, state: dict, places: Places) -> None:
+    """Add the score of a trial to the state: CHOSEN_BY, with the rules of the method."""
+    options = "".join(f", {name} {value:g}" for name, value in trial.options)
+    places.say(f"{training.exam.name}, {method}, default rates x {trial.factor:g}{options}, seed {seed}")
+    task = places.tasks[training.exam.name]
+    try:
+        held_out, seconds, gpu = _held_out_of(training, trial, seed, places)
+        points = curve(held_out, method_rules(method_of(method), held_out, task), task, held_out.labels)
+        score = (_at_half(points) or _never(points))["accuracy"]
+    except Diverged:
+        score, seconds, gpu = 0.0, None, _gpu(places)
+    tried = {"factor": trial.factor, "seed": seed} | ({"options": dict(trial.options)} if trial.options else {})
+    state["tried"].append(tried | {"score": round(score, 5), "seconds": seconds} | ({"gpu": gpu} if gpu else {}))
+    places.say(f"  held-out {CHOSEN_BY}: {score:.3f}")
+    write_json(_state_path(places.out, training, method), state)
+
+
+def _held_out_of(training: Training, trial: Choice, seed: int, places: Places) -> tuple[Record, float, str | None]:
+    """The held-out examples under a training, its seconds and its GPU: from a record of it, if there is one."""
+    for method in training.methods:
+        path = record_path(places.out, training.exam.name, method)
+        about = read_about(path).get(seed)
+        if about and _is_of(about, training, trial):
+            return read_records(path)[seed].held_out, about["training"]["seconds"], about["made"].get("gpu")
+    run, about = _trained(training, trial, seed, places)
+    run.model.to(places.sources.device)
+    held_out = _read_held_out(run, places.tasks[training.exam.name], training.exam).stored
+    return held_out, about["training"]["seconds"], _gpu(places)
+
+
+def _gpu(places: Places) -> str | None:
+    return how_made(places.sources.device).get("gpu")
 
 
 def next_trial(tried: list[dict], factors: Sequence[float], seeds: Sequence[int]) -> tuple[float, int] | None:
@@ -177,37 +225,33 @@ def next_trial(tried: list[dict], factors: Sequence[float], seeds: Sequence[int]
     begun = dict.fromkeys((*factors, *(each["factor"] for each in tried)))
     if left := [(factor, seed) for seed, factor in product(seeds, begun) if (factor, seed) not in done]:
         return left[0]
-    beyond = next_to_try(list(factors), _means(tried))
+    beyond = next_to_try(list(factors), {choice.factor: mean for choice, mean in _means(tried).items()})
     return None if beyond is None else (beyond, seeds[0])
 
 
-def _score(run: Run, training: Training, places: Places) -> float:
-    """CHOSEN_BY, of the first method of the training."""
-    task = places.tasks[training.exam.name]
-    run.model.to(places.sources.device)
-    read = _read_held_out(run, task, training.exam).stored
-    points = curve(read, method_rules(training.name, read, task), task, read.labels)
-    return (_at_half(points) or _never(points))["accuracy"]
+def _tried(each: dict) -> Choice:
+    return Choice(each["factor"], tuple(each.get("options", {}).items()))
 
 
-def _means(tried: list[dict]) -> dict[float, float]:
-    """Factor -> mean score over the seeds. The order is that of the trials, so that the first of equals is the best."""
-    scores: dict[float, list[float]] = {}
+def _means(tried: list[dict]) -> dict[Choice, float]:
+    """Mean score over the seeds. The order is that of the trials, so that the first of equals is the best."""
+    scores: dict[Choice, list[float]] = {}
     for each in tried:
-        scores.setdefault(each["factor"], []).append(each["score"])
-    return {factor: float(np.mean(values)) for factor, values in scores.items()}
+        scores.setdefault(_tried(each), []).append(each["score"])
+    return {choice: float(np.mean(values)) for choice, values in scores.items()}
 
 
-def _record(training: Training, factor: float, seed: int, methods: list[str], places: Places) -> None:
+def _record(training: Training, choice: Choice, seed: int, methods: list[str], places: Places) -> None:
     """Train one seed and write the record of each of the methods."""
     name, say = training.exam.name, places.say
-    say(f"{_title(training)}, seed {seed}: {', '.join(methods)}")
+    say(f"{name}, {training.name}, seed {seed}: {', '.join(methods)}")
     try:
-        run, about = _trained(training, factor, seed, places)
+        run, about = _trained(training, choice, seed, places)
     except Diverged as error:
-        state = _read_state(places.out, training)
-        state["diverged"][str(seed)] = str(error)
-        write_json(_state_path(places.out, training), state)
+        for method in methods:
+            state = _read_state(places.out, training, method)
+            state["diverged"][str(seed)] = str(error)
+            write_json(_state_path(places.out, training, method), state)
         say(f"  no record: {error}")
         return
     task = places.tasks[name]
@@ -218,12 +262,13 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
     run.model.to("cpu")  # where rules are timed
     about |= {
         "settings": training.settings,
-        "rates": {rate: training.at(factor)[rate] for rate in training.rates} | {"factor": factor},
-        "trained_as": run.config["method"],
+        "rates": {rate: training.at(choice.factor)[rate] for rate in training.rates} | {"factor": choice.factor},
+        "trained_as": training.name,
         "held_out": {"selection": len(read.selection.labels), "default_rule_tested_on": len(read.tested.labels)},
         "data": {"train": task.split("train").sha256(), task.default_split: rows_of(task, None, None, 0)[1].sha256()},
         "made": how_made(places.sources.device) | {"numpy": np.__version__, "python": platform.python_version()},
     }
+    about |= {"chosen": dict(choice.options)} if training.choices else {}
     full = float(exit_scores(read.stored, task, read.stored.labels, "accuracy")[-1])
     reference = record_path(places.out, name, REFERENCE)
     of_reference = {} if REFERENCE in training.methods else read_about(reference).get(seed, {})
@@ -236,14 +281,13 @@ def _record(training: Training, factor: float, seed: int, methods: list[str], pl
         half, point = own["half"], own["one_point"]
         line = f"  {method}: accuracy {half['accuracy']:.3f} with half of the FLOPs; " if half else f"  {method}: "
         say(f"{line}{point['layers_saved']:.1%} of the layers saved at one point, measured {point['speedup']:.2f}x")
-    shutil.rmtree(_runs(places.out, training) / f"{factor:g}-{seed}")
 
 
-def _trained(training: Training, factor: float, seed: int, places: Places) -> tuple[Run, dict]:
+def _trained(training: Training, choice: Choice, seed: int, places: Places) -> tuple[Run, dict]:
     """The run, and what its training took. A run that is finished is loaded, one that was interrupted goes on."""
-    folder = _runs(places.out, training) / f"{factor:g}-{seed}"
+    folder = _run_folder(training, choice, seed, places.out)
     cost_path, began = folder / "cost.json", (time.process_time(), time.perf_counter())
-    run = trained(folder / "run", training.at(factor), seed, places.sources)
+    run = trained(folder / "run", training.at(*choice), seed, places.sources)
     if not cost_path.exists():
         seconds, wall = time.process_time() - began[0], time.perf_counter() - began[1]
         # If an earlier process was killed, its processor time is unknown: it is in proportion to the epochs' wall time.
@@ -302,8 +346,8 @@ def _own(method: str, read: HeldOut, reported: Record, task: Task, least: float)
     none; half: the best rule with at most half of the FLOPs, None if there is none. Chosen on held-out examples, with
     figures of the reported ones.
     """
-    default = default_rule(read.selection, read.tested, task, candidates=load_method(method).candidates)
-    points = curve(read.stored, method_rules(method, read.stored, task), task, read.stored.labels)
+    default = default_rule(read.selection, read.tested, task, candidates=load_method(method_of(method)).candidates)
+    points = curve(read.stored, method_rules(method_of(method), read.stored, task), task, read.stored.labels)
     picked = {
         "one_point": choose(points, fewest_flops, lambda point: point["accuracy"] >= least - ROUNDING)
         or _never(points),
@@ -334,21 +378,24 @@ def _timed(points: dict[str, dict | None], run: Run, task: Task, count: int) -> 
 # ---- The state of a training ----
 
 
-def _state_path(out: Path, training: Training) -> Path:
-    return out / "leaderboard" / training.exam.name / f"{training.name}.json"
+def _state_path(out: Path, training: Training, method: str) -> Path:
+    return out / "leaderboard" / training.exam.name / f"{method}.json"
 
 
 def _runs(out: Path, training: Training) -> Path:
     return out / "leaderboard" / "runs" / training.exam.name / training.name
 
 
-def _read_state(out: Path, training: Training) -> dict:
-    """What was tried and chosen; nothing, if it was with other settings."""
+def _run_folder(training: Training, choice: Choice, seed: int, out: Path) -> Path:
+    options = "".join(f"-{name}-{value:g}" for name, value in choice.options)
+    return _runs(out, training) / f"{choice.factor:g}-{seed}{options}"
+
+
+def _read_state(out: Path, training: Training, method: str) -> dict:
+    """What a method tried and chose; nothing, if it was with other settings."""
     settings = training.settings | {"factors": list(training.exam.factors), "chosen_by": CHOSEN_BY}
-    path = _state_path(out, training)
+    if training.choices:
+        settings["choices"] = {name: list(values) for name, values in training.choices.items()}
+    path = _state_path(out, training, method)
     found = read_json(path, signed="tried") if path.exists() else {}
     return found if found.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}
-
-
-def _title(training: Training) -> str:
-    return f"{training.exam.name}, {training.name}"

@@ -8,8 +8,8 @@ import numpy as np
 
 from mini_ee.experiments.leaderboard.decoders import EXAMS, QUICK_EXAMS, DecoderExam, trainings
 from mini_ee.experiments.leaderboard.ranking import DIGITS, Drawn, drawn_mean, example_counts, interval
-from mini_ee.experiments.leaderboard.tables import plus_minus
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, outcome
+from mini_ee.experiments.pages import plus_minus
 from mini_ee.experiments.records import read_records
 from mini_ee.lab.exits.decoding import MISSING_KV
 from mini_ee.lab.recording import Record

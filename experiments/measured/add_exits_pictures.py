@@ -33,11 +33,11 @@ def draw(figures: dict, folder: Path) -> None:
         return
     cases = [each for each in largest(figures["models"]) if each.get("curve")]
     tasks = [task for task in TASKS if task in column(cases, "task")]
-    figure, panels = new_panels(len(tasks))
+    figure, panels = new_panels(len(tasks), columns=len(tasks), width=4.2)
     for axes, task in zip(panels, tasks):
         _lines(axes, [each for each in cases if each["task"] == task], "model", list(MODELS))
         axes.set_title(task)
-    panels[0].legend(frameon=False)
+    panels[-1].legend(frameon=False, loc="lower left")
     save_figure(figure, folder / "add-exits.png")
     figure, axes = new_figure()
     some = [each for each in figures["models"] if each.get("curve") and each["task"] == KEPT[0]]

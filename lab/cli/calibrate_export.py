@@ -50,7 +50,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     if args.out is not None and args.out.exists():
         raise FileExistsError(f"{args.out}: is there already; name another folder or remove it")
     runtime = Runtime(args.run, PROVIDERS[args.device], threads=args.threads or 0)
-    check_calibratable(runtime)
+    check_calibratable(runtime, args.guarantee == "conformal")
     texts, source = _texts(args, runtime)
     size = args.batch_size or BATCH
     recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.export.manifest import MODEL
+from mini_ee.export.manifest import MODEL, OWN_THRESHOLD
 from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, read_json, write_bytes, write_json
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.card import CARD, card
@@ -19,13 +19,14 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.row_thresholds import THRESHOLD
 from mini_ee.lab.rule_inputs import runtime_values, served_by
-from mini_ee.lab.rules import Rule, rule_from_dict
-
-OWN_THRESHOLD = "constant_own_threshold_float32"  # a constant in model.onnx
+from mini_ee.lab.rules import Policy, Rule, rule_from_dict
 
 
-def check_calibratable(runtime: Runtime) -> None:
-    """Raises WrongArguments if the thresholds of an export cannot be replaced, or if onnx is not installed."""
+def check_calibratable(runtime: Runtime, conformal: bool) -> None:
+    """Raises WrongArguments if the thresholds of an export cannot be replaced, or if onnx is not installed.
+
+    conformal: the guarantee, which a policy can have too.
+    """
     config, folder = runtime.config, runtime.folder
     if not find_spec("onnx"):
         raise WrongArguments("mini-ee calibrate EXPORTED needs onnx: pip install onnx")
@@ -43,6 +44,10 @@ def check_calibratable(runtime: Runtime) -> None:
         found = f"found the rule {rule.name}"
         raise WrongArguments(
             f"{folder}: expected a graph with thresholds, {found}; export the run with --threshold .9, then calibrate"
+        )
+    if isinstance(rule, Policy) and not conformal:
+        raise WrongArguments(
+            f"{folder}: expected the rule threshold, found policy; calibrate it with --guarantee conformal"
         )
 
 

@@ -42,6 +42,8 @@ def test_the_map_of_the_field_shows_what_exits(draw):
         assert colours[name] in kinds[examples, tokens], name
 
 
-def test_the_map_of_the_house_names_files_that_exist(draw):
-    for name, _, file in draw.maps.HOUSE:
-        assert (ROOT / file).exists(), f"{name}: {file}"
+def test_the_map_of_the_house_names_the_rings_and_the_files_of_the_core(draw):
+    files = [file for _, files, _ in draw.maps.CORE for file in files]
+    here = [path.name for path in (ROOT / "mini_ee").glob("*.py") if not path.name.startswith("__")]
+    assert sorted(files) == sorted(here)
+    assert all((ROOT / folder).is_dir() for folder, _, _ in draw.maps.RINGS)

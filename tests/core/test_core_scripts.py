@@ -1,6 +1,7 @@
 """The four scripts, with tiny settings; the files that they read; what train() promises. Mistakes are one line."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -77,9 +78,29 @@ def test_help_fits_on_a_screen_and_a_mistake_is_one_line(module, tmp_path, monke
     assert printed.out == "" and len(printed.err.splitlines()) == 1 and str(tmp_path) in printed.err
 
 
-def test_a_paper_is_a_script(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "mini_ee.raee", "--task", "no"], capture_output=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.decode().startswith("error: no: no such file")
+WRONG = {
+    "--rows 0": "--rows must be at least 1, got 0",
+    "--epochs -1": "--epochs must be at least 1, got -1",
+    "--seed -1": "--seed must be at least 0, got -1",
+    "--lr nan": "--lr must be at least 0.* got nan",
+    "--exits a,b": "argument --exits: .* 'a,b'",
+    "--picture no/exits.png": "--picture no/exits.png: its folder is not there",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_a_wrong_option_is_one_line_before_the_training(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script", *given.split()])
+    with pytest.raises(SystemExit) as stopped:
+        script(pytest.fail, lora_exits.LoRAOptions, lora_exits.__doc__)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == "" and re.fullmatch(f".*{WRONG[given]}.*\n", printed.err)
+
+
+@pytest.mark.parametrize("paper", ["raee", "self_supervised"])
+def test_a_paper_is_a_script(paper, tmp_path):
+    done = subprocess.run([sys.executable, "-m", f"mini_ee.{paper}", "--task", "no"], capture_output=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.decode().lower().startswith("error: no: no such file")
 
 
 # ---- Files ----

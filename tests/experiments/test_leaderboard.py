@@ -16,7 +16,7 @@ from mini_ee.experiments.leaderboard import decoders, figures, protocol, runs
 from mini_ee.experiments.records import SeedRecord, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab import registry
-from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.backbones.hub import BUILT_IN_MODEL, load_backbone
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import read_json, sole_writer, write_json
 from mini_ee.lab.data.tasks import toy_task
@@ -60,6 +60,7 @@ def board(tmp_path, checkpoint_folder, monkeypatch):
     monkeypatch.setattr(protocol, "EXAMS", (EXAM,))
     monkeypatch.setattr(decoders, "EXAMS", ())
     monkeypatch.setattr(registry, "METHODS", {name: registry.METHODS[name] for name in FEW})
+    monkeypatch.setattr(protocol, "SPARSE", {})
     plan = protocol._planned
     monkeypatch.setattr(
         protocol, "_planned", lambda *given: PLANS.get(given[:2]) or PLANS.setdefault(given[:2], plan(*given))
@@ -133,7 +134,7 @@ def searched(score):
     while trial := runs.next_trial(tried, (1.0, 2.0), (0, 1)):
         tried.append({"factor": trial[0], "seed": trial[1], "score": score(*trial)})
     means = runs._means(tried)
-    return max(means, key=means.get), [(each["factor"], each["seed"]) for each in tried[4:]]
+    return max(means, key=means.get).factor, [(each["factor"], each["seed"]) for each in tried[4:]]
 
 
 @pytest.mark.parametrize(
@@ -229,11 +230,28 @@ def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
     shared = [training.methods for training in found if len(training.methods) > 1]
     assert shared == [("joint", "pabee", "pcee-bert"), ("two-stage", "deebert", "adainfer")]
     options = {training.name: training.options for training in found}
-    epochs = {name: each["epochs"] for name, each in options.items()}
-    assert (epochs["joint"], epochs["two-stage"], epochs["mixed"], epochs["consistent"]) == (6, 3, 3, 3)
-    assert (epochs["multi-model"], epochs["dree"], epochs["tr-bert"], epochs["lora-exits"]) == (6, 5, 5, 6)
     assert options["lora-exits"]["exits"] == [1, 3] and options["consistent"]["exits"] == [1, 2, 3]
     assert "exits" not in options["hashee"]
+
+
+def test_stages_have_the_epochs_of_the_exam_or_those_of_their_authors_and_all_rates_are_searched(tmp_path):
+    (exam,) = protocol.QUICK_EXAMS
+    searched = exam._replace(factors=(1.0, 2.0), max_train=3000)
+    found = {each.name: each for each in protocol.trainings_of(searched, Sources(tmp_path, tmp_path))}
+    assert {each.options["epochs"] for each in found.values()} == {4}
+    rates = {name: set(each.rates) - {"lr", "head_lr"} for name, each in found.items()}
+    assert {name: each for name, each in rates.items() if each} == {
+        "consistent": {"policy_lr", "task_lr"},
+        "dree": {"adapter_lr"},
+        "cat": {"temperature_lr", "meta_lr"},
+        "tr-bert": {"policy_lr"},
+    }
+    assert found["dree"].at(2.0)["adapter_lr"] == 0.016 and found["dree"].options["adapter_epochs"] == 22  # of 94 steps
+    assert found["consistent"].options["task_epochs"] == 2 and set(found["consistent"].choices) == {"alpha"}
+    assert found["sweet-every-second"].options == found["sweet"].options | {"exits": [2, 4, 6, 8, 10, 12]}
+    for name, options in protocol.CHOICES.items():
+        config = make_request(name, BUILT_IN_MODEL, toy_task(), tmp_path / "unused", False, {}).config
+        assert {option: values[0] for option, values in options.items()}.items() <= asdict(config).items()
 
 
 @pytest.mark.parametrize("names", [("joint", "pabee", "pcee-bert"), ("two-stage", "deebert", "adainfer")])
@@ -242,6 +260,66 @@ def test_methods_that_are_trained_alike_have_the_same_weights(names, checkpoint_
     settings = {"model": checkpoint_folder, "task": task_folder, "epochs": 1, "exits": (1, 3)}
     first, *others = (train(name, out=tmp_path / name, **settings).model.state_dict() for name in names)
     assert all(torch.equal(value, other[key]) for other in others for key, value in first.items())
+
+
+def test_each_method_of_a_training_searches_by_its_own_rules_and_nothing_is_trained_twice(
+    board, two_rates, monkeypatch
+):
+    """PABEE is told to like other rates than joint training does."""
+    board.run("--only", "joint", "--seeds", "2")
+    joint = read_json(board.out / "leaderboard/words/joint.json")["factor"]
+    real = runs.curve
+
+    def biased(held_out, rules, task, labels):
+        points = real(held_out, rules, task, labels)
+        patient = any(point["rule"]["name"] == "patience" for point in points)
+        best = 0.9 if patient and not biased.of_joint else 0.1
+        return [point | {"accuracy": best} for point in points]
+
+    def read(training, trial, *others):
+        biased.of_joint = trial.factor == joint
+        return held_out_of(training, trial, *others)
+
+    held_out_of = runs._held_out_of
+    biased.of_joint = False
+    monkeypatch.setattr(runs, "curve", biased)
+    monkeypatch.setattr(runs, "_held_out_of", read)
+    board.run("--seeds", "2")
+    own = {name: read_json(board.out / f"leaderboard/words/{name}.json") for name in ("pabee", "pcee-bert")}
+    assert own["pabee"]["factor"] != joint == own["pcee-bert"]["factor"]
+    of_joint = [(rate, seed) for method, rate, seed in board.begun if method == "joint"]
+    assert len(set(of_joint)) == len(of_joint)
+    for name, state in own.items():
+        made = read_records(board.out / f"records/words/{name}.npz")
+        assert {each.about["rates"]["factor"] for each in made.values()} == {state["factor"]}
+
+
+def test_an_option_is_chosen_with_the_chosen_rates(board, two_rates, monkeypatch):
+    monkeypatch.setattr(
+        registry, "METHODS", {"joint": registry.METHODS["joint"], "consistent": "mini_ee.lab.methods.consistent"}
+    )
+    monkeypatch.setattr(protocol, "CHOICES", {"consistent": {"alpha": (0.07, 5.0)}})
+    monkeypatch.setattr(runs, "_at_half", lambda points: None)
+    monkeypatch.setattr(runs, "_never", lambda points: {"accuracy": 0.5 + 0.1 * (runs_of[-1]["alpha"] == 5.0)})
+    runs_of, real = [{"alpha": 0.0}], runs.trained
+    monkeypatch.setattr(
+        runs,
+        "trained",
+        lambda folder, options, *more: runs_of.append({"alpha": 0.07} | options) or real(folder, options, *more),
+    )
+    monkeypatch.setattr(runs, "_own", lambda *given: {"half": None, "one_point": {"layers_saved": 0, "speedup": 1}})
+    monkeypatch.setattr(runs, "_timed", lambda points, *more: points)
+    assert board.run("--only", "consistent", "--seeds", "3") == 0
+    state = read_json(board.out / "leaderboard/words/consistent.json")
+    assert state["options"] == {"alpha": 5.0} and [each["seed"] for each in state["tried"] if "options" in each] == [
+        0,
+        1,
+    ]
+    assert {each["factor"] for each in state["tried"] if "options" in each} == {state["factor"]}
+    made = read_records(board.out / "records/words/consistent.npz")
+    assert [each.about["chosen"] for each in made.values()] == [{"alpha": 5.0}] * 3
+    runs_of.clear()
+    assert board.run("--only", "consistent", "--seeds", "3") == 0 and not runs_of
 
 
 def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
@@ -387,7 +465,7 @@ def spread_model(name, folder):
     return model
 
 
-@pytest.mark.parametrize("name", protocol.methods(quick=False))
+@pytest.mark.parametrize("name", [name for name in protocol.methods(quick=False) if name not in protocol.SPARSE])
 def test_rules_replayed_from_a_record_do_what_the_model_does(name, checkpoint_folder, tmp_path):
     model, random = spread_model(name, checkpoint_folder), np.random.default_rng(0)
     tokenizer = Tokenizer.from_folder(checkpoint_folder, 24)

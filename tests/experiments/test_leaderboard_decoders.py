@@ -10,11 +10,9 @@ import torch
 from conftest import random_decoder, save_small_llama
 
 from mini_ee.experiments import trainings
-from mini_ee.experiments.leaderboard import decoder_section as section
-from mini_ee.experiments.leaderboard import decoders, decoding_figures, token_figures
+from mini_ee.experiments.leaderboard import decoder_tables, decoders, decoding_figures, pictures, token_figures
 from mini_ee.experiments.leaderboard.token_rules import (
     GAP,
-    WITHIN,
     gap_rules,
     outcome,
     own_rules,
@@ -22,6 +20,7 @@ from mini_ee.experiments.leaderboard.token_rules import (
     rule_within,
     score_of_rates,
 )
+from mini_ee.experiments.pages import page_of
 from mini_ee.experiments.records import SeedRecord, read_about, read_records, write_record
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab import calibration
@@ -37,6 +36,7 @@ from mini_ee.lab.training import training_text
 from mini_ee.lab.training.method import load_method
 
 pytestmark = pytest.mark.slow
+NO_PICTURE = {"picture": {"leaderboard-decoders": False}, "least_seeds": 3}
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TINY = decoders.DecoderExam("tiny", "tiny", "stories.txt", 12, 1, decoders.RATES[:2], new_tokens=8, recorded_texts=6)
 
@@ -280,127 +280,96 @@ def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
     assert decoding_figures.decoding_figures(exits, Never(), texts, Letters) == {}
 
 
-# ---- The section ----
+# ---- The page ----
 
 
-def test_the_section_is_made_from_records_alone_and_names_what_is_missing(results, sources, tmp_path):
-    def written():
-        return section.decoder_section(results, token_figures.read_decoders(results, False), False)
-
-    assert section.decoder_section(tmp_path, token_figures.read_decoders(tmp_path, False), False) == [
-        "Not run yet.",
-        "",
-    ]
-    lines = written()
-    assert lines == written() and (results / section.PICTURE).stat().st_size > 1000
-    table = {line.split(" | ")[0].strip("| "): line for line in lines if line.startswith("| ")}
-    assert {"joint", "pabee", "sleb", "joint, lossless", "joint, pabee"} <= table.keys()
+def test_the_rows_are_made_from_records_alone_and_what_is_missing_is_named(results, sources, tmp_path):
+    (shown,) = decoder_tables.decoder_figures(token_figures.read_decoders(results, False), False)
+    assert decoder_tables.decoder_figures(token_figures.read_decoders(tmp_path, False), False) == []
+    assert (shown["name"], shown["layers"], shown["texts"], shown["source"]) == ("tiny", 5, 12, "stories.txt")
+    assert shown["missing"] == [] and shown["faster"] == []  # one seed has no interval
+    rows = {row[0]: row for row in shown["rows"]}
+    csv = {row["method"]: row for row in decoder_tables.decoder_rows(token_figures.read_decoders(results, False))}
     found = token_figures.read_exam(results, TINY, False)
+    assert rows.keys() == csv.keys() == found.keys() == {"joint", "pabee", "sleb"}
     for name, each in found.items():
         made = read_records(results / "records" / "decoders-tiny" / f"{each.abouts[0]['settings']['method']}.npz")[0]
         rules = made.about["methods"][name]["rules"]
         own = outcome(made.reported, token_figures.rule_from_dict(rules["0.9"]))
-        assert each.values["saved 0.9"].mean() == pytest.approx(1 - own.depth.mean() / 5)
-        assert each.values["FLOPs 0.9"].mean() == pytest.approx(1 - own.flops.mean())
+        saved, flops = 1 - own.depth.mean() / 5, 1 - own.flops.mean()
+        assert each.values["saved 0.9"].mean() == pytest.approx(saved)
+        assert each.values["FLOPs 0.9"].mean() == pytest.approx(flops)
         candidates = own_rules(load_method(name), made.held_out)
         assert json.loads(json.dumps(rule_at(candidates, made.held_out, 0.9).to_dict())) == rules["0.9"]
-        assert f"{np.exp(-made.reported.logits[:, -1, 0].mean()):.2f} ±?" in "".join(
-            line for line in lines if line.startswith(f"| {name} |")
-        )
+        perplexity = np.exp(-made.reported.logits[:, -1, 0].mean())
+        assert rows[name][6] == f"{perplexity:.2f}" and float(csv[name]["saved 0.9"]) == pytest.approx(saved, abs=1e-4)
+        if name != "sleb":  # all of its rules agree too rarely
+            assert rows[name][3:5] == [f"{100 * saved:.1f} ±?", f"{100 * flops:.1f} ±?".replace("-0.0", "0.0")]
+    assert rows["sleb"][1:6] == ["–"] * 5 and "lossless speedup" not in csv["sleb"]
+    assert [row[0] for row in shown["lossless"]] == ["joint"]  # pabee shares its training, and no exit of sleb drafts
     config = json.loads((sources.folder / "weights" / "tiny" / "config.json").read_text())
     hidden, inner, letters = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     tokens = 47 - (TINY.new_tokens - 1) / 2  # that a token attends to, on average
     layer = 2 * (3 * hidden**2 + 3 * hidden * inner + 2 * tokens * hidden)  # keys and values have half of the width
-    text = " ".join(line for line in lines if line)
     assert found["joint"].head_layers == pytest.approx(2 * hidden * letters / layer, rel=1e-6)
-    assert f"One head costs as many FLOPs as {found['joint'].head_layers:.2g} layers." in text
-    assert "The model is tiny, with 5 layers. It learns from 12 texts (stories.txt);" in text
-    assert "figures are of 6 other texts for each seed, 8 tokens each." in text
-    cells = {name: next(line for line in lines if line.startswith(f"| {name} |")).split(" | ")[2] for name in found}
-    saved = {name: cells[name] for name in ("joint", "pabee") if cells[name] != "–"}
-    assert saved and token_figures.flops_saved({TINY: found}) == ("tiny", saved) and cells["sleb"] == "–"
+    assert csv["joint"]["sha256 of stories.txt"] == file_sha256(sources.folder / "data" / "stories.txt")
+    assert csv["joint"]["processor"] == found["joint"].abouts[0]["how"]["processor"]
+    saved = {name: rows[name][4] for name in ("joint", "pabee") if rows[name][4] != "–"}
+    assert saved and token_figures.flops_saved({TINY: found}) == ("tiny", saved)
     assert token_figures.flops_saved({}) == ("", {})
-    processor, version, commit = (found["joint"].abouts[0]["how"][name] for name in ("processor", "torch", "commit"))
-    read = file_sha256(sources.folder / "data" / "stories.txt")
-    assert f"processor: {processor}; torch: {version}; commit: {commit}; texts: stories.txt, sha256 {read}." in text
-    assert "sleb saves no layers: with every seed, all rules that skip a layer have less than 90 % agreement" in text
-    assert "share a row. No exit can draft, so there is no row: sleb." in text
+    page = page_of("leaderboard/decoders", {"decoders": [shown], "level": 0.9, "share": 0.75} | NO_PICTURE)
+    assert all(f"| {' | '.join(row)} |" in page for row in shown["rows"])
     (results / "records" / "decoders-tiny" / "sleb.npz").rename(tmp_path / "sleb.npz")
-    lines = written()
+    (shown,) = decoder_tables.decoder_figures(token_figures.read_decoders(results, False), False)
     (tmp_path / "sleb.npz").rename(results / "records" / "decoders-tiny" / "sleb.npz")
-    assert not [line for line in lines if line.startswith("| sleb")]
-    assert "Not run yet: sleb." in " ".join(lines) and "nan" not in " ".join(lines).split()
+    assert shown["missing"] == ["sleb"] and "sleb" not in [row[0] for row in shown["rows"]]
 
 
-def test_seconds_of_trainings_on_a_gpu_are_not_in_the_table(results):
-    (joint, sleb) = (token_figures.read_exam(results, TINY, False)[name] for name in ("joint", "sleb"))
+def test_seconds_of_trainings_on_a_gpu_are_not_given(results):
+    joint = token_figures.read_exam(results, TINY, False)["joint"]
     on_a_gpu = [about | {"how": about["how"] | {"gpu": "G100"}} for about in joint.abouts]
-    cost = {"training": 90.0, "decoding": 5.0}
     both = [
-        each | {"cpu_seconds": cost | {"training": value}} for each, value in zip([*on_a_gpu, *joint.abouts], (9, 70))
+        each | {"cpu_seconds": each["cpu_seconds"] | {"training": seconds}}
+        for each, seconds in zip([*on_a_gpu, *joint.abouts], (9, 70))
     ]
-    (line,) = (
-        line for line in section._cost_table({"joint": joint._replace(abouts=both)}) if line.startswith("| joint")
-    )
-    assert line.endswith("| 70 | 5 |")
-    lines = section._cost_table({"joint": joint._replace(abouts=on_a_gpu), "sleb": sleb})
-    (line,) = (line for line in lines if line.startswith("| joint"))
-    assert line.split(" | ")[-2] == "on a GPU"
-    assert "Trained on a GPU (G100): 1 of 2 trainings." in " ".join(lines)
-    hours = section._hours([[{"how": {}, "cpu_seconds": {"training": 3600.0, "decoding": 1800.0}}], on_a_gpu, on_a_gpu])
-    assert "1.50 processor hours for 1 trainings on the CPU. 0.00 processor hours for 2 trainings on a GPU" in hours
+    (row,) = decoder_tables.decoder_rows({TINY: {"joint": joint._replace(abouts=both)}})
+    assert row["training seconds"] == "70" and row["gpu"] == "G100"
+    (row,) = decoder_tables.decoder_rows({TINY: {"joint": joint._replace(abouts=on_a_gpu)}})
+    assert row["training seconds"] == ""
 
 
-def test_the_section_says_where_the_smallest_or_the_largest_rates_were_chosen():
-    pairs = [{"lr": rate, "head_lr": 4 * rate} for rate in (0.1, 0.2, 0.3)]
-    tried = [{"rates": pair, "score": 0.0, "seed": 0} for pair in pairs]
-    seen = [[{"rates": pair, "tried": tried}] for pair in (pairs[0], pairs[0], pairs[1])]
-    seen.append([{"rates": {}, "tried": []}])  # nothing is learned by gradients
-    assert section._at_an_end(seen) == (
-        "In 2 of 3 searches the smallest of the tried pairs of rates is chosen, so a still smaller one might be better."
-    )
-    assert "In 1 of 4 searches the largest of the tried pairs" in section._at_an_end(
-        [[{"rates": pairs[2], "tried": tried}], *seen]
-    )
-    assert section._at_an_end(seen[2:]) == ""
+def drawn_method(name, speed, spread=0.01):
+    """A method on the tiny exam with three seeds; its other fill is slower."""
+    draw = np.random.default_rng(0).normal(0, 0.01, (3, 20))
+    values = {"saved 0.9": 0.3 + draw, "ln p full": np.full((3, 20), -1.0), "ln p 0.9": np.full((3, 20), -2.0)}
+    speeds = np.array([[1.0], [1.0 + spread], [1.0 - spread]])
+    values |= {"speed-up copy_state": speeds * (speed - 0.5), "speed-up recompute": speeds * speed}
+    return token_figures.Figures((0, 1, 2), values, [], name, (3, 5), np.zeros((3, 2)), 0.5)
 
 
-def test_the_answer_names_who_saves_most_layers_and_who_saves_most_flops():
-    def figures(name, layers, flops):
-        draw = np.random.default_rng(0).normal(0, 0.01, (2, 3, 20))
-        values = {"saved 0.9": layers + draw[0], "FLOPs 0.9": flops + draw[1], "ln p full": np.full((3, 20), -1.0)}
-        speeds = np.array([[1.0], [1.01], [0.99]])
-        values |= {
-            "speed-up copy_state": speeds + flops,
-            "speed-up recompute": speeds - 0.5,
-            "ln p 0.9": layers - draw[0],
-            f"ln p {WITHIN}": layers - draw[0] - 1,
-        }
-        abouts = [{"original": {"perplexity": 4.5}}]
-        return token_figures.Figures((0, 1, 2), values, abouts, name, (3, 5), np.zeros((3, 2)), 0.5)
-
-    found = {"deep": figures("deep", 0.4, -0.1), "heads": figures("heads", 0.3, 0.2), "few": figures("few", 0.1, 0.01)}
-    text = section._answer(TINY, found)
-    assert (
-        text.startswith("`deep` saves the most layers at 90 % agreement: 40.")
-        and "`heads` saves the most FLOPs with" in text
-    )
-    assert text.count("All others save significantly less") == 2
-    more = -100 * found["deep"].values["FLOPs 0.9"].mean()
-    assert more > 0 and f"With its heads, it needs {more:.1f} % more FLOPs than its full model. `heads`" in text
-    assert text.endswith("The perplexity of its full model is 2.72; before any training it was 4.50.")
-    pays = section._pays({TINY: found})
-    assert "On tiny, 1 of 3 methods is shown to be faster than decoding without exits (by" in pays
-    assert (
-        "The highest speed-up is that of `heads`: 1.20x ±0.02 with copy_state; its perplexity goes from 2.72 to" in pays
-    )
-    lowest = np.exp(-found["deep"].values[f"ln p {WITHIN}"].mean())
-    assert pays.endswith(f"With at most 75 % of the layers, `deep` has the lowest perplexity: {lowest:.2f}.")
-    slow = {"few": found["few"]._replace(values=found["few"].values | {"speed-up copy_state": np.ones((3, 1))})}
-    assert "On tiny, none of 1 methods is shown to be faster" in section._pays({TINY: slow})
-    none = {"deep": figures("deep", 0.4, -0.1)}
-    assert section._answer(TINY, none).endswith("No method saves FLOPs with these rules.")
-    assert section._answer(TINY, {"none": figures("none", -1, -1)}) == "No method saves layers at 90 % agreement."
+def test_the_faster_fill_counts_and_a_method_is_faster_if_its_interval_is_above_1(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    found = {
+        name: drawn_method(name, *speed) for name, speed in {"slow": (0.8,), "open": (1.1, 0.2), "fast": (1.2,)}.items()
+    }
+    speeds = decoder_tables.fastest(TINY, found)
+    assert [*speeds] == ["fast", "open", "slow"] and speeds["fast"].mean == pytest.approx(1.2)
+    abouts = [{"original": {"perplexity": 4.5}, "lossless": {}}]
+    every = {name: each._replace(abouts=abouts) for name, each in found.items()}
+    monkeypatch.setattr(decoder_tables, "_row", lambda *_: [])
+    (shown,) = decoder_tables.decoder_figures({TINY: every}, False)
+    assert shown["faster"] == ["fast"] and shown["methods"] == 3 and shown["perplexity"] == 4.5
+    quickest = shown["quickest"]
+    assert quickest["name"] == "fast" and quickest["after"] == pytest.approx(np.exp(2))
+    saved = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: saved.append(figure))
+    pictures.draw_decoders(tmp_path / "a.png", {TINY: found})
+    (axes,) = saved[0].axes
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [line.get_xdata()[0] for line in dots] == pytest.approx([0.8, 1.1, 1.2]) and len(
+        {line.get_color() for line in dots}
+    ) == 3
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["slow", "open", "fast"]
 
 
 def test_a_seed_without_a_rule_decodes_in_full(results, tmp_path):

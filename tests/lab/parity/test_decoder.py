@@ -339,12 +339,6 @@ def config_of(kind, **change):
     return {key: value for key, value in config.items() if value is not ...}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_config_goes_to_a_dict_and_back(kind):
-    config = DecoderConfig.from_hugging_face(config_of(kind))
-    assert DecoderConfig.from_hugging_face(json.loads(json.dumps(config.to_dict()))) == config
-
-
 def test_transformers_4_spelt_rotary_settings_apart():
     rope = config_of("llama3")["rope_parameters"]
     old = config_of("llama3", rope_parameters=..., rope_theta=rope.pop("rope_theta"), rope_scaling=rope)

@@ -5,15 +5,19 @@ import sys
 
 import numpy as np
 import pytest
+from small_models import model_of, rows_of
 from test_ring_folders import DAMAGE, TEXTS, changed, folder  # noqa: F401  # a fixture
 
 from mini_ee.export.manifest import json_sha256, read_manifest
 from mini_ee.export.runtime import Runtime
+from mini_ee.export.writer import export
 from mini_ee.lab import rules as lab_rules
+from mini_ee.lab.cli.main import main
 from mini_ee.lab.export import runtime as lab
 from mini_ee.lab.export.manifest import read_manifest as read_in_lab
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.rules import Patience
+from mini_ee.rules import Policy as CorePolicy
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -48,6 +52,28 @@ def test_its_costs_are_the_labs(folder):  # noqa: F811
         for k in range(3):
             assert engine.layer_passes(k) == segments.layer_passes(k)
             np.testing.assert_allclose(engine.flops(k, inputs), segments.flops(k, inputs), rtol=1e-9)
+
+
+def test_calibrate_replaces_its_thresholds(folder, tmp_path, capsys):  # noqa: F811
+    """The graph then stops by the new rule of the manifest, without being asked to."""
+    (tmp_path / "texts.txt").write_text("\n".join(f"{text} {n}" for n in range(40) for text in TEXTS))
+    out = tmp_path / "calibrated"
+    command = ["calibrate", str(folder), "--text", str(tmp_path / "texts.txt"), "--epsilon", "0.5", "--out", str(out)]
+    assert main(command) == 0, capsys.readouterr().err
+    before, runtime = Runtime(folder, threads=1), Runtime(out, threads=1)
+    assert runtime.rule != before.rule
+    exits = [[answer.exit for answer in engine.run(TEXTS, rule=runtime.rule)] for engine in (before, runtime)]
+    assert exits[0] == exits[1] == [answer.exit for answer in runtime.run(TEXTS)]
+    assert exits[0] != [answer.exit for answer in before.run(TEXTS)]
+
+
+def test_calibrate_refuses_its_policy_before_it_reads_texts(tmp_path, capsys):
+    export(tmp_path / "policy", model_of("policies"), CorePolicy(), rows_of("policies"), "bert")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    command = ["calibrate", str(tmp_path / "policy"), "--text", str(tmp_path / "texts.txt"), "--epsilon", "0.9"]
+    assert main(command) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected the rule threshold, found policy; calibrate it with --guarantee conformal" in line
 
 
 # ---- The lab's folders in the ring ----
