@@ -202,7 +202,7 @@ def write_graphs(
             made["encoder"] = Graph(own, **settings)
             _write_encoder(encoder, made["encoder"])
     weights, graphs = {name: values for each in made.values() for name, values in each.weights.items()}, {}
-    (folder / WEIGHTS).parent.mkdir()
+    (folder / WEIGHTS).parent.mkdir(exist_ok=True)
     offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1)
     for name, builder in made.items():
         graph, path = builder.model(name, offsets), (folder / WEIGHTS).with_name(f"{name}.onnx")
