@@ -17,7 +17,7 @@ from onnx.external_data_helper import set_external_data
 from mini_ee.export.manifest import WEIGHTS
 
 OPSET, IR_VERSION = 23, 11
-MOST_INSIDE = 2_000_000_000  # bytes of weights that stand in a graph, whose file has at most 2 GiB
+MOST_INSIDE = 100_000_000  # bytes of weights in a graph; ONNX Runtime keeps those of nested branches several times
 INT64, FLOAT, BOOL = TensorProto.INT64, TensorProto.FLOAT, TensorProto.BOOL
 
 

@@ -3,7 +3,7 @@
 manifest.json              exits, rule, labels, costs, inputs and outputs of each graph, SHA-256 of files
 onnx/model.onnx            nested_if.py; its weights too, because a browser cannot read them from another file
 onnx/segment_{layer}.onnx  with `segments`: segments.py
-onnx/model.onnx_data       with `segments`, or above 2 GB: the weights of all graphs, each once
+onnx/model.onnx_data       with `segments`, or above 100 MB: the weights of all graphs, each once
 config.json                with tokenizer.json and tokenizer_config.json: by which clients of Hugging Face read all
 """
 

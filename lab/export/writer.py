@@ -11,7 +11,7 @@ onnx/segment_{layer}.onnx  with `segments`: the layers up to an exit, for rows w
 onnx/memory.onnx           for an encoder-decoder that generates text: the encoder, run once per prompt
 onnx/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
                            datastore/; encoder/ has the tokenizer of the encoder if it is another one
-onnx/model.onnx_data       of several graphs, or above 2 GB: the weights of all graphs, each once
+onnx/model.onnx_data       of several graphs, or above 100 MB: the weights of all graphs, each once
 config.json                and others: by which clients of Hugging Face load the folder, see hugging_face.py
 README.md                  the model card, see card.py
 index.html                 with `web`: a page for the browser and its files, see web_page.py

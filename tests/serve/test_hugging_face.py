@@ -62,7 +62,7 @@ def test_one_graph_has_its_weights_and_several_share_a_file_that_clients_know(cl
 
 
 def test_a_large_graph_has_its_weights_beside_it(run, tmp_path, monkeypatch):
-    """A file of ONNX has at most 2 GiB."""
+    """ONNX Runtime needs several times the memory for weights in branches, and a file of ONNX has at most 2 GiB."""
     export(run, tmp_path / "small")
     monkeypatch.setattr(graph, "MOST_INSIDE", 1000)
     export(run, tmp_path / "large")
