@@ -34,7 +34,7 @@ from mini_ee.experiments import student
 ABOVE, BELOW = "above", "below"  # of a comparison
 HOLDS, FAILS, EXCLUDED, UNDECIDED = "holds", "fails", "excluded", "undecided"  # of a claim; the last two of both
 UNTESTED = "untested"  # other hardware or data are needed
-MISSING = "not run"  # or with too few seeds
+MISSING = "open"  # runs are missing, or there are too few seeds
 VERDICTS = (HOLDS, FAILS, EXCLUDED, UNDECIDED, UNTESTED, MISSING)
 LEVEL = 0.05  # of an interval, two-sided
 LEAST_SEEDS = 3  # of a comparison

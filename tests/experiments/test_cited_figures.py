@@ -65,11 +65,10 @@ README = {  # as printed, without its unit -> the figure of the records
     "55.1": recorded("consistentee", "TREC joint", "saved at one point"),
     "2.05": recorded("consistentee", "TREC joint", "speed-up at one point"),
     "30": lambda: of_add_exits(1000, "layers_saved", 0, 100),
-    "36": lambda: of_add_exits(3000, "layers_saved", 0, 100),
     "47": lambda: of_add_exits(10000, "layers_saved", 0, 100),
     "53": lambda: of_add_exits(10000, "time", 0, 100),
     "99.5": lambda: of_add_exits(10000, "agreement", 1, 100),
-    "1.3": exits_gain,
+    "1.6": exits_gain,
 }
 SETTINGS = {"99", "95", "90", "50", "100", "0.9", "0.8", "0.5", "0.6", "10"}  # levels, chance, thresholds
 DEMO = {"2.3", "11.8", "62", "0.98", "0.97", "0.87"}  # outputs of README's commands, which test_demo.py and others run
@@ -113,13 +112,15 @@ def test_a_template_has_no_figure_of_its_own(name):
 
 @pytest.mark.parametrize("document", ["README.md", "tutorial.md", "CONTRIBUTING.md", "export/README.md"])
 def test_a_figure_that_a_document_cites_from_a_page_is_on_that_page(document):
-    """Decimals and percentages of a sentence with a link to a page of results, or on its page of tables."""
+    """Decimals and percentages of a sentence with a link to a page of results, or on its page of tables. README's own
+    are those of a record, which may be rounded differently."""
     path = ROOT / document
     for sentence, link in citations(path.read_text()):
         page = (path.parent / link).resolve()
         texts = [each.read_text() for each in (page, page.with_suffix("") / "tables.md") if each.exists()]
         known = set(re.findall(r"\d[\d,]*(?:\.\d+)?", " ".join(texts)))
         cited = re.findall(r"(?<![\w.])\d[\d,]*\.\d+|\d+(?= ?%)", sentence)
+        known |= README.keys() if document == "README.md" else set()
         assert set(cited) <= known, f"not on {link}: {set(cited) - known}, in: {sentence}"
 
 

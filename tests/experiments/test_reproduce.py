@@ -257,14 +257,14 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert made["chosen"]["lr"] == max(made["tried"], key=lambda each: each["hold-out"])["lr"]
     assert f"| joint | {100 * figures['full']:.1f} | {100 * figures['saved at one point']:.1f} |" in text
     assert "| the paper | full |" in text and "| joint | 50.0 |" in text
-    assert "| one | not run |" in text and "| large | untested |" in text
+    assert "| one | open |" in text and "| large | untested |" in text
     claims = (tiny / "raee" / "claims.md").read_text()
     assert "## 3. large: untested\n\nLarge.\n\n**Why it is untested.** It needs another machine." in claims
-    assert "## 2. two: not run\n\n*A control: the paper makes no such claim.*\n\nTwo.\n" in claims
+    assert "## 2. two: open\n\n*A control: the paper makes no such claim.*\n\nTwo.\n" in claims
     assert f"| full: reviews joint, against a number | {100 * figures['full']:.1f}% | 10.0% |" in claims
     assert (tiny / "raee" / "fig.png").stat().st_size > 1000 and "![Fig. 3: a curve](raee/fig.png)" in text
     overview = (tiny / "README.md").read_text()
-    assert "| [Tiny](raee.md) | 2 | 1 | 1 |" in overview and "1 claims" not in overview
+    assert "| [Tiny](raee.md) | 2 | 1 | 1 |" in overview and "2 claims" not in overview
     assert "Why one quantity" not in overview  # the other papers have no page
     assert (tiny / "judging.md").exists() and (tiny / "verdicts.png").stat().st_size > 400
     drawn = (tiny / "raee" / "fig.png").read_bytes()
