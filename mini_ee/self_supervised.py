@@ -2,13 +2,14 @@
 
 Paper: Florian Valade, Accelerating Large Language Model Inference with Self-Supervised Early Exits, arXiv:2407.21082v1.
 
-    Eq. 1   sum_k (1 - lambda) CE(p_k, p_theta) - lambda Entropy(p_k)    the loss: head_loss is that of one head
-    Eq. 2   c_k = p_(1) - p_(2) at each token of D_c    confidence, by breaking ties (3.3.1): confidence_and_agreement
-    Eq. 3   t_k = 1 if head k predicts what the full model predicts      agreement: confidence_and_agreement
+    Eq. 1   sum_k [(1 - lambda) CE(p_k, p_theta) - lambda Entropy(p_k)]  the loss: head_loss is that of one head
+    Eq. 2   c_k = c(p_k) at each token of D_c; c(p) = p_(1) - p_(2)      confidence_and_agreement (breaking ties: 3.3.1)
+    Eq. 3   t_k = 1 if head k predicts what the full model predicts      confidence_and_agreement
     tau_k   the lowest c such that at least a share epsilon of the tokens at or above it has t_k = 1 (3.3.1): calibrate
 
 Symbols: p_theta the full model, p_k head k after layer exits[k]; the last exit is the LM head: there are K - 1 heads.
-D_t, D_c: texts to train and to calibrate (section 3.1 swaps the names), from the prompts of Table 1. V: vocabulary.
+D_t, D_c: texts that it writes from the prompts of Table 1, to train and to calibrate (section 3.1 prints them the other
+way round). V: the size of the vocabulary.
 Inference (3.3.2): a token stops at the first exit with c_k >= tau_k. Its keys and values in deeper layers: llama.py.
 
 Deviations from the paper, and what it leaves open, with the test in tests/spec/test_2_self_supervised.py:
