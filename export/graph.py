@@ -1,25 +1,30 @@
 """Write an ONNX graph node by node, and BERT's parts as nodes. A value of the graph is its name.
 
-Weights stand once, in model.safetensors next to the graphs, each under the name that it has there. Shapes: B rows, T
-tokens, D width, H heads, C classes; hidden states are (B T, D), so that every linear map is one Gemm.
+A weight stands in the graph, or in a file of weights beside it that several graphs share. Shapes: B rows, T tokens,
+D width, H heads, C classes; hidden states are (B T, D), so that every linear map is one Gemm.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
+
+from mini_ee.export.manifest import WEIGHTS
 
 OPSET, IR_VERSION = 23, 11
-WEIGHTS = "model.safetensors"
+MOST_INSIDE = 2_000_000_000  # bytes of weights that stand in a graph, whose file has at most 2 GiB
 INT64, FLOAT, BOOL = TensorProto.INT64, TensorProto.FLOAT, TensorProto.BOOL
 
 
 class Graph:
-    """A graph being written. weights: name -> values, and their offset in the file of weights."""
+    """A graph being written."""
 
-    def __init__(self, weights: dict[str, tuple[np.ndarray, int]]):
+    def __init__(self, weights: dict[str, np.ndarray]):
         self.weights, self.made, self.nodes = weights, 0, list[onnx.NodeProto]()
         self.inputs, self.outputs = list[ValueInfoProto](), list[ValueInfoProto]()
         self.constants, self.defaults = dict[str, np.ndarray](), dict[str, np.ndarray]()
@@ -68,21 +73,40 @@ class Graph:
         self.nodes = outside
         return branch
 
-    def model(self, name: str) -> onnx.ModelProto:
-        """The finished graph."""
+    def model(self, name: str, offsets: dict[str, int]) -> onnx.ModelProto:
+        """The finished graph. offsets: of the weights in the file beside it; empty if they stand in the graph."""
         graph = helper.make_graph(self.nodes, name, self.inputs, self.outputs)
         tensors = {name: numpy_helper.from_array(values, name) for name, values in self.constants.items()}
-        for weight in used(graph) & self.weights.keys():
-            values, offset = self.weights[weight]
-            tensors[weight] = TensorProto(
-                name=weight, data_type=FLOAT, dims=values.shape, data_location=TensorProto.EXTERNAL
-            )
-            for key, value in (("location", WEIGHTS), ("offset", offset), ("length", values.nbytes)):
-                tensors[weight].external_data.add(key=key, value=str(value))
+        names = used(graph) & self.weights.keys() if offsets else self.weights
+        tensors |= {weight: stored(weight, self.weights[weight], offsets.get(weight)) for weight in names}
         place(graph, tensors)
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self.defaults.items())
         opset = helper.make_opsetid("", OPSET)
         return helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="mini_ee")
+
+
+def stored(name: str, values: np.ndarray, offset: int | None) -> TensorProto:
+    """A weight in the graph itself, or at an offset of the file beside it."""
+    tensor = numpy_helper.from_array(values, name)
+    if offset is not None:
+        set_external_data(tensor, Path(WEIGHTS).name, offset, values.nbytes)
+        tensor.ClearField("raw_data")
+    return tensor
+
+
+def write_beside(path: Path, weights: dict[str, np.ndarray], several: bool) -> dict[str, int]:
+    """Write the weights of several graphs, or of a large one, beside them. Returns the offset of each, or nothing."""
+    *offsets, size = accumulate((values.nbytes for values in weights.values()), initial=0)
+    if not several and size <= MOST_INSIDE:
+        return {}
+    with open(path, "wb") as file:
+        file.writelines(np.ascontiguousarray(values).data for values in weights.values())
+    return dict(zip(weights, offsets))
+
+
+def tensors_of(graph: GraphProto) -> list[TensorProto]:
+    """The tensors of a graph and of its branches."""
+    return [*graph.initializer, *(tensor for branch in branches_of(graph) for tensor in tensors_of(branch))]
 
 
 def branches_of(graph: GraphProto) -> list[GraphProto]:
@@ -96,13 +120,10 @@ def used(graph: GraphProto) -> set[str]:
 
 
 def place(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
-    """Declare each tensor where it is used; where several branches use it, in the graph that contains them.
-
-    ONNX Runtime packs a weight for its product only if graph or branch declares it for its own nodes.
-    """
+    """Declare a tensor in the branch that alone uses it, where ONNX Runtime packs it for its product; else outside."""
     branches = [(branch, used(branch)) for branch in branches_of(graph)]
     count = Counter([name for node in graph.node for name in node.input] * 2)  # twice: as if by two branches
     count.update(name for _, names in branches for name in names)
-    graph.initializer.extend(tensor for name, tensor in tensors.items() if count[name] > 1)
+    graph.initializer.extend(tensor for name, tensor in tensors.items() if count[name] != 1)
     for branch, names in branches:
         place(branch, {name: tensors[name] for name in names & tensors.keys() if count[name] == 1})

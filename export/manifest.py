@@ -9,8 +9,9 @@ import numpy as np
 
 from mini_ee.rules import Fixed, Never, Patience, Policy, Rule, Threshold
 
-FORMAT_VERSION = 4  # since model.onnx
+FORMAT_VERSION = 5  # since onnx/model.onnx
 MANIFEST = "manifest.json"
+GRAPHS, MODEL, WEIGHTS = "onnx", "onnx/model.onnx", "onnx/model.onnx_data"  # names that Hugging Face's clients know
 IDS = ("input_ids", "token_type_ids", "attention_mask")  # inputs of the graphs
 OWN_THRESHOLD = "constant_own_threshold_float32"  # of the rule in model.onnx; `mini-ee calibrate` replaces it
 STACKED = ("query", "key", "value")  # whose weights are one, `qkv`, for one product
@@ -40,7 +41,7 @@ def read_manifest(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder}: no {MANIFEST} here; expected a folder that `mini-ee export` or --out wrote")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        digest, version, files = manifest.pop("sha256", None), manifest["format_version"], manifest["files"]
+        digest, version, files = manifest.pop("sha256", None), manifest["format_version"], manifest["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected the manifest of an export, found none ({error!r:.80})") from None
     if digest != json_sha256(manifest):
@@ -50,14 +51,11 @@ def read_manifest(folder: Path) -> dict:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         advice = "install a newer mini_ee" if newer else "export the run again"
         raise ValueError(f"{folder}: expected format_version {FORMAT_VERSION}, found {version!r}; {advice}")
-    if not isinstance(files, dict):
-        raise ValueError(f"{folder}: {MANIFEST} has a value of a wrong type for 'files'; export the run again")
-    for name, digest in files.items():
+    for name, digest in files:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; export the run again")
         if file_sha256(folder / name) != digest:
-            found = f"expected the file that was exported with {MANIFEST}, found another one; export the run again"
-            raise ValueError(f"{folder / name}: {found}")
+            raise ValueError(f"{folder / name}: expected the exported file, found another one; export the run again")
     return manifest
 
 

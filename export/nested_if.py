@@ -2,16 +2,14 @@
 
     input_ids, attention_mask, token_type_ids   (B, T) int64
     threshold       float32, () for all rows and exits, (K - 1,) by exit, or (B, K - 1); NaN and by default: the rule's.
-                    Of a policy it is compared with the exit_logit. inf: no row stops there; if that holds for all rows,
-                    the head is not computed
+                    Of a policy, compared with the exit_logit. inf: no row stops there; if all have it, no head runs
     patience        (1,) int64, of the rule Patience
     exit_at         (B,) or (1,) int64: the exit of a row, from 0, such as RAEE's plan; negative: the rule decides
  -> logits (B, C), layers (B,), label (B,), confidence (B,) of classes, exit_logit (B,) of a policy
 
 After exit k there is an If. `then`: gather the rows that continue, run the layers up to exit k + 1, and the same again
 for exit k + 1, whose If is therefore nested in this one; ScatterND writes the later values over those of exit k.
-`else`: all rows have stopped, and the values of exit k are the result. A branch runs only if it is taken, so layers and
-heads that no row needs cost nothing.
+`else`: all rows have stopped. A branch runs only if it is taken, so layers and heads that no row needs cost nothing.
 """
 
 import math

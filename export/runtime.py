@@ -19,7 +19,7 @@ import numpy as np
 import onnxruntime as ort
 from tokenizers import Encoding, Tokenizer
 
-from mini_ee.export.manifest import IDS, graph_inputs, read_manifest, rule_from_dict
+from mini_ee.export.manifest import GRAPHS, IDS, MODEL, graph_inputs, read_manifest, rule_from_dict
 from mini_ee.loop import Result, early_exit
 from mini_ee.rules import Rule, max_probability
 
@@ -57,7 +57,7 @@ class Segments:
 
     def __init__(self, folder: Path, exits: Sequence[int], threads: int):
         self.exits = exits
-        self.sessions = [open_session(folder / f"segment_{layer}.onnx", threads) for layer in exits]
+        self.sessions = [open_session(folder / GRAPHS / f"segment_{layer}.onnx", threads) for layer in exits]
 
     def start(self, inputs: Batch) -> Batch:
         return inputs
@@ -108,7 +108,7 @@ class Runtime:
         self.num_texts, self.rule = config["task"]["texts"], rule_from_dict(config["rule"])
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         self.tokenizer.no_padding()
-        self.session = open_session(self.folder / "model.onnx", threads)
+        self.session = open_session(self.folder / MODEL, threads)
 
     @cached_property
     def segments(self) -> Segments:

@@ -6,14 +6,15 @@ model = torch_model("exported");  early_exit(SideBySide(model), rule, inputs)   
 import re
 from pathlib import Path
 
+import onnx
 import torch
-from safetensors.torch import load_file
+from onnx import numpy_helper
 from torch import Tensor
 
 from mini_ee.bert import Bert, Exits
 from mini_ee.consistent import PolicyExits
-from mini_ee.export.graph import WEIGHTS
-from mini_ee.export.manifest import STACKED, read_manifest
+from mini_ee.export.graph import tensors_of
+from mini_ee.export.manifest import GRAPHS, STACKED, read_manifest
 from mini_ee.lora_exits import Adapters, LoRAExits
 
 KINDS = {"joint": Exits, "lora-exits": LoRAExits, "consistent": PolicyExits}  # by the method in the manifest
@@ -46,12 +47,18 @@ def stored_weights(model: Exits) -> dict[str, Tensor]:
     return found | {whole: torch.cat([found.pop(part) for part in parts]) for whole, parts in stacks(model).items()}
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights and constants of all graphs of an export."""
+    graphs = [onnx.load(path).graph for path in (folder / GRAPHS).glob("*.onnx")]
+    return {each.name: torch.tensor(numpy_helper.to_array(each)) for graph in graphs for each in tensors_of(graph)}
+
+
 def torch_model(folder: str | Path) -> Exits:
     """The model of a folder that writer.py wrote, or the command `mini-ee export` from the same methods.
 
     Raises ValueError for a model of another kind, and what read_manifest raises.
     """
-    manifest, stored = read_manifest(Path(folder)), load_file(Path(folder) / WEIGHTS)
+    manifest, stored = read_manifest(Path(folder)), read_weights(Path(folder))
     kind, settings, backbone = KINDS.get(manifest["method"]), manifest["settings"], manifest["backbone"]
     if kind is None or backbone.get("model_type") != "bert" or manifest["precision"] != "float32":
         raise ValueError(f"{folder}: expected a BERT in float32 of the methods {', '.join(KINDS)}")

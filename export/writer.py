@@ -1,13 +1,12 @@
 """Export a model of the core to a folder as the command `mini-ee export` writes, which `mini-ee run` and `serve` open.
 
-manifest.json         exits, rule, labels, costs, inputs and outputs of each graph, places of weights, SHA-256 of files
-model.onnx            nested_if.py
-segment_{layer}.onnx  with `segments`: segments.py
-model.safetensors     the weights of all graphs, each once
-config.json           with tokenizer.json and tokenizer_config.json: by which clients of Hugging Face read the folder
+manifest.json              exits, rule, labels, costs, inputs and outputs of each graph, SHA-256 of files
+onnx/model.onnx            nested_if.py; its weights too, because a browser cannot read them from another file
+onnx/segment_{layer}.onnx  with `segments`: segments.py
+onnx/model.onnx_data       with `segments`, or above 2 GB: the weights of all graphs, each once
+config.json                with tokenizer.json and tokenizer_config.json: by which clients of Hugging Face read all
 """
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,31 +14,35 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
+import torch
 from onnx import helper
-from safetensors.torch import save
 from tokenizers import Tokenizer
 from torch.nn.utils import parameters_to_vector
 
 from mini_ee import __version__
 from mini_ee.bert import Exits
 from mini_ee.data import Rows
-from mini_ee.export.graph import OPSET, WEIGHTS, Graph
-from mini_ee.export.manifest import FORMAT_VERSION, IDS, MANIFEST, file_sha256, rule_to_dict, write_json
+from mini_ee.export.graph import OPSET, Graph, write_beside
+from mini_ee.export.manifest import FORMAT_VERSION, IDS, MANIFEST, WEIGHTS, file_sha256, rule_to_dict, write_json
 from mini_ee.export.nested_if import NestedIf
+from mini_ee.export.runtime import Batch, Runtime
 from mini_ee.export.segments import write_segment
 from mini_ee.export.torch_engine import stored_weights
-from mini_ee.export.verify import verify
 from mini_ee.load import load_tokenizer, model_type
-from mini_ee.rules import Rule
+from mini_ee.loop import early_exit
+from mini_ee.rules import Fixed, Never, Rule
 from mini_ee.train import Options
+
+ROWS, SINGLE = 64, 8  # compared as one batch, and each alone
+TOLERANCE, RELATIVE = 1e-4, 1e-5  # of a logit, and as a share of the largest one
+AGREEMENT = 0.9  # least share of equal exits: rounding decides for a row at a threshold
 
 
 def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, segments: bool = False) -> dict:
     """Write the folder, and return its manifest.
 
     data: its labels' names, and rows on which the graphs are compared with torch. source: the model's folder or name,
-    for its tokenizer. segments: also write a graph per segment.
-    Raises FileExistsError; ValueError if the rule does not fit the model, or graphs and torch differ: see verify.py.
+    for its tokenizer. segments: also write a graph per segment. Raises FileExistsError; ValueError as `verify`.
     """
     out = Path(out)
     if out.exists():
@@ -47,16 +50,18 @@ def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, s
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         folder, tokens = Path(temporary) / "export", len(model.bert.position.weight)
-        folder.mkdir()
+        (folder / WEIGHTS).parent.mkdir(parents=True)
         task = {"name": "rows", "texts": 1 + any(map(any, data.kinds)), "label_names": list(data.names)}
         manifest = about(model) | {"rule": rule_to_dict(rule), "task": task, "max_length": tokens}
-        manifest |= write_graphs(model, rule, folder, segments) | costs(model, segments)
+        manifest |= {"graphs": write_graphs(model, rule, folder, segments)} | costs(model, segments)
         write_tokenizer(load_tokenizer(source, tokens), folder, tokens)
         labels = dict(enumerate(data.names or ("LABEL_0",)))  # the name of a regression
         config = {"id2label": labels, "label2id": {label: number for number, label in labels.items()}}
-        config |= model.bert.config | {"architectures": ["BertForSequenceClassification"]}
-        write_json(folder / "config.json", config)
-        manifest["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+        javascript = {"dtype": "fp32", "use_external_data_format": (folder / WEIGHTS).exists()}
+        config |= {"architectures": ["BertForSequenceClassification"], "transformers.js_config": javascript}
+        write_json(folder / "config.json", config | model.bert.config)
+        files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        manifest["files"] = {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
         write_json(folder / MANIFEST, manifest)
         manifest["verified"] = verify(folder, model, rule, data)
         write_json(folder / MANIFEST, manifest)
@@ -76,25 +81,18 @@ def run_and_export(run: Callable, options: Options) -> None:
 
 
 def write_graphs(model: Exits, rule: Rule, folder: Path, segments: bool) -> dict:
-    """Write weights and graphs into a folder; returns their entries of the manifest."""
-    (folder / WEIGHTS).write_bytes(content := save(tensors := stored_weights(model)))
-    begin = 8 + int.from_bytes(content[:8], "little")  # a safetensors file: size of the header, header, tensors
-    places = {name: begin + entry["data_offsets"][0] for name, entry in json.loads(content[8:begin]).items()}
-    weights = {name: (tensor.numpy(), places[name]) for name, tensor in tensors.items()}
+    """Write weights and graphs into a folder; returns the inputs and outputs of each graph."""
+    weights = {name: tensor.numpy() for name, tensor in stored_weights(model).items()}
     names = ["model", *(f"segment_{layer}" for layer in model.exits if segments)]
-    interfaces = {}
+    interfaces, offsets = {}, write_beside(folder / WEIGHTS, weights, segments)
     for k, name in enumerate(names, -1):
-        graph = Graph(weights)
-        if k < 0:
-            NestedIf(graph, model, rule).write()
-        else:
-            write_segment(graph, model, k)
-        written = graph.model(name)
-        onnx.save(written, folder / f"{name}.onnx")
-        onnx.checker.check_model(folder / f"{name}.onnx", full_check=True)
+        graph, path = Graph(weights), (folder / WEIGHTS).with_name(f"{name}.onnx")
+        write_segment(graph, model, k) if k >= 0 else NestedIf(graph, model, rule).write()
+        written = graph.model(name, offsets)
+        onnx.save(written, path)
+        onnx.checker.check_model(path, full_check=True)
         interfaces[name] = {"inputs": values(written.graph.input), "outputs": values(written.graph.output)}
-    entries = {name: ["F32", list(tensor.shape), places[name]] for name, tensor in tensors.items()}
-    return {"graphs": interfaces, "tensors": entries}
+    return interfaces
 
 
 def values(infos) -> dict:
@@ -106,17 +104,17 @@ def values(infos) -> dict:
 
 
 def about(model: Exits) -> dict:
-    """What the manifest has about the model."""
+    """What the manifest has about the model. Not by class: with python -m it is __main__.LoRAExits."""
     found = {"format_version": FORMAT_VERSION, "unit": "rows", "precision": "float32", "opset": OPSET, "head": "dense"}
     method = "lora-exits" if hasattr(model, "adapters") else "consistent" if hasattr(model, "policies") else "joint"
-    found |= {"method": method, "settings": {}}  # not by class: with python -m it is __main__.LoRAExits
-    found |= {"exits": list(model.exits), "num_labels": model.classes, "pool": model.pool}
+    found |= {"method": method, "settings": {}, "num_labels": model.classes, "pool": model.pool}
     if hasattr(model, "adapters"):
         layer = model.adapters[-1][0]
         rank = next(iter(layer.values())).A.shape[1]
         found["settings"] = {"rank": rank, "alpha": model.scale * rank, "targets": list(layer)}
         found["schedule"] = [[k] for k in range(len(model.exits))]  # restarts, in the words of mini_ee.lab
-    return found | {"backbone": model.bert.config, "versions": {"mini_ee": __version__, "onnx": onnx.__version__}}
+    more = {"exits": list(model.exits), "versions": {"mini_ee": __version__, "onnx": onnx.__version__}}
+    return found | more | {"backbone": model.bert.config}
 
 
 def costs(model: Exits, segments: bool) -> dict:
@@ -141,3 +139,30 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, tokens: int) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": tokens, "model_input_names": list(IDS)}
     config |= {f"{token[1:-1].lower()}_token": token for token in ("[PAD]", "[MASK]") if token in special}
     write_json(folder / "tokenizer_config.json", config)
+
+
+@torch.inference_mode()
+def verify(folder: Path, model: Exits, rule: Rule, data: Rows) -> dict:
+    """Compare every exit of model.onnx and by segment, and where the rule stops. Raises ValueError if they differ."""
+    runtime, differences, largest = Runtime(folder, threads=1), list[float](), 0.0
+    rows = np.random.default_rng(0).permutation(len(data))[:ROWS]
+    rule = Never() if rule.needs is None else rule  # a plan is an input
+    for some in (*rows[:SINGLE, None], rows):
+        inputs = data.batch(some)
+        batch = Batch(dict(zip(IDS, map(np.asarray, (inputs.ids, inputs.kinds, inputs.mask)))), np.arange(len(some)))
+        for k in range(len(model.exits)):
+            expected = early_exit(model, Fixed(k), inputs).logits
+            found = [runtime.run_batch(batch, Fixed(k)).logits]
+            if f"segment_{model.exits[0]}" in runtime.config["graphs"]:
+                found.append(early_exit(runtime.segments, Fixed(k), batch).logits)
+            differences += [float(abs(expected - logits).max()) for logits in found]
+            largest = max(largest, float(abs(expected).max()))
+    in_torch, in_graph = early_exit(model, rule, inputs), runtime.run_batch(batch, rule)
+    agreement = float(np.mean(in_torch.exit_index == in_graph.exit_index))
+    predictions = float(np.mean(in_torch.logits.argmax(1) == in_graph.logits.argmax(1)))
+    difference, allowed = float(np.max(differences)), max(TOLERANCE, RELATIVE * largest)
+    if not difference <= allowed or agreement < AGREEMENT:
+        line = f"by {difference:.2g} (logits; {allowed:.2g} are allowed), {agreement:.1%} of the exits are equal"
+        raise ValueError(f"graphs and torch differ {line}; no folder was written")
+    shares = {"prediction_agreement": predictions, "exit_agreement": agreement}
+    return {"texts": len(rows), "max_logit_difference": difference} | shares

@@ -13,6 +13,8 @@ import torch
 from words import BAD, GOOD, THINGS, words_tokenizer
 
 import mini_ee
+from mini_ee.export.manifest import WEIGHTS
+from mini_ee.export.torch_engine import read_weights
 from mini_ee.lab.backbones.bert import Bert, BertConfig
 from mini_ee.lab.backbones.hub import load_backbone, save_backbone
 from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
@@ -24,7 +26,6 @@ from mini_ee.lab.evaluation import plots, row_evaluation
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export import sessions, writer
-from mini_ee.lab.export.manifest import WEIGHTS
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import Session
 from mini_ee.lab.methods.lora_exits import LoRAExits
@@ -54,10 +55,10 @@ def equal_graphs_share_a_session():
     opened, known = sessions._opened, {}
 
     def shared(path, options, provider):
-        weights = path.with_name(WEIGHTS)
-        if not path.exists() or not weights.exists() or weights.is_symlink() or weights.stat().st_nlink > 1:
+        weights, kind = path.with_name(Path(WEIGHTS).name), sessions.ort.InferenceSession
+        if not path.exists() or weights.exists() and (weights.is_symlink() or weights.stat().st_nlink > 1):
             return opened(path, options, provider)
-        file, kind = weights.stat(), sessions.ort.InferenceSession
+        file = (weights if weights.exists() else path).stat()
         key = (path.read_bytes(), file.st_ino, file.st_mtime_ns, file.st_size, provider, options.intra_op_num_threads)
         key += (options.use_per_session_threads, kind, getattr(kind, "_create_inference_session", None))
         if key not in known:
@@ -425,3 +426,9 @@ def reranker(random_model, checkpoint_folder, tmp_path_factory):
     run = Run(Path("run"), config, random_model((2, 6), 1), Tokenizer.from_folder(checkpoint_folder, 30), Fixed(1))
     writer.export(run, folder := tmp_path_factory.mktemp("serving") / "pairs", [("the film", "was good")] * 8)
     return Runtime(folder, threads=1)
+
+
+def weights_of(folder):
+    """The weights of an export by name, without the constants of its graphs and the defaults of their inputs."""
+    others = ("constant_", "threshold", "exit_at", "patience")
+    return {name: value.numpy() for name, value in read_weights(folder).items() if not name.startswith(others)}

@@ -856,7 +856,7 @@ OF_RING = [
     ("mini_ee.export.nested_if.measured", source('"Sub", first, second', '"Add", first, second'), EQUAL + "joint, Threshold breaking_ties]"),
     ("mini_ee.export.runtime.Segments.read", always(lambda self, k, state: state.outputs["logits"][: len(state)]), "graphs.py::test_segments_are_an_engine_of_the_loop[first token]"),
     ("mini_ee.export.manifest.read_manifest", source("!= digest", "is None"), "folders.py::test_damage_is_one_line[joint-other weights]"),
-    ("mini_ee.export.verify.verify", source("max(TOLERANCE", "max(1e9"), "graphs.py::test_the_export_compares_and_leaves_no_folder"),
+    ("mini_ee.export.writer.verify", source("max(TOLERANCE", "max(1e9"), "graphs.py::test_the_export_compares_and_leaves_no_folder"),
 ]
 
 TORCH = [  # what the package calls

@@ -66,7 +66,7 @@ def show(graph, indent=0):
                 show(attribute.g, indent + 4)
 
 
-show(onnx.load(folder / "model.onnx", load_external_data=False).graph)
+show(onnx.load(folder / "onnx/model.onnx", load_external_data=False).graph)
 
 # %% [markdown]
 # ## The threshold is an input
@@ -76,7 +76,7 @@ show(onnx.load(folder / "model.onnx", load_external_data=False).graph)
 
 # %%
 onnxruntime.set_default_logger_severity(3)  # no warning that an input has a default
-session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+session = onnxruntime.InferenceSession(folder / "onnx/model.onnx", providers=["CPUExecutionProvider"])
 names, optional = ({v.name for v in some} for some in (session.get_inputs(), session.get_overridable_initializers()))
 print("inputs:", *sorted(names), " optional:", *sorted(optional & {"threshold", "exit_at"}))
 print("outputs:", *(value.name for value in session.get_outputs()))

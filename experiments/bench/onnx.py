@@ -155,7 +155,7 @@ def _decoder(name: str, decoder: Decoder, exits: tuple[int, ...], seed: int, dev
         folder, provider, threads = Path(folder), PROVIDERS[device][0], torch.get_num_threads()
         manifest = write_graphs(model, TokenGraphs(model), Threshold(REACHED_BY_NONE), folder, segments=True)
         graph = partial(
-            OrtTokenModel, Session(folder / "model.onnx", provider, threads), GraphRule(folder, manifest), manifest
+            OrtTokenModel, Session(folder / "onnx/model.onnx", provider, threads), GraphRule(folder, manifest), manifest
         )
         chain = partial(OrtTokenSegments, open_sessions(folder, manifest, provider, threads), manifest, "copy_state")
         for batch in (1, 8):

@@ -76,7 +76,9 @@ def parity(sources: Sources, work: Path) -> list[dict]:
             run = trained_classifier(sources, work / f"{method}-{name}", method, name, max_train=400, epochs=1)
             with tempfile.TemporaryDirectory() as out:
                 mini_ee.export(run, f"{out}/exported", texts=rows.texts)
-                session = onnxruntime.InferenceSession(f"{out}/exported/model.onnx", providers=["CPUExecutionProvider"])
+                session = onnxruntime.InferenceSession(
+                    f"{out}/exported/onnx/model.onnx", providers=["CPUExecutionProvider"]
+                )
                 for size in (1, 32):
                     about = {"task": name, "method": method, "batch": size}
                     found.append(about | compare(run, session, run.encode(rows.texts), size))
@@ -114,8 +116,8 @@ def memory(sources: Sources, work: Path) -> list[dict]:
                 folder = Path(folder)
                 write_graphs(model, model.segments(), Threshold(REACHED_BY_NONE), folder)
                 save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / "run")
-                files = sum((folder / each).stat().st_size for each in ("model.onnx", "model.safetensors"))
-                session = session_memory(folder / "model.onnx", tokens)
+                files = sum(each.stat().st_size for each in (folder / "onnx").iterdir())
+                session = session_memory(folder / "onnx/model.onnx", tokens)
                 about = {"model": name, "kind": kind, "disk": files / (folder / "run").stat().st_size}
                 found.append(about | session)
     return found

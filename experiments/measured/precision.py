@@ -126,7 +126,7 @@ def _times(engines: dict[str, Runtime], rows: Split) -> dict[str, dict]:
 
 def _memory(engine: Runtime) -> dict:
     """Megabytes on disk, and those of a session."""
-    return {"disk": engine.weight_bytes / 2**20} | session_memory(engine.folder / "model.onnx", 32)
+    return {"disk": engine.weight_bytes / 2**20} | session_memory(engine.folder / "onnx/model.onnx", 32)
 
 
 def violated(calibration: Observed, fresh: Observed) -> dict:

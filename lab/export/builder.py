@@ -17,6 +17,8 @@ import torch
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from mini_ee.export.graph import stored
+
 OPSET, IR_VERSION = 23, 11  # read by ONNX Runtime 1.23 and newer
 
 INT8_LARGEST = np.float32(63)  # largest absolute value of an int8 weight, see linear_int8
@@ -259,8 +261,8 @@ class Builder:
         return self.op("Expand", self.op("Unsqueeze", mask, self.integers(1, 2)), self.op("Concat", *ends, axis=0))
 
     # ---- The end ----
-    def model(self, name: str, weights_file: str, tensors: dict[str, list]) -> onnx.ModelProto:
-        """The finished graph. tensors: weight -> dtype, shape and offset in weights_file, next to the graph."""
+    def model(self, name: str, offsets: dict[str, int]) -> onnx.ModelProto:
+        """The finished graph. offsets: of the weights in the file beside it; empty if they stand in the graph."""
         renamed = {value: info.name for value, info in self._outputs.items()}
         outputs = list(self._outputs.values())
         graph = helper.make_graph(self._nodes, name, [], outputs)
@@ -269,12 +271,7 @@ class Builder:
         used = _used(graph) | self._defaults.keys()
         graph.input.extend(info for info in self._inputs.values() if info.name in used)
         values = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
-        for weight, array in self.weights.items():
-            about = {"name": weight, "data_type": _kind(array.dtype), "dims": array.shape}
-            values[weight] = TensorProto(**about, data_location=TensorProto.EXTERNAL)
-            place = {"location": weights_file, "offset": tensors[weight][2], "length": array.nbytes}
-            for key, value in place.items():
-                values[weight].external_data.add(key=key, value=str(value))
+        values |= {weight: stored(weight, array, offsets.get(weight)) for weight, array in self.weights.items()}
         _place(graph, values, self.weights if self.flat else ())
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
         opset = helper.make_opsetid("", OPSET)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.export.manifest import OWN_THRESHOLD
+from mini_ee.export.manifest import MODEL, OWN_THRESHOLD
 from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, read_json, write_bytes, write_json
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.card import CARD, card
@@ -20,8 +20,6 @@ from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.row_thresholds import THRESHOLD
 from mini_ee.lab.rule_inputs import runtime_values, served_by
 from mini_ee.lab.rules import Policy, Rule, rule_from_dict
-
-MODEL = "model.onnx"
 
 
 def check_calibratable(runtime: Runtime, conformal: bool) -> None:
@@ -79,7 +77,6 @@ def write_calibrated(
         _set_thresholds(partial / MODEL, runtime_values(rule, len(runtime.exits) - 1)[THRESHOLD])
         manifest = read_json(partial / MANIFEST, signed="format_version") | about
         manifest["curve"] = curve
-        manifest.pop("promise", None)  # the name of guarantee in exports of 0.1.0
         manifest["files"][MODEL] = file_sha256(partial / MODEL)
         write_bytes(partial / CARD, card(manifest).encode())
         write_json(partial / MANIFEST, manifest)

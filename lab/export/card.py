@@ -17,6 +17,36 @@ KINDS = {
 }
 """Unit of a folder -> what it is."""
 
+HUB = {
+    "rows": ("text-classification", "transformers.js"),
+    "prompts": ("text-classification", "onnx"),
+    "embeddings": ("sentence-similarity", "sentence-transformers"),
+    "tokens": ("text-generation", "onnx"),
+}
+"""Unit of a folder -> its task and the library that loads it, as Hugging Face's Hub names them."""
+
+CLIENTS = {
+    "rows": (
+        """from optimum.onnxruntime import ORTModelForSequenceClassification
+from transformers import AutoTokenizer, pipeline
+
+model, tokenizer = ORTModelForSequenceClassification.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
+print(pipeline("text-classification", model=model, tokenizer=tokenizer)("A text."))""",
+        """import { pipeline } from "@huggingface/transformers";
+
+console.log(await (await pipeline("text-classification", "DIR"))("A text."));""",
+    ),
+    "embeddings": (
+        """from sentence_transformers import SentenceTransformer
+
+print(SentenceTransformer("DIR", backend="onnx").encode("A text."))""",
+        """import { pipeline } from "@huggingface/transformers";
+
+console.log(await (await pipeline("feature-extraction", "DIR"))("A text.", { pooling: "cls" }));""",
+    ),
+}
+"""Unit of a folder -> the same in Python (optimum-onnx; sentence-transformers) and in JavaScript (transformers.js)."""
+
 COMMANDS = {
     "tokens": ('echo "Once upon a time" | mini-ee run DIR', '{"text": "Once upon a time"}', "/generate"),
     "embeddings": ('echo "A text." | mini-ee run DIR', '{"input": "A text."}', "/v1/embeddings"),
@@ -30,10 +60,19 @@ def card(manifest: dict) -> str:
     """The model card, as Markdown."""
     name = manifest.get("task", {}).get("name") or manifest["backbone"].get("model_type", "model")
     exits = manifest["exits"]
-    parts = [f"# {name}: {manifest['method']} with {len(exits)} exits", _about(manifest)]
+    parts = [_metadata(manifest), f"# {name}: {manifest['method']} with {len(exits)} exits", _about(manifest)]
     parts += ["## Exits and rule", _rule(manifest), _exits(manifest)]
     parts += ["## Guarantee", guarantee_line(manifest), "## How it was measured", *_measured(manifest)]
     return "\n\n".join([*parts, "## Use", _use(manifest), ""])
+
+
+def _metadata(manifest: dict) -> str:
+    """The block that Hugging Face's Hub reads."""
+    task, library = HUB[manifest["unit"]]
+    about = (
+        {"pipeline_tag": task, "library_name": library} | manifest.get("original", {}) | {"tags": "[onnx, early-exit]"}
+    )
+    return "\n".join(["---", *(f"{key}: {value}" for key, value in about.items()), "---"])
 
 
 def _about(manifest: dict) -> str:
@@ -41,7 +80,7 @@ def _about(manifest: dict) -> str:
     layers = manifest["exits"][-1]
     text = f"{KINDS[manifest['unit']]} ({backbone.get('model_type', 'transformer')}, {layers} layers)"
     text += f" with the labels {', '.join(labels[:20])}{', ...' * (len(labels) > 20)}" * bool(labels)
-    opset = f"`model.onnx` has opset {manifest['opset']} and weights in {manifest['precision']}"
+    opset = f"`onnx/model.onnx` has opset {manifest['opset']} and weights in {manifest['precision']}"
     return (
         f"{text}. It stops after the layer that a text needs. {opset}. Its licence is that of the model it came from."
     )
@@ -137,11 +176,14 @@ def _use(manifest: dict) -> str:
     pairs = manifest.get("task", {}).get("texts") == 2
     line, body, path = COMMANDS.get(manifest["unit"], PAIRS if pairs else ANSWERS)
     shadow = " --shadow .05" if manifest["unit"] in ("rows", "prompts") and manifest["task"]["label_names"] else ""
-    return f"""```bash
+    languages = () if pairs else zip(("python", "js"), CLIENTS.get(manifest["unit"], ()))
+    clients = [f"```{language}\n{code}\n```" for language, code in languages]
+    commands = f"""```bash
 {line}
 mini-ee serve DIR{shadow}
 curl localhost:8000{path} --json '{body}'
 ```
 
-DIR is this folder. Any ONNX Runtime whose version knows opset {manifest["opset"]} can run `model.onnx`; `manifest.json`
-names its inputs and outputs."""
+DIR is this folder. Any ONNX Runtime whose version knows opset {manifest["opset"]} can run `onnx/model.onnx`;
+`manifest.json` names its inputs and outputs."""
+    return "\n\n".join([*clients, commands])

@@ -1,25 +1,16 @@
 """manifest.json, which describes an exported folder, and its checks. No torch here."""
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
 
 from mini_ee.export.manifest import MANIFEST
 from mini_ee.export.manifest import read_manifest as exported_files
 from mini_ee.lab.data.files import how_to_download, run_config
 from mini_ee.lab.errors import WrongArguments
 
-WEIGHTS = "model.safetensors"
-
-DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}  # of weights, by their names in safetensors
-EXPONENTS = {"F32": np.uint32(0x7F800000), "F16": np.uint16(0x7C00)}
-PART = 2**20  # numbers that are checked at a time
-
-COMMON = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbone": dict, "tensors": dict}
+COMMON = {"exits": [int], "rule": dict, "graphs": dict, "precision": str, "backbone": dict}
 
 ROWS = COMMON | {
     "task": {"name": str, "texts": int, "label_names": (str,)},
@@ -54,8 +45,8 @@ FORMS = {"rows": ROWS, "prompts": ROWS, "embeddings": ROWS | {"normalize": bool}
 
 
 def output_of(unit: str) -> str:
-    """The name that graphs give to the numbers of an exit: embedding (B, d), else logits (B, C)."""
-    return "embedding" if unit == "embeddings" else "logits"
+    """The name that graphs give to the numbers of an exit: sentence_embedding (B, d), else logits (B, C)."""
+    return "sentence_embedding" if unit == "embeddings" else "logits"
 
 
 def _instead(folder: Path) -> str:
@@ -73,65 +64,7 @@ def read_manifest(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder}: no {MANIFEST} here; {_instead(folder)}")
     manifest = exported_files(folder)
     _check_values(manifest, folder)
-    if "fill" in manifest:  # the name and value of missing_kv in exports of 0.1.0
-        fill = manifest.pop("fill")
-        manifest["missing_kv"] = "copy_state" if fill == "propagate" else fill
-    if "promise" in manifest:  # the name of guarantee in exports of 0.1.0
-        manifest["guarantee"] = manifest.pop("promise")
-    _check_weights(folder / WEIGHTS, manifest["tensors"])
     return manifest
-
-
-def layout(path: Path) -> dict[str, list]:
-    """The places of tensors in a safetensors file: name -> [dtype, shape, offset in the file].
-
-    Raises ValueError for a damaged file, and for types that no graph has.
-    """
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            begin = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(begin - 8 if begin <= size else 0))
-        header.pop("__metadata__", None)
-        found = {}
-        for name, entry in header.items():
-            (start, end), shape = entry["data_offsets"], entry["shape"]
-            whole = all(_is(number, int) for number in (start, end, *shape))
-            length = math.prod(shape) * np.dtype(DTYPES[entry["dtype"]]).itemsize
-            if not whole or not 0 < end - start == length or end > size - begin:
-                raise ValueError(f"{name} of shape {shape} at {start} to {end} of {size - begin} bytes")
-            found[name] = [entry["dtype"], shape, begin + start]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: expected tensors of {', '.join(DTYPES)}, found {error}; export the run again"
-        ) from None
-    return found
-
-
-def _check_weights(path: Path, expected: dict) -> None:
-    """Raises ValueError if the weights are not at the places where the graphs read them, or if one is NaN or infinite.
-
-    Graphs read bytes at an offset: if the file was written again in another order, they would read other numbers.
-    """
-    found = layout(path)
-    expected = {name: place for name, place in expected.items() if isinstance(place, list)}
-    differ = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
-    if differ:  # prefer one with another dtype or shape: other offsets may only follow from it
-        name = min(differ, key=lambda name: found.get(name, [])[:2] == expected.get(name, [])[:2])
-        both = f"{name} as {expected.get(name)} (dtype, shape, offset), found {found.get(name)}"
-        raise ValueError(f"{path}: {MANIFEST} has {both}; export the run again")
-    data = np.memmap(path, np.uint8, "r")
-    for name, (dtype, shape, offset) in found.items():
-        end = offset + math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
-        if dtype in EXPONENTS and not _finite(data[offset:end].view(DTYPES[dtype]), dtype):
-            raise ValueError(f"{path}: {name} must be finite, found NaN or infinity; export the run again")
-
-
-def _finite(values: np.ndarray, dtype: str) -> bool:
-    """Whether all of (N,) are finite: NaN and infinity have all exponent bits set. np.isfinite is slow in float16."""
-    mask = EXPONENTS[dtype]
-    parts = (values[at : at + PART].view(mask.dtype) for at in range(0, len(values), PART))
-    return all((part & mask).max() != mask for part in parts)
 
 
 def _check_values(manifest: dict, folder: Path) -> None:

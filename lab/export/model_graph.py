@@ -7,8 +7,10 @@
                                     the head is not evaluated. For a decoder (K - 1,) only, and required
     patience                        (1,) int64, if the rule counts exits
     exit_at                         (B,) or (1,) int64: index of the exit of a row; negative: the rule decides
- -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder embedding (B, d) and layers (B,)
+ -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder sentence_embedding (B, d) and layers
     labels (B, C) bool              instead of label, if a row may have several labels at once
+    last_hidden_state (B, T, d)     of a sentence encoder: the embedding of a text at each of its tokens, which clients
+                                    that pool tokens in any way therefore get
     exit_logit (B,)                 if a policy decides
     spent (B, 2)                    if tokens exit within a row: the token_cost of Segments
     keys_0_out, values_0_out, ...   for tokens, instead of a label; layers that a token did not run get the keys and
@@ -80,6 +82,8 @@ class _ModelGraph:
             output_caches(g, values[len(names) :], cache_names(segments.exits, segments.model.own_layers))
         elif names[0] == "logits":
             self._write_labels(values[0].name)
+        else:
+            self._write_tokens(values[0].name)
 
     def _write_labels(self, logits: str) -> None:
         g = self.g
@@ -93,6 +97,12 @@ class _ModelGraph:
                 g.output("label", g.op("ArgMax", logits, axis=1, keepdims=0), "batch", dtype=np.int64)
             confidence = weakest_label(values) if several else max_probability(values)
             g.output("confidence", confidence.name, "batch", dtype=np.float32)
+
+    def _write_tokens(self, embedding: str) -> None:
+        g, tokens = self.g, self.g.shape(self.g.input("input_ids", "batch", "tokens"), 0, 2)
+        shape = g.op("Concat", tokens, g.integers(self.classes), axis=0)
+        of_tokens = g.op("Expand", g.op("Unsqueeze", embedding, g.integers(1)), shape)
+        g.output("last_hidden_state", of_tokens, "batch", "tokens", self.classes, dtype=np.float32)
 
     def _plan(self) -> str:
         """(B,) int64: the exit of each row, from `exit_at` or the rule's own plan; negative: the rule decides."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.export.manifest import GRAPHS
 from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.early_exit import run_segments
@@ -29,7 +30,7 @@ class OrtRows(Segments):
 
     def __init__(self, folder: Path, manifest: dict, graphs: list[str], provider: str, threads: int):
         self.exits = tuple(manifest["exits"])
-        self.sessions = [Session(folder / f"{name}.onnx", provider, threads) for name in graphs]
+        self.sessions = [Session(folder / GRAPHS / f"{name}.onnx", provider, threads) for name in graphs]
         self.provider = self.sessions[0].provider
         self._manifest, self._output = manifest, output_of(manifest["unit"])
         self.has_policy = "exit_logit" in self.sessions[0].widths
@@ -130,7 +131,8 @@ class WholeModel(Segments):
 
     def __init__(self, model: OrtModel, folder: Path, manifest: dict, provider: str, threads: int):
         self.exits, self._model, self._manifest = model.exits[-1:], model, manifest
-        self._session = Session(folder / "whole.onnx", provider, threads) if "whole" in manifest["graphs"] else None
+        path = folder / GRAPHS / "whole.onnx"
+        self._session = Session(path, provider, threads) if "whole" in manifest["graphs"] else None
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
         if self._session is not None:
@@ -250,7 +252,7 @@ class OrtEncoder:
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         self.name, self._config = manifest["encoder"]["name"], manifest["encoder"]
-        self._session = Session(folder / "encoder.onnx", provider, threads)
+        self._session = Session(folder / GRAPHS / "encoder.onnx", provider, threads)
         own = folder / "encoder"  # its tokenizer, if it is not the model's
         self._tokenizer = (
             Tokenizer.from_file(own / "tokenizer.json", self._config["max_length"]) if own.is_dir() else None

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mini_ee.export import runtime as row_runtime
+from mini_ee.export.manifest import GRAPHS, MODEL
 from mini_ee.lab.confidence import LABEL_MEASURES, named
 from mini_ee.lab.data.files import MANIFEST, file_sha256
 from mini_ee.lab.data.prompt_templates import Prompt, PromptTokenizer
@@ -195,8 +196,7 @@ class Runtime:
     @property
     def weight_bytes(self) -> int:
         """Bytes on disk of the graphs and the weights that they share."""
-        files = [self.folder / name for name in self.config["files"] if name.endswith((".onnx", ".safetensors"))]
-        return sum(path.stat().st_size for path in files if path.parent == self.folder)
+        return sum(path.stat().st_size for path in (self.folder / GRAPHS).iterdir())
 
     def segments(self) -> Segments:
         """The segments that `early_exit` runs."""
@@ -328,7 +328,7 @@ class TokenRuntime(Runtime):
 
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
         about = self.folder, self.config
-        self._model, self._graph_rule = Session(self.folder / "model.onnx", provider, self._threads), GraphRule(*about)
+        self._model, self._graph_rule = Session(self.folder / MODEL, provider, self._threads), GraphRule(*about)
         sessions = cache(partial(open_sessions, *about, provider, self._threads))
         if self.decoder_start_tokens is not None:
             self._prompts = Prompts(*about, provider, self._threads)

@@ -13,9 +13,9 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from mini_ee import __version__
+from mini_ee.export.manifest import WEIGHTS
 from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs
-from mini_ee.lab.export.manifest import WEIGHTS
 from mini_ee.lab.row_thresholds import THRESHOLD, RowThresholds
 from mini_ee.lab.rule_inputs import runtime_values, served_by
 from mini_ee.lab.rules import Never, Rule, rule_from_dict
@@ -107,7 +107,7 @@ class Session:
 
 def _opened(path: Path, options: ort.SessionOptions, provider: str) -> ort.InferenceSession:
     """The graph on the provider. If that fails: on the CPU, with the reason on standard error."""
-    graph, weights = path, path.with_name(WEIGHTS)
+    graph, weights = path, path.with_name(Path(WEIGHTS).name)
     # Without TF32, products of float32 are as exact as those of torch, and the graph stops where the run stops.
     providers = [(CUDA, {"use_tf32": "0"}), CPU] if provider == CUDA else [CPU]
     if weights.exists() and (weights.is_symlink() or weights.stat().st_nlink > 1):
@@ -130,9 +130,9 @@ def _plain_folder(weights: Path) -> str:
     Raises ValueError if there is none, as with hard links and in the cache of Hugging Face's hub.
     """
     plain = weights.resolve()
-    if plain.name == WEIGHTS and plain.stat().st_nlink == 1:
+    if plain.name == weights.name and plain.stat().st_nlink == 1:
         return str(plain.parent)
-    found = "has several hard links" if plain.name == WEIGHTS else f"is a symbolic link to {plain}"
+    found = "has several hard links" if plain.name == weights.name else f"is a symbolic link to {plain}"
     raise ValueError(
         f"{weights}: expected a file of this name, ONNX Runtime reads no links; this one {found}: copy the folder with "
         f"`cp -rL` and open the copy"
@@ -176,8 +176,7 @@ class GraphRule:
             return None
         if of_rows and self._shares_threshold:
             raise ValueError(
-                f"{self._folder}: model.onnx takes one threshold for all rows, as for a decoder or in an export of "
-                f"0.2.0; export a classifier again"
+                f"{self._folder}: expected a classifier for thresholds by row; a decoder takes one for all rows"
             )
         return runtime_values(own, self._last) | of_rows if self._last else {}
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime as ort
 
+from mini_ee.export.manifest import GRAPHS
 from mini_ee.lab.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights
 from mini_ee.lab.export.sessions import CPU, HIDDEN, GraphRule, Session
 from mini_ee.lab.rules import Rule
@@ -27,7 +28,7 @@ class Prompts:
     """memory.onnx, and the token with which the decoder starts."""
 
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
-        self.session = Session(folder / "memory.onnx", provider, threads)
+        self.session = Session(folder / GRAPHS / "memory.onnx", provider, threads)
         self.decoder_start_tokens = manifest["begins_with"]
         self._device = "cpu" if self.session.provider == CPU else "cuda"
 
@@ -178,7 +179,7 @@ def open_sessions(folder: Path, manifest: dict, provider: str = CPU, threads: in
     """Open the graphs by segment."""
 
     def several(kind: str, layers: Sequence[int]) -> list[Session]:
-        return [Session(folder / f"{kind}_{layer}.onnx", provider, threads) for layer in layers]
+        return [Session(folder / GRAPHS / f"{kind}_{layer}.onnx", provider, threads) for layer in layers]
 
     exits = manifest["exits"]
     policies = exits[:-1] if manifest["decides"] else ()

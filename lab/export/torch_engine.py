@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mini_ee.export.torch_engine import read_weights
 from mini_ee.lab.backbones.hub import empty_backbone, load_strict, without_memory
-from mini_ee.lab.backbones.tensor_files import read_tensors
 from mini_ee.lab.exits.generation import token_segments
 from mini_ee.lab.exits.prompt_exits import PromptModel
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.builder import SOME_ROWS
-from mini_ee.lab.export.manifest import WEIGHTS, blaming_manifest, read_manifest
+from mini_ee.lab.export.manifest import blaming_manifest, read_manifest
 from mini_ee.lab.export.runtime import open_tokenizer
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.method import load_method
@@ -33,8 +33,8 @@ def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callab
                 f"{folder}: expected float weights for --engine torch, found int8; export the run in float32"
             )
         model = _empty_model(folder, manifest)
-        tensors = _whole(read_tensors(folder / WEIGHTS), model)
-        load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder / WEIGHTS)
+        tensors = _whole(read_weights(folder), model)
+        load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder)
         model = model.requires_grad_(False).eval().to(device)
         if manifest["unit"] == "tokens":
             return partial(token_segments, model)
@@ -55,10 +55,11 @@ def _empty_model(folder: Path, manifest: dict) -> nn.Module:
 
 def _whole(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters. A head to words may be stored for the label words alone: its other rows are zero."""
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.")}
+    names = model.state_dict()  # without constants of the graphs, and the encoder of a rule
+    own = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SOME_ROWS) in names}
     for name in [name for name in own if name.endswith(SOME_ROWS)]:
         rows, whole = own.pop(name), name.removesuffix(SOME_ROWS)
         if whole not in own:
-            own[whole] = rows.new_zeros(model.state_dict()[whole].shape)
+            own[whole] = rows.new_zeros(names[whole].shape)
             own[whole][model.label_tokens] = rows
     return own

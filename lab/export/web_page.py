@@ -3,7 +3,7 @@
 exported/index.html, page.css, *.js  the page; serve the folder with `python -m http.server`
 exported/vendor/                     onnxruntime-web and a tokenizers library. web/vendor.sh downloads them; the command
                                      runs it if npm is installed
-exported/model_web.onnx              model.onnx for onnxruntime-web, which cannot override the default of an input: here
+exported/onnx/model_web.onnx         model.onnx for onnxruntime-web, which cannot override the default of an input: here
                                      `threshold` and other settings have no default. It cannot load external weights of
                                      a branch either: here all weights are in the main graph. The graph also returns
                                      the numbers that the rule compares with each of these inputs, see model_graph.py

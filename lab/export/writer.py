@@ -1,20 +1,20 @@
 """Export a trained run: a folder of ONNX graphs, verified against torch before the folder gets its name.
 
-exported/manifest.json         format_version, the method, the unit, exits, rule, labels, costs, the inputs and outputs
-                               of each graph, the place of each weight in its file, checksums of all files, and the
-                               largest difference between the graphs and torch
-exported/model.onnx            the model with its rule, which stops by itself; see model_graph.py
-exported/whole.onnx            if tokens exit within a row: the same without exits, for comparisons
-exported/segment_{layer}.onnx  with `segments`: the layers up to an exit, for rows with the head; for tokens also
-                               head_{layer}.onnx, the head of an exit, policy_{layer}.onnx, its policy, and
-                               fill_{layer}.onnx, keys and values of a segment for tokens that exited below it
-exported/memory.onnx           for an encoder-decoder that generates text: the encoder, run once per prompt
-exported/model.safetensors     the weights of all graphs, each stored once under its name in torch
-exported/tokenizer.json        with config.json and tokenizer_config.json, by which clients of Hugging Face read it
-exported/README.md             the model card, see card.py
-exported/index.html            with `web`: a page for the browser and its files, see web_page.py
-exported/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
-                               datastore/; encoder/ has the tokenizer of the encoder if it is another one
+manifest.json              format_version, the method, the unit, exits, rule, labels, costs, the inputs and outputs of
+                           each graph, checksums of all files, and the largest difference between graphs and torch
+onnx/model.onnx            the model with its rule, which stops by itself; see model_graph.py. Its weights stand in it,
+                           because a browser cannot read them from another file
+onnx/whole.onnx            if tokens exit within a row: the same without exits, for comparisons
+onnx/segment_{layer}.onnx  with `segments`: the layers up to an exit, for rows with the head; for tokens also
+                           head_{layer}.onnx, the head of an exit, policy_{layer}.onnx, its policy, and
+                           fill_{layer}.onnx, keys and values of a segment for tokens that exited below it
+onnx/memory.onnx           for an encoder-decoder that generates text: the encoder, run once per prompt
+onnx/encoder.onnx          if the rule plans by embeddings: their encoder, with the files of the rule, such as
+                           datastore/; encoder/ has the tokenizer of the encoder if it is another one
+onnx/model.onnx_data       of several graphs, or above 2 GB: the weights of all graphs, each once
+config.json                and others: by which clients of Hugging Face load the folder, see hugging_face.py
+README.md                  the model card, see card.py
+index.html                 with `web`: a page for the browser and its files, see web_page.py
 
 The graphs are written by running the project's torch and numpy code on values of a graph: see tracing.py.
 """
@@ -30,10 +30,8 @@ import torch
 from onnx import helper
 from torch import nn
 
-from mini_ee.export.manifest import FORMAT_VERSION
-from mini_ee.lab.backbones.families import layout_of
-from mini_ee.lab.backbones.fine_tuned import CLASSIFIES
-from mini_ee.lab.backbones.tensor_files import write_tensors
+from mini_ee.export.graph import write_beside
+from mini_ee.export.manifest import FORMAT_VERSION, WEIGHTS
 from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.data.tokenizer import Inputs
@@ -43,7 +41,7 @@ from mini_ee.lab.exits.generation import token_segments, token_weights
 from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of, whole_tables
 from mini_ee.lab.export.card import CARD, card
 from mini_ee.lab.export.graph import Graph
-from mini_ee.lab.export.manifest import WEIGHTS, layout
+from mini_ee.lab.export.hugging_face import named_by, original_of, write_hugging_face
 from mini_ee.lab.export.model_graph import write_model_graph
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.segment_graphs import segment_graphs
@@ -127,9 +125,9 @@ def export(
             "max_length": run.tokenizer.max_length,
             **write_graphs(run.model, source, run.rule, partial_folder, precision, segments, web),
             "versions": versions() | {"onnx": onnx.__version__},
+            "original": named_by(original_of(run)),
         }
-        run.tokenizer.save_beside_model(partial_folder)
-        write_json(partial_folder / "config.json", _hugging_face_config(run))
+        write_hugging_face(run, partial_folder)
         if run.rule.embed is not None:
             manifest["encoder"] = _write_embedder(run.rule, partial_folder)
         if web:
@@ -142,17 +140,6 @@ def export(
         write_bytes(partial_folder / CARD, card(manifest).encode())
         write_json(partial_folder / MANIFEST, manifest)
     return manifest
-
-
-def _hugging_face_config(run: Run) -> dict:
-    """The config.json by which clients of Hugging Face recognise the model, and name its labels."""
-    backbone = run.model.backbone
-    ending = {"tokens": backbone.head_architecture, "embeddings": "Model"}.get(run.unit, CLASSIFIES)
-    config = backbone.config.to_dict()
-    if ending == CLASSIFIES:
-        names = run.label_names or ["LABEL_0"]  # the one of a regression
-        config |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
-    return config | {"architectures": [layout_of(backbone.config.model_type).architecture + ending]}
 
 
 def _scores(run: Run) -> dict:
@@ -214,10 +201,11 @@ def write_graphs(
                 own, settings = others, settings | {"dtype": np.float32}
             made["encoder"] = Graph(own, **settings)
             _write_encoder(encoder, made["encoder"])
-    write_tensors(folder / WEIGHTS, {n: torch.from_numpy(w) for g in made.values() for n, w in g.weights.items()})
-    tensors, graphs = layout(folder / WEIGHTS), {}
+    weights, graphs = {name: values for each in made.values() for name, values in each.weights.items()}, {}
+    (folder / WEIGHTS).parent.mkdir(exist_ok=True)
+    offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1)
     for name, builder in made.items():
-        graph, path = builder.model(name, WEIGHTS, tensors), folder / f"{name}.onnx"
+        graph, path = builder.model(name, offsets), (folder / WEIGHTS).with_name(f"{name}.onnx")
         onnx.save(graph, path)
         onnx.checker.check_model(path, full_check=True)
         graphs[name] = _interface(graph)
@@ -230,7 +218,6 @@ def write_graphs(
         **metadata,
         **(_costs(source, segments) if not tokens else {"weights": token_weights(model.backbone)._asdict()}),
         "graphs": graphs,
-        "tensors": tensors,
     }
 
 

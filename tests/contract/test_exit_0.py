@@ -154,7 +154,7 @@ def weights_of(graph):
 def test_no_graph_computes_with_a_layer_before_exit_0_has_decided(trained):
     _, folder = trained
     graphs = {
-        name: onnx.load(folder / f"{name}.onnx", load_external_data=False).graph
+        name: onnx.load(folder / f"onnx/{name}.onnx", load_external_data=False).graph
         for name in ("model", "segment_0", "segment_2")
     }
     first, later = weights_of(graphs["model"])

@@ -227,7 +227,7 @@ def test_the_web_page_shows_it(trained, exported):
     assert page["rule"] == trained.rule.to_dict()
     values = page["settings"]["threshold"]["values"]
     np.testing.assert_allclose(values, [trained.rule.level] * 2, rtol=1e-6)
-    web = onnxruntime.InferenceSession(exported / "model_web.onnx", providers=["CPUExecutionProvider"])
+    web = onnxruntime.InferenceSession(exported / "onnx/model_web.onnx", providers=["CPUExecutionProvider"])
     runtime = Runtime(exported, threads=1)
     encoded = trained.encode([(line,) for line in LINES]).batch(range(len(LINES)))
     feeds = {name: getattr(encoded, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
@@ -242,7 +242,7 @@ def test_the_web_page_shows_it(trained, exported):
 def test_the_page_is_told_what_it_compares_at_each_exit(trained, exported, task_folder):
     """The page runs a text once for each exit that it shows, told to exit there."""
     encoded, segments = trained.encode([(line,) for line in LINES]), trained.segments()
-    web = onnxruntime.InferenceSession(exported / "model_web.onnx", providers=["CPUExecutionProvider"])
+    web = onnxruntime.InferenceSession(exported / "onnx/model_web.onnx", providers=["CPUExecutionProvider"])
     for row in range(len(LINES)):
         inputs = encoded.batch([row] * 3)
         logits, flops, _ = read_every_exit(segments, encoded.batch([row]))

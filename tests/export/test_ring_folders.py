@@ -6,7 +6,7 @@ import shutil
 import pytest
 from small_models import median_threshold, model_of, rows_of
 
-from mini_ee.export.manifest import write_json
+from mini_ee.export.manifest import MODEL, WEIGHTS, write_json
 from mini_ee.export.runtime import Runtime
 from mini_ee.export.writer import export
 from mini_ee.rules import Patience
@@ -44,12 +44,12 @@ DAMAGE = {
         ),
         "damaged or edited",
     ),
-    "newer": (lambda out: changed(out, format_version=5), "found 5; install a newer mini_ee"),
-    "older": (lambda out: changed(out, format_version=3), "found 3; export the run again"),
-    "no graph": (lambda out: (out / "model.onnx").unlink(), "model.onnx: no such file"),
-    "another graph": (lambda out: appended(out / "model.onnx"), "model.onnx: expected the file that was exported"),
-    "other weights": (lambda out: appended(out / "model.safetensors"), "model.safetensors: expected the file that was"),
-    "another tokenizer": (lambda out: appended(out / "tokenizer.json"), "tokenizer.json: expected the file that was"),
+    "newer": (lambda out: changed(out, format_version=6), "found 6; install a newer mini_ee"),
+    "older": (lambda out: changed(out, format_version=4), "found 4; export the run again"),
+    "no graph": (lambda out: (out / MODEL).unlink(), "model.onnx: no such file"),
+    "another graph": (lambda out: appended(out / MODEL), "model.onnx: expected the exported file"),
+    "other weights": (lambda out: appended(out / WEIGHTS), "model.onnx_data: expected the exported file"),
+    "another tokenizer": (lambda out: appended(out / "tokenizer.json"), "tokenizer.json: expected the exported file"),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from small_models import EXITS, KINDS, median_threshold, model_of, rows_of
 
 from mini_ee.export.graph import used
-from mini_ee.export.manifest import IDS
+from mini_ee.export.manifest import IDS, MODEL
 from mini_ee.export.runtime import Batch, Runtime
 from mini_ee.export.torch_engine import torch_model
 from mini_ee.export.writer import export
@@ -147,12 +147,13 @@ def test_weights_stand_once_and_layers_in_branches(folder):
     """A layer that only later exits need is inside a branch, where ONNX Runtime does not run it for nothing."""
     path = folder("joint", HALF)
     assert {file.name for file in path.iterdir()} == {
-        *("manifest.json", "model.onnx", "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"),
-        *(f"segment_{layer}.onnx" for layer in EXITS),
+        *("manifest.json", "onnx", "config.json", "tokenizer.json", "tokenizer_config.json")
     }
-    for graph in path.glob("*.onnx"):
+    graphs = {f"{name}.onnx" for name in ("model", *(f"segment_{layer}" for layer in EXITS))}
+    assert {file.name for file in (path / "onnx").iterdir()} == graphs | {"model.onnx_data"}
+    for graph in path.glob("onnx/*.onnx"):
         assert graph.stat().st_size < 60_000
-    graph = onnx.load(path / "model.onnx", load_external_data=False).graph
+    graph = onnx.load(path / MODEL, load_external_data=False).graph
     names = {name for node in graph.node for name in node.input}
     assert "backbone.layers.0.up.weight" in names
     assert not any(name.startswith(("backbone.layers.1", "backbone.layers.3", "heads")) for name in names)

@@ -76,7 +76,7 @@ def test_the_graph_stops_by_the_new_thresholds_without_being_fed_any(export, run
     recorded = record(now.segments(), now.encode([(text,) for text in TEXTS[:40]]), 40)
     confident = recorded.confidence("max_probability") >= np.array(thresholds, np.float32)
     first = np.where(confident.any(axis=1), confident.argmax(axis=1), 3)
-    session = onnxruntime.InferenceSession(export / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(export / "onnx/model.onnx", providers=["CPUExecutionProvider"])
     feeds = {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
     (layers,) = session.run(["layers"], feeds)
     assert len(set(layers)) > 1

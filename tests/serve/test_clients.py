@@ -162,7 +162,7 @@ def test_node_refuses_what_it_cannot_answer(exported, tmp_path):
     folder, _ = exported
     shutil.copytree(folder, tmp_path / "copy")
     manifest = read_json(folder / "manifest.json")
-    del manifest["files"]["model_web.onnx"]
+    del manifest["files"]["onnx/model_web.onnx"]
     (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
     command = ["node", str(CLIENTS / "classify.mjs"), str(tmp_path / "copy"), "--threshold", ".9"]
     done = subprocess.run(command, input="", capture_output=True, text=True)

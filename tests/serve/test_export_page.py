@@ -80,7 +80,7 @@ def test_triton_s_configuration_has_the_inputs_and_outputs_of_the_graph(runtime)
     kinds = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32"}
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # a line for each input that has a default
-    session = onnxruntime.InferenceSession(runtime.folder / "model.onnx", options)
+    session = onnxruntime.InferenceSession(runtime.folder / "onnx/model.onnx", options)
     for which, values in (("input", session.get_inputs()), ("output", session.get_outputs())):
         (block,) = re.findall(rf"^{which} \[\n(.*?)\n\]", config, re.M | re.S)
         found = re.findall(r'{ name: "(\w+)", data_type: (\w+), dims: \[(.*?)\] }', block)

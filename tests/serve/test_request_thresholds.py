@@ -1,7 +1,5 @@
 """Requests with thresholds of their own share batches, and each is answered as if it were alone."""
 
-from copy import deepcopy
-
 import numpy as np
 import pytest
 from http_server import SENTENCES, ask, serving, together
@@ -56,13 +54,10 @@ def test_the_runtime_takes_thresholds_by_row(runtime):
         runtime.run(TEXTS, rule=Never(), thresholds=values)
 
 
-def test_a_graph_of_an_earlier_export_takes_one_threshold_for_all_rows(runtime, decoder):
-    manifest = deepcopy(runtime.config)
-    manifest["graphs"]["model"]["inputs"]["threshold"]["axes"] = [3]
-    for config, rule in ((manifest, runtime.rule), (decoder.config, decoder.rule)):
-        several = RowThresholds(rule, np.zeros((2, len(config["exits"]) - 1)))
-        with pytest.raises(ValueError, match="model.onnx takes one threshold for all rows"):
-            GraphRule(runtime.folder, config).feeds(several, None)
+def test_the_graph_of_a_decoder_takes_one_threshold_for_all_rows(decoder):
+    several = RowThresholds(decoder.rule, np.zeros((2, len(decoder.config["exits"]) - 1)))
+    with pytest.raises(ValueError, match="expected a classifier for thresholds by row; a decoder takes one"):
+        GraphRule(decoder.folder, decoder.config).feeds(several, None)
 
 
 ENTROPY = Threshold(-0.5, "entropy")

@@ -654,7 +654,7 @@ def test_the_pages_from_a_run_to_a_running_server_run_as_they_stand(tmp_path, mo
     assert lines[0].startswith("pip install")
     found = run_lines(lines[1:])
     assert '"layers": ' in found.stdout and '"status": "ready"' in found.stdout and '"error": ' not in found.stdout
-    assert Path("current").readlink() == Path("served-1") and Path("served-int8/model.onnx").exists()
+    assert Path("current").readlink() == Path("served-1") and Path("served-int8/onnx/model.onnx").exists()
     shutil.copytree("served-1", "served")  # which the other page exports by the same command
     install, found = run_block(0)
     assert install.startswith("pip install") and '"layers": ' in found.stdout

@@ -339,7 +339,7 @@ def test_an_example_goes_into_the_card_that_was_used_last(browser, serve, export
     [
         ("vendor", "vendor.sh"),
         ("web.json", "web.json"),
-        ("model.safetensors", "expected the exported file, found another one"),
+        ("onnx/model.onnx_data", "expected the exported file, found another one"),
     ],
 )
 def test_missing_or_damaged_files_are_reported_on_the_page(browser, serve, exported, tmp_path, name, says):
@@ -619,7 +619,7 @@ def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(small_e
     inputs, outputs = (manifest["graphs"]["model"][each] for each in ("inputs", "outputs"))
     web = manifest["graphs"]["model_web"]
     assert web["inputs"] == inputs and web["outputs"].keys() == {*outputs, "compared_threshold"}
-    graph = onnx.load(small_exported / "model_web.onnx", load_external_data=False).graph
+    graph = onnx.load(small_exported / "onnx/model_web.onnx", load_external_data=False).graph
     assert not {each.name for each in graph.initializer} & inputs.keys()
     for branch in branches_of(graph):
         assert all(each.data_location == onnx.TensorProto.DEFAULT for each in branch.initializer)

@@ -17,7 +17,7 @@ static bool has_threshold(const Ort::Session& session) {
 int main(int argc, char** argv) try {
   if (argc < 2) throw std::invalid_argument("usage: classify DIR [threshold] < ids.txt");
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
-  Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), Ort::SessionOptions());
+  Ort::Session session(env, (std::string(argv[1]) + "/onnx/model.onnx").c_str(), Ort::SessionOptions());
   std::vector<std::string> required;  // names of the inputs without a default
   for (size_t i = 0; i < session.GetInputCount(); i++) required.push_back(session.GetInputNameAllocated(i, allocator).get());
   char* end = nullptr;

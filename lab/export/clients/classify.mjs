@@ -18,7 +18,7 @@ if (!isSupported) fail(`${folder}: expected a classifier of single sentences wit
 
 // onnxruntime-node ignores values for inputs with a default; model_web.onnx has no defaults.
 const hasThreshold = values.threshold !== undefined;
-const graph = hasThreshold ? "model_web.onnx" : "model.onnx";
+const graph = hasThreshold ? "onnx/model_web.onnx" : "onnx/model.onnx";
 if (!(graph in manifest.files)) fail(`${folder}: has no ${graph}; export the run again with --web`);
 const session = await ort.InferenceSession.create(join(folder, graph), { logSeverityLevel: 3 });
 const tokenizer = new Tokenizer(read("tokenizer.json"), {});

@@ -26,7 +26,7 @@ def main() -> None:
     if manifest["unit"] != "rows" or manifest["task"]["texts"] != 1 or not manifest.get("rule_in_graph", True):
         parser.error(f"{args.folder}: expected a classifier of single sentences with its rule in the graph")
 
-    session = onnxruntime.InferenceSession(args.folder / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(args.folder / "onnx/model.onnx", providers=["CPUExecutionProvider"])
     settings = {}
     if args.threshold is not None:  # replaces the default of the graph; (rows, exits - 1) would be one for each row
         names = {each.name for each in session.get_overridable_initializers()}

@@ -9,7 +9,7 @@ const MODELS = { rows: Classifier, tokens: Decoder };
 export async function openModel() {
   const manifest = JSON.parse(new TextDecoder().decode(await read("manifest.json")));
   const file = (name) => read(name, manifest.files[name]);
-  const names = ["web.json", "tokenizer.json", "model_web.onnx", "model.safetensors"];
+  const names = ["web.json", "tokenizer.json", "onnx/model_web.onnx", "onnx/model.onnx_data"];
   const [about, tokenizer, graph, weights] = await Promise.all(names.map(file));
   const [described, tokens] = [about, tokenizer].map((bytes) => JSON.parse(new TextDecoder().decode(bytes)));
   const model = new MODELS[described.unit](described, tokens, await openSession(graph, weights));

@@ -16,10 +16,10 @@ export function zeros(dtype, shape) {
   return new ort.Tensor(dtype, new ARRAYS[dtype](shape.reduce((size, axis) => size * axis)), shape);
 }
 
-/** A session of ONNX Runtime. weights: the bytes of model.safetensors. */
+/** A session of ONNX Runtime. weights: the bytes of model.onnx_data. */
 export function openSession(graph, weights) {
   ort.env.wasm.numThreads = 1; // more threads need headers that a plain file server does not send
-  const externalData = [{ path: "model.safetensors", data: weights }];
+  const externalData = [{ path: "model.onnx_data", data: weights }];
   return ort.InferenceSession.create(graph, { externalData, logSeverityLevel: 3 });
 }
 

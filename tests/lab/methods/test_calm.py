@@ -137,7 +137,9 @@ def test_saturation_decides_on_both_engines_where_there_is_a_policy_too(tmp_path
     folder = tmp_path / "exported"
     folder.mkdir()
     manifest = write_graphs(model, TokenGraphs(model), rule, folder)
-    graph = OrtTokenModel(Session(folder / "model.onnx", CPU, 1), GraphRule(folder, manifest), manifest, 3, 16, None)
+    graph = OrtTokenModel(
+        Session(folder / "onnx/model.onnx", CPU, 1), GraphRule(folder, manifest), manifest, 3, 16, None
+    )
     for segments in (token_segments(model, "copy_state", 3, 16), graph):
         with torch.inference_mode():
             written = gather(decode(segments, PROMPTS, 6, rule), 3)

@@ -104,7 +104,7 @@ def test_answers_are_sets_of_labels_with_their_sigmoids_in_torch_and_in_the_grap
 
 
 def test_the_graph_returns_the_labels_as_booleans(added):
-    session = onnxruntime.InferenceSession(added.out / "exported" / "model.onnx")
+    session = onnxruntime.InferenceSession(added.out / "exported" / "onnx/model.onnx")
     inputs = added.exported.encode(TEXTS[:30]).batch(slice(None))
     feeds = {each.name: getattr(inputs, each.name) for each in session.get_inputs()}
     logits, labels, confidence = session.run(["logits", "labels", "confidence"], feeds)

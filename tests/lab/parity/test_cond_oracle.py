@@ -154,7 +154,7 @@ def oracle(random_model, tmp_path_factory):
 
 def ours(model, folder):
     write_graphs(model, model.segments(), Threshold(0.5), folder)
-    return opened(folder / "model.onnx")
+    return opened(folder / "onnx/model.onnx")
 
 
 def difference(graph, oracle):

@@ -523,10 +523,10 @@ def test_tables_are_folded_as_a_graph_is_loaded(kind, tmp_path):
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
-    onnxruntime.InferenceSession(tmp_path / "segment_1.onnx", options, providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(tmp_path / "onnx/segment_1.onnx", options, providers=["CPUExecutionProvider"])
     products = [
         sum("Gemm" in node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
-        for path in (tmp_path / "segment_1.onnx", tmp_path / "optimised.onnx")
+        for path in (tmp_path / "onnx/segment_1.onnx", tmp_path / "optimised.onnx")
     ]
     tables = 1 if model.backbone.config.share_att_key else 2
     assert products[0] >= 4 + tables and products[1] == products[0] - tables
@@ -542,7 +542,7 @@ def test_tables_are_folded_with_their_adapters(tmp_path):
         write_graphs(model, model.segments(), Never(), folder, segments=True)
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath, options.log_severity_level = str(folder / "optimised.onnx"), 3
-        onnxruntime.InferenceSession(folder / "segment_1.onnx", options, providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(folder / "onnx/segment_1.onnx", options, providers=["CPUExecutionProvider"])
         graph = onnx.load(folder / "optimised.onnx", load_external_data=False).graph
         return Counter(node.op_type for node in graph.node)
 

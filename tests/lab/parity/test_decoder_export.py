@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from safetensors.numpy import load_file
+from conftest import weights_of
 
 import mini_ee.lab.export.writer as writer
+from mini_ee.export.manifest import WEIGHTS
 from mini_ee.lab.backbones.backbone import Tensors
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, save_backbone
 from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
@@ -126,7 +127,7 @@ class Case(NamedTuple):
 
 def make_case(folder, opened, precision="float32"):
     manifest = opened.export(folder, precision=precision, segments=True)
-    session = Session(folder / "model.onnx", CPU, 1)
+    session = Session(folder / "onnx/model.onnx", CPU, 1)
     return Case(opened, folder, manifest, open_sessions(folder, manifest, threads=1), session)
 
 
@@ -231,7 +232,7 @@ def test_without_exits_the_text_is_that_of_transformers(kind, tmp_path):
     plain(decoder).export(tmp_path / "plain")
     steps = Runtime(tmp_path / "plain", threads=1).generate(prompts, max_new_tokens=24)
     assert [text.tokens for text in gather(steps, 3)] == golden["greedy"].tolist()
-    names = {path.stem for path in (tmp_path / "plain").glob("*.onnx")}
+    names = {path.stem for path in (tmp_path / "plain").rglob("*.onnx")}
     assert names == {"model"}
 
 
@@ -316,13 +317,13 @@ def test_a_token_is_written_in_its_slot_of_its_own_row_and_nowhere_else(case_of,
 def test_weights_are_stored_once_under_the_names_of_torch(case_of):
     case = case_of("phi")
     model = torch.nn.ModuleDict({"backbone": case.opened.model.backbone, "heads": case.opened.model.heads})
-    stored = load_file(case.folder / "model.safetensors")
+    stored = weights_of(case.folder)
     expected = {name: value.detach().numpy() for name, value in model.named_parameters()}
     assert stored.keys() == expected.keys()
     assert all(np.array_equal(stored[name], expected[name]) for name in stored)
-    assert all(path.stat().st_size < 12_000 for path in case.folder.glob("*_*.onnx"))
-    assert (case.folder / "model.onnx").stat().st_size < 40_000
-    assert {path.stem for path in case.folder.glob("*.onnx")} == set(case.manifest["graphs"])
+    assert all(path.stat().st_size < 12_000 for path in case.folder.glob("onnx/*_*.onnx"))
+    assert (case.folder / "onnx/model.onnx").stat().st_size < 40_000
+    assert {path.stem for path in case.folder.glob("onnx/*.onnx")} == set(case.manifest["graphs"])
 
 
 # A graph that computes something else
@@ -479,9 +480,9 @@ def copied(case, tmp_path):
 
 
 def changed_byte(folder):
-    content = bytearray((folder / "fill_2.onnx").read_bytes())
+    content = bytearray((folder / "onnx/fill_2.onnx").read_bytes())
     content[len(content) // 2] ^= 1
-    (folder / "fill_2.onnx").write_bytes(content)
+    (folder / "onnx/fill_2.onnx").write_bytes(content)
 
 
 def of_rows(folder):
@@ -492,7 +493,7 @@ def of_rows(folder):
     "damage, message",
     [
         (changed_byte, "fill_2.onnx"),
-        (lambda folder: (folder / "fill_3.onnx").unlink(), "fill_3.onnx"),
+        (lambda folder: (folder / "onnx/fill_3.onnx").unlink(), "fill_3.onnx"),
         (of_rows, "no key 'task'"),
     ],  # other damage: FAULTS in test_export.py
 )
@@ -500,19 +501,6 @@ def test_damage_of_a_folder_with_graphs_of_tokens_is_told(copied, damage, messag
     damage(copied)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         Runtime(copied)
-
-
-@pytest.mark.parametrize("old, new", [("propagate", "copy_state"), ("recompute", "recompute")])
-def test_an_export_of_0_1_0_has_its_way_under_another_name(copied, old, new):
-    manifest = read_json(copied / "manifest.json")
-    del manifest["missing_kv"]
-    write_json(copied / "manifest.json", manifest | {"fill": old})
-    assert Runtime(copied, threads=1).missing_kv == new
-
-
-def test_an_export_of_0_1_0_has_its_guarantee_under_the_new_name(copied):
-    write_json(copied / "manifest.json", read_json(copied / "manifest.json") | {"promise": {"epsilon": 0.9}})
-    assert Runtime(copied, threads=1).config["guarantee"] == {"epsilon": 0.9}
 
 
 def test_one_class_opens_either_kind_of_folder(case):
@@ -596,7 +584,7 @@ def test_export_and_run_answer(run_folder, tmp_path, capsys, monkeypatch):
     answer = json.loads(capsys.readouterr().out)
     assert (answer["method"], answer["exits"], answer["precision"]) == ("self-supervised", [1, 2, 3], "float32")
     assert answer["verified"].keys() >= {"max_logit_difference", "token_agreement", "exit_agreement"}
-    assert answer["bytes"] == sum(path.stat().st_size for path in out.iterdir())
+    assert answer["bytes"] == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
 
     lines = tmp_path / "prompts.txt"
     strange = b'\n\xff\n{"text": 7}\n{"text": "\\ud800"}\n'
@@ -626,7 +614,7 @@ def test_a_run_with_policies_is_exported(run_folder, tmp_path, capsys):
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["method"], answer["rule"]["name"], answer["exits"]) == ("calm", "policy", [1, 2, 3])
-    assert sorted(path.name for path in (tmp_path / "exported").glob("*.onnx")) == ["model.onnx"]
+    assert sorted(path.name for path in (tmp_path / "exported/onnx").iterdir()) == ["model.onnx"]
 
 
 # Smaller weights
@@ -642,7 +630,7 @@ def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_p
         )
         difference = max(abs(mine - theirs).max() for mine, theirs in zip(found, expected, strict=True))
         assert 1e-5 < difference < 0.1
-    weights = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "exported", right.folder)]
+    weights = [(folder / WEIGHTS).stat().st_size for folder in (tmp_path / "exported", right.folder)]
     assert weights[0] < 0.6 * weights[1]
     through = functools.partial(torch_segments(tmp_path / "exported"), "copy_state")
     assert len(gather(decode(through(B, 40), PROMPTS, NEW, MIXED), B)) == B

@@ -47,15 +47,16 @@ def adaptive(embedding_run, rule, tmp_path_factory):
 
 
 def test_the_graph_returns_embedding_and_layers(exported, embedding_run):
-    session = onnxruntime.InferenceSession(exported.folder / "model.onnx")
-    assert [each.name for each in session.get_outputs()] == ["embedding", "layers"]
+    session = onnxruntime.InferenceSession(exported.folder / "onnx/model.onnx")
+    assert [each.name for each in session.get_outputs()] == ["sentence_embedding", "layers", "last_hidden_state"]
     encoded = exported.encode(TEXTS[:5]).batch(slice(None))
     inputs = {name: getattr(encoded, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
     for k, layer in enumerate(embedding_run.exits):
-        embedding, layers = session.run(None, inputs | {"exit_at": np.array([k])})
+        embedding, layers, of_tokens = session.run(None, inputs | {"exit_at": np.array([k])})
         expected = embedding_run._replace(rule=Fixed(k)).embed(TEXTS[:5])
         np.testing.assert_allclose(embedding, expected, atol=ENGINES)
         assert layers.tolist() == [layer] * 5
+        assert (of_tokens == embedding[:, None]).all() and of_tokens.shape[1] == inputs["input_ids"].shape[1]
 
 
 def test_the_runtime_embeds_as_the_run_does(exported, embedding_run):

@@ -228,7 +228,7 @@ def written_bert(tmp_path_factory):
     graph = written(model, rule, folder)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(folder / "onnx/model.onnx", options, providers=["CPUExecutionProvider"])
     feeds = {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
     return SimpleNamespace(
         model=model, folder=folder, inputs=inputs, rule=rule, graph=graph, session=session, feeds=feeds
@@ -286,7 +286,7 @@ def test_a_head_that_nobody_asks_is_not_read(written_bert, tmp_path, feeds, head
     case, options = written_bert, onnxruntime.SessionOptions()
     options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(case.folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(case.folder / "onnx/model.onnx", options, providers=["CPUExecutionProvider"])
     types = {"exit_at": np.int64, "threshold": np.float32}
     session.run(None, case.feeds | {name: np.array(value, types[name]) for name, value in feeds.items()})
     with open(session.end_profiling()) as file:
@@ -326,7 +326,7 @@ def test_no_rows_and_a_thousand_rows(written_bert):
 def test_nothing_of_ours_is_needed(written_bert, tmp_path):
     code = """
 import sys, numpy, onnxruntime
-session = onnxruntime.InferenceSession(sys.argv[1] + "/model.onnx", providers=["CPUExecutionProvider"])
+session = onnxruntime.InferenceSession(sys.argv[1] + "/onnx/model.onnx", providers=["CPUExecutionProvider"])
 feeds = dict(numpy.load(sys.argv[2]))
 numpy.savez(sys.argv[3], *session.run(["logits", "layers"], feeds))
 assert not {"torch", "mini_ee", "onnx", "tokenizers"} & sys.modules.keys()
@@ -340,7 +340,7 @@ assert not {"torch", "mini_ee", "onnx", "tokenizers"} & sys.modules.keys()
 
 
 def test_a_weight_stands_in_the_branch_that_uses_it(written_bert):
-    stands = where_weights_stand(onnx.load(written_bert.folder / "model.onnx").graph)
+    stands = where_weights_stand(onnx.load(written_bert.folder / "onnx/model.onnx").graph)
     assert [stands[f"backbone.layers.{layer}.up.weight"] for layer in range(4)] == [0, 1, 2, 2]
     assert [stands[f"heads.{k}.dense.weight"] for k in range(K)] == [1, 2, 2]
 

@@ -327,7 +327,7 @@ def test_other_precisions_are_near(precision, tmp_path):
 def test_queries_and_keys_turn_in_one_node_a_layer(tmp_path):
     model = random_exits(random_modernbert())
     write_graphs(model, model.segments(), Never(), tmp_path, segments=True)
-    graph = onnx.load(tmp_path / "segment_1.onnx", load_external_data=False).graph
+    graph = onnx.load(tmp_path / "onnx/segment_1.onnx", load_external_data=False).graph
     assert sum(node.op_type == "RotaryEmbedding" for node in graph.node) == 1
     assert all(np.prod(weight.dims) <= 64 * 16 for weight in graph.initializer)  # no table of positions
 

@@ -222,7 +222,7 @@ def test_the_encoder_is_in_the_graph_of_the_first_segment_alone(tmp_path):
         folder.mkdir()
         write_graphs(model, source, Threshold(0.5), folder, segments=True)
         names = ("model", "segment_1", "segment_2", "segment_3")
-        graphs = {name: onnx.load(folder / f"{name}.onnx", load_external_data=False).graph for name in names}
+        graphs = {name: onnx.load(folder / f"onnx/{name}.onnx", load_external_data=False).graph for name in names}
         found = {name: buckets_of_a_graph(graph) for name, graph in graphs.items()}
         assert found == {"model": 1, "segment_1": 1, "segment_2": 0, "segment_3": again}  # the streams restart there
 

@@ -369,7 +369,7 @@ def opened(folder, model, manifest, missing_kv):
     yield OrtTokenSegments(sessions, manifest, missing_kv, 3, 12)
     if missing_kv == "copy_state":
         graph_rule = GraphRule(folder, manifest)
-        yield OrtTokenModel(Session(folder / "model.onnx", CPU, 1), graph_rule, manifest, 3, 12, sessions.prompts)
+        yield OrtTokenModel(Session(folder / "onnx/model.onnx", CPU, 1), graph_rule, manifest, 3, 12, sessions.prompts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
