@@ -1,6 +1,6 @@
 """Thresholds and rules with a guarantee. No torch.
 
-    tau                   the second paper's threshold: its share holds on the tokens on which it was chosen
+    tau                   the threshold of Valade 2024, section 3.3.1: its share holds on the tokens that chose it
     tau_with_confidence   a threshold whose share holds on new rows, except with probability delta
     default_rule          the rule that saves most layers among those that provably lose little accuracy
 

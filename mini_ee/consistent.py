@@ -3,13 +3,13 @@
 Paper: Ziqian Zeng, Yihuai Hong, Hongliang Dai, Huiping Zhuang, Cen Chen: ConsistentEE: A Consistent and Hardness-Guided
 Early Exiting Method for Accelerating Language Models Inference. AAAI 2024, arXiv:2312.11882v2.
 
-    Eq. 1   sum_t t l_t / sum_t t                         step 1: all exits learn together
-    Eq. 2   l_t = H(y, P_t(x))                            the loss of the exit after layer t
-    Eq. 3   R_t = -l_t - alpha t                          vanilla reward of stopping there
-    Eq. 4   R_t = -l_t - alpha (1 - M / L) t              hardness-guided reward
-    Eq. 5   E[R], not as printed: deviation 1             step 3: the policies learn, heads and layers are frozen
-    Eq. 6   l_t at the exit t where the example stops     step 4: heads and layers learn, the policies are frozen
-    Eq. 7   M, the memorized layer: from there on every exit is right       step 2
+    Eq. 1   sum_t t l_t / sum_t t                    step 1: all exits learn together: depth_weighted_loss
+    Eq. 2   l_t = H(y, P_t(x))                       the loss of the exit after layer t: exit_losses
+    Eq. 3   R_t = -l_t - alpha t                     vanilla reward of stopping there: vanilla_rewards
+    Eq. 4   R_t = -l_t - alpha (1 - M / L) t         hardness-guided reward: hardness_guided_rewards
+    Eq. 5   E[R] = sum_t P(exit at t) R_t            step 3: only the policies learn: reinforce_loss (see deviation 1)
+    Eq. 6   l_t at the exit t where it stops         step 4: heads and layers learn, no policy: consistent_loss
+    Eq. 7   M, from which layer on all exits are right   step 2, the memorized layer: memorized_layer
 
 Steps 2 to 4 are repeated. A trajectory is the exit where it ends: P(exit at t) = pi_t prod_{i<t} (1 - pi_i), where pi_t
 is the policy's probability of stopping in state s_t. At the last exit all examples stop: there are only K trajectories.
@@ -102,8 +102,8 @@ def sample_exits(log_exit: Tensor, trajectories: int, generator: torch.Generator
 def reinforce_loss(log_exit: Tensor, rewards: Tensor, exits: Tensor, baseline: bool = True) -> Tensor:
     """Eq. 5 over sampled trajectories: minus the mean of $(R - b) ln P$. log_exit, rewards (B, K); exits (B, n).
 
-    Its value means nothing, but the expectation of its gradient is that of $-E[R]$ (the log-derivative trick). b is the
-    same for every action of the trajectory itself, so it lowers the variance and keeps the expectation.
+    Its value means nothing, but the expectation of its gradient is that of $-E[R]$ (the log-derivative trick). b does
+    not depend on where the trajectory itself ends, so the expectation stays and the variance falls.
     """
     R = rewards.gather(1, exits)  # (B, n)
     advantage = R - leave_one_out(R) if baseline else R

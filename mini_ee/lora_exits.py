@@ -4,11 +4,11 @@ Paper: Jiacheng Liu, Peng Tang, Xiaofeng Hou, Chao Li, Pheng-Ann Heng: LoRAExit:
 in Resource-limited Settings using Low-rank Adapters. Findings of EMNLP 2024, 2024.findings-emnlp.539 (ACL Anthology).
 
     Eq. 1   h_i = LN(FFN(LN(SA(h_{i-1}) + h_{i-1})))  layer i of the backbone: bert.py, which also adds the FFN's input
-    Eq. 2   y = x (W + A B)                           a linear map in it: W is frozen; each exit has its A, B there
-    Eq. 3   CE(c, z^N)                                the last exit learns from labels,
-    Eq. 4   (1 - lambda) CE(c, z^k) + lambda KL(q^t, q^k)     the others also from a teacher t
-    Eq. 5   q^k = softmax(z^k / T)                    soft labels
-    Eq. 6   y_i = x_i W + x_i A_i B_i                 rows of several exits i share the product with W (SGMV)
+    Eq. 2   y = x (W + A B)                           a linear map: W is frozen; each exit has its A, B there: Adapters
+    Eq. 3   CE(c, z^N)                                the last exit learns from labels: exit_loss,
+    Eq. 4   (1 - lambda) CE(c, z^k) + lambda KL(q^t, q^k)     the others also from a teacher t: exit_loss
+    Eq. 5   q^k = softmax(z^k / T)                    soft labels: log_soft_label
+    Eq. 6   y_i = x_i W + x_i A_i B_i                 rows of several exits i share the product with W: sgmv, SideBySide
 
 Symbols: A (I, m), B (m, O) with rank m; y what a linear map computes (the paper's x'); c the labels, q soft labels (its
 y with a hat, a bar); k = 1 .. N the exits, here 0 .. K - 1; z^k the logits of exit k. In shapes R rows, S tokens.
@@ -120,7 +120,7 @@ def log_soft_label(logits: Tensor, temperature: float) -> Tensor:
 
 # ---- Eq. 6: rows of several exits in one product ----
 def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scale: float = 1.0) -> Tensor:
-    """Add to each row of y = x W the product with the adapters of its own exit; returns y, changed in place.
+    """Eq. 6: add to each row of y = x W the product with the adapters of its own exit; returns y, changed in place.
 
     Segmented Gather Matrix-Vector multiplication (Punica, Chen et al. 2023): rows starts[i] .. starts[i + 1] - 1 use
     adapter i; a row is a token here. x (R, I), y (R, O), A (n, I, m), B (n, m, O), starts (n + 1,) from 0 to R.

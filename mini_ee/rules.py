@@ -48,7 +48,7 @@ def normalised_entropy(logits: np.ndarray) -> np.ndarray:
 
 
 def breaking_ties(logits: np.ndarray) -> np.ndarray:
-    """The largest probability minus the second largest (self-supervised exits, Eq. 2)."""
+    """The largest probability minus the second largest (self-supervised exits, section 3.3.1)."""
     return _gap(np.exp(log_softmax(logits)))
 
 

@@ -25,10 +25,10 @@ from mini_ee.self_supervised import (
     TRAINING_PROMPTS,
     agreement,
     calibrate,
+    confidence_and_agreement,
     entropy,
     fit,
-    observed,
-    table_of,
+    logits_of,
     written,
 )
 
@@ -71,12 +71,12 @@ model = TokenExits(llama, (4, 8, 12)).eval()
 def describe(logits):
     """The agreement of the two heads with the full model, and their mean entropy in nats."""
     log_p = torch.from_numpy(logits[:, :-1]).log_softmax(-1)
-    return observed(logits)[1].mean(0), entropy(log_p).mean(0).numpy()
+    return confidence_and_agreement(logits)[1].mean(0), entropy(log_p).mean(0).numpy()
 
 
-before = describe(table_of(model, other[:100]))
+before = describe(logits_of(model, other[:100]))
 fit(model, learn, epochs=3, lr=2e-3)
-logits = table_of(model, other)  # (N, K, V), which trained nothing
+logits = logits_of(model, other)  # (N, K, V), which trained nothing
 after = describe(logits)
 print("after layer                 " + "".join(f"{layer:8}" for layer in model.exits[:-1]))
 for name, (agrees, nats) in (("copied head", before), ("trained head", after)):
@@ -94,7 +94,7 @@ for name, (agrees, nats) in (("copied head", before), ("trained head", after)):
 # *epsilon*, the share of tokens that shall agree. The threshold of head k is then the lowest confidence such that, of
 # the tokens at or above it, at least a share epsilon agree (section 3.3.1 of the paper):
 #
-# {code} mini_ee/self_supervised.py observed
+# {code} mini_ee/self_supervised.py confidence_and_agreement
 #
 # {code} mini_ee/calibrate.py tau
 #
@@ -129,7 +129,8 @@ plots.epsilon(points, exits)
 # `tau_with_confidence` is our addition: an exact binomial test over texts, which may miss in at most 5 of 100 draws.
 
 # %%
-confidence, agrees = (values.reshape(len(other), LENGTH, -1)[..., 1] for values in observed(logits))  # (texts, tokens)
+# Of the second head, (texts, tokens):
+confidence, agrees = (x.reshape(len(other), LENGTH, -1)[..., 1] for x in confidence_and_agreement(logits))
 random, epsilon, texts = np.random.default_rng(0), 0.7, np.repeat(np.arange(len(other) // 2), LENGTH)
 rules = {
     "tau": lambda c, a: tau(c, a, epsilon),

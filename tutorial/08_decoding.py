@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 8. Decoding when tokens exit, and the gap in the cache
 #
-# 17 minutes to read, 55 seconds to run
+# 17 minutes to read, 50 seconds to run
 #
 # A decoder writes one token at a time. In every layer, the new token attends to the *keys* and *values* of all tokens
 # before it. They never change, so the decoder stores them in a *KV cache*, and a new token costs one pass through the
@@ -31,7 +31,7 @@ import torch
 from mini_ee.llama import Llama, TokenExits, generate
 from mini_ee.load import load_tokenizer
 from mini_ee.rules import Never
-from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS, calibrate, fit, table_of, written
+from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS, calibrate, fit, logits_of, written
 
 torch.manual_seed(0)
 llama, tokenizer = Llama.load("llama"), load_tokenizer("llama")
@@ -44,7 +44,7 @@ def ids_of(text):
 learn = written(llama, [ids_of(prompt) for prompt in TRAINING_PROMPTS], 200, seed=0)
 model = TokenExits(llama, (4, 8, 12)).eval()
 fit(model, learn, epochs=3, lr=2e-3)
-confident = calibrate(table_of(model, written(llama, [ids_of(prompt) for prompt in CALIBRATION_PROMPTS], 80, 1)), 0.8)
+confident = calibrate(logits_of(model, written(llama, [ids_of(prompt) for prompt in CALIBRATION_PROMPTS], 80, 1)), 0.8)
 
 prompt, length = ids_of("Once upon a time, there was a little dog."), 40
 (full,) = generate(model, Never(), [prompt], length)

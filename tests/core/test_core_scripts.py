@@ -234,10 +234,10 @@ def test_heads_of_a_decoder_learn_to_agree_with_it(llama_folder):
     texts = self_supervised.written(model.llama, [[2, 7], [2, 9, 11]], 40, seed=0)
     assert (texts[::2, :2] == torch.tensor([2, 7])).all() and (texts[1::2, :3] == torch.tensor([2, 9, 11])).all()
     assert torch.equal(texts, self_supervised.written(model.llama, [[2, 7], [2, 9, 11]], 40, seed=0))
-    before = self_supervised.observed(self_supervised.table_of(model, texts))[1].mean()
+    before = self_supervised.confidence_and_agreement(self_supervised.logits_of(model, texts))[1].mean()
     self_supervised.fit(model, texts, epochs=6, lr=1e-2)
-    logits = self_supervised.table_of(model, texts)
-    assert self_supervised.observed(logits)[1].mean() > before + 0.05
+    logits = self_supervised.logits_of(model, texts)
+    assert self_supervised.confidence_and_agreement(logits)[1].mean() > before + 0.05
     rule = self_supervised.calibrate(logits, 0.7)
     assert isinstance(rule, Threshold) and rule.threshold[-1] == -np.inf
 

@@ -112,8 +112,8 @@ def test_table1_training_and_calibration_prompts_are_disjoint():
 def test_eq2_and_eq3_are_breaking_ties_and_agreement_of_every_token():
     """From the logits of each exit: (N T, K, V) of two texts."""
     model = TokenExits(Llama.load(), (4, 8, 12)).eval()
-    logits = paper.table_of(model, torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]]))
-    confidence, agrees = paper.observed(logits)
+    logits = paper.logits_of(model, torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]]))
+    confidence, agrees = paper.confidence_and_agreement(logits)
     assert confidence.shape == agrees.shape == (12, 2)
     for row, k in np.ndindex(12, 2):
         p = np.exp(logits[row, k].astype(float))
