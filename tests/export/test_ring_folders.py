@@ -37,6 +37,7 @@ DAMAGE = {
     "no manifest": (lambda out: (out / "manifest.json").unlink(), "no manifest.json here"),
     "no folder": (shutil.rmtree, "no manifest.json here"),
     "no JSON": (lambda out: (out / "manifest.json").write_text("{"), "expected the manifest of an export"),
+    "no files": (lambda out: changed(out, files=[]), "expected the manifest of an export"),
     "foreign": (lambda out: (out / "manifest.json").write_text('{"name": 1}'), "expected the manifest of an export"),
     "edited": (
         lambda out: (out / "manifest.json").write_text(

@@ -192,7 +192,6 @@ def test_closed_streams_are_one_line_or_silence(served, tmp_path, capsys, monkey
         ("exits", 3, "wrong type"),
         ("exits", [], "wrong type"),
         ("unit", None, "no key 'unit'"),
-        ("files", [], "wrong type"),
         ("layer_passes", ["1"], "wrong type"),
         ("flops", [[1, 2]], "wrong type"),
         ("whole_flops", None, "no key 'whole_flops'"),
