@@ -180,20 +180,25 @@ def _chosen(training: Training, method: str, first_seed: int, places: Places) ->
 
 
 def _try(training: Training, method: str, trial: Choice, seed: int, state: dict, places: Places) -> None:
-    """Add the score of a trial to the state: CHOSEN_BY, with the rules of the method."""
+    """Add the score of a trial to the state."""
     options = "".join(f", {name} {value:g}" for name, value in trial.options)
     places.say(f"{training.exam.name}, {method}, default rates x {trial.factor:g}{options}, seed {seed}")
     task = places.tasks[training.exam.name]
     try:
         held_out, seconds, gpu = _held_out_of(training, trial, seed, places)
-        points = curve(held_out, method_rules(method_of(method), held_out, task), task, held_out.labels)
-        score = (_at_half(points) or _never(points))["accuracy"]
+        score = _score(method, held_out, task)
     except Diverged:
         score, seconds, gpu = 0.0, None, _gpu(places)
     tried = {"factor": trial.factor, "seed": seed} | ({"options": dict(trial.options)} if trial.options else {})
     state["tried"].append(tried | {"score": round(score, 5), "seconds": seconds} | ({"gpu": gpu} if gpu else {}))
     places.say(f"  held-out {CHOSEN_BY}: {score:.3f}")
     write_json(_state_path(places.out, training, method), state)
+
+
+def _score(method: str, held_out: Record, task: Task) -> float:
+    """CHOSEN_BY, with the rules of the method."""
+    points = curve(held_out, method_rules(method_of(method), held_out, task), task, held_out.labels)
+    return (_at_half(points) or _never(points))["accuracy"]
 
 
 def _held_out_of(training: Training, trial: Choice, seed: int, places: Places) -> tuple[Record, float, str | None]:

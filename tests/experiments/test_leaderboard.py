@@ -262,64 +262,44 @@ def test_methods_that_are_trained_alike_have_the_same_weights(names, checkpoint_
     assert all(torch.equal(value, other[key]) for other in others for key, value in first.items())
 
 
-def test_each_method_of_a_training_searches_by_its_own_rules_and_nothing_is_trained_twice(
-    board, two_rates, monkeypatch
-):
-    """PABEE is told to like other rates than joint training does."""
-    board.run("--only", "joint", "--seeds", "2")
-    joint = read_json(board.out / "leaderboard/words/joint.json")["factor"]
-    real = runs.curve
+@pytest.fixture
+def scored(monkeypatch):
+    """A function of method and trial that is the score of every search."""
 
-    def biased(held_out, rules, task, labels):
-        points = real(held_out, rules, task, labels)
-        patient = any(point["rule"]["name"] == "patience" for point in points)
-        best = 0.9 if patient and not biased.of_joint else 0.1
-        return [point | {"accuracy": best} for point in points]
+    def by(score):
+        monkeypatch.setattr(
+            runs, "_held_out_of", lambda training, trial, *more: (trial, *real(training, trial, *more)[1:])
+        )
+        monkeypatch.setattr(runs, "_score", lambda method, trial, task: score(method, trial))
 
-    def read(training, trial, *others):
-        biased.of_joint = trial.factor == joint
-        return held_out_of(training, trial, *others)
+    real = runs._held_out_of
+    return by
 
-    held_out_of = runs._held_out_of
-    biased.of_joint = False
-    monkeypatch.setattr(runs, "curve", biased)
-    monkeypatch.setattr(runs, "_held_out_of", read)
+
+def test_each_method_of_a_training_has_its_own_search_and_nothing_is_trained_twice(board, two_rates, scored):
+    scored(lambda method, trial: float(trial.factor == (2.0 if method == "pabee" else 1.0)))
     board.run("--seeds", "2")
-    own = {name: read_json(board.out / f"leaderboard/words/{name}.json") for name in ("pabee", "pcee-bert")}
-    assert own["pabee"]["factor"] != joint == own["pcee-bert"]["factor"]
-    of_joint = [(rate, seed) for method, rate, seed in board.begun if method == "joint"]
-    assert len(set(of_joint)) == len(of_joint)
-    for name, state in own.items():
+    trained = [(lr / 5e-5, seed) for method, lr, seed in board.begun if method == "joint"]
+    assert sorted(trained) == [(factor, seed) for factor in (0.5, 1.0, 2.0, 4.0) for seed in (0, 1)]
+    for name, factor in (("joint", 1.0), ("pabee", 2.0), ("pcee-bert", 1.0)):
         made = read_records(board.out / f"records/words/{name}.npz")
-        assert {each.about["rates"]["factor"] for each in made.values()} == {state["factor"]}
+        assert [each.about["rates"]["factor"] for each in made.values()] == [factor] * 2
+        assert read_json(board.out / f"leaderboard/words/{name}.json")["factor"] == factor
+    (board.out / "leaderboard/words/pcee-bert.json").unlink()
+    board.run("--seeds", "2")  # the record of joint training has rate 1, that of PABEE 2
+    assert board.begun == [("joint", 2.5e-5, seed) for seed in (0, 1)]
 
 
-def test_an_option_is_chosen_with_the_chosen_rates(board, two_rates, monkeypatch):
-    monkeypatch.setattr(
-        registry, "METHODS", {"joint": registry.METHODS["joint"], "consistent": "mini_ee.lab.methods.consistent"}
-    )
+def test_an_option_is_chosen_with_the_chosen_rates(board, two_rates, scored, monkeypatch):
+    monkeypatch.setitem(registry.METHODS, "consistent", "mini_ee.lab.methods.consistent")
     monkeypatch.setattr(protocol, "CHOICES", {"consistent": {"alpha": (0.07, 5.0)}})
-    monkeypatch.setattr(runs, "_at_half", lambda points: None)
-    monkeypatch.setattr(runs, "_never", lambda points: {"accuracy": 0.5 + 0.1 * (runs_of[-1]["alpha"] == 5.0)})
-    runs_of, real = [{"alpha": 0.0}], runs.trained
-    monkeypatch.setattr(
-        runs,
-        "trained",
-        lambda folder, options, *more: runs_of.append({"alpha": 0.07} | options) or real(folder, options, *more),
-    )
-    monkeypatch.setattr(runs, "_own", lambda *given: {"half": None, "one_point": {"layers_saved": 0, "speedup": 1}})
-    monkeypatch.setattr(runs, "_timed", lambda points, *more: points)
+    scored(lambda method, trial: float(trial.factor == 2.0) + float(trial.options == (("alpha", 5.0),)))
     assert board.run("--only", "consistent", "--seeds", "3") == 0
-    state = read_json(board.out / "leaderboard/words/consistent.json")
-    assert state["options"] == {"alpha": 5.0} and [each["seed"] for each in state["tried"] if "options" in each] == [
-        0,
-        1,
-    ]
-    assert {each["factor"] for each in state["tried"] if "options" in each} == {state["factor"]}
+    tried = read_json(board.out / "leaderboard/words/consistent.json")["tried"]
+    assert [(each["factor"], each["seed"]) for each in tried if "options" in each] == [(2.0, 0), (2.0, 1)]
     made = read_records(board.out / "records/words/consistent.npz")
     assert [each.about["chosen"] for each in made.values()] == [{"alpha": 5.0}] * 3
-    runs_of.clear()
-    assert board.run("--only", "consistent", "--seeds", "3") == 0 and not runs_of
+    assert board.run("--only", "consistent", "--seeds", "3") == 0 and not board.begun
 
 
 def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
