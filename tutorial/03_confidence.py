@@ -133,7 +133,7 @@ plots.losses(losses, accepted)
 # |---|---|---|
 # | training | 1,000 | the weights |
 # | selection | 1,000 | which thresholds are tested |
-# | test of the rules | 2,000 | nothing: they *test* the thresholds |
+# | test of the rules | 2,000 | which of these is used: the last one that passes |
 # | test | 600 | nothing: we report on them |
 
 # %%

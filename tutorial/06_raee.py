@@ -46,8 +46,9 @@ print(f"exits trained on {len(learn)} sentences; {len(collected)} others go into
 # ## Algorithm 3.2: vote
 #
 # A new sentence $x$ finds its 12 nearest neighbours $v_i$, with squared distances $d$. Near neighbours count more (Eq.
-# 5). A neighbour votes for an exit only when its value there is at least $\tau$; when no exit reaches $\tau$, its
-# three best correct exits vote, as in the authors' code. The exit with the most votes wins (Eq. 4 and 6).
+# 5). A neighbour votes for an exit only when its value there is at least $\tau$; when none of a neighbour's exits
+# reaches $\tau$, its three best correct exits vote (the *fallback* of the authors' code). The exit with the most votes
+# wins (Eq. 4 and 6).
 #
 # {code} mini_ee/raee.py neighbour_weights
 #
@@ -75,7 +76,9 @@ for tau in (0.65, 0.9):
     print(f"tau {tau}: votes {votes[0].round(2)}, exit after layer {model.exits[chosen_exit(votes)[0]]}")
 
 # %% [markdown]
-# At 0.9 no value passes, so each neighbour votes for the exits that were right, as the fallback says.
+# At 0.65 the third neighbour votes for exit 8, where its value is 0.71. The second one does not pass, so by the
+# fallback its only correct exit votes; the first one was right at no exit, and never votes. At 0.9 nobody passes, and
+# all correct exits vote.
 #
 # The neighbours talk about the same thing, and not with the same opinion: token embeddings know the words, but not
 # their order.
@@ -123,9 +126,9 @@ plots.controls(points, spread=shuffled[:, 1].std())
 # %% [markdown]
 # ![RAEE and its controls, accuracy against layers](docs/pictures/controls.png)
 #
-# RAEE beats the vote of labels here, because labels of similar words say little about a review. It beats its own
-# layers at random by less than twice their spread, and a threshold on the same exits saves more layers at the same
-# accuracy. One seed and 600 sentences decide nothing more.
+# RAEE beats the vote of labels here, because labels of similar words say little about a review. Its lead over its own
+# layers at random is small, less than twice their spread, and a threshold on the same exits saves more layers at the
+# same accuracy. One seed and 600 sentences decide nothing more.
 #
 # Its knob is $\tau$, which gives a curve:
 
