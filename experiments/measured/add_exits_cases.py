@@ -141,7 +141,13 @@ def case(sources: Sources, work: Path, task: str, name: str, seed: int, count: i
     def measure() -> dict:
         torch.set_num_threads(1)
         model, out = fine_tuned(sources, work, task, name, seed), work / "calls" / title.replace(" ", "_")
-        about = {"task": task, "model": name, "seed": seed, "wanted": count, "fine_tuning_minutes": minutes_of(model)}
+        about = {
+            "task": task,
+            "model": name,
+            "seed": seed,
+            "wanted": count,
+            "fine_tuning_minutes": minutes_of(model.folder),
+        }
         found = about | call(model, out, count, seed, *options) | tested(model, out)
         if (task, name, count, seed, options) != (*KEPT, 0, ()):
             shutil.rmtree(out)

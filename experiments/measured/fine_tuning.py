@@ -24,6 +24,9 @@ TASKS = {"SST-2": (3_000, 2), "TREC": (2_000, 2), "MRPC": (1_000, 2), "SICK-R": 
 MODELS = {"MiniLM": ("all-MiniLM-L6-v2", 1e-4), "BERT-12x128": (None, 4e-4)}
 """name -> folder in weights/ (None: the built-in model), learning rate."""
 
+OTHERS = {"DistilBERT": ("all-MiniLM-L6-v2", 1e-4)}
+"""Of results/alternatives.md: a DistilBERT with the layers of MiniLM."""
+
 SEEDS, MOST_TESTED, MAX_LENGTH, BATCH, CHUNK = 3, 1_000, 128, 32, 16
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
@@ -66,34 +69,25 @@ def fine_tuned(sources: Sources, work: Path, name: str, model: str, seed: int) -
 
 def _fine_tune(sources: Sources, out: Path, task: Task, rows: Split, test: Split, model: str, seed: int) -> None:
     """AdamW, a rise over a tenth of the steps, then a linear fall; batches of texts of similar length."""
-    transformers, (weights, lr), epochs = load_transformers(), MODELS[model], TASKS[task_key(task)][1]
+    transformers, (weights, lr), epochs = load_transformers(), (MODELS | OTHERS)[model], TASKS[task_key(task)][1]
     source = BUILT_IN_MODEL if weights is None else sources.find("weights", weights)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), **SPECIAL)
     tokenizer.model_max_length = MAX_LENGTH
     names = dict(enumerate(task.label_names))
     labels = {"id2label": names, "label2id": {label: at for at, label in names.items()}} if names else {}
     torch.manual_seed(seed)
-    network = transformers.AutoModelForSequenceClassification.from_pretrained(
-        source, num_labels=task.num_labels, **labels
-    )
+    kind = transformers.AutoModelForSequenceClassification
+    network = kind.from_pretrained(source, num_labels=task.num_labels, **labels)
+    if model == "DistilBERT":
+        network = _as_distilbert(network)
     if task.regression:
         torch.nn.init.constant_(network.classifier.bias, float(rows.labels.mean()))
-    begin, random, steps = time.process_time(), np.random.default_rng(seed), epochs * -(-len(rows) // BATCH)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps))
-    )
-    network.train()
-    for _ in range(epochs):
-        for some in _similar_lengths(rows, random):
-            wanted = torch.tensor(rows.labels[some])
-            loss = network(**_tokens(tokenizer, rows.take(some)), labels=wanted).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    network.eval()
+    begin = time.process_time()
+
+    def loss_of(some: np.ndarray) -> torch.Tensor:
+        return network(**_tokens(tokenizer, rows.take(some)), labels=torch.tensor(rows.labels[some])).loss
+
+    _learn(network, rows, loss_of, lr, epochs, seed)
     with torch.inference_mode():
         parts = [
             network(**_tokens(tokenizer, test.take(slice(at, at + BATCH)))).logits for at in range(0, len(test), BATCH)
@@ -104,9 +98,87 @@ def _fine_tune(sources: Sources, out: Path, task: Task, rows: Split, test: Split
     write_json(out / "about.json", {"rows": len(rows), "epochs": epochs, "minutes": (time.process_time() - begin) / 60})
 
 
-def minutes_of(model: FineTuned) -> float:
-    """Minutes of processor time of the fine-tuning."""
-    return read_json(model.folder / "about.json")["minutes"]
+def _learn(network, rows: Split, loss_of, lr: float, epochs: int, seed: int) -> None:
+    random, steps = np.random.default_rng(seed), epochs * -(-len(rows) // BATCH)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps))
+    )
+    network.train()
+    for _ in range(epochs):
+        for some in _similar_lengths(rows, random):
+            loss_of(some).backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    network.eval()
+
+
+def distilled(model: FineTuned, out: Path, most: int) -> None:
+    """The first half of the model's layers, with its head, taught by its logits on its texts, `most` in all epochs."""
+    transformers = load_transformers()
+    kind, tokenizer = transformers.AutoModelForSequenceClassification, transformers.AutoTokenizer.from_pretrained
+    teacher, tokenizer = kind.from_pretrained(model.folder).eval(), tokenizer(model.folder)
+    student = kind.from_pretrained(model.folder, num_hidden_layers=teacher.config.num_hidden_layers // 2)
+    texts = model.texts[:most]
+    rows = Split(texts, np.zeros(len(texts), int))
+
+    def loss_of(some: np.ndarray) -> torch.Tensor:
+        tokens = _tokens(tokenizer, rows.take(some))
+        with torch.inference_mode():
+            wanted = teacher(**tokens).logits.softmax(1)
+        return torch.nn.functional.cross_entropy(student(**tokens).logits, wanted.clone())
+
+    torch.manual_seed(0)
+    begin = time.process_time()
+    _learn(student, rows, loss_of, lr=1e-4, epochs=-(-most // len(rows)), seed=0)
+    with atomic_folder(out) as partial:
+        write_json(partial / "about.json", {"rows": len(rows), "minutes": (time.process_time() - begin) / 60})
+        student.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def _as_distilbert(bert):
+    """A DistilBERT with the weights of a BERT of its shape. It has no token types: those of type 0 go to positions."""
+    transformers, of = load_transformers(), bert.config
+    config = transformers.DistilBertConfig(
+        vocab_size=of.vocab_size,
+        max_position_embeddings=of.max_position_embeddings,
+        dim=of.hidden_size,
+        n_layers=of.num_hidden_layers,
+        n_heads=of.num_attention_heads,
+        hidden_dim=of.intermediate_size,
+        id2label=of.id2label,
+        label2id=of.label2id,
+    )
+    network, weights = transformers.DistilBertForSequenceClassification(config), {}
+    renamed = {
+        "encoder.layer": "transformer.layer",
+        "attention.self.query": "attention.q_lin",
+        "attention.self.key": "attention.k_lin",
+        "attention.self.value": "attention.v_lin",
+        "attention.output.dense": "attention.out_lin",
+        "attention.output.LayerNorm": "sa_layer_norm",
+        "intermediate.dense": "ffn.lin1",
+        "output.dense": "ffn.lin2",
+        "output.LayerNorm": "output_layer_norm",
+    }
+    for name, value in bert.bert.state_dict().items():
+        for theirs, own in renamed.items():
+            if not name.startswith("embeddings"):
+                name = name.replace(theirs, own)
+        weights[name] = value
+    weights["embeddings.position_embeddings.weight"] += weights.pop("embeddings.token_type_embeddings.weight")[0]
+    known = network.distilbert.state_dict()
+    missing = network.distilbert.load_state_dict({name: weights[name] for name in known if name in weights}, False)
+    assert not missing.missing_keys, missing.missing_keys
+    return network
+
+
+def minutes_of(folder: Path) -> float:
+    """Minutes of processor time of the training of a model in a folder."""
+    return read_json(folder / "about.json")["minutes"]
 
 
 def task_key(task: Task) -> str:
