@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
+from openvino import opset13
 
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.manifest import blaming_manifest, read_manifest
 from mini_ee.lab.export.row_segments import OrtModel
 from mini_ee.lab.export.sessions import Graph
 from mini_ee.lab.row_thresholds import THRESHOLD
-
-try:
-    import openvino as ov
-    from openvino import opset13
-except ImportError:
-    raise WrongArguments("--engine openvino needs OpenVINO: pip install 'mini-ee[openvino]'") from None
 
 SIZES = {"exit_at": [-1], THRESHOLD: [-1, -1]}  # of the inputs that can change, -1 for any
 OWN = "patience"  # the input that cannot

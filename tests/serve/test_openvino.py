@@ -235,7 +235,7 @@ def test_without_the_extra_one_line_names_it(capsys, monkeypatch, runtime):
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.delitem(sys.modules, "mini_ee.lab.export.openvino_engine", raising=False)
     line = refused(capsys, "run", runtime.folder, "--engine", "openvino", status=2)
-    assert line == "mini-ee run: --engine openvino needs OpenVINO: pip install 'mini-ee[openvino]'"
+    assert line == "mini-ee run: --engine openvino needs its library: pip install 'mini-ee[openvino]'"
 
 
 REFUSED = [
