@@ -1,4 +1,4 @@
-"""Names and the modules that define them: methods, rules, measurements, heads and backbones, one per line.
+"""Names and the modules that define them: methods, rules, measurements, heads, engines and backbones, one per line.
 
 Strings only: a module is imported when it is first used.
 """
@@ -55,6 +55,10 @@ MEASUREMENTS = {  # NAME of `mini-ee evaluate --NAME`, an extra measurement of a
 HEADS = {  # `head` in a run's config.json: the kind of head of an example's exit -> module:function
     "dense": "mini_ee.lab.exits.heads:dense",
     "linear": "mini_ee.lab.exits.heads:linear",
+}
+
+ENGINES = {  # --engine of an export in place of ONNX Runtime -> the module that defines open_segments
+    "openvino": "mini_ee.lab.export.openvino_engine",
 }
 
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS

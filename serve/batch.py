@@ -27,6 +27,7 @@ from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.data.table_files import SUFFIXES, TableFile, kind_of
 from mini_ee.lab.data.text_files import TextReader
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.export.manifest import read_manifest
 from mini_ee.lab.export.runtime import ID_DIGITS
 from mini_ee.serve.batch_parts import (
@@ -73,8 +74,16 @@ class Job:
     export, or a job that is in `out` already.
     """
 
-    def __init__(self, exported: Path, inputs: Sequence[str], out: Path, options: JobOptions, columns: TaskOptions):
-        self.exported, self.out, self.options, self._columns = exported, out, options, columns
+    def __init__(
+        self,
+        exported: Path,
+        inputs: Sequence[str],
+        out: Path,
+        options: JobOptions,
+        columns: TaskOptions,
+        engine: Engine = Engine(),
+    ):
+        self.exported, self.out, self.options, self._columns, self.engine = exported, out, options, columns, engine
         self.config = read_manifest(exported)
         if self.config["unit"] == "tokens":
             raise WrongArguments(f"{exported}: expected a classifier or a sentence encoder, found a decoder")
@@ -86,7 +95,7 @@ class Job:
         self._about = {
             "format_version": FORMAT_VERSION,
             "model_id": file_sha256(exported / MANIFEST)[:ID_DIGITS],
-            "options": asdict(options) | columns.given(),
+            "options": asdict(options) | columns.given() | (engine._asdict() if engine != Engine() else {}),
         }
 
     def run(self, computing: Computing, project: bool = True) -> dict:
@@ -98,7 +107,8 @@ class Job:
                 try:
                     missing = self._missing_blocks(names, now)
                     if first := list(islice(missing, 1)):
-                        with computing.workers(self.exported.resolve(), self.out.resolve()) as (submit, most):
+                        about = self.exported.resolve(), self.out.resolve(), self.engine
+                        with computing.workers(*about) as (submit, most):
                             for part in parts_of(submit, chain(first, missing), most):
                                 now.count(part)
                             seconds = perf_counter() - begin
@@ -195,6 +205,7 @@ class Job:
         return {
             "export": str(self.exported),
             "model_id": self._about["model_id"],
+            **self.engine._asdict(),
             "out": str(self.out),
             "inputs": len(self.paths),
             "parts": len(names),

@@ -31,8 +31,8 @@ from mini_ee.lab.data.text_files import InputRow, TextReader
 from mini_ee.lab.data.tokenizer import Encoded
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.export.runtime import Answer, Embedding, Runtime
-from mini_ee.lab.export.sessions import PROVIDERS
 from mini_ee.lab.rules import Never
 
 STATS = ".parts"  # folder of the statistics of each part
@@ -106,8 +106,8 @@ class Part(NamedTuple):
 class PartWriter:
     """Writes parts to the folder `out`. exported: the export. threads: CPU threads of a batch."""
 
-    def __init__(self, exported: Path, out: Path, device: str = "cpu", threads: int = 1):
-        self.runtime, self._out = Runtime(exported, PROVIDERS[device], threads=threads), out
+    def __init__(self, exported: Path, out: Path, device: str = "cpu", threads: int = 1, engine: Engine = Engine()):
+        self.runtime, self._out = engine.open(exported, device, threads), out
         self.runtime.warm_up()
 
     def write(self, block: Block) -> Part:
@@ -260,9 +260,9 @@ class Computing(NamedTuple):
     device: str = "cpu"
     on_ray: bool = False
 
-    def workers(self, exported: Path, out: Path) -> AbstractContextManager[tuple[Submit, int]]:
+    def workers(self, exported: Path, out: Path, engine: Engine) -> AbstractContextManager[tuple[Submit, int]]:
         """How to call methods of PartWriter, and how many blocks may wait for their parts at a time."""
-        about = (exported, out, self.device, self.threads)
+        about = (exported, out, self.device, self.threads, engine)
         if self.on_ray:
             return _tasks_on_ray(about, self.count)
         return _processes(about, self.count) if self.count > 1 else _this_process(about)
@@ -328,7 +328,7 @@ def _tasks_on_ray(about: tuple, count: int) -> Iterator[tuple[Submit, int]]:
     import ray
     from ray.exceptions import RayTaskError
 
-    *_, device, threads = about
+    _, _, device, threads, _ = about
     address = os.environ.get("RAY_ADDRESS", "local")
     room = {"num_cpus": count * threads, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
     try:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mini_ee.lab.cli.command_options import add_options, given_options, positive
+from mini_ee.lab.cli.engine_options import add_engine, chosen_engine, say_without_guarantee
 from mini_ee.lab.cli.task_options import OF_LABELS, columns_given
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.errors import WrongArguments
@@ -34,6 +35,7 @@ def add(sub: ArgumentParser) -> None:
     add_options(columns, JobOptions)
     computing = sub.add_argument_group("computing")
     computing.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device")
+    add_engine(computing)
     processes = "number of processes, or of tasks on Ray (default one for each core; with --threads or on a GPU, 1)"
     computing.add_argument("--processes", type=positive, metavar="N", help=processes)
     cluster = "run tasks on Ray: on this machine, or on the cluster that RAY_ADDRESS names"
@@ -52,9 +54,10 @@ def run(args: Namespace) -> dict:
         if not find_spec("ray"):
             raise WrongArguments("--ray needs Ray: pip install 'mini-ee[ray]'")
         os.environ.update({name: value for name, value in OF_RAY.items() if name not in os.environ})
-    job = Job(args.exported, args.inputs, args.out, options, columns_given(args))
+    job = Job(args.exported, args.inputs, args.out, options, columns_given(args), chosen_engine(args))
     alone = args.device != "cpu" or args.threads is not None
     count = args.processes or (1 if alone else os.cpu_count() or 1)
+    say_without_guarantee(args, job.engine, args.exported, job.config)
     summary = job.run(Computing(count, args.threads or 1, args.device, args.ray), not args.no_projection)
     for line in _lines(summary):
         print(line, file=sys.stderr if args.json else sys.stdout)

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from mini_ee.lab.cli.command_options import number, positive, share, span, whole_number
+from mini_ee.lab.cli.engine_options import add_engine, chosen_engine, open_exported
 from mini_ee.lab.cli.temporary_export import as_export
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.export.sessions import PROVIDERS, share_threads
+from mini_ee.lab.export.sessions import share_threads
 from mini_ee.serve.engines import engine_of
 from mini_ee.serve.http_messages import Hosts
 from mini_ee.serve.monitoring import Guarantee, stricter
@@ -43,6 +44,7 @@ def add(sub: ArgumentParser) -> None:
     sub.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=names)
     sub.add_argument("--port", type=whole_number, default=8000, help="port; 0 for a free one")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda if there is one, else cpu)")
+    add_engine(sub)
     sub.add_argument(
         "--batch-size", type=positive, default=BATCH, help="maximum number of examples, or texts, in a batch"
     )
@@ -54,10 +56,8 @@ def add(sub: ArgumentParser) -> None:
     canary.add_argument("--canary", type=Path, metavar="NEW", help="export that answers a share of the requests")
     canary.add_argument("--share", type=share, help="share of the requests for --canary (default .05)")
     replicas = sub.add_argument_group("on Ray")
-    engine = (
-        "engine: one process (local), or replicas (ray), each with --threads (1 if not given), on cpu without --device"
-    )
-    replicas.add_argument("--engine", choices=("local", "ray"), default="local", help=engine)
+    on_ray = "serve from replicas on Ray, each with --threads (1 if not given), on cpu without --device"
+    replicas.add_argument("--ray", action="store_true", help=on_ray)
     number_of = "number of replicas; 1-4 starts as many as the load needs (default 1)"
     replicas.add_argument("--replicas", type=span, metavar="N", help=number_of)
     guarantee = sub.add_argument_group("the guarantee in service")
@@ -80,23 +80,24 @@ def run(args: Namespace) -> dict:
         raise WrongArguments(f"--port must be from 0 to {HIGHEST_PORT}, got {args.port}")
     if not 0 <= args.max_wait < 60_000:
         raise WrongArguments(f"--max-wait must be from 0 to 60000 milliseconds, got {args.max_wait}")
-    if args.replicas and args.engine != "ray":
-        raise WrongArguments("--replicas is for --engine ray; --engine local is one process")
+    if args.replicas and not args.ray:
+        raise WrongArguments("--replicas is for --ray; without it the server is one process")
     if args.share is not None and args.canary is None:
         raise WrongArguments("--share is the share of --canary: give --canary NEW too")
-    if args.canary and args.engine == "ray":
-        raise WrongArguments("--canary is for --engine local; on Ray, serve NEW under a name of its own")
+    if args.canary and args.ray:
+        raise WrongArguments("--canary is for one process; on Ray, serve NEW under a name of its own")
     args.share = 0.05 if args.share is None else args.share
     if not 0 < args.share < 1:
         raise WrongArguments(f"--share must be above 0 and below 1, got {args.share}")
-    joins = args.engine == "ray" and os.environ.get("RAY_ADDRESS")  # the addresses of that cluster are not known here
+    joins = args.ray and os.environ.get("RAY_ADDRESS")  # the addresses of that cluster are not known here
     try:
         args.hosts = Hosts("0.0.0.0" if joins else args.host, args.allow_host)
     except ValueError as error:
         raise WrongArguments(f"--allow-host: {error}") from None
     begin = time.perf_counter()
-    summary = (_run_on_ray if args.engine == "ray" else _run_here)(args)
-    return {"export": str(args.exported), "engine": args.engine, **summary, "seconds": time.perf_counter() - begin}
+    computed = chosen_engine(args)._asdict()
+    summary = (_run_on_ray if args.ray else _run_here)(args)
+    return {"export": str(args.exported), **computed, **summary, "seconds": time.perf_counter() - begin}
 
 
 def _run_here(args: Namespace) -> dict:
@@ -129,7 +130,7 @@ def _run_on_ray(args: Namespace) -> dict:
     try:
         from mini_ee.serve.replicas import Size, serve
     except ImportError:
-        raise WrongArguments("--engine ray needs Ray Serve: pip install 'mini-ee[ray]'") from None
+        raise WrongArguments("--ray needs Ray Serve: pip install 'mini-ee[ray]'") from None
     args.exported, args.threads, args.device = args.exported.absolute(), args.threads or 1, args.device or "cpu"
     worker = _worker(args, args.exported)  # checks everything before Ray starts, so that an error is one line
     worker.drain()
@@ -174,7 +175,7 @@ def _replica(args: Namespace) -> Worker:
 
 def _worker(args: Namespace, folder: Path) -> Worker:
     """The worker of an exported folder."""
-    runtime = Runtime(folder, PROVIDERS[args.device], threads=args.threads or 0)
+    runtime = open_exported(args, folder)
     engine = _engine(args, runtime)
     runtime.warm_up()
     return Worker(engine, max_wait=args.max_wait / 1e3, max_open=args.queue, batch=args.batch_size)
@@ -188,7 +189,8 @@ def _engine(args: Namespace, runtime: Runtime):
         raise WrongArguments(f"--shadow, --tighten and --epsilon are for classifiers; {args.exported} is {kind}")
     if runtime.generates:
         return engine_of(runtime, room=args.batch_size)
-    guarantee = runtime.config.get("guarantee") or {}
+    is_other = chosen_engine(args).without_guarantee(runtime.folder, runtime.config)
+    guarantee = {} if is_other else runtime.config.get("guarantee") or {}
     epsilon = args.epsilon if args.epsilon is not None else guarantee.get("epsilon")
     if args.shadow is None:
         if args.tighten or args.epsilon is not None:

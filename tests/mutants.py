@@ -28,6 +28,7 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
+from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.export.tracing import Value
 from mini_ee.lab.rule_inputs import with_runtime
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
@@ -842,9 +843,14 @@ OF_SERVING = [
     ("serve.engines._memory", always(lambda parts: {}), ALONE + "patience-segments]"),
     ("export.runtime.Runtime.run", lambda true: lambda self, texts, size: true(self, texts, size)[::-1], "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]"),
     ("statistics.share_interval", lambda true: lambda *seen: true(*seen, level=0.68), "test_serve_guarantee.py::test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours"),
+    ("export.engine.calibrated_engine", always(lambda manifest: Engine()), "test_openvino.py::test_a_guarantee_of_another_engine_is_not_claimed[f32 in bf16]"),
     ("serve.monitoring.stricter", always(lambda rule: rule), "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests"),
     ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
 ]
+
+if find_spec("openvino"):
+    own_alone = lambda true: lambda self, inputs, *read: true(self, {name: value for name, value in inputs.items() if name != "threshold"}, *read)  # noqa: E731
+    OF_SERVING += [("export.openvino_engine.OpenVinoGraph.run", own_alone, "test_openvino.py::test_rows_of_a_batch_have_thresholds_of_their_own")]
 
 OF_COMMANDS = [
     ("cli.train._defaults", lambda true: lambda method, words: (*true(method, words)[:2], {}), "help.py::test_help_shows_the_defaults_of_this_training[joint]"),

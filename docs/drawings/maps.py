@@ -149,7 +149,7 @@ def decision_tree() -> Drawing:
         d.text(140, y + 86, "no", 15, "start", "rule bold")
     y = 88 + 96 * len(TREE)
     d.arrow((125, y), (125, y + 33), (282, y + 33), kind="rule")
-    leaf(d, 282, y, "Replicas on Ray", "mini-ee serve DIR --engine ray", "--replicas 2, or 1-4 as the load needs")
+    leaf(d, 282, y, "Replicas on Ray", "mini-ee serve DIR --ray", "--replicas 2, or 1-4 as the load needs")
     return d
 
 

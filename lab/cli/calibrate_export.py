@@ -1,7 +1,7 @@
 """`mini-ee calibrate EXPORTED`: the thresholds and the guarantee of an export, from its own graph. No torch here.
 
-What ONNX Runtime computes is calibrated and tested, in int8 too. The full model of the guarantee is the last exit of
-this graph.
+What the engine computes is calibrated and tested, in int8 and bf16 too. The full model of the guarantee is the last
+exit of this graph in this engine.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mini_ee.lab.cli.command_options import positive, refuse
+from mini_ee.lab.cli.engine_options import add_engine, chosen_engine
 from mini_ee.lab.cli.guarantee_options import BATCH, add_guarantee, calibrated, check, check_epsilon, report
 from mini_ee.lab.cli.task_options import OF_LABELS, add_task, columns_given, refuse_task_options, task_options
 from mini_ee.lab.data.columns import TaskOptions
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add(sub: ArgumentParser) -> None:
-    group = sub.add_argument_group("an export", "its graph in ONNX Runtime gives the thresholds and the guarantee")
+    group = sub.add_argument_group("an export", "its graph in an engine gives the thresholds and the guarantee")
     add_task(sub, "folder of a task with texts like those in service, whose labels are not read")
     group.add_argument("--split", help="split of --task (default train)")
     text = "file: one text per line, or a table, for an export; running text for a decoder (default generated text)"
@@ -30,15 +31,14 @@ def add(sub: ArgumentParser) -> None:
     add_guarantee(group)
     out = "folder of the export with the new rule; must not exist (default EXPORTED itself, which is replaced)"
     group.add_argument("--out", type=Path, metavar="DIR", help=out)
-    size = f"number of examples in a batch; it changes predictions in int8 a little (default {BATCH})"
+    add_engine(group)
+    size = f"number of examples in a batch; it changes predictions in int8 and bf16 a little (default {BATCH})"
     group.add_argument("--batch-size", type=positive, metavar="N", help=size)
 
 
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Record every exit of the graph, calibrate, write the rule into the export, and print what other texts show."""
     from mini_ee.lab.export.calibrated import check_calibratable, write_calibrated
-    from mini_ee.lab.export.runtime import Runtime
-    from mini_ee.lab.export.sessions import PROVIDERS
     from mini_ee.lab.recording import predictions, record
     from mini_ee.lab.threshold_curve import threshold_curve
 
@@ -49,7 +49,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(f"--device {args.device}: expected cpu or cuda for an export")
     if args.out is not None and args.out.exists():
         raise FileExistsError(f"{args.out}: is there already; name another folder or remove it")
-    runtime = Runtime(args.run, PROVIDERS[args.device], threads=args.threads or 0)
+    engine = chosen_engine(args)
+    runtime = engine.open(args.run, args.device, args.threads or 0)
     check_calibratable(runtime, args.guarantee == "conformal")
     texts, source = _texts(args, runtime)
     size = args.batch_size or BATCH
@@ -58,13 +59,14 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     recorded.segments.measures["prediction"] = predictions(recorded.logits, labels)  # of several labels, their set
     rule, answer, guarantee = calibrated(args, runtime, recorded)
     fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement")
-    measured = source | {key: answer[key] for key in fields} | {"batch_size": size, "provider": runtime.provider}
+    computed = {"batch_size": size, **engine._asdict(), "provider": runtime.provider}
+    measured = source | {key: answer[key] for key in fields} | computed
     out = args.out or args.run
     curve = threshold_curve(recorded, rule, labels, None)
     model_id = write_calibrated(runtime, out, rule, guarantee, answer["exit_counts"], measured, curve)
     report(args, runtime.exits, answer, f"rows of {', '.join(source.values())}", say)
     say(f"The rule of {out} is now these thresholds; its model id is {model_id}.")
-    answer = source | answer | {"batch_size": size, "provider": runtime.provider, "model": model_id}
+    answer = source | answer | computed | {"model": model_id}
     return {"method": runtime.config["method"], "exits": list(runtime.exits), "run": str(out)} | answer
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from mini_ee.lab.cli import evaluate_retrieval, evaluate_rows, evaluate_tokens
 from mini_ee.lab.cli.command_options import Named, Parser, add_kinds, add_where, positive
+from mini_ee.lab.cli.engine_options import add_engine, chosen_engine
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.registry import RULES as METHOD_RULES
 from mini_ee.lab.rules import rule_class
 
@@ -31,6 +34,7 @@ def add(sub: Parser) -> None:
     )
     sub.add_argument("--batch-size", type=positive, default=32, help="batch size; 1 measures latency")
     add_where(sub)
+    add_engine(sub)
     add_rule(sub)
     add_own(sub)
     sub.add_argument(
@@ -53,8 +57,11 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.cli.open import of_rows, open_trained
     from mini_ee.lab.training.train_run import say_left_out
 
-    opened = open_trained(args.run, args, plain=True)
+    engine, opened = chosen_engine(args), open_trained(args.run, args, plain=True)
     if not opened.is_exported:
+        if engine != Engine():
+            raise WrongArguments(f"--engine {engine.engine}: expected an export, found a run, {args.run}; export it")
         say_left_out(opened.model.backbone, args.run, say)
     kind = "tokens" if not of_rows([opened]) else "retrieval" if opened.rule.plans_from_texts else "rows"
-    return KINDS[kind].evaluate(opened, args, say)
+    answer = KINDS[kind].evaluate(opened, args, say)
+    return answer | ({"precision": engine.precision} if opened.is_exported else {})

@@ -51,10 +51,9 @@ def open_trained(folder: Path, args: Namespace, plain: bool = False) -> "Run | R
         raise WrongArguments(
             f"--model is for a run without its backbone; {folder} is an export, which contains it: leave out --model"
         )
-    from mini_ee.lab.export.runtime import Runtime
-    from mini_ee.lab.export.sessions import PROVIDERS
+    from mini_ee.lab.cli.engine_options import open_exported
 
-    return Runtime(folder, PROVIDERS[args.device], threads=args.threads or 0)
+    return open_exported(args, folder)
 
 
 def plain_decoder(folder: Path) -> Run:

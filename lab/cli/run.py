@@ -22,6 +22,7 @@ from typing import TextIO
 import numpy as np
 
 from mini_ee.lab.cli.command_options import add_options, positive
+from mini_ee.lab.cli.engine_options import add_engine, chosen_engine, open_exported, say_without_guarantee
 from mini_ee.lab.cli.task_options import OF_LABELS, columns_given
 from mini_ee.lab.cli.temporary_export import as_export
 from mini_ee.lab.data.columns import TaskOptions
@@ -31,8 +32,9 @@ from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.text_files import InputRow, TextReader
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV
+from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.export.sessions import PROVIDERS, versions
+from mini_ee.lab.export.sessions import versions
 
 HELP = "run sentences or prompts, or JSONL, through an export or a run, in batches; prints JSONL"
 EXAMPLE = "mini-ee run exported reviews.txt --out answers.jsonl"
@@ -48,7 +50,7 @@ def add(sub: ArgumentParser) -> None:
     add_options(sub, TaskOptions, lacks=OF_LABELS)
     sub.add_argument("--out", type=Path, metavar="FILE", help="file to write (default standard output)")
     sub.add_argument("--batch-size", type=positive, default=32, help="batch size; 1 answers line by line")
-    sub.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="library that runs the export")
+    add_engine(sub, "torch")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda if there is one, else cpu)")
     decoder = sub.add_argument_group("a decoder", "each line is a prompt; the text is generated greedily")
     decoder.add_argument(
@@ -110,6 +112,7 @@ def _summary(args: Namespace, served: Runtime) -> dict:
         "mean_layers": layers / counted if counted else None,
         "seconds": time.perf_counter() - begin,
         "engine": served.engine,
+        "precision": chosen_engine(args).precision,
         "provider": served.provider,
         "seed": args.seed,
         "threads": args.threads,
@@ -128,14 +131,17 @@ def _open(args: Namespace, folder: Path) -> Runtime:
         option = next(iter(settings)).replace("_", "-")
         raise WrongArguments(f"--{option} is for decoders; {args.exported} is a classifier")
     if args.engine != "torch":
-        return Runtime(folder, PROVIDERS[args.device], threads=args.threads or 0, **settings)
+        return open_exported(args, folder, **settings)
+    chosen_engine(args)  # refuses --precision
     import torch
 
     from mini_ee.lab.export.torch_engine import torch_segments
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    return Runtime(folder, segments=torch_segments(folder, args.device or "cpu"), **settings)
+    runtime = Runtime(folder, segments=torch_segments(folder, args.device or "cpu"), **settings)
+    say_without_guarantee(args, Engine(), folder, runtime.config)  # the export compared torch with its graph
+    return runtime
 
 
 def _answers(runtime: Runtime, lines: list[InputRow], batch_size: int) -> tuple[list[dict], int]:

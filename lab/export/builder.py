@@ -141,8 +141,8 @@ class Builder:
 
     def _without_rows(self, value: Value) -> Value:
         axes = (0, *value.axes[1:])
-        array = numpy_helper.from_array(np.empty(axes, value.dtype))
-        return Value(self.op("Constant", value=array), value.dtype, axes)
+        zero = numpy_helper.from_array(np.zeros(1, value.dtype))  # OpenVINO refuses a Constant without elements
+        return Value(self.op("ConstantOfShape", self.integers(*axes), value=zero), value.dtype, axes)
 
     def _branch(self, write: Callable[[], Sequence[Value]]) -> tuple[GraphProto, Sequence[Value]]:
         outside, self._nodes, written = self._nodes, [], dict(self._written)

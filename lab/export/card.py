@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mini_ee.lab.export.engine import Engine, calibrated_engine
+
 CARD = "README.md"
 
 KINDS = {
@@ -136,7 +138,9 @@ def guarantee_line(manifest: dict) -> str:
             f"the rule loses at most {found['max_loss']:g} of {found.get('of', 'score')} compared with the full model"
         )
         what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} held-out examples"
-    return f"{what[0].upper()}{what[1:]}. It holds for texts like those that gave it."
+    engine = calibrated_engine(manifest)
+    where = "" if engine == Engine() else f" with `{engine.options}`"
+    return f"{what[0].upper()}{what[1:]}. It holds for texts like those that gave it{where}."
 
 
 def _no_guarantee(manifest: dict) -> str:
@@ -155,8 +159,9 @@ def _measured(manifest: dict) -> list[str]:
         source = ", ".join(str(found[key]) for key in ("task", "split") if found.get(key))
         lines.append(
             f"Calibrated on this graph with {found['rows_calibration']} rows of {source}, in batches of "
-            f"{found['batch_size']}. Of {found['rows_fresh']} other rows, {found['end_to_end']:.1%} have the "
-            f"prediction of the last exit, after {found['mean_layers']:.2f} layers on average."
+            f"{found['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {found['rows_fresh']} others, "
+            f"{found['end_to_end']:.1%} have the prediction of the last exit, after {found['mean_layers']:.2f} layers "
+            f"on average."
         )
     verified = manifest.get("verified")
     if verified:
@@ -175,12 +180,14 @@ def _measured(manifest: dict) -> list[str]:
 def _use(manifest: dict) -> str:
     pairs = manifest.get("task", {}).get("texts") == 2
     line, body, path = COMMANDS.get(manifest["unit"], PAIRS if pairs else ANSWERS)
+    engine = calibrated_engine(manifest)
+    options = "" if engine == Engine() else f" {engine.options}"
     shadow = " --shadow .05" if manifest["unit"] in ("rows", "prompts") and manifest["task"]["label_names"] else ""
     languages = () if pairs else zip(("python", "js"), CLIENTS.get(manifest["unit"], ()))
     clients = [f"```{language}\n{code}\n```" for language, code in languages]
     commands = f"""```bash
-{line}
-mini-ee serve DIR{shadow}
+{line}{options}
+mini-ee serve DIR{options}{shadow}
 curl localhost:8000{path} --json '{body}'
 ```
 

@@ -1,10 +1,12 @@
-"""Run an exported folder of rows in ONNX Runtime, and the encoder with which a rule retrieves. No torch here.
+"""Run the graphs of an exported folder of rows, and the encoder with which a rule retrieves. No torch here.
 
 OrtModel      model.onnx, the graph that stops by itself: one call per batch
 OrtSegments   one graph per segment, run by the loop, for rules that model.onnx does not contain
+
+`opened` opens a graph: ONNX Runtime's Session, or that of another engine.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import copy
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +18,12 @@ from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.early_exit import run_segments
 from mini_ee.lab.export.manifest import output_of
-from mini_ee.lab.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, GraphRule, Session
+from mini_ee.lab.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, Graph, GraphRule, Session
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.segments import BatchResult, Segments, check_finite
+
+Opened = Callable[[Path, str, int], Graph]
+"""(path, provider, threads) -> the graph."""
 
 READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 
@@ -26,12 +31,10 @@ READ = {True: np.array(True), False: np.array(False)}  # the input `read`
 class OrtRows(Segments):
     """The base of both: sessions, and costs from the manifest."""
 
-    engine = "onnxruntime"
-
-    def __init__(self, folder: Path, manifest: dict, graphs: list[str], provider: str, threads: int):
+    def __init__(self, folder: Path, manifest: dict, graphs: list[str], provider: str, threads: int, opened: Opened):
         self.exits = tuple(manifest["exits"])
-        self.sessions = [Session(folder / GRAPHS / f"{name}.onnx", provider, threads) for name in graphs]
-        self.provider = self.sessions[0].provider
+        self.sessions = [opened(folder / GRAPHS / f"{name}.onnx", provider, threads) for name in graphs]
+        self.provider, self.engine = self.sessions[0].provider, self.sessions[0].engine
         self._manifest, self._output = manifest, output_of(manifest["unit"])
         self.has_policy = "exit_logit" in self.sessions[0].widths
         self.tokens_exit = "spent" in self.sessions[0].widths
@@ -63,9 +66,9 @@ class AtExit(NamedTuple):
 class OrtModel(OrtRows):
     """model.onnx. Inputs are data.tokens.Inputs. Reading exit k runs the graph from the embeddings to exit k."""
 
-    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
-        super().__init__(folder, manifest, ["model"], provider, threads)
-        self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads)
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0, opened: Opened = Session):
+        super().__init__(folder, manifest, ["model"], provider, threads, opened)
+        self._session, self._settings = self.sessions[0], (folder, manifest, provider, threads, opened)
         self._graph_rule, self._by_segment = GraphRule(folder, manifest), None
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
@@ -127,12 +130,10 @@ class WholeModel(Segments):
     It is model.onnx, run to its last exit without the heads below; or whole.onnx, if tokens exit within model.onnx.
     """
 
-    engine = "onnxruntime"
-
-    def __init__(self, model: OrtModel, folder: Path, manifest: dict, provider: str, threads: int):
-        self.exits, self._model, self._manifest = model.exits[-1:], model, manifest
+    def __init__(self, model: OrtModel, folder: Path, manifest: dict, provider: str, threads: int, opened: Opened):
+        self.exits, self._model, self._manifest, self.engine = model.exits[-1:], model, manifest, model.engine
         path = folder / GRAPHS / "whole.onnx"
-        self._session = Session(path, provider, threads) if "whole" in manifest["graphs"] else None
+        self._session = opened(path, provider, threads) if "whole" in manifest["graphs"] else None
 
     def run_batch(self, rule: Rule, inputs: Inputs) -> BatchResult:
         if self._session is not None:
@@ -165,9 +166,9 @@ class OrtSegments(OrtRows):
 
     heads: Container[int] | None = None  # those that may be evaluated; None: any
 
-    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
+    def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0, opened: Opened = Session):
         graphs = [f"segment_{layer}" for layer in manifest["exits"]]
-        super().__init__(folder, manifest | manifest["by_segment"], graphs, provider, threads)
+        super().__init__(folder, manifest | manifest["by_segment"], graphs, provider, threads, opened)
 
     def start(self, inputs: Inputs) -> OrtState:
         every = np.arange(len(inputs))

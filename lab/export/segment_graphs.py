@@ -45,7 +45,8 @@ def _write(segments: Segments, k: int, handed: dict[str, tuple], g) -> None:
         for name, value in given.items():
             streams = value.shape[: value.ndim - 3] if name == "hidden" else ()
             axes = (*streams, "batch", *_named(value.shape[len(streams) + 1 :]))
-            g.output(f"{name}_out", value.name, *axes)
+            # OpenVINO takes an output that a branch reads, too, for an output of the branch: here they are two values.
+            g.output(f"{name}_out", g.op("Identity", value.name), *axes)
             handed[name] = axes
         _write_reading(segments, k, state, g, optional=not last)
 

@@ -1,4 +1,4 @@
-"""One graph in ONNX Runtime, and the threads and memory that all graphs share. No torch here."""
+"""One graph, in ONNX Runtime or another engine, and the threads and memory that all graphs share. No torch here."""
 
 import ctypes
 import platform
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from mini_ee import __version__
 from mini_ee.export.manifest import WEIGHTS
 from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.registry import ENGINES
 from mini_ee.lab.row_thresholds import THRESHOLD, RowThresholds
 from mini_ee.lab.rule_inputs import runtime_values, served_by
 from mini_ee.lab.rules import Never, Rule, rule_from_dict
@@ -34,11 +36,36 @@ FOR_THE_NEXT = (HIDDEN, CARRIED)  # outputs that the next segment takes
 def versions() -> dict[str, str]:
     """What computed an answer without torch, as JSON."""
     libraries = {"numpy": np.__version__, "onnxruntime": ort.__version__}
+    libraries |= {name: version(name) for name in ENGINES if name in sys.modules}
     return {"mini_ee": __version__, "python": platform.python_version()} | libraries
 
 
-class Session:
-    """One graph on one device. Safe to run from several threads."""
+class Graph:
+    """One graph that an engine has opened. Safe to run from several threads."""
+
+    engine = "onnxruntime"
+    provider: str
+
+    def __init__(self, inputs: set[str], widths: dict[str, Sequence]):
+        """inputs: names, those with a default left out. widths: output -> its last size, or nothing for a scalar."""
+        self.inputs, self.widths, self._outputs = inputs, widths, list(widths)
+        self.ids = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in inputs]
+        self._unread = [name for name in FOR_THE_NEXT if name in widths] or self._outputs
+
+    def of_rows(self, inputs: Inputs) -> dict[str, np.ndarray]:
+        """The inputs of the graph for these rows, (B, T) each: a decoder has no token types."""
+        return {name: getattr(inputs, name) for name in self.ids}
+
+    def run(self, inputs: dict, read: bool = True) -> dict:
+        """Outputs by name: hidden states on the device, as the next graph takes them; if read, the others in numpy.
+
+        Raises ValueError if the engine fails on these inputs.
+        """
+        raise NotImplementedError
+
+
+class Session(Graph):
+    """One graph in ONNX Runtime on one device."""
 
     shares_threads = False
 
@@ -54,25 +81,14 @@ class Session:
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         self._session = _opened(path, options, provider)
-        self.widths = {each.name: each.shape[-1:] for each in self._session.get_outputs()}
+        widths = {each.name: each.shape[-1:] for each in self._session.get_outputs()}
+        super().__init__({each.name for each in self._session.get_inputs()}, widths)
         # The Python method checks all names and values at each call, which takes 15 us; call the C++ one directly.
         self._run = getattr(self._session, "_sess", self._session).run
         self.provider = self._session.get_providers()[0]
-        self.inputs = {each.name for each in self._session.get_inputs()}
-        self.ids = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in self.inputs]
-        self._outputs = [output.name for output in self._session.get_outputs()]
-        self._unread = [name for name in FOR_THE_NEXT if name in self._outputs] or self._outputs
         self._is_whole = "exit_at" in {each.name for each in self._session.get_overridable_initializers()}
 
-    def of_rows(self, inputs: Inputs) -> dict[str, np.ndarray]:
-        """The inputs of the graph for these rows, (B, T) each: a decoder has no token types."""
-        return {name: getattr(inputs, name) for name in self.ids}
-
     def run(self, inputs: dict, read: bool = True) -> dict:
-        """Outputs by name: hidden states on the device, as the next graph takes them; if read, the others in numpy.
-
-        Raises ValueError if ONNX Runtime fails on these inputs.
-        """
         outputs = self._outputs if read else self._unread
         # On a CPU arrays are shared, which is faster than a binding; and a binding refuses inputs that have a default.
         if self.provider == CPU or self._is_whole:

@@ -88,6 +88,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.baselines.adainfer",
     "lab.training.train_settings",
     "lab.export.calibrated",
+    "lab.export.engine",
     "lab.export.card",
     "lab.export.manifest",
     "lab.export.sessions",
@@ -109,13 +110,14 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "serve.worker",
     "lab.cli.calibrate",
     "lab.cli.calibrate_export",
+    "lab.cli.engine_options",
     "lab.cli.guarantee_options",
     "lab.cli.main",
     "lab.cli.run",
     "serve.command_batch",
     "serve.command_serve",
 )
-HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "matplotlib")  # of which the runtime loads none at once
+HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "openvino", "matplotlib")  # of which the runtime loads none at once
 OUTSIDE = ("export", "lab", "serve", "experiments")  # of mini_ee/, and installed into it
 MODULES = [path for room in ("mini_ee", *OUTSIDE) for path in sorted((ROOT / room).rglob("*.py"))]
 MOST_LINES, LONGEST_FUNCTION, MOST_PARAMETERS = 450, 60, 7

@@ -552,7 +552,7 @@ def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
     run = run._replace(rule=rule_from_dict(result["rule"]))
     expected = [(each.label, each.layers) for each in run.classify(LINES)]
     assert sorted(layers for _, layers in expected) == [1] * 4 + [3] * 4
-    for engine in ("onnx", "torch"):
+    for engine in ("onnxruntime", "torch"):
         answers = tmp_path / f"{engine}.jsonl"
         report = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine, "--batch-size", 3)
         assert (report["rows"], report["failed"]) == (len(LINES), 0)

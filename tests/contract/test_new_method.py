@@ -96,7 +96,7 @@ def test_it_is_evaluated_calibrated_and_compared(trained, task_folder, tmp_path,
     assert answer(capsys, "calibrate", copy, "--task", task_folder, "--epsilon", 0.5)["epsilon"] == 0.5
 
 
-@pytest.mark.parametrize("engine", ["onnx", "torch"])
+@pytest.mark.parametrize("engine", ["onnxruntime", "torch"])
 def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, capsys, engine):
     out, lines, answers = tmp_path / "exported", tmp_path / "in.txt", tmp_path / "out.jsonl"
     found = answer(capsys, "export", trained, "--out", out, "--rule", "policy", "--task", task_folder)

@@ -187,7 +187,7 @@ def expected_of(run, rule=None):
     return [(each.label, each.layers) for each in run._replace(rule=rule or run.rule).classify(LINES)]
 
 
-@pytest.mark.parametrize("engine", ["onnx", "torch"])
+@pytest.mark.parametrize("engine", ["onnxruntime", "torch"])
 def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, capsys, engine):
     out, lines, answers = tmp_path / "exported", tmp_path / "in.txt", tmp_path / "out.jsonl"
     found = answer(capsys, "export", trained.folder, "--out", out, *NAMED, "--task", task_folder)

@@ -267,7 +267,7 @@ def test_a_full_disk_names_the_file(served, tmp_path, capsys, monkeypatch):
 
 def test_the_torch_engine_gives_the_same_answers(served, tmp_path):
     ours, theirs = (
-        answers(tmp_path, served[0], *SENTENCES, options=["--engine", engine]) for engine in ("onnx", "torch")
+        answers(tmp_path, served[0], *SENTENCES, options=["--engine", engine]) for engine in ("onnxruntime", "torch")
     )
     for one, other in zip(ours, theirs, strict=True):
         assert (one["label"], one["exit"]) == (other["label"], other["exit"])

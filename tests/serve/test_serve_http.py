@@ -636,10 +636,10 @@ def test_a_port_that_is_taken_is_an_error(runtime, capsys):
     assert f"127.0.0.1:{port}: " in line and "choose another --host or --port" in line
 
 
-@pytest.mark.parametrize("engine, module, extra", [("local", "server", "serve"), ("ray", "replicas", "ray")])
-def test_without_an_extra_the_command_names_what_to_install(runtime, capsys, monkeypatch, engine, module, extra):
+@pytest.mark.parametrize("options, module, extra", [([], "server", "serve"), (["--ray"], "replicas", "ray")])
+def test_without_an_extra_the_command_names_what_to_install(runtime, capsys, monkeypatch, options, module, extra):
     monkeypatch.setitem(sys.modules, f"mini_ee.serve.{module}", None)
-    assert main(["serve", str(runtime.folder), "--engine", engine]) == 2
+    assert main(["serve", str(runtime.folder), *options]) == 2
     assert f"pip install 'mini-ee[{extra}]'" in capsys.readouterr().err
 
 

@@ -32,7 +32,7 @@ DEADLINE = 5.0  # seconds, of each request of the load
 
 
 def line_of(folder, port, *options):
-    named = ["--engine", "ray", "--replicas", "2", "--port", str(port), "--threads", "1", *options]
+    named = ["--ray", "--replicas", "2", "--port", str(port), "--threads", "1", *options]
     return [sys.executable, "-m", "mini_ee", "serve", str(folder), *named]
 
 
@@ -293,7 +293,7 @@ def test_an_answer_passes_as_it_is_but_for_the_proxys_own_that_there_is_no_model
 
 # ---- The command ----
 def test_wrong_arguments_are_refused_before_ray_starts(runtime, capsys):
-    assert main(["serve", str(runtime.folder), "--engine", "ray", "--shadow", "0"]) == 2
+    assert main(["serve", str(runtime.folder), "--ray", "--shadow", "0"]) == 2
     line = capsys.readouterr().err
     assert "the share of shadow rows must be above 0" in line and line.count("\n") == 1
 

@@ -623,9 +623,9 @@ def test_a_decoder_is_read_through_its_prompt_too(capsys, tmp_path, task_folder,
     assert result["rows"] == 6 and result["exits"] == [1, 2, 3] and result["shots"] == 2
     result = answer(capsys, "evaluate", tmp_path / "run", "--task", task_folder)
     assert result["method"] == "raee" and list(result["controls"])[0] == "knn_labels"
-    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnx", ())
+    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnxruntime", ())
     is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "torch", ())
-    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnx", ("--int8",))
+    is_served_end_to_end(capsys, tmp_path, tmp_path / "run", task_folder, "onnxruntime", ("--int8",))
 
 
 def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
@@ -640,7 +640,7 @@ def test_classify_shows_the_label_words_layer_by_layer(capsys, prompted):
 
 @pytest.mark.parametrize(
     ("engine", "precision"),
-    [("onnx", ()), ("onnx", ("--fp16",)), ("torch", ("--fp16",))],
+    [("onnxruntime", ()), ("onnxruntime", ("--fp16",)), ("torch", ("--fp16",))],
     ids=str,
 )
 def test_a_prompted_run_is_served_without_torch_end_to_end(capsys, tmp_path, prompted, task_folder, engine, precision):

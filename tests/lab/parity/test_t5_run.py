@@ -259,7 +259,7 @@ RAEE = ("--template", "{text} so it was", "--words", "0=awful,1=great", "--shots
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method, more, engine",
-    [("joint", (), "torch"), ("lora-exits", LORA, "onnx"), ("raee", RAEE, "onnx")],
+    [("joint", (), "torch"), ("lora-exits", LORA, "onnxruntime"), ("raee", RAEE, "onnxruntime")],
     ids=["joint", "lora-exits", "raee"],
 )
 def test_it_is_trained_exported_and_run_as_any_other(

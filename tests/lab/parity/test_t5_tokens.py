@@ -425,7 +425,7 @@ def test_it_is_exported_and_served_by_both_engines(run_folder, tmp_path, capsys)
     with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
         runtime.generate([[5, 1]], max_new_tokens=512)
     (tmp_path / "long").write_text("the film\n" + "film " * 600 + "\na song\n")
-    for engine in ("onnx", "torch"):
+    for engine in ("onnxruntime", "torch"):
         files = (tmp_path / "long", "--out", tmp_path / engine, "--max-new-tokens", 2, "--engine", engine)
         assert main(["run", str(tmp_path / "out"), *map(str, files)]) == 1
         assert "line 2: expected a prompt of at most 512 tokens" in capsys.readouterr().err
