@@ -126,6 +126,9 @@ def guarantee_line(manifest: dict) -> str:
     elif "cosine" in found:
         what = f"at least {found['epsilon']:.1%} of texts have a cosine of {found['cosine']:g} to the full embedding"
         what += f", with confidence {1 - found['delta']:.1%}"
+    elif "top_k" in found:
+        what = f"at least {1 - found['max_loss']:.1%} of queries keep the {found['top_k']} best texts of the full model"
+        what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} other queries"
     elif "delta" in found:
         what = (
             f"at each exit, at least {found['epsilon']:.1%} of the texts that are as confident have the prediction of"

@@ -70,6 +70,16 @@ def test_predict_answers_as_text_embeddings_inference(predict_port, classifier):
     np.testing.assert_allclose([scores[name] for name in names], own.logits, atol=SAME)
 
 
+@pytest.mark.parametrize("path, key", [("/embed", "inputs"), ("/v1/embeddings", "input")])
+def test_token_ids_of_the_models_tokenizer_are_taken_for_their_text(port, encoder, path, key):
+    ids = [each.tolist() for each in encoder.encode(TEXTS[:3]).ids]
+    of_texts, of_ids, mixed = (
+        ask(port, {key: given}, path)[1] for given in (list(TEXTS[:3]), ids, [ids[0], TEXTS[1], ids[2]])
+    )
+    assert of_texts == of_ids == mixed
+    assert ask(port, {key: ids[1]}, path)[1] == ask(port, {key: TEXTS[1]}, path)[1]
+
+
 NULLS = dict.fromkeys(("encoding_format", "dimensions", "user"))
 
 
@@ -160,6 +170,7 @@ def test_texts_are_ranked_by_their_score_with_the_query(rerank_port, reranker):
     assert found["usage"]["total_tokens"] == tokens and found["model"] == reranker.folder.name
     found = ask(rerank_port, jina | {"top_n": 2, "return_documents": False}, "/v1/rerank")[1]["results"]
     assert [list(each) for each in found] == [["index", "relevance_score"]] * 2
+    assert ask(rerank_port, jina, "/v2/rerank")[1] == ask(rerank_port, jina, "/v1/rerank")[1]
     many = ask(rerank_port, jina | {"documents": DOCUMENTS * 100}, "/v1/rerank")[1]["results"]
     assert sorted(each["index"] for each in many) == list(range(400))
     assert [each["index"] % 4 for each in many[::100]] == order.tolist()
