@@ -35,10 +35,16 @@ def calibrate_top_k(
 
     recorded: all exits of N pairs, with RANKED labels of the last exit. The other half of the queries only shows the
     share that keeps its top k. sets: number of calibration sets for `broken_top_k`. If no threshold passes, it is inf.
-    Raises ValueError for an epsilon or a delta that no test can guarantee, TooFew for too few queries.
+    Raises ValueError for an epsilon or a delta that no test can guarantee, and for too few queries.
     """
     drawn = next(_sets(recorded, 2, 1, seed))
-    rule, tested = choose_threshold(recorded.take(drawn), k, epsilon, delta, seed)
+    try:
+        rule, tested = choose_threshold(recorded.take(drawn), k, epsilon, delta, seed)
+    except TooFew as error:
+        raise ValueError(
+            f"too few to guarantee epsilon {epsilon} with delta {delta}: at least {2 * error.needed} queries with more "
+            f"than {k} texts are needed (half of them to check), got {len(np.unique(recorded.labels['query']))}"
+        ) from None
     fresh = recorded.take(~drawn)
     kept, result = queries_kept(fresh, rule, k), fresh.replay(rule)
     answer = {"top_k": k, "epsilon": epsilon, "delta": delta, "measure": LOW_SCORE}

@@ -100,20 +100,17 @@ def test_the_threshold_is_the_loosest_down_to_which_every_one_passes_its_test(ep
 
 
 def test_the_guarantee_is_broken_by_delta_of_the_calibrations_at_most():
-    """The share of a large population that keeps its top k stands for new queries; half of the bound is used at least,
-    so a test that counts texts, or forgets the order, fails.
-    """
-    population, _ = recorded(20_000, seed=1)
-    levels = from_loose_to_strict(Threshold(math.inf, "low_score"), population, 200)
-    true = {each.threshold: queries_kept(population, each, 2).mean() for each in levels}
-    delta, repetitions, broken = 0.2, 200, 0
-    strict = np.array(sorted(true))
-    for seed in range(repetitions):
-        rule, _ = choose_threshold(recorded(60, seed=100 + seed)[0], 2, 0.8, delta, seed)
-        nearest = strict[min(np.searchsorted(strict, rule.threshold), len(strict) - 1)]
-        broken += true[nearest] < 0.8
+    """4,000 queries stand for the new ones. It is broken now and then: tests that are stricter would save less."""
+    population, _ = recorded(4_000, seed=1)
+    levels = from_loose_to_strict(Threshold(math.inf, "low_score"), population, 60)
+    values, shares = zip(*((each.threshold, queries_kept(population, each, 2).mean()) for each in levels))
+    epsilon, delta, repetitions = 0.8, 0.2, 100
+    chosen = [
+        choose_threshold(recorded(60, seed=100 + seed)[0], 2, epsilon, delta, seed)[0] for seed in range(repetitions)
+    ]
+    true = np.interp([min(rule.threshold, values[-2]) for rule in chosen], values[:-1], shares[:-1])
     error = math.sqrt(delta * (1 - delta) / repetitions)
-    assert 0.02 < broken / repetitions <= delta + 2 * error
+    assert 0.03 < np.mean(true < epsilon) <= delta + 2 * error
 
 
 def test_the_answer_reports_other_queries_than_those_that_calibrated():
@@ -127,9 +124,11 @@ def test_the_answer_reports_other_queries_than_those_that_calibrated():
 
 
 def test_if_no_threshold_passes_no_text_exits_early():
-    record, _ = recorded(100, noise=50.0)
+    record, rows = recorded(100)
+    record.logits[:, :-1] = -5.0  # at one threshold all texts exit, and the order is lost
     rule, _ = choose_threshold(record, 2, 0.95, 0.1)
-    assert rule.threshold == math.inf
+    assert rule.threshold == math.inf and queries_kept(record, rule, 2).all()
+    assert queries_kept(record, Threshold(5.0, "low_score"), 2).mean() < 0.5
 
 
 @pytest.mark.parametrize(
