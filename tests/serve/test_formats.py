@@ -202,14 +202,36 @@ print(json.dumps([client.feature_extraction(text, normalize=True)[0].tolist() fo
 """
 
 
-@pytest.mark.parametrize("package, script", [("openai", OPENAI), ("huggingface_hub", HUB)])
-def test_clients_get_the_embeddings_of_the_run(port, embedding_run, package, script):
-    """MINI_EE_CLIENTS: a Python that has the clients, if this one has not."""
+COHERE = """
+import json, sys
+import cohere
+query, *texts = json.loads(sys.argv[2])
+for client in (cohere.Client, cohere.ClientV2):
+    found = client("none", base_url=f"http://127.0.0.1:{sys.argv[1]}").rerank(model="any", query=query, documents=texts)
+    print(json.dumps([[each.index, each.relevance_score] for each in found.results]))
+"""
+
+
+def lines_of(package, script, port, texts):
+    """What a client prints. MINI_EE_CLIENTS: a Python that has the clients, if this one has not."""
     python = os.environ.get("MINI_EE_CLIENTS", sys.executable)
     if subprocess.run([python, "-c", f"import {package}"], capture_output=True).returncode:
         pytest.skip(f"needs {package}")
-    argv = [python, "-c", script, str(port), json.dumps(TEXTS[:4])]
+    argv = [python, "-c", script, str(port), json.dumps(texts)]
     lines = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     assert len(lines) == 2
-    for line in lines:
-        np.testing.assert_allclose(json.loads(line), embedding_run.embed(TEXTS[:4]), atol=SAME)
+    return map(json.loads, lines)
+
+
+def test_coheres_clients_get_the_ranking_of_the_run(rerank_port, reranker):
+    logits = np.array([each.logits[0] for each in reranker.run([("the film", text) for text in DOCUMENTS])])
+    order = np.argsort(-logits)
+    for line in lines_of("cohere", COHERE, rerank_port, ["the film", *DOCUMENTS]):
+        expected = [[at, pytest.approx(1 / (1 + np.exp(-logits[at])), abs=SAME)] for at in order.tolist()]
+        assert line == expected
+
+
+@pytest.mark.parametrize("package, script", [("openai", OPENAI), ("huggingface_hub", HUB)])
+def test_clients_get_the_embeddings_of_the_run(port, embedding_run, package, script):
+    for line in lines_of(package, script, port, TEXTS[:4]):
+        np.testing.assert_allclose(line, embedding_run.embed(TEXTS[:4]), atol=SAME)

@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import BAD, GOOD, THINGS, refused
+from http_server import ask, serving
 from method_cases import few_epochs_and_no_picture  # noqa: F401
 
 import mini_ee
@@ -20,6 +22,7 @@ from mini_ee.lab.export.card import guarantee_line
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Never
 from mini_ee.lab.training.holdout import split_rows
+from mini_ee.serve import engine_of
 
 K, TEXTS = 2, 4
 QUERIES = [
@@ -134,6 +137,24 @@ def test_evaluate_counts_the_queries_of_a_task(exported, capsys, tmp_path):
     kept = kept_by_loops(Runtime(exported), PAIRS)
     assert (answer["k"], answer["queries"]) == (K, len(kept)) and answer["kept"] == pytest.approx(np.mean(kept))
     assert answer["interval"][0] < answer["kept"] < answer["interval"][1]
+
+
+def test_rerank_batches_the_pairs_of_a_query_and_lets_each_exit_alone(exported):
+    """The oracle runs each pair alone, and sorts the numbers that it gets."""
+    pytest.importorskip("uvicorn", reason="the extra serve")
+    runtime = Runtime(exported, threads=1)
+    alone = {pair: runtime.run([pair], 1)[0] for pair in PAIRS[: 20 * TEXTS]}
+    with serving(engine_of(runtime), max_wait=0.05) as (worker, port):
+        for query in QUERIES[:20]:
+            texts = [text for first, text in PAIRS if first == query]
+            found = ask(port, {"query": query, "texts": texts, "raw_scores": True}, "/rerank")[1]
+            numbers = [alone[query, text].label for text in texts]
+            expected = sorted(range(TEXTS), key=lambda at: (-numbers[at], at))
+            assert [each["index"] for each in found] == expected
+            np.testing.assert_allclose([each["score"] for each in found], sorted(numbers)[::-1], atol=1e-5)
+    counts = worker.metrics.exit_counts
+    assert counts == Counter(answer.layers for answer in alone.values()) and len(counts) > 1
+    assert worker.metrics.rows["model"] == len(alone) > 2 * worker.metrics.batches["model"]
 
 
 REFUSED = [  # words, a part of the line
