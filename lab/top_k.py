@@ -46,10 +46,10 @@ def calibrate_top_k(
             f"than {k} texts are needed (half of them to check), got {len(np.unique(recorded.labels['query']))}"
         ) from None
     fresh = recorded.take(~drawn)
-    kept, result = queries_kept(fresh, rule, k), fresh.replay(rule)
+    unchanged, result = queries_kept(fresh, rule, k), fresh.replay(rule)
     answer = {"top_k": k, "epsilon": epsilon, "delta": delta, "measure": LOW_SCORE}
     answer |= {"thresholds": [rule.to_dict()["threshold"]] * (len(recorded.segments.exits) - 1), "queries": tested}
-    answer |= {"queries_fresh": len(kept), "end_to_end": float(kept.mean())}
+    answer |= {"queries_fresh": len(unchanged), "end_to_end": float(unchanged.mean())}
     answer |= {"rows_calibration": int(drawn.sum()), "rows_fresh": int((~drawn).sum())}
     answer["exit_counts"] = np.bincount(result.exit_index, minlength=len(recorded.segments.exits)).tolist()
     answer["mean_layers"] = float(result.layers_run.mean())
@@ -86,7 +86,7 @@ def broken_top_k(recorded: Record, k: int, epsilon: float, delta: float, sets: i
     """How often the guarantee is broken on new queries: the share of calibration sets, a random quarter of the queries
     each, after which less than epsilon of the other queries keep their top k. Raises TooFew as above.
     """
-    broken, kept, layers, size = 0, 0.0, 0.0, 0
+    broken, shares, layers, size = 0, 0.0, 0.0, 0
     for drawn in tqdm(_sets(recorded, 4, sets, seed), desc="calibration sets", total=sets, delay=2):
         try:
             rule, size = choose_threshold(recorded.take(drawn), k, epsilon, delta, seed)
@@ -94,10 +94,10 @@ def broken_top_k(recorded: Record, k: int, epsilon: float, delta: float, sets: i
             raise TooFew(f"{A_SET}: {error}", 4 * error.needed) from None
         fresh = recorded.take(~drawn)
         share = queries_kept(fresh, rule, k).mean()
-        broken, kept = broken + (share < epsilon), kept + share
+        broken, shares = broken + (share < epsilon), shares + share
         layers += fresh.replay(rule).layers_run.mean()
     about = {"sets": sets, "queries_tested": size, "delta": broken / sets}
-    return about | {"kept": float(kept / sets), "mean_layers": float(layers / sets)}
+    return about | {"kept": float(shares / sets), "mean_layers": float(layers / sets)}
 
 
 def _sets(recorded: Record, parts: int, sets: int, seed: int) -> Iterator[np.ndarray]:

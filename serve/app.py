@@ -27,12 +27,12 @@ object as OpenAI's, {"error": {"message": ..., "type": ..., "param": null, "code
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from mini_ee.lab.data.lines import KEYS, decoded, json_object, rows_of_object
 from mini_ee.serve.formats import Format, Rows, check_fields, formats_of, info_of, model_of
@@ -44,6 +44,7 @@ from mini_ee.serve.http_messages import (
     Hosts,
     HTTPError,
     Inflating,
+    Request,
     check_key,
     check_kind,
     deadline_of,
@@ -51,6 +52,7 @@ from mini_ee.serve.http_messages import (
     head,
     line,
     one_line,
+    with_cors,
 )
 from mini_ee.serve.request_thresholds import FIELDS, fields_of_rows
 from mini_ee.serve.worker import ENDING, LATE, Refused, RowFuture, Worker, WrongRow, is_long
@@ -80,25 +82,6 @@ FAILED = "the model failed on this request; the server's log contains the reason
 
 class Disconnected(Exception):
     """The client has disconnected."""
-
-
-class Request(NamedTuple):
-    """What a request by POST says."""
-
-    path: str
-    fields: dict  # its JSON object
-    due: float  # its deadline, as a time of perf_counter
-    size: int  # bytes of its body
-
-
-def with_cors(respond: Callable, origins: Sequence[str]) -> Callable:
-    """The same application of ASGI, whose answers scripts of pages of these origins may read."""
-    if not origins:
-        return respond
-    from starlette.middleware.cors import CORSMiddleware
-
-    allowed = {"allow_methods": ("GET", "POST"), "allow_headers": ("authorization", "content-type")}
-    return CORSMiddleware(respond, origins, **allowed, expose_headers=("x-model-id",))
 
 
 class App:
@@ -152,7 +135,7 @@ class App:
             log.exception("a request failed")
             await app._fail(scope, send, 500, FAILED)
 
-    def chosen(self, request: "Request") -> "App":
+    def chosen(self, request: Request) -> "App":
         """The application that answers a request."""
         return self
 
@@ -210,12 +193,12 @@ class App:
         """Name -> the model as GET /v1/models shows it."""
         return {(model := model_of(self.worker.engine.runtime))["id"]: model}
 
-    async def _classify(self, request: "Request", receive: Callable, send: Callable) -> None:
+    async def _classify(self, request: Request, receive: Callable, send: Callable) -> None:
         fields = request.fields
         rows = _rows(fields, self.worker.engine.runtime.num_texts, FIELDS)
         await self._answer(fields, rows, self._row_fields(fields, len(rows)), request.due, receive, send)
 
-    async def _formatted(self, form: Format, request: "Request", receive: Callable, send: Callable) -> None:
+    async def _formatted(self, form: Format, request: Request, receive: Callable, send: Callable) -> None:
         """Answer in the format of another server."""
         _, fields, due, size = request
         runtime = self.worker.engine.runtime
@@ -229,7 +212,7 @@ class App:
         body = await _beside(size, lambda: line(form.reply(runtime, fields, rows, list(answers), sum(tokens)))["body"])
         await self._send(send, 200, body)
 
-    async def _generate(self, request: "Request", receive: Callable, send: Callable) -> None:
+    async def _generate(self, request: Request, receive: Callable, send: Callable) -> None:
         _, fields, due, _ = request
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -256,7 +239,7 @@ class App:
         await self._stream(future, pieces, receive, send)
 
     # ---- Requests ----
-    async def _request(self, scope: dict, receive: Callable) -> "Request":
+    async def _request(self, scope: dict, receive: Callable) -> Request:
         """The content of a request by POST."""
         most = MAX_BODY if scope["path"] in OWN else MAX_LONG_BODY
         body = await self._body(scope, receive, min(most, self.worker.max_open * MAX_BODY))

@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import inf
 from typing import NamedTuple
@@ -122,6 +122,25 @@ class Inflating:
 
 def _shown(value: bytes) -> str:
     return value[:80].decode("latin-1")
+
+
+class Request(NamedTuple):
+    """What a request by POST says."""
+
+    path: str
+    fields: dict  # its JSON object
+    due: float  # its deadline, as a time of perf_counter
+    size: int  # bytes of its body
+
+
+def with_cors(respond: Callable, origins: Sequence[str]) -> Callable:
+    """The same application of ASGI, whose answers scripts of pages of these origins may read."""
+    if not origins:
+        return respond
+    from starlette.middleware.cors import CORSMiddleware
+
+    allowed = {"allow_methods": ("GET", "POST"), "allow_headers": ("authorization", "content-type")}
+    return CORSMiddleware(respond, origins, **allowed, expose_headers=("x-model-id",))
 
 
 def one_line(error: Exception) -> str:

@@ -8,8 +8,8 @@ the state of each, and the values in /metrics have the label `export`. No torch.
 from collections.abc import Callable
 
 from mini_ee.lab.data.values import shortened
-from mini_ee.serve.app import App, Request
-from mini_ee.serve.http_messages import Access, HTTPError
+from mini_ee.serve.app import App
+from mini_ee.serve.http_messages import Access, HTTPError, Request
 from mini_ee.serve.monitoring import merge_pages
 from mini_ee.serve.worker import Worker
 

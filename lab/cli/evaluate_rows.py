@@ -134,13 +134,13 @@ def _top_k(recorded, rule, rows, k: int, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.top_k import queries_kept
 
     labels = ranked(predictions(recorded.logits[:, -1]), rows.texts)
-    kept = queries_kept(recorded._replace(labels=labels).take(rankable(rows.texts, k, say)), rule, k)
-    low, high = share_interval(int(kept.sum()), len(kept))
+    unchanged = queries_kept(recorded._replace(labels=labels).take(rankable(rows.texts, k, say)), rule, k)
+    low, high = share_interval(int(unchanged.sum()), len(unchanged))
     say(
-        f"{kept.mean():.1%} of {len(kept):,} queries keep the top {k} of the full model (95 % interval {low:.1%} to "
+        f"{unchanged.mean():.1%} of {len(unchanged):,} queries keep the top {k} of the full model (95 % interval {low:.1%} to "
         f"{high:.1%})."
     )
-    return {"k": k, "queries": len(kept), "kept": float(kept.mean()), "interval": [low, high]}
+    return {"k": k, "queries": len(unchanged), "kept": float(unchanged.mean()), "interval": [low, high]}
 
 
 def _overthinking(recorded, task, rows, say: Callable[[str], None]) -> dict:

@@ -355,8 +355,8 @@ def card(summary: dict) -> str:
     drawn = "texts like these, drawn like the lines of their files: a text that stands there often counts as\noften"
     if "top_k" in summary:
         drawn = f"queries like these, with as many texts each; the order among the top {summary['top_k']} may change"
-    watch = "`mini-ee serve exported --shadow .05` watches the agreement in service.\n"
-    watch = "" if summary["tolerance"] is not None or "top_k" in summary else watch
+    monitoring = "`mini-ee serve exported --shadow .05` watches the agreement in service.\n"
+    monitoring = "" if summary["tolerance"] is not None or "top_k" in summary else monitoring
     if summary["guarantee"] is None:
         tested = f"{held_out} chose the exits. No thresholds passed the test on {texts['tested']:,} more, so these"
         tested += " chose the thresholds, too: the confidence bound above does not count this choice"
@@ -373,4 +373,4 @@ different texts without labels. {tested}.
 {rows}
 
 The agreement holds for {drawn}. A guarantee is for one call: the best of several calls on the same texts has none.
-{watch}"""
+{monitoring}"""

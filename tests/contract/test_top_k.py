@@ -41,15 +41,15 @@ def top(scores, k):
 
 def kept_by_loops(record, rows, tau, k):
     """query -> whether its top k is that of the last exit."""
-    kept = {}
+    unchanged = {}
     for query in sorted({query for query, _ in rows}, key=[query for query, _ in rows].index):
         of_query = [row for row, (first, _) in enumerate(rows) if first == query]
         served = []
         for row in of_query:
             early = [number for number in record.logits[row, :-1, 0] if -number >= np.float32(tau)]
             served.append(early[0] if early else record.logits[row, -1, 0])
-        kept[query] = top(served, k) == top([record.logits[row, -1, 0] for row in of_query], k)
-    return kept
+        unchanged[query] = top(served, k) == top([record.logits[row, -1, 0] for row in of_query], k)
+    return unchanged
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -92,11 +92,11 @@ def test_the_threshold_is_the_loosest_down_to_which_every_one_passes_its_test(ep
     others = [row for row, some in zip(rows, proposes) if not some]
     expected = None
     for each in reversed(levels):
-        kept = kept_by_loops(record.take(~proposes), others, each.threshold, 2)
-        if binomial_tail(sum(not of for of in kept.values()), len(kept), 1 - epsilon) > delta:
+        unchanged = kept_by_loops(record.take(~proposes), others, each.threshold, 2)
+        if binomial_tail(sum(not of for of in unchanged.values()), len(unchanged), 1 - epsilon) > delta:
             break
         expected = each
-    assert (rule, tested) == (expected, len(kept)) and levels[0] != rule != levels[-1]
+    assert (rule, tested) == (expected, len(unchanged)) and levels[0] != rule != levels[-1]
 
 
 def test_the_guarantee_is_broken_by_delta_of_the_calibrations_at_most():
@@ -164,10 +164,10 @@ def test_the_curve_counts_queries():
 
 
 def test_queries_whose_top_k_cannot_change_are_left_out():
-    rows, said = [("a", "1"), ("b", "1"), ("a", "2"), ("a", "3")], []
-    assert rankable(rows, 2, said.append).tolist() == [True, False, True, True]
-    assert said == ["1 of 2 queries are left out: they have at most 2 texts."]
+    rows, messages = [("a", "1"), ("b", "1"), ("a", "2"), ("a", "3")], []
+    assert rankable(rows, 2, messages.append).tolist() == [True, False, True, True]
+    assert messages == ["1 of 2 queries are left out: they have at most 2 texts."]
     with pytest.raises(WrongArguments, match="expected at least 2 queries with more than 2 texts, found 1 of 2"):
-        rankable(rows, 2, said.append, 2)
+        rankable(rows, 2, messages.append, 2)
     with pytest.raises(WrongArguments, match="needs pairs of a query and a text, found single texts"):
-        rankable([("a",)], 2, said.append)
+        rankable([("a",)], 2, messages.append)

@@ -144,9 +144,9 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 def test_scripts_of_an_origin_that_is_allowed_may_read_answers(opened):
     pytest.importorskip("starlette", reason="the extra serve")
     page = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    asked = page | {"access-control-request-headers": "content-type,authorization"}
+    preflight = page | {"access-control-request-headers": "content-type,authorization"}
     with serving(engine_of(opened["two"]), Access(HERE, "secret", ("https://a.example",))) as (_, port):
-        status, _, headers = ask(port, None, "/classify", "OPTIONS", asked)
+        status, _, headers = ask(port, None, "/classify", "OPTIONS", preflight)
         assert status == 200 and headers["access-control-allow-origin"] == "https://a.example"
         assert "POST" in headers["access-control-allow-methods"]
         assert {"authorization", "content-type"} <= set(headers["access-control-allow-headers"].lower().split(", "))
@@ -154,9 +154,9 @@ def test_scripts_of_an_origin_that_is_allowed_may_read_answers(opened):
             more = JSON | {"origin": page["origin"], "authorization": f"Bearer {key}"}
             status, _, headers = ask(port, {"text": "a"}, headers=more)
             assert (status, headers["access-control-allow-origin"]) == (expected, "https://a.example")
-        assert ask(port, None, "/classify", "OPTIONS", asked | {"origin": "https://b.example"})[0] == 400
+        assert ask(port, None, "/classify", "OPTIONS", preflight | {"origin": "https://b.example"})[0] == 400
     with serving(engine_of(opened["two"])) as (_, port):
-        status, _, headers = ask(port, None, "/classify", "OPTIONS", asked)
+        status, _, headers = ask(port, None, "/classify", "OPTIONS", preflight)
         assert status == 405 and "access-control-allow-origin" not in headers
         headers = ask(port, {"text": "a"}, headers=JSON | {"origin": "https://a.example"})[2]
         assert "access-control-allow-origin" not in headers
