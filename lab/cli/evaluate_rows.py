@@ -30,7 +30,7 @@ def add(sub: ArgumentParser) -> None:
     group.add_argument("--split", help="split to evaluate (default dev if there is one, else test)")
     add_schedule(group)
     top = "of a reranker, also count the queries (first texts) that keep the K best texts of the full model"
-    group.add_argument("--top-k", type=positive, metavar="K", help=f"{top} (default K of its guarantee)")
+    group.add_argument("--top-k", type=positive, metavar="K", help=top)
     group.add_argument(
         "--overthinking",
         action="store_true",
@@ -83,8 +83,8 @@ def measure(opened, args: Namespace, say: Callable[[str], None]) -> Measured:
         say(sweep_table(answer["rows"], score_name(task.metrics)))
     if args.overthinking:
         answer["overthinking"] = _overthinking(recorded, task, rows, say)
-    if top_k := args.top_k or (opened.config.get("guarantee") or {}).get("top_k"):
-        answer["top_k"] = _top_k(recorded, rule, rows, top_k, say)
+    if args.top_k is not None:
+        answer["top_k"] = _top_k(recorded, rule, rows, args.top_k, say)
     if args.hardness:
         answer["hardness"] = _hardness(recorded, opened, task, rows, args.batch_size, say)
     return Measured(rule, task, rows, encoded, recorded, answer)
@@ -137,8 +137,8 @@ def _top_k(recorded, rule, rows, k: int, say: Callable[[str], None]) -> dict:
     unchanged = queries_kept(recorded._replace(labels=labels).take(rankable(rows.texts, k, say)), rule, k)
     low, high = share_interval(int(unchanged.sum()), len(unchanged))
     say(
-        f"{unchanged.mean():.1%} of {len(unchanged):,} queries keep the top {k} of the full model (95 % interval {low:.1%} to "
-        f"{high:.1%})."
+        f"{unchanged.mean():.1%} of {len(unchanged):,} queries keep the top {k} of the full model (95 % interval "
+        f"{low:.1%} to {high:.1%})."
     )
     return {"k": k, "queries": len(unchanged), "kept": float(unchanged.mean()), "interval": [low, high]}
 

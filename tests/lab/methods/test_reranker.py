@@ -129,7 +129,7 @@ def test_calibrate_writes_the_threshold_whose_queries_passed(exported, capsys):
 def test_evaluate_counts_the_queries_of_a_task(exported, capsys, tmp_path):
     (tmp_path / "task").mkdir()
     shutil.copy(tmp_path / "pairs.jsonl", tmp_path / "task" / "dev.jsonl")
-    words = ["evaluate", exported, "--task", tmp_path / "task", "--regression", "--json"]
+    words = ["evaluate", exported, "--task", tmp_path / "task", "--regression", "--top-k", K, "--json"]
     assert main([*map(str, words)]) == 0
     answer = json.loads(capsys.readouterr().out)["top_k"]
     unchanged = kept_by_loops(Runtime(exported), PAIRS)
