@@ -324,6 +324,8 @@ def line_of(summary: dict) -> str:
         more = f"; about {needed:,} test {unit} would do" if needed else ""
         guarantee = f"{bound_of(summary)}; {wanted} is not guaranteed{more}"
     agrees = f"Agrees with the original{within} on {summary['agreement']:.1%} of "
+    if "top_k" in summary:
+        agrees = f"Keeps the top {summary['top_k']} of the original for {summary['agreement']:.1%} of "
     if labelled:
         agrees = f"Its accuracy is {summary['accuracy']:.1%}, that of the original {summary['full_accuracy']:.1%}, on "
     return (
@@ -354,7 +356,7 @@ def card(summary: dict) -> str:
     tested = f"{held_out} chose the exits and proposed thresholds, and {texts['tested']:,} tested them"
     drawn = "texts like these, drawn like the lines of their files: a text that stands there often counts as\noften"
     if "top_k" in summary:
-        drawn = f"queries like these, with as many texts each; the order among the top {summary['top_k']} may change"
+        drawn = f"queries like these, with as many texts; the order among the top {summary['top_k']} may change"
     monitoring = "`mini-ee serve exported --shadow .05` watches the agreement in service.\n"
     monitoring = "" if summary["tolerance"] is not None or "top_k" in summary else monitoring
     if summary["guarantee"] is None:

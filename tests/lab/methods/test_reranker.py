@@ -97,7 +97,7 @@ def test_the_summary_counts_queries_as_the_exported_graph_ranks_them(added):
 def test_the_cards_say_what_is_guaranteed_of_queries(added):
     text = (added.out / "README.md").read_text()
     assert text == card(added.summary) and line_of(added.summary) in text and "queries like these" in text
-    assert f"about the top {K} on " in text and f"{added.summary['queries']} test queries" in text
+    assert f"Keeps the top {K} of the original for " in text and f"{added.summary['queries']} test queries" in text
     line = guarantee_line(Runtime(added.out / "exported").config)
     assert line.startswith(f"At least 60.0% of queries keep the {K} best texts of the full model, with confidence 80%")
 
