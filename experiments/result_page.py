@@ -169,6 +169,8 @@ def _value(comparison: Compared, figure: str) -> str:
 
 def _signed(value: float, figure: str) -> str:
     text = printed(abs(value), figure, None if is_share(figure) or abs(value) >= 10 else 3)
+    if value and not float(text.replace(",", "")):  # its sign can decide a verdict
+        text = printed(abs(value), figure, 2 if is_share(figure) else 4)
     return f"{'-' if value < 0 else '+'}{text}" if float(text.replace(",", "")) else text
 
 

@@ -80,16 +80,17 @@ plots.reliability(diagrams)
 #
 # A rule is chosen on held-out sentences, and one that looks good there may just be lucky. We can watch this happen,
 # because we have 3,000 sentences: draw 1,000 of them as if they were all we had, choose a threshold, and look at its
-# loss on the other 2,000. The *loss* of a rule is the share of sentences that only the last exit predicts correctly;
-# we accept 1%. There are two ways to choose:
+# loss on the other 2,000. A rule *loses* a sentence when its exit is wrong and the last exit is right; its loss here is
+# the share of such sentences, and not a cross-entropy. We accept 1%. There are two ways to choose:
 #
 # - *Without a bound:* the loosest threshold that loses at most 1% of the 1,000.
 # - *With a bound:* test the thresholds from the strictest to the loosest, until one fails. A test asks: if the true
 #   loss were 1%, how probable would so few losses be? When this *p-value* is at most 0.05, the threshold passes. Its
 #   losses would follow a binomial distribution, so the p-value is exact.
 #
-# The order of the thresholds is fixed before we look. To accept a rule that loses too much, the first bad one would
-# have to pass, and that is a single test at level 0.05. So no correction for many tests is needed:
+# The order of the thresholds is fixed before we look, and the tests end at the first one that fails. So a bad threshold
+# is accepted only if the first bad one in this order passes. That is one test at level 0.05, however many thresholds
+# there are, and needs no correction:
 #
 # {code} mini_ee/calibrate.py fixed_sequence
 
@@ -132,7 +133,7 @@ plots.losses(losses, accepted)
 # |---|---|---|
 # | training | 1,000 | the weights |
 # | selection | 1,000 | which thresholds are tested |
-# | test of the rules | 2,000 | nothing: they *test* the thresholds |
+# | test of the rules | 2,000 | which of these is used: the last one that passes |
 # | test | 600 | nothing: we report on them |
 
 # %%

@@ -117,10 +117,10 @@ plots.epsilon(points, exits)
 # %% [markdown]
 # ![Agreement with the full model against layers, one point per epsilon](docs/pictures/epsilon.png)
 #
-# Tokens that choose their own exit agree far more often than tokens that all stop at one layer (grey). Epsilon is
-# about each head, not about all tokens: at the loosest setting all tokens together agree less often, because the
-# second head sees only those that the first one was not confident about. At strict settings they agree more often,
-# because a token that runs to the end always agrees.
+# Tokens that choose their own exit agree far more often than tokens that all stop at one layer (grey). Each head is
+# calibrated alone to agree on a share epsilon of its tokens; nothing sets the agreement of all tokens together. At the
+# loosest setting it is lower than epsilon, because the second head sees only the tokens that the first one doubted. At
+# strict settings it is higher, because a token that runs to the end always agrees.
 #
 # ## A threshold is not yet a guarantee
 #
@@ -160,10 +160,10 @@ plots.guarantee(realised, epsilon)
 #
 # | the paper says | here |
 # |---|---|
-# | heads without labels save layers | yes |
-# | a lower epsilon exits earlier and decodes faster, and costs quality | yes |
-# | *breaking ties* is the best confidence measure | yes, better than the largest probability and the entropy |
-# | the penalty's higher entropy saves layers | no: heads that were trained without it save more |
+# | heads without labels save layers | holds |
+# | a lower epsilon exits earlier and decodes faster, and costs quality | holds |
+# | *breaking ties* is the best confidence measure | holds: better than the largest probability and the entropy |
+# | the penalty's higher entropy saves layers | untested at a real vocabulary; here heads without it save more |
 #
 # These [verdicts](results/self-supervised.md) rest on several seeds and two decoders. **Use it** when you have a
 # decoder and no labels, and when a head costs much less than the layers between two heads. Does it save *time*?

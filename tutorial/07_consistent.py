@@ -128,8 +128,8 @@ plots.curve("threshold on ConsistentEE's exits", thresholds, "curve-7.png")
 # %% [markdown]
 # ![Accuracy against layers, now with ConsistentEE](docs/pictures/curve-7.png)
 #
-# A threshold on the same exits is as good as the policy, or better. So the training of the exits, which goes on in
-# step 4, lifts this curve above those of earlier chapters, and not the decision.
+# A threshold on the same exits is as good as the policy, or better. So this curve lies above those of earlier chapters
+# because step 4 trains the exits further, and not because the policy decides well.
 #
 # The paper stops when $\pi > 0.5$. Another cut moves a trained policy to another speed, without a new training.
 #
@@ -158,8 +158,8 @@ plots.memorized(means)
 #
 # | the paper says | here |
 # |---|---|
-# | it saves more layers than earlier methods | more than PABEE and BERxiT, but not more than a confidence threshold |
-# | the memorized layer measures how hard an example is | yes: it correlates with the loss |
+# | it saves more layers than earlier methods | holds for PABEE and BERxiT, fails for a confidence threshold |
+# | the memorized layer measures how hard an example is | holds: it correlates with the loss |
 # | the hardness-guided reward is better than the vanilla one | undecided |
 #
 # These [verdicts](results/consistentee.md) rest on TREC and SST-2, with five seeds. **Use it** when the speed has to

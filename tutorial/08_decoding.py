@@ -99,10 +99,10 @@ for name, several in texts.items():
     print(f"{name:13} {layers:14.2f} {agreement:11.2f} {speed:9.2f}x")
 
 # %% [markdown]
-# Both save time. For `recompute` this is a surprise, because in the end it runs nearly all layers for nearly all
-# tokens (the first exercise counts them). It runs them in *blocks*: five tokens that catch up together cost little
-# more than one, because a step of a small decoder is dominated by starting its operations and by reading weights.
-# Copying saves more time, and costs agreement.
+# Both save time. For `recompute` this is a surprise: the table counts the layer at which a token exits, but later
+# tokens make it run nearly all layers for nearly all tokens (the first exercise counts them). It runs them in *blocks*:
+# five tokens that catch up together cost little more than one, because a step of a small decoder is dominated by
+# starting its operations and by reading weights. Copying saves more time, and costs agreement.
 #
 # **When decoding gets slower.** A head multiplies the state by the whole vocabulary. When a head costs about as much
 # as the layers that it can save, exits make decoding slower, even when they save layers: the

@@ -4,8 +4,8 @@
 # 13 minutes to read, 40 seconds to run
 #
 # **You have a fine-tuned classifier, and texts, but no labels.** `add-exits` leaves the model as it is and adds heads
-# after earlier layers, which learn what the model predicts. It chooses thresholds on held-out texts, and tests the
-# agreement with the model on others.
+# after earlier layers, which learn what the model predicts, as in chapter 5. It chooses thresholds on held-out texts,
+# and tests the agreement with the model on others.
 #
 # Any Hugging Face folder of a `...ForSequenceClassification` will do. Ours is the built-in BERT, fine-tuned on 1,000
 # reviews by `tutorial/classifier.py`:

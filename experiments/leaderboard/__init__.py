@@ -33,7 +33,7 @@ def make_leaderboard(
     device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> dict:
-    """Train and record what is missing, with one thread, then write OUT/leaderboard.md from all records.
+    """Write OUT/leaderboard.md from the records that are there, train and record what is missing, and write it again.
 
     only: a method; seeds: the first seed, and their number. A training that another process runs is left to it, so
     several calls share the work. device: of the trainings; times of rules are of the CPU. A training that fails is
@@ -55,6 +55,8 @@ def make_leaderboard(
     places = Places(out, found, {exam.name: exam.read(found) for exam in chosen}, say)
     number = sum(len(missing(out, job, all_seeds)) for job in work)
     say(f"{len(names)} methods, {len(chosen)} exams, {len(all_seeds)} seeds: {number} records to make.")
+    if number:
+        _page(out, quick, say)  # of the records that are there, because the others take hours
     decoder_seeds = all_seeds[:1] if quick else all_seeds
     threads, failed, waiting = torch.get_num_threads(), [], []
     torch.set_num_threads(1)  # times are of one thread; a second process may use another core
@@ -67,12 +69,19 @@ def make_leaderboard(
         torch.set_num_threads(threads)
     if waiting:
         say(f"{len(waiting)} trainings are left to other processes, which are running them.")
-    with FileLock(out / ".pages.lock"):
-        path = write_page(out, quick)
-    say(f"Page: {path}" if path else f"No page: {REFERENCE} has no record, and all methods are compared with it.")
+    path = _page(out, quick, say)
     if failed:
         raise ValueError(f"{len(failed)} trainings failed: {'; '.join(failed)}")
     return {"paper": "leaderboard", "page": str(path or ""), "ran": number, "wall_seconds": time.perf_counter() - begin}
+
+
+def _page(out: Path, quick: bool, say: Callable[[str], None]) -> Path | None:
+    """Write the pages of the records that are there."""
+    out.mkdir(parents=True, exist_ok=True)
+    with FileLock(out / ".pages.lock"):
+        path = write_page(out, quick)
+    say(f"Page: {path}" if path else f"No page: {REFERENCE} has no record, and all methods are compared with it.")
+    return path
 
 
 def _decoders(seeds: Sequence[int], only: str | None, quick: bool, places: Places, failed: list[str]) -> int:

@@ -156,11 +156,13 @@ def precision_figures(figures: dict) -> dict:
             where, interval = (_recording(one[key]) for key in ("from", "on")), map(percent, one["interval"])
             counted = f"{one['violated']} of {one['sets']}", " to ".join(interval), percent(one["early"])
             guarantees.append([name, *where, *counted])
-    of_int8 = [of["precisions"]["int8"]["time"] for of in figures["tasks"].values()]
+    of_int8 = [of["precisions"]["int8"] for of in figures["tasks"].values()]
+    all_layers, by_rule = ([one[key] for one in of_int8] for key in ("time", "time_by_rule"))
     found = figures["processor"]
     return {
         **{"quality_rows": quality, "cost_rows": cost, "int8_guarantee_rows": guarantees},
-        **{"int8_least": min(of_int8), "int8_most": max(of_int8), "timed": TIMED_TEXTS, "batch": BATCH, "sets": SETS},
+        **{"int8_least": min(all_layers), "int8_most": max(all_layers), "timed": TIMED_TEXTS, "batch": BATCH},
+        **{"sets": SETS, "int8_rule_least": min(by_rule), "int8_rule_most": max(by_rule)},
         **{"epsilon": EPSILON, "delta": DELTA},
         "processor": f"{found['name']}, with{'' if found['vnni'] else 'out'} VNNI",
     }

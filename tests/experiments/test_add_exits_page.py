@@ -77,7 +77,7 @@ def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
     assert "400 of SST-2, 400 of TREC." in words
     end = text.partition("How each part was measured")[2]
     assert "| one-file | 0.5 | A processor | x86_64, 2 cores | 2 | c0 |\n" in end
-    assert "- Checksum (sha256) of TREC: abc.\n" in end
+    assert "- Checksum (sha256) of TREC: abc (of a folder" in end
     assert (tmp_path / "add-exits.png").exists() and (tmp_path / "add-exits-texts.png").exists()
 
 

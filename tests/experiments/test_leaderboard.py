@@ -469,3 +469,12 @@ def test_rules_replayed_from_a_record_do_what_the_model_does(name, checkpoint_fo
             assert np.allclose(one[equal], other[equal], rtol=1e-5), cost
     assert min(same) >= 0.9 and np.mean(same) >= 0.98  # a confidence that equals its threshold may be rounded
     assert abs(read.full_flops / live.full_flops - 1) < 1e-6
+
+
+def test_the_pages_come_before_the_trainings_and_after_them(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(leaderboard, "write_page", lambda out, quick: steps.append("page"))
+    monkeypatch.setattr(leaderboard, "run_all", lambda work, *_: steps.append("train") or [])
+    monkeypatch.setattr(leaderboard, "run_decoders", lambda *_: 0)
+    leaderboard.make_leaderboard(quick=True, only="joint", out=tmp_path / "new", say=lambda line: None)
+    assert steps[0] == steps[-1] == "page" and steps.count("page") == 2 and "train" in steps

@@ -4,6 +4,7 @@ Nothing is trained."""
 import ast
 import csv
 import math
+import os
 import re
 from collections import Counter
 from itertools import takewhile
@@ -495,6 +496,7 @@ def test_the_committed_first_page_is_the_mean_of_the_tasks_and_has_joint_trainin
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("MINI_EE_FULL" not in os.environ, reason="replays all records: set MINI_EE_FULL=1")
 def test_the_pages_have_the_figures_of_the_records(monkeypatch, few_candidates):
     """To the byte. Of METHODS.md all but the lines of code, which change with every edit."""
     pytest.importorskip("matplotlib")
