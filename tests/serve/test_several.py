@@ -120,8 +120,8 @@ def test_a_request_without_the_key_is_401_and_one_line(opened, given):
         more = {} if given is None else {"authorization": given}
         for path, body in (("/classify", {"text": "a"}), ("/metrics", None), ("/v1/models", None), ("/none", None)):
             status, answer, headers = ask(port, body, path, "POST" if body else "GET", JSON | more)
-            line = answer["error"]["message"] if path.startswith("/v1/") else answer["error"]
             assert status == 401 and headers["www-authenticate"] == "Bearer"
+            line = answer["error"]["message"] if path.startswith("/v1/") else answer["error"]
             assert line.startswith("expected the header Authorization: Bearer KEY") and "secret" not in line
         assert ask(port, None, "/health", "GET", more)[0] == ask(port, None, "/live", "GET", more)[0] == 200
         assert not worker.metrics.requests["answered"]
