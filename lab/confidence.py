@@ -6,6 +6,10 @@ same code also runs on graph values (lab/export/tracing.py).
 If an input may have several labels at once, each logit is that of a sigmoid, and one measure suits:
 
     weakest_label         this project                     [.5, 1]     probability of the least confident of C decisions
+
+If a model ranks texts by one number (C = 1), a text with a low number is surely not among the best:
+
+    low_score             this project                     any         minus the number
 """
 
 from collections.abc import Sequence
@@ -29,6 +33,17 @@ def weakest_label(logits: np.ndarray) -> np.ndarray:
     return np.reciprocal(1 + np.exp(-abs(logits).min(axis=1)))
 
 
+def low_score(logits: np.ndarray) -> np.ndarray:
+    """Of one number, minus that number.
+
+    >>> low_score(np.array([[2.0], [-1.5]]))
+    array([-2. ,  1.5])
+    """
+    if logits.ndim != 2 or logits.shape[1] != 1:
+        raise ValueError(f"expected logits (N, 1), found {logits.shape}")
+    return -logits[:, 0]
+
+
 _RANGES = {
     "max_probability": (0.0, 1.0),
     "entropy": (-np.inf, 0.0),
@@ -42,7 +57,10 @@ MEASURES = {name: (function, *_RANGES[name]) for name, function in FUNCTIONS.ite
 LABEL_MEASURES = {"weakest_label": (weakest_label, 0.5, 1.0)}
 """The same for several labels at once."""
 
-OF_LOGITS = MEASURES | LABEL_MEASURES
+NUMBER_MEASURES = {"low_score": (low_score, -np.inf, np.inf)}
+"""The same for one number."""
+
+OF_LOGITS = MEASURES | LABEL_MEASURES | NUMBER_MEASURES
 
 
 def named(logits: np.ndarray, names: Sequence[str], multi_label: bool = False) -> tuple[list, list]:

@@ -6,20 +6,20 @@
                           that of a model with one label is the sigmoid, and the number itself is its raw score
     POST /rerank          text-embeddings-inference, for pairs with one label: {"query": "A film?", "texts": [...]};
                           raw_scores, return_text -> [{"index": 2, "score": 0.98}, ...], the best text first
-    POST /v1/rerank       Jina and Cohere, the same: {"query": "A film?", "documents": [...]}, each a text or
-                          {"text": ...}; top_n, return_documents (default true)
+    POST /v1/rerank       Jina and Cohere, whose second client has /v2/rerank: {"query": "A film?", "documents": [...]},
+                          each a text or {"text": ...}; top_n, return_documents (default true)
                           -> {"model": ..., "results": [{"index": 2, "relevance_score": 0.98, "document": {...}}], ...}
     POST /embed           text-embeddings-inference, for a sentence encoder: {"inputs": "A film."} or a list of texts;
                           normalize (default true), dimensions -> [[0.1, ...], ...]
     POST /v1/embeddings   OpenAI: {"input": "A film."} or a list of texts; encoding_format float or base64, dimensions
                           -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [...]}], ...}
 
-    GET /v1/models        OpenAI: the one model          GET /info   text-embeddings-inference: limits and labels
+    GET /v1/models        OpenAI: the models             GET /info   text-embeddings-inference: limits and labels
 
 Those of text-embeddings-inference take truncate: with false a text that would be cut is refused. The fields HARMLESS
 are not read; another field that is not known here is refused, because it could change the answer elsewhere. With
 `dimensions` an embedding is cut and scaled to length 1. Those of embeddings take prompt_name, a prompt of the encoder;
-without it a text gets the default prompt.
+without it a text gets the default prompt. In place of a text, they take the token ids of this model's tokenizer.
 """
 
 import base64
@@ -31,7 +31,8 @@ import numpy as np
 from mini_ee import __version__
 from mini_ee.lab.confidence import sigmoid
 from mini_ee.lab.data.files import MANIFEST
-from mini_ee.lab.data.sentence_prompts import with_prompt
+from mini_ee.lab.data.rankings import best_first
+from mini_ee.lab.data.sentence_prompts import Prompted, with_prompt
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.rules import log_softmax
@@ -63,7 +64,8 @@ def formats_of(runtime: Runtime) -> dict[str, Format]:
     return {
         "/predict": Format(("inputs", "raw_scores", *CUT), _predict_rows, _predict_reply),
         "/rerank": Format(("query", "texts", "raw_scores", "return_text", *CUT), _rerank_rows, _rerank_reply),
-        "/v1/rerank": Format(("query", "documents", "top_n", "return_documents"), _jina_rows, _jina_reply),
+        "/v1/rerank": (jina := Format(("query", "documents", "top_n", "return_documents"), _jina_rows, _jina_reply)),
+        "/v2/rerank": jina,  # the path of Cohere's second client
     }
 
 
@@ -77,7 +79,7 @@ def check_fields(fields: dict, known: Container[str]) -> None:
 def model_of(runtime: Runtime) -> dict:
     """The model as OpenAI's GET /v1/models shows it."""
     created = int((runtime.folder / MANIFEST).stat().st_mtime)
-    return {"id": _name(runtime), "object": "model", "created": created, "owned_by": "mini_ee"}
+    return {"id": runtime.name, "object": "model", "created": created, "owned_by": "mini_ee"}
 
 
 def info_of(runtime: Runtime, max_open: int, batch: int) -> dict:
@@ -88,7 +90,7 @@ def info_of(runtime: Runtime, max_open: int, batch: int) -> dict:
     kind = "classifier" if len(labels) > 1 else "reranker"
     pooling = runtime.config.get("pool")
     return {
-        "model_id": _name(runtime),
+        "model_id": runtime.name,
         "model_sha": runtime.model_id,
         "model_dtype": runtime.config["precision"],
         "model_type": {"embedding": {"pooling": POOLING.get(pooling, pooling)}} if runtime.embeds else {kind: named},
@@ -103,10 +105,6 @@ def info_of(runtime: Runtime, max_open: int, batch: int) -> dict:
         "sha": None,
         "docker_label": None,
     }
-
-
-def _name(runtime: Runtime) -> str:
-    return runtime.folder.absolute().name
 
 
 # ---- text-embeddings-inference ----
@@ -170,7 +168,7 @@ def _ranked(answers: list, raw: bool) -> list[tuple[int, float]]:
     """The index and the score of each text, the best first."""
     logits = np.array([answer.logits[0] for answer in answers])
     scores = (logits if raw else sigmoid(logits)).tolist()
-    return [(at, scores[at]) for at in np.argsort(-logits, kind="stable").tolist()]
+    return [(at, scores[at]) for at in best_first(logits).tolist()]
 
 
 def _embed_rows(runtime: Runtime, fields: dict) -> Rows:
@@ -210,7 +208,7 @@ def _openai_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tok
     packed = fields.get("encoding_format") == "base64"
     values = [base64.b64encode(each.astype("<f4").tobytes()).decode() if packed else each.tolist() for each in vectors]
     data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
-    return {"object": "list", "data": data, "model": _name(runtime), "usage": _usage(tokens)}
+    return {"object": "list", "data": data, "model": runtime.name, "usage": _usage(tokens)}
 
 
 def _jina_rows(runtime: Runtime, fields: dict) -> Rows:
@@ -230,7 +228,7 @@ def _jina_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, token
         {"index": at, "relevance_score": score} | ({"document": {"text": rows[at][1]}} if shown else {})
         for at, score in _ranked(answers, False)[: fields.get("top_n")]
     ]
-    return {"object": "list", "model": _name(runtime), "results": results, "usage": _usage(tokens)}
+    return {"object": "list", "model": runtime.name, "results": results, "usage": _usage(tokens)}
 
 
 def _usage(tokens: int) -> dict[str, int]:
@@ -243,12 +241,13 @@ def _usage(tokens: int) -> dict[str, int]:
 def _texts(runtime: Runtime, fields: dict, key: str) -> Rows:
     """The texts of a request for embeddings, with the prompt of `prompt_name`, and a check of `dimensions`."""
     given, size = fields.get(key), runtime.config["num_labels"]
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        found = shortened(given)
-        if _are_ids(given):
-            found = "token ids, perhaps of another tokenizer; in LangChain give check_embedding_ctx_length=False"
-        raise ValueError(f"expected {key} as a text or a list of texts, found {found}")
+    texts = [given] if isinstance(given, str) or _are_ids(given) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) or _are_ids(text) for text in texts):
+        raise ValueError(f"expected {key} as a text, a list of texts, or token ids, found {shortened(given)}")
+    if any(not isinstance(text, str) for text in texts):
+        if fields.get("prompt_name") is not None:
+            raise ValueError(f"expected {key} as texts if there is a prompt_name, found token ids; leave it out")
+        texts = [text if isinstance(text, str) else _text_of(runtime, text) for text in texts]
     dimensions = fields.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= size):
         raise ValueError(f"expected dimensions from 1 to {size}, found {shortened(dimensions)}")
@@ -256,10 +255,26 @@ def _texts(runtime: Runtime, fields: dict, key: str) -> Rows:
 
 
 def _are_ids(given: object) -> bool:
-    """Whether these are token ids, or lists of them."""
-    while isinstance(given, list) and given:
-        given = given[0]
-    return type(given) is int
+    return isinstance(given, list) and bool(given) and all(type(number) is int for number in given)
+
+
+def _text_of(runtime: Runtime, ids: list[int]) -> str:
+    """The text that the encoder's tokenizer turns into these ids; no prompt is put in front.
+
+    Clients may have another tokenizer, whose ids would give a wrong embedding. So the ids must have the special tokens
+    around them. Raises ValueError for others, and for ids that no text has.
+    """
+    tokenizer, known = runtime.tokenizer, range(runtime.config["backbone"]["vocab_size"])
+    if len(ids) <= runtime.config["max_length"] and all(number in known for number in ids):
+        around = tokenizer.ids_of("")
+        before = next((at for at, (one, other) in enumerate(zip(around, ids)) if one != other), len(around))
+        inside = ids[before : len(ids) - len(around) + before] if around else []
+        text = Prompted(tokenizer.backend.decode(inside, skip_special_tokens=False))
+        if text.strip() and runtime.encode([(text,)]).ids[0].tolist() == ids:
+            return text
+    expected = "token ids of this model's tokenizer, special tokens among them"
+    advice = "send the text; in LangChain give check_embedding_ctx_length=False"
+    raise ValueError(f"expected {expected}, at most {runtime.config['max_length']}, found {shortened(ids)}; {advice}")
 
 
 def _vectors(answers: list, dimensions: int | None, normalize: bool) -> np.ndarray:

@@ -568,6 +568,10 @@ RULES = [
     ("backbones.bert.LayerContext.repeat", always(lambda self, count: self._replace(padding=self.padding.repeat_interleave(count, 0))), NEW + "the_context_of_a_repeated_batch_repeats_it[bert]"),
     ("backbones.bert.Bert.run_layers", lambda true: lambda self, *given: true(self, *given[:4]), NEW + "adapters_see_every_projection_of_every_layer_that_runs[bert]"),
     ("backbones.llama.Decoder.run_layers", lambda true: lambda self, hidden, context, start, stop: true(self, hidden, context, min(start + 1, stop), stop), NEW + "layers_chained_one_by_one_are_the_whole_model[llama]"),
+    ("data.rankings.top_k_kept", source("(-numbers, query)", "(numbers, query)"), "top_k.py::test_the_top_k_is_a_set_and_of_equal_numbers_the_earlier_text_is_better[2]"),
+    ("data.rankings.top_k_kept", source("(moved == 0)", "(moved <= 2)"), "top_k.py::test_a_query_is_kept_or_not_as_a_loop_over_its_texts_says"),
+    ("top_k.choose_threshold", source("recorded.take(~proposes)", "recorded.take(proposes)"), "top_k.py::test_the_threshold_is_the_loosest_down_to_which_every_one_passes_its_test[0.8-0.1]"),
+    ("training.holdout.split_rows", source("task.top_k is None", "task"), "top_k.py::test_all_texts_of_a_query_are_in_one_part"),
 ]
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
 ENCODERS = "trained_encoders.py::test_"
@@ -846,6 +850,9 @@ OF_SERVING = [
     ("export.engine.calibrated_engine", always(lambda manifest: Engine()), "test_openvino.py::test_a_guarantee_of_another_engine_is_not_claimed[f32 in bf16]"),
     ("serve.monitoring.stricter", always(lambda rule: rule), "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests"),
     ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
+    ("serve.http_messages.check_key", source("not hmac.compare_digest(given.strip(), key.encode())", "given.strip().lower() != key.encode()"), "test_several.py::test_a_request_without_the_key_is_401_and_one_line[Bearer Secret]"),
+    ("serve.several.Several.chosen", always(lambda self, request: self.apps["words"]), "test_several.py::test_a_request_is_answered_by_the_export_that_it_names[/classify-fields0-names0]"),
+    ("serve.http_messages.Inflating.pieces", source("(part, PIECE)", "(part)"), "test_several.py::test_what_a_small_body_inflates_to_is_limited_while_it_is_read"),
 ]
 
 if find_spec("openvino"):

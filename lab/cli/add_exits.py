@@ -68,5 +68,6 @@ def run(args, say) -> dict:
         say(table(summary["depths"], headings | {"speedup": "times as fast:.2f"}))
         say(f"ONNX: {exported}. Try: mini-ee embed {exported} texts.txt --out embeddings.npy")
     elif summary["pays"]:
-        say(f'ONNX: {exported}. Try: echo "A text." | mini-ee run {exported}')
+        line = r"printf 'A text.\tAnother.\n'" if len(rows[0].texts) == 2 else 'echo "A text."'
+        say(f"ONNX: {exported}. Try: {line} | mini-ee run {exported}")
     return summary | {"out": str(args.out)}

@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, fields, replace
 from typing import TYPE_CHECKING
 
 from mini_ee.lab.cli.command_options import READERS, help_of, named_run
-from mini_ee.lab.confidence import LABEL_MEASURES
+from mini_ee.lab.confidence import LABEL_MEASURES, NUMBER_MEASURES
 from mini_ee.lab.data.settings import flag_of
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import RULES as OF_METHODS
@@ -154,8 +154,12 @@ def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     if missing:
         raise ValueError(f"the rule {name} needs {', '.join(flag_of(field.name, field.metadata) for field in missing)}")
     if "measure" in known:
-        if not run.config.get("task", {}).get("label_names", True):
-            raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")
+        one_number = not run.config.get("task", {}).get("label_names", True)
+        if (given.get("measure", run.default_measure) in NUMBER_MEASURES) != one_number:
+            why = "a regression task has no confidence: use --rule fixed, --rule patience or --measure low_score"
+            raise ValueError(
+                why if one_number else f"--measure {given['measure']} is for a model that gives one number"
+            )
         if (given.get("measure", run.default_measure) in LABEL_MEASURES) != run.multi_label:
             word = "needs" if run.multi_label else "has no use for"
             count = "several labels" if run.multi_label else "one label"

@@ -21,6 +21,7 @@ import mini_ee.lab.data.metrics as metrics
 from mini_ee.lab.data.columns import Columns, TaskOptions, positions
 from mini_ee.lab.data.files import json_sha256
 from mini_ee.lab.data.glue import GLUE, GlueTask
+from mini_ee.lab.data.rankings import top_k_kept
 from mini_ee.lab.data.reviews import read_reviews
 from mini_ee.lab.data.table_files import SUFFIXES, file_error, kind_of
 from mini_ee.lab.data.text_files import InputRow, TextReader
@@ -78,6 +79,7 @@ class Task:
     folder, options: the absolute path of its folder or file, and how it was read. None: the built-in task.
     multi_label: whether an example may have several labels at once; then `labels` are numbers of sets of them.
     tolerance: of a regression whose score is the share of numbers that differ from the label by no more; None: no such.
+    top_k: of pairs whose score is the share of queries that keep their k best texts; labels are RANKED (rankings.py).
     """
 
     name: str
@@ -88,10 +90,16 @@ class Task:
     options: TaskOptions = TaskOptions()
     tolerance: float | None = None
     multi_label: bool = False
+    top_k: int | None = None
 
     @property
     def regression(self) -> bool:
         return not self.label_names
+
+    @property
+    def counts_agreement(self) -> bool:
+        """Whether numbers are right or wrong, like classes."""
+        return self.tolerance is not None or self.top_k is not None
 
     @property
     def num_labels(self) -> int:
@@ -132,7 +140,12 @@ class Task:
         return replace(self, splits=self.splits | others), {name: int(rows.sum()) for name, rows in seen.items()}
 
     def agrees(self, predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Which predictions are the label, or within the tolerance of it: (..., N) bool."""
+        """Which predictions are the label, or within the tolerance of it: (..., N) bool.
+
+        In a ranking, which queries keep their top k: (..., Q) bool.
+        """
+        if self.top_k is not None:
+            return top_k_kept(predictions, labels, self.top_k)
         return predictions == labels if self.tolerance is None else abs(predictions - labels) <= self.tolerance
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -140,7 +153,7 @@ class Task:
 
         predictions, labels: (N,) class indices, or numbers for regression.
         """
-        if self.tolerance is not None:
+        if self.counts_agreement:
             within = float(self.agrees(predictions, labels).mean())
             return {"agreement": within, "score": within}
         own = metrics.score(self.metrics, predictions, labels)

@@ -214,7 +214,7 @@ class RowSegments(Segments):
 
 
 class RowData(NamedTuple):
-    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression."""
+    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression, RANKED for a ranking."""
 
     encoded: Encoded
     labels: np.ndarray
@@ -235,7 +235,7 @@ class RowData(NamedTuple):
     def batch(self, rows: np.ndarray, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
         """The inputs of a model's `states`, and the labels (B,)."""
         inputs = self.encoded.batch(rows)
-        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, self.labels[rows])
+        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, self.targets()[rows])
         *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
         return tuple(ids), labels
 
@@ -256,7 +256,7 @@ class RowData(NamedTuple):
         if self.known is not None:
             columns, states = [self.known.layers.index(layer) for layer in model.exits], self.known.states
             states = states if len(columns) == states.shape[1] else states[:, columns]
-            return States(states, torch.from_numpy(self.labels), *self._about())
+            return States(states, torch.from_numpy(self.targets()), *self._about())
         if allocate is None:
             from mini_ee.lab.exits.state_store import in_memory as allocate
         device, stored = next(model.parameters()).device, None
@@ -269,7 +269,11 @@ class RowData(NamedTuple):
             stored = stored or allocate((len(self), *found.shape[1:]))
             stored.states[rows] = found
             stored.wrote(number + 1, last=number + 1 == len(batched))
-        return States(stored.states, torch.from_numpy(self.labels), *self._about())
+        return States(stored.states, torch.from_numpy(self.targets()), *self._about())
+
+    def targets(self) -> np.ndarray:
+        """The labels that a loss reads: those of a ranking without their queries."""
+        return self.labels["score"].copy() if self.labels.dtype.names else self.labels
 
     def _about(self) -> tuple:
         return self.order, self.steps, self.scores_of

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mini_ee.lab.confidence import NUMBER_MEASURES
 from mini_ee.lab.export.engine import Engine, calibrated_engine
 
 CARD = "README.md"
@@ -55,6 +56,7 @@ COMMANDS = {
 }
 ANSWERS = ('echo "A text." | mini-ee run DIR', '{"text": "A text."}', "/classify")
 PAIRS = (r"printf 'A text.\tAnother.\n' | mini-ee run DIR", '{"text": "A text.", "text_b": "Another."}', "/classify")
+RANKING = (PAIRS[0], '{"query": "A text.", "texts": ["Another.", "A third."]}', "/rerank")
 """Of a unit: the command for one text, the body of a request, and its path."""
 
 
@@ -71,10 +73,17 @@ def card(manifest: dict) -> str:
 def _metadata(manifest: dict) -> str:
     """The block that Hugging Face's Hub reads."""
     task, library = HUB[manifest["unit"]]
+    task = "text-ranking" if _ranks(manifest) else task
     about = (
         {"pipeline_tag": task, "library_name": library} | manifest.get("original", {}) | {"tags": "[onnx, early-exit]"}
     )
     return "\n".join(["---", *(f"{key}: {value}" for key, value in about.items()), "---"])
+
+
+def _ranks(manifest: dict) -> bool:
+    """Whether it gives a pair of texts one number."""
+    task = manifest.get("task", {})
+    return manifest["unit"] == "rows" and task.get("texts") == 2 and not task["label_names"]
 
 
 def _about(manifest: dict) -> str:
@@ -128,6 +137,9 @@ def guarantee_line(manifest: dict) -> str:
     elif "cosine" in found:
         what = f"at least {found['epsilon']:.1%} of texts have a cosine of {found['cosine']:g} to the full embedding"
         what += f", with confidence {1 - found['delta']:.1%}"
+    elif "top_k" in found:
+        what = f"at least {1 - found['max_loss']:.1%} of queries keep the {found['top_k']} best texts of the full model"
+        what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} other queries"
     elif "delta" in found:
         what = (
             f"at each exit, at least {found['epsilon']:.1%} of the texts that are as confident have the prediction of"
@@ -146,10 +158,12 @@ def guarantee_line(manifest: dict) -> str:
 def _no_guarantee(manifest: dict) -> str:
     """How to get a guarantee; calibrated.check_calibratable refuses other exports."""
     graphs, row_unit = manifest["graphs"], manifest["unit"] not in ("tokens", "embeddings")
-    if row_unit and not manifest["task"]["label_names"] or len(manifest["exits"]) == 1:
+    ranks = _ranks(manifest) and manifest["rule"].get("measure") in NUMBER_MEASURES
+    if row_unit and not manifest["task"]["label_names"] and not ranks or len(manifest["exits"]) == 1:
         return "None."
     if row_unit and "threshold" in graphs["model"]["inputs"] and "model_web" not in graphs:
-        return "None: `mini-ee calibrate DIR --text FILE --epsilon .95 --delta .05` gives one."
+        top_k = " --top-k 10" * ranks
+        return f"None: `mini-ee calibrate DIR --text FILE{top_k} --epsilon .95 --delta .05` gives one."
     return "None: `mini-ee calibrate` gives its run one; then export the run again."
 
 
@@ -157,11 +171,13 @@ def _measured(manifest: dict) -> list[str]:
     lines = []
     if found := manifest.get("calibration"):
         source = ", ".join(str(found[key]) for key in ("task", "split") if found.get(key))
+        others, what = f"{found['rows_fresh']} other rows", "have the prediction of the last exit"
+        if "queries_fresh" in found:
+            others, what = f"{found['queries_fresh']} other queries", "keep the best texts of the last exit"
         lines.append(
             f"Calibrated on this graph with {found['rows_calibration']} rows of {source}, in batches of "
-            f"{found['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {found['rows_fresh']} others, "
-            f"{found['end_to_end']:.1%} have the prediction of the last exit, after {found['mean_layers']:.2f} layers "
-            f"on average."
+            f"{found['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {others}, "
+            f"{found['end_to_end']:.1%} {what}, after {found['mean_layers']:.2f} layers on average."
         )
     verified = manifest.get("verified")
     if verified:
@@ -179,7 +195,8 @@ def _measured(manifest: dict) -> list[str]:
 
 def _use(manifest: dict) -> str:
     pairs = manifest.get("task", {}).get("texts") == 2
-    line, body, path = COMMANDS.get(manifest["unit"], PAIRS if pairs else ANSWERS)
+    usual = RANKING if _ranks(manifest) else PAIRS if pairs else ANSWERS
+    line, body, path = COMMANDS.get(manifest["unit"], usual)
     engine = calibrated_engine(manifest)
     options = "" if engine == Engine() else f" {engine.options}"
     shadow = " --shadow .05" if manifest["unit"] in ("rows", "prompts") and manifest["task"]["label_names"] else ""

@@ -149,6 +149,7 @@ class Runtime:
         segments: Segments | None = None,
     ):
         self.folder, self.provider, self._threads = Path(folder), None, threads
+        self.name = self.folder.absolute().name  # by which a server's clients know it
         self.exits, self.model_id = tuple(self.config["exits"]), file_sha256(self.folder / MANIFEST)[:ID_DIGITS]
         with blaming_manifest(self.folder):
             self._sizes = vocabulary_sizes(self.config)

@@ -28,7 +28,7 @@ def kept_model_stage(model: FrozenClassifier, head_loss: HeadLoss) -> Stage:
         """The heads of a regression start at the mean of the model's numbers, of whatever scale they are."""
         if model.num_labels == 1:
             for head in model.heads[:-1]:
-                nn.init.constant_(head.out.bias, float(train.labels.mean()))
+                nn.init.constant_(head.out.bias, float(train.targets().mean()))
 
     def loss(model: FrozenClassifier, batch: Batch) -> Tensor:
         logits = (model.classify(k, batch.states[k]) for k in range(last))

@@ -13,6 +13,7 @@ from mini_ee.lab.backbones.fine_tuned import is_multi_label, label_names
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.files import json_sha256
 from mini_ee.lab.data.model_files import model_sha256s
+from mini_ee.lab.data.rankings import ranked
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
@@ -89,7 +90,7 @@ def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dic
         )
     begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
     if request.method.keeps_model:
-        begun_with |= {"tolerance": task.tolerance, "keep_exits": request.common.keep_exits}
+        begun_with |= {"tolerance": task.tolerance, "top_k": task.top_k, "keep_exits": request.common.keep_exits}
     return TrainingData(train, held, test, begun_with)
 
 
@@ -106,7 +107,7 @@ def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingD
     if len(data.more):
         tested = _recorded(model, data.more, request.train.batch_size)
     wanted = {"max_loss": common.max_loss, "confidence": common.confidence}
-    if task.regression:
+    if task.regression and not task.counts_agreement:
         wanted["label_range"] = float(np.ptp(data.train.labels))
     chosen = default_rule(recorded, tested, task, **wanted, candidates=request.method.candidates)
     observed, labelled = tested if len(data.more) else recorded, common.labelled or not request.method.keeps_model
@@ -168,10 +169,12 @@ def _labelled_by_model(request: Request, backbone: nn.Module, tokenizer: Tokeniz
     own = predictions(found.logits(model, [len(exits) - 1])[:, 0], task)[places]
     metrics = task.metrics if task.regression else ("accuracy",)
     labels = rows.labels if request.common.labelled else own
-    task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
-    if task.regression:  # from the training texts alone: what tests the agreement must not define it
+    if task.top_k is not None:
+        labels = ranked(own, rows.texts)
+    elif task.regression:  # from the training texts alone: what tests the agreement must not define it
         own_tolerance = TOLERANCE * float(own[: ends[1]].std())
         task = replace(task, tolerance=request.common.tolerance or own_tolerance)
+    task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
     states = [found.states[: ends[1]], *(found.states[places[a:b]] for a, b in zip(ends[1:], ends[2:]))]
     return [
         RowData(encode(tokenizer, rows.texts[a:b], backbone), labels[a:b], task, Known(model.exits, known))

@@ -201,6 +201,14 @@ class AddOptions(Settings):
         above=0,
         default_text="a tenth of the standard deviation of the model's numbers",
     )
+    top_k: int | None = option(
+        None,
+        "number of best texts of a query that must stay the best, if the model is a reranker; --agreement then counts "
+        "queries, which are the pairs with the same first text",
+        least=1,
+        metavar="K",
+        default_text="none: the numbers must agree within --tolerance",
+    )
     cosine: float | None = option(
         None,
         "least mean cosine to the full embedding, if the model is a sentence encoder: the shallowest such depth counts",
