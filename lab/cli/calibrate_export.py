@@ -54,7 +54,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     texts, source = _texts(args, runtime)
     size = args.batch_size or BATCH
     recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
-    labels = Task(runtime.config["method"], tuple(runtime.label_names), (), {}, multi_label=runtime.multi_label)
+    kinds = {"multi_label": runtime.multi_label, "token_kind": runtime.token_task.kind if runtime.token_task else ""}
+    labels = Task(runtime.config["method"], tuple(runtime.label_names), (), {}, **kinds)
     recorded.segments.measures["prediction"] = predictions(recorded.logits, labels)  # of several labels, their set
     rule, answer, guarantee = calibrated(args, runtime, recorded)
     fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement")

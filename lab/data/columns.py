@@ -17,6 +17,7 @@ TEXT_COLUMNS = (
     ("question1", "question2"),
     ("question", "sentence"),
     ("question", "passage"),
+    ("question", "context"),
     ("#1 String", "#2 String"),
     ("text", "text_b"),
     ("sentence",),
