@@ -56,10 +56,11 @@ class Span(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The tokens of one row as text, and the first and the last character of each, counted within its own text."""
+    """The tokens of one row, and the first and the last character of each and of its word, within its own text."""
 
     tokens: Sequence[str]
     places: Sequence[tuple[int, int]]
+    words: Sequence[tuple[int, int]]
 
 
 class TokenTask(NamedTuple):
@@ -119,7 +120,7 @@ class TokenTask(NamedTuple):
         shown[:, 0] = logits[:, 0]
         scores = np.exp(np.stack([log_softmax(ends) for ends in shown.transpose(2, 0, 1)]))
         return [
-            _span(float(scores[0, row, a] * scores[1, row, b]), each.places, a, b, inputs.texts[row][1], some)
+            _span(float(scores[0, row, a] * scores[1, row, b]), each.words, a, b, inputs.texts[row][1], some)
             for row, (a, b, each, some) in enumerate(zip(first.tolist(), last.tolist(), pieces, counted))
         ], confidence
 
@@ -169,9 +170,9 @@ def _labels(probabilities: np.ndarray, some: np.ndarray, pieces: Pieces, names: 
 
 
 def _span(
-    score: float, places: Sequence[tuple[int, int]], first: int, last: int, context: str, some: np.ndarray
+    score: float, words: Sequence[tuple[int, int]], first: int, last: int, context: str, some: np.ndarray
 ) -> Span:
     if not some.any():
         return Span("", 0.0, 0, 0)
-    start, end = places[first][0], places[last][1]
+    start, end = words[first][0], words[last][1]  # whole words, as transformers answers
     return Span(context[start:end], score, start, end)

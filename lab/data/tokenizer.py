@@ -183,14 +183,18 @@ class Tokenizer:
         for row, (read, encoding) in zip(rows, self._encodings(rows)):
             read = (read,) if isinstance(read, str) else read
             before = [len(whole) - len(part) if self.side == "left" else 0 for whole, part in zip(row, read)]
-            of_texts = zip(encoding.offsets, encoding.sequence_ids)
-            places = [(a + before[at or 0], b + before[at or 0]) for (a, b), at in of_texts]
-            found.append(Pieces(encoding.tokens, places))
+            of = [at or 0 for at in encoding.sequence_ids]  # the text of each token; None: a special token
+            triples = zip(encoding.offsets, encoding.word_ids, of)
+            words = [own if word is None else encoding.word_to_chars(word, at) for own, word, at in triples]
+            of_both = (
+                [(a + before[at], b + before[at]) for (a, b), at in zip(each, of)] for each in (encoding.offsets, words)
+            )
+            found.append(Pieces(encoding.tokens, *of_both))
         return found
 
     def around(self, texts: int) -> tuple[int, ...]:
         """The ids of the special tokens around this number of texts, in their order: the one at the end is the last."""
-        encoding = self.backend.encode(*["a"] * texts)
+        encoding = self.backend.encode("a", "a" if texts == 2 else None)
         return tuple(dict.fromkeys(id for id, special in zip(encoding.ids, encoding.special_tokens_mask) if special))
 
     def encode_for(

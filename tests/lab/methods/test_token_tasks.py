@@ -1,7 +1,9 @@
 """Exits for models that label tokens or answer questions: a text exits as a whole, and all its labels agree."""
 
 import json
+import os
 import re
+import subprocess
 from itertools import product
 from types import SimpleNamespace
 
@@ -145,6 +147,41 @@ def test_answers_are_json(added):
     else:
         label = answer["label"]
         assert TEXTS[0][label["start"] : label["end"]] == label["answer"] and 0 < label["score"] <= 1
+
+
+CLIENT = """
+import json, sys
+from optimum import onnxruntime
+from transformers import AutoTokenizer, pipeline
+
+folder, kind, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+tokenizer = AutoTokenizer.from_pretrained(folder)
+if kind == "token-classification":
+    model = onnxruntime.ORTModelForTokenClassification.from_pretrained(folder)
+    answer = pipeline(kind, model=model, tokenizer=tokenizer, ignore_labels=[])
+    print(json.dumps([[(each["entity"], float(each["score"])) for each in answer(row)] for row in rows]))
+else:
+    model = onnxruntime.ORTModelForQuestionAnswering.from_pretrained(folder)
+    tokenizer.cls_token = "[CLS]"
+    answer = pipeline(kind, model=model, tokenizer=tokenizer, align_to_words=False)
+    found = [answer(question=question, context=context) for question, context in rows]
+    print(json.dumps([[(each["answer"], float(each["score"]))] for each in found]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MINI_EE_HUGGING_FACE" not in os.environ, reason="needs MINI_EE_HUGGING_FACE, a Python with optimum"
+)
+def test_optimum_and_the_pipelines_of_transformers_give_the_same_answers(added):
+    rows = ROWS[added.kind][:40]
+    command = [os.environ["MINI_EE_HUGGING_FACE"], "-c", CLIENT, added.out / "exported", added.kind, json.dumps(rows)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    for theirs, answer in zip(found, added.exported.run(rows)):
+        labels = answer.label if added.kind == LABELS else [answer.label]
+        ours = [(each.label, each.score) if added.kind == LABELS else (each.answer, each.score) for each in labels]
+        assert [label for label, _ in theirs] == [label for label, _ in ours]
+        np.testing.assert_allclose([score for _, score in theirs], [score for _, score in ours], atol=1e-5)
 
 
 # ---- The functions ----
