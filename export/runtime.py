@@ -166,7 +166,7 @@ class Runtime:
 
 def is_plain(manifest: dict) -> bool:
     """Whether this file runs the folder: a BERT that gives a row one label or number, with a rule of the core."""
-    if manifest["unit"] != "rows" or manifest["task"].get("multi_label") or "whole" in manifest["graphs"]:
+    if manifest["unit"] != "rows" or "whole" in manifest["graphs"] or {"multi_label", "tokens"} & {*manifest["task"]}:
         return False
     try:
         rule_from_dict(manifest["rule"])

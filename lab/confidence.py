@@ -10,13 +10,17 @@ If an input may have several labels at once, each logit is that of a sigmoid, an
 If a model ranks texts by one number (C = 1), a text with a low number is surely not among the best:
 
     low_score             this project                     any         minus the number
+
+If tokens have labels, or a span is looked for, engines compute the measure weakest_token of token_tasks.py.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mini_ee.lab.segments import check_finite
+from mini_ee.lab.token_tasks import WEAKEST
 from mini_ee.rules import MEASURES as FUNCTIONS
 from mini_ee.rules import max_probability
 
@@ -63,6 +67,11 @@ NUMBER_MEASURES = {"low_score": (low_score, -np.inf, np.inf)}
 OF_LOGITS = MEASURES | LABEL_MEASURES | NUMBER_MEASURES
 
 
+def usual_measure(multi_label: bool, of_tokens: bool) -> str:
+    """The measure of a model that gives a text one label, several at once, or labels to its tokens."""
+    return WEAKEST if of_tokens else "weakest_label" if multi_label else "max_probability"
+
+
 def named(logits: np.ndarray, names: Sequence[str], multi_label: bool = False) -> tuple[list, list]:
     """What each row of logits (N, C) predicts, and its confidence: a label and its probability.
 
@@ -80,6 +89,16 @@ def named(logits: np.ndarray, names: Sequence[str], multi_label: bool = False) -
         for row, each, by_size in zip(logits, probabilities, order)
     ]
     return labels, weakest_label(logits).tolist()
+
+
+def labels_of(one: Any, logits: np.ndarray, inputs: Any) -> tuple[list, list]:
+    """What a Run or a Runtime answers for rows of these logits, and the confidences: `named`, or the labels of tokens.
+
+    inputs: the rows, as data/tokenizer.py has them.
+    """
+    if one.token_task is None:
+        return named(logits, one.label_names, one.multi_label)
+    return one.token_task.answers(logits, inputs, one.tokenizer, one.label_names)
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:

@@ -28,9 +28,10 @@ from mini_ee.lab.confidence import OF_LOGITS
 from mini_ee.lab.data.settings import option
 from mini_ee.lab.data.values import is_whole
 from mini_ee.lab.registry import RULES as METHOD_RULES
+from mini_ee.lab.token_tasks import WEAKEST
 
-STATE_MEASURES = {"saturation": (-1.0, 1.0)}
-"""Measures that are not computed from logits: name -> (smallest, largest) useful threshold."""
+STATE_MEASURES = {"saturation": (-1.0, 1.0), WEAKEST: (0.0, 1.0)}
+"""Measures that an engine computes, by methods of these names: name -> (smallest, largest) useful threshold."""
 THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in OF_LOGITS.items()} | STATE_MEASURES
 """Every measure -> (smallest, largest) useful threshold."""
 

@@ -3,7 +3,8 @@
     POST /classify   {"text": "A charming film."}, for a pair text and text_b -> the answer, as `mini-ee run` prints it
     POST /generate   for a decoder: {"text": "Once upon a time", "max_new_tokens": 20}. With "stream": true the response
                      is a line of JSON for each piece of text when it is generated, and the answer as the last line
-    POST /predict, /rerank, /v1/rerank, /embed, /v1/embeddings, GET /info, /v1/models   as other servers, see formats.py
+    POST /predict, /predict_tokens, /rerank, /v1/rerank, /embed, /v1/embeddings, GET /info, /v1/models
+                     as other servers, see formats.py
     GET  /health     readiness: 200 while requests are accepted, else 503
     GET  /live       liveness: 200, also while the server drains, until its worker has failed; then 503: restart it
     GET  /metrics    Prometheus' text format

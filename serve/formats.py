@@ -4,6 +4,10 @@
                           several [["A film."], ["A book."]]; raw_scores -> [{"score": 0.98, "label": "positive"}, ...],
                           the most likely label first; for several inputs a list of these. Scores are probabilities;
                           that of a model with one label is the sigmoid, and the number itself is its raw score
+    POST /predict_tokens  text-embeddings-inference, for a token classifier: {"inputs": ["Ada lives in Paris."]} or one
+                          text; raw_scores, aggregation_strategy none or simple, ignore_labels (default ["O"])
+                          -> for each text [{"token": "Paris", "token_id": 3000, "start": 13, "end": 18, "results":
+                          {"B-LOC": 0.99}}, ...]; with raw_scores those of all labels
     POST /rerank          text-embeddings-inference, for pairs with one label: {"query": "A film?", "texts": [...]};
                           raw_scores, return_text -> [{"index": 2, "score": 0.98}, ...], the best text first
     POST /v1/rerank       Jina and Cohere, whose second client has /v2/rerank: {"query": "A film?", "documents": [...]},
@@ -34,7 +38,8 @@ from mini_ee.lab.data.files import MANIFEST
 from mini_ee.lab.data.rankings import best_first
 from mini_ee.lab.data.sentence_prompts import Prompted, with_prompt
 from mini_ee.lab.data.values import shortened
-from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.runtime import Answer, Runtime
+from mini_ee.lab.token_tasks import SPAN, TokenLabel
 from mini_ee.rules import log_softmax
 
 Rows = list[tuple[str, ...]]
@@ -59,8 +64,11 @@ def formats_of(runtime: Runtime) -> dict[str, Format]:
         tei = ("inputs", "normalize", "dimensions", *CUT)
         openai = Format(("input", "encoding_format", "dimensions", "prompt_name"), _openai_rows, _openai_reply)
         return {"/embed": Format(tei, _embed_rows, _embed_reply), "/v1/embeddings": openai}
-    if runtime.generates:
+    if runtime.generates or runtime.token_task is not None and runtime.token_task.kind == SPAN:
         return {}
+    if runtime.token_task is not None:
+        fields = ("inputs", "raw_scores", "aggregation_strategy", "ignore_labels", *CUT)
+        return {"/predict_tokens": Format(fields, _tokens_rows, _tokens_reply)}
     return {
         "/predict": Format(("inputs", "raw_scores", *CUT), _predict_rows, _predict_reply),
         "/rerank": Format(("query", "texts", "raw_scores", "return_text", *CUT), _rerank_rows, _rerank_reply),
@@ -137,6 +145,62 @@ def _scores(runtime: Runtime, logits: np.ndarray, raw: bool) -> list[dict]:
         scores = sigmoid(logits) if each_alone else np.exp(log_softmax(logits[None])[0])
     order = np.argsort(-scores, kind="stable")
     return [{"score": float(scores[at]), "label": names[at]} for at in order]
+
+
+def _tokens_rows(runtime: Runtime, fields: dict) -> Rows:
+    inputs = fields.get("inputs")
+    texts = inputs if isinstance(inputs, list) else [inputs]
+    rows = [tuple(each) if isinstance(each, list) else (each,) for each in texts]
+    strategy, ignored = fields.get("aggregation_strategy") or "none", fields.get("ignore_labels") or []
+    if strategy not in ("none", "simple"):
+        raise ValueError(f"expected aggregation_strategy none or simple, found {shortened(strategy)}: not supported")
+    if not isinstance(ignored, list) or not all(isinstance(each, str) for each in ignored):
+        raise ValueError(f"expected ignore_labels as a list of labels, found {shortened(ignored)}")
+    if _flag(fields, "raw_scores", False) and strategy == "simple":
+        raise ValueError(
+            "expected raw_scores with aggregation_strategy none: a group of tokens has no scores of its own"
+        )
+    return _uncut(runtime, fields, rows)
+
+
+def _tokens_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> list:
+    given, raw = fields.get("ignore_labels"), fields.get("raw_scores") is True
+    ignored = {"O"} if given is None else set(given)
+    simple = fields.get("aggregation_strategy") == "simple"
+    return [
+        _groups(answer.label, row[0], ignored) if simple else _tokens(runtime, answer, row, ignored, raw)
+        for row, answer in zip(rows, answers)
+    ]
+
+
+def _tokens(runtime: Runtime, answer: Answer, row: tuple[str], ignored: set[str], raw: bool) -> list[dict]:
+    """Each token whose label is not ignored."""
+    (encoded,), names = runtime.encode([row]).ids, runtime.label_names
+    counted = runtime.token_task.counted(encoded[None], np.ones((1, len(encoded)), np.int64))[0]
+    found = []
+    for each, id, logits in zip(answer.label, encoded[counted].tolist(), answer.logits[: len(encoded)][counted]):
+        results = dict(zip(names, logits.tolist())) if raw else {each.label: each.score}
+        if each.label not in ignored:
+            place = {"token": each.token, "token_id": id, "start": each.start, "end": each.end}
+            found.append(place | {"results": results})
+    return found
+
+
+def _groups(labels: list[TokenLabel], text: str, ignored: set[str]) -> list[dict]:
+    """Neighbours with the same entity as one: transformers' aggregation "simple". A label B-X begins a new X."""
+    groups: list[tuple[str, list[TokenLabel]]] = []
+    for each in labels:
+        begins, entity = each.label.startswith("B-"), each.label.removeprefix("B-").removeprefix("I-")
+        if groups and groups[-1][0] == entity and not begins:
+            groups[-1][1].append(each)
+        else:
+            groups.append((entity, [each]))
+    return [
+        {"token": text[some[0].start : some[-1].end], "token_id": 0, "start": some[0].start, "end": some[-1].end}
+        | {"results": {entity: sum(each.score for each in some) / len(some)}}
+        for entity, some in groups
+        if entity not in ignored
+    ]
 
 
 def _rerank_rows(runtime: Runtime, fields: dict) -> Rows:

@@ -72,8 +72,9 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         texts = [*compress(texts, rankable(texts, args.top_k, say))]
     size = args.batch_size or BATCH
     recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
-    names, several = tuple(runtime.label_names), runtime.multi_label
-    labels = Task(runtime.config["method"], names, (), {}, multi_label=several, top_k=args.top_k)
+    names, kind = tuple(runtime.label_names), runtime.token_task.kind if runtime.token_task else ""
+    kinds = {"multi_label": runtime.multi_label, "token_kind": kind, "top_k": args.top_k}
+    labels = Task(runtime.config["method"], names, (), {}, **kinds)
     predicted = predictions(recorded.logits, labels)
     if args.top_k is not None:
         recorded = recorded._replace(labels=ranked(predicted[:, -1], texts))

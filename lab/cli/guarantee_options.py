@@ -85,6 +85,10 @@ def calibrated(args: Namespace, opened, recorded) -> tuple:
         raise WrongArguments(
             f"{args.run}: --measure {POLICY} needs a policy, and this run has none; choose another --measure"
         )
+    if args.measure and opened.token_task is not None:
+        raise WrongArguments(
+            f"--measure {args.measure} is of one label of a text; {args.run} labels tokens: leave it out"
+        )
     measure = args.measure or getattr(opened.rule, "measure", opened.default_measure)
     if args.guarantee == "exits":
         rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)

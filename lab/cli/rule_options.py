@@ -11,6 +11,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import RULES as OF_METHODS
 from mini_ee.lab.rules import RULES, Rule, rule_class
 from mini_ee.lab.segments import NO_POLICY
+from mini_ee.lab.token_tasks import WEAKEST
 
 if TYPE_CHECKING:
     from mini_ee.lab.cli.command_options import Parser
@@ -143,7 +144,7 @@ def _named_by(given: dict, embeds: bool) -> str | None:
 def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     """A rule from its settings, on the default measure of the run if none is given."""
     kind = RULES[name]
-    if name == "patience" and run.multi_label:
+    if name == "patience" and (run.multi_label or run.token_task is not None):
         raise ValueError(f"the rule {name} compares one prediction of a text, which has several labels here")
     known = {field.name: field for field in fields(kind) if field.metadata}
     foreign = sorted(given.keys() - known.keys())
@@ -164,6 +165,14 @@ def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
             word = "needs" if run.multi_label else "has no use for"
             count = "several labels" if run.multi_label else "one label"
             raise ValueError(f"a text has {count} here, which {word} --measure {next(iter(LABEL_MEASURES))}")
+        of_tokens = run.token_task is not None
+        if (given.get("measure", run.default_measure) == WEAKEST) != of_tokens:
+            word = (
+                "each token has a label here, which needs"
+                if of_tokens
+                else "a text has one label, which has no use for"
+            )
+            raise ValueError(f"{word} --measure {WEAKEST}")
         given = {"measure": run.default_measure} | given
     if name == "fixed":
         if given["exit"] not in run.exits:

@@ -18,6 +18,7 @@ TEXT_COLUMNS = (
     ("question", "sentence"),
     ("question", "passage"),
     ("query", "passage"),
+    ("question", "context"),
     ("#1 String", "#2 String"),
     ("text", "text_b"),
     ("sentence",),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from mini_ee.lab.data.files import check_regular
 from mini_ee.lab.data.lines import json_object
+from mini_ee.lab.data.token_files import questions_of, squad_data
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.errors import WrongArguments
 
@@ -174,7 +175,7 @@ class TableFile:
             yield row if row.error else Record(row.line, [row.fields[0].get(name) for name in wanted])
 
     def _objects(self) -> Iterator[Record]:
-        """The objects of an array, which a .json file may be; else the object of each line."""
+        """The objects of an array, which a .json file may be, or questions as SQuAD has them; else those of lines."""
         lines = (line for line in self._lines() if line.error or line.fields[0].strip())
         first, more = next(lines, None), "write one object a line, or in a .json file an array of objects"
         if first and self.kind == ".json" and first.fields[0].lstrip().startswith("["):
@@ -186,6 +187,9 @@ class TableFile:
             for number, row in enumerate(rows, start=1):
                 flaw = None if isinstance(row, dict) else f"expected one JSON object, found {shortened(row)}; {more}"
                 yield Record(number, [row], flaw)
+            return
+        if first and self.kind == ".json" and (data := squad_data("".join(line.fields[0] for line in self._lines()))):
+            yield from (Record(number, [row], flaw) for number, (row, flaw) in enumerate(questions_of(data), start=1))
             return
         for line in chain([first] if first else (), lines):
             try:

@@ -78,6 +78,7 @@ class Task:
 
     folder, options: the absolute path of its folder or file, and how it was read. None: the built-in task.
     multi_label: whether an example may have several labels at once; then `labels` are numbers of sets of them.
+    token_kind: of token_tasks.py, if each token has a label; then `labels` are numbers of all labels of a row.
     tolerance: of a regression whose score is the share of numbers that differ from the label by no more; None: no such.
     top_k: of pairs whose score is the share of queries that keep their k best texts; labels are RANKED (rankings.py).
     """
@@ -91,6 +92,7 @@ class Task:
     tolerance: float | None = None
     multi_label: bool = False
     top_k: int | None = None
+    token_kind: str = ""
 
     @property
     def regression(self) -> bool:
@@ -105,6 +107,18 @@ class Task:
     def num_labels(self) -> int:
         """C, the number of logits: 1 for regression."""
         return len(self.label_names) or 1
+
+    def about(self) -> dict:
+        """The `task` of a run's config.json."""
+        return {
+            "name": self.name,
+            "label_names": list(self.label_names),
+            "metrics": list(self.metrics),
+            "texts": len(self.split("train").texts[0]),
+            "train_sha256": self.split("train").sha256(),
+            **({"multi_label": True} if self.multi_label else {}),
+            **({"tokens": self.token_kind} if self.token_kind else {}),
+        } | ({} if self.folder is None else {"folder": self.folder, "options": self.options.given()})
 
     @property
     def default_split(self) -> str:

@@ -23,6 +23,7 @@ from mini_ee.lab.data.tokenizer_config import (
 )
 from mini_ee.lab.data.values import is_whole, shortened, text_flaw
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.token_tasks import Pieces
 
 HEAD = 32  # a long text is first tokenized up to this many characters per token of max_length
 
@@ -152,24 +153,49 @@ class Tokenizer:
         Raises ValueError for a text that is empty or not a string.
         """
         rows = text_rows(texts)
+        ids: list[np.ndarray] = []
+        type_ids: list[np.ndarray] = []
+        truncated = 0
+        for row, (_, encoding) in zip(rows, self._encodings(rows)):
+            cut = bool(encoding.overflowing)
+            if cut and len(row) == 2 and not self.separates_pairs:
+                (encoding,) = self._encode_batch([self._shortened(row)])
+            if not encoding.ids:
+                raise ValueError(f"row {len(ids)}: no token is left of this text; correct or drop the row")
+            ids.append(np.array(encoding.ids, np.int64))
+            type_ids.append(np.array(encoding.type_ids, np.int64))
+            truncated += cut
+        return Encoded(ids, type_ids, rows, truncated, self.pad_token_id, self.special_ids)
+
+    def _encodings(self, rows: Sequence[tuple[str, ...]]) -> Iterator[tuple]:
+        """The text or the two texts of each row, as far as they are read, and their Encoding."""
         pairs = self.separates_pairs
         sequences = [
             self._head(row[0]) if len(row) == 1 else self._heads(row) if pairs else "\n".join(row) for row in rows
         ]
-        ids: list[np.ndarray] = []
-        type_ids: list[np.ndarray] = []
-        truncated = 0
         for start in range(0, len(rows), 1000):  # in parts, because an Encoding is much larger than its ids
-            for row, encoding in zip(rows[start:], self._encode_batch(sequences[start : start + 1000])):
-                cut = bool(encoding.overflowing)
-                if cut and len(row) == 2 and not pairs:
-                    (encoding,) = self._encode_batch([self._shortened(row)])
-                if not encoding.ids:
-                    raise ValueError(f"row {len(ids)}: no token is left of this text; correct or drop the row")
-                ids.append(np.array(encoding.ids, np.int64))
-                type_ids.append(np.array(encoding.type_ids, np.int64))
-                truncated += cut
-        return Encoded(ids, type_ids, rows, truncated, self.pad_token_id, self.special_ids)
+            some = sequences[start : start + 1000]
+            yield from zip(some, self._encode_batch(some))
+
+    def pieces(self, rows: Sequence[tuple[str, ...]]) -> list[Pieces]:
+        """The tokens of rows of one text, or of two that are separated, with their places in these texts."""
+        found = []
+        for row, (read, encoding) in zip(rows, self._encodings(rows)):
+            read = (read,) if isinstance(read, str) else read
+            before = [len(whole) - len(part) if self.side == "left" else 0 for whole, part in zip(row, read)]
+            of = [at or 0 for at in encoding.sequence_ids]  # the text of each token; None: a special token
+            triples = zip(encoding.offsets, encoding.word_ids, of)
+            words = [own if word is None else encoding.word_to_chars(word, at) for own, word, at in triples]
+            of_both = (
+                [(a + before[at], b + before[at]) for (a, b), at in zip(each, of)] for each in (encoding.offsets, words)
+            )
+            found.append(Pieces(encoding.tokens, *of_both))
+        return found
+
+    def around(self, texts: int) -> tuple[int, ...]:
+        """The ids of the special tokens around this number of texts, in their order: the one at the end is the last."""
+        encoding = self.backend.encode("a", "a" if texts == 2 else None)
+        return tuple(dict.fromkeys(id for id, special in zip(encoding.ids, encoding.special_tokens_mask) if special))
 
     def encode_for(
         self, texts: Sequence[str | tuple[str, ...]], vocab_size: int, token_types: int | None = None

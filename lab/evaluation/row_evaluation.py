@@ -209,7 +209,7 @@ def evaluate(
 
 def _constant_label(predicted: np.ndarray, task: Task) -> str | None:
     """The label that is predicted for all rows, if it is the same."""
-    named = not task.regression and not task.multi_label
+    named = not task.regression and not task.multi_label and not task.token_kind
     return task.label_names[int(predicted[0])] if named and (predicted == predicted[0]).all() else None
 
 

@@ -1,8 +1,9 @@
-"""`mini-ee add-exits`: a fine-tuned classifier with exits, from text without labels. The model itself stays as it is.
+"""`mini-ee add-exits`: a fine-tuned model with exits, from text without labels. The model itself stays as it is.
 
 Its own head is the last exit, so an example that does not exit early gets the model's own logits. Heads after earlier
 layers learn what the model predicts, by the method of the registry that keeps the model (`keeps_model`). Held-out texts
-choose the thresholds, and other held-out texts test the agreement with the model.
+choose the thresholds, and other held-out texts test the agreement with the model. If the model labels tokens, a text
+agrees when all of them have the model's labels; if it answers questions, when the span of the answer is the same.
 
 If exits save hardly any time, it says so: summary.json has `pays` false, and nothing is exported.
 
@@ -22,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.lab.backbones.adapter import tokenizer_folder
-from mini_ee.lab.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names
+from mini_ee.lab.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names, token_kind_of
 from mini_ee.lab.backbones.hub import read_config
 from mini_ee.lab.backbones.sentence_encoder import sentence_modules
 from mini_ee.lab.data.files import check_folder, read_json, write_bytes, write_json
@@ -48,6 +49,7 @@ from mini_ee.lab.export.writer import export
 from mini_ee.lab.recording import predictions, record
 from mini_ee.lab.registry import METHODS
 from mini_ee.lab.statistics import share_interval
+from mini_ee.lab.token_tasks import LABELS, SPAN
 from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import Run, is_run, load_run, training_folder, versions, write_rule
@@ -78,8 +80,9 @@ def add_exits(
 ) -> Run:
     """Train heads on a fine-tuned classifier or regression, choose thresholds, export, verify; all goes to `out`.
 
-    model: a Hugging Face folder of a ...ForSequenceClassification, or of a sentence encoder (encoder_exits.py). texts:
-    like those that the model will read; pairs if it reads pairs. labels: of the texts, their names or numbers, only for
+    model: a Hugging Face folder of a ...ForSequenceClassification, ...ForTokenClassification or
+    ...ForQuestionAnswering, or of a sentence encoder (encoder_exits.py). texts: like those that the model will read;
+    pairs if it reads pairs, such as a question and its context. labels: of the texts, their names or numbers, only for
     max_loss. options: the fields of AddOptions.
     Called again, it continues an interrupted call. Returns the run; the summary is out/summary.json, and out/exported
     is not there if `pays` is false in it. Raises WrongArguments for a model without a classification head, for too few
@@ -94,9 +97,10 @@ def add_exits(
     check_folder(model)
     encodes = is_sentence_encoder(model)
     names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
+    kind = "" if encodes else token_kind_of(model)
     check_options(options, labels, encodes)
     _check_numbers(model, required, names or encodes)
-    numbers = _numbers(labels, names, several, required, len(texts))
+    numbers = _numbers(labels, names, several or bool(kind), required, len(texts))
     rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
     if (different := len(set(rows))) < LEAST_TEXTS:
         raise WrongArguments(
@@ -105,7 +109,9 @@ def add_exits(
         )
     if required.top_k is not None:
         rows = [*compress(rows, rankable(rows, required.top_k, say, LEAST_TEXTS))]
-    task = encoder_task(rows) if encodes else _task(names, tuple(rows), several, numbers, required.top_k)
+    if kind:
+        _check_rows(model, kind, rows)
+    task = encoder_task(rows) if encodes else _task(names, tuple(rows), several, numbers, required.top_k, kind)
     inputs = {"seed": seed, "texts": task.split("train").sha256(), "files": model_sha256s(model)}
     compared = _begin(out, inputs, required, lambda: _compared(model, task, out, required))
     say(compared)
@@ -172,17 +178,29 @@ def _numbers(labels, names: tuple[str, ...], several: bool, required: AddOptions
     return numbers
 
 
+def _check_rows(model: Path, kind: str, rows: list[tuple[str, ...]]) -> None:
+    """Raise WrongArguments unless there is one text in a row whose tokens are labelled, or a question and a context."""
+    expected, found = 1 + (kind == SPAN), len(rows[0])
+    if found != expected:
+        what = "pairs, a question and its context" if kind == SPAN else "one text a row, whose tokens have labels"
+        raise WrongArguments(
+            f"{model}: a model for {kind} reads {what}, found {found} text{'s' * (found > 1)} in a row"
+        )
+
+
 def _task(
     names,
     rows: tuple[tuple[str, ...], ...],
     multi_label: bool = False,
     numbers: Sequence[int] = (),
     top_k: int | None = None,
+    kind: str = "",
 ) -> Task:
     """The texts as a task, whose labels the training fills in if there are none."""
     labels = np.array(numbers or (0,) * len(rows), np.int64 if names else np.float32)
     metrics = ("accuracy",) if names else ("pearson",)
-    return Task("texts", names, metrics, {"train": Split(rows, labels)}, multi_label=multi_label, top_k=top_k)
+    kinds = {"multi_label": multi_label, "top_k": top_k, "token_kind": kind}
+    return Task("texts", names, metrics, {"train": Split(rows, labels)}, **kinds)
 
 
 def _begin(out: Path, inputs: dict, required: AddOptions, compare: Callable[[], str]) -> str:
@@ -290,6 +308,7 @@ def _summary(run: Run, test: Split, required: AddOptions) -> dict:
         **({"top_k": required.top_k} if required.top_k is not None else {}),
         "majority_warning": run.metrics["majority_warning"],
         **({"multi_label": True} if run.multi_label else {}),
+        **({"tokens": run.token_task.kind} if run.token_task else {}),
         **{key: tested[key] for key in ("rule", "agreement", "layers_saved", "net_saved", "head_layers", "curve")},
         "versions": versions(),
     }
@@ -302,6 +321,8 @@ def line_of(summary: dict) -> str:
     layers, labelled = summary["exits"][-1], "max_loss" in summary
     within = f" within {summary['tolerance']:.3g}" if summary["tolerance"] is not None else ""
     within = " in every label" if summary.get("multi_label") else within
+    of_tokens = {LABELS: " in the label of every token", SPAN: " in the answer's span"}
+    within = of_tokens.get(summary.get("tokens"), within)
     within = f" about the top {summary['top_k']}" if "top_k" in summary else within
     unit = "queries" if "top_k" in summary else "texts"
     if not summary["pays"]:

@@ -8,13 +8,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from mini_ee.calibrate import fixed_sequence
-from mini_ee.lab.confidence import LABEL_MEASURES, NUMBER_MEASURES
+from mini_ee.lab.confidence import NUMBER_MEASURES, usual_measure
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.recording import Record, exit_scores, predictions
 from mini_ee.lab.rules import Never, Patience, Rule, Threshold
 from mini_ee.lab.statistics import paired_p_values, rows_needed
 from mini_ee.lab.sweep import compared, from_loose_to_strict, knob
+from mini_ee.lab.token_tasks import LABELS
 
 CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1 % of an exit's decisions
 
@@ -56,12 +57,13 @@ def sweep(*rules: Rule) -> Candidates:
 def usual_rule(task: Task) -> Rule:
     """The rule of most models: a threshold on the maximum probability; its knob is open.
 
-    For a regression patience; for several labels at once a threshold on the least confident of them; for a ranking a
-    threshold below which numbers are too low for the top k.
+    For a regression patience; for several labels, at once or of tokens, a threshold on the least confident of them; for
+    a ranking a threshold below which numbers are too low for the top k.
     """
     if task.top_k is not None:
         return Threshold(math.inf, *NUMBER_MEASURES)
-    return Patience(1) if task.regression else Threshold(math.inf, *LABEL_MEASURES if task.multi_label else ())
+    measure = usual_measure(task.multi_label, bool(task.token_kind))
+    return Patience(1) if task.regression else Threshold(math.inf, measure)
 
 
 def usual_rules(task: Task) -> tuple[Rule, ...]:
@@ -243,6 +245,8 @@ def _lost(task: Task, label_range: float) -> dict:
         return {"of": "agreement within the tolerance", "tolerance": task.tolerance}
     if task.regression:
         return {"of": "the labels' range in mean absolute error", "label_range": label_range}
+    if task.token_kind:
+        return {"of": f"agreement in {'all labels of a text' if task.token_kind == LABELS else 'the span'}"}
     return {"of": "accuracy"}
 
 

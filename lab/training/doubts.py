@@ -47,7 +47,7 @@ def of_result(task: Task, train_labels: np.ndarray, held_labels: np.ndarray, pre
             f"(a few hundred are usual), and {len(held_labels)} held out, on which accuracy is known to about "
             f"{100 / np.sqrt(len(held_labels)):.0f} points."
         )
-    if task.regression or task.multi_label:
+    if task.regression or task.multi_label or task.token_kind:
         return lines
     counts = np.bincount(train_labels, minlength=task.num_labels)
     most, share = int(counts.argmax()), counts.max() / len(train_labels)
@@ -74,7 +74,7 @@ def of_majority(task: Task, predicted: np.ndarray, labels: np.ndarray | None) ->
         return None
     values, counts = np.unique(predicted if labels is None else labels, return_counts=True)
     most, share = int(values[counts.argmax()]), counts.max() / len(predicted)
-    label = "the same labels" if task.multi_label else task.label_names[most]
+    label = "the same labels" if task.multi_label or task.token_kind else task.label_names[most]
     if labels is None:
         found = f"The model predicts {label} for {share:.1%} of the held-out texts: so often a constant agrees with it."
         return found if share >= DOMINANT else None

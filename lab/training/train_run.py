@@ -314,7 +314,7 @@ def _fitted_run(request: Request, state_folder: Path, say: Say) -> tuple:
     trainer, (backbone, tokenizer) = request.trainer, _opened(request)
     say_left_out(backbone, request.model, say, request.method.keeps_model and backbone.classification_head)
     say_beyond(tokenizer, backbone, request.model, say)
-    about = _about(request, backbone, exits_of(request, backbone.config.num_hidden_layers))
+    about = _about(request, backbone, tokenizer, exits_of(request, backbone.config.num_hidden_layers))
     data = trainer.data(request, backbone, tokenizer, about, say)
     model, fitted = _fit(request, backbone, about, data, Saved(state_folder, data.begun_with, request.resume))
     chosen, metrics = trainer.conclude(request, model, fitted, data)
@@ -328,15 +328,18 @@ def _opened(request: Request) -> tuple[nn.Module, Tokenizer]:
     return backbone, request.trainer.open_tokenizer(request, backbone)
 
 
-def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tuple[np.ndarray, int]:
-    """What a model that stays as it is returns for these texts, as a training would read it: (N, C), and the largest
-    number of tokens that its backbone can read.
+def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tuple[Sequence[np.ndarray], int]:
+    """What a model that stays as it is returns for each text, as a training would read it: (C,), for tokens (T, C); and
+    the largest number of tokens that its backbone can read.
     """
     backbone, tokenizer = _opened(request)
-    about = _about(request, backbone, (backbone.config.num_hidden_layers,))
-    segments = build_checked(request, backbone, about).segments()
-    outputs = record(segments, encode(tokenizer, texts, backbone), request.train.batch_size).logits[:, -1]
-    return outputs, backbone.config.max_tokens
+    about = _about(request, backbone, tokenizer, (backbone.config.num_hidden_layers,))
+    segments, encoded = build_checked(request, backbone, about).segments(), encode(tokenizer, texts, backbone)
+    if segments.token_task is None:
+        return record(segments, encoded, request.train.batch_size).logits[:, -1], backbone.config.max_tokens
+    with segments.running():
+        states = (segments.start(encoded.batch([row])) for row in range(len(encoded)))
+        return [segments.read(0, segments.advance(0, state))[0] for state in states], backbone.config.max_tokens
 
 
 def say_left_out(backbone: nn.Module, folder: Path, say: Say, keeps_head: Any = False) -> None:
@@ -384,7 +387,7 @@ def build_checked(request: Request, backbone: nn.Module, about: dict) -> nn.Modu
         raise WrongArguments(str(error)) from None
 
 
-def _about(request: Request, backbone: nn.Module, exits: tuple[int, ...]) -> dict:
+def _about(request: Request, backbone: nn.Module, tokenizer: Tokenizer, exits: tuple[int, ...]) -> dict:
     """The parts of config.json that are known before the training."""
     return {
         "method": request.name,
@@ -394,4 +397,4 @@ def _about(request: Request, backbone: nn.Module, exits: tuple[int, ...]) -> dic
         "exits": list(exits),
         "seed": request.seed,
         "training": asdict(request.train) | {key: v for key, v in vars(request.common).items() if key in OF_TRAINING},
-    } | request.trainer.about(request, backbone)
+    } | request.trainer.about(request, backbone, tokenizer)

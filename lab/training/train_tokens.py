@@ -30,7 +30,7 @@ def opened(request: Request, task, source: TextOptions) -> Request:
     return replace(request, texts=source)
 
 
-def about(request: Request, backbone: nn.Module) -> dict:
+def about(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
     """This unit's part of config.json."""
     return {"text": request.texts.to_dict(), "rank": request.texts.rank, "pool": None, "head": None}
 

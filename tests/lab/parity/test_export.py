@@ -775,7 +775,7 @@ def test_what_is_no_number_is_no_answer(exported, monkeypatch):
     found = {"logits": np.array([[0.5, np.nan, 0], [1, 2, 3]]), "layers": np.array([4, 4])}
     monkeypatch.setattr(sessions.Session, "run", lambda *_: found)
     for answer in (
-        lambda: opened.answers(found["logits"], [0], [1.0], [1.0]),
+        lambda: opened.answers(found["logits"], None, [0], [1.0]),
         lambda: opened.run(TEXTS[:2]),
         lambda: early_exit(opened.segments(), opened.rule, inputs),
         lambda: early_exit(opened.whole_model(), Never(), inputs),
