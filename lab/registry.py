@@ -57,6 +57,10 @@ HEADS = {  # `head` in a run's config.json: the kind of head of an example's exi
     "linear": "mini_ee.lab.exits.heads:linear",
 }
 
+VOCABULARY_HEADS = {  # the same of a token's exit, besides the method's own -> module:class
+    "lens": "mini_ee.lab.exits.lens:LensHead",
+}
+
 BACKBONES = {  # model_type in config.json -> the module that ends with BACKBONE and LAYOUTS
     "bert": "mini_ee.lab.backbones.bert",
     "roberta": "mini_ee.lab.backbones.bert",

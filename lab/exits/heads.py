@@ -3,6 +3,7 @@
 ExitHead            for a row: pooling to one vector, then a classifier
 VocabularyHead      for a token: a norm and a linear map to the vocabulary, initialised at random or copied
 OwnHead             for a token: the decoder's own norm and LM head, at another layer
+PolicyNetworks      what decides at an exit in place of its head: ConsistentEE's policies, and the gate of lens.py
 """
 
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
+from mini_ee.consistent import WIDTH, policy_networks
 from mini_ee.lab.backbones.backbone import Backbone
-from mini_ee.lab.registry import HEADS
+from mini_ee.lab.registry import HEADS, VOCABULARY_HEADS
 
 HEAD_DROPOUT = 0.1  # as in the published classifiers on BERT
 
@@ -77,9 +79,18 @@ def linear(head: ExitHead) -> ExitHead:
 
 def load_head(name: str) -> Callable[[ExitHead], ExitHead]:
     """The function of a kind of head: (an initialised ExitHead) -> its replacement. ValueError for an unknown name."""
-    if name not in HEADS:
-        raise ValueError(f"head must be one of {', '.join(HEADS)}, found {name!r}")
-    module, _, kind = HEADS[name].partition(":")
+    return _kind(name, HEADS)
+
+
+def load_vocabulary_head(name: str) -> Callable[[Backbone], nn.Module]:
+    """The same of a token's head: decoder -> a module with a `norm`, (..., D) -> logits (..., V) float32."""
+    return _kind(name, VOCABULARY_HEADS)
+
+
+def _kind(name: str, heads: dict[str, str]) -> Callable:
+    if name not in heads:
+        raise ValueError(f"head must be one of {', '.join(heads)}, found {name!r}")
+    module, _, kind = heads[name].partition(":")
     return getattr(import_module(module), kind)
 
 
@@ -173,3 +184,16 @@ class OwnHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> logits (..., V) float32."""
         return self.decoder.lm_logits(hidden)
+
+
+class PolicyNetworks(nn.Module):
+    """A policy network at every exit but the last: $pi(Exit | s_t; theta)$. Raises ValueError for a single exit."""
+
+    def __init__(self, width: int, exits: tuple[int, ...]):
+        super().__init__()
+        self.networks = policy_networks(width, exits)
+        self.flops = 2.0 * WIDTH * (width + 1)  # of one exit_logit
+
+    def exit_logit(self, k: int, state: Tensor) -> Tensor:
+        """The logit of $pi(Exit | s_t; theta)$: (..., D) -> (...). No gradient flows into the state."""
+        return self.networks[k](state.detach())[..., 0]
