@@ -17,6 +17,10 @@ from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
 from mini_ee.lab.calibration import POLICY, conformal_cut, observe
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.evaluation import probes
+from mini_ee.lab.evaluation.probes import Lens, probe_tokens
+from mini_ee.lab.evaluation.savings_estimate import savings_at
 from mini_ee.lab.exits import lens, state_store
 from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.lens import EPS, RIDGE, LensHead, fit_in_closed_form, reads_much
@@ -291,6 +295,35 @@ def test_the_gate_is_calibrated_by_the_conformal_guarantee(run):
         drawn = np.isin(observed.groups, np.random.default_rng(0).permutation(80)[:40])
         assert chosen.rule.least_logit == pytest.approx(conformal_cut(observed.take(drawn), 0.8), abs=1e-6)
         assert chosen.guarantee["guarantee"] == "conformal"
+
+
+# ---- The estimate ----
+def test_the_estimate_reads_lenses_through_a_gate_and_one_head_a_token(monkeypatch):
+    """On a model whose upper layers change little lenses agree more often than the logit lens, and one head is paid."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = random_decoder("llama", 3).config.to_dict() | {"vocab_size": 600}
+        decoder = Decoder(DecoderConfig.from_hugging_face(config)).eval()
+    for depth in (1, 2):
+        for name in ("attention_output", "down"):
+            getattr(decoder.layers[depth], name).weight.data *= 0.2
+    monkeypatch.setattr(probes, "MIN_PROBED", 32)
+    texts = drawn_texts(128, 12).texts
+    probed = probe_tokens(decoder, texts)
+    own = record_texts(Lens(decoder).eval(), texts[3::4])
+    assert probed.probe == "lens and gate" and probed.costs.read_once and len(probed.observed.groups) == 32 * 12
+    logit_lens = observe(own).agrees.mean(axis=0)
+    assert (probed.observed.agrees.mean(axis=0) > logit_lens).all()
+    for confidence, agrees in zip(probed.observed.confidence.T, probed.observed.agrees.T):
+        assert confidence[agrees].mean() > confidence[~agrees].mean()
+    assert (0 <= probed.observed.confidence).all() and (probed.observed.confidence <= 1).all()
+    head, rule = probed.costs.head, Threshold((*np.median(probed.observed.confidence, axis=0), -np.inf))
+    found = savings_at(probed.observed, rule, (1, 2, 3), probed.costs)
+    every = savings_at(probed.observed, rule, (1, 2, 3), probed.costs._replace(read_once=False))
+    assert found.net_saved == pytest.approx(found.saved * 3 / (3 + head)) and every.net_saved < found.net_saved
+    assert head == pytest.approx(24 * 600 / (own.segments.costs[0][:, 0, 0].mean() / 2), rel=1e-6)
+    with pytest.raises(WrongArguments, match="--texts: expected at least 128 for a vocabulary of 600 words"):
+        probe_tokens(decoder, texts[:127])
 
 
 # ---- The graph of a token ----
