@@ -59,15 +59,15 @@ def recipe(model: TokenExits, config: Config) -> list[Stage]:
     """All heads at once, by Eq. 1. On tokens the measures of Fig. 1 are recorded during training."""
     if model.unit == "rows":
         return [kept_model_stage(model, partial(head_loss, penalty=config.penalty, target=config.target))]
-    learns = {"loss": partial(heads_loss, config=config), "log_metrics": metrics}
+    training = {"loss": partial(heads_loss, config=config), "log_metrics": metrics}
     if model.head == "lens":
-        learns = {"loss": partial(sparse_loss, config=config), "log_metrics": partial(metrics, most=WATCHED)}
-        learns |= {"on_states": True, "make_targets": sparse_targets}
+        training = {"loss": partial(sparse_loss, config=config), "log_metrics": partial(metrics, most=WATCHED)}
+        training |= {"on_states": True, "make_targets": sparse_targets}
     return [
         Stage(
             name="heads",
             trainable=lambda name: name.startswith("heads."),
-            **learns,
+            **training,
             score=lambda scores: float(np.mean(scores[:-1])),
             settings={"weight_decay": 0.0},
         )

@@ -26,6 +26,7 @@ from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.lens import EPS, RIDGE, LensHead, fit_in_closed_form, reads_much
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.methods import self_supervised
 from mini_ee.lab.methods.self_supervised import Config, heads_loss, sparse_loss, sparse_targets
 from mini_ee.lab.rules import Fixed, Never, Policy, Threshold
@@ -327,12 +328,11 @@ def test_the_estimate_reads_lenses_through_a_gate_and_one_head_a_token(monkeypat
 
 
 # ---- The graph of a token ----
-@pytest.mark.parametrize("segments", [False, True])
-def test_the_graphs_decide_by_the_gate_and_write_as_torch_does(run, tmp_path, segments):
+def test_the_graphs_decide_by_the_gate_and_write_as_torch_does(run, tmp_path):
     out = tmp_path / "exported"
     recorded = record_texts(run.model, [Text(run.tokenizer.ids_of(PROMPTS[1]), 0)])
     cut = float(1 / (1 + np.exp(-np.median(recorded.segments.exit_logits))))
-    mini_ee.export(run._replace(rule=Policy(cut)), out, texts=PROMPTS[:2], segments=segments)
+    mini_ee.export(run._replace(rule=Policy(cut)), out, texts=PROMPTS[:2], segments=True)
     runtime = Runtime(out, threads=1)
     ids = [run.tokenizer.ids_of(prompt) for prompt in PROMPTS]
     weights = sum(value.size for value in read_numbers(out).values())
@@ -342,10 +342,12 @@ def test_the_graphs_decide_by_the_gate_and_write_as_torch_does(run, tmp_path, se
         + sum(value.numel() for name, value in run.model.state_dict().items() if "embeddings" not in name)
         + 200
     )  # the LM head stands once
+    again, in_torch = Runtime(out, threads=1, missing_kv="recompute"), Runtime(out, segments=torch_segments(out))
     for rule in (Never(), Fixed(0), Policy(cut)):
-        steps = runtime.generate(ids, max_new_tokens=6, rule=rule)
-        expected = run.model.generate(ids, rule, max_new_tokens=6)
-        assert gather(steps, 3) == gather(expected, 3)
+        for engine, missing_kv in ((runtime, "copy_state"), (again, "recompute"), (in_torch, "copy_state")):
+            recomputed = run.model.generate(ids, rule, max_new_tokens=6, missing_kv=missing_kv)
+            expected = gather(recomputed, 3)
+            assert gather(engine.generate(ids, max_new_tokens=6, rule=rule), 3) == expected
 
 
 def read_numbers(folder):
