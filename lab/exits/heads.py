@@ -3,7 +3,6 @@
 ExitHead            for a row: pooling to one vector, then a classifier
 VocabularyHead      for a token: a norm and a linear map to the vocabulary, initialised at random or copied
 OwnHead             for a token: the decoder's own norm and LM head, at another layer
-PolicyNetworks      what decides at an exit in place of its head: ConsistentEE's policies, and the gate of lens.py
 """
 
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
-from mini_ee.consistent import WIDTH, policy_networks
 from mini_ee.lab.backbones.backbone import Backbone
 from mini_ee.lab.registry import HEADS, VOCABULARY_HEADS
 
@@ -184,16 +182,3 @@ class OwnHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> logits (..., V) float32."""
         return self.decoder.lm_logits(hidden)
-
-
-class PolicyNetworks(nn.Module):
-    """A policy network at every exit but the last: $pi(Exit | s_t; theta)$. Raises ValueError for a single exit."""
-
-    def __init__(self, width: int, exits: tuple[int, ...]):
-        super().__init__()
-        self.networks = policy_networks(width, exits)
-        self.flops = 2.0 * WIDTH * (width + 1)  # of one exit_logit
-
-    def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of $pi(Exit | s_t; theta)$: (..., D) -> (...). No gradient flows into the state."""
-        return self.networks[k](state.detach())[..., 0]

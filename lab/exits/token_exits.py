@@ -23,9 +23,10 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.exits.decoding import Generated, Step, gather
 from mini_ee.lab.exits.generation import TokenSegments, generate, token_weights
-from mini_ee.lab.exits.heads import OwnHead, PolicyNetworks, VocabularyHead, load_vocabulary_head
+from mini_ee.lab.exits.heads import OwnHead, VocabularyHead, load_vocabulary_head
 from mini_ee.lab.exits.lens import EPS, fit_in_closed_form
 from mini_ee.lab.exits.lossless import DRAFT, generate_lossless
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
 from mini_ee.lab.exits.state_store import Allocate, in_memory
 from mini_ee.lab.recording import Record, Recorded

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import mini_ee.consistent as paper
 from mini_ee.lab.data.settings import Settings, option
-from mini_ee.lab.exits.heads import PolicyNetworks
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.row_exits import States
 from mini_ee.lab.rules import Policy
 from mini_ee.lab.training.default_rule import sweep

@@ -96,6 +96,7 @@ def sparse_loss(model: TokenExits, batch: Batch, config: Config) -> Tensor:
 
     These are the S most likely tokens, and that it is another one. The entropy is that of the whole vocabulary.
     """
+    assert batch.states is not None and batch.targets is not None
     ids, p = batch.targets[:, 0].long(), batch.targets[:, 1]
     rest = torch.zeros_like(p[:, :1]) if config.target == "hard" else (1 - p.sum(1, keepdim=True)).clamp(min=0)
     full, total = torch.cat((p, rest), dim=1).log(), 0.0

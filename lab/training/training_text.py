@@ -40,6 +40,7 @@ CALIBRATION_PIECES = 512  # default number for a calibration
 PIECES, HELD_PIECES, HELD_STORIES = 1024, 32, 150
 GATE_PIECES = 256  # held out if a gate is calibrated
 LEAST_GROUPS = 40  # texts without which no gate is calibrated
+LEAST_SAVED = 0.1  # of the FLOPs; to stop at exits takes about as much time (SmolLM2, five exits, torch on a CPU)
 HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # far from the seeds of the batches before
 EPSILON = 0.95  # of the default rule, as in Valade 2024, section 3.3.1; so is the measure of the unit
 
@@ -203,7 +204,7 @@ def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
 
 
 def cheapest(recorded: Record, thresholds: Chosen, seed: int) -> Chosen:
-    """Of the thresholds, the gate and the full model the one that needs fewest FLOPs, heads included.
+    """Of the thresholds and the gate the one that needs fewer FLOPs, heads included; below LEAST_SAVED the full model.
 
     The gate has one cut, with the conformal guarantee that EPSILON of new tokens are as the full model's.
     """
@@ -215,5 +216,5 @@ def cheapest(recorded: Record, thresholds: Chosen, seed: int) -> Chosen:
     flops = {name: float(recorded.replay(each.rule).cost.flops.mean()) for name, each in found.items()}
     saved = {name: 1 - each / recorded.full_flops for name, each in flops.items()}
     best = max(saved, key=saved.__getitem__)
-    chosen = found[best] if saved[best] > 0 else Chosen(Never(), None)
+    chosen = found[best] if saved[best] >= LEAST_SAVED else Chosen(Never(), None)
     return chosen._replace(about=chosen.about | {"net_saved": saved})

@@ -30,7 +30,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import generate
-from mini_ee.lab.exits.heads import PolicyNetworks
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.builder import Builder
 from mini_ee.lab.export.decoder_blocks import GraphBlock

@@ -38,7 +38,7 @@ from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tasks import load_task
 from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.early_exit import early_exit
-from mini_ee.lab.exits.heads import PolicyNetworks
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.prompt_exits import PromptModel
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments
 from mini_ee.lab.export.builder import OPSET, Builder, branches_of

@@ -20,7 +20,7 @@ from mini_ee.lab.baselines.palbert import Ponder, PonderExits
 from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
-from mini_ee.lab.exits.heads import PolicyNetworks
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.prompt_exits import PromptModel
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.export.row_segments import OrtModel
