@@ -184,4 +184,5 @@ METHOD = Method(
     trained_as="fine-tune-then-heads",
     defaults={"tokens": {"rank": None, "head_lr": 8e-3}},
     lacks=("rank",),
+    own_heads=True,
 )

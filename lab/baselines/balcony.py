@@ -160,4 +160,5 @@ METHOD = Method(
     },
     keeps_model=True,
     lacks=("lr", "rank"),
+    own_heads=True,
 )

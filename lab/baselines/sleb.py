@@ -184,4 +184,5 @@ METHOD = Method(
     default_rule=own_rule,
     defaults={"tokens": {"kind": "pieces", "rank": None, "texts": 128}},
     lacks=("exits", "epochs", "lr", "head_lr", "batch_size", "warmup", "weight_decay", "clip", "precision", "rank"),
+    own_heads=True,
 )

@@ -10,6 +10,7 @@ is not trained, so training its layers or its heads may change the answer.
 
 Symbols:   N units, L layers; h: FLOPs of one head divided by FLOPs of one layer.
            saved = 1 - mean layers run / L; net of heads, 1 - mean (layers run + h heads read) / (L + h).
+           With a gate a unit reads one head.
 Not counted: computing the keys and values of layers that a token skips, and lower efficiency of smaller batches.
 """
 
@@ -70,7 +71,8 @@ class Savings(NamedTuple):
 def savings_at(observed: Observed, rule: Threshold, exits: tuple[int, ...], costs: Costs) -> Savings:
     """exits: the layer of each column of `observed`, then the last layer."""
     exit_index, agrees = replay(observed, rule)
-    layers, heads, last = np.array(exits)[exit_index].mean(), (exit_index + 1).mean(), exits[-1]
+    layers, last = np.array(exits)[exit_index].mean(), exits[-1]
+    heads = 1.0 if costs.read_once else (exit_index + 1).mean()
     net = 1 - (costs.start + layers + costs.head * heads) / (costs.start + last + costs.head)
     return Savings(float(agrees.mean()), float(1 - layers / last), float(net))
 
@@ -161,6 +163,7 @@ def suitability(probed: ProbeResult, seed: int = 0) -> dict:
         "oracle_net_saved": few_exits(Observed(settles * 1.0, settles, observed.groups), probed.costs)[1],
         "head_layers": probed.costs.head,
         "start_layers": probed.costs.start,
+        "read_once": probed.costs.read_once,
         "estimate": estimate(observed, every, probed.costs, seed),
         "few_exits": estimate(observed.take(~first), few, probed.costs, seed),
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.lab.backbones.backbone import Backbone
-from mini_ee.lab.registry import HEADS
+from mini_ee.lab.registry import HEADS, VOCABULARY_HEADS
 
 TOKENS = "tokens"  # the pool of a head for each token
 HEAD_DROPOUT = 0.1  # as in the published classifiers on BERT
@@ -80,9 +80,18 @@ def linear(head: ExitHead) -> ExitHead:
 
 def load_head(name: str) -> Callable[[ExitHead], ExitHead]:
     """The function of a kind of head: (an initialised ExitHead) -> its replacement. ValueError for an unknown name."""
-    if name not in HEADS:
-        raise ValueError(f"head must be one of {', '.join(HEADS)}, found {name!r}")
-    module, _, kind = HEADS[name].partition(":")
+    return _kind(name, HEADS)
+
+
+def load_vocabulary_head(name: str) -> Callable[[Backbone], nn.Module]:
+    """The same of a token's head: decoder -> a module with a `norm`, (..., D) -> logits (..., V) float32."""
+    return _kind(name, VOCABULARY_HEADS)
+
+
+def _kind(name: str, heads: dict[str, str]) -> Callable:
+    if name not in heads:
+        raise ValueError(f"head must be one of {', '.join(heads)}, found {name!r}")
+    module, _, kind = heads[name].partition(":")
     return getattr(import_module(module), kind)
 
 

@@ -79,6 +79,9 @@ class ExitModel(nn.Module):
             if isinstance(module, ExitModel):  # this model, or one in a cascade
                 module.head = name
 
+    def begin(self, train: Any) -> None:
+        """Called before the first step of a training, with its training data."""
+
     def is_trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
         return self.holds_backbone or not name.startswith("backbone.")
@@ -367,5 +370,5 @@ class States(NamedTuple):
 
     def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """The states of every exit, (N, D) each, and the labels (N,)."""
-        states, labels = self.states[units].to(device), self.labels[units].to(device)
+        states, labels = self.states[units].to(device).float(), self.labels[units].to(device)
         return list(states.unbind(dim=1)), labels

@@ -32,6 +32,7 @@ class Stage(NamedTuple):
     loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
     score: Callable[[np.ndarray], float] | None = None  # (K,) held-out scores of the exits -> score of the epoch
     on_states: bool = False  # the backbone is frozen: its states are computed once and are the input of the loss
+    most: int | None = None  # tokens that it learns from, about; None: all
     make_targets: Callable[[nn.Module, object], np.ndarray | Tensor] | None = None
     """(model, train data or States) -> (N, ...), called once before the first step."""
     validate: Callable[[nn.Module, object], dict[str, float]] | None = None

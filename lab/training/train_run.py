@@ -20,9 +20,11 @@ from mini_ee.lab.backbones.hub import (
     BUILT_IN_MODEL,
     backbone_sha256,
     check_generates,
+    empty_backbone,
     generates,
     load_backbone,
     read_config,
+    without_memory,
 )
 from mini_ee.lab.backbones.sentence_encoder import SentenceModules
 from mini_ee.lab.data.columns import TaskOptions
@@ -33,11 +35,13 @@ from mini_ee.lab.data.table_files import SUFFIXES, kind_of
 from mini_ee.lab.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.exits.lens import reads_much
 from mini_ee.lab.exits.row_exits import check_exits, even_exits
 from mini_ee.lab.recording import record
 from mini_ee.lab.training import doubts, ranks
 from mini_ee.lab.training.loop import Fitted, fit
 from mini_ee.lab.training.method import Method, configured, load_method
+from mini_ee.lab.training.policies import with_gate
 from mini_ee.lab.training.run_folder import (
     Run,
     build_model,
@@ -54,6 +58,7 @@ from mini_ee.lab.training.unit import Unit, load_unit
 
 Say = Callable[[str], None]
 TOKEN_EXITS = 4  # if none are named
+LENS_LR = 1e-3  # learning rate of lenses, which begin with their closed form
 OF_TRAINING = "max_train", "max_loss", "confidence", "min_cosine"  # common options that `training` in config.json has
 TRAINED_BY = {  # unit -> the module of functions `opened`, `about`, `open_tokenizer`, `data` and `conclude`
     "rows": "mini_ee.lab.training.train_rows",
@@ -155,7 +160,7 @@ def make_request(
     """The Request of a method's name and options. Raises WrongArguments if they do not fit."""
     method = load_method(name)
     unit, model = unit_of(method, model and Path(model), task)
-    given = defaults_of(method, unit.name, model)
+    given = defaults_of(method, unit.name, model, options.get("head"))
     given |= {"kind": task} if unit.name == "tokens" and task in KINDS else {}
     given |= {key: value for key, value in options.items() if value is not None}
     parts = [TrainConfig, *OPTIONS[unit.name]]
@@ -177,17 +182,29 @@ def make_request(
     config = configured(method, own)
     if unused := unused_option(config, named):
         raise WrongArguments(unused)
+    if unit.name == "tokens" and method.own_heads and made[1].head != "own":
+        raise WrongArguments(f"--head {made[1].head}: the heads of {name} are part of the method; leave it out")
     request = Request(name, method, unit, model, None, out, config, *made[:2], None, resume, named)
     check_device(request.common.device)
     return request.trainer.opened(request, task, made[2])
 
 
-def defaults_of(method: Method, unit: str, model: Path) -> dict:
-    """The defaults of options that differ from those of the settings classes. A built-in model has some of its own."""
+def defaults_of(method: Method, unit: str, model: Path, head: str | None = None) -> dict:
+    """The defaults of options that differ from those of the settings classes. A built-in model has some of its own.
+
+    head: of --head. If tokens name none, the method's own, or a lens if the LM head costs too much to be read often.
+    """
     defaults = ENCODER_DEFAULTS if unit == "rows" and model == BUILT_IN_MODEL else {}
     defaults = defaults | method.defaults.get(unit, {})
     built_in = model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit == method.units[0]
-    return defaults | (method.defaults.get("built-in", {}) if built_in else {})
+    defaults = defaults | (method.defaults.get("built-in", {}) if built_in else {})
+    if unit != "tokens" or method.own_heads:
+        return defaults
+    config = read_config(model / "config.json").to_dict()
+    with without_memory():
+        head = head or ("lens" if reads_much(empty_backbone(config, lm_head=True)) else "own")
+    of_lens = {"head_lr": LENS_LR} | method.defaults.get("lens", {})
+    return defaults | {"head": head} | (of_lens if head == "lens" else {})
 
 
 def unit_of(method: Method, model: Path | None, task: str | Path | None) -> tuple[Unit, Path]:
@@ -375,7 +392,7 @@ def _fit(
         model = build_checked(request, backbone, about).to(request.common.device)
         if not request.method.has_stages:
             return model, Fitted(request.method.search(model, data.train, data.held, request.config), [])
-        recipe = request.method.recipe(model, request.config)
+        recipe = with_gate(request.method.recipe(model, request.config), model)
         return model, fit(model, recipe, data.train, data.held, request.train, saved)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mini_ee.lab.backbones.sentence_encoder import POOLS as EMBEDDING_POOLS
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.settings import Settings, option
-from mini_ee.lab.registry import HEADS
+from mini_ee.lab.registry import HEADS, VOCABULARY_HEADS
 
 POOLS = ("mean", "first")
 PRECISIONS = ("float32", "bf16")
@@ -83,6 +83,19 @@ class RowOptions(CommonOptions):
     """Of a regression that stays as it is: difference up to which two numbers agree."""
     labelled: bool = False
     """Of a model that stays as it is: the task's labels choose and test the default rule, not the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions(CommonOptions):
+    """CommonOptions, and that of the heads of tokens."""
+
+    head: str = option(
+        "own",
+        "exit head: the method's own (own), or a linear map before the model's LM head, with a gate that reads it once "
+        "(lens)",
+        choices=("own", *VOCABULARY_HEADS),
+        default_text="own; lens if the vocabulary is large",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +247,7 @@ class AddOptions(Settings):
 OPTIONS = {  # unit -> settings of a training, and settings of its data
     "rows": (RowOptions, TaskOptions),
     "prompts": (RowOptions, TaskOptions),
-    "tokens": (CommonOptions, TextOptions),
+    "tokens": (TokenOptions, TextOptions),
     "embeddings": (EmbeddingOptions, TaskOptions),
 }
 TASK_HELP = {  # unit -> help of --task
