@@ -119,8 +119,8 @@ plots.curve("LoRAExit, threshold", curve, "curve-4.png")
 # %% [markdown]
 # ![Accuracy against layer passes, now with LoRAExit](docs/pictures/curve-4.png)
 #
-# After two epochs the adapters are still behind, because they can change little of a frozen model. The curve goes on to
-# the right of the picture: a sentence that no early exit answers costs 24 passes, twice the full model.
+# After two epochs the adapters are still behind, because they can change little of a frozen model. The curve continues
+# beyond the picture, because a sentence that no early exit answers costs 24 passes, twice the full model.
 #
 # ## What we found
 #
@@ -130,7 +130,7 @@ plots.curve("LoRAExit, threshold", curve, "curve-4.png")
 # | it is more accurate than after joint training | undecided |
 # | the next exit is the better teacher | undecided |
 # | adapters take little memory | yes |
-# | *our control:* faster than joint training with a threshold | no: a sentence that goes on starts again |
+# | *our control:* faster than joint training with a threshold | no, because a sentence that continues starts again |
 #
 # The [verdicts](results/loraexit.md) are measured on TREC and SST-2. **Use it** when the backbone must stay frozen,
 # for example because several tasks share it.

@@ -128,8 +128,8 @@ plots.curve("threshold on ConsistentEE's exits", thresholds, "curve-7.png")
 # %% [markdown]
 # ![Accuracy against layers, now with ConsistentEE](docs/pictures/curve-7.png)
 #
-# A threshold on the same exits is as good as the policy, or better. So the training of the exits, which goes on in
-# step 4, lifts this curve above those of earlier chapters, and not the decision.
+# A threshold on the same exits is as good as the policy, or better. So it is the training of the exits, which continues
+# in step 4, and not the decision that lifts this curve above the curves of earlier chapters.
 #
 # The paper stops when $\pi > 0.5$. Another cut moves a trained policy to another speed, without a new training.
 #
