@@ -3,7 +3,7 @@
 Logits are (B, C) with C >= 2, of any float dtype, and computed in float32 at least; each function returns (B,). The
 same code also runs on graph values (lab/export/tracing.py).
 
-If an input may have several labels at once, each logit is that of a sigmoid, and one measure suits:
+When an input may have several labels at once, each logit belongs to a sigmoid, and one measure applies:
 
     weakest_label         this project                     [.5, 1]     probability of the least confident of C decisions
 

@@ -14,7 +14,7 @@
 #
 # There are two ways to fill it. `copy_state` takes the token's state at its exit as the input of all deeper layers:
 # each of them computes keys and values from it, and nothing else. `recompute` runs the missing layers as soon as a
-# later token goes deeper, for all waiting tokens as one block, so the keys and values are those of a full run. Both
+# later token goes deeper, for all waiting tokens as one block, so the keys and values equal a full run's. Both
 # are in the part of the loop that runs one segment:
 #
 # {code} mini_ee/llama.py Decoding.advance

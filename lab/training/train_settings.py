@@ -159,7 +159,7 @@ class EmbeddingOptions(CommonOptions):
         choices=tuple(EMBEDDING_POOLS.values()),
         default_text="the encoder's own, else mean",
     )
-    normalize: bool = option(False, "scale embeddings to length 1, also if the encoder does not")
+    normalize: bool = option(False, "scale embeddings to length 1, even when the encoder does not")
     size: int | None = option(
         None, "keep the first N numbers of an embedding (Matryoshka)", least=1, metavar="N", default_text="all"
     )
