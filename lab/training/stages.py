@@ -76,9 +76,21 @@ def joint_stage(model: nn.Module, **own) -> Stage:
     return stage._replace(**own)
 
 
+def all_logits(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """The logits (N, C) of every exit, from its state if the stage learns from states."""
+    if batch.states is None:
+        return model(*batch.inputs)
+    return [model.classify(k, state) for k, state in enumerate(batch.states)]
+
+
+def reads_states(model: nn.Module) -> bool:
+    """Whether heads on a frozen backbone can learn from states that are computed once: of rows, and without weights."""
+    return model.unit == "rows" and all(head.only_pools for head in model.heads)
+
+
 def heads_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of the losses of all exits but the last."""
-    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs)[:-1])
+    return sum(task_loss(logits, batch.labels) for logits in all_logits(model, batch)[:-1])
 
 
 def fine_tune_then_heads(
@@ -101,6 +113,7 @@ def fine_tune_then_heads(
                 trainable=lambda name: name.startswith("heads.") and not name.startswith(last),
                 loss=heads_loss,
                 score=lambda scores: float(np.mean(scores[:-1])),
+                on_states=reads_states(model),
             )
         )
     return stages
