@@ -18,6 +18,7 @@ from mini_ee.experiments.leaderboard.runs import HELD_OUT_ROWS
 from mini_ee.experiments.leaderboard.tables import (
     Leaderboard,
     absent_rows,
+    borrowed_rates,
     correlation_rows,
     fewer_epochs,
     figure_rows,
@@ -85,6 +86,7 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "worse": [name for name in others if (REFERENCE, name) in board.better],
         "tiers": tiers(board),
         "fewer_epochs": fewer_epochs(board),
+        "borrowed_rates": borrowed_rates(board),
         "elsewhere": [_best_on(board, name) for name in board.plan.tasks if _ranked_apart(board, name)],
         "each_task": [_task(board, name) for name in board.plan.tasks if board.tasks[name].runs],
         "exam": _exam(board, passed) if passed else None,
