@@ -273,6 +273,7 @@ class BranchInputs:
 
 def exit_losses(model: DreeExits, batch: Batch) -> list[Tensor]:
     """The cross-entropies of the exits before the last, from a batch of BranchInputs as targets."""
+    assert batch.targets is not None  # of this stage
     padding, losses = padding_mask(batch.inputs[1]), []
     for k, hidden in enumerate(batch.targets.unbind(dim=2)):
         losses.append(task_loss(model.classify(k, model.heads[k].state(hidden, padding)), batch.labels))

@@ -33,7 +33,7 @@ class Stage(NamedTuple):
     score: Callable[[np.ndarray], float] | None = None  # (K,) held-out scores of the exits -> score of the epoch
     on_states: bool = False  # the backbone is frozen: its states are computed once and are the input of the loss
     make_targets: Callable[[nn.Module, object], np.ndarray | Tensor] | None = None
-    """(model, train data or States) -> (N, ...), called once before the first step."""
+    """(model, train data or States) -> (N, ...), called once before the first step; units are its index."""
     validate: Callable[[nn.Module, object], dict[str, float]] | None = None
     """In place of `score`: (model, States of the held-out set) -> `score`, and other fields of the epoch's record."""
     log_metrics: Callable[[nn.Module, object], dict] | None = None
