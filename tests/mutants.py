@@ -566,6 +566,7 @@ RULES = [
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
     ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
+    ("training.stages.reads_states", always(lambda model: True), "new_head.py::test_its_weights_learn_from_tokens_on_a_frozen_backbone_too"),
     ("training.stages.weighted_by_depth", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
     ("backbones.bert.LayerContext.keep", always(lambda self, rows: self._replace(padding=self.padding[: len(rows)])), NEW + "rows_that_are_kept_go_on_as_if_the_others_had_never_been_there[bert-[1, 3]]"),
@@ -639,6 +640,7 @@ OF_METHODS = [
     ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_exits_are_the_equations_in_training_and_in_segments[bert-mean]"),
     ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_a_branch_without_adapter_is_the_layer"),
     ("baselines.dree.equiangular_frame", always(lambda width, classes: torch.eye(width)[:, :classes]), "dree.py::test_the_vectors_of_a_frame_have_length_one_and_stand_equally_far_apart[3]"),
+    ("baselines.dree.BranchInputs.__getitem__", lambda true: lambda self, rows: true(self, rows[::-1]), "dree.py::test_the_second_stage_learns_from_what_the_backbone_gives_computed_once[mean]"),
     # no equilibrium, half of it, one exit too many
     ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, hidden)), MEAN),
     ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, elasticbert.rescaled(hidden, (exits - k - 1) / (exits - k)))), MEAN),

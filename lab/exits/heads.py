@@ -40,6 +40,11 @@ class ExitHead(nn.Module):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
 
+    @property
+    def only_pools(self) -> bool:
+        """Whether `state` has no weights, so that the states of a frozen backbone can be computed once."""
+        return self.norm is None and type(self).state is ExitHead.state
+
     def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The vector of each row: hidden (B, T, D), mask from `padding_mask`; returns (B, D)."""
         return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)

@@ -116,7 +116,7 @@ class Loop:
                 ranks.as_first(own_state(model).values())
                 if scores is None or changes_logits(model, stage):
                     model.eval()
-                    of_states = stage.on_states and stage.validate and held.scores_of
+                    of_states = stage.on_states and held.scores_of
                     scores = held.scores(model) if of_states else self.held.scores(model, config.batch_size)
                 if self.validate(stage, epoch, held, scores):
                     best = trained_weights(model, stage)
