@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mini_ee.lab.confidence import OF_LOGITS
-from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tokenizer import Encoded, batches
 from mini_ee.lab.early_exit import ExitResult, early_exit, run_segments
 from mini_ee.lab.rules import Measured, Planned, Rule
@@ -257,6 +256,8 @@ def record(
     whole: the model without exits, whose FLOPs are the reference; None: the last of these segments has the same.
     known: the logits (N, K, C), if they are known; then nothing runs.
     """
+    from mini_ee.lab.data.progress import tqdm  # imported here because no single text needs it
+
     whole, order = whole or segments, list(batches(encoded, batch_size))
     parts, full = [], []
     for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):

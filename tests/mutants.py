@@ -536,10 +536,6 @@ RULES = [
     ("confidence.MEASURES.breaking_ties", measure(core_rules.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
     ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
     ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
-    ("token_tasks.TokenTask.counted", source("counts & (ids != special)", "counts"), "token_tasks.py::test_the_confidence_is_that_of_the_least_confident_decision"),
-    ("token_tasks.TokenTask.weakest", source("np.where(counted, likeliest, np.float32(1)).min", "likeliest.min"), "token_tasks.py::test_the_confidence_is_that_of_the_least_confident_decision"),
-    ("token_tasks.spans", source("end[:, more:]", "end[:, : tokens - more]"), "token_tasks.py::test_the_likeliest_span_is_found_and_is_not_longer_than_the_longest_answer"),
-    ("token_tasks.numbered", always(lambda rows: np.zeros(len(rows), np.int64)), "token_tasks.py::test_numbers_are_equal_when_all_decisions_are_equal_whatever_the_padding"),
     ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]"),
     ("mini_ee.rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
     ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
@@ -586,6 +582,10 @@ SHADOWS = "del.py::test_shadow_tokens_are_those_of_every_exit_where_the_full_mod
 RECOMPUTED = "balcony.py::test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text"
 MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
+    ("token_tasks.TokenTask.counted", source("counts & (ids != special)", "counts"), "token_tasks.py::test_the_confidence_is_that_of_the_least_confident_decision"),
+    ("token_tasks.TokenTask.weakest", source("np.where(counted, likeliest, np.float32(1)).min", "likeliest.min"), "token_tasks.py::test_the_confidence_is_that_of_the_least_confident_decision"),
+    ("token_tasks.spans", source("end[:, more:]", "end[:, : tokens - more]"), "token_tasks.py::test_the_likeliest_span_is_found_and_is_not_longer_than_the_longest_answer"),
+    ("token_tasks.numbered", always(lambda rows: np.zeros(len(rows), np.int64)), "token_tasks.py::test_numbers_are_equal_when_all_decisions_are_equal_whatever_the_padding"),
     ("methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
     ("methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "sgmv.py::test_it_adds_in_place_to_the_columns_that_it_is_given[equal]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),

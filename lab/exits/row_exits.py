@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.lab.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on
-from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.lab.exits.heads import ExitHead, exit_heads, load_head
 from mini_ee.lab.recording import Record, predictions, record
@@ -301,6 +300,8 @@ class RowData(NamedTuple):
             columns, states = [self.known.layers.index(layer) for layer in model.exits], self.known.states
             states = states if len(columns) == states.shape[1] else states[:, columns]
             return States(states, torch.from_numpy(self.targets()), *self._about())
+        from mini_ee.lab.data.progress import tqdm  # imported here because only a training needs it
+
         if allocate is None:
             from mini_ee.lab.exits.state_store import in_memory as allocate
         device, stored = next(model.parameters()).device, None
