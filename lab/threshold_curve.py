@@ -32,15 +32,15 @@ def threshold_curve(recorded: Record, rule: Rule, task: Task, labels: np.ndarray
     if THRESHOLD not in runtime_inputs(rule) or task.regression or not len(recorded.logits):
         return None
     full, points = predictions(recorded.logits[:, -1], task), []
-    for each in from_loose_to_strict(rule, recorded, POINTS):
-        result = recorded.replay(each)
-        found = predictions(result.logits, task)
+    for candidate in from_loose_to_strict(rule, recorded, POINTS):
+        result = recorded.replay(candidate)
+        predicted = predictions(result.logits, task)
         loss = None
         if labels is not None:
-            loss = task.score(full, labels)["score"] - task.score(found, labels)["score"]
-        threshold = float(runtime_values(each, 1)[THRESHOLD][0])
+            loss = task.score(full, labels)["score"] - task.score(predicted, labels)["score"]
+        threshold = float(runtime_values(candidate, 1)[THRESHOLD][0])
         points.append(
-            [str(threshold) if math.isinf(threshold) else threshold, float((found == full).mean()), loss]
+            [str(threshold) if math.isinf(threshold) else threshold, float((predicted == full).mean()), loss]
             + [float(result.layers_run.mean())]
         )
     return {"rows": len(full), "points": points}

@@ -226,7 +226,7 @@ def half_step(self, state):
 def losses_in_the_full_model(true):
     """A layer's loss in the full model, not in the one that remains."""
 
-    def next_token_losses(backbone, data, remaining, each=True):
+    def next_token_losses(backbone, data, remaining, inner=True):
         once = true(backbone, data, range(len(backbone.layers)))
         return [once[layer] for layer in remaining] + once[-1:]
 
@@ -334,7 +334,9 @@ def policies_of_raw_states(self):
 
 def positions(bug):
     """The position of a token behind the prompt."""
-    return lambda true: lambda self, rows, some: true(self, rows, [bug(each) if len(each) == 1 else each for each in some])
+    return lambda true: (
+        lambda self, rows, some: true(self, rows, [bug(each) if len(each) == 1 else each for each in some])
+    )
 
 
 def one_slot_off(true):
@@ -380,7 +382,15 @@ def after_loading(damage):
 
 def swapped(first, second):
     """Two modules of every layer."""
-    return after_loading(lambda model: [[setattr(layer, name, module) for name, module in ((first, getattr(layer, second)), (second, getattr(layer, first)))] for layer in model.layers])
+    return after_loading(
+        lambda model: [
+            [
+                setattr(layer, name, module)
+                for name, module in ((first, getattr(layer, second)), (second, getattr(layer, first)))
+            ]
+            for layer in model.layers
+        ]
+    )
 
 
 def heads_of(change):
@@ -408,7 +418,11 @@ def node(kind, becomes=None, **attributes):
 
     def bug(true):
         def op(self, op_type, *inputs, **given):
-            return true(self, becomes or kind, *inputs, **given | attributes) if op_type == kind else true(self, op_type, *inputs, **given)
+            return (
+                true(self, becomes or kind, *inputs, **given | attributes)
+                if op_type == kind
+                else true(self, op_type, *inputs, **given)
+            )
 
         return op
 
@@ -420,49 +434,179 @@ def node(kind, becomes=None, **attributes):
 SPEC, CONTRACT, METHODS, PARITY = (f"{name}/test_" for name in ("spec", "contract", "lab/methods", "lab/parity"))
 
 EQUATIONS = [
-    ("mini_ee.rules.Patience.stop", always(counts_equal_predictions), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
-    ("mini_ee.rules.Patience.stop", always(never_starts_again), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
-    ("mini_ee.raee.neighbour_weights", always(lambda d: 1 / np.maximum(d, 1e-9)), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
+    (
+        "mini_ee.rules.Patience.stop",
+        always(counts_equal_predictions),
+        "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]",
+    ),
+    (
+        "mini_ee.rules.Patience.stop",
+        always(never_starts_again),
+        "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]",
+    ),
+    (
+        "mini_ee.raee.neighbour_weights",
+        always(lambda d: 1 / np.maximum(d, 1e-9)),
+        "3_raee.py::test_eq4_to_6_three_neighbours_by_hand",
+    ),
     ("mini_ee.raee.neighbour_weights", always(np.ones_like), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.raee.neighbour_weights", always(lambda d: d.min(axis=1, keepdims=True) / d), "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count"),
-    ("mini_ee.raee.passing_values", always(lambda v, tau, top=0: np.where(v > tau, v, 0)), "3_raee.py::test_eq4_a_probability_equal_to_tau_votes"),
-    ("mini_ee.raee.passing_values", always(lambda v, tau, top=0: (v >= tau) * 1.0), "3_raee.py::test_eq4_to_6_three_neighbours_by_hand"),
-    ("mini_ee.raee.chosen_exit", always(lambda p: p.argmax(axis=1)), "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers"),
-    ("mini_ee.raee.chosen_exit", always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)), "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits"),
-    ("mini_ee.raee.exit_values", always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)), "3_raee.py::test_algorithm_3_1_two_exits_by_hand"),
+    (
+        "mini_ee.raee.neighbour_weights",
+        always(lambda d: d.min(axis=1, keepdims=True) / d),
+        "3_raee.py::test_eq5_in_the_limit_of_distance_zero_only_the_zero_distances_count",
+    ),
+    (
+        "mini_ee.raee.passing_values",
+        always(lambda v, tau, top=0: np.where(v > tau, v, 0)),
+        "3_raee.py::test_eq4_a_probability_equal_to_tau_votes",
+    ),
+    (
+        "mini_ee.raee.passing_values",
+        always(lambda v, tau, top=0: (v >= tau) * 1.0),
+        "3_raee.py::test_eq4_to_6_three_neighbours_by_hand",
+    ),
+    (
+        "mini_ee.raee.chosen_exit",
+        always(lambda p: p.argmax(axis=1)),
+        "3_raee.py::test_eq6_if_no_neighbour_votes_the_example_runs_through_all_layers",
+    ),
+    (
+        "mini_ee.raee.chosen_exit",
+        always(lambda p: p.shape[1] - 1 - p[:, ::-1].argmax(axis=1)),
+        "3_raee.py::test_eq6_takes_the_earliest_of_equal_exits",
+    ),
+    (
+        "mini_ee.raee.exit_values",
+        always(lambda logits, labels: np.exp(logits).max(axis=2) / np.exp(logits).sum(axis=2)),
+        "3_raee.py::test_algorithm_3_1_two_exits_by_hand",
+    ),
     # the mean of all rewards, with the trajectory's own: biased
-    ("mini_ee.consistent.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
-    ("mini_ee.consistent.leave_one_out", lambda true: lambda rewards: 2 * true(rewards) - rewards, "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]"),
-    ("mini_ee.consistent.memorized_layer", always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    (
+        "mini_ee.consistent.leave_one_out",
+        always(lambda rewards: rewards.mean(dim=1, keepdim=True)),
+        "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]",
+    ),
+    (
+        "mini_ee.consistent.leave_one_out",
+        lambda true: lambda rewards: 2 * true(rewards) - rewards,
+        "4_consistent.py::test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_its_standard_error[2-True]",
+    ),
+    (
+        "mini_ee.consistent.memorized_layer",
+        always(lambda right, depths: depths[(right.shape[1] - right.sum(dim=1)).clamp(max=right.shape[1] - 1)]),
+        "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern",
+    ),
     # the first right exit, whatever comes later
-    ("mini_ee.consistent.memorized_layer", always(lambda right, depths: depths[right.long().argmax(dim=1)]), "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern"),
+    (
+        "mini_ee.consistent.memorized_layer",
+        always(lambda right, depths: depths[right.long().argmax(dim=1)]),
+        "4_consistent.py::test_eq7_is_the_first_layer_from_which_on_all_exits_are_right_for_every_pattern",
+    ),
 ]
 
 CORE = "mini_ee."
 EQUATIONS += [  # the same of the core, and bugs of its own
-    (CORE + "loop.early_exit", source("append((rows[stops], logits))", "append((np.flatnonzero(stops), logits))"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Threshold'>-[0.8]]"),
-    (CORE + "loop.early_exit", source("values[staying]", "values[: len(staying)]"), "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Patience'>-[2]]"),
-    (CORE + "loop.early_exit", source("            break", "            pass"), "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again"),
-    (CORE + "rules.Patience.stop", always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)), "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]"),
-    (CORE + "rules.Policy.stop", always(lambda self, k, read, memory: read > 0), "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[0.8]"),
-    (CORE + "consistent.depth_weighted_loss", source("depth * loss", "loss"), "4_consistent.py::test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_depths"),
-    (CORE + "lora_exits.LowRank.forward", always(lambda self, x, scale: x @ self.A @ self.B), "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2]"),
-    (CORE + "lora_exits.log_soft_label", always(lambda logits, T: logits.float().log_softmax(-1)), "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t"),
-    (CORE + "lora_exits.sgmv", source("@ A[i], B[i]", "@ A[0], B[0]"), "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[[5, 5, 5]]"),
-    (CORE + "lora_exits.SideBySide.read", lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])), "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(threshold=0.0, measure='max_probability')-2]"),
-    (CORE + "lora_exits.LoRAExits.passes", always(lambda self, every_head: np.cumsum(self.exits)), "1_lora_exits.py::test_the_full_model_is_the_last_exit_alone"),
-    (CORE + "lora_exits.LoRAExits.flops", always(lambda self, tokens, every: super(type(self), self).flops(tokens, every)), "1_lora_exits.py::test_only_exits_that_are_read_run_and_are_counted[Fixed(exit=1)-False-[1]]"),
-    (CORE + "lora_exits.LoRAExits.advance", lambda true: lambda self, k, state: (self.read(k, state), true(self, k, state))[1], "1_lora_exits.py::test_only_exits_that_are_read_run_and_are_counted[Never()-False-[2]]"),
-    (CORE + "lora_exits.teacher_of", lambda true: lambda k, last, way: true(k, last, "kd"), "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[segd-teachers2]"),
+    (
+        CORE + "loop.early_exit",
+        source("append((rows[stops], logits))", "append((np.flatnonzero(stops), logits))"),
+        "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Threshold'>-[0.8]]",
+    ),
+    (
+        CORE + "loop.early_exit",
+        source("values[staying]", "values[: len(staying)]"),
+        "0_loop.py::test_an_example_stops_in_a_batch_where_it_stops_alone[<class 'mini_ee.rules.Patience'>-[2]]",
+    ),
+    (
+        CORE + "loop.early_exit",
+        source("            break", "            pass"),
+        "0_loop.py::test_an_example_that_stopped_is_neither_run_nor_read_again",
+    ),
+    (
+        CORE + "rules.Patience.stop",
+        always(lambda self, k, read, memory: np.full(len(read), k >= self.patience)),
+        "0_loop.py::test_patience_t_stops_where_pabees_counter_reaches_t[2-4]",
+    ),
+    (
+        CORE + "rules.Policy.stop",
+        always(lambda self, k, read, memory: read > 0),
+        "0_loop.py::test_policy_stops_at_the_first_exit_whose_probability_is_above_the_cut[0.8]",
+    ),
+    (
+        CORE + "consistent.depth_weighted_loss",
+        source("depth * loss", "loss"),
+        "4_consistent.py::test_eq1_is_the_sum_of_losses_weighted_with_their_depth_over_the_sum_of_depths",
+    ),
+    (
+        CORE + "lora_exits.LowRank.forward",
+        always(lambda self, x, scale: x @ self.A @ self.B),
+        "1_lora_exits.py::test_eq2_an_exit_computes_with_w_plus_ab[2]",
+    ),
+    (
+        CORE + "lora_exits.log_soft_label",
+        always(lambda logits, T: logits.float().log_softmax(-1)),
+        "1_lora_exits.py::test_eq5_soft_labels_are_the_softmax_of_the_logits_over_t",
+    ),
+    (
+        CORE + "lora_exits.sgmv",
+        source("@ A[i], B[i]", "@ A[0], B[0]"),
+        "1_lora_exits.py::test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit[[5, 5, 5]]",
+    ),
+    (
+        CORE + "lora_exits.SideBySide.read",
+        lambda true: lambda self, k, state: true(self, k, state._replace(hidden=state.hidden[-1:])),
+        "1_lora_exits.py::test_eq6_side_by_side_is_restart[Threshold(threshold=0.0, measure='max_probability')-2]",
+    ),
+    (
+        CORE + "lora_exits.LoRAExits.passes",
+        always(lambda self, every_head: np.cumsum(self.exits)),
+        "1_lora_exits.py::test_the_full_model_is_the_last_exit_alone",
+    ),
+    (
+        CORE + "lora_exits.LoRAExits.flops",
+        always(lambda self, tokens, every: super(type(self), self).flops(tokens, every)),
+        "1_lora_exits.py::test_only_exits_that_are_read_run_and_are_counted[Fixed(exit=1)-False-[1]]",
+    ),
+    (
+        CORE + "lora_exits.LoRAExits.advance",
+        lambda true: lambda self, k, state: (self.read(k, state), true(self, k, state))[1],
+        "1_lora_exits.py::test_only_exits_that_are_read_run_and_are_counted[Never()-False-[2]]",
+    ),
+    (
+        CORE + "lora_exits.teacher_of",
+        lambda true: lambda k, last, way: true(k, last, "kd"),
+        "1_lora_exits.py::test_the_teacher_of_each_of_four_exits[segd-teachers2]",
+    ),
     *[
         (CORE + "self_supervised.head_loss", bug, f"2_self_supervised.py::{test}")
         for bug in (softmax_twice, own_target)
         for test in ("test_eq1_position_by_position", "test_eq1_hard_targets_have_the_closed_form_optimum[0.1]")
     ],
-    *[(CORE + "self_supervised.head_loss", source(*change), f"2_self_supervised.py::test_eq1_position_by_position[{case}]") for *change, case in (("- penalty * entropy", "+ penalty * entropy", "soft-0.1"), ("-(full.float().softmax(-1)", "-(logits.float().softmax(-1)", "soft-0.1"))],
-    (CORE + "calibrate.tau", source("enough[-1]", "enough[0]"), "2_self_supervised.py::test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees"),
-    (CORE + "consistent.log_exit_probabilities", lambda true: lambda z: true(z) + torch.nn.functional.pad(z[:, :1] * 0 - 1, (z.shape[1], 0)), "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_actions"),
-    (CORE + "consistent.hardness_guided_rewards", always(lambda losses, depths, alpha, memorized: -losses - alpha * depths), "4_consistent.py::test_eq3_and_eq4_count_depth_in_layers"),
+    *[
+        (
+            CORE + "self_supervised.head_loss",
+            source(*change),
+            f"2_self_supervised.py::test_eq1_position_by_position[{case}]",
+        )
+        for *change, case in (
+            ("- penalty * entropy", "+ penalty * entropy", "soft-0.1"),
+            ("-(full.float().softmax(-1)", "-(logits.float().softmax(-1)", "soft-0.1"),
+        )
+    ],
+    (
+        CORE + "calibrate.tau",
+        source("enough[-1]", "enough[0]"),
+        "2_self_supervised.py::test_tau_is_the_lowest_confidence_from_which_on_a_share_epsilon_agrees",
+    ),
+    (
+        CORE + "consistent.log_exit_probabilities",
+        lambda true: lambda z: true(z) + torch.nn.functional.pad(z[:, :1] * 0 - 1, (z.shape[1], 0)),
+        "4_consistent.py::test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_actions",
+    ),
+    (
+        CORE + "consistent.hardness_guided_rewards",
+        always(lambda losses, depths, alpha, memorized: -losses - alpha * depths),
+        "4_consistent.py::test_eq3_and_eq4_count_depth_in_layers",
+    ),
 ]
 
 ALONE = "test_compaction_changes_nothing_each_row_leaves_where_it_would_alone[numpy-"
@@ -473,26 +617,63 @@ FLOPS = "test_flops_count_the_layers_each_row_ran_the_heads_it_passed_and_the_de
 STATE = "test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave_there"
 LOOP = [
     (CORE_LOOP, source(KEEP, "state, rows = state.keep(staying), rows[: len(staying)]"), ALONE + "max_probability]"),
-    (CORE_LOOP, source(KEEP, "state, rows = state.keep(np.arange(len(staying))), rows[staying]"), ALONE + "max_probability]"),
+    (
+        CORE_LOOP,
+        source(KEEP, "state, rows = state.keep(np.arange(len(staying))), rows[staying]"),
+        ALONE + "max_probability]",
+    ),
     (CORE_LOOP, source("values[staying]", "values[: len(staying)]"), ALONE + "remembers]"),
     (CORE_LOOP, source("values[staying]", "values[: len(staying)]"), "test_memory_is_kept_with_the_rows"),
     (CORE_LOOP, source("else plan[rows]", "else plan[: len(rows)]"), ALONE + "planned]"),
     (CORE_LOOP, source("            break", "            pass"), "test_nothing_runs_after_the_last_row_has_left"),
     (CORE_LOOP, source("exit_index[rows[stops]] = k", "exit_index[rows[stops]] = 0"), NEVER + "numpy]"),
     (CORE_LOOP, source("logits[at] = values", "logits[at] = stopped[0][1][: 1]"), ALONE + "max_probability]"),
-    ("early_exit.run_segments", source("rule if plan is None else Planned(tuple(plan.tolist()))", "rule"), "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]"),
+    (
+        "early_exit.run_segments",
+        source("rule if plan is None else Planned(tuple(plan.tolist()))", "rule"),
+        "test_a_plan_is_asked_for_once_and_stands_above_what_the_rule_would_decide[numpy]",
+    ),
     (TURN, source(LAST, "k >= len(engine.exits) - 2"), NEVER + "numpy]"),
-    (TURN, source(LAST, "k >= len(engine.exits) - 2"), "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]"),
+    (
+        TURN,
+        source(LAST, "k >= len(engine.exits) - 2"),
+        "test_the_last_exit_takes_whoever_is_left_and_is_not_asked[numpy]",
+    ),
     (TURN, source("else logits[stops]", "else logits[: stops.sum()]"), ALONE + "max_probability]"),
-    (TURN, source("state if stops.all() else state.keep(np.flatnonzero(stops))", "state"), "test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there"),
-    (TURN, source("return state, np.zeros(0, bool), None", "engine.read(k, state)\n        return state, np.zeros(0, bool), None"), "test_never_exit_reads_the_last_head_once"),
+    (
+        TURN,
+        source("state if stops.all() else state.keep(np.flatnonzero(stops))", "state"),
+        "test_a_planned_rule_reads_a_head_only_for_rows_that_leave_there",
+    ),
+    (
+        TURN,
+        source(
+            "return state, np.zeros(0, bool), None",
+            "engine.read(k, state)\n        return state, np.zeros(0, bool), None",
+        ),
+        "test_never_exit_reads_the_last_head_once",
+    ),
     (TURN, source("getattr(engine, rule.needs)(k, state)", "engine.read(k, state)[:, 0]"), STATE),
     ("early_exit.run_segments", source("rule.needs if plan is None else None", "None"), FLOPS),
-    ("early_exit.select_heads", source("set(plan.tolist())", "{len(segments.exits) - 1}"), "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]"),
+    (
+        "early_exit.select_heads",
+        source("set(plan.tolist())", "{len(segments.exits) - 1}"),
+        "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]",
+    ),
     ("segments.Cost", source("(of_state + decision)", "decision"), STATE),
     ("segments.Cost", source("self._rule.flops(batch.logits.shape[1])", "0.0"), FLOPS),
-    ("segments.Cost", source("np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"), "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes"),
-    ("mini_ee.rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
+    (
+        "segments.Cost",
+        source(
+            "np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"
+        ),
+        "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes",
+    ),
+    (
+        "mini_ee.rules.Threshold.stop",
+        always(below_the_threshold),
+        "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]",
+    ),
     ("backbones.bert.padding_mask", no_padding, "test_padding_does_not_change_the_decision[torch first-never]"),
     *[
         ("exits.row_exits.RowState.keep", always(bug), test)
@@ -524,49 +705,223 @@ ZERO = "exit_0.py::test_exit_0_"
 ZERO_COSTS = "exit_0.py::test_an_example_that_exits_at_0_runs_no_layer_and_costs_none[Fixed(exit=0)]"
 PAIRS = "failure_prediction.py::test_auroc_is_the_share_of_pairs_in_order_and_a_tie_counts_half"
 RULES = [
-    ("data.metrics.ranks", always(lambda values: np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1), PAIRS),
-    ("evaluation.failure_prediction.failures", always(lambda right: ~right), "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right"),
-    ("evaluation.failure_prediction.failures", source("[:, ::-1]  #", "  #"), "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right"),
-    ("evaluation.failure_prediction.calibration_error", source("np.abs(gaps).sum()", "np.abs(gaps.sum())"), "failure_prediction.py::test_the_calibration_error_is_that_of_a_loop_over_bins[7]"),
-    ("confidence.MEASURES.entropy", measure(zero_times_log_zero), "confidence.py::test_a_probability_of_zero_gives_full_confidence_and_no_nan[row0-entropy]"),
-    ("confidence.MEASURES.entropy", measure(lambda logits: -core_rules.entropy(logits)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
-    ("confidence.MEASURES.entropy", measure(lambda logits: core_rules.entropy(logits) / math.log(2)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]"),
-    ("confidence.MEASURES.normalised_entropy", measure(core_rules.entropy), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-normalised_entropy]"),
-    ("confidence.MEASURES.breaking_ties", measure(core_rules.breaking_ties_logits), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]"),
-    ("confidence.MEASURES.max_probability", measure(lambda logits: np.exp(logits).max(axis=1)), "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]"),
-    ("confidence.MEASURES.max_probability", measure(in_half_precision), "confidence.py::test_half_precision_is_computed_in_float32[max_probability]"),
-    ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]"),
-    ("mini_ee.rules.Patience.stop", counter_on_the_rule, "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give"),
-    ("rules._json", always(lambda value: value), "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule"),
-    *[("calibration.conformal_cut", plain_quantile(rank), "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed") for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)],
-    *[(f"mini_ee.calibrate.{name}", source(*change), "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon") for name, *change in (("cuts", "np.flatnonzero(confidence != np.append(confidence[1:], -np.inf))", "np.arange(len(order))"), ("cuts", "last + 1", "last"), ("tau", "math.inf", "confidence[-1]"))],
-    ("calibration.intervals", source("times[groups]", "times[group]"), "calibration.py::test_intervals_resample_groups"),
-    ("mini_ee.calibrate.lowest_passing", source("fixed_sequence(p_values[tested], delta)", "int((p_values[tested] <= delta).sum())"), "calibration.py::test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_it"),
-    ("mini_ee.calibrate.lowest_passing", source("delta**2", "delta"), "calibration.py::test_some_may_disagree_in_the_first_cut_if_there_are_rows_enough"),
-    ("statistics.p_values_of_counts", always(no_bound_of_counts), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[600-0.02]"),
-    ("evaluation.cosine_guarantee.share_p_value", source("successes - 1", "successes"), "cosine_guarantee.py::test_the_p_value_is_an_upper_binomial_tail"),
-    ("evaluation.cosine_guarantee.share_p_value", always(lambda successes, count, epsilon: float(successes < epsilon * count)), "cosine_guarantee.py::test_over_repeated_draws_the_guarantee_is_violated_for_a_share_of_delta_at_most"),
-    ("training.default_rule.paired_losses", always(gains_of_rows_that_both_get_wrong), "guarantee.py::test_candidates_and_their_order_come_from_the_selection_part_and_the_figures_from_the_test_part"),
-    ("training.default_rule.paired_p_values", always(no_bound), "guarantee.py::test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer[58-0-False]"),
-    ("statistics.p_values_of_counts", always(wald), "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[350-0.0]"),
-    ("data.tokenizer.Encoded.batch", unmasked, "conformance.py::test_a_batch_of_rows_is_its_rows_alone_padding_included[joint]"),
-    ("training.state.read_tensors", lambda true: lambda path, signed=False: true(path), "training.py::test_a_damaged_state_and_other_settings_are_refused[no-checksum]"),
-    ("training.train_rows.split_rows", part_that_tests_selects, "training.py::test_nothing_that_a_training_chooses_has_read_the_rows_that_test_the_default_rule[right-tool]"),
-    ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden.mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
-    ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, -1]), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
-    ("exits.heads.pooled", always(lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
-    ("exits.row_exits.RowExits.classify", lambda true: lambda self, k, state: true(self, 3, state), "exits.py::test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone[1]"),
-    ("exits.heads.exit_heads", source('"mean" if layer == 0 else pool', "pool"), ZERO + "of_every_encoder_is_exported[bert]"),
-    ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, 0]), ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
+    (
+        "data.metrics.ranks",
+        always(lambda values: np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1),
+        PAIRS,
+    ),
+    (
+        "evaluation.failure_prediction.failures",
+        always(lambda right: ~right),
+        "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right",
+    ),
+    (
+        "evaluation.failure_prediction.failures",
+        source("[:, ::-1]  #", "  #"),
+        "failure_prediction.py::test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right",
+    ),
+    (
+        "evaluation.failure_prediction.calibration_error",
+        source("np.abs(gaps).sum()", "np.abs(gaps.sum())"),
+        "failure_prediction.py::test_the_calibration_error_is_that_of_a_loop_over_bins[7]",
+    ),
+    (
+        "confidence.MEASURES.entropy",
+        measure(zero_times_log_zero),
+        "confidence.py::test_a_probability_of_zero_gives_full_confidence_and_no_nan[row0-entropy]",
+    ),
+    (
+        "confidence.MEASURES.entropy",
+        measure(lambda logits: -core_rules.entropy(logits)),
+        "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]",
+    ),
+    (
+        "confidence.MEASURES.entropy",
+        measure(lambda logits: core_rules.entropy(logits) / math.log(2)),
+        "confidence.py::test_each_measure_equals_a_loop_in_float64[3-entropy]",
+    ),
+    (
+        "confidence.MEASURES.normalised_entropy",
+        measure(core_rules.entropy),
+        "confidence.py::test_each_measure_equals_a_loop_in_float64[3-normalised_entropy]",
+    ),
+    (
+        "confidence.MEASURES.breaking_ties",
+        measure(core_rules.breaking_ties_logits),
+        "confidence.py::test_each_measure_equals_a_loop_in_float64[3-breaking_ties]",
+    ),
+    (
+        "confidence.MEASURES.max_probability",
+        measure(lambda logits: np.exp(logits).max(axis=1)),
+        "confidence.py::test_each_measure_equals_a_loop_in_float64[3-max_probability]",
+    ),
+    (
+        "confidence.MEASURES.max_probability",
+        measure(in_half_precision),
+        "confidence.py::test_half_precision_is_computed_in_float32[max_probability]",
+    ),
+    (
+        "row_thresholds.RowThresholds.stop",
+        always(thresholds_of_the_first_rows),
+        "row_thresholds.py::test_32_rows_with_32_thresholds_stop_as_32_batches_of_one[threshold]",
+    ),
+    (
+        "mini_ee.rules.Patience.stop",
+        counter_on_the_rule,
+        "rules.py::test_rules_hold_no_state_two_batches_in_turns_get_what_fresh_rules_give",
+    ),
+    (
+        "rules._json",
+        always(lambda value: value),
+        "rules.py::test_a_rule_written_as_json_and_read_back_is_the_same_rule",
+    ),
+    *[
+        (
+            "calibration.conformal_cut",
+            plain_quantile(rank),
+            "conformal.py::test_of_n_plus_one_rows_each_left_out_in_turn_no_more_are_lost_than_guaranteed",
+        )
+        for rank in (lambda n, e: e * n, lambda n, e: e * (n + 1) - 1)
+    ],
+    *[
+        (
+            f"mini_ee.calibrate.{name}",
+            source(*change),
+            "calibration.py::test_tau_is_the_lowest_confidence_whose_rows_agree_in_a_share_of_epsilon",
+        )
+        for name, *change in (
+            ("cuts", "np.flatnonzero(confidence != np.append(confidence[1:], -np.inf))", "np.arange(len(order))"),
+            ("cuts", "last + 1", "last"),
+            ("tau", "math.inf", "confidence[-1]"),
+        )
+    ],
+    (
+        "calibration.intervals",
+        source("times[groups]", "times[group]"),
+        "calibration.py::test_intervals_resample_groups",
+    ),
+    (
+        "mini_ee.calibrate.lowest_passing",
+        source("fixed_sequence(p_values[tested], delta)", "int((p_values[tested] <= delta).sum())"),
+        "calibration.py::test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_it",
+    ),
+    (
+        "mini_ee.calibrate.lowest_passing",
+        source("delta**2", "delta"),
+        "calibration.py::test_some_may_disagree_in_the_first_cut_if_there_are_rows_enough",
+    ),
+    (
+        "statistics.p_values_of_counts",
+        always(no_bound_of_counts),
+        "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[600-0.02]",
+    ),
+    (
+        "evaluation.cosine_guarantee.share_p_value",
+        source("successes - 1", "successes"),
+        "cosine_guarantee.py::test_the_p_value_is_an_upper_binomial_tail",
+    ),
+    (
+        "evaluation.cosine_guarantee.share_p_value",
+        always(lambda successes, count, epsilon: float(successes < epsilon * count)),
+        "cosine_guarantee.py::test_over_repeated_draws_the_guarantee_is_violated_for_a_share_of_delta_at_most",
+    ),
+    (
+        "training.default_rule.paired_losses",
+        always(gains_of_rows_that_both_get_wrong),
+        "guarantee.py::test_candidates_and_their_order_come_from_the_selection_part_and_the_figures_from_the_test_part",
+    ),
+    (
+        "training.default_rule.paired_p_values",
+        always(no_bound),
+        "guarantee.py::test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer[58-0-False]",
+    ),
+    (
+        "statistics.p_values_of_counts",
+        always(wald),
+        "guarantee.py::test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most[350-0.0]",
+    ),
+    (
+        "data.tokenizer.Encoded.batch",
+        unmasked,
+        "conformance.py::test_a_batch_of_rows_is_its_rows_alone_padding_included[joint]",
+    ),
+    (
+        "training.state.read_tensors",
+        lambda true: lambda path, signed=False: true(path),
+        "training.py::test_a_damaged_state_and_other_settings_are_refused[no-checksum]",
+    ),
+    (
+        "training.train_rows.split_rows",
+        part_that_tests_selects,
+        "training.py::test_nothing_that_a_training_chooses_has_read_the_rows_that_test_the_default_rule[right-tool]",
+    ),
+    (
+        "exits.heads.pooled",
+        always(lambda hidden, mask, pool: hidden.mean(dim=1)),
+        "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]",
+    ),
+    (
+        "exits.heads.pooled",
+        always(lambda hidden, mask, pool: hidden[:, -1]),
+        "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]",
+    ),
+    (
+        "exits.heads.pooled",
+        always(lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1)),
+        "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]",
+    ),
+    (
+        "exits.row_exits.RowExits.classify",
+        lambda true: lambda self, k, state: true(self, 3, state),
+        "exits.py::test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone[1]",
+    ),
+    (
+        "exits.heads.exit_heads",
+        source('"mean" if layer == 0 else pool', "pool"),
+        ZERO + "of_every_encoder_is_exported[bert]",
+    ),
+    (
+        "exits.heads.pooled",
+        always(lambda hidden, mask, pool: hidden[:, 0]),
+        ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]",
+    ),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
-    ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
+    (
+        "exits.row_exits.RowSegments.advance",
+        runs_a_layer_first,
+        ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]",
+    ),
     ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
-    ("training.stages.weighted_by_depth", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
-    ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
-    ("backbones.bert.LayerContext.keep", always(lambda self, rows: self._replace(padding=self.padding[: len(rows)])), NEW + "rows_that_are_kept_go_on_as_if_the_others_had_never_been_there[bert-[1, 3]]"),
-    ("backbones.bert.LayerContext.repeat", always(lambda self, count: self._replace(padding=self.padding.repeat_interleave(count, 0))), NEW + "the_context_of_a_repeated_batch_repeats_it[bert]"),
-    ("backbones.bert.Bert.run_layers", lambda true: lambda self, *given: true(self, *given[:4]), NEW + "adapters_see_every_projection_of_every_layer_that_runs[bert]"),
-    ("backbones.llama.Decoder.run_layers", lambda true: lambda self, hidden, context, start, stop: true(self, hidden, context, min(start + 1, stop), stop), NEW + "layers_chained_one_by_one_are_the_whole_model[llama]"),
+    (
+        "training.stages.weighted_by_depth",
+        source("max(1, depth)", "depth"),
+        "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1",
+    ),
+    (
+        "backbones.bert.Bert.run_layers",
+        last_layer_left_out,
+        "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]",
+    ),
+    (
+        "backbones.bert.LayerContext.keep",
+        always(lambda self, rows: self._replace(padding=self.padding[: len(rows)])),
+        NEW + "rows_that_are_kept_go_on_as_if_the_others_had_never_been_there[bert-[1, 3]]",
+    ),
+    (
+        "backbones.bert.LayerContext.repeat",
+        always(lambda self, count: self._replace(padding=self.padding.repeat_interleave(count, 0))),
+        NEW + "the_context_of_a_repeated_batch_repeats_it[bert]",
+    ),
+    (
+        "backbones.bert.Bert.run_layers",
+        lambda true: lambda self, *given: true(self, *given[:4]),
+        NEW + "adapters_see_every_projection_of_every_layer_that_runs[bert]",
+    ),
+    (
+        "backbones.llama.Decoder.run_layers",
+        lambda true: lambda self, hidden, context, start, stop: true(self, hidden, context, min(start + 1, stop), stop),
+        NEW + "layers_chained_one_by_one_are_the_whole_model[llama]",
+    ),
 ]
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
 ENCODERS = "trained_encoders.py::test_"
@@ -576,76 +931,296 @@ SHADOWS = "del.py::test_shadow_tokens_are_those_of_every_exit_where_the_full_mod
 RECOMPUTED = "balcony.py::test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text"
 MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
-    ("methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
-    ("methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "sgmv.py::test_it_adds_in_place_to_the_columns_that_it_is_given[equal]"),
-    ("methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
-    ("methods.lora_exits_sgmv._stack", stacked(lambda A: 2 * A), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
-    ("methods.lora_exits.Config.factor", always(lambda self, classes: 1.0), "segd.py::test_t_squared_multiplies_the_divergence_and_not_a_squared_error[2-9.0]"),
-    ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]"),
-    ("methods.lora_exits_sgmv._stack", stacked(lambda A: A.roll(1, 0)), "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]"),
-    ("methods.lora_exits_streams.LoRAState.keep", forgets_embeddings, "lora_exits.py::test_parallel_equals_restart_and_a_batch_equals_rows_alone[Threshold(threshold=0.75, measure='max_probability')-[[0, 1, 2]]]"),
-    ("methods.raee_collect.untrained_rows", always(held_out_alone), "raee_run.py::test_the_datastore_holds_all_rows_that_a_training_with_max_train_left"),
-    ("methods.raee_controls.knn_labels", always(lambda labels, weights: labels[:, 0]), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
-    ("methods.raee.neighbour_weights", always(lambda distances: 1 / (1e-6 + distances[:, ::-1])), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
-    ("methods.raee_controls.best_single_exit", always(lambda values: values.shape[1] - 1), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
-    ("methods.raee_controls.earliest_right_exit", always(lambda values: np.zeros(len(values), np.int64)), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
-    ("methods.raee_controls.shuffled_plan", always(lambda plan, seed: np.zeros_like(plan)), "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots"),
-    ("methods.raee_datastore.Datastore._each", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
-    ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
-    ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
-    ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
-    ("methods.consistent.with_coins", lambda true: lambda z, epsilon: true(z, 0.0), "consistent.py::test_the_probability_of_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]"),
-    ("mini_ee.consistent.inferred_reward", always(lambda logits, rewards: float(rewards[:, -1].mean())), "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half"),
-    ("exits.token_exits.TokenExits.policies", always(property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)), "consistent.py::test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut"),
-    ("baselines.adainfer.MAX_STEPS", always(20), "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]"),
+    (
+        "methods.lora_exits.LoRAExits.scale",
+        always(property(lambda self: 1.0)),
+        "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]",
+    ),
+    (
+        "methods.lora_exits_sgmv._shrink",
+        always(lambda x, A: x @ A.roll(1, 0)),
+        "sgmv.py::test_it_adds_in_place_to_the_columns_that_it_is_given[equal]",
+    ),
+    (
+        "methods.lora_exits_sgmv._stack",
+        stacked(lambda A: A * 0),
+        "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]",
+    ),
+    (
+        "methods.lora_exits_sgmv._stack",
+        stacked(lambda A: 2 * A),
+        "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]",
+    ),
+    (
+        "methods.lora_exits.Config.factor",
+        always(lambda self, classes: 1.0),
+        "segd.py::test_t_squared_multiplies_the_divergence_and_not_a_squared_error[2-9.0]",
+    ),
+    (
+        "methods.lora_exits_sgmv._stack",
+        stacked(lambda A: A.roll(1, 0)),
+        "lora_exits.py::test_every_schedule_gives_every_exit_the_logits_that_it_has_alone[2-bert-[[0, 1, 2]]]",
+    ),
+    (
+        "methods.lora_exits_sgmv._stack",
+        stacked(lambda A: A.roll(1, 0)),
+        "lora_exits.py::test_a_ragged_batch_equals_each_exits_rows_apart[2-bert-(0, 1, 2, 0, 1, 2, 2)]",
+    ),
+    (
+        "methods.lora_exits_streams.LoRAState.keep",
+        forgets_embeddings,
+        "lora_exits.py::test_parallel_equals_restart_and_a_batch_equals_rows_alone[Threshold(threshold=0.75, measure='max_probability')-[[0, 1, 2]]]",
+    ),
+    (
+        "methods.raee_collect.untrained_rows",
+        always(held_out_alone),
+        "raee_run.py::test_the_datastore_holds_all_rows_that_a_training_with_max_train_left",
+    ),
+    (
+        "methods.raee_controls.knn_labels",
+        always(lambda labels, weights: labels[:, 0]),
+        "raee_run.py::test_controls_are_those_of_loops_over_rows",
+    ),
+    (
+        "methods.raee.neighbour_weights",
+        always(lambda distances: 1 / (1e-6 + distances[:, ::-1])),
+        "raee_run.py::test_controls_are_those_of_loops_over_rows",
+    ),
+    (
+        "methods.raee_controls.best_single_exit",
+        always(lambda values: values.shape[1] - 1),
+        "raee_run.py::test_controls_are_those_of_loops_over_rows",
+    ),
+    (
+        "methods.raee_controls.earliest_right_exit",
+        always(lambda values: np.zeros(len(values), np.int64)),
+        "raee_run.py::test_controls_are_those_of_loops_over_rows",
+    ),
+    (
+        "methods.raee_controls.shuffled_plan",
+        always(lambda plan, seed: np.zeros_like(plan)),
+        "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots",
+    ),
+    (
+        "methods.raee_datastore.Datastore._each",
+        always(first_shard_only),
+        "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]",
+    ),
+    (
+        "exits.token_exits.TokenExits.each_state",
+        off_by(1),
+        "self_supervised.py::test_train_and_inference_read_the_same_layer",
+    ),
+    (
+        "exits.token_exits.TokenExits.each_state",
+        off_by(-1),
+        "self_supervised.py::test_train_and_inference_read_the_same_layer",
+    ),
+    (
+        "training.loop.in_turn",
+        always(rounds_that_never_end),
+        "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]",
+    ),
+    (
+        "methods.consistent.with_coins",
+        lambda true: lambda z, epsilon: true(z, 0.0),
+        "consistent.py::test_the_probability_of_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions[0.5]",
+    ),
+    (
+        "mini_ee.consistent.inferred_reward",
+        always(lambda logits, rewards: float(rewards[:, -1].mean())),
+        "consistent.py::test_held_out_tokens_leave_at_the_first_policy_above_one_half",
+    ),
+    (
+        "exits.token_exits.TokenExits.policies",
+        always(property(lambda self: [lambda x: self.policy.exit_logit(1, x)] * 2)),
+        "consistent.py::test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut",
+    ),
+    (
+        "baselines.adainfer.MAX_STEPS",
+        always(20),
+        "adainfer.py::test_the_svm_meets_the_conditions_of_its_optimum[100.0-0.3]",
+    ),
     ("baselines.mixed.mean_loss", always(joint_loss), MIXED),
     ("baselines.mixed.recipe", always(fine_tune_then_heads), MIXED),
-    ("baselines.right_tool.fit_temperature", always(lambda logits, labels: 1.0), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
-    ("baselines.right_tool.fit_temperature", lambda true: lambda logits, labels: 1 / true(logits, labels), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
-    ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),
-    ("baselines.calm.chernoff", always(lambda mean, limit, count: float(mean > limit)), "calm.py::test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most"),
+    (
+        "baselines.right_tool.fit_temperature",
+        always(lambda logits, labels: 1.0),
+        "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]",
+    ),
+    (
+        "baselines.right_tool.fit_temperature",
+        lambda true: lambda logits, labels: 1 / true(logits, labels),
+        "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]",
+    ),
+    (
+        "exits.row_exits.RowExits.exit_logits",
+        always(certainty_of_the_last_exit_too),
+        "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty",
+    ),
+    (
+        "baselines.calm.chernoff",
+        always(lambda mean, limit, count: float(mean > limit)),
+        "calm.py::test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most",
+    ),
     # the keys of an exit: those of the last layer's cache, of raw states, of no token that is filled in
     ("backbones.cache.LayerContext.of_exit", always(lambda self, k: self), RECOMPUTED),
     ("backbones.cache.Cache.of_exit", lambda true: lambda self, k: true(self, 0), RECOMPUTED),
-    ("baselines.balcony.BalconySegments.run", lambda true: lambda self, *given: TokenSegments.run(self, *given), RECOMPUTED),
-    ("baselines.balcony.BalconySegments.copy_state", lambda true: lambda self, *given: TokenSegments.copy_state(self, *given), COPIED),
-    ("baselines.balcony.BalconySegments.draft_logits", lambda true: TokenSegments.draft_logits, "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]"),
-    ("baselines.balcony.BalconySegments.run", lambda true: lambda self, *given: TokenSegments.run(self, *given), "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]"),
-    ("baselines.balcony.self_distillation_loss", source("each in exits", "each in exits[:1]"), "balcony.py::test_the_loss_is_the_mean_divergence_from_the_full_model"),
-    ("baselines.balcony.Balcony.forward", always(lambda self, state: self.decoder.lm_logits(state)), "balcony.py::test_an_exit_is_a_decoder_with_one_layer_more_than_the_exit[llama]"),
+    (
+        "baselines.balcony.BalconySegments.run",
+        lambda true: lambda self, *given: TokenSegments.run(self, *given),
+        RECOMPUTED,
+    ),
+    (
+        "baselines.balcony.BalconySegments.copy_state",
+        lambda true: lambda self, *given: TokenSegments.copy_state(self, *given),
+        COPIED,
+    ),
+    (
+        "baselines.balcony.BalconySegments.draft_logits",
+        lambda true: TokenSegments.draft_logits,
+        "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]",
+    ),
+    (
+        "baselines.balcony.BalconySegments.run",
+        lambda true: lambda self, *given: TokenSegments.run(self, *given),
+        "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]",
+    ),
+    (
+        "baselines.balcony.self_distillation_loss",
+        source("logits in exits", "logits in exits[:1]"),
+        "balcony.py::test_the_loss_is_the_mean_divergence_from_the_full_model",
+    ),
+    (
+        "baselines.balcony.Balcony.forward",
+        always(lambda self, state: self.decoder.lm_logits(state)),
+        "balcony.py::test_an_exit_is_a_decoder_with_one_layer_more_than_the_exit[llama]",
+    ),
     ("baselines.cat.remember", history(of_the_first_exit=True), META),
     ("baselines.cat.remember", history(of_the_first_exit=False), META),
     ("baselines.cat.features", confidence_of_their_own_class, META),
-    ("baselines.dynamic_exit_layer.tokens_per_layer", source("np.outer(layers[:-1], drafts)", "np.outer(layers[:-1], drafts + 1)"), "del.py::test_tokens_per_layer_are_the_expected_tokens_over_the_layers_that_are_loaded"),
-    ("baselines.dynamic_exit_layer.OMEGA", always(1.0), "del.py::test_acceptance_is_a_decayed_share_and_the_threshold_lies_between_the_two_confidences"),
+    (
+        "baselines.dynamic_exit_layer.tokens_per_layer",
+        source("np.outer(layers[:-1], drafts)", "np.outer(layers[:-1], drafts + 1)"),
+        "del.py::test_tokens_per_layer_are_the_expected_tokens_over_the_layers_that_are_loaded",
+    ),
+    (
+        "baselines.dynamic_exit_layer.OMEGA",
+        always(1.0),
+        "del.py::test_acceptance_is_a_decayed_share_and_the_threshold_lies_between_the_two_confidences",
+    ),
     ("baselines.dynamic_exit_layer.CONTEXT", always(64), SHADOWS),
-    ("baselines.dynamic_exit_layer.DynamicExitLayer.observe", always(lambda self, segments, states, true, read: segments.compare(states, true, read | True)), SHADOWS),
-    ("baselines.dynamic_exit_layer.DynamicExitLayer.choose", always(lambda self: None), "del.py::test_the_exit_of_the_most_tokens_per_layer_drafts_and_none_where_no_draft_pays"),
-    ("baselines.dynamic_exit_layer.DynamicExitLayer.limit", lambda true: lambda self, logits, drafted, most: true(self, logits, drafted - 1, most), "del.py::test_the_first_draft_below_the_threshold_is_the_last"),
-    ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_exits_are_the_equations_in_training_and_in_segments[bert-mean]"),
+    (
+        "baselines.dynamic_exit_layer.DynamicExitLayer.observe",
+        always(lambda self, segments, states, true, read: segments.compare(states, true, read | True)),
+        SHADOWS,
+    ),
+    (
+        "baselines.dynamic_exit_layer.DynamicExitLayer.choose",
+        always(lambda self: None),
+        "del.py::test_the_exit_of_the_most_tokens_per_layer_drafts_and_none_where_no_draft_pays",
+    ),
+    (
+        "baselines.dynamic_exit_layer.DynamicExitLayer.limit",
+        lambda true: lambda self, logits, drafted, most: true(self, logits, drafted - 1, most),
+        "del.py::test_the_first_draft_below_the_threshold_is_the_last",
+    ),
+    (
+        "baselines.dree.TaskBranch.forward",
+        always(half_step),
+        "dree.py::test_exits_are_the_equations_in_training_and_in_segments[bert-mean]",
+    ),
     ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_a_branch_without_adapter_is_the_layer"),
-    ("baselines.dree.equiangular_frame", always(lambda width, classes: torch.eye(width)[:, :classes]), "dree.py::test_the_vectors_of_a_frame_have_length_one_and_stand_equally_far_apart[3]"),
+    (
+        "baselines.dree.equiangular_frame",
+        always(lambda width, classes: torch.eye(width)[:, :classes]),
+        "dree.py::test_the_vectors_of_a_frame_have_length_one_and_stand_equally_far_apart[3]",
+    ),
     # no equilibrium, half of it, one exit too many
     ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, hidden)), MEAN),
-    ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, elasticbert.rescaled(hidden, (exits - k - 1) / (exits - k)))), MEAN),
+    (
+        "baselines.elasticbert.balanced",
+        always(lambda k, hidden, exits: (hidden, elasticbert.rescaled(hidden, (exits - k - 1) / (exits - k)))),
+        MEAN,
+    ),
     ("baselines.elasticbert.balanced", lambda true: lambda k, hidden, exits: true(k, hidden, exits + 1), MEAN),
-    ("baselines.free.Mixture.responsibility", always(lambda self, gaps, agrees: agrees.astype(float)), "free.py::test_a_step_of_em_is_that_of_a_loop"),
-    ("backbones.bert.padding_mask", no_padding, "hashee.py::test_a_rows_answer_does_not_depend_on_its_batch[bert-first]"),
-    ("baselines.hashee.attend", alone, "hashee.py::test_a_token_that_has_left_is_still_read_and_changes_no_more[bert-mean]"),
-    ("baselines.layer_dropout.exit_scale", always(lambda exit, layers, scale: scale * exit), "layerskip.py::test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is"),
-    ("baselines.layer_dropout.learning", always(lambda exits, batch, config: [True] * len(exits)), "layerskip.py::test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is"),
-    ("baselines.layer_dropout.layer_dropout", always(lambda layer, layers, batch, config: config.dropout), "layerskip.py::test_the_first_layer_always_runs"),
-    ("baselines.palbert.PonderState.keep", first_rows("current"), "palbert.py::test_a_row_leaves_once_it_would_have_left_with_a_chance_above_q_alone_as_in_a_batch"),
-    ("baselines.sleb.next_token_losses", losses_in_the_full_model, "sleb.py::test_the_search_is_the_greedy_one_over_models_that_are_built_anew"),
+    (
+        "baselines.free.Mixture.responsibility",
+        always(lambda self, gaps, agrees: agrees.astype(float)),
+        "free.py::test_a_step_of_em_is_that_of_a_loop",
+    ),
+    (
+        "backbones.bert.padding_mask",
+        no_padding,
+        "hashee.py::test_a_rows_answer_does_not_depend_on_its_batch[bert-first]",
+    ),
+    (
+        "baselines.hashee.attend",
+        alone,
+        "hashee.py::test_a_token_that_has_left_is_still_read_and_changes_no_more[bert-mean]",
+    ),
+    (
+        "baselines.layer_dropout.exit_scale",
+        always(lambda exit, layers, scale: scale * exit),
+        "layerskip.py::test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is",
+    ),
+    (
+        "baselines.layer_dropout.learning",
+        always(lambda exits, batch, config: [True] * len(exits)),
+        "layerskip.py::test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is",
+    ),
+    (
+        "baselines.layer_dropout.layer_dropout",
+        always(lambda layer, layers, batch, config: config.dropout),
+        "layerskip.py::test_the_first_layer_always_runs",
+    ),
+    (
+        "baselines.palbert.PonderState.keep",
+        first_rows("current"),
+        "palbert.py::test_a_row_leaves_once_it_would_have_left_with_a_chance_above_q_alone_as_in_a_batch",
+    ),
+    (
+        "baselines.sleb.next_token_losses",
+        losses_in_the_full_model,
+        "sleb.py::test_the_search_is_the_greedy_one_over_models_that_are_built_anew",
+    ),
     ("baselines.tr_bert.compact", read_mask, "tr_bert.py::test_a_rows_answer_does_not_depend_on_its_batch[bert-mean]"),
-    ("baselines.tr_bert.leave_one_out", always(lambda rewards: rewards.mean(dim=1, keepdim=True)), "tr_bert.py::test_the_gradient_is_that_of_the_reward"),
-    ("training.embedding_stages.cosent_loss", source("scores[:, None] > scores[None, :]", "scores[:, None] < scores[None, :]"), ENCODERS + "one_depth_trains_the_first_exit_alone[pairs]"),
-    ("training.embedding_stages.alignment", source("last.detach()", "last"), ENCODERS + "the_last_layer_is_a_teacher_without_gradient"),
-    ("baselines.starbucks.starbucks_loss", source(", 1.0)", ", KL_TEMPERATURE)"), ENCODERS + "starbucks_trains_every_layer_with_its_own_size[texts]"),
-    ("baselines.matryoshka_2d.two_dimensional_loss", source("for each in shallow)", "for each in [last])"), ENCODERS + "2dmse_trains_the_last_layer_and_one_that_is_drawn[texts]"),
+    (
+        "baselines.tr_bert.leave_one_out",
+        always(lambda rewards: rewards.mean(dim=1, keepdim=True)),
+        "tr_bert.py::test_the_gradient_is_that_of_the_reward",
+    ),
+    (
+        "training.embedding_stages.cosent_loss",
+        source("scores[:, None] > scores[None, :]", "scores[:, None] < scores[None, :]"),
+        ENCODERS + "one_depth_trains_the_first_exit_alone[pairs]",
+    ),
+    (
+        "training.embedding_stages.alignment",
+        source("last.detach()", "last"),
+        ENCODERS + "the_last_layer_is_a_teacher_without_gradient",
+    ),
+    (
+        "baselines.starbucks.starbucks_loss",
+        source(", 1.0)", ", KL_TEMPERATURE)"),
+        ENCODERS + "starbucks_trains_every_layer_with_its_own_size[texts]",
+    ),
+    (
+        "baselines.matryoshka_2d.two_dimensional_loss",
+        source("for each in shallow)", "for each in [last])"),
+        ENCODERS + "2dmse_trains_the_last_layer_and_one_that_is_drawn[texts]",
+    ),
     ("baselines.matryoshka_2d.drawn", always(lambda count: 0), ENCODERS + "every_layer_but_the_last_is_drawn"),
-    ("baselines.cosine_predictor.prediction_loss", source("mean(dim=0).sum()", "mean()"), ENCODERS + "the_loss_of_the_predictor_is_a_squared_error"),
-    ("exits.embedding_exits.PairData.batch", lambda true: lambda self, rows, device: true(self, rows[::-1], device), ENCODERS + "pairs_are_scored_by_spearman_and_batched_with_both_texts"),
+    (
+        "baselines.cosine_predictor.prediction_loss",
+        source("mean(dim=0).sum()", "mean()"),
+        ENCODERS + "the_loss_of_the_predictor_is_a_squared_error",
+    ),
+    (
+        "exits.embedding_exits.PairData.batch",
+        lambda true: lambda self, rows, device: true(self, rows[::-1], device),
+        ENCODERS + "pairs_are_scored_by_spearman_and_batched_with_both_texts",
+    ),
 ]
 
 COPIES = "generation.py::test_copy_state_and_recompute_are_what_their_definitions_say["
@@ -654,121 +1229,350 @@ LOSSLESS = "generation.py::test_lossless_text_is_the_full_models[llama-1-4-0.0]"
 BLOCKS = "t5_tokens.py::test_blocks_over_a_cache_are_the_whole_answer[t5]"
 if find_spec("triton"):
     late = lambda true: lambda x, W, starts: true(x, W, (1, *starts[1:]))  # noqa: E731 - every segment begins a row late
-    OF_METHODS += [("methods.lora_exits_sgmv_triton._launch", late, "sgmv_triton.py::test_the_kernel_twice_equals_the_loop[8-ragged-small]")]
+    OF_METHODS += [
+        (
+            "methods.lora_exits_sgmv_triton._launch",
+            late,
+            "sgmv_triton.py::test_the_kernel_twice_equals_the_loop[8-ragged-small]",
+        )
+    ]
 OF_MODELS = [
     # a gap behind the prompt, and a position too low
     ("exits.generation.TokenSegments.block", positions(lambda some: [position + 2 for position in some]), GREEDY),
-    ("exits.generation.TokenSegments.block", positions(lambda some: [max(position - 1, -1) for position in some]), GREEDY),
+    (
+        "exits.generation.TokenSegments.block",
+        positions(lambda some: [max(position - 1, -1) for position in some]),
+        GREEDY,
+    ),
     ("backbones.llama.Decoder.copy_state", always(lambda *given: None), COPIES + "copy_state-llama-max_probability]"),
-    ("backbones.llama.Decoder.copy_state", lambda true: lambda self, hidden, *more: true(self, hidden * 0, *more), COPIES + "copy_state-llama-max_probability]"),
+    (
+        "backbones.llama.Decoder.copy_state",
+        lambda true: lambda self, hidden, *more: true(self, hidden * 0, *more),
+        COPIES + "copy_state-llama-max_probability]",
+    ),
     ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "copy_state-llama-max_probability]"),
     ("exits.generation.TokenSegments._slots", one_slot_off, COPIES + "recompute-llama-max_probability]"),
     ("exits.lossless._accepted", always(lambda drafted, true, stop: drafted or true), LOSSLESS),
     ("exits.lossless._accepted", always(lambda drafted, true, stop: true), LOSSLESS),
-    *[("exits.generation.Sampling.probabilities", sampling(name, wrong), f"generation.py::test_probabilities_are_those_of_a_loop_over_tokens[{case}]")
-      for name, wrong, case in (("temperature", 2.0, "1.0-None-None-1.0"), ("top_k", 3, "1.0-None-4-1.0"), ("top_p", 0.4, "1.0-0.7-None-1.0"), ("repetition_penalty", 1.4, "1.5-None-None-1.0"))],
-    ("exits.token_exits.QueryValueAdapter.delta", always(query_and_key), "tokens.py::test_folded_adapters_are_w_plus_scale_times_a_b_on_query_and_value_alone[llama]"),
-    ("exits.token_exits.QueryValueAdapter.adapt", always(lambda self, name, x, y: y), "tokens.py::test_folding_changes_no_state_and_what_is_saved_stays[llama]"),
-    ("exits.token_exits.TextData.batch", one_token_late, "tokens.py::test_tokens_behind_the_start_count_and_are_labelled_with_the_token_that_follows"),
-    ("exits.token_exits._measures", always(lambda log_p: {name: log_p.exp().amax(-1) for name in confidence.MEASURES}), "tokens.py::test_every_measure_is_that_of_confidence_py_on_the_logits[entropy]"),
-    ("exits.token_exits.TokenExits.policies", always(property(policies_of_raw_states)), "tokens.py::test_policies_read_states_behind_the_norm_of_their_head"),
+    *[
+        (
+            "exits.generation.Sampling.probabilities",
+            sampling(name, wrong),
+            f"generation.py::test_probabilities_are_those_of_a_loop_over_tokens[{case}]",
+        )
+        for name, wrong, case in (
+            ("temperature", 2.0, "1.0-None-None-1.0"),
+            ("top_k", 3, "1.0-None-4-1.0"),
+            ("top_p", 0.4, "1.0-0.7-None-1.0"),
+            ("repetition_penalty", 1.4, "1.5-None-None-1.0"),
+        )
+    ],
+    (
+        "exits.token_exits.QueryValueAdapter.delta",
+        always(query_and_key),
+        "tokens.py::test_folded_adapters_are_w_plus_scale_times_a_b_on_query_and_value_alone[llama]",
+    ),
+    (
+        "exits.token_exits.QueryValueAdapter.adapt",
+        always(lambda self, name, x, y: y),
+        "tokens.py::test_folding_changes_no_state_and_what_is_saved_stays[llama]",
+    ),
+    (
+        "exits.token_exits.TextData.batch",
+        one_token_late,
+        "tokens.py::test_tokens_behind_the_start_count_and_are_labelled_with_the_token_that_follows",
+    ),
+    (
+        "exits.token_exits._measures",
+        always(lambda log_p: {name: log_p.exp().amax(-1) for name in confidence.MEASURES}),
+        "tokens.py::test_every_measure_is_that_of_confidence_py_on_the_logits[entropy]",
+    ),
+    (
+        "exits.token_exits.TokenExits.policies",
+        always(property(policies_of_raw_states)),
+        "tokens.py::test_policies_read_states_behind_the_norm_of_their_head",
+    ),
     # the cache of another layer, of the batch's first rows
     ("backbones.t5_layers.Memory.heads", lambda true: lambda self, depth, *more: true(self, 0, *more), BLOCKS),
-    ("backbones.t5_layers.Memory.heads", lambda true: lambda self, depth, layer, rows, adapt: true(self, depth, layer, rows and list(range(len(rows))), adapt), BLOCKS),
-    ("backbones.t5_layers.Layer.write_keys", lambda true: lambda self, hidden, *more: true(self, hidden * 2 + 1, *more), "t5_tokens.py::test_with_copy_state_a_state_stands_in_for_those_above_it[t5-v1.1]"),
-    ("backbones.deberta.Layer.position_scores", lambda true: lambda self, query, key, tables, index: true(self, query, key, {term: table.flip(0) for term, table in tables.items()}, index), "deberta.py::test_every_schedule_gives_every_exit_what_it_has_alone[deberta-('query', 'value', 'pos_proj', 'pos_q_proj')-{}]"),
-    *[("methods.raee_encoders.pooled", always(bug), "encoders.py::test_own_states_are_the_mean_over_the_tokens_of_the_row_after_the_layer[2]") for bug in (lambda hidden, mask, pool: hidden[:, 0], lambda hidden, mask, pool: hidden[:, -1], lambda hidden, mask, pool: hidden.amax(dim=1))],
+    (
+        "backbones.t5_layers.Memory.heads",
+        lambda true: (
+            lambda self, depth, layer, rows, adapt: true(self, depth, layer, rows and list(range(len(rows))), adapt)
+        ),
+        BLOCKS,
+    ),
+    (
+        "backbones.t5_layers.Layer.write_keys",
+        lambda true: lambda self, hidden, *more: true(self, hidden * 2 + 1, *more),
+        "t5_tokens.py::test_with_copy_state_a_state_stands_in_for_those_above_it[t5-v1.1]",
+    ),
+    (
+        "backbones.deberta.Layer.position_scores",
+        lambda true: (
+            lambda self, query, key, tables, index: true(
+                self, query, key, {term: table.flip(0) for term, table in tables.items()}, index
+            )
+        ),
+        "deberta.py::test_every_schedule_gives_every_exit_what_it_has_alone[deberta-('query', 'value', 'pos_proj', 'pos_q_proj')-{}]",
+    ),
+    *[
+        (
+            "methods.raee_encoders.pooled",
+            always(bug),
+            "encoders.py::test_own_states_are_the_mean_over_the_tokens_of_the_row_after_the_layer[2]",
+        )
+        for bug in (
+            lambda hidden, mask, pool: hidden[:, 0],
+            lambda hidden, mask, pool: hidden[:, -1],
+            lambda hidden, mask, pool: hidden.amax(dim=1),
+        )
+    ],
 ]
 
 BERTS = "bert.py::test_hidden_states_pooled_outputs_and_logits_are_those_of_transformers["
-FAMILIES = {name: f"{name}.py::test_hidden_states_and_logits_are_those_of_transformers" for name in ("deberta", "modernbert", "t5", "decoder")}
+FAMILIES = {
+    name: f"{name}.py::test_hidden_states_and_logits_are_those_of_transformers"
+    for name in ("deberta", "modernbert", "t5", "decoder")
+}
 ATTENTION = "F.scaled_dot_product_attention"
 OF_FAMILIES = [
-    *[(f"backbones.{place}", bug, BERTS + kind + "]") for kind, place, bug in (
-        ("bert", f"bert.{ATTENTION}", lambda true: lambda *heads, attn_mask, dropout_p: true(*heads)),
-        ("bert", f"bert.{ATTENTION}", heads_of(lambda query, key, value: (key, query, value))),
-        ("bert", f"bert.{ATTENTION}", lambda true: lambda *heads, **rest: true(*heads, scale=1.0, **rest)),
-        ("bert", "bert.ACTIVATIONS.gelu", always(lambda x: torch.nn.functional.gelu(x, approximate="tanh"))),
-        ("bert", "bert.Embeddings.forward", lambda true: lambda self, ids, types: true(self, ids, 1 - types)),
-        ("bert", "bert.Embeddings.forward", lambda true: lambda self, ids, types: true(self, ids)),
-        ("bert", "bert.Bert.__init__", changed_config(num_attention_heads=2)),
-        ("bert", "bert.Bert.eval", swapped("attention_norm", "output_norm")),
-        ("bert", "bert.Bert.pooled", source("torch.tanh", "")),
-        ("bert", "bert.Bert.eval", after_loading(lambda model: model.lm_head.bias.zero_())),
-        ("roberta", "bert.Embeddings.forward", source("real.cumsum(1) * real", "torch.ones_like(real).cumsum(1)")),
-        ("roberta", "bert.Embeddings.forward", source(" + self.config.pad_token_id)", ")")),
-        ("roberta", "bert.ACTIVATIONS.relu", always(torch.nn.functional.gelu)),
-        ("albert", "bert.ACTIVATIONS.gelu_new", always(torch.nn.functional.gelu)),
-        ("albert", "bert.Bert.eval", after_loading(lambda model: model.embeddings.to_hidden.bias.zero_())),
-        ("elasticbert", "bert.Bert.pooled", source("self.poolers[str(depth)](", 'self.poolers["1"](')),
-        ("elasticbert", "bert.Bert.__init__", changed_config(layer_norm_eps=1e-12)),
-        ("electra", "electra.ElectraConfig.head_act", always("relu")),
-        ("distilbert", "bert.Bert.__init__", changed_config(layer_norm_eps=1e-3)),
-        ("mpnet", "relative_biases.Biases.forward", lambda true: lambda self, *places: true(self, *places).mT),
-        ("mpnet", "relative_biases.buckets", lambda true: lambda distances, both, config: true(distances, False, config)),
-        ("mpnet", "mpnet.padding_mask", always(lambda mask, device=None: None)),
-    )],
-    *[(f"backbones.{place}", bug, f"{FAMILIES['deberta']}[{kind}]") for kind, place, bug in (
-        *[(kind, "deberta.Layer.position_scores", lambda true: lambda self, q, k, tables, index: true(self, q, k, dict(zip(tables, [*tables.values()][::-1])), index)) for kind in ("deberta", "deberta-v2")],
-        *[(kind, "deberta.Layer.position_scores", lambda true: lambda self, q, k, tables, index: true(self, q, k, tables, index.T)) for kind in ("deberta", "deberta-v2")],
-        ("deberta", "deberta.Layer.position_scores", lambda true: lambda self, q, k, tables, index: true(self, q, k, tables | {"p2c": tables["p2c"].flip(-2)}, index)),  # by (j, i), as the paper prints it
-        ("deberta", "deberta.HeadByHead.from_file", always(lambda self, weight: weight)),
-        ("deberta", "deberta.padding_mask", always(lambda mask, device: None)),
-        ("deberta", "deberta.Deberta.eval", after_loading(lambda model: [setattr(layer, "scale", 4**-0.5) for layer in model.layers])),
-        ("deberta", "deberta.Deberta.eval", after_loading(lambda model: [layer.v_bias.zero_() for layer in model.layers])),
-        ("deberta-v2", "deberta_config.table_rows", always(lambda distances, config: (distances + config.span).clamp(0, 2 * config.span - 1))),
-        ("deberta-v2", "deberta_config.table_rows", source("ceil", "floor")),
-        ("deberta-v2", "deberta.Embeddings.forward", lambda true: lambda self, ids, types, padding: true(self, ids, types, None)),
-        ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.positions, "norm", None))),
-        ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.layers[0], "conv", None))),
-        ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.layers[0].conv, "activation", torch.tanh))),
-    )],
-    *[(f"backbones.{place}", bug, FAMILIES["modernbert"]) for place, bug in (
-        ("modernbert.padding_mask", always(lambda mask, device: None)),
-        ("modernbert.ModernBert._near", lambda true: lambda self, places, padding: true(self, places, None)),
-        *[("modernbert.ModernBert.__init__", changed_config(**change)) for change in ({"local_attention": 6}, {"local_attention": 64}, {"layer_types": ("full_attention",) * 3}, {"global_rope_theta": 20.0, "local_rope_theta": 500.0}, {"hidden_activation": "gelu_new"}, {"classifier_activation": "gelu_new"}, {"norm_eps": 1e-2})],
-        ("cache.rotate", lambda true: lambda heads, cos, sin: true(heads, cos, -sin)),
-        ("modernbert.ModernBert.eval", swapped("gate", "up")),
-        ("modernbert.ModernBert.eval", after_loading(lambda model: setattr(model.layers[0], "attention_norm", model.layers[1].attention_norm))),
-        ("modernbert.ModernBert.eval", after_loading(lambda model: setattr(model, "norm", torch.nn.Identity()))),
-        ("modernbert.ModernBert.eval", after_loading(lambda model: model.lm_head.bias.zero_())),
-    )],
-    *[(f"backbones.{place}", bug, f"{FAMILIES['t5']}[{kind}]") for kind, place, bug in (
-        ("t5", f"t5_layers.{ATTENTION}", lambda true: lambda *heads, scale, **rest: true(*heads, scale=5**-0.5 * scale, **rest)),
-        *[("t5", "relative_biases.buckets", lambda true, change=change: lambda *given: true(*change(*given))) for change in (lambda r, both, config: (-r, both, config), lambda r, both, config: (r, False, config), lambda r, both, config: (r, True, config), lambda r, both, config: (r, both, replace(config, relative_attention_max_distance=5)))],
-        ("t5", "t5.T5.context", source(".masked_fill(places > places[:, None], -torch.inf)", "")),
-        ("t5", "t5.padding_mask", always(lambda mask, device: None)),
-        ("t5", "t5.T5.context", source("readable, bias)", "None, bias)")),
-        ("t5", "t5_layers.Layer.memory_heads", source('"cross_key_value", memory,', '"cross_key_value", self.cross_norm(memory),')),
-        ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model, "biases", model.encoder_biases))),
-        ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model, "encoder_norm", torch.nn.Identity()))),
-        ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model.norm, "scale", 1.0))),
-        ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: setattr(model.norm, "scale", 8**-0.5))),
-        ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: setattr(model, "lm_head", None))),
-        ("t5-v1.1", "t5.T5.eval", swapped("gate", "gated")),
-        ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: [setattr(layer, "activation", torch.nn.functional.gelu) for layer in model.layers])),
-    )],
-    *[(f"backbones.{place}", bug, f"{FAMILIES['decoder']}[{kind}]") for kind, place, bug in (
-        ("llama", f"cache.{ATTENTION}", lambda true: lambda *heads, attn_mask, is_causal, **rest: true(*heads, **rest)),
-        *[("llama", f"cache.{ATTENTION}", heads_of(change)) for change in (groups_in_turn, lambda q, k, v: (q, k.flip(1), v), lambda q, k, v: (q * 2, k, v))],
-        *[("llama", "cache.rotate", bug) for bug in (always(lambda heads, cos, sin: heads), interleaved, lambda true: lambda heads, cos, sin: true(heads, cos, -sin if heads.shape[2] > 1 else sin))],
-        ("llama", "layers.RMSNorm.forward", always(lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))),
-        *[(kind, "layers.RMSNorm.__init__", lambda true: lambda self, width, eps, offset: true(self, width, eps, not offset)) for kind in ("llama", "gemma")],
-        ("llama", "llama.Layer.mlp", always(lambda self, x, adapt: self.down(self.gate(x) * self.activation(self.up(x))))),
-        ("gemma", "llama.Decoder.embed", always(lambda self, inputs: self.embeddings(inputs.input_ids))),
-        *[(kind, "llama.Decoder.__init__", changed_config(**change)) for kind, change in (("llama", {"hidden_act": "gelu"}), ("llama", {"norm_eps": 1e-2}), ("llama3", {"rope_scaling": None}), ("llama3", {"rope_theta": 10000.0}), ("phi", {"partial_rotary_factor": 1.0}), ("phi", {"hidden_act": "relu"}), ("mistral", {"sliding_window": None}), ("mistral", {"sliding_window": 5}), ("mistral", {"sliding_window": 7}), ("qwen2", {"layer_types": None, "max_window_layers": 0}), ("qwen3", {"layer_types": None}), ("phi3", {"partial_rotary_factor": 1.0, "rope_scaling": None}))],
-        ("qwen3", "llama.Layer.of_heads", always(lambda self, norm, x: x)),
-        ("phi3", "llama_config.DecoderConfig.rope_scale", always(1.0)),
-        ("phi3", "llama_config.DecoderConfig.rope_frequencies", lambda true: lambda config, long=False: true(config, True)),
-        ("phi3-long", "llama_config.DecoderConfig.short_tokens", always(None)),
-    )],
+    *[
+        (f"backbones.{place}", bug, BERTS + kind + "]")
+        for kind, place, bug in (
+            ("bert", f"bert.{ATTENTION}", lambda true: lambda *heads, attn_mask, dropout_p: true(*heads)),
+            ("bert", f"bert.{ATTENTION}", heads_of(lambda query, key, value: (key, query, value))),
+            ("bert", f"bert.{ATTENTION}", lambda true: lambda *heads, **rest: true(*heads, scale=1.0, **rest)),
+            ("bert", "bert.ACTIVATIONS.gelu", always(lambda x: torch.nn.functional.gelu(x, approximate="tanh"))),
+            ("bert", "bert.Embeddings.forward", lambda true: lambda self, ids, types: true(self, ids, 1 - types)),
+            ("bert", "bert.Embeddings.forward", lambda true: lambda self, ids, types: true(self, ids)),
+            ("bert", "bert.Bert.__init__", changed_config(num_attention_heads=2)),
+            ("bert", "bert.Bert.eval", swapped("attention_norm", "output_norm")),
+            ("bert", "bert.Bert.pooled", source("torch.tanh", "")),
+            ("bert", "bert.Bert.eval", after_loading(lambda model: model.lm_head.bias.zero_())),
+            ("roberta", "bert.Embeddings.forward", source("real.cumsum(1) * real", "torch.ones_like(real).cumsum(1)")),
+            ("roberta", "bert.Embeddings.forward", source(" + self.config.pad_token_id)", ")")),
+            ("roberta", "bert.ACTIVATIONS.relu", always(torch.nn.functional.gelu)),
+            ("albert", "bert.ACTIVATIONS.gelu_new", always(torch.nn.functional.gelu)),
+            ("albert", "bert.Bert.eval", after_loading(lambda model: model.embeddings.to_hidden.bias.zero_())),
+            ("elasticbert", "bert.Bert.pooled", source("self.poolers[str(depth)](", 'self.poolers["1"](')),
+            ("elasticbert", "bert.Bert.__init__", changed_config(layer_norm_eps=1e-12)),
+            ("electra", "electra.ElectraConfig.head_act", always("relu")),
+            ("distilbert", "bert.Bert.__init__", changed_config(layer_norm_eps=1e-3)),
+            ("mpnet", "relative_biases.Biases.forward", lambda true: lambda self, *places: true(self, *places).mT),
+            (
+                "mpnet",
+                "relative_biases.buckets",
+                lambda true: lambda distances, both, config: true(distances, False, config),
+            ),
+            ("mpnet", "mpnet.padding_mask", always(lambda mask, device=None: None)),
+        )
+    ],
+    *[
+        (f"backbones.{place}", bug, f"{FAMILIES['deberta']}[{kind}]")
+        for kind, place, bug in (
+            *[
+                (
+                    kind,
+                    "deberta.Layer.position_scores",
+                    lambda true: (
+                        lambda self, q, k, tables, index: true(
+                            self, q, k, dict(zip(tables, [*tables.values()][::-1])), index
+                        )
+                    ),
+                )
+                for kind in ("deberta", "deberta-v2")
+            ],
+            *[
+                (
+                    kind,
+                    "deberta.Layer.position_scores",
+                    lambda true: lambda self, q, k, tables, index: true(self, q, k, tables, index.T),
+                )
+                for kind in ("deberta", "deberta-v2")
+            ],
+            (
+                "deberta",
+                "deberta.Layer.position_scores",
+                lambda true: (
+                    lambda self, q, k, tables, index: true(self, q, k, tables | {"p2c": tables["p2c"].flip(-2)}, index)
+                ),
+            ),  # by (j, i), as the paper prints it
+            ("deberta", "deberta.HeadByHead.from_file", always(lambda self, weight: weight)),
+            ("deberta", "deberta.padding_mask", always(lambda mask, device: None)),
+            (
+                "deberta",
+                "deberta.Deberta.eval",
+                after_loading(lambda model: [setattr(layer, "scale", 4**-0.5) for layer in model.layers]),
+            ),
+            (
+                "deberta",
+                "deberta.Deberta.eval",
+                after_loading(lambda model: [layer.v_bias.zero_() for layer in model.layers]),
+            ),
+            (
+                "deberta-v2",
+                "deberta_config.table_rows",
+                always(lambda distances, config: (distances + config.span).clamp(0, 2 * config.span - 1)),
+            ),
+            ("deberta-v2", "deberta_config.table_rows", source("ceil", "floor")),
+            (
+                "deberta-v2",
+                "deberta.Embeddings.forward",
+                lambda true: lambda self, ids, types, padding: true(self, ids, types, None),
+            ),
+            ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.positions, "norm", None))),
+            ("deberta-v2", "deberta.Deberta.eval", after_loading(lambda model: setattr(model.layers[0], "conv", None))),
+            (
+                "deberta-v2",
+                "deberta.Deberta.eval",
+                after_loading(lambda model: setattr(model.layers[0].conv, "activation", torch.tanh)),
+            ),
+        )
+    ],
+    *[
+        (f"backbones.{place}", bug, FAMILIES["modernbert"])
+        for place, bug in (
+            ("modernbert.padding_mask", always(lambda mask, device: None)),
+            ("modernbert.ModernBert._near", lambda true: lambda self, places, padding: true(self, places, None)),
+            *[
+                ("modernbert.ModernBert.__init__", changed_config(**change))
+                for change in (
+                    {"local_attention": 6},
+                    {"local_attention": 64},
+                    {"layer_types": ("full_attention",) * 3},
+                    {"global_rope_theta": 20.0, "local_rope_theta": 500.0},
+                    {"hidden_activation": "gelu_new"},
+                    {"classifier_activation": "gelu_new"},
+                    {"norm_eps": 1e-2},
+                )
+            ],
+            ("cache.rotate", lambda true: lambda heads, cos, sin: true(heads, cos, -sin)),
+            ("modernbert.ModernBert.eval", swapped("gate", "up")),
+            (
+                "modernbert.ModernBert.eval",
+                after_loading(lambda model: setattr(model.layers[0], "attention_norm", model.layers[1].attention_norm)),
+            ),
+            ("modernbert.ModernBert.eval", after_loading(lambda model: setattr(model, "norm", torch.nn.Identity()))),
+            ("modernbert.ModernBert.eval", after_loading(lambda model: model.lm_head.bias.zero_())),
+        )
+    ],
+    *[
+        (f"backbones.{place}", bug, f"{FAMILIES['t5']}[{kind}]")
+        for kind, place, bug in (
+            (
+                "t5",
+                f"t5_layers.{ATTENTION}",
+                lambda true: lambda *heads, scale, **rest: true(*heads, scale=5**-0.5 * scale, **rest),
+            ),
+            *[
+                ("t5", "relative_biases.buckets", lambda true, change=change: lambda *given: true(*change(*given)))
+                for change in (
+                    lambda r, both, config: (-r, both, config),
+                    lambda r, both, config: (r, False, config),
+                    lambda r, both, config: (r, True, config),
+                    lambda r, both, config: (r, both, replace(config, relative_attention_max_distance=5)),
+                )
+            ],
+            ("t5", "t5.T5.context", source(".masked_fill(places > places[:, None], -torch.inf)", "")),
+            ("t5", "t5.padding_mask", always(lambda mask, device: None)),
+            ("t5", "t5.T5.context", source("readable, bias)", "None, bias)")),
+            (
+                "t5",
+                "t5_layers.Layer.memory_heads",
+                source('"cross_key_value", memory,', '"cross_key_value", self.cross_norm(memory),'),
+            ),
+            ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model, "biases", model.encoder_biases))),
+            ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model, "encoder_norm", torch.nn.Identity()))),
+            ("t5", "t5.T5.eval", after_loading(lambda model: setattr(model.norm, "scale", 1.0))),
+            ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: setattr(model.norm, "scale", 8**-0.5))),
+            ("t5-v1.1", "t5.T5.eval", after_loading(lambda model: setattr(model, "lm_head", None))),
+            ("t5-v1.1", "t5.T5.eval", swapped("gate", "gated")),
+            (
+                "t5-v1.1",
+                "t5.T5.eval",
+                after_loading(
+                    lambda model: [setattr(layer, "activation", torch.nn.functional.gelu) for layer in model.layers]
+                ),
+            ),
+        )
+    ],
+    *[
+        (f"backbones.{place}", bug, f"{FAMILIES['decoder']}[{kind}]")
+        for kind, place, bug in (
+            (
+                "llama",
+                f"cache.{ATTENTION}",
+                lambda true: lambda *heads, attn_mask, is_causal, **rest: true(*heads, **rest),
+            ),
+            *[
+                ("llama", f"cache.{ATTENTION}", heads_of(change))
+                for change in (groups_in_turn, lambda q, k, v: (q, k.flip(1), v), lambda q, k, v: (q * 2, k, v))
+            ],
+            *[
+                ("llama", "cache.rotate", bug)
+                for bug in (
+                    always(lambda heads, cos, sin: heads),
+                    interleaved,
+                    lambda true: lambda heads, cos, sin: true(heads, cos, -sin if heads.shape[2] > 1 else sin),
+                )
+            ],
+            (
+                "llama",
+                "layers.RMSNorm.forward",
+                always(lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)),
+            ),
+            *[
+                (
+                    kind,
+                    "layers.RMSNorm.__init__",
+                    lambda true: lambda self, width, eps, offset: true(self, width, eps, not offset),
+                )
+                for kind in ("llama", "gemma")
+            ],
+            (
+                "llama",
+                "llama.Layer.mlp",
+                always(lambda self, x, adapt: self.down(self.gate(x) * self.activation(self.up(x)))),
+            ),
+            ("gemma", "llama.Decoder.embed", always(lambda self, inputs: self.embeddings(inputs.input_ids))),
+            *[
+                (kind, "llama.Decoder.__init__", changed_config(**change))
+                for kind, change in (
+                    ("llama", {"hidden_act": "gelu"}),
+                    ("llama", {"norm_eps": 1e-2}),
+                    ("llama3", {"rope_scaling": None}),
+                    ("llama3", {"rope_theta": 10000.0}),
+                    ("phi", {"partial_rotary_factor": 1.0}),
+                    ("phi", {"hidden_act": "relu"}),
+                    ("mistral", {"sliding_window": None}),
+                    ("mistral", {"sliding_window": 5}),
+                    ("mistral", {"sliding_window": 7}),
+                    ("qwen2", {"layer_types": None, "max_window_layers": 0}),
+                    ("qwen3", {"layer_types": None}),
+                    ("phi3", {"partial_rotary_factor": 1.0, "rope_scaling": None}),
+                )
+            ],
+            ("qwen3", "llama.Layer.of_heads", always(lambda self, norm, x: x)),
+            ("phi3", "llama_config.DecoderConfig.rope_scale", always(1.0)),
+            (
+                "phi3",
+                "llama_config.DecoderConfig.rope_frequencies",
+                lambda true: lambda config, long=False: true(config, True),
+            ),
+            ("phi3-long", "llama_config.DecoderConfig.short_tokens", always(None)),
+        )
+    ],
 ]
 LABEL_WORDS = "export.py::test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says[bert-None]"
 DECODER_WORDS = "export.py::test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says[llama-1]"
 STOPS = "model_graph.py::test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says[bert]"
 OPERATION = "export.builder.Builder.op"
 OF_HEADS = [
-    (f"exits.{place}", always(wrong), f"classification_heads.py::test_the_logits_of_every_family_are_those_of_transformers[{kind}]")
+    (
+        f"exits.{place}",
+        always(wrong),
+        f"classification_heads.py::test_the_logits_of_every_family_are_those_of_transformers[{kind}]",
+    )
     for place, wrong, kind in (
         ("heads._last", lambda hidden, real: hidden[:, -1], "llama"),
         ("heads._last", lambda hidden, real: hidden[:, 0], "llama"),
@@ -779,48 +1583,160 @@ OF_HEADS = [
 OF_GRAPHS = [
     (OPERATION, node("Gelu", approximate="tanh"), LABEL_WORDS),
     (OPERATION, node("LayerNormalization", epsilon=1e-2), LABEL_WORDS),
-    ("export.row_segments.OrtState.keep", lambda true: lambda self, rows: (state := true(self, rows))._replace(ids=state.ids | {"input_ids": self.ids["input_ids"][: len(rows)]}), LABEL_WORDS),
-    ("export.row_segments.OrtState.keep", lambda true: lambda self, rows: true(self, rows)._replace(rows=np.arange(len(rows))), LABEL_WORDS),
+    (
+        "export.row_segments.OrtState.keep",
+        lambda true: (
+            lambda self, rows: (state := true(self, rows))._replace(
+                ids=state.ids | {"input_ids": self.ids["input_ids"][: len(rows)]}
+            )
+        ),
+        LABEL_WORDS,
+    ),
+    (
+        "export.row_segments.OrtState.keep",
+        lambda true: lambda self, rows: true(self, rows)._replace(rows=np.arange(len(rows))),
+        LABEL_WORDS,
+    ),
     (OPERATION, node("LessOrEqual", "GreaterOrEqual"), DECODER_WORDS),
-    ("export.decoder_blocks.GraphBlock.of_texts", lambda true: classmethod(lambda cls, decoder, mask: true.__func__(cls, decoder, ~mask)), DECODER_WORDS),
-    ("export.segment_graphs._rows_of", source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"), LABEL_WORDS),
+    (
+        "export.decoder_blocks.GraphBlock.of_texts",
+        lambda true: classmethod(lambda cls, decoder, mask: true.__func__(cls, decoder, ~mask)),
+        DECODER_WORDS,
+    ),
+    (
+        "export.segment_graphs._rows_of",
+        source("value[(slice(None),) * at + (rows,)]", "value[(slice(None),) * at + (slice(0, rows.shape[0]),)]"),
+        LABEL_WORDS,
+    ),
     (OPERATION, node("Not", "Identity"), STOPS),
-    ("export.sessions.GraphRule.feeds", lambda true: lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}, STOPS),
+    (
+        "export.sessions.GraphRule.feeds",
+        lambda true: (
+            lambda self, rule, plan: {name: np.roll(value, 1, axis=0) for name, value in true(self, rule, plan).items()}
+        ),
+        STOPS,
+    ),
     ("row_thresholds.RowThresholds.stop", always(thresholds_of_the_first_rows), STOPS),
-    ("export.runtime.Runtime.answers", source("(self.exits[k] for k in exit_index)", "exit_index"), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
-    ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
-    ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
-    ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
-    ("rules.Patience.stop", lambda true: lambda self, k, reading, memory: true(self, k, reading, {} if isinstance(reading, Value) else memory), STOPS),
+    (
+        "export.runtime.Runtime.answers",
+        source("(self.exits[k] for k in exit_index)", "exit_index"),
+        "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]",
+    ),
+    (
+        "export.runtime.early_exit",
+        lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])),
+        "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]",
+    ),
+    (
+        "export.token_segments.OrtTokenSegments._slots",
+        lambda true: lambda self, rows, positions: true(self, rows[::-1], positions),
+        "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]",
+    ),
+    (
+        "exits.row_exits.RowState.keep",
+        always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))),
+        STOPS,
+    ),
+    (
+        "rules.Patience.stop",
+        lambda true: (
+            lambda self, k, reading, memory: true(self, k, reading, {} if isinstance(reading, Value) else memory)
+        ),
+        STOPS,
+    ),
 ]
 
 LEADERBOARD = "experiments.leaderboard."
 OF_LEADERBOARD = [
-    (LEADERBOARD + "ranking.holm", source("(len(p_values) - place)", "len(p_values)"), "statistics.py::test_holm_rejects_what_adjusted_p_values_reject"),
-    (LEADERBOARD + "ranking.seed_weights", source("max(1, len(seeds) - 1)", "len(seeds)"), "statistics.py::test_the_spread_of_the_draws_is_the_standard_error"),
-    (LEADERBOARD + "ranking.seed_weights", source("{task}, seeds {seeds}", "{task}"), "statistics.py::test_a_difference_is_of_the_seeds_that_both_have_and_of_all_if_they_share_none"),
-    (LEADERBOARD + "ranking.degrees_of_freedom", always(lambda drawn, spread: math.inf), "statistics.py::test_degrees_of_freedom_are_few_if_seeds_differ_and_many_if_examples_do"),
-    (LEADERBOARD + "ranking.difference", source("own_seeds == foreign_seeds", "False"), "statistics.py::test_a_difference_is_paired_if_the_seeds_are_the_same"),
-    (LEADERBOARD + "ranking._on_seeds_of", source("[at] * len(one.seeds)", "[at]"), "statistics.py::test_a_difference_over_tasks_is_on_each_task_of_the_seeds_that_both_have"),
-    (LEADERBOARD + "ranking.has_interval", source("LEAST_SEEDS - 1", "1"), "statistics.py::test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better[2]"),
-    (LEADERBOARD + "exam._partial", source("xy - xz * yz", "xy"), "statistics.py::test_the_exam_tells_easy_from_short[<lambda>-what is easy]"),
-    (LEADERBOARD + "figures.seed_figures", source("reported.passes[at_one", "reported.depth[at_one"), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
-    (LEADERBOARD + "figures.best_mixture", source("(PARTS - deeper)", "PARTS"), "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops"),
+    (
+        LEADERBOARD + "ranking.holm",
+        source("(len(p_values) - place)", "len(p_values)"),
+        "statistics.py::test_holm_rejects_what_adjusted_p_values_reject",
+    ),
+    (
+        LEADERBOARD + "ranking.seed_weights",
+        source("max(1, len(seeds) - 1)", "len(seeds)"),
+        "statistics.py::test_the_spread_of_the_draws_is_the_standard_error",
+    ),
+    (
+        LEADERBOARD + "ranking.seed_weights",
+        source("{task}, seeds {seeds}", "{task}"),
+        "statistics.py::test_a_difference_is_of_the_seeds_that_both_have_and_of_all_if_they_share_none",
+    ),
+    (
+        LEADERBOARD + "ranking.degrees_of_freedom",
+        always(lambda drawn, spread: math.inf),
+        "statistics.py::test_degrees_of_freedom_are_few_if_seeds_differ_and_many_if_examples_do",
+    ),
+    (
+        LEADERBOARD + "ranking.difference",
+        source("own_seeds == foreign_seeds", "False"),
+        "statistics.py::test_a_difference_is_paired_if_the_seeds_are_the_same",
+    ),
+    (
+        LEADERBOARD + "ranking._on_seeds_of",
+        source("[at] * len(one.seeds)", "[at]"),
+        "statistics.py::test_a_difference_over_tasks_is_on_each_task_of_the_seeds_that_both_have",
+    ),
+    (
+        LEADERBOARD + "ranking.has_interval",
+        source("LEAST_SEEDS - 1", "1"),
+        "statistics.py::test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better[2]",
+    ),
+    (
+        LEADERBOARD + "exam._partial",
+        source("xy - xz * yz", "xy"),
+        "statistics.py::test_the_exam_tells_easy_from_short[<lambda>-what is easy]",
+    ),
+    (
+        LEADERBOARD + "figures.seed_figures",
+        source("reported.passes[at_one", "reported.depth[at_one"),
+        "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops",
+    ),
+    (
+        LEADERBOARD + "figures.best_mixture",
+        source("(PARTS - deeper)", "PARTS"),
+        "page.py::test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops",
+    ),
 ]
 
 OF_PAGES = [
-    ("experiments.claims._row_variance", source("np.mean(one, axis=0)", "one[0]"), "verdicts.py::test_with_records_the_error_is_that_of_the_differences_of_examples"),
-    ("experiments.verdicts.judged", source("LEVEL / sizes", "LEVEL"), "verdicts.py::test_the_papers_size_is_excluded_among_several_with_bonferronis_correction"),
-    ("experiments.example_values._at_share", source("<= share + SLACK", "<= 1"), "verdicts.py::test_accuracy_at_a_cost_is_that_of_the_best_rule_that_needs_at_most_so_much"),
-    ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
+    (
+        "experiments.claims._row_variance",
+        source("np.mean(one, axis=0)", "one[0]"),
+        "verdicts.py::test_with_records_the_error_is_that_of_the_differences_of_examples",
+    ),
+    (
+        "experiments.verdicts.judged",
+        source("LEVEL / sizes", "LEVEL"),
+        "verdicts.py::test_the_papers_size_is_excluded_among_several_with_bonferronis_correction",
+    ),
+    (
+        "experiments.example_values._at_share",
+        source("<= share + SLACK", "<= 1"),
+        "verdicts.py::test_accuracy_at_a_cost_is_that_of_the_best_rule_that_needs_at_most_so_much",
+    ),
+    (
+        "experiments.page_data._selected",
+        source("max(figures", "min(figures"),
+        "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed",
+    ),
 ]
 
 BAG_OF_WORDS = "reviews.py::test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones[0]"
 OF_DATA = [
     ("mini_ee.weights.make_reviews.GRAMMAR.negated", always(make_reviews.PLAIN), BAG_OF_WORDS),
-    ("mini_ee.weights.make_reviews.GRAMMAR.negated", always(tuple(flip for _, flip in make_reviews.NEGATED)), BAG_OF_WORDS),
+    (
+        "mini_ee.weights.make_reviews.GRAMMAR.negated",
+        always(tuple(flip for _, flip in make_reviews.NEGATED)),
+        BAG_OF_WORDS,
+    ),
     *[
-        (f"exits.prompt_exits.{place}", bug, f"prompting.py::test_every_exit_has_the_lm_logits_of_its_layer_at_the_mask_or_the_last_token[{kind}]")
+        (
+            f"exits.prompt_exits.{place}",
+            bug,
+            f"prompting.py::test_every_exit_has_the_lm_logits_of_its_layer_at_the_mask_or_the_last_token[{kind}]",
+        )
         for kind in ("encoder", "decoder")
         for place, bug in (
             ("PromptModel.read_at", lambda true: lambda *given: true(*given) * 0),
@@ -833,40 +1749,128 @@ OF_DATA = [
 SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
 ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
 OF_SERVING = [
-    *[("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + each) for each in ("segments]", "one graph]")],
-    *[("row_thresholds.RowThresholds.__init__", lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)), SHARED + each) for each in ("segments]", "one graph]")],
-    ("export.row_segments.OrtSegments.joined", lambda true: lambda self, inputs, parts: true(self, inputs, parts[::-1]), ALONE + "threshold-segments]"),
+    *[
+        ("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + each)
+        for each in ("segments]", "one graph]")
+    ],
+    *[
+        (
+            "row_thresholds.RowThresholds.__init__",
+            lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)),
+            SHARED + each,
+        )
+        for each in ("segments]", "one graph]")
+    ],
+    (
+        "export.row_segments.OrtSegments.joined",
+        lambda true: lambda self, inputs, parts: true(self, inputs, parts[::-1]),
+        ALONE + "threshold-segments]",
+    ),
     ("serve.engines._memory", always(lambda parts: {}), ALONE + "patience-segments]"),
-    ("export.runtime.Runtime.run", lambda true: lambda self, texts, size: true(self, texts, size)[::-1], "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]"),
-    ("statistics.share_interval", lambda true: lambda *seen: true(*seen, level=0.68), "test_serve_guarantee.py::test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours"),
-    ("serve.monitoring.stricter", always(lambda rule: rule), "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests"),
-    ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
+    (
+        "export.runtime.Runtime.run",
+        lambda true: lambda self, texts, size: true(self, texts, size)[::-1],
+        "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]",
+    ),
+    (
+        "statistics.share_interval",
+        lambda true: lambda *seen: true(*seen, level=0.68),
+        "test_serve_guarantee.py::test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours",
+    ),
+    (
+        "serve.monitoring.stricter",
+        always(lambda rule: rule),
+        "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests",
+    ),
+    (
+        "serve.batch_parts.PartWriter._answers",
+        lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1],
+        "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows",
+    ),
 ]
 
 OF_COMMANDS = [
-    ("cli.train._defaults", lambda true: lambda method, words: (*true(method, words)[:2], {}), "help.py::test_help_shows_the_defaults_of_this_training[joint]"),
-    ("cli.temporary_export.as_export", always(lambda folder, command: nullcontext(folder)), "first_steps.py::test_run_answers_by_a_run_as_by_its_export[joint]"),
+    (
+        "cli.train._defaults",
+        lambda true: lambda method, words: (*true(method, words)[:2], {}),
+        "help.py::test_help_shows_the_defaults_of_this_training[joint]",
+    ),
+    (
+        "cli.temporary_export.as_export",
+        always(lambda folder, command: nullcontext(folder)),
+        "first_steps.py::test_run_answers_by_a_run_as_by_its_export[joint]",
+    ),
 ]
 
 EQUAL = "graphs.py::test_the_graph_stops_where_torch_stops_with_the_same_logits["
 OF_RING = [
     ("mini_ee.export.nested_if.NestedIf.patient", source("GreaterOrEqual", "Greater"), EQUAL + "joint, Patience 2]"),
-    ("mini_ee.export.nested_if.Parts.adapted", always(lambda self, x, y, name: y), EQUAL + "lora, Threshold max_probability]"),
-    ("mini_ee.export.nested_if.Parts.pooled", source("rows.mask, to", 'g.op("Or", rows.mask, g.op("Not", rows.mask)), to'), EQUAL + "policies, Never 8]"),
-    ("mini_ee.export.nested_if.measured", source('"Sub", first, second', '"Add", first, second'), EQUAL + "joint, Threshold breaking_ties]"),
-    ("mini_ee.export.runtime.Segments.read", always(lambda self, k, state: state.outputs["logits"][: len(state)]), "graphs.py::test_segments_are_an_engine_of_the_loop[first token]"),
-    ("mini_ee.export.manifest.read_manifest", source("!= digest", "is None"), "folders.py::test_damage_is_one_line[joint-other weights]"),
-    ("mini_ee.export.writer.verify", source("max(TOLERANCE", "max(1e9"), "graphs.py::test_the_export_compares_and_leaves_no_folder"),
+    (
+        "mini_ee.export.nested_if.Parts.adapted",
+        always(lambda self, x, y, name: y),
+        EQUAL + "lora, Threshold max_probability]",
+    ),
+    (
+        "mini_ee.export.nested_if.Parts.pooled",
+        source("rows.mask, to", 'g.op("Or", rows.mask, g.op("Not", rows.mask)), to'),
+        EQUAL + "policies, Never 8]",
+    ),
+    (
+        "mini_ee.export.nested_if.measured",
+        source('"Sub", first, second', '"Add", first, second'),
+        EQUAL + "joint, Threshold breaking_ties]",
+    ),
+    (
+        "mini_ee.export.runtime.Segments.read",
+        always(lambda self, k, state: state.outputs["logits"][: len(state)]),
+        "graphs.py::test_segments_are_an_engine_of_the_loop[first token]",
+    ),
+    (
+        "mini_ee.export.manifest.read_manifest",
+        source("!= digest", "is None"),
+        "folders.py::test_damage_is_one_line[joint-other weights]",
+    ),
+    (
+        "mini_ee.export.writer.verify",
+        source("max(TOLERANCE", "max(1e9"),
+        "graphs.py::test_the_export_compares_and_leaves_no_folder",
+    ),
 ]
 
 TORCH = [  # what the package calls
-    ("torch.nn.functional.kl_div", lambda true: lambda student, teacher, **options: true(teacher, student, **options), METHODS + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first"),
-    ("torch.Tensor.detach", always(lambda self: self), METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]"),
-    ("torch.Tensor.detach", always(lambda self: self), METHODS + "consistent.py::test_step_3_reaches_policies_only_and_step_4_everything_else[exact]"),
-    ("torch.set_rng_state", always(lambda state: None), METHODS + "consistent.py::test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights"),
-    ("torch.set_rng_state", always(lambda state: None), CONTRACT + "training.py::test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_metrics"),
-    ("numpy.argsort", always(lambda values, kind=None: np.arange(len(values))), PARITY + "tokens.py::test_a_record_is_what_each_text_says_alone[llama-True]"),
+    (
+        "torch.nn.functional.kl_div",
+        lambda true: lambda student, teacher, **options: true(teacher, student, **options),
+        METHODS
+        + "baselines.py::test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_student_first",
+    ),
+    (
+        "torch.Tensor.detach",
+        always(lambda self: self),
+        METHODS + "baselines.py::test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone[rows]",
+    ),
+    (
+        "torch.Tensor.detach",
+        always(lambda self: self),
+        METHODS + "consistent.py::test_step_3_reaches_policies_only_and_step_4_everything_else[exact]",
+    ),
+    (
+        "torch.set_rng_state",
+        always(lambda state: None),
+        METHODS + "consistent.py::test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights",
+    ),
+    (
+        "torch.set_rng_state",
+        always(lambda state: None),
+        CONTRACT + "training.py::test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights_and_metrics",
+    ),
+    (
+        "numpy.argsort",
+        always(lambda values, kind=None: np.arange(len(values))),
+        PARITY + "tokens.py::test_a_record_is_what_each_text_says_alone[llama-True]",
+    ),
 ]
+
 
 def dotted(place):
     """The full name of a place in the lab, or in another ring that it names."""

@@ -165,11 +165,11 @@ class DreeExits(ExitModel):
     def each_state(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """The pooled state of each exit, (B, D). The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        context, hidden, found = self.backbone.context(inputs), self.backbone.embed(inputs), []
+        context, hidden, exit_states = self.backbone.context(inputs), self.backbone.embed(inputs), []
         for k, head in enumerate(self.heads):
             hidden = self.advance(k, hidden, context)
-            found.append(head.state(hidden, context.padding))
-        return found
+            exit_states.append(head.state(hidden, context.padding))
+        return exit_states
 
     def advance(self, k: int, hidden: Tensor, context: LayerContext) -> Tensor:
         """From the state of exit k - 1, or the embeddings, to that of exit k: (B, T, 2 D), or (B, T, D)."""
