@@ -328,10 +328,10 @@ def _read_held_out(run: Run, task: Task, exam: Exam) -> HeldOut:
     seed = run.config["seed"]
     parts = split_rows(task, seed, exam.max_train)
     both, first = parts.selection + parts.test, len(parts.selection)
-    found = read_rows(run, run.encode(both.texts), both.labels, BATCH_SIZE)
+    rows = read_rows(run, run.encode(both.texts), both.labels, BATCH_SIZE)
     drawn = np.random.default_rng(seed).permutation(len(parts.test))[: max(0, HELD_OUT_ROWS - first)]
     stored = np.concatenate((np.arange(first)[:HELD_OUT_ROWS], first + np.sort(drawn)))
-    return HeldOut(found.take(np.arange(first)), found.take(np.arange(first, len(both))), found.take(stored))
+    return HeldOut(rows.take(np.arange(first)), rows.take(np.arange(first, len(both))), rows.take(stored))
 
 
 def _at_half(points: list[dict]) -> dict | None:
@@ -402,5 +402,5 @@ def _read_state(out: Path, training: Training, method: str) -> dict:
     if training.choices:
         settings["choices"] = {name: list(values) for name, values in training.choices.items()}
     path = _state_path(out, training, method)
-    found = read_json(path, signed="tried") if path.exists() else {}
-    return found if found.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}
+    state = read_json(path, signed="tried") if path.exists() else {}
+    return state if state.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}
