@@ -55,15 +55,15 @@ def read_and_measure(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.
             if segments.tokens_exit:
                 measures.setdefault("token_cost", []).append(segments.token_cost(k, state))
             flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
-    return np.stack(logits, axis=1), flops, {name: np.stack(each, axis=1) for name, each in measures.items()}
+    return np.stack(logits, axis=1), flops, {name: np.stack(values, axis=1) for name, values in measures.items()}
 
 
 def _flops(segments: Segments, inputs: Sized) -> np.ndarray:
     """(N, K, 2) FLOPs, as in `read_every_exit`."""
-    each = [
+    figures = [
         np.broadcast_arrays(*segments.flops(k, inputs), np.zeros(len(inputs)))[:2] for k in range(len(segments.exits))
     ]
-    return np.moveaxis(np.array(each), 2, 0)
+    return np.moveaxis(np.array(figures), 2, 0)
 
 
 class Recorded(Segments):
@@ -214,7 +214,7 @@ class Record(NamedTuple):
         """Some of the rows: an index or a mask (N,)."""
         some = self.segments.take(rows)
         full = self.full[rows] if isinstance(self.full, np.ndarray) else self.full
-        groups, labels = (each if each is None else each[rows] for each in (self.groups, self.labels))
+        groups, labels = (array if array is None else array[rows] for array in (self.groups, self.labels))
         return Record(some, some.logits, full, groups, labels)
 
     def at(self, columns: list[int]) -> "Record":
@@ -225,16 +225,16 @@ class Record(NamedTuple):
     @property
     def predictions(self) -> np.ndarray:
         """(N, K), the class or token that each exit predicts; for regression the number."""
-        found = self.segments.measures.get("prediction")
-        if found is not None:
-            return found
+        stored = self.segments.measures.get("prediction")
+        if stored is not None:
+            return stored
         return predictions(self.logits)
 
     def confidence(self, measure: str) -> np.ndarray:
         """(N, K - 1), a confidence measure at every exit but the last."""
-        found = self.segments.measures.get(measure)
-        if found is not None:
-            return found
+        stored = self.segments.measures.get(measure)
+        if stored is not None:
+            return stored
         before_last = range(self.logits.shape[1] - 1)
         return np.stack([OF_LOGITS[measure][0](self.logits[:, k]) for k in before_last], axis=1)
 
@@ -318,7 +318,7 @@ def predictions(logits: np.ndarray, task: "Task | None" = None) -> np.ndarray:
 
 def exit_scores(recorded: Record, task: "Task", labels: np.ndarray, metric: str = "score") -> list[float]:
     """A metric of the task at every exit, over all rows."""
-    return [task.score(found, labels)[metric] for found in predictions(recorded.logits, task).T]
+    return [task.score(predicted, labels)[metric] for predicted in predictions(recorded.logits, task).T]
 
 
 def summary(result: ExitResult, recorded: Record, task: "Task", labels: np.ndarray) -> dict:

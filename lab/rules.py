@@ -69,7 +69,7 @@ class Rule(rules.Rule):
 def _json(value: Any) -> Any:
     """A setting in JSON: a list for a tuple, and the strings "inf" and "-inf", for which JSON has no numbers."""
     if isinstance(value, tuple):
-        return [_json(each) for each in value]
+        return [_json(element) for element in value]
     return str(value) if value in (math.inf, -math.inf) else value
 
 

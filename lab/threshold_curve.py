@@ -35,15 +35,15 @@ def threshold_curve(recorded: Record, rule: Rule, task: Task, labels: np.ndarray
     if task.regression and task.top_k is None:
         return None
     full, points = predictions(recorded.logits[:, -1], task) if task.top_k is None else recorded.labels, []
-    for each in from_loose_to_strict(rule, recorded, POINTS):
-        result = recorded.replay(each)
-        found = predictions(result.logits, task)
+    for candidate in from_loose_to_strict(rule, recorded, POINTS):
+        result = recorded.replay(candidate)
+        predicted = predictions(result.logits, task)
         loss = None
         if labels is not None:
-            loss = task.score(full, labels)["score"] - task.score(found, labels)["score"]
-        threshold = float(runtime_values(each, 1)[THRESHOLD][0])
+            loss = task.score(full, labels)["score"] - task.score(predicted, labels)["score"]
+        threshold = float(runtime_values(candidate, 1)[THRESHOLD][0])
         points.append(
-            [str(threshold) if math.isinf(threshold) else threshold, float(task.agrees(found, full).mean()), loss]
+            [str(threshold) if math.isinf(threshold) else threshold, float(task.agrees(predicted, full).mean()), loss]
             + [float(result.layers_run.mean())]
         )
     return {"rows": len(full), "points": points}

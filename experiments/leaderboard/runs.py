@@ -409,5 +409,5 @@ def _read_state(out: Path, training: Training, method: str) -> dict:
     if training.choices:
         settings["choices"] = {name: list(values) for name, values in training.choices.items()}
     path = _state_path(out, training, method)
-    found = read_json(path, signed="tried") if path.exists() else {}
-    return found if found.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}
+    state = read_json(path, signed="tried") if path.exists() else {}
+    return state if state.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}

@@ -114,7 +114,7 @@ def _row(board: Leaderboard, method: str) -> list[str]:
     if method in board.headline and method != REFERENCE:
         gap = signed(compare(board.headline[method], board.headline[REFERENCE]))
     cells = [board.headline.get(method), *(board.mean(method, name) for name in ("saved", "saved own"))]
-    accuracy, *saved = (plus_minus(interval(each)) if each else NOTHING for each in cells)
+    accuracy, *saved = (plus_minus(interval(cell)) if cell else NOTHING for cell in cells)
     return [method, accuracy, gap, *saved]
 
 

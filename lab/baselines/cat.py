@@ -197,7 +197,7 @@ class CatState(NamedTuple):
 
     def keep(self, rows: np.ndarray) -> "CatState":
         index = tensor_on(self.hidden.device, rows)
-        tensors = (each if each is None else each[index] for each in self[2:])
+        tensors = (tensor if tensor is None else tensor[index] for tensor in self[2:])
         return CatState(self.hidden[index], self.context.keep(index), *tensors)
 
 
@@ -295,17 +295,17 @@ def parts(model: CatExits, data: Sized, apart: float) -> np.ndarray:
     return np.where(drawn >= apart, HEADS_PART, np.where(drawn < apart / 2, TEMPERATURES_PART, META_PART))
 
 
-def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
-    """The mean cross-entropy over exits and selected rows (B,) bool, or 0 without any. each: logits (B, C) per exit."""
-    losses = torch.stack([F.cross_entropy(logits.float(), labels, reduction="none") for logits in each])
-    return losses[:, rows].sum() / (len(each) * rows.sum().clamp(min=1))
+def part_loss(exit_logits: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
+    """The mean cross-entropy over exits and selected rows (B,) bool, or 0 without any. exit_logits: (B, C) per exit."""
+    losses = torch.stack([F.cross_entropy(logits.float(), labels, reduction="none") for logits in exit_logits])
+    return losses[:, rows].sum() / (len(exit_logits) * rows.sum().clamp(min=1))
 
 
 def inner_loss(model: CatExits, batch: Batch, part: int, config: Config) -> Tensor:
     """The mean cross-entropy of the inner exits on a part of train, on the labels or on the last exit's predictions."""
-    each = all_logits(model, batch)
-    target = each[-1].argmax(dim=1) if config.target == "last" else batch.labels
-    return part_loss(each[:-1], target, batch.targets == part)
+    exit_logits = all_logits(model, batch)
+    target = exit_logits[-1].argmax(dim=1) if config.target == "last" else batch.labels
+    return part_loss(exit_logits[:-1], target, batch.targets == part)
 
 
 def meta_loss(model: CatExits, batch: Batch) -> Tensor:

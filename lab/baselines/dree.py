@@ -167,11 +167,11 @@ class DreeExits(ExitModel):
     def each_state(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """The pooled state of each exit, (B, D). The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        context, hidden, found = self.backbone.context(inputs), self.backbone.embed(inputs), []
+        context, hidden, exit_states = self.backbone.context(inputs), self.backbone.embed(inputs), []
         for k, head in enumerate(self.heads):
             hidden = self.advance(k, hidden, context)
-            found.append(head.state(hidden, context.padding))
-        return found
+            exit_states.append(head.state(hidden, context.padding))
+        return exit_states
 
     def branch_inputs(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """a and FFN(a) of all exits but the last, (B, T, K - 1, 2 D). Arguments as in `each_state`."""

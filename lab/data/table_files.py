@@ -153,15 +153,15 @@ class TableFile:
         csv and pandas set marks around a text with a tab, a line feed or a mark, which is doubled. In GLUE's files most
         marks stand otherwise: they are text. Rows in which marks join lines that have all columns each do not count.
         """
-        own = list[bool]()
+        quoted = list[bool]()
         for row in self._quoted("\t") if any('"' in text for _, (text,), *_ in self._lines()) else ():
             joins = len(row.lines) > 1 and 0 < first.count("\t") == min(line.count("\t") for line in row.lines)
             if any('"' in line for line in row.lines) and not joins:
                 csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
-                own.append(again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n"))
-            if len(own) == MARKED_ROWS:
+                quoted.append(again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n"))
+            if len(quoted) == MARKED_ROWS:
                 break
-        return first[:1] == first[-1:] == '"' or 2 * sum(own) > len(own)
+        return first[:1] == first[-1:] == '"' or 2 * sum(quoted) > len(quoted)
 
     def _json(self, choose: Choose) -> Iterator[Record]:
         keys, last = dict[str, None](), None

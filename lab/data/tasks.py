@@ -170,9 +170,9 @@ class Task:
         if self.counts_agreement:
             within = float(self.agrees(predictions, labels).mean())
             return {"agreement": within, "score": within}
-        own = metrics.score(self.metrics, predictions, labels)
-        extra = {} if self.regression or "accuracy" in own else {"accuracy": metrics.accuracy(predictions, labels)}
-        return {**own, **extra, "score": sum(own.values()) / len(own)}
+        scores = metrics.score(self.metrics, predictions, labels)
+        extra = {} if self.regression or "accuracy" in scores else {"accuracy": metrics.accuracy(predictions, labels)}
+        return {**scores, **extra, "score": sum(scores.values()) / len(scores)}
 
 
 @functools.cache
@@ -291,8 +291,8 @@ def _files(path: Path, options: TaskOptions) -> dict[str, Path]:
 
 def _tables(folder: Path) -> list[Path]:
     """The tables of a folder; .json files, which often describe them, only if there are no others."""
-    found = sorted(path for path in folder.iterdir() if kind_of(path) in SUFFIXES and path.is_file())
-    return [path for path in found if kind_of(path) != ".json"] or found
+    files = sorted(path for path in folder.iterdir() if kind_of(path) in SUFFIXES and path.is_file())
+    return [path for path in files if kind_of(path) != ".json"] or files
 
 
 def _divided(rows: Split, path: Path, seed: int) -> dict[str, Split]:

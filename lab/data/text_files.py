@@ -117,16 +117,16 @@ def read_rows(paths: Sequence[Path], *arguments, drop: bool = False, **more) -> 
     """
     rows, dropped = list[InputRow](), 0
     for path in paths:
-        own = list[InputRow]()
+        file_rows = list[InputRow]()
         for row in TextReader(path, *arguments, **more):
             if row.error and not (drop and row.lacks == "text"):
                 raise WrongArguments(f"{path}:{row.line}: {row.error}")
-            own += [row] * (not row.error)
+            file_rows += [row] * (not row.error)
             dropped += bool(row.error)
-        if not own:
+        if not file_rows:
             raise file_error(path, 1, "texts", "none", "give a file with one text a line")
-        rows += own
-        if len(rows[0].texts) != len(own[0].texts):
+        rows += file_rows
+        if len(rows[0].texts) != len(file_rows[0].texts):
             expected = f"rows of {len(rows[0].texts)} texts, as before"
-            raise file_error(path, own[0].line, expected, f"{len(own[0].texts)}", "give one kind")
+            raise file_error(path, file_rows[0].line, expected, f"{len(file_rows[0].texts)}", "give one kind")
     return rows, dropped

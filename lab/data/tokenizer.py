@@ -283,7 +283,7 @@ class Tokenizer:
     def _count(self, text: str) -> int:
         """The number of tokens of a text, without special ones."""
         (encoding,) = self._encode_batch([text], special=False)
-        return sum(len(each.ids) for each in (encoding, *encoding.overflowing))
+        return sum(len(part.ids) for part in (encoding, *encoding.overflowing))
 
     @cached_property
     def _ends(self) -> re.Pattern | None:
@@ -293,7 +293,7 @@ class Tokenizer:
         It is certain if the normalizer looks at single characters and their accents only, the first pre-tokenizer
         splits between the two characters, and no added token contains them or depends on what is around it.
         """
-        normalizer, splitter = (parts_of(each) for each in (self.backend.normalizer, self.backend.pre_tokenizer))
+        normalizer, splitter = (parts_of(stage) for stage in (self.backend.normalizer, self.backend.pre_tokenizer))
         known = bool(splitter) and all(part["type"] in OF_CHARACTERS for part in normalizer)
         if not known or getattr(self.backend.model, "dropout", None):
             return None
@@ -355,7 +355,7 @@ class Tokenizer:
         return tuple(sorted(declared | set(self.ids_of("")) | (set() if unknown is None else {unknown})))
 
     def _first(self, *tokens: str) -> int | None:
-        return next((found for found in map(self.backend.token_to_id, tokens) if found is not None), None)
+        return next((token_id for token_id in map(self.backend.token_to_id, tokens) if token_id is not None), None)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, atomically (`write_bytes`)."""

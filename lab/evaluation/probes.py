@@ -174,16 +174,16 @@ def rows_to_read(source: list[tuple[str, ...]] | Task, count: int, seed: int) ->
 @torch.inference_mode()
 def layer_states(backbone: Backbone, encoded: Encoded) -> np.ndarray:
     """The mean over the tokens of each row after every layer: (N, L, D), after the norm if the backbone needs one."""
-    norm, found = backbone.exit_norm(), None
+    norm, probe_states = backbone.exit_norm(), None
     norm = nn.Identity() if norm is None else norm.to(backbone.device)
     for rows in tqdm(list(batches(encoded, STATES_BATCH)), desc="reading", unit="batch", delay=2):
         inputs = encoded.batch(rows)
         mask = padding_mask(inputs.attention_mask, backbone.device)
         layers = backbone.hidden_states(inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)[1:]
         states = torch.stack([pooled(norm(hidden), mask, "mean") for hidden in layers], dim=1)
-        found = np.empty((len(encoded), *states.shape[1:]), np.float32) if found is None else found
-        found[rows] = states.float().numpy(force=True)
-    return found
+        probe_states = np.empty((len(encoded), *states.shape[1:]), np.float32) if probe_states is None else probe_states
+        probe_states[rows] = states.float().numpy(force=True)
+    return probe_states
 
 
 def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, classes: int, seed: int) -> ProbeResult:
@@ -203,8 +203,8 @@ def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, 
     else:
         name, measure = "linear probe", "max_probability"
         logits = [linear_probe(*pair, labels[train], classes) for pair in pairs]
-    predictions = np.stack([each.argmax(axis=1) for each in logits], axis=1)  # (N, L)
-    confidence = np.stack([MEASURES[measure][0](each) for each in logits[:-1]], axis=1)
+    predictions = np.stack([layer_logits.argmax(axis=1) for layer_logits in logits], axis=1)  # (N, L)
+    confidence = np.stack([MEASURES[measure][0](layer_logits) for layer_logits in logits[:-1]], axis=1)
     observed = Observed(confidence, predictions[:, :-1] == predictions[:, -1:], np.arange(len(held_out)))
     tokens, width = float(np.mean([len(ids) for ids in encoded.ids])), states.shape[2]
     head = 2 * width * classes + tokens * width  # a linear map, and the mean over tokens
@@ -219,7 +219,7 @@ def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, 
 def neighbours(train: np.ndarray, held_out: np.ndarray) -> np.ndarray:
     """Cosines of states (N, D) with the train states (M, D), after subtraction of the train mean: (N, M)."""
     centred = (states - train.mean(axis=0) for states in (held_out, train))
-    queries, keys = (each / np.maximum(np.linalg.norm(each, axis=1, keepdims=True), 1e-12) for each in centred)
+    queries, keys = (vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12) for vectors in centred)
     return queries @ keys.T
 
 
@@ -229,7 +229,7 @@ def linear_probe(train: np.ndarray, held_out: np.ndarray, labels: np.ndarray, cl
     States are standardised. The loss is the mean cross-entropy plus PENALTY / 2 times the sum of squared weights.
     """
     mean, std = train.mean(axis=0), np.maximum(train.std(axis=0), 1e-6)
-    x, queries, y = (torch.from_numpy(each) for each in ((train - mean) / std, (held_out - mean) / std, labels))
+    x, queries, y = (torch.from_numpy(array) for array in ((train - mean) / std, (held_out - mean) / std, labels))
     weight = x.new_zeros(x.shape[1], classes, requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")

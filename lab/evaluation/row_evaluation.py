@@ -268,9 +268,9 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
     right = predicted == labels[:, None]
     entropies = np.stack([-entropy(each) for each in recorded.logits])
     was_right = np.maximum.accumulate(right, axis=1)
-    found = np.flatnonzero((was_right & ~right).any(axis=1))
+    overthought = np.flatnonzero((was_right & ~right).any(axis=1))
     return {
-        "share": len(found) / len(labels),
+        "share": len(overthought) / len(labels),
         "share_at_the_end": float((right.any(axis=1) & ~right[:, -1]).mean()),
         "rows": [
             {
@@ -283,6 +283,6 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
                     )
                 ],
             }
-            for row in found[:OVERTHOUGHT]
+            for row in overthought[:OVERTHOUGHT]
         ],
     }

@@ -183,9 +183,9 @@ def advice(answer: dict, count: int) -> str:
                 f"{most:.1%}, of the most frequent label {answer['majority']:.1%} (cut-off {CHANCE} standard errors "
                 f"more)."
             )
-    found = "no exit saves more than its head costs"
+    text = "no exit saves more than its head costs"
     if len(few["exits"]) > 1:
-        found = (
+        text = (
             f"exiting after layer {' or '.join(map(str, few['exits'][:-1]))} saves {few['net_saved']:.0%} "
             f"({few['net_low']:.0%} to {few['net_high']:.0%}) of the FLOPs, heads included, "
             f"and {few['kept']:.1%} agree with the last layer"
@@ -195,17 +195,17 @@ def advice(answer: dict, count: int) -> str:
     if cut > 0 and cut >= few["net_saved"]:
         return (
             f"Remove the upper layers instead: from layer {settle} of {layers} on, every layer agrees with the last "
-            f"for {TARGET_AGREEMENT:.0%} or more. To end the model there saves {cut:.0%} of the FLOPs; {found}."
+            f"for {TARGET_AGREEMENT:.0%} or more. To end the model there saves {cut:.0%} of the FLOPs; {text}."
         )
     cut_off = f"cut-off {MIN_SAVED:.0%} at the lower end"
     if few["net_low"] >= MIN_SAVED:
-        return f"Early exit should pay: {found}; {cut_off}."
+        return f"Early exit should pay: {text}; {cut_off}."
     if oracle >= MIN_ORACLE:
         return (
             f"Early exit may pay once exits are trained: an oracle would save {oracle:.0%} (cut-off {MIN_ORACLE:.0%}), "
-            f"but without training {found} ({cut_off})."
+            f"but without training {text} ({cut_off})."
         )
     return (
-        f"Early exit will hardly pay: without training {found} ({cut_off}), and an oracle would save only {oracle:.0%} "
+        f"Early exit will hardly pay: without training {text} ({cut_off}), and an oracle would save only {oracle:.0%} "
         f"(cut-off {MIN_ORACLE:.0%})."
     )
