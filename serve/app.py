@@ -1,8 +1,7 @@
 """The HTTP interface of a worker, as an ASGI application with JSON. server.py runs it on uvicorn.
 
     POST /classify   {"text": "A charming film."}, for a pair text and text_b -> the answer, as `mini-ee run` prints it
-    POST /generate   for a decoder: {"text": "Once upon a time", "max_new_tokens": 20}. With "stream": true the response
-                     is a line of JSON for each piece of text when it is generated, and the answer as the last line
+    POST /generate   for a decoder: {"text": "Once upon a time"}; "stream": true answers a line for each piece of text
     POST /predict, /predict_tokens, /rerank, /v1/rerank, /embed, /v1/embeddings, GET /info, /v1/models
                      as other servers, see formats.py
     GET  /health     readiness: 200 while requests are accepted, else 503

@@ -227,7 +227,7 @@ def half_step(self, state):
 def losses_in_the_full_model(true):
     """A layer's loss in the full model, not in the one that remains."""
 
-    def next_token_losses(backbone, data, remaining, each=True):
+    def next_token_losses(backbone, data, remaining, inner=True):
         once = true(backbone, data, range(len(backbone.layers)))
         return [once[layer] for layer in remaining] + once[-1:]
 
@@ -491,7 +491,7 @@ LOOP = [
     ("early_exit.run_segments", source("rule.needs if plan is None else None", "None"), FLOPS),
     ("early_exit.select_heads", source("set(plan.tolist())", "{len(segments.exits) - 1}"), "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]"),
     ("segments.Cost", source("(of_state + decision)", "decision"), STATE),
-    ("segments.Cost", source("self._rule.flops(batch.logits.shape[1])", "0.0"), FLOPS),
+    ("segments.Cost", source("self._rule.flops(math.prod(batch.logits.shape[1:]))", "0.0"), FLOPS),
     ("segments.Cost", source("np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"), "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes"),
     ("mini_ee.rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
     ("backbones.bert.padding_mask", no_padding, "test_padding_does_not_change_the_decision[torch first-never]"),
@@ -557,7 +557,7 @@ RULES = [
     ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, -1]), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.row_exits.RowExits.classify", lambda true: lambda self, k, state: true(self, 3, state), "exits.py::test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone[1]"),
-    ("exits.heads.exit_heads", source('"mean" if layer == 0 else pool', "pool"), ZERO + "of_every_encoder_is_exported[bert]"),
+    ("exits.heads.exit_heads", source('"mean" if layer == 0 and pool != TOKENS else pool', "pool"), ZERO + "of_every_encoder_is_exported[bert]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, 0]), ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
@@ -600,7 +600,7 @@ OF_METHODS = [
     ("methods.raee_controls.best_single_exit", always(lambda values: values.shape[1] - 1), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.earliest_right_exit", always(lambda values: np.zeros(len(values), np.int64)), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.shuffled_plan", always(lambda plan, seed: np.zeros_like(plan)), "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots"),
-    ("methods.raee_datastore.Datastore._each", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
+    ("methods.raee_datastore.Datastore._map_shards", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
     ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
@@ -626,7 +626,7 @@ OF_METHODS = [
     ("baselines.balcony.BalconySegments.copy_state", lambda true: lambda self, *given: TokenSegments.copy_state(self, *given), COPIED),
     ("baselines.balcony.BalconySegments.draft_logits", lambda true: TokenSegments.draft_logits, "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]"),
     ("baselines.balcony.BalconySegments.run", lambda true: lambda self, *given: TokenSegments.run(self, *given), "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]"),
-    ("baselines.balcony.self_distillation_loss", source("each in exits", "each in exits[:1]"), "balcony.py::test_the_loss_is_the_mean_divergence_from_the_full_model"),
+    ("baselines.balcony.self_distillation_loss", source("logits in exits", "logits in exits[:1]"), "balcony.py::test_the_loss_is_the_mean_divergence_from_the_full_model"),
     ("baselines.balcony.Balcony.forward", always(lambda self, state: self.decoder.lm_logits(state)), "balcony.py::test_an_exit_is_a_decoder_with_one_layer_more_than_the_exit[llama]"),
     ("baselines.cat.remember", history(of_the_first_exit=True), META),
     ("baselines.cat.remember", history(of_the_first_exit=False), META),

@@ -517,7 +517,7 @@ def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage
     monkeypatch.setattr(
         import_module(METHODS[method]), loss, lambda model, batch, config=None, **_: calls.append(config)
     )
-    model = SimpleNamespace(exits=(1, 2, 3), unit=load_method(method).units[0], heads=())
+    model = SimpleNamespace(exits=(1, 2, 3), unit=load_method(method).units[0], heads=(), head="")
     list(load_method(method).recipe(model, config))[stage].loss(model, None)
     assert calls == [config if settings else None]
 

@@ -3,6 +3,7 @@
 A gate decides before any head is read.
 """
 
+import os
 import random
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from conftest import WORDS, random_decoder, save_small_llama, words_tokenizer
 
 import mini_ee
-from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, load_backbone
 from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
 from mini_ee.lab.calibration import POLICY, conformal_cut, observe
 from mini_ee.lab.cli.main import main
@@ -32,7 +33,9 @@ from mini_ee.lab.methods.self_supervised import Config, heads_loss, sparse_loss,
 from mini_ee.lab.rules import Fixed, Never, Policy, Threshold
 from mini_ee.lab.training import train_tokens
 from mini_ee.lab.training.default_rule import Chosen
+from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.stages import Batch
+from mini_ee.lab.training.train_run import LENS_LR, defaults_of
 from mini_ee.lab.training.training_text import cheapest
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -96,6 +99,18 @@ def test_a_vocabulary_is_large_if_it_costs_two_layers_or_more(vocabulary, much):
     decoder = Decoder(DecoderConfig.from_hugging_face(config))
     layer = sum(weight.numel() for weight in decoder.layers[0].parameters() if weight.dim() == 2)
     assert reads_much(decoder) is much is (vocabulary * 24 >= lens.LARGE * layer)
+
+
+def test_lenses_are_the_default_where_the_vocabulary_is_large():
+    method = load_method("self-supervised")
+    assert defaults_of(method, "tokens", BUILT_IN_DECODER)["head"] == "own"
+    assert defaults_of(method, "tokens", BUILT_IN_DECODER, "lens")["head_lr"] == LENS_LR
+
+
+@pytest.mark.skipif("MINI_EE_MODELS" not in os.environ, reason="needs MINI_EE_MODELS, the folder of real models")
+def test_they_are_that_of_smollm2():
+    found = defaults_of(load_method("self-supervised"), "tokens", Path(os.environ["MINI_EE_MODELS"]) / "smollm2")
+    assert (found["head"], found["epochs"], found["target"]) == ("lens", 1, "soft")
 
 
 # ---- Eq. 1 with sparse targets ----

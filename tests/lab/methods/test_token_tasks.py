@@ -55,7 +55,8 @@ def folders(checkpoint_folder, tmp_path_factory):
         config |= {"id2label": dict(enumerate(TAGS))} if kind == LABELS else {}
         config.pop("sha256", None)
         write_json(folder / "config.json", config)
-        (folder / "tokenizer.json").write_bytes((checkpoint_folder / "tokenizer.json").read_bytes())
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((checkpoint_folder / name).read_bytes())
     return made
 
 
