@@ -96,7 +96,8 @@ def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
         ],
         "Results": markdown_pages("results/*.md", ["README", *PAPERS]),
         "Results in detail": markdown_pages("results/*/*.md"),
-        "Deployment": markdown_pages("export/*.md", ["README"])
+        "Deployment": [markdown_page("docs/your-classifier.md")]
+        + markdown_pages("export/*.md", ["README"])
         + markdown_pages("export/[!w]*/*.md")
         + markdown_pages("serve/*.md"),
         "Project": [markdown_page(path) for path in PROJECT],

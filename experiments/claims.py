@@ -33,7 +33,7 @@ def judge_claim(claim: dict, data: PageData) -> Judged:
 
     A claim with `unseen`, the reason, cannot be tested here. A claim fails once its other settings were run.
     """
-    comparisons = judged([compare_cases(each, data) for each in comparisons_of(claim)])
+    comparisons = judged([compare_cases(comparison, data) for comparison in comparisons_of(claim)])
     verdict = UNTESTED if "unseen" in claim else verdict_of(comparisons)
     if verdict == FAILS and not all(data.found[name]["seeds"] for name in claim.get("tried", {}).get("cases", [])):
         verdict = MISSING

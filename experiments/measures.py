@@ -172,9 +172,9 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
         if each["left"]:
             figures[f"loss after {layer} of those that left"] = each["left_loss"]
             figures[f"accuracy after {layer} of those that left"] = each["left_accuracy"]
-    if found := hardness_in_training(run, task, BATCH_SIZE):
-        figures["hardness and loss"] = found["spearman"]["loss"]
-        figures["hardness and forgetting"] = found["spearman"]["forgetting events"]
+    if hardness := hardness_in_training(run, task, BATCH_SIZE):
+        figures["hardness and loss"] = hardness["spearman"]["loss"]
+        figures["hardness and forgetting"] = hardness["spearman"]["forgetting events"]
     return figures
 
 

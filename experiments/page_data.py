@@ -108,7 +108,7 @@ def _selected(case: Case, found: dict[str, dict]) -> dict:
     chosen, seeds = {}, set.intersection(*map(set, records.values()))
     for seed in sorted(seeds, key=int):
         figures = {name: made[seed]["figures"] for name, made in records.items()}
-        if all(case.by in each for each in figures.values()):
+        if all(case.by in figure for figure in figures.values()):
             chosen[seed] = max(figures, key=lambda name: figures[name][case.by])
     return {"seeds": {seed: records[name][seed] for seed, name in chosen.items()}, "selected": chosen}
 

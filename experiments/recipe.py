@@ -56,7 +56,7 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
 
 def cases_of(recipe: dict) -> dict[str, Case]:
     """Name -> case, in the order of the recipe."""
-    found = {}
+    cases = {}
     for experiment in recipe["experiments"]:
         axes = experiment["axes"]
         for values in product(*axes.values()):
@@ -73,9 +73,9 @@ def cases_of(recipe: dict) -> dict[str, Case]:
             case = Case(
                 name, experiment["measure"], options, reference, experiment.get("reads"), seeds, of, select["by"]
             )
-            if found.setdefault(name, case) != case:
+            if cases.setdefault(name, case) != case:
                 raise ValueError(f"two experiments make the case {name!r} with different settings")
-    return found
+    return cases
 
 
 def is_choice(value) -> bool:
@@ -107,9 +107,9 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
     """
     named = set()
     for claim in recipe["claims"]:
-        for each in comparisons_of(claim):
+        for comparison in comparisons_of(claim):
             for side in ("more", "than"):
-                named |= {case for case, _ in sides(each, side)}
+                named |= {case for case, _ in sides(comparison, side)}
         named |= set(claim.get("tried", {}).get("cases", []))
     for table in recipe["tables"]:
         for row in table["rows"].values():
@@ -153,7 +153,7 @@ def sides(compare: dict, side: str) -> list[tuple[str, str]]:
         found, figure = found["case"], found["figure"]
     axes = compare.get("over", {})
     settings = (dict(zip(axes, values)) for values in product(*axes.values()))
-    return list(dict.fromkeys((found.format(**each), figure.format(**each)) for each in settings))
+    return list(dict.fromkeys((found.format(**setting), figure.format(**setting)) for setting in settings))
 
 
 def panels_of(picture: dict) -> list[dict]:

@@ -166,11 +166,11 @@ def _order(seeds: dict[int, Stored]) -> list[tuple[str, int]]:
 
 
 def _sha256(parts: dict, arrays: dict[str, np.ndarray]) -> str:
-    found = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    sha256 = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     for name, values in sorted(arrays.items()):
-        found.update(f"{name} {values.dtype.str} {values.shape}".encode())
-        found.update(values)
-    return found.hexdigest()
+        sha256.update(f"{name} {values.dtype.str} {values.shape}".encode())
+        sha256.update(values)
+    return sha256.hexdigest()
 
 
 def _by_sha256(path: Path, outputs: bool) -> dict[str, Stored]:

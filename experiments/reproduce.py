@@ -75,7 +75,7 @@ def reproduce(
             ran += 1
             with FileLock(pages):
                 write_page(paper, recipe, out)
-            say(f"{sum(is_done(folder, *each) for each in runs)} of {len(runs)} runs are done.")
+            say(f"{sum(is_done(folder, *run) for run in runs)} of {len(runs)} runs are done.")
     if waiting:
         say(f"{len(waiting)} runs are left to other processes, which are running them or their reference.")
     with FileLock(pages):

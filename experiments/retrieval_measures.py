@@ -81,9 +81,9 @@ def retrieval_values(run: Run, recorded: Record, queries: np.ndarray, labels: np
         "oracle layers": depth[earliest_right_exit(right)],
     }
     for part_name, part in parts_of(store, seed):
-        found = part.search(queries, max(KS))
+        neighbours = part.search(queries, max(KS))
         for k in KS:
-            plan = replace(rule, datastore=part).chosen(Neighbours(found.rows[:, :k], found.distances[:, :k]))
+            plan = replace(rule, datastore=part).chosen(Neighbours(neighbours.rows[:, :k], neighbours.distances[:, :k]))
             names = [f"k {k}"] * (part_name == "100%") + [f"store {part_name}"] * (k == rule.k)
             for name in names:
                 values |= {f"score {name}": right[every, plan], f"layers {name}": depth[plan]}

@@ -126,19 +126,19 @@ def read_case(folder: Path, case: Case) -> dict:
     empty = {"case": case.name, "measure": case.measure, "options": case.options, "reads": case.reads, "seeds": {}}
     if not path.exists():
         return empty
-    found = read_figures(path)
-    return found if all(found.get(key) == empty[key] for key in empty if key != "seeds") else empty
+    figures = read_figures(path)
+    return figures if all(figures.get(key) == empty[key] for key in empty if key != "seeds") else empty
 
 
 def read_figures(path: Path) -> dict:
     """The JSON of a case. Raises ValueError if its checksum is wrong or missing, or a value has the wrong type."""
-    found = read_json(path, signed="seeds")
-    seeds, tried, chosen = found.get("seeds"), found.get("tried", []), found.get("chosen", {})
+    content = read_json(path, signed="seeds")
+    seeds, tried, chosen = content.get("seeds"), content.get("tried", []), content.get("chosen", {})
     valid = isinstance(seeds, dict) and isinstance(tried, list) and all(map(_holds_numbers, (*tried, chosen)))
     if not valid or not all(seed.isdigit() and _is_made(made) for seed, made in seeds.items()):
         what = "figures, lists of numbers, and how they were made, for each seed"
         raise ValueError(f"{path}: expected {what}, found something else; remove the file to make it again")
-    return found
+    return content
 
 
 def _holds_numbers(values) -> bool:
@@ -313,7 +313,7 @@ def _settings(name: str, value) -> dict:
 def _untried(name: str, values: list, tried: list[dict]) -> dict | float | None:
     """The next value of a choice to try, behind those that were tried with equal other settings."""
     if isinstance(values[0], dict):
-        return next((each for each in values if not any(each.items() <= one.items() for one in tried)), None)
+        return next((value for value in values if not any(value.items() <= one.items() for one in tried)), None)
     return next_to_try(values, {each[name]: each["hold-out"] for each in tried})
 
 
@@ -351,17 +351,17 @@ def _short(value: float) -> float:
 def processor() -> str:
     """The processor's name, as Linux gives it."""
     with suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8")):
-            return found[1]
+        if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8")):
+            return match[1]
     return platform.processor() or "unknown"
 
 
 def how_made(device: str = "cpu") -> dict:
     """Commit, torch version, machine, processor and threads of this process, and the GPU, if the device is one."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    found = subprocess.run(git, capture_output=True, text=True)
+    process = subprocess.run(git, capture_output=True, text=True)
     return {
-        "commit": found.stdout.strip() or __version__,
+        "commit": process.stdout.strip() or __version__,
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "processor": processor(),

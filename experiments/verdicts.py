@@ -102,7 +102,7 @@ def judged(comparisons: list[Compared | None]) -> list[Compared | None]:
         k for k in tested.keys() - below if tested[k].is_below(tested[k].required, LEVEL / (count - len(below)))
     }:
         below.add(min(found))
-    sizes = sum(each is not None and each.size is not None for each in comparisons)
+    sizes = sum(comparison is not None and comparison.size is not None for comparison in comparisons)
 
     def verdict(k: int, each: Compared) -> str:
         if k in below:
@@ -123,7 +123,7 @@ def verdict_of(comparisons: list[Compared | None]) -> str:
 
     A comparison that has not been run delays the verdict unless another one is below.
     """
-    verdicts = [each.verdict if each else MISSING for each in comparisons]
+    verdicts = [comparison.verdict if comparison else MISSING for comparison in comparisons]
     if BELOW in verdicts:
         return FAILS
     return next((verdict for verdict in (MISSING, EXCLUDED, UNDECIDED, UNTESTED) if verdict in verdicts), HOLDS)

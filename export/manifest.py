@@ -45,8 +45,8 @@ def read_manifest(folder: Path) -> dict:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected the manifest of an export, found none ({error!r:.80})") from None
     if digest != json_sha256(manifest):
-        found = "is gone" if digest is None else "differs"
-        raise ValueError(f"{path}: damaged or edited: the checksum that was written with it {found}")
+        problem = "is gone" if digest is None else "differs"
+        raise ValueError(f"{path}: damaged or edited: the checksum that was written with it {problem}")
     if version != FORMAT_VERSION:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         advice = "install a newer mini_ee" if newer else "export the run again"

@@ -141,10 +141,10 @@ class NestedIf(Parts):
     def write(self) -> None:
         g, classes, rows, memory = self.g, self.model.classes, self.start(), dict[str, str]()
         count = g.op("Gather", rows.shape, g.constant([0]))
-        own = self.own.get("exit_at", np.array([-1]))
-        exit_at, zero = g.input("exit_at", INT64, "rows_planned", default=own), g.constant([0])
+        default = self.own.get("exit_at", np.array([-1]))
+        exit_at, zero = g.input("exit_at", INT64, "rows_planned", default=default), g.constant([0])
         known = g.op("Gather", g.constant(range(self.last + 1)), g.op("Max", exit_at, zero))  # fails if it is no exit
-        exit_at = g.op("Expand", g.op("Where", g.op("Less", exit_at, zero), g.constant(own), known), count)
+        exit_at = g.op("Expand", g.op("Where", g.op("Less", exit_at, zero), g.constant(default), known), count)
         if "threshold" in self.own:
             given = g.input("threshold", FLOAT, default=np.array(np.nan, np.float32))
             # Declared a scalar, which ONNX Runtime does not check; the Reshape declares the sizes that it gets.

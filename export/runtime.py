@@ -65,7 +65,7 @@ class Segments:
     def advance(self, k: int, state: Batch) -> Batch:
         given = state.ids | {"hidden": state.outputs.get("hidden_out"), "rows": state.rows, "read": np.array(True)}
         session, rows = self.sessions[k], np.arange(len(state))
-        values = session.run(None, {each.name: given[each.name] for each in session.get_inputs()})
+        values = session.run(None, {node.name: given[node.name] for node in session.get_inputs()})
         return Batch(state.ids, rows, {each.name: value for each, value in zip(session.get_outputs(), values)})
 
     def read(self, k: int, state: Batch) -> np.ndarray:
@@ -96,7 +96,7 @@ class Runtime:
         if cls is Runtime and not is_plain(manifest):
             if not (kinds := entry_points(group="mini_ee.runtimes", name=manifest["unit"])):
                 raise ValueError(f"{folder}: mini_ee.lab runs this kind of export, and it is not installed")
-            (kind,) = (each.load() for each in kinds)
+            (kind,) = (entry.load() for entry in kinds)
             return kind(folder, *arguments, **settings)
         runtime = super().__new__(cls)
         runtime.config = manifest
@@ -121,7 +121,7 @@ class Runtime:
         Raises ValueError for a text that is empty, and for a rule that the folder cannot run.
         """
         encodings, answers = self.encode(texts), dict[int, Answer]()
-        order = np.argsort([len(each.ids) for each in encodings], kind="stable")  # similar lengths: little padding
+        order = np.argsort([len(row.ids) for row in encodings], kind="stable")  # similar lengths: little padding
         for rows in (order[at : at + batch_size] for at in range(0, len(order), batch_size)):
             begin = time.perf_counter()
             inputs = self.batch([encodings[row] for row in rows])
@@ -146,19 +146,19 @@ class Runtime:
 
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
         """Rows as one batch, padded on the right to the longest."""
-        ids = np.zeros((3, len(encodings), max(len(each.ids) for each in encodings)), np.int64)
+        ids = np.zeros((3, len(encodings), max(len(encoding.ids) for encoding in encodings)), np.int64)
         for row, each in enumerate(encodings):
             ids[:, row, : len(each.ids)] = each.ids, each.type_ids, each.attention_mask
         return Batch(dict(zip(IDS, ids)), np.arange(len(encodings)))
 
     def run_batch(self, inputs: Batch, rule: Rule) -> Result:
         """One call of model.onnx, or, for a rule that it does not contain, of the graphs by segment."""
-        plan, own = rule.plan(inputs), self.rule
+        plan, stored = rule.plan(inputs), self.rule
         feeds = graph_inputs(rule, len(self.exits)) if plan is None else {"exit_at": np.asarray(plan)}
-        kinds = [(type(r).__name__, getattr(r, "measure", 0), getattr(r, "tolerance", 0)) for r in (rule, own)]
+        kinds = [(type(r).__name__, getattr(r, "measure", 0), getattr(r, "tolerance", 0)) for r in (rule, stored)]
         if "exit_at" not in feeds and kinds[0] != kinds[1]:  # apart from inputs of the graph
             if f"segment_{self.exits[0]}" not in self.config["graphs"]:
-                raise ValueError(f"{self.folder}: model.onnx has the rule {own}, found {rule}; export with segments")
+                raise ValueError(f"{self.folder}: model.onnx has the rule {stored}, found {rule}; export with segments")
             return early_exit(self.segments, rule, inputs)
         logits, layers = self.session.run(["logits", "layers"], inputs.ids | feeds)
         return Result(logits, np.searchsorted(self.exits, layers), layers)
@@ -166,7 +166,7 @@ class Runtime:
 
 def is_plain(manifest: dict) -> bool:
     """Whether this file runs the folder: a BERT that gives a row one label or number, with a rule of the core."""
-    if manifest["unit"] != "rows" or manifest["task"].get("multi_label") or "whole" in manifest["graphs"]:
+    if manifest["unit"] != "rows" or "whole" in manifest["graphs"] or {"multi_label", "tokens"} & {*manifest["task"]}:
         return False
     try:
         rule_from_dict(manifest["rule"])

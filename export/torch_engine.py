@@ -43,14 +43,14 @@ def stacks(model: Exits) -> dict[str, list[str]]:
 
 def stored_weights(model: Exits) -> dict[str, Tensor]:
     """The weights of a model, under their names in the folder."""
-    found = {stored_name(name): tensor.float().contiguous() for name, tensor in model.state_dict().items()}
-    return found | {whole: torch.cat([found.pop(part) for part in parts]) for whole, parts in stacks(model).items()}
+    tensors = {stored_name(name): tensor.float().contiguous() for name, tensor in model.state_dict().items()}
+    return tensors | {whole: torch.cat([tensors.pop(part) for part in parts]) for whole, parts in stacks(model).items()}
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights and constants of all graphs of an export."""
     graphs = [onnx.load(path).graph for path in (folder / GRAPHS).glob("*.onnx")]
-    return {each.name: torch.tensor(numpy_helper.to_array(each)) for graph in graphs for each in tensors_of(graph)}
+    return {part.name: torch.tensor(numpy_helper.to_array(part)) for graph in graphs for part in tensors_of(graph)}
 
 
 def torch_model(folder: str | Path) -> Exits:

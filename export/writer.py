@@ -52,7 +52,7 @@ def export(out: str | Path, model: Exits, rule: Rule, data: Rows, source: str, s
         folder, tokens = Path(temporary) / "export", len(model.bert.position.weight)
         (folder / WEIGHTS).parent.mkdir(parents=True)
         task = {"name": "rows", "texts": 1 + any(map(any, data.kinds)), "label_names": list(data.names)}
-        manifest = about(model) | {"rule": rule_to_dict(rule), "task": task, "max_length": tokens}
+        manifest = metadata(model) | {"rule": rule_to_dict(rule), "task": task, "max_length": tokens}
         manifest |= {"graphs": write_graphs(model, rule, folder, segments)} | costs(model, segments)
         write_tokenizer(load_tokenizer(source, tokens), folder, tokens)
         labels = dict(enumerate(data.names or ("LABEL_0",)))  # the name of a regression
@@ -97,24 +97,24 @@ def write_graphs(model: Exits, rule: Rule, folder: Path, segments: bool) -> dict
 
 def values(infos) -> dict:
     """Name, type and axes of inputs or outputs."""
-    found = {info.name: info.type.tensor_type for info in infos}
-    kinds = {name: helper.tensor_dtype_to_np_dtype(each.elem_type).name for name, each in found.items()}
-    axes = {name: [axis.dim_param or axis.dim_value for axis in each.shape.dim] for name, each in found.items()}
-    return {name: {"dtype": kinds[name], "axes": axes[name]} for name in found}
+    types = {info.name: info.type.tensor_type for info in infos}
+    kinds = {name: helper.tensor_dtype_to_np_dtype(tensor.elem_type).name for name, tensor in types.items()}
+    axes = {name: [axis.dim_param or axis.dim_value for axis in tensor.shape.dim] for name, tensor in types.items()}
+    return {name: {"dtype": kinds[name], "axes": axes[name]} for name in types}
 
 
-def about(model: Exits) -> dict:
+def metadata(model: Exits) -> dict:
     """What the manifest has about the model. Not by class: with python -m it is __main__.LoRAExits."""
-    found = {"format_version": FORMAT_VERSION, "unit": "rows", "precision": "float32", "opset": OPSET, "head": "dense"}
+    entries = {"format_version": FORMAT_VERSION, "unit": "rows", "precision": "float32", "opset": OPSET}
     method = "lora-exits" if hasattr(model, "adapters") else "consistent" if hasattr(model, "policies") else "joint"
-    found |= {"method": method, "settings": {}, "num_labels": model.classes, "pool": model.pool}
+    entries |= {"method": method, "settings": {}, "num_labels": model.classes, "pool": model.pool, "head": "dense"}
     if hasattr(model, "adapters"):
         layer = model.adapters[-1][0]
         rank = next(iter(layer.values())).A.shape[1]
-        found["settings"] = {"rank": rank, "alpha": model.scale * rank, "targets": list(layer)}
-        found["schedule"] = [[k] for k in range(len(model.exits))]  # restarts, in the words of mini_ee.lab
+        entries["settings"] = {"rank": rank, "alpha": model.scale * rank, "targets": list(layer)}
+        entries["schedule"] = [[k] for k in range(len(model.exits))]  # restarts, in the words of mini_ee.lab
     more = {"exits": list(model.exits), "versions": {"mini_ee": __version__, "onnx": onnx.__version__}}
-    return found | more | {"backbone": model.bert.config}
+    return entries | more | {"backbone": model.bert.config}
 
 
 def costs(model: Exits, segments: bool) -> dict:
@@ -126,10 +126,10 @@ def costs(model: Exits, segments: bool) -> dict:
     policies = [parameters_to_vector(p.parameters()).numel() for p in getattr(model, "policies", ())]
     read = [2.0 * (D * D + D * model.classes), float(D) if model.pool == "mean" else 0.0, 0.0]
     layers = [[0.0, 2.0 * (n * (4 * D * D + 2 * D * inner) + a), 4.0 * n * D] for n, a in zip(lengths, adapters)]
-    of_exits = {"layer_passes": lengths, "flops": [[each, read] for each in layers]}
+    of_exits = {"layer_passes": lengths, "flops": [[layer, read] for layer in layers]}
     whole = layers[-1] if restarts else np.sum(layers, axis=0).tolist()
-    found = of_exits | {"state_flops": [2.0 * n for n in (policies + numbers)[: len(lengths)]]}
-    return found | {"whole_flops": [whole, read]} | ({"by_segment": of_exits} if segments else {})
+    totals = of_exits | {"state_flops": [2.0 * n for n in (policies + numbers)[: len(lengths)]]}
+    return totals | {"whole_flops": [whole, read]} | ({"by_segment": of_exits} if segments else {})
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, tokens: int) -> None:
@@ -152,10 +152,10 @@ def verify(folder: Path, model: Exits, rule: Rule, data: Rows) -> dict:
         batch = Batch(dict(zip(IDS, map(np.asarray, (inputs.ids, inputs.kinds, inputs.mask)))), np.arange(len(some)))
         for k in range(len(model.exits)):
             expected = early_exit(model, Fixed(k), inputs).logits
-            found = [runtime.run_batch(batch, Fixed(k)).logits]
+            outputs = [runtime.run_batch(batch, Fixed(k)).logits]
             if f"segment_{model.exits[0]}" in runtime.config["graphs"]:
-                found.append(early_exit(runtime.segments, Fixed(k), batch).logits)
-            differences += [float(abs(expected - logits).max()) for logits in found]
+                outputs.append(early_exit(runtime.segments, Fixed(k), batch).logits)
+            differences += [float(abs(expected - logits).max()) for logits in outputs]
             largest = max(largest, float(abs(expected).max()))
     in_torch, in_graph = early_exit(model, rule, inputs), runtime.run_batch(batch, rule)
     agreement = float(np.mean(in_torch.exit_index == in_graph.exit_index))

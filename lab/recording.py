@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mini_ee.lab.confidence import OF_LOGITS
-from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tokenizer import Encoded, batches
 from mini_ee.lab.early_exit import ExitResult, early_exit, run_segments
 from mini_ee.lab.rules import Measured, Planned, Rule
 from mini_ee.lab.segments import BatchResult, Segments, check_finite
+from mini_ee.lab.token_tasks import LABELS, WEAKEST, numbered
 
 if TYPE_CHECKING:
     from mini_ee.lab.data.tasks import Task
@@ -33,28 +33,37 @@ def read_every_exit(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.n
 
 
 def read_and_measure(segments: Segments, inputs: Sized) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Logits and FLOPs as above, and the `measures` of Recorded: name -> values (N, K - 1 or K)."""
+    """Logits and FLOPs as above, and the `measures` of Recorded: name -> values (N, K - 1 or K).
+
+    Of a token_task, the logits are the numbers of its decisions, (N, K, 1) int64.
+    """
     logits, flops = [], np.zeros((len(inputs), len(segments.exits), 2))
     measures: dict[str, list[np.ndarray]] = {}
     with segments.running():
         state = segments.start(inputs)
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
-            logits.append(segments.read(k, state))
+            read = segments.read(k, state)
+            if segments.token_task is not None:
+                counted = segments.counted(state)
+                if k < len(segments.exits) - 1:
+                    measures.setdefault(WEAKEST, []).append(segments.token_task.weakest(check_finite(read), counted))
+                read = segments.token_task.numbers(read, counted)[:, None]
+            logits.append(read)
             if segments.has_policy and k < len(segments.exits) - 1:
                 measures.setdefault("exit_logit", []).append(segments.exit_logit(k, state))
             if segments.tokens_exit:
                 measures.setdefault("token_cost", []).append(segments.token_cost(k, state))
             flops[:, k, 0], flops[:, k, 1] = segments.flops(k, inputs)
-    return np.stack(logits, axis=1), flops, {name: np.stack(each, axis=1) for name, each in measures.items()}
+    return np.stack(logits, axis=1), flops, {name: np.stack(values, axis=1) for name, values in measures.items()}
 
 
 def _flops(segments: Segments, inputs: Sized) -> np.ndarray:
     """(N, K, 2) FLOPs, as in `read_every_exit`."""
-    each = [
+    figures = [
         np.broadcast_arrays(*segments.flops(k, inputs), np.zeros(len(inputs)))[:2] for k in range(len(segments.exits))
     ]
-    return np.moveaxis(np.array(each), 2, 0)
+    return np.moveaxis(np.array(figures), 2, 0)
 
 
 class Recorded(Segments):
@@ -85,16 +94,17 @@ class Recorded(Segments):
         return Recorded(self.exits, self.logits[rows], flops, passes, measures, self._state_flops)
 
     def at(self, columns: list[int]) -> "Recorded":
-        """Some of the exits, the last among them. Raises ValueError if there are measures besides the logits."""
-        if self.measures:
+        """Some of the exits, the last among them. Raises ValueError if there are measures of more than one exit."""
+        if self.measures.keys() - {WEAKEST}:
             raise ValueError("expected exits whose rules read logits alone")
+        measures = {name: values[:, columns[:-1]] for name, values in self.measures.items()}
         starts = [0, *(column + 1 for column in columns[:-1])]
         layers = np.add.reduceat(self._flops[:, :, 0], starts, axis=1)
         flops = np.stack((layers, self._flops[:, columns, 1]), axis=2)
         passes = np.add.reduceat(self._layer_passes, starts).tolist()
         state_flops = self._state_flops and [self._state_flops[k] for k in columns]
         return Recorded(
-            tuple(self.exits[k] for k in columns), self.logits[:, columns], flops, passes, None, state_flops
+            tuple(self.exits[k] for k in columns), self.logits[:, columns], flops, passes, measures, state_flops
         )
 
     @property
@@ -143,6 +153,9 @@ class Recorded(Segments):
 
     def token_cost(self, k: int, state: "RecordedRows") -> np.ndarray:
         return self._measure("token_cost", k, state)
+
+    def weakest_token(self, k: int, state: "RecordedRows") -> np.ndarray:
+        return self._measure(WEAKEST, k, state)
 
     def _measure(self, name: str, k: int, state: "RecordedRows") -> np.ndarray:
         if name not in self.measures:
@@ -201,7 +214,7 @@ class Record(NamedTuple):
         """Some of the rows: an index or a mask (N,)."""
         some = self.segments.take(rows)
         full = self.full[rows] if isinstance(self.full, np.ndarray) else self.full
-        groups, labels = (each if each is None else each[rows] for each in (self.groups, self.labels))
+        groups, labels = (array if array is None else array[rows] for array in (self.groups, self.labels))
         return Record(some, some.logits, full, groups, labels)
 
     def at(self, columns: list[int]) -> "Record":
@@ -212,16 +225,16 @@ class Record(NamedTuple):
     @property
     def predictions(self) -> np.ndarray:
         """(N, K), the class or token that each exit predicts; for regression the number."""
-        found = self.segments.measures.get("prediction")
-        if found is not None:
-            return found
+        stored = self.segments.measures.get("prediction")
+        if stored is not None:
+            return stored
         return predictions(self.logits)
 
     def confidence(self, measure: str) -> np.ndarray:
         """(N, K - 1), a confidence measure at every exit but the last."""
-        found = self.segments.measures.get(measure)
-        if found is not None:
-            return found
+        stored = self.segments.measures.get(measure)
+        if stored is not None:
+            return stored
         before_last = range(self.logits.shape[1] - 1)
         return np.stack([OF_LOGITS[measure][0](self.logits[:, k]) for k in before_last], axis=1)
 
@@ -243,6 +256,8 @@ def record(
     whole: the model without exits, whose FLOPs are the reference; None: the last of these segments has the same.
     known: the logits (N, K, C), if they are known; then nothing runs.
     """
+    from mini_ee.lab.data.progress import tqdm  # imported here because no single text needs it
+
     whole, order = whole or segments, list(batches(encoded, batch_size))
     parts, full = [], []
     for rows in tqdm(order, desc=progress, unit="batch", delay=2, disable=progress is None):
@@ -291,7 +306,11 @@ def predictions(logits: np.ndarray, task: "Task | None" = None) -> np.ndarray:
     """(..., C) logits -> (...): the class index, or for regression (C = 1) the number.
 
     If the task has several labels at once, the number of the set of those above .5: the sum of 2^i over its labels i.
+    Of tokens, the number of all decisions; of logits (..., S, C) those of the S tokens.
     """
+    if task is not None and task.token_kind and logits.dtype.kind == "f":
+        chosen = logits.argmax(axis=-1 if task.token_kind == LABELS else -2)
+        return numbered(chosen.reshape(-1, chosen.shape[-1])).reshape(chosen.shape[:-1])
     if task is not None and task.multi_label:
         return (logits > 0) @ (1 << np.arange(logits.shape[-1]))
     return logits[..., 0] if logits.shape[-1] == 1 else logits.argmax(axis=-1)
@@ -299,7 +318,7 @@ def predictions(logits: np.ndarray, task: "Task | None" = None) -> np.ndarray:
 
 def exit_scores(recorded: Record, task: "Task", labels: np.ndarray, metric: str = "score") -> list[float]:
     """A metric of the task at every exit, over all rows."""
-    return [task.score(found, labels)[metric] for found in predictions(recorded.logits, task).T]
+    return [task.score(predicted, labels)[metric] for predicted in predictions(recorded.logits, task).T]
 
 
 def summary(result: ExitResult, recorded: Record, task: "Task", labels: np.ndarray) -> dict:

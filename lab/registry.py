@@ -57,6 +57,10 @@ HEADS = {  # `head` in a run's config.json: the kind of head of an example's exi
     "linear": "mini_ee.lab.exits.heads:linear",
 }
 
+VOCABULARY_HEADS = {  # the same of a token's exit, besides the method's own -> module:class
+    "lens": "mini_ee.lab.exits.lens:LensHead",
+}
+
 ENGINES = {  # --engine of an export in place of ONNX Runtime -> the module that defines open_segments
     "openvino": "mini_ee.lab.export.openvino_engine",
 }

@@ -31,8 +31,8 @@ class RowThresholds(Rule):
         thresholds = np.asarray(thresholds, np.float32)
         if thresholds.ndim != 2:
             raise ValueError(f"expected thresholds of shape (rows, exits - 1), found {thresholds.shape}")
-        own = runtime_values(rule, thresholds.shape[1])[THRESHOLD]
-        self.rule, self.thresholds = rule, np.where(np.isnan(thresholds), own, thresholds)
+        exported = runtime_values(rule, thresholds.shape[1])[THRESHOLD]
+        self.rule, self.thresholds = rule, np.where(np.isnan(thresholds), exported, thresholds)
         self.needs, self.needs_embeddings = rule.needs, rule.needs_embeddings
 
     def check(self, num_exits: int) -> None:

@@ -28,9 +28,10 @@ from mini_ee.lab.confidence import OF_LOGITS
 from mini_ee.lab.data.settings import option
 from mini_ee.lab.data.values import is_whole
 from mini_ee.lab.registry import RULES as METHOD_RULES
+from mini_ee.lab.token_tasks import WEAKEST
 
-STATE_MEASURES = {"saturation": (-1.0, 1.0)}
-"""Measures that are not computed from logits: name -> (smallest, largest) useful threshold."""
+STATE_MEASURES = {"saturation": (-1.0, 1.0), WEAKEST: (0.0, 1.0)}
+"""Measures that an engine computes, by methods of these names: name -> (smallest, largest) useful threshold."""
 THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in OF_LOGITS.items()} | STATE_MEASURES
 """Every measure -> (smallest, largest) useful threshold."""
 
@@ -68,7 +69,7 @@ class Rule(rules.Rule):
 def _json(value: Any) -> Any:
     """A setting in JSON: a list for a tuple, and the strings "inf" and "-inf", for which JSON has no numbers."""
     if isinstance(value, tuple):
-        return [_json(each) for each in value]
+        return [_json(element) for element in value]
     return str(value) if value in (math.inf, -math.inf) else value
 
 

@@ -5,6 +5,7 @@ engine (torch, ONNX Runtime, recorded logits) implements Segments. Hidden states
 a numpy array, because the rule decides on the CPU. No torch here.
 """
 
+import math
 from collections.abc import Container, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from mini_ee.lab.errors import WrongArguments
 
 if TYPE_CHECKING:
     from mini_ee.lab.rules import Rule
+    from mini_ee.lab.token_tasks import TokenTask
 
 NO_POLICY = (
     "the rule {} needs a model with a policy, and this one has none; "
@@ -45,6 +47,7 @@ class Segments:
     exits: tuple[int, ...]  # (e_1, ..., e_K), in layers run
     engine = "numpy"  # the library that computes
     tokens_exit = False  # whether tokens exit within a row, which itself has one exit: see token_cost
+    token_task: "TokenTask | None" = None  # if rows are labelled token by token: logits are (N, T, C)
     has_policy = False  # whether there is an exit_logit, at every exit but the last
     from_embeddings: Container[int] = (0,)  # each k whose segment starts from the embeddings, not from segment k - 1
     metadata: dict = {}  # entries of their own in the manifest of an exported folder
@@ -58,7 +61,7 @@ class Segments:
         raise NotImplementedError
 
     def read(self, k: int, state: Any) -> np.ndarray:
-        """The logits (N, C) of exit k."""
+        """The logits (N, C) of exit k; of a token_task (N, T, C)."""
         raise NotImplementedError
 
     def flops(self, k: int, inputs: Any) -> tuple:
@@ -93,8 +96,18 @@ class Segments:
         """(N,): the cosine of the state and the state at the exit before."""
         raise WrongArguments(NO_STATES.format("saturation"))
 
+    def counted(self, state: Any) -> np.ndarray:
+        """(N, T) bool: the tokens that a token_task counts."""
+        raise NotImplementedError
+
+    def weakest_token(self, k: int, state: Any) -> np.ndarray:
+        """(N,): the confidence of the least confident decision of a token_task."""
+        if self.token_task is None:
+            raise WrongArguments("weakest_token is for models that label tokens, found one label of a text")
+        return self.token_task.weakest(self.read(k, state), self.counted(state))
+
     def state_flops(self, k: int) -> float | None:
-        """FLOPs of one row in these two; None: the head is computed with them."""
+        """FLOPs of one row in these; None: the head is computed with them."""
         return None
 
     def token_cost(self, k: int, state: Any) -> np.ndarray:
@@ -113,7 +126,7 @@ class Segments:
 class BatchResult(NamedTuple):
     """The result of a batch of N rows."""
 
-    logits: np.ndarray  # (N, C), of the exit where each row stopped
+    logits: np.ndarray  # (N, C), or (N, T, C), of the exit where each row stopped
     exit_index: np.ndarray  # (N,)
     needs: str | None  # what the rule read at each exit but the last, of all rows that reached it; None: it planned
     token_cost: np.ndarray | None = None  # (N, 2), see Segments
@@ -149,7 +162,7 @@ class Cost:
         """
         segments, batch = self._segments, self._batch
         total = np.full(len(batch.exit_index), self._rule.plan_flops(self._inputs))
-        decision = self._rule.flops(batch.logits.shape[1])
+        decision = self._rule.flops(math.prod(batch.logits.shape[1:]))
         for k in range(len(segments.exits)):
             advance, read = segments.flops(k, self._inputs)
             reached, exited = batch.exit_index >= k, batch.exit_index == k

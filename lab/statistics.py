@@ -173,7 +173,7 @@ def _totals(agrees: np.ndarray, groups: np.ndarray) -> _Totals:
     n[order] = np.arange(len(order)) - np.repeat(begins, sizes) + 1
     x[order] = before[1:] - np.repeat(before[begins], sizes)
     # By how much the row makes its text's n_i^2, n_i x_i and x_i^2 grow: n^2 - (n - 1)^2 = 2 n - 1, and so on.
-    nn, nx, xx = (np.cumsum(each) for each in (2 * n - 1, x + (n - 1) * agrees, (2 * x - 1) * agrees))
+    nn, nx, xx = (np.cumsum(steps) for steps in (2 * n - 1, x + (n - 1) * agrees, (2 * x - 1) * agrees))
     return _Totals(np.arange(len(order)) + 1, np.cumsum(agrees), nn, nx, xx, np.maximum.accumulate(n))
 
 

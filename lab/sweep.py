@@ -60,8 +60,8 @@ def knob_range(rule: Rule) -> tuple[float, float]:
     setting, _, _, limits = KNOBS[type(rule)]
     if limits:
         return limits(rule)
-    about = type(rule).__dataclass_fields__[setting].metadata  # type: ignore[attr-defined]  # a rule is a dataclass
-    least, most = about.get("least"), about.get("most")
+    metadata = type(rule).__dataclass_fields__[setting].metadata  # type: ignore[attr-defined]  # a rule is a dataclass
+    least, most = metadata.get("least"), metadata.get("most")
     return -math.inf if least is None else least, math.inf if most is None else most
 
 
@@ -89,6 +89,9 @@ def from_loose_to_strict(rule: R, recorded: Any, count: int) -> list[R]:
     if of is None:
         every = list(range(1, exits))
     else:
-        levels, own = np.quantile(of(rule, recorded), np.linspace(0, 1, count)), np.atleast_1d(getattr(rule, setting))
-        every = np.unique([*np.clip([*levels, *own[own != never]], *knob_range(rule)), never]).tolist()
+        levels, settings = (
+            np.quantile(of(rule, recorded), np.linspace(0, 1, count)),
+            np.atleast_1d(getattr(rule, setting)),
+        )
+        every = np.unique([*np.clip([*levels, *settings[settings != never]], *knob_range(rule)), never]).tolist()
     return [replace(rule, **{setting: value}) for value in every]  # type: ignore[type-var]  # a rule is a dataclass

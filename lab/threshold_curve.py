@@ -27,20 +27,23 @@ ROUNDING = 1e-9  # of a difference of two scores: .92 - .9 is above .02
 def threshold_curve(recorded: Record, rule: Rule, task: Task, labels: np.ndarray | None) -> dict | None:
     """The curve of a rule on recorded rows; None for a rule without a threshold, and for a regression.
 
-    labels: (N,), for the loss; None: the rows have none.
+    labels: (N,), for the loss; None: the rows have none. In a ranking the agreement is the share of queries that keep
+    their top k.
     """
-    if THRESHOLD not in runtime_inputs(rule) or task.regression or not len(recorded.logits):
+    if THRESHOLD not in runtime_inputs(rule) or not len(recorded.logits):
         return None
-    full, points = predictions(recorded.logits[:, -1], task), []
-    for each in from_loose_to_strict(rule, recorded, POINTS):
-        result = recorded.replay(each)
-        found = predictions(result.logits, task)
+    if task.regression and task.top_k is None:
+        return None
+    full, points = predictions(recorded.logits[:, -1], task) if task.top_k is None else recorded.labels, []
+    for candidate in from_loose_to_strict(rule, recorded, POINTS):
+        result = recorded.replay(candidate)
+        predicted = predictions(result.logits, task)
         loss = None
         if labels is not None:
-            loss = task.score(full, labels)["score"] - task.score(found, labels)["score"]
-        threshold = float(runtime_values(each, 1)[THRESHOLD][0])
+            loss = task.score(full, labels)["score"] - task.score(predicted, labels)["score"]
+        threshold = float(runtime_values(candidate, 1)[THRESHOLD][0])
         points.append(
-            [str(threshold) if math.isinf(threshold) else threshold, float((found == full).mean()), loss]
+            [str(threshold) if math.isinf(threshold) else threshold, float(task.agrees(predicted, full).mean()), loss]
             + [float(result.layers_run.mean())]
         )
     return {"rows": len(full), "points": points}

@@ -176,7 +176,7 @@ class Exits(nn.Module):
 
     # ---- The cost of a row that stops at exit k = 0 .. K - 1 ----
     def passes(self, every_head: bool) -> np.ndarray:
-        """(K,): how many layers have run, if the heads of all exits up to k were read, or only that of exit k."""
+        """(K,): how many layers have run when the heads of all exits up to k were read, or only the head of exit k."""
         return np.array(self.exits)
 
     def flops(self, tokens: int, every_head: bool) -> np.ndarray:

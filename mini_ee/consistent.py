@@ -20,9 +20,9 @@ Deviations from the paper, and what it leaves open, with the test in tests/spec/
    REINFORCE, with the mean reward of the example's other trajectories as baseline (test_eq5_the_mean_of_10000_...).
 2. At first all exits are equally likely (test_policies_begin_with_equal_chances): with probabilities of 1/2, hardly any
    trajectory would reach a deep layer.
-3. t and M count layers, also if there are fewer exits (test_eq3_and_eq4_count_depth_in_layers).
+3. t and M count layers, even when there are fewer exits (test_eq3_and_eq4_count_depth_in_layers).
 4. "Until convergence": weights stay, and another round follows, if the vanilla reward of held-out examples, which stop
-   where pi_t > 1/2, rises. Eq. 4's pays for unlearning the last exit (test_unlearning_the_last_exit_raises_eq4).
+   where pi_t > 1/2, rises. Eq. 4 would reward unlearning the last exit (test_unlearning_the_last_exit_raises_eq4).
 5. Heads and policies read the mean over tokens; the paper's read the first one. Step 4 samples exits from the same
    states, with dropout, from which it computes the losses.
 6. Tokens (fit_tokens, with llama.TokenExits; `mini-ee train consistent --model LLAMA`): the paper trains a decoder with

@@ -166,7 +166,7 @@ def encoded(learn: list[dict], test: list[dict], tokenizer: Tokenizer, most: int
     numbers = all(re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", value) for value in found)
     regression = numbers and any("." in value for value in found)
     names = () if regression else tuple(sorted(found, key=lambda name: (float(name) if numbers else 0, name)))
-    index = {name: at for at, name in enumerate(names)}  # of all rows for training, also if fewer are drawn
+    index = {name: at for at, name in enumerate(names)}  # of all rows for training, even when fewer are drawn
     learn = [learn[at] for at in np.random.default_rng(seed).permutation(len(learn))[:most]]
     parts = []
     for records in (learn, test):

@@ -128,7 +128,7 @@ def load_tokenizer(name: str | Path, most: int | None = None) -> Tokenizer:
 
 
 def exits_of(given: Sequence[int], of_twelve: Sequence[int], layers: int) -> Sequence[int]:
-    """The exits that are given; else those of a model of twelve layers, at the same shares of these layers."""
+    """The given exits; without any, the exits of a model of twelve layers, at the same shares of its depth."""
     return given or sorted({max(1, round(layers * exit / 12)) for exit in of_twelve})
 
 

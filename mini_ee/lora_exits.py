@@ -275,7 +275,7 @@ def main(options: LoRAOptions) -> tuple[Exits, Rule, Rows]:
     learn, held = rows.split(0.8, 0.2)
     model = LoRAExits(bert, exits_of(options.exits, (3, 6, 9, 12), len(bert.layers)), rows.outputs, options.rank).eval()
     trained = sum(parameter.numel() for part in (model.adapters, model.heads) for parameter in part.parameters())
-    print(f"LoRAExit: {len(learn)} training rows; {trained:,} parameters learn, those of the BERT are frozen")
+    print(f"LoRAExit: {len(learn)} training rows; {trained:,} parameters are trained, the BERT is frozen")
     fit(model, learn, held, options.epochs, options.lr, options.teacher)
     rules = usual_rules(rows)
     report(model, test, rules, "LoRAExit (layers: with restarts)", options.picture or "lora_exits.png")

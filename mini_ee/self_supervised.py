@@ -19,8 +19,8 @@ Deviations from the paper, and what it leaves open, with the test in tests/spec/
    vocabulary a probability of only .9 % (test_eq1_the_optimum_for_phis_vocabulary). Section 4.1 finds copies without
    penalty too certain, and prefers heads from scratch with .95: in the lab, `--init scratch --penalty .95`.
 4. tau_k holds on the tokens that chose it; `tau_with_confidence` (calibrate.py) also on new ones. Epsilon is a share at
-   each head alone, over all tokens. A deeper head sees only what others left, so together they may agree less.
-5. Open: texts are sampled from p_theta, have 64 tokens, and all their positions count, also those of the prompt.
+   each head alone, over all tokens. Deeper heads see only tokens that have not exited, so all may agree less.
+5. Open: texts are sampled from p_theta and have 64 tokens; all positions count, even the prompt's.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,8 @@ monitoring.py      metrics for Prometheus; the guarantee in service
 app.py             the HTTP interface; server.py runs it on uvicorn (the extra `serve`)
 formats.py         requests and responses in the formats of text-embeddings-inference and OpenAI
 request_thresholds.py  fields with which a request asks for thresholds of its own
-http_messages.py   heads and bodies; names of the server that a request may have in its Host header
+http_messages.py   heads and bodies; the hosts, keys and pages from which requests may come
+several.py         several exports in one server
 canary.py          two exports in one server, whose answers are compared
 replicas.py        the same application and worker in several processes, on Ray Serve (the extra `ray`)
 batch.py           a job over files, in parts that are written whole; batch_parts.py computes them

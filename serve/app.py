@@ -1,9 +1,9 @@
 """The HTTP interface of a worker, as an ASGI application with JSON. server.py runs it on uvicorn.
 
     POST /classify   {"text": "A charming film."}, for a pair text and text_b -> the answer, as `mini-ee run` prints it
-    POST /generate   for a decoder: {"text": "Once upon a time", "max_new_tokens": 20}. With "stream": true the response
-                     is a line of JSON for each piece of text when it is generated, and the answer as the last line
-    POST /predict, /rerank, /v1/rerank, /embed, /v1/embeddings, GET /info, /v1/models   as other servers, see formats.py
+    POST /generate   for a decoder: {"text": "Once upon a time"}; "stream": true answers a line for each piece of text
+    POST /predict, /predict_tokens, /rerank, /v1/rerank, /embed, /v1/embeddings, GET /info, /v1/models
+                     as other servers, see formats.py
     GET  /health     readiness: 200 while requests are accepted, else 503
     GET  /live       liveness: 200, also while the server drains, until its worker has failed; then 503: restart it
     GET  /metrics    Prometheus' text format
@@ -18,10 +18,10 @@ A request to a classifier or an encoder may have a "threshold", an "agreement" o
 request_thresholds.py. A request may have a "deadline_ms". An error is one line of JSON, {"error": ...}, and on /v1 an
 object as OpenAI's, {"error": {"message": ..., "type": ..., "param": null, "code": null}}, with a status:
 
-    400   no server could answer the request            421   the Host header names another host
+    400   no server could answer the request            415   the body is not JSON in UTF-8, or compressed, not by gzip
+    401   the request has not the key of the server     421   the Host header names another host
     408   the body is not complete within 10 s          500   the model failed on the request
     413   the body is too large                         503   the request is refused now, with the reason
-    415   the body is not JSON in UTF-8, or compressed
 """
 
 import asyncio
@@ -40,14 +40,19 @@ from mini_ee.serve.http_messages import (
     DEADLINE,
     JSON,
     V1,
+    Access,
     Hosts,
     HTTPError,
+    Inflating,
+    Request,
+    check_key,
     check_kind,
     deadline_of,
     error_of,
     head,
     line,
     one_line,
+    with_cors,
 )
 from mini_ee.serve.request_thresholds import FIELDS, fields_of_rows
 from mini_ee.serve.worker import ENDING, LATE, Refused, RowFuture, Worker, WrongRow, is_long
@@ -64,6 +69,9 @@ BESIDE = 1 << 12  # bytes: a larger body is parsed, and its response written, on
 
 ROOM_SECONDS = 0.005  # seconds between two looks whether there is room for the next part of a request
 
+OWN = ("/classify", "/generate")  # paths in this server's own format
+
+PROBES = ("/health", "/live")  # paths that need no key
 
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -79,15 +87,18 @@ class Disconnected(Exception):
 class App:
     """The application of one worker.
 
-    hosts: names that requests may have in their Host header. page: returns the text of /metrics (default: the metrics
-    of this worker).
+    access: who may send requests. page: returns the text of /metrics (default: the metrics of this worker).
     """
 
     def __init__(
-        self, worker: Worker, hosts: Hosts = Hosts("127.0.0.1"), page: Callable[[], Awaitable[str]] | None = None
+        self,
+        worker: Worker,
+        access: Access = Access(Hosts("127.0.0.1")),
+        page: Callable[[], Awaitable[str]] | None = None,
     ):
         self.worker, self._config = worker, worker.engine.runtime.config
-        self._hosts, self._page = hosts, page
+        self._access, self._page, self._call = access, page, with_cors(self._respond, access.origins)
+        self._about = [(b"x-model-id", worker.engine.runtime.model_id.encode())]  # headers of each response
         self._large = 0  # places of the bodies above LARGE that are being read
         runtime = worker.engine.runtime
         answers = {path: partial(self._formatted, form) for path, form in formats_of(runtime).items()}
@@ -95,81 +106,101 @@ class App:
             answers |= {"/generate": self._generate} if runtime.generates else {"/classify": self._classify}
         about = {"/health": self._health, "/live": self._live, "/metrics": self._metrics, V1 + "models": self._models}
         about |= {} if runtime.generates else {"/info": self._info}
-        self._routes = {path: ("POST", handler) for path, handler in answers.items()}
-        self._routes |= {path: ("GET", handler) for path, handler in about.items()}
+        self.answers, self.about = answers, about  # path -> handler of its requests by POST, and by GET
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests and wait for the open ones."""
         self.worker.drain(seconds)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        if scope["type"] != "http":
-            return
+        if scope["type"] == "http":
+            await self._call(scope, receive, send)
+
+    async def _respond(self, scope: dict, receive: Callable, send: Callable) -> None:
+        app = self
         try:
-            await self._handler(scope)(scope, receive, send)
+            path = self._checked(scope)
+            if scope["method"] == "GET":
+                return await self.about[path](scope, send)
+            request = await self._request(scope, receive)
+            app = self.chosen(request)
+            await app.answers[path](request, receive, send)
         except HTTPError as error:
-            await self._fail(scope, send, error.status, one_line(error), *error.headers)
+            await app._fail(scope, send, error.status, one_line(error), *error.headers)
         except Disconnected:
-            self.worker.metrics.responses["hung up"] += 1
+            app.worker.metrics.responses["hung up"] += 1
         except asyncio.CancelledError:  # the server shuts down and no longer waits
-            await self._fail(scope, send, 503, ENDING)
+            await app._fail(scope, send, 503, ENDING)
         except Exception:
             log.exception("a request failed")
-            await self._fail(scope, send, 500, FAILED)
+            await app._fail(scope, send, 500, FAILED)
 
-    def _handler(self, scope: dict) -> Callable:
-        """The handler for the head of a request. Raises HTTPError if the head is wrong."""
+    def chosen(self, request: Request) -> "App":
+        """The application that answers a request."""
+        return self
+
+    def _checked(self, scope: dict) -> str:
+        """The path for the head of a request. Raises HTTPError if the head is wrong."""
         headers = dict(scope["headers"])
         if b"content-length" in headers and b"transfer-encoding" in headers:  # request smuggling
             reason = "expected Content-Length or Transfer-Encoding, found both; the connection is closed"
             raise HTTPError(400, reason, (b"connection", b"close"))
         for name, value in scope["headers"]:
-            if name == b"host" and not self._hosts.allow(value):
-                found, names = value[:80].decode("latin-1"), ", ".join(sorted(self._hosts.names))
+            if name == b"host" and not self._access.hosts.allow(value):
+                found, names = value[:80].decode("latin-1"), ", ".join(sorted(self._access.hosts.names))
                 raise HTTPError(421, f"expected a Host of this server ({names}), found {found}; see --allow-host")
         path = V1 + "models" if scope["path"].startswith(V1 + "models/") else scope["path"]
-        method, handler = self._routes.get(path, (None, None))
-        if method is None:
-            raise HTTPError(404, f"expected {', '.join(self._routes)}, found {scope['path'][:80]}")
+        if path not in PROBES:
+            check_key(headers, self._access.key)
+        if path not in self.answers and path not in self.about:
+            raise HTTPError(404, f"expected {', '.join((*self.answers, *self.about))}, found {scope['path'][:80]}")
+        method = "POST" if path in self.answers else "GET"
         if scope["method"] != method:
             reason = f"{scope['path']} takes {method}, found {scope['method'][:20]}"
             raise HTTPError(405, reason, (b"allow", method.encode()))
         if method == "POST":
             check_kind(headers)
-        return handler
+        return path
 
     # ---- Routes ----
-    async def _health(self, scope: dict, receive: Callable, send: Callable) -> None:
-        state, rule = self.worker.state, self.worker.engine.rule.to_dict()
-        about = {"status": state, "model": self.worker.engine.runtime.model_id}
-        about |= {"unit": self._config["unit"], "exits": self._config["exits"], "rule": rule}
-        await self._send(send, 200 if state == "ready" else 503, about)
+    async def _health(self, scope: dict, send: Callable) -> None:
+        await self._send(send, 200 if self.worker.state == "ready" else 503, self.health())
 
-    async def _live(self, scope: dict, receive: Callable, send: Callable) -> None:
+    def health(self) -> dict:
+        """What GET /health says."""
+        about = {"status": self.worker.state, "model": self.worker.engine.runtime.model_id}
+        about |= {"unit": self._config["unit"], "exits": self._config["exits"]}
+        return about | {"rule": self.worker.engine.rule.to_dict()}
+
+    async def _live(self, scope: dict, send: Callable) -> None:
         state = self.worker.state
         await self._send(send, 503 if state == "dead" else 200, {"status": state})
 
-    async def _metrics(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def _metrics(self, scope: dict, send: Callable) -> None:
         page = await self._page() if self._page else self.worker.page()
         await self._send(send, 200, page.encode(), TEXT)
 
-    async def _info(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def _info(self, scope: dict, send: Callable) -> None:
         await self._send(send, 200, info_of(self.worker.engine.runtime, self.worker.max_open, self.worker.batch))
 
-    async def _models(self, scope: dict, receive: Callable, send: Callable) -> None:
-        model, name = model_of(self.worker.engine.runtime), scope["path"].removeprefix(V1 + "models").strip("/")
-        if name not in ("", model["id"]):
-            raise HTTPError(404, f"expected the model {model['id']}, found {name[:80]}")
-        await self._send(send, 200, model if name else {"object": "list", "data": [model]})
+    async def _models(self, scope: dict, send: Callable) -> None:
+        name, models = scope["path"].removeprefix(V1 + "models").strip("/"), self.models()
+        if name and name not in models:
+            raise HTTPError(404, f"expected the model {' or '.join(models)}, found {name[:80]}")
+        await self._send(send, 200, models[name] if name else {"object": "list", "data": list(models.values())})
 
-    async def _classify(self, scope: dict, receive: Callable, send: Callable) -> None:
-        fields, due, _ = await self._fields(scope, receive)
+    def models(self) -> dict[str, dict]:
+        """Name -> the model as GET /v1/models shows it."""
+        return {(model := model_of(self.worker.engine.runtime))["id"]: model}
+
+    async def _classify(self, request: Request, receive: Callable, send: Callable) -> None:
+        fields = request.fields
         rows = _rows(fields, self.worker.engine.runtime.num_texts, FIELDS)
-        await self._answer(fields, rows, self._row_fields(fields, len(rows)), due, receive, send)
+        await self._answer(fields, rows, self._row_fields(fields, len(rows)), request.due, receive, send)
 
-    async def _formatted(self, form: Format, scope: dict, receive: Callable, send: Callable) -> None:
+    async def _formatted(self, form: Format, request: Request, receive: Callable, send: Callable) -> None:
         """Answer in the format of another server."""
-        fields, due, size = await self._fields(scope, receive, MAX_LONG_BODY)
+        _, fields, due, size = request
         runtime = self.worker.engine.runtime
         with _errors():
             check_fields(fields, {*form.fields, *FIELDS, DEADLINE})
@@ -181,8 +212,8 @@ class App:
         body = await _beside(size, lambda: line(form.reply(runtime, fields, rows, list(answers), sum(tokens)))["body"])
         await self._send(send, 200, body)
 
-    async def _generate(self, scope: dict, receive: Callable, send: Callable) -> None:
-        fields, due, _ = await self._fields(scope, receive)
+    async def _generate(self, request: Request, receive: Callable, send: Callable) -> None:
+        _, fields, due, _ = request
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(piece: dict | None) -> None:
@@ -208,16 +239,18 @@ class App:
         await self._stream(future, pieces, receive, send)
 
     # ---- Requests ----
-    async def _fields(self, scope: dict, receive: Callable, most: int = MAX_BODY) -> tuple[dict, float, int]:
-        """The JSON object of a body of at most `most` bytes; its deadline, as a time of perf_counter; its bytes."""
+    async def _request(self, scope: dict, receive: Callable) -> Request:
+        """The content of a request by POST."""
+        most = MAX_BODY if scope["path"] in OWN else MAX_LONG_BODY
         body = await self._body(scope, receive, min(most, self.worker.max_open * MAX_BODY))
         with _errors():
             fields = await _beside(len(body), lambda: json_object(decoded(body)))
-            return fields, time.perf_counter() + deadline_of(fields), len(body)
+            return Request(scope["path"], fields, time.perf_counter() + deadline_of(fields), len(body))
 
     async def _body(self, scope: dict, receive: Callable, most: int) -> bytes:
         """The body of a request. A large one needs places in the queue while it arrives; else it is dropped."""
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        length, inflating = headers.get(b"content-length", b"0"), Inflating(headers)
         too_large = HTTPError(413, f"expected a body of at most {most} bytes, found more; send fewer texts at once")
         if length.isdigit() and len(length) < 20 and int(length) > most:
             raise too_large
@@ -228,20 +261,21 @@ class App:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise Disconnected
-                    some, more = message.get("body", b""), message.get("more_body", False)
-                    size += len(some)
-                    if size > most:
-                        raise too_large
-                    needed = -(-size // MAX_BODY) if size > LARGE else 0
-                    if needed > places and not refused:
-                        try:
-                            self.worker.check_room(self._large + needed - places)
-                            self._large, places = self._large + needed - places, needed
-                        except Refused as error:
-                            refused = error
-                            body.clear()
-                    if not refused:
-                        body += some
+                    more = message.get("more_body", False)
+                    for piece in inflating.pieces(message.get("body", b""), not more):
+                        size += len(piece)
+                        if size > most:
+                            raise too_large
+                        needed = -(-size // MAX_BODY) if size > LARGE else 0
+                        if needed > places and not refused:
+                            try:
+                                self.worker.check_room(self._large + needed - places)
+                                self._large, places = self._large + needed - places, needed
+                            except Refused as error:
+                                refused = error
+                                body.clear()
+                        if not refused:
+                            body += piece
         except TimeoutError:
             raise HTTPError(408, f"expected the body within {BODY_SECONDS:.0f} s, found {size} bytes of it") from None
         finally:
@@ -349,8 +383,7 @@ class App:
         self, send: Callable, status: int, kind: bytes, length: int | None = None, *headers: tuple[bytes, bytes]
     ) -> None:
         self.worker.metrics.responses[status] += 1
-        model = (b"x-model-id", self.worker.engine.runtime.model_id.encode())
-        await send(head(status, kind, length, model, *headers))
+        await send(head(status, kind, length, *self._about, *headers))
 
     async def _send(
         self, send: Callable, status: int, body: dict | list | bytes, kind: bytes = JSON, *headers: tuple[bytes, bytes]

@@ -87,6 +87,8 @@ class Job:
         self.config = read_manifest(exported)
         if self.config["unit"] == "tokens":
             raise WrongArguments(f"{exported}: expected a classifier or a sentence encoder, found a decoder")
+        if kind := self.config.get("task", {}).get("tokens"):
+            raise WrongArguments(f"{exported}: is for {kind}, and a job gives one label of a text; use mini-ee run")
         self.paths = find_inputs(inputs)
         for path in self.paths:
             if "parquet" in (self._format_of(path), kind_of(path)[1:]) and not find_spec("pyarrow"):

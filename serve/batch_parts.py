@@ -183,7 +183,7 @@ class PartWriter:
             inputs, rule = next(iter(runtime.rule.of_batches([encoded.batch(batch)])))
             result = early_exit(runtime.segments(), rule, inputs)
             depth = result.cost.depth.tolist()
-            return runtime.answers(result.logits, result.exit_index.tolist(), depth, [0.0] * len(batch))
+            return runtime.answers(result.logits, inputs, result.exit_index.tolist(), depth)
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [one_line(error)]

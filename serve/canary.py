@@ -18,7 +18,7 @@ from math import inf
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.serve.app import App
-from mini_ee.serve.http_messages import Hosts
+from mini_ee.serve.http_messages import Access
 from mini_ee.serve.monitoring import WINDOW, merge_pages, shown, shown_share
 from mini_ee.serve.worker import Refused, RowFuture, Worker
 
@@ -93,7 +93,7 @@ class Canary:
     requests.
     """
 
-    def __init__(self, old: Worker, new: Worker, share: float, hosts: Hosts, seed: int = 0):
+    def __init__(self, old: Worker, new: Worker, share: float, access: Access, seed: int = 0):
         check_same(old.engine.runtime, new.engine.runtime)
         fields = [() if each.engine.runtime.generates else each.engine.requested.fields for each in (old, new)]
         if lacking := [name for name in fields[0] if name not in fields[1]]:
@@ -103,8 +103,8 @@ class Canary:
             )
         self.old, self.new, self.share = old, Compared(new, old), share
         self._random = random.Random(seed)
-        self._old_app = App(old, hosts, self.page)
-        self._new_app = App(self.new, hosts)  # type: ignore[arg-type]  # Compared has all attributes of its worker
+        self._old_app = App(old, access, self.page)
+        self._new_app = App(self.new, access)  # type: ignore[arg-type]  # Compared has all attributes of its worker
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         """Answer a request of ASGI. Requests by GET are about the old export, except /metrics, which has both."""

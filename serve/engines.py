@@ -140,7 +140,8 @@ class RowEngine:
             count, depth = len(exiting), [self.runtime.exits[k]] * len(exiting)
             if segments.tokens_exit:
                 depth = segments.token_cost(k, state)[exiting, 0].tolist()
-            answers = self.runtime.answers(logits, [k] * count, depth, [0.0] * count)
+            some = inputs if count == len(rows) else inputs.take(exiting)
+            answers = self.runtime.answers(logits, some, [k] * count, depth)
         for at, row in enumerate(rows):
             row.part, row.memory, row.queue = (state, at), (memory, at), self._plans + k + 1
         self._answer([rows[at] for at in exiting], answers, self.rule)
@@ -160,7 +161,7 @@ class RowEngine:
             rule = Planned([row.plan for row in rows])
         result = early_exit(self.runtime.segments(), rule, inputs)
         depth = result.cost.depth.tolist()
-        answers = self.runtime.answers(result.logits, result.exit_index.tolist(), depth, [0.0] * len(rows))
+        answers = self.runtime.answers(result.logits, inputs, result.exit_index.tolist(), depth)
         for row in rows:
             row.queue = self._plans + 1
         self._answer(rows, answers, self.rule)

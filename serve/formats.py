@@ -4,22 +4,26 @@
                           several [["A film."], ["A book."]]; raw_scores -> [{"score": 0.98, "label": "positive"}, ...],
                           the most likely label first; for several inputs a list of these. Scores are probabilities;
                           that of a model with one label is the sigmoid, and the number itself is its raw score
+    POST /predict_tokens  text-embeddings-inference, for a token classifier: {"inputs": ["Ada lives in Paris."]} or one
+                          text; raw_scores, aggregation_strategy none or simple, ignore_labels (default ["O"])
+                          -> for each text [{"token": "Paris", "token_id": 3000, "start": 13, "end": 18, "results":
+                          {"B-LOC": 0.99}}, ...]; with raw_scores those of all labels
     POST /rerank          text-embeddings-inference, for pairs with one label: {"query": "A film?", "texts": [...]};
                           raw_scores, return_text -> [{"index": 2, "score": 0.98}, ...], the best text first
-    POST /v1/rerank       Jina and Cohere, the same: {"query": "A film?", "documents": [...]}, each a text or
-                          {"text": ...}; top_n, return_documents (default true)
+    POST /v1/rerank       Jina and Cohere, whose second client has /v2/rerank: {"query": "A film?", "documents": [...]},
+                          each a text or {"text": ...}; top_n, return_documents (default true)
                           -> {"model": ..., "results": [{"index": 2, "relevance_score": 0.98, "document": {...}}], ...}
     POST /embed           text-embeddings-inference, for a sentence encoder: {"inputs": "A film."} or a list of texts;
                           normalize (default true), dimensions -> [[0.1, ...], ...]
     POST /v1/embeddings   OpenAI: {"input": "A film."} or a list of texts; encoding_format float or base64, dimensions
                           -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [...]}], ...}
 
-    GET /v1/models        OpenAI: the one model          GET /info   text-embeddings-inference: limits and labels
+    GET /v1/models        OpenAI: the models             GET /info   text-embeddings-inference: limits and labels
 
 Those of text-embeddings-inference take truncate: with false a text that would be cut is refused. The fields HARMLESS
 are not read; another field that is not known here is refused, because it could change the answer elsewhere. With
 `dimensions` an embedding is cut and scaled to length 1. Those of embeddings take prompt_name, a prompt of the encoder;
-without it a text gets the default prompt.
+without it a text gets the default prompt. In place of a text, they take the token ids of this model's tokenizer.
 """
 
 import base64
@@ -31,9 +35,11 @@ import numpy as np
 from mini_ee import __version__
 from mini_ee.lab.confidence import sigmoid
 from mini_ee.lab.data.files import MANIFEST
-from mini_ee.lab.data.sentence_prompts import with_prompt
+from mini_ee.lab.data.rankings import best_first
+from mini_ee.lab.data.sentence_prompts import Prompted, with_prompt
 from mini_ee.lab.data.values import shortened
-from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.runtime import Answer, Runtime
+from mini_ee.lab.token_tasks import SPAN, TokenLabel
 from mini_ee.rules import log_softmax
 
 Rows = list[tuple[str, ...]]
@@ -58,12 +64,16 @@ def formats_of(runtime: Runtime) -> dict[str, Format]:
         tei = ("inputs", "normalize", "dimensions", *CUT)
         openai = Format(("input", "encoding_format", "dimensions", "prompt_name"), _openai_rows, _openai_reply)
         return {"/embed": Format(tei, _embed_rows, _embed_reply), "/v1/embeddings": openai}
-    if runtime.generates:
+    if runtime.generates or runtime.token_task is not None and runtime.token_task.kind == SPAN:
         return {}
+    if runtime.token_task is not None:
+        fields = ("inputs", "raw_scores", "aggregation_strategy", "ignore_labels", *CUT)
+        return {"/predict_tokens": Format(fields, _tokens_rows, _tokens_reply)}
     return {
         "/predict": Format(("inputs", "raw_scores", *CUT), _predict_rows, _predict_reply),
         "/rerank": Format(("query", "texts", "raw_scores", "return_text", *CUT), _rerank_rows, _rerank_reply),
-        "/v1/rerank": Format(("query", "documents", "top_n", "return_documents"), _jina_rows, _jina_reply),
+        "/v1/rerank": (jina := Format(("query", "documents", "top_n", "return_documents"), _jina_rows, _jina_reply)),
+        "/v2/rerank": jina,  # the path of Cohere's second client
     }
 
 
@@ -77,7 +87,7 @@ def check_fields(fields: dict, known: Container[str]) -> None:
 def model_of(runtime: Runtime) -> dict:
     """The model as OpenAI's GET /v1/models shows it."""
     created = int((runtime.folder / MANIFEST).stat().st_mtime)
-    return {"id": _name(runtime), "object": "model", "created": created, "owned_by": "mini_ee"}
+    return {"id": runtime.name, "object": "model", "created": created, "owned_by": "mini_ee"}
 
 
 def info_of(runtime: Runtime, max_open: int, batch: int) -> dict:
@@ -88,7 +98,7 @@ def info_of(runtime: Runtime, max_open: int, batch: int) -> dict:
     kind = "classifier" if len(labels) > 1 else "reranker"
     pooling = runtime.config.get("pool")
     return {
-        "model_id": _name(runtime),
+        "model_id": runtime.name,
         "model_sha": runtime.model_id,
         "model_dtype": runtime.config["precision"],
         "model_type": {"embedding": {"pooling": POOLING.get(pooling, pooling)}} if runtime.embeds else {kind: named},
@@ -103,10 +113,6 @@ def info_of(runtime: Runtime, max_open: int, batch: int) -> dict:
         "sha": None,
         "docker_label": None,
     }
-
-
-def _name(runtime: Runtime) -> str:
-    return runtime.folder.absolute().name
 
 
 # ---- text-embeddings-inference ----
@@ -141,6 +147,62 @@ def _scores(runtime: Runtime, logits: np.ndarray, raw: bool) -> list[dict]:
     return [{"score": float(scores[at]), "label": names[at]} for at in order]
 
 
+def _tokens_rows(runtime: Runtime, fields: dict) -> Rows:
+    inputs = fields.get("inputs")
+    texts = inputs if isinstance(inputs, list) else [inputs]
+    rows = [tuple(each) if isinstance(each, list) else (each,) for each in texts]
+    strategy, ignored = fields.get("aggregation_strategy") or "none", fields.get("ignore_labels") or []
+    if strategy not in ("none", "simple"):
+        raise ValueError(f"expected aggregation_strategy none or simple, found {shortened(strategy)}: not supported")
+    if not isinstance(ignored, list) or not all(isinstance(each, str) for each in ignored):
+        raise ValueError(f"expected ignore_labels as a list of labels, found {shortened(ignored)}")
+    if _flag(fields, "raw_scores", False) and strategy == "simple":
+        raise ValueError(
+            "expected raw_scores with aggregation_strategy none: a group of tokens has no scores of its own"
+        )
+    return _uncut(runtime, fields, rows)
+
+
+def _tokens_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> list:
+    given, raw = fields.get("ignore_labels"), fields.get("raw_scores") is True
+    ignored = {"O"} if given is None else set(given)
+    simple = fields.get("aggregation_strategy") == "simple"
+    return [
+        _groups(answer.label, row[0], ignored) if simple else _tokens(runtime, answer, row, ignored, raw)
+        for row, answer in zip(rows, answers)
+    ]
+
+
+def _tokens(runtime: Runtime, answer: Answer, row: tuple[str], ignored: set[str], raw: bool) -> list[dict]:
+    """Each token whose label is not ignored."""
+    (encoded,), names = runtime.encode([row]).ids, runtime.label_names
+    counted = runtime.token_task.counted(encoded[None], np.ones((1, len(encoded)), np.int64))[0]
+    found = []
+    for each, id, logits in zip(answer.label, encoded[counted].tolist(), answer.logits[: len(encoded)][counted]):
+        results = dict(zip(names, logits.tolist())) if raw else {each.label: each.score}
+        if each.label not in ignored:
+            place = {"token": each.token, "token_id": id, "start": each.start, "end": each.end}
+            found.append(place | {"results": results})
+    return found
+
+
+def _groups(labels: list[TokenLabel], text: str, ignored: set[str]) -> list[dict]:
+    """Neighbours with the same entity as one: transformers' aggregation "simple". A label B-X begins a new X."""
+    groups: list[tuple[str, list[TokenLabel]]] = []
+    for each in labels:
+        begins, entity = each.label.startswith("B-"), each.label.removeprefix("B-").removeprefix("I-")
+        if groups and groups[-1][0] == entity and not begins:
+            groups[-1][1].append(each)
+        else:
+            groups.append((entity, [each]))
+    return [
+        {"token": text[some[0].start : some[-1].end], "token_id": 0, "start": some[0].start, "end": some[-1].end}
+        | {"results": {entity: sum(each.score for each in some) / len(some)}}
+        for entity, some in groups
+        if entity not in ignored
+    ]
+
+
 def _rerank_rows(runtime: Runtime, fields: dict) -> Rows:
     _flag(fields, "raw_scores", False)
     _flag(fields, "return_text", False)
@@ -170,7 +232,7 @@ def _ranked(answers: list, raw: bool) -> list[tuple[int, float]]:
     """The index and the score of each text, the best first."""
     logits = np.array([answer.logits[0] for answer in answers])
     scores = (logits if raw else sigmoid(logits)).tolist()
-    return [(at, scores[at]) for at in np.argsort(-logits, kind="stable").tolist()]
+    return [(at, scores[at]) for at in best_first(logits).tolist()]
 
 
 def _embed_rows(runtime: Runtime, fields: dict) -> Rows:
@@ -210,7 +272,7 @@ def _openai_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tok
     packed = fields.get("encoding_format") == "base64"
     values = [base64.b64encode(each.astype("<f4").tobytes()).decode() if packed else each.tolist() for each in vectors]
     data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
-    return {"object": "list", "data": data, "model": _name(runtime), "usage": _usage(tokens)}
+    return {"object": "list", "data": data, "model": runtime.name, "usage": _usage(tokens)}
 
 
 def _jina_rows(runtime: Runtime, fields: dict) -> Rows:
@@ -230,7 +292,7 @@ def _jina_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, token
         {"index": at, "relevance_score": score} | ({"document": {"text": rows[at][1]}} if shown else {})
         for at, score in _ranked(answers, False)[: fields.get("top_n")]
     ]
-    return {"object": "list", "model": _name(runtime), "results": results, "usage": _usage(tokens)}
+    return {"object": "list", "model": runtime.name, "results": results, "usage": _usage(tokens)}
 
 
 def _usage(tokens: int) -> dict[str, int]:
@@ -243,12 +305,13 @@ def _usage(tokens: int) -> dict[str, int]:
 def _texts(runtime: Runtime, fields: dict, key: str) -> Rows:
     """The texts of a request for embeddings, with the prompt of `prompt_name`, and a check of `dimensions`."""
     given, size = fields.get(key), runtime.config["num_labels"]
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        found = shortened(given)
-        if _are_ids(given):
-            found = "token ids, perhaps of another tokenizer; in LangChain give check_embedding_ctx_length=False"
-        raise ValueError(f"expected {key} as a text or a list of texts, found {found}")
+    texts = [given] if isinstance(given, str) or _are_ids(given) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) or _are_ids(text) for text in texts):
+        raise ValueError(f"expected {key} as a text, a list of texts, or token ids, found {shortened(given)}")
+    if any(not isinstance(text, str) for text in texts):
+        if fields.get("prompt_name") is not None:
+            raise ValueError(f"expected {key} as texts if there is a prompt_name, found token ids; leave it out")
+        texts = [text if isinstance(text, str) else _text_of(runtime, text) for text in texts]
     dimensions = fields.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= size):
         raise ValueError(f"expected dimensions from 1 to {size}, found {shortened(dimensions)}")
@@ -256,10 +319,26 @@ def _texts(runtime: Runtime, fields: dict, key: str) -> Rows:
 
 
 def _are_ids(given: object) -> bool:
-    """Whether these are token ids, or lists of them."""
-    while isinstance(given, list) and given:
-        given = given[0]
-    return type(given) is int
+    return isinstance(given, list) and bool(given) and all(type(number) is int for number in given)
+
+
+def _text_of(runtime: Runtime, ids: list[int]) -> str:
+    """The text that the encoder's tokenizer turns into these ids; no prompt is put in front.
+
+    Clients may have another tokenizer, whose ids would give a wrong embedding. So the ids must have the special tokens
+    around them. Raises ValueError for others, and for ids that no text has.
+    """
+    tokenizer, known = runtime.tokenizer, range(runtime.config["backbone"]["vocab_size"])
+    if len(ids) <= runtime.config["max_length"] and all(number in known for number in ids):
+        around = tokenizer.ids_of("")
+        before = next((at for at, (one, other) in enumerate(zip(around, ids)) if one != other), len(around))
+        inside = ids[before : len(ids) - len(around) + before] if around else []
+        text = Prompted(tokenizer.backend.decode(inside, skip_special_tokens=False))
+        if text.strip() and runtime.encode([(text,)]).ids[0].tolist() == ids:
+            return text
+    expected = "token ids of this model's tokenizer, special tokens among them"
+    advice = "send the text; in LangChain give check_embedding_ctx_length=False"
+    raise ValueError(f"expected {expected}, at most {runtime.config['max_length']}, found {shortened(ids)}; {advice}")
 
 
 def _vectors(answers: list, dimensions: int | None, normalize: bool) -> np.ndarray:

@@ -1,11 +1,14 @@
 """Heads and bodies of requests and responses over HTTP, for app.py and replicas.py. No torch."""
 
+import hmac
 import json
 import re
 import socket
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import inf
+from typing import NamedTuple
 
 JSON = b"application/json"
 
@@ -15,7 +18,11 @@ DEADLINE = "deadline_ms"
 
 UTF_8 = (b"utf-8", b"utf8", b"us-ascii")  # values of charset; ASCII is part of UTF-8
 
-ANY = "*"  # every host
+ANY = "*"  # every host, or every origin
+
+GZIP = b"gzip"
+
+PIECE = 1 << 16  # bytes at most that are decompressed at once
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/\[\]@]+)(?::\d*)?", re.IGNORECASE)
 """A Host header: a name or an address, IPv6 in brackets, and an optional port."""
@@ -61,7 +68,7 @@ def deadline_of(fields: dict) -> float:
 
 
 def check_kind(headers: dict[bytes, bytes]) -> None:
-    """Raises HTTPError for a body that is not JSON in UTF-8, or compressed.
+    """Raises HTTPError for a body that is not JSON in UTF-8, or compressed otherwise than by gzip.
 
     A web page of another site cannot send JSON unless this server allows it.
     """
@@ -74,13 +81,66 @@ def check_kind(headers: dict[bytes, bytes]) -> None:
         if name == b"charset" and value.strip(b'"') not in UTF_8:
             raise HTTPError(415, f"expected JSON in UTF-8, found {_shown(parameter)}; send it in UTF-8")
     encoding = headers.get(b"content-encoding", b"identity")
-    if encoding.strip().lower() != b"identity":
-        reason = f"expected a body without Content-Encoding, found {_shown(encoding)}; send it uncompressed"
-        raise HTTPError(415, reason, (b"accept-encoding", b"identity"))
+    if encoding.strip().lower() not in (b"identity", GZIP):
+        reason = f"expected a body without Content-Encoding, or gzip, found {_shown(encoding)}; send it uncompressed"
+        raise HTTPError(415, reason, (b"accept-encoding", b"gzip, identity"))
+
+
+def check_key(headers: dict[bytes, bytes], key: str | None) -> None:
+    """Raises HTTPError unless the request has the key, in a time that does not depend on the one it has."""
+    if key is None:
+        return
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
+        found = "no Authorization" if b"authorization" not in headers else "another"
+        reason = f"expected the header Authorization: Bearer KEY with the key of this server, found {found}"
+        raise HTTPError(401, reason, (b"www-authenticate", b"Bearer"))
+
+
+class Inflating:
+    """Takes the parts of a body in turn; a body in gzip is decompressed, in pieces, so that its size can be limited."""
+
+    def __init__(self, headers: dict[bytes, bytes]):
+        compressed = headers.get(b"content-encoding", b"").strip().lower() == GZIP
+        self._stream = zlib.decompressobj(zlib.MAX_WBITS | 16) if compressed else None
+
+    def pieces(self, part: bytes, last: bool) -> Iterator[bytes]:
+        """The content of the next part. Raises HTTPError for what is not one whole stream of gzip."""
+        if self._stream is None:
+            yield part
+            return
+        try:
+            while part and not self._stream.eof:
+                yield self._stream.decompress(part, PIECE)
+                part = self._stream.unconsumed_tail
+        except zlib.error as error:
+            raise HTTPError(400, f"expected a body in gzip, found {error}") from None
+        if self._stream.unused_data or last and not self._stream.eof:
+            found = "bytes after its end" if self._stream.unused_data else "its beginning alone"
+            raise HTTPError(400, f"expected one whole body in gzip, found {found}")
 
 
 def _shown(value: bytes) -> str:
     return value[:80].decode("latin-1")
+
+
+class Request(NamedTuple):
+    """What a request by POST says."""
+
+    path: str
+    fields: dict  # its JSON object
+    due: float  # its deadline, as a time of perf_counter
+    size: int  # bytes of its body
+
+
+def with_cors(respond: Callable, origins: Sequence[str]) -> Callable:
+    """The same application of ASGI, whose answers scripts of pages of these origins may read."""
+    if not origins:
+        return respond
+    from starlette.middleware.cors import CORSMiddleware
+
+    allowed = {"allow_methods": ("GET", "POST"), "allow_headers": ("authorization", "content-type")}
+    return CORSMiddleware(respond, origins, **allowed, expose_headers=("x-model-id",))
 
 
 def one_line(error: Exception) -> str:
@@ -122,6 +182,14 @@ class Hosts:
         address = _address(name)
         is_ours = address is not None and (self._everywhere or self._local and address.is_loopback)
         return name in self.names or is_ours
+
+
+class Access(NamedTuple):
+    """Who may send requests."""
+
+    hosts: Hosts
+    key: str | None = None  # that a request must have, except for /health and /live; None: none
+    origins: tuple[str, ...] = ()  # web pages whose scripts may, or ANY (CORS)
 
 
 def _plain(name: str) -> str:

@@ -26,7 +26,7 @@ from starlette.middleware import Middleware
 
 from mini_ee.lab.data.lines import decoded, json_object
 from mini_ee.serve.app import MAX_BODY, App
-from mini_ee.serve.http_messages import JSON, Hosts, deadline_of, error_of, head, line
+from mini_ee.serve.http_messages import JSON, Access, deadline_of, error_of, head, line
 from mini_ee.serve.monitoring import merge_pages
 from mini_ee.serve.server import DRAIN, address_of, listen
 from mini_ee.serve.worker import LATE, Worker
@@ -58,13 +58,13 @@ class Size(NamedTuple):
 
 
 class Replica:
-    """A worker and its ASGI application in a process. make: creates the worker in that process. hosts: as for App."""
+    """A worker and its ASGI application in a process. make: creates the worker in that process. access: as for App."""
 
-    def __init__(self, make: Callable[[], Worker], hosts: Hosts):
-        self.worker, self._hosts = make(), hosts
+    def __init__(self, make: Callable[[], Worker], access: Access):
+        self.worker, self._access = make(), access
 
     def __serve_build_asgi_app__(self) -> App:
-        return App(self.worker, self._hosts, self._pages)
+        return App(self.worker, self._access, self._pages)
 
     def check_health(self) -> None:
         """Ray calls this, and restarts the replica if it raises."""
@@ -147,12 +147,12 @@ def front() -> list[Middleware]:
 
 
 def serve(
-    make: Callable[[], Worker], size: Size, host: str, port: int, ready: Callable[[str], None], hosts: Hosts
+    make: Callable[[], Worker], size: Size, host: str, port: int, ready: Callable[[str], None], access: Access
 ) -> Counter | None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and answer the open ones.
 
     make: creates the worker of a replica, in the process of the replica. ready: called with the addresses. port 0: a
-    free port. hosts: names that requests may have in their Host header.
+    free port. access: who may send requests.
     Returns the outcomes of the requests, from the replicas that were running at the end. Returns None once the
     application is ready if RAY_ADDRESS names a cluster, which goes on serving.
     Raises OSError if the address is not available, ValueError if Ray or a replica cannot start.
@@ -166,7 +166,7 @@ def serve(
         _start(size, joins)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends this process as SIGINT does
         ray_serve.start(http_options={"host": host, "port": port}, logging_config=LOGGING)
-        _deploy(make, size, hosts)
+        _deploy(make, size, access)
         ready(f"{address_of(host, port)}, RAY_ADDRESS={ray.get_runtime_context().gcs_address}")
         while not joins:
             time.sleep(1)
@@ -196,7 +196,7 @@ def _start(size: Size, joins: bool) -> None:
         raise ValueError(f"expected a GPU for each of {size.most} replicas, found {found}; use fewer --replicas")
 
 
-def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
+def _deploy(make: Callable[[], Worker], size: Size, access: Access) -> None:
     """Deploy the application. A previous one is replaced: its replicas serve until the new ones are ready."""
     many = {"num_replicas": size.most}
     if size.least < size.most:
@@ -215,7 +215,7 @@ def _deploy(make: Callable[[], Worker], size: Size, hosts: Hosts) -> None:
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=LOGGING,
     )
-    ray_serve.run(deployment.bind(make, hosts), name=NAME)
+    ray_serve.run(deployment.bind(make, access), name=NAME)
 
 
 def _drained() -> Counter:

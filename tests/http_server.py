@@ -20,7 +20,7 @@ from mini_ee.lab.export import writer
 from mini_ee.lab.training import holdout
 from mini_ee.serve import Worker, server
 from mini_ee.serve.app import App
-from mini_ee.serve.http_messages import Hosts
+from mini_ee.serve.http_messages import Access, Hosts
 from mini_ee.serve.monitoring import Metrics
 from mini_ee.serve.worker import Row
 
@@ -69,7 +69,7 @@ def free_port():
 
 
 @contextmanager
-def serving(engine, hosts=Hosts("127.0.0.1"), served=None, **settings):
+def serving(engine, access=Access(Hosts("127.0.0.1")), served=None, **settings):
     """A server of this process on a free port; its worker and its port. served: worker -> the application."""
     import uvicorn
 
@@ -86,7 +86,7 @@ def serving(engine, hosts=Hosts("127.0.0.1"), served=None, **settings):
     thread = threading.Thread(
         target=server.serve,
         args=(
-            served(worker) if served else App(worker, hosts),
+            served(worker) if served else App(worker, access),
             "127.0.0.1",
             0,
             lambda line: (address.append(line), began.set()),

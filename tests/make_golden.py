@@ -13,7 +13,8 @@ Every parameter is drawn at random, norms and biases too: a norm that forgets it
                                     T5: decoder_input_ids and encoder.{0..L} besides, the last normed too
     provenance.json                 command, seed, versions
 
-In classifiers/ there is a fine-tuned classifier of each family; expected.safetensors holds its logits.
+In classifiers/ there is a fine-tuned classifier of each family; expected.safetensors holds its logits. In token_heads/
+are token classifiers and models for question answering, whose logits of start and end stand side by side.
 
 The tests need none of this: they read the files. This script imports nothing of mini_ee.
 """
@@ -196,6 +197,24 @@ def make_classifier(kind: str, num_labels: int, name: str | None = None, **confi
         write(f"classifiers/{name or kind}", batch | {"logits": model(**batch).logits})
 
 
+def make_token_head(kind: str, ending: str, **config) -> None:
+    """A token classifier of three labels, or a model for question answering, of two layers, as make_classifier does."""
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = SIZES | {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    labels, name = (3, "labels") if ending == "ForTokenClassification" else (2, "span")
+    config = transformers.AutoConfig.for_model(kind, **sizes, num_labels=labels, **{"pad_token_id": 0} | config)
+    model = getattr(transformers, f"AutoModel{ending}").from_config(config).eval()
+    randomise(model, generator)
+    model.save_pretrained(GOLDEN / "token_heads" / f"{kind}-{name}")
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [2]])).long()
+    batch = {"input_ids": torch.randint(3, 64, mask.shape, generator=generator), "attention_mask": mask}
+    batch["input_ids"] = batch["input_ids"].where(mask.bool(), config.pad_token_id)
+    with torch.no_grad():
+        found = model(**batch)
+        logits = found.logits if labels == 3 else torch.stack((found.start_logits, found.end_logits), dim=-1)
+        write(f"token_heads/{kind}-{name}", batch | {"logits": logits})
+
+
 def make_elasticbert() -> None:
     """A BERT under ElasticBERT's names, with a pooler at every layer."""
     generator = torch.Generator().manual_seed(SEED)
@@ -356,6 +375,12 @@ if __name__ == "__main__":
     make_classifier("qwen2", 3, num_key_value_heads=1)
     make_classifier("qwen3", 2, num_key_value_heads=1, head_dim=4)
     make_classifier("phi3", 2, num_key_value_heads=1, eos_token_id=1, bos_token_id=2)
+    for ending in ("ForTokenClassification", "ForQuestionAnswering"):
+        for kind in ("bert", "roberta", "electra"):
+            make_token_head(kind, ending)
+        make_token_head("distilbert", ending, dim=8, n_layers=2, n_heads=2, hidden_dim=12)
+        make_token_head("mpnet", ending, pad_token_id=1)
+        make_token_head("modernbert", ending, **modern, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
     if "MINI_EE_SHARED" in os.environ:
         make_minilm(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "all-MiniLM-L6-v2")
         make_stories(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K")

@@ -28,6 +28,7 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.tasks import holdout
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowState
+from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.export.tracing import Value
 from mini_ee.lab.rule_inputs import with_runtime
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
@@ -226,7 +227,7 @@ def half_step(self, state):
 def losses_in_the_full_model(true):
     """A layer's loss in the full model, not in the one that remains."""
 
-    def next_token_losses(backbone, data, remaining, each=True):
+    def next_token_losses(backbone, data, remaining, inner=True):
         once = true(backbone, data, range(len(backbone.layers)))
         return [once[layer] for layer in remaining] + once[-1:]
 
@@ -490,7 +491,7 @@ LOOP = [
     ("early_exit.run_segments", source("rule.needs if plan is None else None", "None"), FLOPS),
     ("early_exit.select_heads", source("set(plan.tolist())", "{len(segments.exits) - 1}"), "test_segments_are_told_before_they_run_which_heads_alone_will_be_read[rule1-heads1]"),
     ("segments.Cost", source("(of_state + decision)", "decision"), STATE),
-    ("segments.Cost", source("self._rule.flops(batch.logits.shape[1])", "0.0"), FLOPS),
+    ("segments.Cost", source("self._rule.flops(math.prod(batch.logits.shape[1:]))", "0.0"), FLOPS),
     ("segments.Cost", source("np.cumsum([segments.layer_passes(k) for k in range(len(segments.exits))])", "np.asarray(segments.exits)"), "test_a_restart_at_each_of_the_exits_3_6_9_12_costs_3_9_18_30_layer_passes"),
     ("mini_ee.rules.Threshold.stop", always(below_the_threshold), "test_layers_run_does_not_grow_as_a_threshold_loosens[numpy-max_probability]"),
     ("backbones.bert.padding_mask", no_padding, "test_padding_does_not_change_the_decision[torch first-never]"),
@@ -556,17 +557,22 @@ RULES = [
     ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, -1]), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: (hidden if mask is None else hidden * mask[:, 0, 0, :, None]).mean(dim=1)), "exits.py::test_a_head_is_linear_of_tanh_of_dense_of_the_pooled_vector[3-mean]"),
     ("exits.row_exits.RowExits.classify", lambda true: lambda self, k, state: true(self, 3, state), "exits.py::test_the_loss_of_exit_k_reaches_its_head_and_the_layers_up_to_e_k_alone[1]"),
-    ("exits.heads.exit_heads", source('"mean" if layer == 0 else pool', "pool"), ZERO + "of_every_encoder_is_exported[bert]"),
+    ("exits.heads.exit_heads", source('"mean" if layer == 0 and pool != TOKENS else pool', "pool"), ZERO + "of_every_encoder_is_exported[bert]"),
     ("exits.heads.pooled", always(lambda hidden, mask, pool: hidden[:, 0]), ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO_COSTS),
     ("exits.row_exits.RowSegments.advance", runs_a_layer_first, ZERO + "reads_the_mean_of_the_embeddings_whatever_the_other_exits_read[mean]"),
     ("segments.Segments.layer_passes", always(lambda self, k: max(1, self.exits[k])), ZERO_COSTS),
+    ("training.stages.reads_states", always(lambda model: True), "new_head.py::test_its_weights_learn_from_tokens_on_a_frozen_backbone_too"),
     ("training.stages.weighted_by_depth", source("max(1, depth)", "depth"), "exit_0.py::test_a_training_gives_exit_0_the_weight_of_an_exit_after_layer_1"),
     ("backbones.bert.Bert.run_layers", last_layer_left_out, "exits.py::test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k[mean]"),
     ("backbones.bert.LayerContext.keep", always(lambda self, rows: self._replace(padding=self.padding[: len(rows)])), NEW + "rows_that_are_kept_go_on_as_if_the_others_had_never_been_there[bert-[1, 3]]"),
     ("backbones.bert.LayerContext.repeat", always(lambda self, count: self._replace(padding=self.padding.repeat_interleave(count, 0))), NEW + "the_context_of_a_repeated_batch_repeats_it[bert]"),
     ("backbones.bert.Bert.run_layers", lambda true: lambda self, *given: true(self, *given[:4]), NEW + "adapters_see_every_projection_of_every_layer_that_runs[bert]"),
     ("backbones.llama.Decoder.run_layers", lambda true: lambda self, hidden, context, start, stop: true(self, hidden, context, min(start + 1, stop), stop), NEW + "layers_chained_one_by_one_are_the_whole_model[llama]"),
+    ("data.rankings.top_k_kept", source("(-numbers, query)", "(numbers, query)"), "top_k.py::test_the_top_k_is_a_set_and_of_equal_numbers_the_earlier_text_is_better[2]"),
+    ("data.rankings.top_k_kept", source("(moved == 0)", "(moved <= 2)"), "top_k.py::test_a_query_is_kept_or_not_as_a_loop_over_its_texts_says"),
+    ("top_k.choose_threshold", source("recorded.take(~proposes)", "recorded.take(proposes)"), "top_k.py::test_the_threshold_is_the_loosest_down_to_which_every_one_passes_its_test[0.8-0.1]"),
+    ("training.holdout.split_rows", source("task.top_k is None", "task"), "top_k.py::test_all_texts_of_a_query_are_in_one_part"),
 ]
 META = "cat.py::test_exits_and_meta_classifiers_are_those_of_the_paper[mean-False]"
 ENCODERS = "trained_encoders.py::test_"
@@ -576,6 +582,10 @@ SHADOWS = "del.py::test_shadow_tokens_are_those_of_every_exit_where_the_full_mod
 RECOMPUTED = "balcony.py::test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text"
 MIXED = "baselines.py::test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weights_by_the_mean"
 OF_METHODS = [
+    ("token_tasks.TokenTask.counted", source("counts & (ids != special)", "counts"), "token_tasks.py::test_the_confidence_is_that_of_the_least_confident_decision"),
+    ("token_tasks.TokenTask.weakest", source("np.where(counted, likeliest, np.float32(1)).min", "likeliest.min"), "token_tasks.py::test_the_confidence_is_that_of_the_least_confident_decision"),
+    ("token_tasks.spans", source("end[:, more:]", "end[:, : tokens - more]"), "token_tasks.py::test_the_likeliest_span_is_found_and_is_not_longer_than_the_longest_answer"),
+    ("token_tasks.numbered", always(lambda rows: np.zeros(len(rows), np.int64)), "token_tasks.py::test_numbers_are_equal_when_all_decisions_are_equal_whatever_the_padding"),
     ("methods.lora_exits.LoRAExits.scale", always(property(lambda self: 1.0)), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
     ("methods.lora_exits_sgmv._shrink", always(lambda x, A: x @ A.roll(1, 0)), "sgmv.py::test_it_adds_in_place_to_the_columns_that_it_is_given[equal]"),
     ("methods.lora_exits_sgmv._stack", stacked(lambda A: A * 0), "lora_exits.py::test_an_exit_of_every_family_computes_with_w_plus_ab[2-bert]"),
@@ -590,7 +600,7 @@ OF_METHODS = [
     ("methods.raee_controls.best_single_exit", always(lambda values: values.shape[1] - 1), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.earliest_right_exit", always(lambda values: np.zeros(len(values), np.int64)), "raee_run.py::test_controls_are_those_of_loops_over_rows"),
     ("methods.raee_controls.shuffled_plan", always(lambda plan, seed: np.zeros_like(plan)), "raee_run.py::test_random_layers_have_the_plans_mean_and_a_spread_over_lots"),
-    ("methods.raee_datastore.Datastore._each", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
+    ("methods.raee_datastore.Datastore._map_shards", always(first_shard_only), "retrieval.py::test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows[3]"),
     ("exits.token_exits.TokenExits.each_state", off_by(1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("exits.token_exits.TokenExits.each_state", off_by(-1), "self_supervised.py::test_train_and_inference_read_the_same_layer"),
     ("training.loop.in_turn", always(rounds_that_never_end), "consistent.py::test_rounds_end_with_the_first_that_betters_nothing_and_leave_the_best_weights[verdicts0-3-4]"),
@@ -604,6 +614,11 @@ OF_METHODS = [
     ("baselines.right_tool.fit_temperature", lambda true: lambda logits, labels: 1 / true(logits, labels), "baselines.py::test_the_temperature_is_the_one_that_makes_the_labels_likeliest[4.0]"),
     ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),
     ("baselines.calm.chernoff", always(lambda mean, limit, count: float(mean > limit)), "calm.py::test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most"),
+    ("exits.lens.fit_in_closed_form", source("RIDGE * count", "RIDGE"), "lens.py::test_the_closed_form_is_the_least_squares_of_the_stacked_problem"),
+    ("exits.token_exits.TextData.states", source("F.rms_norm(found, found.shape[-1:], eps=EPS)", "found"), "lens.py::test_states_beyond_half_precision_are_stored_too"),
+    ("methods.self_supervised.sparse_loss", source(".clamp(min=0)", " * 0"), "lens.py::test_the_sparse_loss_is_a_cross_entropy_over_the_likeliest_words_and_one_more_outcome"),
+    ("training.training_text.cheapest", source("saved[best] >= LEAST_SAVED", "True"), "lens.py::test_the_rule_is_the_cheapest_heads_included"),
+    ("evaluation.savings_estimate.savings_at", source("1.0 if costs.read_once else ", ""), "lens.py::test_the_estimate_reads_lenses_through_a_gate_and_one_head_a_token"),
     # the keys of an exit: those of the last layer's cache, of raw states, of no token that is filled in
     ("backbones.cache.LayerContext.of_exit", always(lambda self, k: self), RECOMPUTED),
     ("backbones.cache.Cache.of_exit", lambda true: lambda self, k: true(self, 0), RECOMPUTED),
@@ -611,7 +626,7 @@ OF_METHODS = [
     ("baselines.balcony.BalconySegments.copy_state", lambda true: lambda self, *given: TokenSegments.copy_state(self, *given), COPIED),
     ("baselines.balcony.BalconySegments.draft_logits", lambda true: TokenSegments.draft_logits, "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]"),
     ("baselines.balcony.BalconySegments.run", lambda true: lambda self, *given: TokenSegments.run(self, *given), "balcony.py::test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text[0]"),
-    ("baselines.balcony.self_distillation_loss", source("each in exits", "each in exits[:1]"), "balcony.py::test_the_loss_is_the_mean_divergence_from_the_full_model"),
+    ("baselines.balcony.self_distillation_loss", source("logits in exits", "logits in exits[:1]"), "balcony.py::test_the_loss_is_the_mean_divergence_from_the_full_model"),
     ("baselines.balcony.Balcony.forward", always(lambda self, state: self.decoder.lm_logits(state)), "balcony.py::test_an_exit_is_a_decoder_with_one_layer_more_than_the_exit[llama]"),
     ("baselines.cat.remember", history(of_the_first_exit=True), META),
     ("baselines.cat.remember", history(of_the_first_exit=False), META),
@@ -625,6 +640,7 @@ OF_METHODS = [
     ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_exits_are_the_equations_in_training_and_in_segments[bert-mean]"),
     ("baselines.dree.TaskBranch.forward", always(half_step), "dree.py::test_a_branch_without_adapter_is_the_layer"),
     ("baselines.dree.equiangular_frame", always(lambda width, classes: torch.eye(width)[:, :classes]), "dree.py::test_the_vectors_of_a_frame_have_length_one_and_stand_equally_far_apart[3]"),
+    ("baselines.dree.BranchInputs.__getitem__", lambda true: lambda self, rows: true(self, rows[::-1]), "dree.py::test_the_second_stage_learns_from_what_the_backbone_gives_computed_once[mean]"),
     # no equilibrium, half of it, one exit too many
     ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, hidden)), MEAN),
     ("baselines.elasticbert.balanced", always(lambda k, hidden, exits: (hidden, elasticbert.rescaled(hidden, (exits - k - 1) / (exits - k)))), MEAN),
@@ -842,9 +858,17 @@ OF_SERVING = [
     ("serve.engines._memory", always(lambda parts: {}), ALONE + "patience-segments]"),
     ("export.runtime.Runtime.run", lambda true: lambda self, texts, size: true(self, texts, size)[::-1], "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]"),
     ("statistics.share_interval", lambda true: lambda *seen: true(*seen, level=0.68), "test_serve_guarantee.py::test_the_interval_contains_the_true_agreement_in_93_percent_of_200_hours"),
+    ("export.engine.calibrated_engine", always(lambda manifest: Engine()), "test_openvino.py::test_a_guarantee_of_another_engine_is_not_claimed[f32 in bf16]"),
     ("serve.monitoring.stricter", always(lambda rule: rule), "test_serve_guarantee.py::test_a_broken_guarantee_holds_again_within_2000_requests"),
     ("serve.batch_parts.PartWriter._answers", lambda true: lambda self, encoded, batch: true(self, encoded, batch)[::-1], "test_batch.py::test_the_answers_are_those_of_run_in_the_order_of_the_rows"),
+    ("serve.http_messages.check_key", source("not hmac.compare_digest(given.strip(), key.encode())", "given.strip().lower() != key.encode()"), "test_several.py::test_a_request_without_the_key_is_401_and_one_line[Bearer Secret]"),
+    ("serve.several.Several.chosen", always(lambda self, request: self.apps["words"]), "test_several.py::test_a_request_is_answered_by_the_export_that_it_names[/classify-fields0-names0]"),
+    ("serve.http_messages.Inflating.pieces", source("(part, PIECE)", "(part)"), "test_several.py::test_what_a_small_body_inflates_to_is_limited_while_it_is_read"),
 ]
+
+if find_spec("openvino"):
+    own_alone = lambda true: lambda self, inputs, *read: true(self, {name: value for name, value in inputs.items() if name != "threshold"}, *read)  # noqa: E731
+    OF_SERVING += [("export.openvino_engine.OpenVinoGraph.run", own_alone, "test_openvino.py::test_rows_of_a_batch_have_thresholds_of_their_own")]
 
 OF_COMMANDS = [
     ("cli.train._defaults", lambda true: lambda method, words: (*true(method, words)[:2], {}), "help.py::test_help_shows_the_defaults_of_this_training[joint]"),

@@ -124,7 +124,7 @@ for rule in (Threshold(0.5), Threshold(0.9), Threshold(0.99), Threshold(-0.3, "e
 #
 # **1.** CALM ([Schuster et al. 2022](https://arxiv.org/abs/2207.07061)) exits when the two most probable classes are
 # far apart, PABEE when consecutive predictions agree. Write a rule that requires both: exit when the gap between the
-# two largest logits is at least `gap`, and the prediction equals that of the previous exit (so never at the first one).
+# two largest logits is at least `gap`, and the prediction equals the previous exit's (so never at the first one).
 
 
 # %%

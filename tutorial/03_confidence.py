@@ -197,5 +197,5 @@ def check_calibration_error():
 
 # %% [markdown]
 # **3.** Does temperature scaling move the curve of chapter 2? Divide the logits of each exit by its temperature, make
-# a new `Table`, and draw the sweep. (With one temperature for all exits nothing moves at all, because two classes keep
-# the order of all confidences. With one per exit they move a little.)
+# a new `Table`, and draw the sweep. (One temperature for all exits would move nothing, because two classes keep the
+# order of all confidences, but one per exit moves them a little.)

@@ -119,8 +119,8 @@ plots.curve("LoRAExit, threshold", curve, "curve-4.png")
 # %% [markdown]
 # ![Accuracy against layer passes, now with LoRAExit](docs/pictures/curve-4.png)
 #
-# After two epochs the adapters are still behind, because they can change little of a frozen model. The curve goes on to
-# the right of the picture: a sentence that no early exit answers costs 24 passes, twice the full model.
+# After two epochs the adapters are still behind, because they can change little of a frozen model. The curve continues
+# beyond the picture, because a sentence that no early exit answers costs 24 passes, twice the full model.
 #
 # ## What we found
 #
@@ -130,7 +130,7 @@ plots.curve("LoRAExit, threshold", curve, "curve-4.png")
 # | it is more accurate than after joint training | excluded: no gain as large as the paper's |
 # | the next exit is the better teacher | undecided |
 # | adapters take little memory | holds |
-# | *our control:* faster than joint training with a threshold | fails: a sentence that goes on starts again |
+# | *our control:* faster than joint training with a threshold | fails: a sentence that continues starts again |
 #
 # The [verdicts](results/loraexit.md) are measured on TREC and SST-2, and in these five [words](results/README.md).
 # **Use it** when the backbone must stay frozen, for example because several tasks share it.

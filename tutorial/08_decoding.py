@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 8. Decoding when tokens exit, and the gap in the cache
 #
-# 17 minutes to read, 50 seconds to run
+# 18 minutes to read, 50 seconds to run
 #
 # A decoder writes one token at a time. In every layer, the new token attends to the *keys* and *values* of all tokens
 # before it. They never change, so the decoder stores them in a *KV cache*, and a new token costs one pass through the
@@ -14,7 +14,7 @@
 #
 # There are two ways to fill it. `copy_state` takes the token's state at its exit as the input of all deeper layers:
 # each of them computes keys and values from it, and nothing else. `recompute` runs the missing layers as soon as a
-# later token goes deeper, for all waiting tokens as one block, so the keys and values are those of a full run. Both
+# later token goes deeper, for all waiting tokens as one block, so the keys and values equal a full run's. Both
 # are in the part of the loop that runs one segment:
 #
 # {code} mini_ee/llama.py Decoding.advance
@@ -107,6 +107,14 @@ for name, several in texts.items():
 # **When decoding gets slower.** A head multiplies the state by the whole vocabulary. When a head costs about as much
 # as the layers that it can save, exits make decoding slower, even when they save layers: the
 # [results](results/self-supervised.md) have such a model.
+#
+# **When the vocabulary is large**, no head that is a copy of the LM head can pay: to read it once costs as much as
+# several layers. `mini-ee train METHOD --head lens` puts a small linear map, a *lens*, before the model's own LM head
+# ([Belrose et al. 2023](https://arxiv.org/abs/2303.08112)). Least squares fit it in closed form, and Eq. 1 trains it on
+# stored states. A lens still needs the product with the vocabulary, so a *gate* decides first. It is a policy that
+# reads the state alone and learned whether the exit agrees with the full model. Each token then reads the vocabulary
+# once, where it exits. For models with a large vocabulary this is the default, and `mini-ee estimate DIR --text FILE`
+# shows beforehand what it can save.
 #
 # **When the text must not change at all**, an exit *drafts* a few tokens, and the full model verifies them in one
 # pass. Tokens that it does not confirm are discarded. This is self-speculative decoding, as in LayerSkip ([Elhoushi et

@@ -79,7 +79,7 @@ for text, early, full in zip(texts[:4], run.classify(texts[:4]), original.classi
 # ## What we found
 #
 # Exits skip much of a classifier and change few of its predictions; how much depends on the model, and the command
-# says it for yours. The guarantee holds for texts like the tested ones: on texts of another kind, check again. **Use
+# prints it for yours. The guarantee holds for texts like the tested ones, so check again when your texts change. **Use
 # it** when the classifier is good, must not change, and you can collect texts like its inputs.
 
 # %% [markdown]

@@ -122,7 +122,7 @@ def _mixed(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Ite
 
 def _engines(case: str, engines: list[Segments], inputs: Inputs) -> Iterator[dict]:
     """engines: torch, the graph and, on a CPU, the graph in int8."""
-    runs = [_run(each, Never(), inputs) for each in engines]
+    runs = [_run(engine, Never(), inputs) for engine in engines]
     torch_seconds, onnx_seconds, *int8_seconds = medians(runs, f"onnx {case} engines", REST)
     yield row_of(f"{case} torch", onnx_seconds, torch_seconds, bar=0.80)
     for seconds in int8_seconds:
@@ -171,10 +171,10 @@ def _steps(
     def written(segments: Callable) -> list[Generated]:
         return gather(decode(segments(len(prompts), 8 + NEW_TOKENS), prompts, NEW_TOKENS, rule), len(prompts))
 
-    texts = [written(each) for each in engines]
+    texts = [written(engine) for engine in engines]
     if texts[0] != texts[1]:
         raise ValueError(f"bench onnx: {case}: expected the text of the graphs by segment, found another one")
-    runs = [partial(written, each) for each in engines]
+    runs = [partial(written, engine) for engine in engines]
     if stories:
         runs.append(generate_of_transformers(model.backbone, prompts, NEW_TOKENS, device))
     own, *others = medians(runs, f"onnx {case}")

@@ -71,8 +71,8 @@ def _row(exam: DecoderExam, name: str, found: Figures) -> list[str]:
     rule = at(f"ln p {LEVEL:g}") if found.saves else None
     return [
         name,
-        *(NOTHING if each is None else plus_minus(each, 2, 1) for each in speeds),
-        *(NOTHING if each is None else plus_minus(each) for each in shares),
+        *(NOTHING if speed is None else plus_minus(speed, 2, 1) for speed in speeds),
+        *(NOTHING if share is None else plus_minus(share) for share in shares),
         *(NOTHING if each is None else f"{math.exp(-each.mean):.2f}" for each in (at("ln p full"), rule)),
         str(len(found.seeds)),
     ]

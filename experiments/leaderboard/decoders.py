@@ -266,9 +266,9 @@ def texts_of(training: Training, decoder: TokenExits, sources: Sources, seed: in
     given = sources.options({"text": training.exam.text}) | {"new_tokens": training.exam.new_tokens}
     source = Source(decoder.backbone, Tokenizer.from_folder(folder, None), TextOptions(**given), seed)
     count = 2 * training.exam.recorded_texts
-    found = texts_to_test(source, count if training.exam.text is None else MOST_TEXTS)
-    order = np.random.default_rng(seed).permutation(len(found))[:count]
-    return [found[at] for at in order[::2]], [found[at] for at in order[1::2]]
+    texts = texts_to_test(source, count if training.exam.text is None else MOST_TEXTS)
+    order = np.random.default_rng(seed).permutation(len(texts))[:count]
+    return [texts[at] for at in order[::2]], [texts[at] for at in order[1::2]]
 
 
 def _chosen_rates(

@@ -76,9 +76,9 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
 
 def sentences_by_kind() -> list[int]:
     """How many of the reported reviews are of each kind."""
-    found = _built_in().hardness
-    assert found is not None
-    return [list(found).count(name) for name in HARDNESS]
+    hardness = _built_in().hardness
+    assert hardness is not None
+    return [list(hardness).count(name) for name in HARDNESS]
 
 
 def _built_in() -> Split:
@@ -107,7 +107,7 @@ def drawn_correlations(
     if not depths:
         return {}
     h, w = (double_ranks(each).astype(np.float64) for each in (kind, words))
-    d = np.array([double_ranks(each) for seeds in depths.values() for each in seeds], np.float64)
+    d = np.array([double_ranks(seed) for seeds in depths.values() for seed in seeds], np.float64)
     columns = np.concatenate((np.stack((h, w, h * h, w * w, h * w)), d, d * d, d * h, d * w)).T
     every_example = np.ones((1, len(h)))
     weights = np.concatenate((every_example, example_counts(task.task, len(h))))

@@ -70,8 +70,8 @@ def deviations(text: str) -> int:
     begin = re.search(r"^(Deviations|Decisions)", text, flags=re.MULTILINE)
     count = 0
     if begin:
-        for found in re.finditer(r"(?<![\w.])(\d+)\.\s", text[begin.start() :]):
-            count += int(found[1]) == count + 1
+        for match in re.finditer(r"(?<![\w.])(\d+)\.\s", text[begin.start() :]):
+            count += int(match[1]) == count + 1
     return count
 
 

@@ -18,6 +18,7 @@ from mini_ee.experiments.leaderboard.runs import HELD_OUT_ROWS
 from mini_ee.experiments.leaderboard.tables import (
     Leaderboard,
     absent_rows,
+    borrowed_rates,
     correlation_rows,
     fewer_epochs,
     figure_rows,
@@ -85,7 +86,8 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "worse": [name for name in others if (REFERENCE, name) in board.better],
         "tiers": tiers(board),
         "fewer_epochs": (fewer := fewer_epochs(board)),
-        "unfair": [name for name in fewer if (REFERENCE, name) in board.better],
+        "borrowed_rates": (borrowed := borrowed_rates(board)),
+        "unfair": [name for name in others if (REFERENCE, name) in board.better and name in {*fewer, *borrowed}],
         "elsewhere": [_best_on(board, name) for name in board.plan.tasks if _ranked_apart(board, name)],
         "each_task": [_task(board, name) for name in board.plan.tasks if board.tasks[name].runs],
         "exam": _exam(board, passed) if passed else None,

@@ -50,11 +50,11 @@ class Plan(NamedTuple):
 def planned(out: Path, quick: bool) -> Plan:
     """The plan of the protocol."""
     exams = sorted(protocol.exams(quick), key=lambda each: each.name == EXAM)
-    models = {each.name: each.model or "the built-in BERT" for each in exams}
+    models = {exam.name: exam.model or "the built-in BERT" for exam in exams}
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}
     return Plan(
         out / "records",
-        tuple(each.name for each in exams),
+        tuple(exam.name for exam in exams),
         tuple(protocol.methods(quick)),
         protocol.seed_count(quick),
         "mini-ee reproduce leaderboard" + (" --quick" if quick else ""),

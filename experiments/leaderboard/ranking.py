@@ -194,5 +194,5 @@ def ranks(drawn: dict[str, Drawn], better: set[tuple[str, str]]) -> dict[str, tu
     found = {}
     for name in drawn:
         beaten, beaten_by = (sum(pair[at] == name for pair in better) for at in (0, 1))
-        found[name] = (1 + sum(each > means[name] for each in means.values()), 1 + beaten_by, len(drawn) - beaten)
+        found[name] = (1 + sum(mean > means[name] for mean in means.values()), 1 + beaten_by, len(drawn) - beaten)
     return found

@@ -65,7 +65,9 @@ def replay_all(recorded: Record, rules: Sequence[Rule]) -> Replays:
     rows, exits = recorded.logits.shape[:2]
     assert recorded.labels is not None
     right = recorded.predictions == recorded.labels[:, None]
-    found = Replays(np.empty(shape := (len(rules), rows), bool), np.empty(shape), np.empty(shape), np.empty(len(rules)))
+    replays = Replays(
+        np.empty(shape := (len(rules), rows), bool), np.empty(shape), np.empty(shape), np.empty(len(rules))
+    )
     for numbers in _kinds(rules, recorded):
         some = [rules[number] for number in numbers]
         if len(some) == 1:
@@ -76,9 +78,9 @@ def replay_all(recorded: Record, rules: Sequence[Rule]) -> Replays:
             depth = np.asarray(recorded.segments.exits)[exit_index]
             passes = np.cumsum(recorded.segments.costs[1])[exit_index]
             flops = np.take(cost, exit_index + exits * np.arange(rows)).sum(axis=1) / rows / recorded.full_flops
-        found.right[numbers] = np.take(right, exit_index + exits * np.arange(rows))
-        found.depth[numbers], found.passes[numbers], found.flops[numbers] = depth, passes, flops
-    return found
+        replays.right[numbers] = np.take(right, exit_index + exits * np.arange(rows))
+        replays.depth[numbers], replays.passes[numbers], replays.flops[numbers] = depth, passes, flops
+    return replays
 
 
 def _replayed(recorded: Record, rule: Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:

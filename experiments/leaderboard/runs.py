@@ -33,7 +33,7 @@ from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, 
 from mini_ee.experiments.records import SeedRecord, read_about, read_records, write_record
 from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, next_to_try, trained
 from mini_ee.lab.data.files import read_json, sole_writer, write_json
-from mini_ee.lab.data.tasks import Task
+from mini_ee.lab.data.tasks import Split, Task
 from mini_ee.lab.evaluation.comparison import method_rules
 from mini_ee.lab.evaluation.row_evaluation import (
     LOSSES,
@@ -210,7 +210,9 @@ def _held_out_of(training: Training, trial: Choice, seed: int, places: Places) -
             return read_records(path)[seed].held_out, about["training"]["seconds"], about["made"].get("gpu")
     run, about = _trained(training, trial, seed, places)
     run.model.to(places.sources.device)
-    held_out = _read_held_out(run, places.tasks[training.exam.name], training.exam).stored
+    rows, _, stored = _held_out_rows(places.tasks[training.exam.name], seed, training.exam)
+    rows = rows.take(stored)
+    held_out = read_rows(run, run.encode(rows.texts), rows.labels, BATCH_SIZE)
     return held_out, about["training"]["seconds"], _gpu(places)
 
 
@@ -325,13 +327,18 @@ class HeldOut(NamedTuple):
 
 
 def _read_held_out(run: Run, task: Task, exam: Exam) -> HeldOut:
-    seed = run.config["seed"]
+    rows, first, stored = _held_out_rows(task, run.config["seed"], exam)
+    found = read_rows(run, run.encode(rows.texts), rows.labels, BATCH_SIZE)
+    return HeldOut(found.take(np.arange(first)), found.take(np.arange(first, len(rows))), found.take(stored))
+
+
+def _held_out_rows(task: Task, seed: int, exam: Exam) -> tuple[Split, int, np.ndarray]:
+    """All held-out examples, how many of them select, which come first, and the places of those for the file."""
     parts = split_rows(task, seed, exam.max_train)
-    both, first = parts.selection + parts.test, len(parts.selection)
-    found = read_rows(run, run.encode(both.texts), both.labels, BATCH_SIZE)
+    first = len(parts.selection)
     drawn = np.random.default_rng(seed).permutation(len(parts.test))[: max(0, HELD_OUT_ROWS - first)]
     stored = np.concatenate((np.arange(first)[:HELD_OUT_ROWS], first + np.sort(drawn)))
-    return HeldOut(found.take(np.arange(first)), found.take(np.arange(first, len(both))), found.take(stored))
+    return parts.selection + parts.test, first, stored
 
 
 def _at_half(points: list[dict]) -> dict | None:
@@ -402,5 +409,5 @@ def _read_state(out: Path, training: Training, method: str) -> dict:
     if training.choices:
         settings["choices"] = {name: list(values) for name, values in training.choices.items()}
     path = _state_path(out, training, method)
-    found = read_json(path, signed="tried") if path.exists() else {}
-    return found if found.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}
+    state = read_json(path, signed="tried") if path.exists() else {}
+    return state if state.get("settings") == settings else {"settings": settings, "tried": [], "diverged": {}}

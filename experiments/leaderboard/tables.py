@@ -114,20 +114,31 @@ def _row(board: Leaderboard, method: str) -> list[str]:
     if method in board.headline and method != REFERENCE:
         gap = signed(compare(board.headline[method], board.headline[REFERENCE]))
     cells = [board.headline.get(method), *(board.mean(method, name) for name in ("saved", "saved own"))]
-    accuracy, *saved = (plus_minus(interval(each)) if each else NOTHING for each in cells)
+    accuracy, *saved = (plus_minus(interval(cell)) if cell else NOTHING for cell in cells)
     return [method, accuracy, gap, *saved]
 
 
 def fewer_epochs(board: Leaderboard) -> list[str]:
     """The methods that were trained with fewer epochs for each exit than joint training, by the settings of records."""
     epochs = {
-        (name, method): {run.about.get("settings", {}).get("epochs", math.inf) for run in runs.values()}
-        for name in board.compared
-        for method, runs in board.tasks[name].runs.items()
+        (name, method): min(run.about.get("settings", {}).get("epochs", math.inf) for run in runs.values())
+        for name, task in board.tasks.items()
+        for method, runs in task.runs.items()
         if method != CONTROL
     }
-    fewer = {method for (name, method), own in epochs.items() if min(own) < min(epochs[name, REFERENCE])}
+    fewer = {method for (name, method), own in epochs.items() if own < epochs.get((name, REFERENCE), own)}
     return [method for method in board.plan.methods if method in fewer]
+
+
+def borrowed_rates(board: Leaderboard) -> list[str]:
+    """The methods with records whose rates were searched by the rules of another method, of the same training."""
+    found = set()
+    for name, task in board.tasks.items():
+        for method, runs in task.runs.items():
+            searched = {run.about.get("trained_as", method) for run in runs.values()} - {method}
+            if not board.plan.state(name, method)["tried"]:
+                found |= {method for other in searched if board.plan.state(name, other)["tried"]}
+    return [method for method in board.plan.methods if method in found]
 
 
 # ---- Each task ----

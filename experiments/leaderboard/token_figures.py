@@ -70,7 +70,7 @@ def read_exam(out: Path, exam: DecoderExam, quick: bool) -> dict[str, Figures]:
                 for fill in MISSING_KV:
                     if any(about["methods"][method]["decoding"] for about in abouts):
                         speeds = [about["methods"][method]["decoding"].get(fill, NO_EXITS) for about in abouts]
-                        values[f"speed-up {fill}"] = np.array([[each["speedup"]] for each in speeds])
+                        values[f"speed-up {fill}"] = np.array([[speed["speedup"]] for speed in speeds])
                 exits, heads = first.reported.segments.exits, _head_layers(first.reported)
                 found[method] = Figures((*own,), values, abouts, method, exits, agreement, heads)
     return found

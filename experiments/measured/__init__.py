@@ -96,4 +96,4 @@ def _sha256(path: Path) -> str:
     if path.is_file():
         return file_sha256(path)
     files = sorted(each for each in path.rglob("*") if each.is_file())
-    return json_sha256({each.relative_to(path).as_posix(): file_sha256(each) for each in files})
+    return json_sha256({file.relative_to(path).as_posix(): file_sha256(file) for file in files})

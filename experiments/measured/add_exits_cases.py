@@ -57,7 +57,7 @@ def call(model: FineTuned, out: Path, count: int, seed: int, *options) -> dict:
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     texts = out.with_suffix(".jsonl")
-    found = model.write_texts(texts, count)
+    text_count = model.write_texts(texts, count)
     command = ["add-exits", model.folder, "--text", texts, "--out", out, "--seed", seed, "--threads", 1, *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "mini_ee", *map(str, command), "--json"], stdout=subprocess.DEVNULL
@@ -72,7 +72,7 @@ def call(model: FineTuned, out: Path, count: int, seed: int, *options) -> dict:
         raise subprocess.CalledProcessError(process.returncode, process.args)
     seconds = used.ru_utime + used.ru_stime
     return {
-        "texts": found,
+        "texts": text_count,
         "processor_minutes": round(seconds / 60, 3),
         "peak_mb": round(peak),
     }
@@ -81,8 +81,8 @@ def call(model: FineTuned, out: Path, count: int, seed: int, *options) -> dict:
 def peak_memory(pid: int) -> float:
     """Megabytes of a process; 0 if it has ended. (Its resource usage would count this process, too: it was forked.)"""
     with suppress(OSError):
-        if found := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
-            return int(found[1]) / 1024
+        if match := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
+            return int(match[1]) / 1024
     return 0.0
 
 
@@ -256,7 +256,7 @@ def serve(folder: Path, texts: list[str], options: list[str]) -> tuple[list[dict
     process = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
-        address = next(found[0] for line in process.stderr if (found := re.findall(r"http://[\w.:]+", line)))
+        address = next(matches[0] for line in process.stderr if (matches := re.findall(r"http://[\w.:]+", line)))
         answers = [json.loads(_read(f"{address}/classify", {"text": text})) for text in texts]
         time.sleep(1)  # shadow rows run after the answer
         page = _read(f"{address}/metrics").decode()

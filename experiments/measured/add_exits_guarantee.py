@@ -45,8 +45,8 @@ class Pool:
         self.exits = even_exits(layers, min(adding.MOST_TRAINED + 1, layers))
         network = FrozenClassifier(backbone, self.exits, self.task.num_labels, "mean")
         self.encoded = encode(Tokenizer.from_folder(model.folder, None), self.texts, backbone)
-        found = RowData(self.encoded, np.zeros(len(self.texts), np.int64), self.task).states(network)
-        self.states, self.labels = found.states, predictions(found.logits(network)[:, -1])
+        states = RowData(self.encoded, np.zeros(len(self.texts), np.int64), self.task).states(network)
+        self.states, self.labels = states.states, predictions(states.logits(network)[:, -1])
         self.number = {texts: at for at, texts in enumerate(self.texts)}
 
     def states_of(self, data: RowData, network: FrozenClassifier) -> States:
@@ -72,13 +72,13 @@ class Observer:
         self.chosen, self.untested = {}, {}
 
     def __call__(self, selection, test, task, **settings) -> rule.Chosen:
-        found = rule.default_rule(selection, test, task, **settings)
+        chosen_rule = rule.default_rule(selection, test, task, **settings)
         for level in LEVELS:
             given = settings | {"max_loss": round(1 - level, 6)}
             self.chosen[level] = rule.default_rule(selection, test, task, **given)
             with patch.object(rule, "paired_p_values", accept_observed_loss):
                 self.untested[level] = rule.default_rule(selection, test, task, **given)
-        return found
+        return chosen_rule
 
 
 def repetition(pool: Pool, out: Path, seed: int) -> dict:

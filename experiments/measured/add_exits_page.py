@@ -69,11 +69,11 @@ def models_rows(cases: list[dict]) -> list[list]:
 def guarantee_rows(levels: list[dict]) -> list[list]:
     """One row per level of agreement, then those with the planted mistake."""
     rows = []
-    for each in sorted(levels, key=lambda one: (one["planted"] is not None, -one["level"])):
-        name = f"{each['level']:.0%}" + (f", {each['planted']}" if each["planted"] else "")
-        low, high = each["interval"]
-        row = [name, f"{each['guaranteed']} of {each['repetitions']}", each["broken"], f"{low:.1%} to {high:.1%}"]
-        shown = (each["agreement"], each["least"], each["saved"])
+    for level in sorted(levels, key=lambda one: (one["planted"] is not None, -one["level"])):
+        name = f"{level['level']:.0%}" + (f", {level['planted']}" if level["planted"] else "")
+        low, high = level["interval"]
+        row = [name, f"{level['guaranteed']} of {level['repetitions']}", level["broken"], f"{low:.1%} to {high:.1%}"]
+        shown = (level["agreement"], level["least"], level["saved"])
         rows.append(row + ["" if value is None else f"{100 * value:.1f}" for value in shown])
     return rows
 

@@ -9,14 +9,14 @@ from mini_ee.lab.evaluation.plots import can_draw, new_figure, new_panels, save_
 
 def column(cases: list[dict], name: str) -> list:
     """One figure of all cases."""
-    return [each[name] for each in cases]
+    return [case[name] for case in cases]
 
 
 def grouped(cases: list[dict], *names: str) -> dict[tuple, list[dict]]:
     """Cases that have these figures in common."""
     found: dict[tuple, list[dict]] = {}
-    for each in cases:
-        found.setdefault(tuple(each[name] for name in names), []).append(each)
+    for case in cases:
+        found.setdefault(tuple(case[name] for name in names), []).append(case)
     return found
 
 
@@ -35,7 +35,7 @@ def draw(figures: dict, folder: Path) -> None:
     tasks = [task for task in TASKS if task in column(cases, "task")]
     figure, panels = new_panels(len(tasks), columns=len(tasks), width=4.2)
     for axes, task in zip(panels, tasks):
-        _lines(axes, [each for each in cases if each["task"] == task], "model", list(MODELS))
+        _lines(axes, [case for case in cases if case["task"] == task], "model", list(MODELS))
         axes.set_title(task)
     panels[-1].legend(frameon=False, loc="lower left")
     save_figure(figure, folder / "add-exits.png")
@@ -50,11 +50,11 @@ def draw(figures: dict, folder: Path) -> None:
 def _lines(axes, cases: list[dict], name: str, values: list) -> None:
     """A line per case, in the colour of its value of `name`; the chosen point is a star."""
     named = set()
-    for each in cases:
-        colour = f"C{values.index(each[name])}"
-        label = None if each[name] in named else f"{each[name]:,}" if isinstance(each[name], int) else each[name]
-        named.add(each[name])
-        axes.plot(*zip(*[point[:2] for point in each["curve"]]), "-", linewidth=1.2, color=colour, label=label)
-        axes.plot(each["layers_saved"], each["agreement"], "*", markersize=11, color=colour)
+    for case in cases:
+        colour = f"C{values.index(case[name])}"
+        label = None if case[name] in named else f"{case[name]:,}" if isinstance(case[name], int) else case[name]
+        named.add(case[name])
+        axes.plot(*zip(*[point[:2] for point in case["curve"]]), "-", linewidth=1.2, color=colour, label=label)
+        axes.plot(case["layers_saved"], case["agreement"], "*", markersize=11, color=colour)
     axes.axhline(AGREEMENT, color="0.8", linewidth=1, zorder=0)
     axes.set(xlabel="share of the layers saved", ylabel="agreement with the model", ylim=(0.9, 1.002))

@@ -229,7 +229,12 @@ def counts(figures: dict, key: str) -> dict:
     """How many settings of adaptive depth there are, how many are better and worse than a fixed depth, and the best."""
     settings = adaptive_differences(figures, key).values()
     better, worse = counted(settings)
-    return {"settings": len(settings), "better": better, "worse": worse, "most": max(each[0] for each in settings)}
+    return {
+        "settings": len(settings),
+        "better": better,
+        "worse": worse,
+        "most": max(setting[0] for setting in settings),
+    }
 
 
 def adaptive_row(figures: dict, name: str, rule: str) -> list:

@@ -75,7 +75,7 @@ class Evaluated:
             task = load_task(sources.find("data", name))
             parts = (subset(task.split(task.default_split), QUERIES, 0), subset(task.split("train"), DOCUMENTS, 0))
             retrieval[name] = [[text for (text,) in part.texts] for part in parts]
-        texts = [text for each in pairs.values() for part in each[:2] for text in part]
+        texts = [text for pair in pairs.values() for part in pair[:2] for text in part]
         texts += [text for parts in retrieval.values() for part in parts for text in part]
         self.number = {text: at for at, text in enumerate(dict.fromkeys(texts))}
         self.sets = {name: (self.rows(each.first), self.rows(each.second), each.gold) for name, each in pairs.items()}

@@ -37,9 +37,9 @@ def probabilities(wrong: np.ndarray, share: float, count: int, unlike: bool, ran
     if unlike:
         halves = order[wrong[order]][: count // 2], order[~wrong[order]][: count - count // 2]
         order = np.concatenate((*halves, np.setdiff1d(order, np.concatenate(halves))))
-    found = np.full(len(wrong), (1 - share) / (len(wrong) - count))
-    found[order[:count]] = share / max(1, count)
-    return found
+    full = np.full(len(wrong), (1 - share) / (len(wrong) - count))
+    full[order[:count]] = share / max(1, count)
+    return full
 
 
 def chosen_from(recorded: Record, lines: np.ndarray, level: float, seed: int) -> Chosen:

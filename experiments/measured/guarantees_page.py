@@ -172,15 +172,15 @@ def rows_by_bound() -> list[dict]:
 
 def measure_tasks(sources: Sources, work: Path) -> dict:
     """The default rule and `calibrate`, on rows drawn from each task."""
-    found = {"tasks": [], "default": [], "calibrate": []}
+    tasks = {"tasks": [], "default": [], "calibrate": []}
     for name, (rows, most, sizes) in TASKS.items():
         with np.load(record_unseen(work, sources, name, rows, most)) as saved:
             logits, labels = saved["logits"], saved["labels"]
         accuracy = (logits.argmax(-1) == labels[:, None]).mean(0)
-        found["tasks"].append({"task": name, "trained": rows, "recorded": len(labels), "accuracy": accuracy.tolist()})
-        found["default"] += [resample(name, logits, labels, size) for size in sizes]
-        found["calibrate"] += calibrated(name, logits)
-    return found
+        tasks["tasks"].append({"task": name, "trained": rows, "recorded": len(labels), "accuracy": accuracy.tolist()})
+        tasks["default"] += [resample(name, logits, labels, size) for size in sizes]
+        tasks["calibrate"] += calibrated(name, logits)
+    return tasks
 
 
 def measure_frequent(sources: Sources, work: Path) -> dict:
@@ -211,8 +211,8 @@ def by_kind(found: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
 
 def together(trainings: list[dict]) -> dict:
     """The sums and means of the repeated trainings of several methods."""
-    sums = {name: sum(each[name] for each in trainings) for name in ("trainings", "guaranteed", "broken")}
-    means = {name: float(np.mean([each[name] for each in trainings])) for name in ("loss", "saved")}
+    sums = {name: sum(training[name] for training in trainings) for name in ("trainings", "guaranteed", "broken")}
+    means = {name: float(np.mean([training[name] for training in trainings])) for name in ("loss", "saved")}
     interval = share_interval(sums["broken"], sums["trainings"])
     return trainings[0] | sums | means | {"method": "all methods", "interval": interval}
 

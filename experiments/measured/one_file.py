@@ -54,7 +54,7 @@ def measure() -> dict:
     with tempfile.TemporaryDirectory() as folder:
         graph, without = (exported(each, Path(folder) / name) for each, name in ((model, "exits"), (plain, "plain")))
         rules = [Never(), *(exit_at(k, len(EXITS)) for k in range(len(EXITS)))]
-        runs = [*(partial(early_exit, graph, each, inputs) for each in rules)]
+        runs = [*(partial(early_exit, graph, rule, inputs) for rule in rules)]
         runs.append(partial(early_exit, without, Never(), inputs))
         with patch.object(common, "time", Clock):
             full, *times, plain_time = common.medians(runs, "one file", seconds_a_case=SECONDS)

@@ -116,7 +116,7 @@ def memory(sources: Sources, work: Path) -> list[dict]:
                 folder = Path(folder)
                 write_graphs(model, model.segments(), Threshold(REACHED_BY_NONE), folder)
                 save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / "run")
-                files = sum(each.stat().st_size for each in (folder / "onnx").iterdir())
+                files = sum(path.stat().st_size for path in (folder / "onnx").iterdir())
                 session = session_memory(folder / "onnx/model.onnx", tokens)
                 about = {"model": name, "kind": kind, "disk": files / (folder / "run").stat().st_size}
                 found.append(about | session)

@@ -79,8 +79,8 @@ def measure_cases(sources: Sources, work: Path) -> dict:
         with tempfile.TemporaryDirectory(dir=work) as folder:
             store.save(Path(folder) / "store")
             sizes = {path.name: path.stat().st_size for path in Path(folder).glob("store/*")}
-        found = store.search(queries, K).rows
-        hits = sum(len(set(ours) & set(theirs)) for ours, theirs in zip(found.tolist(), exact.tolist()))
+        rows = store.search(queries, K).rows
+        hits = sum(len(set(ours) & set(theirs)) for ours, theirs in zip(rows.tolist(), exact.tolist()))
         stores[shards], built = store, store.seconds.copy()
         cases[shards] = {"shards": shards, "recall": hits / exact.size}
         cases[shards] |= {"build_core": built.sum(), "build_longest": built.max()}

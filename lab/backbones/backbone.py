@@ -337,7 +337,7 @@ class HeadLayout(NamedTuple):
     """The head of a `...ForSequenceClassification`: its linear maps under Hugging Face's names, without prefix.
 
     In this order: `norm`, pooling, `dense`, its activation, `dense_norm`, `out`. pool: the token whose state it reads,
-    "first" or "last", or the "mean". config.json may name another activation or pooling under a key.
+    "first" or "last", or the "mean"; "tokens": each. config.json may name another activation or pooling under a key.
     """
 
     out: str = "classifier"
@@ -353,11 +353,12 @@ class HeadLayout(NamedTuple):
 
 
 class FineTunedHead(NamedTuple):
-    """The classification head in a folder. weights: `out.weight`, `dense.bias` and so on -> tensor."""
+    """The own head of a model in a folder. weights: `out.weight`, `dense.bias` and so on -> tensor."""
 
     layout: HeadLayout
     weights: dict[str, Tensor]
     multi_label: bool = False  # whether an input may have several labels at once
+    token_kind: str = ""  # of token_tasks.py, if it labels tokens
 
 
 @dataclass(frozen=True, kw_only=True)

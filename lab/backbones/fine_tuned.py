@@ -1,16 +1,17 @@
-"""A fine-tuned classifier in a Hugging Face folder: the names of its labels. own_head.py has its head."""
+"""A fine-tuned model in a Hugging Face folder: the names of its labels. own_head.py has its head."""
 
 from pathlib import Path
 
 from mini_ee.lab.backbones.adapter import adapter_tensors, is_adapter, model_config, model_folder
 from mini_ee.lab.backbones.families import layout_of
-from mini_ee.lab.backbones.own_head import CLASSIFIES, MULTI_LABEL, classifies
+from mini_ee.lab.backbones.own_head import CLASSIFIES, MULTI_LABEL, classifies, head_layout, token_kind
 from mini_ee.lab.backbones.sentence_encoder import POOLING, check_reranker
 from mini_ee.lab.backbones.setfit_head import logistic_head
 from mini_ee.lab.backbones.tensor_files import shapes_of
 from mini_ee.lab.data.sentence_files import MODULES, is_setfit
 from mini_ee.lab.data.values import fits, shortened
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.token_tasks import ENDS, LABELS, SPAN
 
 REGRESSION, SINGLE_LABEL = "regression", "single_label_classification"
 
@@ -25,11 +26,16 @@ def is_sentence_encoder(folder: Path) -> bool:
 
 def is_multi_label(folder: str | Path) -> bool:
     """Whether a fine-tuned classifier gives an input several labels at once."""
-    return model_config(Path(folder)).get("problem_type") == MULTI_LABEL
+    return not token_kind_of(folder) and model_config(Path(folder)).get("problem_type") == MULTI_LABEL
+
+
+def token_kind_of(folder: str | Path) -> str:
+    """The kind of token_tasks.py of a fine-tuned model; empty if it classifies texts."""
+    return "" if is_setfit(Path(folder)) else token_kind(model_config(Path(folder)))
 
 
 def label_names(folder: str | Path) -> tuple[str, ...]:
-    """The labels of a fine-tuned classifier, in the order of its logits; empty for a regression.
+    """The labels of a fine-tuned classifier, in the order of its logits; empty for a regression, ENDS for a span.
 
     Raises WrongArguments for a model that is no classifier, one of several numbers, or of too many labels at once; and
     if config.json does not name the labels that the head has.
@@ -39,11 +45,12 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
         return logistic_head(folder).labels
     check_reranker(folder)
     config, path = model_config(folder), model_folder(folder) / "config.json"
+    kind = token_kind(config)
     rows = _rows_of_head(folder, config)
     if rows is None or not classifies(config, True):
         named = config.get("architectures")
         found = shortened(named[0] if isinstance(named, list) and named else named)
-        if layout_of(config.get("model_type", "")).head is None:
+        if head_layout(layout_of(config.get("model_type", "")), config) is None:
             found += ", whose kind of head is not supported"
         elif rows is None and classifies(config, True):
             found += " without the tensors of its head" if named else " and no tensors of a head"
@@ -51,6 +58,10 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
             f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"
             f"; `mini-ee train joint` trains one"
         )
+    if kind == SPAN and rows != len(ENDS):
+        raise WrongArguments(f"{folder}: expected the logits of start and end, found {rows}; save the model again")
+    if kind == SPAN:
+        return ENDS
     try:
         names = _names_in(config)
         if len(names) != rows and is_adapter(folder):  # the base model of an adapter does not know its labels
@@ -58,7 +69,7 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
         if len(names) != rows:
             key = "id2label" if config.get("id2label") and "num_labels" not in config else "num_labels"
             raise ValueError(f"{key} must give the {rows} labels of the head, found {len(names)}; write id2label")
-        problem = _problem_type(config, len(names))
+        problem = LABELS if kind and len(names) > 1 else _problem_type(config, len(names))
     except ValueError as error:
         raise WrongArguments(f"{path}: {error}") from None
     if problem == MULTI_LABEL and not 2 <= len(names) <= MOST_LABELS:
@@ -66,18 +77,20 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
         raise WrongArguments(f"{folder}: gives an input {found}; from 2 to {MOST_LABELS} are supported")
     if problem == REGRESSION and len(names) != 1:
         raise WrongArguments(f"{folder}: predicts {len(names)} numbers for an input ({problem}): not supported yet")
+    if kind and problem == REGRESSION:
+        raise WrongArguments(f"{folder}: expected at least 2 labels of tokens, found 1: there is nothing to decide")
     return () if problem == REGRESSION else names
 
 
 def _rows_of_head(folder: Path, config: dict) -> int | None:
     """The number of logits of the classification head; None without one."""
-    layout = layout_of(config.get("model_type", ""))
-    if layout.head is None:
+    head = head_layout(layout_of(config.get("model_type", "")), config)
+    if head is None:
         return None
     shapes = shapes_of(model_folder(folder))
     if is_adapter(folder):
         shapes |= {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder)[0].items()}
-    ending = f"{layout.head.out}.weight"
+    ending = f"{head.out}.weight"
     found = [shape for name, shape in shapes.items() if name == ending or name.endswith(f".{ending}")]
     return found[-1][0] if found and found[-1] else None
 

@@ -160,12 +160,12 @@ def svm_of_texts(model: Any, source: Any, held_out: Any) -> Chosen:
     from mini_ee.lab.exits.token_exits import record_texts
 
     recorded = record_texts(model, held_out.texts, last=False)
-    own = {label: svm(recorded, right) for label, right in right_of(recorded).items()}
-    about = {
-        "own": {label: rule.to_dict() for label, rule in own.items()},
-        "sweep": {label: [each.to_dict() for each in passing(recorded, rule)] for label, rule in own.items()},
+    classifiers = {label: svm(recorded, right) for label, right in right_of(recorded).items()}
+    metadata = {
+        "own": {label: rule.to_dict() for label, rule in classifiers.items()},
+        "sweep": {label: [each.to_dict() for each in passing(recorded, rule)] for label, rule in classifiers.items()},
     }
-    return Chosen(own["gold"], None, None, about)
+    return Chosen(classifiers["gold"], None, None, metadata)
 
 
 def recipe(model: Any, config: NoConfig) -> list:
@@ -184,4 +184,5 @@ METHOD = Method(
     trained_as="fine-tune-then-heads",
     defaults={"tokens": {"rank": None, "head_lr": 8e-3}},
     lacks=("rank",),
+    own_heads=True,
 )

@@ -124,7 +124,7 @@ def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:
     *exits, full = model(*batch.inputs)
     log_p = F.log_softmax(full.detach(), dim=-1)
     divergences = [
-        F.kl_div(F.log_softmax(each, dim=-1), log_p, reduction="batchmean", log_target=True) for each in exits
+        F.kl_div(F.log_softmax(logits, dim=-1), log_p, reduction="batchmean", log_target=True) for logits in exits
     ]
     return sum(divergences) / len(divergences)
 
@@ -160,4 +160,5 @@ METHOD = Method(
     },
     keeps_model=True,
     lacks=("lr", "rank"),
+    own_heads=True,
 )

@@ -19,20 +19,16 @@ instead of one LM head for all layers, trained with Eq. 1 of ConsistentEE, so bo
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from mini_ee.lab.data.metrics import rouge_l
-from mini_ee.lab.exits.row_exits import States
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.lab.rules import Never, Policy, Rule, Threshold
 from mini_ee.lab.statistics import chernoff
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep
 from mini_ee.lab.training.method import Method, NoConfig
-from mini_ee.lab.training.policies import OneForAll
-from mini_ee.lab.training.stages import Batch, Stage, joint_stage
+from mini_ee.lab.training.policies import OneForAll, classifier_stage
+from mini_ee.lab.training.stages import Stage, joint_stage
 from mini_ee.lab.training.training_text import Source
 
 MEASURE_RULES = {
@@ -50,42 +46,8 @@ def recipe(model: nn.Module, config: NoConfig) -> list[Stage]:
     """Heads and backbone with Eq. 1 of ConsistentEE; then the classifier, while everything else is frozen."""
     return [
         joint_stage(model, trainable=lambda name: not name.startswith("policy.")),
-        Stage(
-            name="classifier",
-            trainable=lambda name: name.startswith("policy."),
-            loss=classifier_loss,
-            on_states=True,
-            make_targets=agreement,
-            validate=lambda model, held_out: {"score": -held_out_loss(model, held_out)},
-            settings=CLASSIFIER,
-        ),
+        classifier_stage("classifier", CLASSIFIER),
     ]
-
-
-def classifier_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Binary cross-entropy of the agreement, the mean over exits and over examples or tokens."""
-    assert batch.targets is not None
-    return F.binary_cross_entropy_with_logits(model.exit_logits(batch.states), batch.targets.float())
-
-
-@torch.no_grad()
-def agreement(model: nn.Module, data: States) -> np.ndarray:
-    """Whether the prediction of an exit is that of the last exit: (N, K - 1) bool."""
-    device, agrees = next(model.parameters()).device, []
-    for rows in np.array_split(np.arange(len(data)), max(1, len(data) // 256)):
-        states, _ = data.batch(rows, device)
-        predicted = torch.stack([model.classify(k, state).argmax(-1) for k, state in enumerate(states)], dim=1)
-        agrees.append((predicted[:, :-1] == predicted[:, -1:]).numpy(force=True))
-    return np.concatenate(agrees)
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, held_out: States) -> float:
-    """The loss of the classifier on the held-out set."""
-    device = next(model.parameters()).device
-    logits = model.exit_logits([state.to(device) for state in held_out.states.unbind(dim=1)])
-    truth = torch.from_numpy(agreement(model, held_out)).float().to(device)
-    return float(F.binary_cross_entropy_with_logits(logits, truth))
 
 
 def guaranteed_rule(model: TokenExits, source: Source, held_out: TextData) -> Chosen:

@@ -53,7 +53,7 @@ from mini_ee.lab.exits.row_exits import RowExits, RowSegments, RowState, States
 from mini_ee.lab.rules import Policy
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, Stage
+from mini_ee.lab.training.stages import Batch, Stage, all_logits, reads_states
 
 INNER_WIDTH = 32  # hidden values of an inner exit, and of a meta classifier
 HEADS_PART, TEMPERATURES_PART, META_PART = 0, 1, 2  # the part of train from which each learns
@@ -197,7 +197,7 @@ class CatState(NamedTuple):
 
     def keep(self, rows: np.ndarray) -> "CatState":
         index = tensor_on(self.hidden.device, rows)
-        tensors = (each if each is None else each[index] for each in self[2:])
+        tensors = (tensor if tensor is None else tensor[index] for tensor in self[2:])
         return CatState(self.hidden[index], self.context.keep(index), *tensors)
 
 
@@ -244,7 +244,8 @@ class CatSegments(RowSegments):
 def recipe(model: CatExits, config: Config) -> list[Stage]:
     """The four stages."""
     last = f"heads.{len(model.exits) - 1}."
-    split, temperatures = partial(parts, apart=config.apart), partial(temperature_loss, config=config)
+    split = partial(parts, apart=config.apart)
+    temperatures = partial(inner_loss, part=TEMPERATURES_PART, config=config)
 
     def inner(name: str) -> bool:
         return name.startswith("heads.") and not name.startswith(last)
@@ -260,8 +261,9 @@ def recipe(model: CatExits, config: Config) -> list[Stage]:
         Stage(
             name="heads",
             trainable=lambda name: inner(name) and not name.endswith("temperature"),
-            loss=partial(heads_loss, config=config),
+            loss=partial(inner_loss, part=HEADS_PART, config=config),
             score=lambda scores: float(np.mean(scores[:-1])),
+            on_states=reads_states(model),
             make_targets=split,
         ),
         Stage(
@@ -293,28 +295,17 @@ def parts(model: CatExits, data: Sized, apart: float) -> np.ndarray:
     return np.where(drawn >= apart, HEADS_PART, np.where(drawn < apart / 2, TEMPERATURES_PART, META_PART))
 
 
-def part_loss(each: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
-    """The mean cross-entropy over exits and selected rows (B,) bool, or 0 without any. each: logits (B, C) per exit."""
-    losses = torch.stack([F.cross_entropy(logits.float(), labels, reduction="none") for logits in each])
-    return losses[:, rows].sum() / (len(each) * rows.sum().clamp(min=1))
+def part_loss(exit_logits: list[Tensor], labels: Tensor, rows: Tensor) -> Tensor:
+    """The mean cross-entropy over exits and selected rows (B,) bool, or 0 without any. exit_logits: (B, C) per exit."""
+    losses = torch.stack([F.cross_entropy(logits.float(), labels, reduction="none") for logits in exit_logits])
+    return losses[:, rows].sum() / (len(exit_logits) * rows.sum().clamp(min=1))
 
 
-def heads_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
-    """The loss of the inner exits, on the labels or on the predictions of the last exit."""
-    return inner_loss(model(*batch.inputs), batch, HEADS_PART, config)
-
-
-def temperature_loss(model: CatExits, batch: Batch, config: Config) -> Tensor:
-    """The same loss on the part of train for temperatures, from states that are computed once."""
-    assert batch.states is not None  # the stage learns from states
-    each = [model.classify(k, state) for k, state in enumerate(batch.states)]
-    return inner_loss(each, batch, TEMPERATURES_PART, config)
-
-
-def inner_loss(each: list[Tensor], batch: Batch, part: int, config: Config) -> Tensor:
-    """The mean cross-entropy of the inner exits on a part of train. each: logits (B, C) of all exits."""
-    target = each[-1].argmax(dim=1) if config.target == "last" else batch.labels
-    return part_loss(each[:-1], target, batch.targets == part)
+def inner_loss(model: CatExits, batch: Batch, part: int, config: Config) -> Tensor:
+    """The mean cross-entropy of the inner exits on a part of train, on the labels or on the last exit's predictions."""
+    exit_logits = all_logits(model, batch)
+    target = exit_logits[-1].argmax(dim=1) if config.target == "last" else batch.labels
+    return part_loss(exit_logits[:-1], target, batch.targets == part)
 
 
 def meta_loss(model: CatExits, batch: Batch) -> Tensor:

@@ -36,11 +36,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from mini_ee.lab.backbones.backbone import Backbone, LayerContext, SplitLayer, Tensors
+from mini_ee.lab.backbones.backbone import Backbone, LayerContext, SplitLayer, Tensors, padding_mask
 from mini_ee.lab.data.settings import Settings, option
+from mini_ee.lab.data.tokenizer import batches
 from mini_ee.lab.exits.heads import HEAD_DROPOUT, pooled
-from mini_ee.lab.exits.row_exits import ExitModel, RowSegments, RowState, check_exits
+from mini_ee.lab.exits.row_exits import STATES_BATCH, ExitModel, RowData, RowSegments, RowState, check_exits
 from mini_ee.lab.rules import Patience
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
@@ -165,11 +167,20 @@ class DreeExits(ExitModel):
     def each_state(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> list[Tensor]:
         """The pooled state of each exit, (B, D). The three inputs are (B, T) int64."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        context, hidden, found = self.backbone.context(inputs), self.backbone.embed(inputs), []
+        context, hidden, exit_states = self.backbone.context(inputs), self.backbone.embed(inputs), []
         for k, head in enumerate(self.heads):
             hidden = self.advance(k, hidden, context)
-            found.append(head.state(hidden, context.padding))
-        return found
+            exit_states.append(head.state(hidden, context.padding))
+        return exit_states
+
+    def branch_inputs(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        """a and FFN(a) of all exits but the last, (B, T, K - 1, 2 D). Arguments as in `each_state`."""
+        inputs = Tensors(input_ids, attention_mask, token_type_ids)
+        context, hidden, found = self.backbone.context(inputs), self.backbone.embed(inputs), []
+        for k in range(len(self.exits) - 1):
+            hidden = self.advance(k, hidden, context)
+            found.append(hidden)
+        return torch.stack(found, dim=2)
 
     def advance(self, k: int, hidden: Tensor, context: LayerContext) -> Tensor:
         """From the state of exit k - 1, or the embeddings, to that of exit k: (B, T, 2 D), or (B, T, D)."""
@@ -230,6 +241,7 @@ def recipe(model: DreeExits, config: Config) -> list[Stage]:
         name="branches",
         trainable=branches,
         loss=lambda model, batch: branch_loss(exit_losses(model, batch), model.exits),
+        make_targets=BranchInputs,
         score=lambda scores: float(np.mean(scores[:-1])),
         settings={"epochs": config.adapter_epochs, "head_lr": config.adapter_lr},
     )
@@ -241,10 +253,31 @@ def last_loss(model: DreeExits, batch: Batch) -> Tensor:
     return task_loss(model.classify(len(model.exits) - 1, model.states(*batch.inputs)[-1]), batch.labels)
 
 
+class BranchInputs:
+    """`branch_inputs` of the rows to train on, computed once, because stage 2 trains nothing that they depend on.
+
+    An index (B,) of rows gives (B, T, K - 1, 2 D), padded with zeros to the longest of them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: DreeExits, data: RowData):
+        device, self.rows = next(model.parameters()).device, [torch.empty(0)] * len(data)
+        for rows in batches(data.encoded, STATES_BATCH):
+            inputs, _ = data.batch(rows, device)
+            for row, found, mask in zip(rows, model.branch_inputs(*inputs).cpu(), inputs[1].cpu()):
+                self.rows[row] = found[mask.bool()]
+
+    def __getitem__(self, rows: np.ndarray) -> Tensor:
+        return pad_sequence([self.rows[row] for row in rows], batch_first=True)
+
+
 def exit_losses(model: DreeExits, batch: Batch) -> list[Tensor]:
-    """The cross-entropies of the exits before the last."""
-    states = model.states(*batch.inputs)[:-1]
-    return [task_loss(model.classify(k, state), batch.labels) for k, state in enumerate(states)]
+    """The cross-entropies of the exits before the last, from a batch of BranchInputs as targets."""
+    assert batch.targets is not None  # of this stage
+    padding, losses = padding_mask(batch.inputs[1]), []
+    for k, hidden in enumerate(batch.targets.unbind(dim=2)):
+        losses.append(task_loss(model.classify(k, model.heads[k].state(hidden, padding)), batch.labels))
+    return losses
 
 
 METHOD = Method(

@@ -102,8 +102,8 @@ class ShadowSegments(TokenSegments):
         """A round of shadow tokens. states: (B, T, D) of each exit; true (B, T): the full model's tokens; counted
         (B, T) bool."""
         shadows = [head(state[counted]).softmax(-1).max(-1) for head, state in zip(self.heads, states)]
-        matched = torch.stack([each.indices == true[counted] for each in shadows])
-        confidence = torch.stack([each.values for each in shadows])
+        matched = torch.stack([shadow.indices == true[counted] for shadow in shadows])
+        confidence = torch.stack([shadow.values for shadow in shadows])
         self.acceptance.update(matched.numpy(force=True), confidence.double().numpy(force=True))
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from mini_ee.lab.rules import Threshold
 from mini_ee.lab.training.default_rule import sweep
 from mini_ee.lab.training.method import Method
-from mini_ee.lab.training.stages import Batch, fine_tune_then_heads
+from mini_ee.lab.training.stages import Batch, all_logits, fine_tune_then_heads
 
 
 def self_distillation_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Eq. 7 and 8: the sum over students of KL(student, teacher), in this order."""
-    *students, teacher = (logits.float() for logits in model(*batch.inputs))
+    *students, teacher = (logits.float() for logits in all_logits(model, batch))
     log_t = F.log_softmax(teacher.detach(), dim=1)
     return sum(
         F.kl_div(log_t, F.log_softmax(student, dim=1), reduction="batchmean", log_target=True) for student in students

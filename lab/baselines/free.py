@@ -306,4 +306,5 @@ METHOD = Method(
     classes_only=True,
     defaults={"tokens": {"lr": 1e-3, "rank": None}, "built-in": {"texts": 1000}},
     lacks=("exits", "rank"),
+    own_heads=True,
 )

@@ -70,7 +70,7 @@ def exit_layers(data: RowData, vocabulary: int, layers: int, config: Config) -> 
     """e, (V,) in 1 .. L. Raises ValueError for `mi` of a regression."""
     ids = np.concatenate(data.encoded.ids)
     counts, table = np.bincount(ids, minlength=vocabulary), np.full(vocabulary, layers)
-    counts[[each for each in data.encoded.special_ids if each < vocabulary]] = 0
+    counts[[special_id for special_id in data.encoded.special_ids if special_id < vocabulary]] = 0
     seen = np.flatnonzero(counts)
     if config.table == "random":
         order = np.random.default_rng(0).permutation(seen)
@@ -104,7 +104,7 @@ def attend(layer: SplitLayer, first: Tensor, hidden: Tensor, mask: Tensor | None
     width, (weight, bias) = hidden.shape[2], (layer.qkv.weight, layer.qkv.bias)
     query = F.linear(first, weight[:width], bias[:width])
     key, value = F.linear(hidden, weight[width:], bias[width:]).chunk(2, dim=2)
-    query, key, value = (each.unflatten(2, (layer.heads, -1)).transpose(1, 2) for each in (query, key, value))
+    query, key, value = (projected.unflatten(2, (layer.heads, -1)).transpose(1, 2) for projected in (query, key, value))
     dropout = layer.attention_dropout if layer.training else 0.0
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
     return layer.attention_norm(first + layer.dropout(layer.attention_output(attended.transpose(1, 2).flatten(2))))

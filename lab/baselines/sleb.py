@@ -120,24 +120,24 @@ def search(model: ShortDecoder, train: TextData, held_out: TextData, config: Con
     remaining, backbone, records = model.kept_layers, model.full.backbone, []
     for turn in tqdm(range(config.count(len(remaining)) + 1), desc="removing", unit="layer", delay=2):
         begin, name = time.perf_counter(), "all layers"
-        losses = next_token_losses(backbone, train, remaining, each=turn > 0)
+        losses = next_token_losses(backbone, train, remaining, inner=turn > 0)
         loss = losses[-1]
         if turn:
             least = 1 + int(np.argmin(losses[1:-2]))  # not the first, not the last; losses[-1] is that of all layers
             name, loss = f"without layer {remaining.pop(least) + 1}", losses[least]
             model.keep(remaining)
-        held_out_loss = next_token_losses(backbone, held_out, remaining, each=False)[-1]
+        held_out_loss = next_token_losses(backbone, held_out, remaining, inner=False)[-1]
         score, (exit_scores, _) = -held_out_loss, held_out.scores(model, TEXTS_BATCH)
-        about = {"stage": name, "epoch": 1, "loss": loss, "score": score, "exit_scores": exit_scores}
-        records.append(about | {"seconds": time.perf_counter() - begin})
+        epoch_record = {"stage": name, "epoch": 1, "loss": loss, "score": score, "exit_scores": exit_scores}
+        records.append(epoch_record | {"seconds": time.perf_counter() - begin})
     return records
 
 
 @torch.inference_mode()
-def next_token_losses(backbone: Backbone, data: TextData, layers: Sequence[int], each: bool = True) -> list[float]:
+def next_token_losses(backbone: Backbone, data: TextData, layers: Sequence[int], inner: bool = True) -> list[float]:
     """The mean losses of the decoder with these layers: without each of them in turn, then with all of them.
 
-    each: if False, only the last one is computed. The state below layer i is computed once; the model without layer i
+    inner: if False, only the last one is computed. The state below layer i is computed once; the model without layer i
     runs the layers above i from there.
     """
     totals, tokens = np.zeros(len(layers) + 1), 0
@@ -154,7 +154,7 @@ def next_token_losses(backbone: Backbone, data: TextData, layers: Sequence[int],
             return float(F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum"))
 
         for at, layer in enumerate(layers):
-            totals[at] += loss(hidden, layers[at + 1 :]) if each and 0 < at < len(layers) - 1 else 0.0
+            totals[at] += loss(hidden, layers[at + 1 :]) if inner and 0 < at < len(layers) - 1 else 0.0
             hidden = backbone.run_layers(hidden, context, layer, layer + 1)
         totals[-1] += loss(hidden, ())
         tokens += int((labels != NO_LABEL).sum())
@@ -184,4 +184,5 @@ METHOD = Method(
     default_rule=own_rule,
     defaults={"tokens": {"kind": "pieces", "rank": None, "texts": 128}},
     lacks=("exits", "epochs", "lr", "head_lr", "batch_size", "warmup", "weight_decay", "clip", "precision", "rank"),
+    own_heads=True,
 )

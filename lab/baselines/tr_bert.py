@@ -130,24 +130,24 @@ class ReducedExits(TokenwiseExits):
         return Selection(hidden, mask, layers, log_p, flops)
 
     def run_reduced(self, inputs: Tensors | Inputs) -> RemainingTokens:
-        found = self.through(inputs, likely)
-        return RemainingTokens(found.hidden, self._mask(found), token_costs(found.layers, found.flops))
+        selection = self.through(inputs, likely)
+        return RemainingTokens(selection.hidden, self._mask(selection), token_costs(selection.layers, selection.flops))
 
     def run_all(self, inputs: Tensors | Inputs) -> RemainingTokens:
-        found = self.through(inputs, likely, remove=False)
-        return RemainingTokens(found.hidden, self._mask(found))
+        selection = self.through(inputs, likely, remove=False)
+        return RemainingTokens(selection.hidden, self._mask(selection))
 
-    def _mask(self, found: Selection) -> Tensor | None:
-        return self.backbone.context(Tensors(found.mask, found.mask)).padding
+    def _mask(self, selection: Selection) -> Tensor | None:
+        return self.backbone.context(Tensors(selection.mask, selection.mask)).padding
 
-    def logits_of(self, found: Selection) -> Tensor:
+    def logits_of(self, selection: Selection) -> Tensor:
         """Logits (B, C) from the remaining tokens."""
-        return self.classify(0, self.heads[0].state(found.hidden, self._mask(found)))
+        return self.classify(0, self.heads[0].state(selection.hidden, self._mask(selection)))
 
     def each_state(self, *inputs: Tensor) -> Iterator[Tensor]:
-        found = self.through(Tensors(*inputs), likely)
-        state = self.heads[0].state(found.hidden, self._mask(found))
-        yield torch.cat((state, found.layers.to(state)[:, None] / self.layers), dim=1)
+        selection = self.through(Tensors(*inputs), likely)
+        state = self.heads[0].state(selection.hidden, self._mask(selection))
+        yield torch.cat((state, selection.layers.to(state)[:, None] / self.layers), dim=1)
 
     def classify(self, k: int, state: Tensor) -> Tensor:
         """(B, D) or (B, D + 1) -> logits (B, C)."""
@@ -168,16 +168,16 @@ def compact(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def explore(model: ReducedExits, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     """For n drawn selections of each example: its losses (B, n), and the REINFORCE loss of the policies."""
 
-    def copies(each: Tensor) -> Tensor:
+    def copies(tensor: Tensor) -> Tensor:
         """Each example n times in a row, so that all selections run as one batch."""
-        return each.repeat_interleave(config.samples, dim=0)
+        return tensor.repeat_interleave(config.samples, dim=0)
 
-    found = model.through(Tensors(*map(copies, batch.inputs)), draw)
+    selection = model.through(Tensors(*map(copies, batch.inputs)), draw)
     by_row = (-1, config.samples)
-    losses = row_losses(model.logits_of(found), copies(batch.labels)).view(by_row)
-    rewards = reward(losses.detach(), found.layers.view(by_row) / model.layers, config)
+    losses = row_losses(model.logits_of(selection), copies(batch.labels)).view(by_row)
+    rewards = reward(losses.detach(), selection.layers.view(by_row) / model.layers, config)
     # Losses are detached in the rewards: the policies learn from their values, the model from `losses` itself.
-    return losses, -((rewards - leave_one_out(rewards)) * found.log_p.view(by_row)).mean()
+    return losses, -((rewards - leave_one_out(rewards)) * selection.log_p.view(by_row)).mean()
 
 
 def reward(losses: Tensor, shares: Tensor, config: Config) -> Tensor:

@@ -18,7 +18,8 @@ def add(sub) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="folder of a fine-tuned classifier (...ForSequenceClassification) or of a sentence encoder",
+        help="folder of a fine-tuned model (...ForSequenceClassification, ...ForTokenClassification, "
+        "...ForQuestionAnswering) or of a sentence encoder",
     )
     sub.add_argument(
         "--text",
@@ -26,8 +27,8 @@ def add(sub) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="files of texts like the model's real inputs: one text per line, or a table (.csv, .tsv, .jsonl, .json, "
-        ".parquet), also with .gz; only --max-loss reads labels",
+        help="files of texts like the model's real inputs: one text per line, tagged tokens (.conll), or a table "
+        "(.csv, .tsv, .jsonl, .json, .parquet), also with .gz; only --max-loss reads labels",
     )
     sub.add_argument("--out", type=Path, default=Path("fast"), metavar="DIR", help="folder to write")
     add_options(sub, AddOptions)
@@ -68,5 +69,6 @@ def run(args, say) -> dict:
         say(table(summary["depths"], headings | {"speedup": "times as fast:.2f"}))
         say(f"ONNX: {exported}. Try: mini-ee embed {exported} texts.txt --out embeddings.npy")
     elif summary["pays"]:
-        say(f'ONNX: {exported}. Try: echo "A text." | mini-ee run {exported}')
+        line = r"printf 'A text.\tAnother.\n'" if len(rows[0].texts) == 2 else 'echo "A text."'
+        say(f"ONNX: {exported}. Try: {line} | mini-ee run {exported}")
     return summary | {"out": str(args.out)}

@@ -6,14 +6,25 @@ exit of this graph in this engine.
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mini_ee.lab.cli.command_options import positive, refuse
 from mini_ee.lab.cli.engine_options import add_engine, chosen_engine
-from mini_ee.lab.cli.guarantee_options import BATCH, add_guarantee, calibrated, check, check_epsilon, report
+from mini_ee.lab.cli.guarantee_options import (
+    BATCH,
+    add_guarantee,
+    calibrated,
+    calibrated_top_k,
+    check,
+    check_epsilon,
+    report,
+    top_k_lines,
+)
 from mini_ee.lab.cli.task_options import OF_LABELS, add_task, columns_given, refuse_task_options, task_options
 from mini_ee.lab.data.columns import TaskOptions
+from mini_ee.lab.data.rankings import rankable, ranked
 from mini_ee.lab.data.tasks import Task, load_task
 from mini_ee.lab.data.text_files import Row, read_texts
 from mini_ee.lab.errors import WrongArguments
@@ -29,6 +40,8 @@ def add(sub: ArgumentParser) -> None:
     text = "file: one text per line, or a table, for an export; running text for a decoder (default generated text)"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
     add_guarantee(group)
+    top = "number of best texts of a query, the first text of a pair, that stay the best, if EXPORTED is a reranker"
+    group.add_argument("--top-k", type=positive, metavar="K", help=top)
     out = "folder of the export with the new rule; must not exist (default EXPORTED itself, which is replaced)"
     group.add_argument("--out", type=Path, metavar="DIR", help=out)
     add_engine(group)
@@ -44,6 +57,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
 
     check_epsilon(args)
     check(args)
+    if args.top_k is not None and (args.delta is None or args.guarantee == "conformal" or args.measure):
+        raise WrongArguments("--top-k takes --epsilon and --delta, and no --guarantee conformal or --measure")
     refuse(args, ("model",), f"is for runs; {args.run} is an export")
     if args.device not in ("cpu", "cuda"):
         raise WrongArguments(f"--device {args.device}: expected cpu or cuda for an export")
@@ -51,20 +66,33 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise FileExistsError(f"{args.out}: is there already; name another folder or remove it")
     engine = chosen_engine(args)
     runtime = engine.open(args.run, args.device, args.threads or 0)
-    check_calibratable(runtime, args.guarantee == "conformal")
+    check_calibratable(runtime, args.guarantee == "conformal", args.top_k is not None)
     texts, source = _texts(args, runtime)
+    if args.top_k is not None:
+        texts = [*compress(texts, rankable(texts, args.top_k, say))]
     size = args.batch_size or BATCH
     recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
-    labels = Task(runtime.config["method"], tuple(runtime.label_names), (), {}, multi_label=runtime.multi_label)
-    recorded.segments.measures["prediction"] = predictions(recorded.logits, labels)  # of several labels, their set
-    rule, answer, guarantee = calibrated(args, runtime, recorded)
-    fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement")
+    names, kind = tuple(runtime.label_names), runtime.token_task.kind if runtime.token_task else ""
+    kinds = {"multi_label": runtime.multi_label, "token_kind": kind, "top_k": args.top_k}
+    labels = Task(runtime.config["method"], names, (), {}, **kinds)
+    predicted = predictions(recorded.logits, labels)
+    if args.top_k is not None:
+        recorded = recorded._replace(labels=ranked(predicted[:, -1], texts))
+        rule, answer, guarantee = calibrated_top_k(args, recorded)
+    else:
+        recorded.segments.measures["prediction"] = predicted  # of several labels, their set
+        rule, answer, guarantee = calibrated(args, runtime, recorded)
+    fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement", "queries_fresh")
     computed = {"batch_size": size, **engine._asdict(), "provider": runtime.provider}
-    measured = source | {key: answer[key] for key in fields} | computed
+    measured = source | {key: answer[key] for key in fields if key in answer} | computed
     out = args.out or args.run
     curve = threshold_curve(recorded, rule, labels, None)
     model_id = write_calibrated(runtime, out, rule, guarantee, answer["exit_counts"], measured, curve)
-    report(args, runtime.exits, answer, f"rows of {', '.join(source.values())}", say)
+    name = ", ".join(source.values())
+    if args.top_k is not None:
+        say(top_k_lines(answer, name, runtime.exits[-1]))
+    else:
+        report(args, runtime.exits, answer, f"rows of {name}", say)
     say(f"The rule of {out} is now these thresholds; its model id is {model_id}.")
     answer = source | answer | computed | {"model": model_id}
     return {"method": runtime.config["method"], "exits": list(runtime.exits), "run": str(out)} | answer

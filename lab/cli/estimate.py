@@ -19,7 +19,7 @@ from mini_ee.lab.errors import WrongArguments
 HELP = "estimate before any training whether early exit is worth it for a model and its data (arXiv:2603.23701)"
 EXAMPLE = "mini-ee estimate bert-12x128 --task reviews"
 USUAL = "--task", "--text", "--max-rows"
-ROWS, TEXTS = 2000, 128
+ROWS, TEXTS, LENS_TEXTS = 2000, 128, 192
 SHARES = ("saved", "low", "high"), ("net_saved", "net_low", "net_high")  # of an estimate, with its interval
 
 
@@ -38,7 +38,12 @@ def add(sub: ArgumentParser) -> None:
         help="text file for a decoder, or examples without labels for an encoder: one per line, or a table",
     )
     sub.add_argument("--max-rows", type=positive, metavar="N", help=f"maximum number of examples (default {ROWS})")
-    sub.add_argument("--texts", type=positive, metavar="N", help=f"number of texts, for a decoder (default {TEXTS})")
+    sub.add_argument(
+        "--texts",
+        type=positive,
+        metavar="N",
+        help=f"number of texts, for a decoder (default {TEXTS}; {LENS_TEXTS} if its vocabulary is large)",
+    )
     sub.add_argument("--device", default="cpu", help="device: cpu, cuda, cuda:1, ...")
     sub.add_argument(
         "--picture",
@@ -98,6 +103,7 @@ def _tokens(backbone, folder: Path, args: Namespace) -> tuple:
     from mini_ee.lab.backbones.adapter import tokenizer_folder
     from mini_ee.lab.data.tokenizer import Tokenizer
     from mini_ee.lab.evaluation.probes import probe_tokens, texts_to_read
+    from mini_ee.lab.exits.lens import reads_much
     from mini_ee.lab.training.train_settings import TextOptions
     from mini_ee.lab.training.training_text import Source
 
@@ -106,7 +112,9 @@ def _tokens(backbone, folder: Path, args: Namespace) -> tuple:
         raise WrongArguments("--max-rows is for examples: give --texts N, or a --task")
     if not backbone.has_lm_head:
         raise WrongArguments(f"{folder}: has no LM head to read its layers with; give --task DIR")
-    options = TextOptions(kind="pieces", text=args.text, texts=args.texts or TEXTS)
+    options = TextOptions(
+        kind="pieces", text=args.text, texts=args.texts or (LENS_TEXTS if reads_much(backbone) else TEXTS)
+    )
     texts = texts_to_read(Source(backbone, Tokenizer.from_folder(tokenizer_folder(folder), None), options, args.seed))
     probed = probe_tokens(backbone, texts)
     source = str(args.text) if args.text else "text that it generated"
@@ -155,12 +163,13 @@ def _print_answer(answer: dict, unit, say: Callable[[str], None]) -> None:
     say(table([dict(zip(columns, values)) for values in zip(*columns.values())], headings))
     every, few, settle, layers = (answer[key] for key in ("estimate", "few_exits", "settle_layer", "layers"))
     level, start = every["agreement"], answer["start_layers"]
+    once = " A gate decides, so only the head of the exit is read." if answer["read_once"] else ""
     begins = f" The part before the first layer, such as an encoder, costs {start:.2g}." if start >= 0.1 else ""
     before = f"Layer {settle} of {layers} is the first" if settle < layers else "There is no layer"
     say(
         f"{before} from which on {level:g} of the {unit.noun} agree with the last. A head costs as much as "
-        f"{answer['head_layers']:.2g} layers.{begins} An oracle would save {answer['oracle_saved']:.1%} of the layers, "
-        f"net of heads {answer['oracle_net_saved']:.1%} of the FLOPs."
+        f"{answer['head_layers']:.2g} layers.{once}{begins} An oracle would save {answer['oracle_saved']:.1%} of the "
+        f"layers, net of heads {answer['oracle_net_saved']:.1%} of the FLOPs."
     )
     for estimate, where in ((every, "every layer"), (few, f"layers {', '.join(map(str, few['exits'][:-1]))} alone")):
         if len(estimate["exits"]) > 1:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.lab.cli.command_options import add_schedule, refuse
+from mini_ee.lab.cli.command_options import add_schedule, positive, refuse
 from mini_ee.lab.cli.task_options import add_task_files
 from mini_ee.lab.data.metrics import majority
 from mini_ee.lab.registry import MEASUREMENTS
@@ -29,6 +29,8 @@ def add(sub: ArgumentParser) -> None:
     add_task_files(sub)
     group.add_argument("--split", help="split to evaluate (default dev if there is one, else test)")
     add_schedule(group)
+    top = "number of best texts; counts the queries (first texts) of a reranker that keep those of the full model"
+    group.add_argument("--top-k", type=positive, metavar="K", help=top)
     group.add_argument(
         "--overthinking",
         action="store_true",
@@ -62,6 +64,8 @@ def measure(opened, args: Namespace, say: Callable[[str], None]) -> Measured:
     task = open_task_of([opened], args)
     check_task(opened, task, args.run)
     rule = chosen_rule(args, opened)
+    if not task.regression:
+        refuse(args, ("top_k",), f"ranks texts by a number; {task.name} has classes")
     if task.regression:
         why = f"counts right predictions; {task.name} is a regression, give a task with classes"
         refuse(args, ("overthinking", "hardness"), why)
@@ -79,6 +83,8 @@ def measure(opened, args: Namespace, say: Callable[[str], None]) -> Measured:
         say(sweep_table(answer["rows"], score_name(task.metrics)))
     if args.overthinking:
         answer["overthinking"] = _overthinking(recorded, task, rows, say)
+    if args.top_k is not None:
+        answer["top_k"] = _top_k(recorded, rule, rows, args.top_k, say)
     if args.hardness:
         answer["hardness"] = _hardness(recorded, opened, task, rows, args.batch_size, say)
     return Measured(rule, task, rows, encoded, recorded, answer)
@@ -118,6 +124,23 @@ def _encoded(opened, task, split: str, rows, say: Callable[[str], None]) -> tupl
     if encoded.truncated:
         say(f"{encoded.truncated} of {len(encoded)} texts were cut to {opened.tokenizer.max_length} tokens.")
     return encoded, copies
+
+
+def _top_k(recorded, rule, rows, k: int, say: Callable[[str], None]) -> dict:
+    """How many queries keep the top k of the full model."""
+    from mini_ee.lab.data.rankings import rankable, ranked
+    from mini_ee.lab.recording import predictions
+    from mini_ee.lab.statistics import share_interval
+    from mini_ee.lab.top_k import queries_kept
+
+    labels = ranked(predictions(recorded.logits[:, -1]), rows.texts)
+    unchanged = queries_kept(recorded._replace(labels=labels).take(rankable(rows.texts, k, say)), rule, k)
+    low, high = share_interval(int(unchanged.sum()), len(unchanged))
+    say(
+        f"{unchanged.mean():.1%} of {len(unchanged):,} queries keep the top {k} of the full model (95 % interval "
+        f"{low:.1%} to {high:.1%})."
+    )
+    return {"k": k, "queries": len(unchanged), "kept": float(unchanged.mean()), "interval": [low, high]}
 
 
 def _overthinking(recorded, task, rows, say: Callable[[str], None]) -> dict:

@@ -85,6 +85,10 @@ def calibrated(args: Namespace, opened, recorded) -> tuple:
         raise WrongArguments(
             f"{args.run}: --measure {POLICY} needs a policy, and this run has none; choose another --measure"
         )
+    if args.measure and opened.token_task is not None:
+        raise WrongArguments(
+            f"--measure {args.measure} is of one label of a text; {args.run} labels tokens: leave it out"
+        )
     measure = args.measure or getattr(opened.rule, "measure", opened.default_measure)
     if args.guarantee == "exits":
         rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
@@ -93,6 +97,35 @@ def calibrated(args: Namespace, opened, recorded) -> tuple:
     measure = args.measure or (POLICY if has_policy else measure)
     rule, answer = calibrate_conformal(recorded, args.epsilon, measure, args.seed, args.sets or 0)
     return rule, answer, {name: answer[name] for name in ("guarantee", "epsilon", "measure")}
+
+
+def calibrated_top_k(args: Namespace, recorded) -> tuple:
+    """The same for a reranker: (rule, JSON answer, guarantee), with the keys that add-exits gives a guarantee."""
+    from mini_ee.lab.top_k import calibrate_top_k
+
+    rule, answer = calibrate_top_k(recorded, args.top_k, args.epsilon, args.delta, args.seed, args.sets or 0)
+    guarantee = {"top_k": args.top_k, "epsilon": args.epsilon, "max_loss": round(1 - args.epsilon, 6)}
+    return rule, answer, guarantee | {"confidence": 1 - args.delta, "rows": answer["queries"]}
+
+
+def top_k_lines(answer: dict, source: str, layers: int) -> str:
+    """In words, the calibration of a reranker."""
+    k, tau = answer["top_k"], answer["thresholds"][0]
+    lines = [
+        f"Texts with a number of at most {-float(tau):.4g} exit early: {answer['queries']} queries of {source} tested "
+        f"this threshold. Of {answer['queries_fresh']} other queries {answer['end_to_end']:.1%} keep the top {k} of "
+        f"the full model, after {answer['mean_layers']:.2f} layers of {layers} on average. With confidence "
+        f"{1 - answer['delta']:.1%}, at least {answer['epsilon']:.1%} of queries like these do."
+    ]
+    if float(tau) == math.inf:
+        lines = [f"No threshold passed the test on {answer['queries']} queries of {source}: no text exits early."]
+    if broken := answer.get("broken"):
+        lines.append(
+            f"We drew {broken['sets']} calibration sets, of which {broken['queries_tested']} queries tested. The "
+            f"guarantee is broken for {broken['delta']:.1%} of the sets; on average {broken['kept']:.2%} of the other "
+            f"queries keep their top {k}, after {broken['mean_layers']:.2f} layers."
+        )
+    return "\n".join(lines)
 
 
 def below_line(answer: dict, exits: tuple[int, ...]) -> str:

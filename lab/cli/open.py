@@ -15,6 +15,8 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import OWN_BACKBONE, Run, check_device, is_run, load_run
 
+OF_TOKENS = ("export",)  # commands that open runs that label tokens
+
 if TYPE_CHECKING:
     from mini_ee.lab.export.runtime import Runtime
 
@@ -35,6 +37,7 @@ def open_run(folder: Path, args: Namespace, plain: bool = False) -> Run:
                 f"--model is for the backbone of a run, found a checkpoint, {folder}; leave out --model"
             )
         run = plain_decoder(folder)
+    refuse_tokens(run, args)
     run.model.to(args.device)
     return _scheduled(run, args, getattr(args, "schedule", None))
 
@@ -53,7 +56,18 @@ def open_trained(folder: Path, args: Namespace, plain: bool = False) -> "Run | R
         )
     from mini_ee.lab.cli.engine_options import open_exported
 
-    return open_exported(args, folder)
+    runtime = open_exported(args, folder)
+    refuse_tokens(runtime, args)
+    return runtime
+
+
+def refuse_tokens(one: "Run | Runtime", args: Namespace) -> None:
+    """Raise WrongArguments for a model that labels tokens, unless the command is for such models, too."""
+    if one.token_task is not None and args.command not in OF_TOKENS:
+        raise WrongArguments(
+            f"{one.folder}: is for {one.token_task.kind}, and `mini-ee {args.command}` for one label of a text; "
+            f"`mini-ee run` and `serve` take it, and `calibrate` its export"
+        )
 
 
 def plain_decoder(folder: Path) -> Run:

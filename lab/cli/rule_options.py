@@ -5,12 +5,13 @@ from dataclasses import MISSING, Field, fields, replace
 from typing import TYPE_CHECKING
 
 from mini_ee.lab.cli.command_options import READERS, help_of, named_run
-from mini_ee.lab.confidence import LABEL_MEASURES
+from mini_ee.lab.confidence import LABEL_MEASURES, NUMBER_MEASURES
 from mini_ee.lab.data.settings import flag_of
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.registry import RULES as OF_METHODS
 from mini_ee.lab.rules import RULES, Rule, rule_class
 from mini_ee.lab.segments import NO_POLICY
+from mini_ee.lab.token_tasks import WEAKEST
 
 if TYPE_CHECKING:
     from mini_ee.lab.cli.command_options import Parser
@@ -143,7 +144,7 @@ def _named_by(given: dict, embeds: bool) -> str | None:
 def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     """A rule from its settings, on the default measure of the run if none is given."""
     kind = RULES[name]
-    if name == "patience" and run.multi_label:
+    if name == "patience" and (run.multi_label or run.token_task is not None):
         raise ValueError(f"the rule {name} compares one prediction of a text, which has several labels here")
     known = {field.name: field for field in fields(kind) if field.metadata}
     foreign = sorted(given.keys() - known.keys())
@@ -154,12 +155,24 @@ def _made(name: str, given: dict, run: "Run | Runtime") -> Rule:
     if missing:
         raise ValueError(f"the rule {name} needs {', '.join(flag_of(field.name, field.metadata) for field in missing)}")
     if "measure" in known:
-        if not run.config.get("task", {}).get("label_names", True):
-            raise ValueError("a regression task has no confidence: use --rule fixed or --rule patience")
+        one_number = not run.config.get("task", {}).get("label_names", True)
+        if (given.get("measure", run.default_measure) in NUMBER_MEASURES) != one_number:
+            why = "a regression task has no confidence: use --rule fixed, --rule patience or --measure low_score"
+            raise ValueError(
+                why if one_number else f"--measure {given['measure']} is for a model that gives one number"
+            )
         if (given.get("measure", run.default_measure) in LABEL_MEASURES) != run.multi_label:
             word = "needs" if run.multi_label else "has no use for"
             count = "several labels" if run.multi_label else "one label"
             raise ValueError(f"a text has {count} here, which {word} --measure {next(iter(LABEL_MEASURES))}")
+        of_tokens = run.token_task is not None
+        if (given.get("measure", run.default_measure) == WEAKEST) != of_tokens:
+            word = (
+                "each token has a label here, which needs"
+                if of_tokens
+                else "a text has one label, which has no use for"
+            )
+            raise ValueError(f"{word} --measure {WEAKEST}")
         given = {"measure": run.default_measure} | given
     if name == "fixed":
         if given["exit"] not in run.exits:

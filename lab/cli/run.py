@@ -4,7 +4,8 @@ Input: a table or a file with a text a line, see data/text_files.py. On standard
 text (two texts separated by a tab) or as JSON: {"text": ..., "text_b": ...}, or with the keys sentence, or sentence1
 and sentence2. For a decoder each text is a prompt.
 Output: JSON lines in the same order: line, label, confidence, exit, layers, milliseconds; of several labels at once
-`label` is an object, name -> probability; for a decoder line, text, tokens, layers, mean_layers, milliseconds; for an
+`label` is an object, name -> probability; of tokens a list with the label and the place of each, for a question the
+answer and its place; for a decoder line, text, tokens, layers, mean_layers, milliseconds; for an
 invalid line line and error.
 """
 

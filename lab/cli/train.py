@@ -169,6 +169,7 @@ def _of_embeddings(trained, metrics: dict, say: Callable[[str], None]) -> dict:
 def _of_tokens(trained, metrics: dict, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.evaluation.tables import heads_trained_table
     from mini_ee.lab.rules import rule_from_dict
+    from mini_ee.lab.training.training_text import EPSILON
 
     if "agreement" in metrics:
         say(heads_trained_table(metrics, trained.exits))
@@ -176,6 +177,9 @@ def _of_tokens(trained, metrics: dict, say: Callable[[str], None]) -> dict:
         say(metrics["guaranteed"])
     for measure, rule in metrics.get("own", {}).items():
         say(f"    {measure}: {rule_from_dict(rule)}")
+    if "net_saved" in metrics:
+        saved = ", ".join(f"{name} {share:.1%}" for name, share in metrics["net_saved"].items())
+        say(f"FLOPs saved on held-out text at {EPSILON:.0%} agreement, heads included: {saved}.")
     calibration = metrics.get("calibration")
     if calibration:
         say(
@@ -183,6 +187,6 @@ def _of_tokens(trained, metrics: dict, say: Callable[[str], None]) -> dict:
             f"with the full model. On other text {calibration['end_to_end']:.1%} agree, after "
             f"{calibration['mean_layers']:.2f} layers of {trained.exits[-1]}. `mini-ee calibrate` changes it."
         )
-    names = ("agreement", "entropy", "calibration", "own", "sweep", "texts", "tokens")
+    names = ("agreement", "entropy", "calibration", "net_saved", "own", "sweep", "texts", "tokens")
     answer = {"loss": metrics["epochs"][-1]["loss"]} | {name: metrics[name] for name in names if name in metrics}
     return answer | {"model": trained.config["backbone"]["folder"], "history": metrics["history"] or metrics["epochs"]}

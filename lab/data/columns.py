@@ -17,6 +17,8 @@ TEXT_COLUMNS = (
     ("question1", "question2"),
     ("question", "sentence"),
     ("question", "passage"),
+    ("query", "passage"),
+    ("question", "context"),
     ("#1 String", "#2 String"),
     ("text", "text_b"),
     ("sentence",),
@@ -93,24 +95,24 @@ def columns_of(path: Path, header: list[str], options: TaskOptions, labelled: bo
 
 def positions(header: list[str], name: str) -> list[int]:
     """Indices of the columns with this name: exact matches, else matches without case and surrounding blanks."""
-    exact = [at for at, each in enumerate(header) if each == name]
-    return exact or [at for at, each in enumerate(header) if each.strip().casefold() == name.strip().casefold()]
+    exact = [at for at, column in enumerate(header) if column == name]
+    return exact or [at for at, column in enumerate(header) if column.strip().casefold() == name.strip().casefold()]
 
 
 def _text_names(path: Path, header: list[str], options: TaskOptions) -> tuple[str, ...]:
     first, second = options.text_column, options.text_pair_column
     _check(path, header, "text_column", first)
     _check(path, header, "text_pair_column", second)
-    found = [names for names in TEXT_COLUMNS if all(positions(header, name) for name in names)]
+    present = [names for names in TEXT_COLUMNS if all(positions(header, name) for name in names)]
     if second is not None:
-        found = [names for names in found if len(names) == 1]
-    if first is None and not found:
+        present = [names for names in present if len(names) == 1]
+    if first is None and not present:
         expected = "a text column (sentence, text) or two (sentence1 and sentence2, ...)"
         advice = "name it with --text-column or rename it"
         raise file_error(path, 1, expected, f"columns {shortened(header)}", advice)
     if first is not None or second is not None:
-        return tuple(filter(None, ((first,) if first is not None else found[0]) + (second,)))
-    usual, *_ = found
+        return tuple(filter(None, ((first,) if first is not None else present[0]) + (second,)))
+    usual, *_ = present
     others = {name for names in TEXT_COLUMNS for name in names if positions(header, name)} - set(usual)
     if others and len(usual) == 1:
         expected = f"{usual[0]} alone, or two that go together (text and text_b, sentence1 and sentence2, ...)"

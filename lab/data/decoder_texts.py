@@ -52,7 +52,7 @@ def read_stories(path: str | Path) -> list[str]:
 def continuations(tokenizer: Backend, stories: Sequence[str], given: int, follow: int) -> list[Text]:
     """The first `given` tokens of each story and, as reference, the next `follow`; shorter stories are dropped."""
     ids = (encoding.ids[: given + follow] for encoding in tokenizer.encode_batch(list(stories)))
-    return [Text(each, given - 1) for each in ids if len(each) == given + follow]
+    return [Text(tokens, given - 1) for tokens in ids if len(tokens) == given + follow]
 
 
 def copies(tokenizer: Backend, stories: Sequence[str], end: int, words: tuple[int, int] = (4, 10)) -> list[Text]:

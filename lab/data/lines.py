@@ -5,7 +5,10 @@ from collections.abc import Sequence
 
 from mini_ee.lab.data.values import shortened
 
-KEYS = {1: (("text",), ("sentence",)), 2: (("text", "text_b"), ("sentence1", "sentence2"))}  # by the number of texts
+KEYS = {
+    1: (("text",), ("sentence",)),
+    2: (("text", "text_b"), ("sentence1", "sentence2"), ("question", "context")),
+}  # by the number of texts
 
 TEXT_KEYS = {key for keys in KEYS.values() for names in keys for key in names}
 

@@ -96,7 +96,7 @@ def rouge_l(text: str, reference: str) -> float:
     """
     if text == reference:
         return 1.0
-    words, others = (re.findall("[a-z0-9]+", each.lower()) for each in (text, reference))
+    words, others = (re.findall("[a-z0-9]+", string.lower()) for string in (text, reference))
     # row[j]: the longest common subsequence of the words so far and the first j words of the reference.
     row = [0] * (len(others) + 1)
     for word in words:

@@ -17,7 +17,7 @@ def model_sha256s(folder: Path) -> dict[str, str]:
     """
     folders = {"": folder, "base/": _named(folder / "adapter_config.json", "base_model_name_or_path", folder)}
     modules = _content(folder / "modules.json")
-    paths = [each.get("path") for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+    paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
     folders |= {f"{path}/": folder / path for path in ("1_Pooling", *paths) if path and isinstance(path, str)}
     return {
         f"{prefix}{path.name}": file_sha256(path)

@@ -168,8 +168,8 @@ def load_benchmark(folder: str | Path) -> Benchmark:
     for pattern, read in READERS.items():
         if paths := sorted(folder.glob(pattern)):
             return read(paths)
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:5])
-    raise ValueError(f"{folder}: expected a folder that holds {EXPECTED}, found {found or 'nothing'}")
+    text = ", ".join(sorted(path.name for path in folder.iterdir())[:5])
+    raise ValueError(f"{folder}: expected a folder that holds {EXPECTED}, found {text or 'nothing'}")
 
 
 # ---- JSON Lines ----
@@ -209,10 +209,10 @@ def _context_and_choices(where: str, row: dict) -> ParsedRow:
 
 
 def _last_word(where: str, row: dict) -> ParsedRow:
-    found = LAST_OF_TEXT.fullmatch(row["text"])
-    if not found:
+    match = LAST_OF_TEXT.fullmatch(row["text"])
+    if not match:
         raise _error(where, "a text of at least two words", row["text"])
-    return (found["context"],), (found["word"],), 0
+    return (match["context"],), (match["word"],), 0
 
 
 class _RowFormat(NamedTuple):
@@ -348,8 +348,8 @@ def _only(paths: list[Path], what: str = "file", advice: str = "name a folder wi
 def _tinystories(paths: list[Path]) -> Benchmark:
     questions: list[Question] = []
     for number, story in enumerate(held_out_stories(_only(paths))):
-        for found in LAST_WORD.finditer(story):
-            start, end = found.span("word")
+        for match in LAST_WORD.finditer(story):
+            start, end = match.span("word")
             questions.append(Question((story[:start],), (story[start:end],), 0, number))
     if not questions:
         raise _error(str(paths[0]), f"stories of several sentences with {END_OF_TEXT} between them", "none held out")

@@ -21,17 +21,17 @@ def option(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
-    **about,
+    **details,
 ):
     """A field of a settings class.
 
     help: the text of `--help`, without the default. choices: all allowed values of a text. least, most: inclusive
-    limits. above, below: exclusive limits. about: `flag`, if the option is not named like the field; `metavar`;
+    limits. above, below: exclusive limits. details: `flag`, if the option is not named like the field; `metavar`;
     `default_text`: for the help, what None stands for; and `unused_when`: (another field, the value of it with which
     this field has no effect).
     """
     limits = {"choices": choices, "least": least, "above": above, "most": most, "below": below}
-    return field(default=default, metadata={"help": help} | limits | about)
+    return field(default=default, metadata={"help": help} | limits | details)
 
 
 def flag_of(name: str, metadata) -> str:
@@ -42,35 +42,35 @@ def flag_of(name: str, metadata) -> str:
 def scalar_type(annotation) -> type:
     """The type of one value: int for `int`, `int | None` and `tuple[int, ...]`."""
     if isinstance(annotation, UnionType):
-        (annotation,) = (each for each in get_args(annotation) if each is not NoneType)
+        (annotation,) = (argument for argument in get_args(annotation) if argument is not NoneType)
     return get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
 
 
 def has_several(annotation) -> bool:
     """Whether the annotation is a tuple, or a tuple or None."""
-    return any(get_origin(each) is tuple for each in (annotation, *get_args(annotation)))
+    return any(get_origin(kind) is tuple for kind in (annotation, *get_args(annotation)))
 
 
 def check_options(settings) -> None:
     """Raise ValueError for a value of another type or outside its limits. Lists become tuples."""
-    for each in fields(settings):
-        value, about = getattr(settings, each.name), each.metadata
+    for setting in fields(settings):
+        value, about = getattr(settings, setting.name), setting.metadata
         if value is None or not about:
             continue
-        several, flag = has_several(each.type), f" ({about['flag']})" if "flag" in about else ""
+        several, flag = has_several(setting.type), f" ({about['flag']})" if "flag" in about else ""
         limits = {name: about[name] for name in ("choices", *LIMITS)}
-        check_value(f"{each.name}{flag}", value, scalar_type(each.type), several=several, **limits)
+        check_value(f"{setting.name}{flag}", value, scalar_type(setting.type), several=several, **limits)
         if several:
-            object.__setattr__(settings, each.name, tuple(value))
+            object.__setattr__(settings, setting.name, tuple(value))
 
 
 def unused_option(settings, named: Container[str]) -> str | None:
     """Error text if an option was given but has no effect with the others, else None."""
-    about = {each.name: each.metadata for each in fields(settings)}
-    for name, metadata in about.items():
+    details = {each.name: each.metadata for each in fields(settings)}
+    for name, metadata in details.items():
         other, value = metadata.get("unused_when", (None, None))
         if other and name in named and getattr(settings, other) == value:
-            under = f"{flag_of(other, about[other])} {value}"
+            under = f"{flag_of(other, details[other])} {value}"
             return f"{flag_of(name, metadata)} has no effect with {under}; leave it out"
     return None
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from mini_ee.lab.data.files import check_regular
 from mini_ee.lab.data.lines import json_object
+from mini_ee.lab.data.token_files import questions_of, squad_data
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.errors import WrongArguments
 
@@ -152,15 +153,15 @@ class TableFile:
         csv and pandas set marks around a text with a tab, a line feed or a mark, which is doubled. In GLUE's files most
         marks stand otherwise: they are text. Rows in which marks join lines that have all columns each do not count.
         """
-        own = list[bool]()
+        quoted = list[bool]()
         for row in self._quoted("\t") if any('"' in text for _, (text,), *_ in self._lines()) else ():
             joins = len(row.lines) > 1 and 0 < first.count("\t") == min(line.count("\t") for line in row.lines)
             if any('"' in line for line in row.lines) and not joins:
                 csv.writer(again := io.StringIO(), delimiter="\t").writerow(row.fields)
-                own.append(again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n"))
-            if len(own) == MARKED_ROWS:
+                quoted.append(again.getvalue().rstrip("\r\n") == "".join(row.lines).rstrip("\r\n"))
+            if len(quoted) == MARKED_ROWS:
                 break
-        return first[:1] == first[-1:] == '"' or 2 * sum(own) > len(own)
+        return first[:1] == first[-1:] == '"' or 2 * sum(quoted) > len(quoted)
 
     def _json(self, choose: Choose) -> Iterator[Record]:
         keys, last = dict[str, None](), None
@@ -174,7 +175,7 @@ class TableFile:
             yield row if row.error else Record(row.line, [row.fields[0].get(name) for name in wanted])
 
     def _objects(self) -> Iterator[Record]:
-        """The objects of an array, which a .json file may be; else the object of each line."""
+        """The objects of an array, which a .json file may be, or questions as SQuAD has them; else those of lines."""
         lines = (line for line in self._lines() if line.error or line.fields[0].strip())
         first, more = next(lines, None), "write one object a line, or in a .json file an array of objects"
         if first and self.kind == ".json" and first.fields[0].lstrip().startswith("["):
@@ -186,6 +187,9 @@ class TableFile:
             for number, row in enumerate(rows, start=1):
                 flaw = None if isinstance(row, dict) else f"expected one JSON object, found {shortened(row)}; {more}"
                 yield Record(number, [row], flaw)
+            return
+        if first and self.kind == ".json" and (data := squad_data("".join(line.fields[0] for line in self._lines()))):
+            yield from (Record(number, [row], flaw) for number, (row, flaw) in enumerate(questions_of(data), start=1))
             return
         for line in chain([first] if first else (), lines):
             try:

@@ -21,6 +21,7 @@ import mini_ee.lab.data.metrics as metrics
 from mini_ee.lab.data.columns import Columns, TaskOptions, positions
 from mini_ee.lab.data.files import json_sha256
 from mini_ee.lab.data.glue import GLUE, GlueTask
+from mini_ee.lab.data.rankings import top_k_kept
 from mini_ee.lab.data.reviews import read_reviews
 from mini_ee.lab.data.table_files import SUFFIXES, file_error, kind_of
 from mini_ee.lab.data.text_files import InputRow, TextReader
@@ -77,7 +78,9 @@ class Task:
 
     folder, options: the absolute path of its folder or file, and how it was read. None: the built-in task.
     multi_label: whether an example may have several labels at once; then `labels` are numbers of sets of them.
+    token_kind: of token_tasks.py, if each token has a label; then `labels` are numbers of all labels of a row.
     tolerance: of a regression whose score is the share of numbers that differ from the label by no more; None: no such.
+    top_k: of pairs whose score is the share of queries that keep their k best texts; labels are RANKED (rankings.py).
     """
 
     name: str
@@ -88,15 +91,34 @@ class Task:
     options: TaskOptions = TaskOptions()
     tolerance: float | None = None
     multi_label: bool = False
+    top_k: int | None = None
+    token_kind: str = ""
 
     @property
     def regression(self) -> bool:
         return not self.label_names
 
     @property
+    def counts_agreement(self) -> bool:
+        """Whether numbers are right or wrong, like classes."""
+        return self.tolerance is not None or self.top_k is not None
+
+    @property
     def num_labels(self) -> int:
         """C, the number of logits: 1 for regression."""
         return len(self.label_names) or 1
+
+    def about(self) -> dict:
+        """The `task` of a run's config.json."""
+        return {
+            "name": self.name,
+            "label_names": list(self.label_names),
+            "metrics": list(self.metrics),
+            "texts": len(self.split("train").texts[0]),
+            "train_sha256": self.split("train").sha256(),
+            **({"multi_label": True} if self.multi_label else {}),
+            **({"tokens": self.token_kind} if self.token_kind else {}),
+        } | ({} if self.folder is None else {"folder": self.folder, "options": self.options.given()})
 
     @property
     def default_split(self) -> str:
@@ -132,7 +154,12 @@ class Task:
         return replace(self, splits=self.splits | others), {name: int(rows.sum()) for name, rows in seen.items()}
 
     def agrees(self, predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Which predictions are the label, or within the tolerance of it: (..., N) bool."""
+        """Which predictions are the label, or within the tolerance of it: (..., N) bool.
+
+        In a ranking, which queries keep their top k: (..., Q) bool.
+        """
+        if self.top_k is not None:
+            return top_k_kept(predictions, labels, self.top_k)
         return predictions == labels if self.tolerance is None else abs(predictions - labels) <= self.tolerance
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -140,12 +167,12 @@ class Task:
 
         predictions, labels: (N,) class indices, or numbers for regression.
         """
-        if self.tolerance is not None:
+        if self.counts_agreement:
             within = float(self.agrees(predictions, labels).mean())
             return {"agreement": within, "score": within}
-        own = metrics.score(self.metrics, predictions, labels)
-        extra = {} if self.regression or "accuracy" in own else {"accuracy": metrics.accuracy(predictions, labels)}
-        return {**own, **extra, "score": sum(own.values()) / len(own)}
+        scores = metrics.score(self.metrics, predictions, labels)
+        extra = {} if self.regression or "accuracy" in scores else {"accuracy": metrics.accuracy(predictions, labels)}
+        return {**scores, **extra, "score": sum(scores.values()) / len(scores)}
 
 
 @functools.cache
@@ -264,8 +291,8 @@ def _files(path: Path, options: TaskOptions) -> dict[str, Path]:
 
 def _tables(folder: Path) -> list[Path]:
     """The tables of a folder; .json files, which often describe them, only if there are no others."""
-    found = sorted(path for path in folder.iterdir() if kind_of(path) in SUFFIXES and path.is_file())
-    return [path for path in found if kind_of(path) != ".json"] or found
+    files = sorted(path for path in folder.iterdir() if kind_of(path) in SUFFIXES and path.is_file())
+    return [path for path in files if kind_of(path) != ".json"] or files
 
 
 def _divided(rows: Split, path: Path, seed: int) -> dict[str, Split]:

@@ -1,4 +1,7 @@
-"""Texts, and pairs of texts, from files: one a line, or a table with its columns; and their labels. No torch here."""
+"""Texts, and pairs of texts, from files: one a line, a token a line, or a table with its columns; and their labels.
+
+No torch here.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mini_ee.lab.data.columns import Columns, TaskOptions, columns_of, positions
 from mini_ee.lab.data.table_files import SUFFIXES, Record, TableFile, file_error
+from mini_ee.lab.data.token_files import TAGGED, tagged_texts
 from mini_ee.lab.data.values import label_text, shortened, text_flaw
 from mini_ee.lab.errors import WrongArguments
 
@@ -50,6 +54,12 @@ class TextReader(TableFile):
     def __iter__(self) -> Iterator[InputRow]:
         if self.kind in SUFFIXES:
             yield from map(self._row, self.rows(self._choose))
+            return
+        if self.kind in TAGGED:
+            if self._num_texts == 2 or self._options.names_columns or self._labelled:
+                advice = "give a file of another kind; the tags are not read"
+                raise file_error(self.path, 1, "pairs, or a table with columns", f"tagged tokens ({self.kind})", advice)
+            yield from (self._row(Record(line, [text], error)) for line, text, error in tagged_texts(self.rows()))
             return
         if self._labelled or self._options.names_columns and self.kind != ".txt":
             wanted = f"a table with columns ({', '.join(SUFFIXES)})"
@@ -107,16 +117,16 @@ def read_rows(paths: Sequence[Path], *arguments, drop: bool = False, **more) -> 
     """
     rows, dropped = list[InputRow](), 0
     for path in paths:
-        own = list[InputRow]()
+        file_rows = list[InputRow]()
         for row in TextReader(path, *arguments, **more):
             if row.error and not (drop and row.lacks == "text"):
                 raise WrongArguments(f"{path}:{row.line}: {row.error}")
-            own += [row] * (not row.error)
+            file_rows += [row] * (not row.error)
             dropped += bool(row.error)
-        if not own:
+        if not file_rows:
             raise file_error(path, 1, "texts", "none", "give a file with one text a line")
-        rows += own
-        if len(rows[0].texts) != len(own[0].texts):
+        rows += file_rows
+        if len(rows[0].texts) != len(file_rows[0].texts):
             expected = f"rows of {len(rows[0].texts)} texts, as before"
-            raise file_error(path, own[0].line, expected, f"{len(own[0].texts)}", "give one kind")
+            raise file_error(path, file_rows[0].line, expected, f"{len(file_rows[0].texts)}", "give one kind")
     return rows, dropped

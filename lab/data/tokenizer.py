@@ -23,6 +23,7 @@ from mini_ee.lab.data.tokenizer_config import (
 )
 from mini_ee.lab.data.values import is_whole, shortened, text_flaw
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.token_tasks import Pieces
 
 HEAD = 32  # a long text is first tokenized up to this many characters per token of max_length
 
@@ -152,24 +153,49 @@ class Tokenizer:
         Raises ValueError for a text that is empty or not a string.
         """
         rows = text_rows(texts)
+        ids: list[np.ndarray] = []
+        type_ids: list[np.ndarray] = []
+        truncated = 0
+        for row, (_, encoding) in zip(rows, self._encodings(rows)):
+            cut = bool(encoding.overflowing)
+            if cut and len(row) == 2 and not self.separates_pairs:
+                (encoding,) = self._encode_batch([self._shortened(row)])
+            if not encoding.ids:
+                raise ValueError(f"row {len(ids)}: no token is left of this text; correct or drop the row")
+            ids.append(np.array(encoding.ids, np.int64))
+            type_ids.append(np.array(encoding.type_ids, np.int64))
+            truncated += cut
+        return Encoded(ids, type_ids, rows, truncated, self.pad_token_id, self.special_ids)
+
+    def _encodings(self, rows: Sequence[tuple[str, ...]]) -> Iterator[tuple]:
+        """The text or the two texts of each row, as far as they are read, and their Encoding."""
         pairs = self.separates_pairs
         sequences = [
             self._head(row[0]) if len(row) == 1 else self._heads(row) if pairs else "\n".join(row) for row in rows
         ]
-        ids: list[np.ndarray] = []
-        type_ids: list[np.ndarray] = []
-        truncated = 0
         for start in range(0, len(rows), 1000):  # in parts, because an Encoding is much larger than its ids
-            for row, encoding in zip(rows[start:], self._encode_batch(sequences[start : start + 1000])):
-                cut = bool(encoding.overflowing)
-                if cut and len(row) == 2 and not pairs:
-                    (encoding,) = self._encode_batch([self._shortened(row)])
-                if not encoding.ids:
-                    raise ValueError(f"row {len(ids)}: no token is left of this text; correct or drop the row")
-                ids.append(np.array(encoding.ids, np.int64))
-                type_ids.append(np.array(encoding.type_ids, np.int64))
-                truncated += cut
-        return Encoded(ids, type_ids, rows, truncated, self.pad_token_id, self.special_ids)
+            some = sequences[start : start + 1000]
+            yield from zip(some, self._encode_batch(some))
+
+    def pieces(self, rows: Sequence[tuple[str, ...]]) -> list[Pieces]:
+        """The tokens of rows of one text, or of two that are separated, with their places in these texts."""
+        found = []
+        for row, (read, encoding) in zip(rows, self._encodings(rows)):
+            read = (read,) if isinstance(read, str) else read
+            before = [len(whole) - len(part) if self.side == "left" else 0 for whole, part in zip(row, read)]
+            of = [at or 0 for at in encoding.sequence_ids]  # the text of each token; None: a special token
+            triples = zip(encoding.offsets, encoding.word_ids, of)
+            words = [own if word is None else encoding.word_to_chars(word, at) for own, word, at in triples]
+            of_both = (
+                [(a + before[at], b + before[at]) for (a, b), at in zip(each, of)] for each in (encoding.offsets, words)
+            )
+            found.append(Pieces(encoding.tokens, *of_both))
+        return found
+
+    def around(self, texts: int) -> tuple[int, ...]:
+        """The ids of the special tokens around this number of texts, in their order: the one at the end is the last."""
+        encoding = self.backend.encode("a", "a" if texts == 2 else None)
+        return tuple(dict.fromkeys(id for id, special in zip(encoding.ids, encoding.special_tokens_mask) if special))
 
     def encode_for(
         self, texts: Sequence[str | tuple[str, ...]], vocab_size: int, token_types: int | None = None
@@ -257,7 +283,7 @@ class Tokenizer:
     def _count(self, text: str) -> int:
         """The number of tokens of a text, without special ones."""
         (encoding,) = self._encode_batch([text], special=False)
-        return sum(len(each.ids) for each in (encoding, *encoding.overflowing))
+        return sum(len(part.ids) for part in (encoding, *encoding.overflowing))
 
     @cached_property
     def _ends(self) -> re.Pattern | None:
@@ -267,7 +293,7 @@ class Tokenizer:
         It is certain if the normalizer looks at single characters and their accents only, the first pre-tokenizer
         splits between the two characters, and no added token contains them or depends on what is around it.
         """
-        normalizer, splitter = (parts_of(each) for each in (self.backend.normalizer, self.backend.pre_tokenizer))
+        normalizer, splitter = (parts_of(stage) for stage in (self.backend.normalizer, self.backend.pre_tokenizer))
         known = bool(splitter) and all(part["type"] in OF_CHARACTERS for part in normalizer)
         if not known or getattr(self.backend.model, "dropout", None):
             return None
@@ -329,7 +355,7 @@ class Tokenizer:
         return tuple(sorted(declared | set(self.ids_of("")) | (set() if unknown is None else {unknown})))
 
     def _first(self, *tokens: str) -> int | None:
-        return next((found for found in map(self.backend.token_to_id, tokens) if found is not None), None)
+        return next((token_id for token_id in map(self.backend.token_to_id, tokens) if token_id is not None), None)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a tokenizer.json, atomically (`write_bytes`)."""

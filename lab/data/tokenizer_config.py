@@ -266,19 +266,25 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
     transformers.logging.set_verbosity_error()
     try:
         with errors_of_tokenizers(), _without_panic_messages():
-            own = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            hub_tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except ValueError as error:
-        found = " ".join(str(error).split())
+        text = " ".join(str(error).split())
         raise WrongArguments(
-            f"{folder}: expected a tokenizer, transformers found: {found[:200]}; correct its files"
+            f"{folder}: expected a tokenizer, transformers found: {text[:200]}; correct its files"
         ) from None
     finally:
         transformers.logging.set_verbosity(level)
-    if not own.is_fast:
-        raise _refusal(folder, type(own).__name__.removesuffix("Tokenizer"), None)
-    if own.split_special_tokens:
+    if not hub_tokenizer.is_fast:
+        raise _refusal(folder, type(hub_tokenizer).__name__.removesuffix("Tokenizer"), None)
+    if hub_tokenizer.split_special_tokens:
         raise _refusal(folder, None, "split_special_tokens")
-    return _directed(own.backend_tokenizer, own.truncation_side, "token_type_ids" in own.model_input_names)
+    return _directed(
+        hub_tokenizer.backend_tokenizer,
+        hub_tokenizer.truncation_side,
+        "token_type_ids" in hub_tokenizer.model_input_names,
+    )
 
 
 def _refusal(folder: Path, family: str | None, doubt: str | None) -> WrongArguments:
@@ -302,12 +308,12 @@ def without_types(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     settings = json.loads(backend.to_str())
     waiting = [settings]
     while waiting:
-        each = waiting.pop()
-        if each.get("type") == "BertProcessing":
-            each.update(_template(each.pop("cls"), each.pop("sep")))
-        if "type_id" in each:
-            each["type_id"] = 0
-        for value in each.values():
+        component = waiting.pop()
+        if component.get("type") == "BertProcessing":
+            component.update(_template(component.pop("cls"), component.pop("sep")))
+        if "type_id" in component:
+            component["type_id"] = 0
+        for value in component.values():
             waiting += [part for part in (value if isinstance(value, list) else [value]) if isinstance(part, dict)]
     return tokenizers.Tokenizer.from_str(json.dumps(settings))
 

@@ -82,11 +82,11 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
     for name, trained, label in compared:
         encoded, segments, whole = trained.encode(rows.texts), trained.segments(), trained.whole_model()
         recorded = record(segments, encoded, batch_size, "reading", whole)
-        own = trained.rule
-        rule = plan_rows(own, encoded, batch_size) if own.plans_from_texts else own
+        own_rule = trained.rule
+        rule = plan_rows(own_rule, encoded, batch_size) if own_rule.plans_from_texts else own_rule
         row = {"run": name, "how": label} | _row(trained, recorded, rule, task, rows.labels)
         row["rows_truncated"] = encoded.truncated
-        timed += [(row, "full_seconds", (whole, Never(), encoded)), (row, "seconds", (segments, own, encoded))]
+        timed += [(row, "full_seconds", (whole, Never(), encoded)), (row, "seconds", (segments, own_rule, encoded))]
         runs.append(RowsOfRun(trained, row, encoded, recorded))
     if swept:
         timed += _swept(runs, task, rows.labels, batch_size)
@@ -217,8 +217,8 @@ def compare_tokens(
             for each in tqdm([rule, *others], desc=measure, unit="rule", delay=2):
                 written = model.write(cases, rule_from_dict(each), seed=seed, **settings)
                 points.append({"rule": each} | quality(run, written, full, references))
-            about = {"run": str(run.folder), "method": run.config["method"], "measure": measure}
-            rows.append(about | points[0] | {"exits": list(model.exits), "curve": points[1:]})
+            description = {"run": str(run.folder), "method": run.config["method"], "measure": measure}
+            rows.append(description | points[0] | {"exits": list(model.exits), "curve": points[1:]})
             timed += [(point, _timed(model, cases, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
     measure_speed(timed)
     answer = {"task": kinds.pop(), "rows": rows, "texts": len(cases), "timed_texts": TIMED_TEXTS}
@@ -227,12 +227,12 @@ def compare_tokens(
 
 def _cases(run: Run, texts: str | None, count: int, sampling: Sampling) -> tuple[list[Text], dict]:
     """Texts that the run was not trained on, and settings of `generate` to continue their beginnings."""
-    about = run.config["text"] | ({"text": texts, "prompt": None} if texts else {})
-    given = {name: about[name] for name in ("text", "kind", "texts", "new_tokens")}
-    options = TextOptions(**given, prompt=about["prompt"] and tuple(about["prompt"]))
+    description = run.config["text"] | ({"text": texts, "prompt": None} if texts else {})
+    given = {name: description[name] for name in ("text", "kind", "texts", "new_tokens")}
+    options = TextOptions(**given, prompt=description["prompt"] and tuple(description["prompt"]))
     source = Source(run.model.backbone, run.tokenizer, options, run.config["seed"])
     found, follow = texts_to_test(source, count), source.follow
-    if about["kind"] == "pieces":
+    if description["kind"] == "pieces":
         follow = max(1, *(len(text.ids) - text.start - 1 for text in found))
     stop = run.model.backbone.config.stop_tokens
     return found, {"max_new_tokens": follow, "stop": stop, "sampling": sampling}

@@ -251,8 +251,10 @@ def draw_layers(path: Path, answer: dict) -> None:
     for row in answer["rows"]:
         name, exits = f"{Path(row['run']).name} ({row['method']})", row["by_exit"]
         for axes, key in ((losses, "loss"), (accuracies, "accuracy")):
-            (line,) = axes.plot([each["layer"] for each in exits], [each[key] for each in exits], ".-", label=name)
-            exited = [(each["layer"], each[f"left_{key}"]) for each in exits if each["left"]]
+            (line,) = axes.plot(
+                [figures["layer"] for figures in exits], [figures[key] for figures in exits], ".-", label=name
+            )
+            exited = [(figures["layer"], figures[f"left_{key}"]) for figures in exits if figures["left"]]
             axes.plot(*zip(*exited), "o--", markersize=4, color=line.get_color(), label=f"{name}, rows that exit there")
     losses.set(xlabel="layer", ylabel=f"cross-entropy on {answer['task']} {answer['split']}, in nats")
     accuracies.set(xlabel="layer", ylabel="accuracy")

@@ -1,6 +1,8 @@
 """What each layer of a model predicts before anything is trained, and whether it agrees with the last layer.
 
     logit lens         for a token              the decoder's own final norm and head, applied after every layer
+    lens and gate      for a token, if the      a map in closed form before that head (exits/lens.py), and a linear gate
+                       vocabulary is large      that knows when it agrees; each is fitted on other texts
     linear probe       for a row with a label   logistic regression on the frozen pooled state, fitted on other rows
     nearest neighbour  for a row without label  which of the other rows has the most similar state (centred, cosine)
 
@@ -30,8 +32,10 @@ from mini_ee.lab.data.tokenizer import Encoded, batches
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import token_weights
 from mini_ee.lab.exits.heads import pooled
+from mini_ee.lab.exits.lens import fit_in_closed_form, reads_much
 from mini_ee.lab.exits.row_exits import STATES_BATCH
-from mini_ee.lab.exits.token_exits import TEXTS_BATCH, record_texts
+from mini_ee.lab.exits.token_exits import TEXTS_BATCH, SharedExits, TextData, record_texts
+from mini_ee.lab.training.policies import agreement
 from mini_ee.lab.training.training_text import Source, check_reads_on, texts_to_calibrate
 
 MIN_PROBED = 40  # texts, or rows in each half
@@ -45,6 +49,7 @@ class Costs(NamedTuple):
 
     head: float  # one head
     start: float  # everything before the first layer, such as the encoder of a T5
+    read_once: bool = False  # whether a gate decides, so a unit reads no head but that of its exit
 
 
 class ProbeResult(NamedTuple):
@@ -98,12 +103,47 @@ def texts_to_read(source: Source) -> list[Text]:
 
 
 def probe_tokens(backbone: Backbone, texts: list[Text]) -> ProbeResult:
-    """The logit lens at every token of the texts."""
+    """The logit lens at every token of the texts; if the vocabulary is large, `probe_lenses`."""
+    if reads_much(backbone):
+        return probe_lenses(backbone, texts)
     batch = max(1, min(TEXTS_BATCH, LOGITS_AT_ONCE // (PROBE_TOKENS * backbone.config.vocab_size)))
     recorded = record_texts(Lens(backbone).eval(), texts, batch)
     head = 2.0 * token_weights(backbone).head
     layer = (recorded.full_flops - head) / backbone.config.num_hidden_layers
     return ProbeResult("logit lens", observe(recorded), Costs(head / layer, 0.0))
+
+
+def probe_lenses(backbone: Backbone, texts: list[Text]) -> ProbeResult:
+    """Lenses from half of the texts, a gate from a quarter, what they predict on the last quarter.
+
+    Raises WrongArguments if that has fewer than MIN_PROBED texts.
+    """
+    if len(texts) < 4 * MIN_PROBED:
+        raise WrongArguments(
+            f"--texts: expected at least {4 * MIN_PROBED} for a vocabulary of {backbone.config.vocab_size:,} words, a "
+            f"quarter of them to measure on, found {len(texts)}; give more"
+        )
+    model = SharedExits(backbone, tuple(range(1, backbone.config.num_hidden_layers + 1)))
+    model.use_heads("lens")
+    to_fit, *others = (TextData(some, every=True) for some in (texts[::2], texts[1::4], texts[3::4]))
+    fit_in_closed_form(model.eval().heads, (states for states, _ in to_fit.state_batches(model)))
+    (known, agreed), (measured, agrees) = (_normed(model, some) for some in others)
+    gates = (linear_probe(*pair, agreed[:, k].astype(np.int64), 2) for k, pair in enumerate(zip(known, measured)))
+    confidence = np.stack([1 / (1 + np.exp(logits[:, 0] - logits[:, 1])) for logits in gates], axis=1)
+    sizes = others[1].sizes()
+    weights, position = token_weights(backbone), np.concatenate([np.arange(size) for size in sizes]).mean()
+    layer = weights.layer + 2 * weights.attention * (position + 1)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    return ProbeResult(
+        "lens and gate", Observed(confidence, agrees, groups), Costs(weights.head / layer, 0.0, read_once=True)
+    )
+
+
+def _normed(model: SharedExits, texts: TextData) -> tuple[list[np.ndarray], np.ndarray]:
+    """What a gate reads of each exit but the last, (N, D) each, and whether the exits agree, (N, K - 1) bool."""
+    states = texts.states(model)
+    normed = [model.heads[k].norm(states.states[:, k]).numpy(force=True) for k in range(len(model.heads))]
+    return normed, agreement(model, states)
 
 
 # ---- Rows ----
@@ -134,16 +174,16 @@ def rows_to_read(source: list[tuple[str, ...]] | Task, count: int, seed: int) ->
 @torch.inference_mode()
 def layer_states(backbone: Backbone, encoded: Encoded) -> np.ndarray:
     """The mean over the tokens of each row after every layer: (N, L, D), after the norm if the backbone needs one."""
-    norm, found = backbone.exit_norm(), None
+    norm, probe_states = backbone.exit_norm(), None
     norm = nn.Identity() if norm is None else norm.to(backbone.device)
     for rows in tqdm(list(batches(encoded, STATES_BATCH)), desc="reading", unit="batch", delay=2):
         inputs = encoded.batch(rows)
         mask = padding_mask(inputs.attention_mask, backbone.device)
         layers = backbone.hidden_states(inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)[1:]
         states = torch.stack([pooled(norm(hidden), mask, "mean") for hidden in layers], dim=1)
-        found = np.empty((len(encoded), *states.shape[1:]), np.float32) if found is None else found
-        found[rows] = states.float().numpy(force=True)
-    return found
+        probe_states = np.empty((len(encoded), *states.shape[1:]), np.float32) if probe_states is None else probe_states
+        probe_states[rows] = states.float().numpy(force=True)
+    return probe_states
 
 
 def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, classes: int, seed: int) -> ProbeResult:
@@ -163,8 +203,8 @@ def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, 
     else:
         name, measure = "linear probe", "max_probability"
         logits = [linear_probe(*pair, labels[train], classes) for pair in pairs]
-    predictions = np.stack([each.argmax(axis=1) for each in logits], axis=1)  # (N, L)
-    confidence = np.stack([MEASURES[measure][0](each) for each in logits[:-1]], axis=1)
+    predictions = np.stack([layer_logits.argmax(axis=1) for layer_logits in logits], axis=1)  # (N, L)
+    confidence = np.stack([MEASURES[measure][0](layer_logits) for layer_logits in logits[:-1]], axis=1)
     observed = Observed(confidence, predictions[:, :-1] == predictions[:, -1:], np.arange(len(held_out)))
     tokens, width = float(np.mean([len(ids) for ids in encoded.ids])), states.shape[2]
     head = 2 * width * classes + tokens * width  # a linear map, and the mean over tokens
@@ -179,7 +219,7 @@ def probe_rows(backbone: Backbone, encoded: Encoded, labels: np.ndarray | None, 
 def neighbours(train: np.ndarray, held_out: np.ndarray) -> np.ndarray:
     """Cosines of states (N, D) with the train states (M, D), after subtraction of the train mean: (N, M)."""
     centred = (states - train.mean(axis=0) for states in (held_out, train))
-    queries, keys = (each / np.maximum(np.linalg.norm(each, axis=1, keepdims=True), 1e-12) for each in centred)
+    queries, keys = (vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12) for vectors in centred)
     return queries @ keys.T
 
 
@@ -189,7 +229,7 @@ def linear_probe(train: np.ndarray, held_out: np.ndarray, labels: np.ndarray, cl
     States are standardised. The loss is the mean cross-entropy plus PENALTY / 2 times the sum of squared weights.
     """
     mean, std = train.mean(axis=0), np.maximum(train.std(axis=0), 1e-6)
-    x, queries, y = (torch.from_numpy(each) for each in ((train - mean) / std, (held_out - mean) / std, labels))
+    x, queries, y = (torch.from_numpy(array) for array in ((train - mean) / std, (held_out - mean) / std, labels))
     weight = x.new_zeros(x.shape[1], classes, requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")

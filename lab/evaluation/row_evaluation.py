@@ -209,7 +209,7 @@ def evaluate(
 
 def _constant_label(predicted: np.ndarray, task: Task) -> str | None:
     """The label that is predicted for all rows, if it is the same."""
-    named = not task.regression and not task.multi_label
+    named = not task.regression and not task.multi_label and not task.token_kind
     return task.label_names[int(predicted[0])] if named and (predicted == predicted[0]).all() else None
 
 
@@ -268,9 +268,9 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
     right = predicted == labels[:, None]
     entropies = np.stack([-entropy(each) for each in recorded.logits])
     was_right = np.maximum.accumulate(right, axis=1)
-    found = np.flatnonzero((was_right & ~right).any(axis=1))
+    overthought = np.flatnonzero((was_right & ~right).any(axis=1))
     return {
-        "share": len(found) / len(labels),
+        "share": len(overthought) / len(labels),
         "share_at_the_end": float((right.any(axis=1) & ~right[:, -1]).mean()),
         "rows": [
             {
@@ -283,6 +283,6 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
                     )
                 ],
             }
-            for row in found[:OVERTHOUGHT]
+            for row in overthought[:OVERTHOUGHT]
         ],
     }

@@ -10,6 +10,7 @@ is not trained, so training its layers or its heads may change the answer.
 
 Symbols:   N units, L layers; h: FLOPs of one head divided by FLOPs of one layer.
            saved = 1 - mean layers run / L; net of heads, 1 - mean (layers run + h heads read) / (L + h).
+           With a gate a unit reads one head.
 Not counted: computing the keys and values of layers that a token skips, and lower efficiency of smaller batches.
 """
 
@@ -70,7 +71,8 @@ class Savings(NamedTuple):
 def savings_at(observed: Observed, rule: Threshold, exits: tuple[int, ...], costs: Costs) -> Savings:
     """exits: the layer of each column of `observed`, then the last layer."""
     exit_index, agrees = replay(observed, rule)
-    layers, heads, last = np.array(exits)[exit_index].mean(), (exit_index + 1).mean(), exits[-1]
+    layers, last = np.array(exits)[exit_index].mean(), exits[-1]
+    heads = 1.0 if costs.read_once else (exit_index + 1).mean()
     net = 1 - (costs.start + layers + costs.head * heads) / (costs.start + last + costs.head)
     return Savings(float(agrees.mean()), float(1 - layers / last), float(net))
 
@@ -161,6 +163,7 @@ def suitability(probed: ProbeResult, seed: int = 0) -> dict:
         "oracle_net_saved": few_exits(Observed(settles * 1.0, settles, observed.groups), probed.costs)[1],
         "head_layers": probed.costs.head,
         "start_layers": probed.costs.start,
+        "read_once": probed.costs.read_once,
         "estimate": estimate(observed, every, probed.costs, seed),
         "few_exits": estimate(observed.take(~first), few, probed.costs, seed),
     }
@@ -180,9 +183,9 @@ def advice(answer: dict, count: int) -> str:
                 f"{most:.1%}, of the most frequent label {answer['majority']:.1%} (cut-off {CHANCE} standard errors "
                 f"more)."
             )
-    found = "no exit saves more than its head costs"
+    text = "no exit saves more than its head costs"
     if len(few["exits"]) > 1:
-        found = (
+        text = (
             f"exiting after layer {' or '.join(map(str, few['exits'][:-1]))} saves {few['net_saved']:.0%} "
             f"({few['net_low']:.0%} to {few['net_high']:.0%}) of the FLOPs, heads included, "
             f"and {few['kept']:.1%} agree with the last layer"
@@ -192,17 +195,17 @@ def advice(answer: dict, count: int) -> str:
     if cut > 0 and cut >= few["net_saved"]:
         return (
             f"Remove the upper layers instead: from layer {settle} of {layers} on, every layer agrees with the last "
-            f"for {TARGET_AGREEMENT:.0%} or more. To end the model there saves {cut:.0%} of the FLOPs; {found}."
+            f"for {TARGET_AGREEMENT:.0%} or more. To end the model there saves {cut:.0%} of the FLOPs; {text}."
         )
     cut_off = f"cut-off {MIN_SAVED:.0%} at the lower end"
     if few["net_low"] >= MIN_SAVED:
-        return f"Early exit should pay: {found}; {cut_off}."
+        return f"Early exit should pay: {text}; {cut_off}."
     if oracle >= MIN_ORACLE:
         return (
             f"Early exit may pay once exits are trained: an oracle would save {oracle:.0%} (cut-off {MIN_ORACLE:.0%}), "
-            f"but without training {found} ({cut_off})."
+            f"but without training {text} ({cut_off})."
         )
     return (
-        f"Early exit will hardly pay: without training {found} ({cut_off}), and an oracle would save only {oracle:.0%} "
+        f"Early exit will hardly pay: without training {text} ({cut_off}), and an oracle would save only {oracle:.0%} "
         f"(cut-off {MIN_ORACLE:.0%})."
     )

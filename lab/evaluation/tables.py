@@ -71,17 +71,17 @@ def sweep_table(rows: list[dict], score: str) -> str:
     return table(lines, headings)
 
 
-def controls_table(answer: dict, found: dict[str, dict]) -> str:
-    """The score of RAEE's plan and of its controls (methods/raee_controls.py). found: the controls by name."""
+def controls_table(answer: dict, controls: dict[str, dict]) -> str:
+    """The score of RAEE's plan and of its controls (methods/raee_controls.py). controls: by name."""
     names = {
         "knn_labels": "kNN label vote",
         "knn_weighted": "kNN label vote, weighted",
-        "best_single_layer": f"best single layer, {found['best_single_layer']['layer']}",
-        "random_layers": f"random layers, +- {found['random_layers']['spread']:.3f}",
+        "best_single_layer": f"best single layer, {controls['best_single_layer']['layer']}",
+        "random_layers": f"random layers, +- {controls['random_layers']['spread']:.3f}",
         "oracle": "oracle: earliest correct layer",
         "full_model": "full model",
     }
-    rows = [answer | {"name": answer["method"]}, *(found[key] | {"name": name} for key, name in names.items())]
+    rows = [answer | {"name": answer["method"]}, *(controls[key] | {"name": name} for key, name in names.items())]
     headings = {"name": "exit chosen by", "score": "score:.3f", "mean_layers": "mean layers:.2f"}
     note = "The layers of a kNN vote are those that compute its queries. Search in the index counts only as time."
     return f"\n{table(rows, headings)}\n{note}\n"
@@ -232,9 +232,9 @@ def writing_table(rows: list[dict], swept: bool) -> str:
         "layers_saved": "saved:.1%",
         "tokens_per_second": "tokens/s:.0f",
     }
-    own = table(rows, headings)
+    summary = table(rows, headings)
     others = [row | point for row in rows for point in row["curve"]]
-    return f"{own}\n\n{table(others, headings)}" if swept and others else own
+    return f"{summary}\n\n{table(others, headings)}" if swept and others else summary
 
 
 def heads_table(answer: dict) -> str:

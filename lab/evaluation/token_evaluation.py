@@ -193,8 +193,8 @@ def sweep(
 def agreement_and_depth(observed: Observed, rule: Threshold, exits: tuple[int, ...]) -> dict:
     """Agreement with the full model, by exit and end to end, and depth, of observed tokens under a rule."""
     outcome = replay(observed, rule)
-    found = {"agreement": agreement(observed, rule), "end_to_end": float(outcome.agrees.mean())}
-    return found | depth(outcome.exit_index, exits, exits[-1])
+    figures = {"agreement": agreement(observed, rule), "end_to_end": float(outcome.agrees.mean())}
+    return figures | depth(outcome.exit_index, exits, exits[-1])
 
 
 def at_equal_agreement(
@@ -241,9 +241,9 @@ def timed_decoding(
                 texts.append(text)
     answers = []
     for at, total in enumerate(np.median(seconds, axis=0).sum(axis=0)):
-        own = texts[at :: len(ways)]  # the loop above appends one text for each way, prompt by prompt
-        whole = [Text([*prompt, *text.tokens], len(prompt) - 1) for prompt, text in zip(prompts, own)]
-        layers = np.concatenate([text.layers_run for text in own])
+        way_texts = texts[at :: len(ways)]  # the loop above appends one text for each way, prompt by prompt
+        whole = [Text([*prompt, *text.tokens], len(prompt) - 1) for prompt, text in zip(prompts, way_texts)]
+        layers = np.concatenate([text.layers_run for text in way_texts])
         likeliest = record_texts(model, whole, progress="checking", last=False).logits[:, -1, 1]
         answers.append(
             {
@@ -288,7 +288,7 @@ def held_text(path: Path, run: Run, seed: int) -> list[Text]:
 def quality(run: Run, written: list[Generated], full: list[str], references: list[str]) -> dict[str, float]:
     """Mean Rouge-L against the full model's texts and against the references, and the mean depth of a token."""
     texts = decoded(run, written)
-    layers = float(np.mean([layers for each in written for layers in each.layers_run]))
+    layers = float(np.mean([layers for text in written for layers in text.layers_run]))
     return {
         "rouge_l": float(np.mean([rouge_l(*pair) for pair in zip(texts, full)])),
         "rouge_l_reference": float(np.mean([rouge_l(*pair) for pair in zip(texts, references)])),
@@ -299,7 +299,7 @@ def quality(run: Run, written: list[Generated], full: list[str], references: lis
 
 def decoded(run: Run, written: Sequence[Generated]) -> list[str]:
     """The generated texts as strings, without special tokens."""
-    return [run.tokenizer.backend.decode(each.tokens) for each in written]
+    return [run.tokenizer.backend.decode(text.tokens) for text in written]
 
 
 def measure_speed(points: list[tuple[dict, Callable[[], list[Generated]]]]) -> None:

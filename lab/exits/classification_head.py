@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from mini_ee.lab.backbones.activations import ACTIVATIONS
 from mini_ee.lab.backbones.backbone import Backbone
-from mini_ee.lab.exits.heads import ExitHead
+from mini_ee.lab.exits.heads import TOKENS, ExitHead
 from mini_ee.lab.exits.row_exits import RowExits
 
 HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": torch.tanh}
 
 
 class ClassificationHead(ExitHead):
-    """The own head of a `...ForSequenceClassification`, whose parts HeadLayout lists.
+    """The own head of a fine-tuned model, of texts or of tokens, whose parts HeadLayout lists.
 
     Raises ValueError for a backbone without such a head, or with an activation that is not known.
     """
@@ -26,11 +26,11 @@ class ClassificationHead(ExitHead):
                 f"expected a fine-tuned classifier, a ...ForSequenceClassification in config.json, found a "
                 f"{backbone.config.model_type} without classification head; `mini-ee train joint` trains one"
             )
-        layout, weights, _ = backbone.classification_head
+        layout, weights, *_ = backbone.classification_head
         if layout.activation not in HEAD_ACTIVATIONS:
             known = ", ".join(HEAD_ACTIVATIONS)
             raise ValueError(f"{layout.activation_key} must be one of {known}, found {layout.activation!r}")
-        if layout.pool not in ("first", "last", "mean"):
+        if layout.pool not in ("first", "last", "mean", TOKENS):
             raise ValueError(f"{layout.pool_key} must be cls or mean, found {layout.pool!r}")
         num_labels, width = weights["out.weight"].shape
         super().__init__(width, num_labels, layout.pool, layout.norm and backbone.exit_norm())

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.lab.backbones.backbone import Backbone
-from mini_ee.lab.registry import HEADS
+from mini_ee.lab.registry import HEADS, VOCABULARY_HEADS
 
+TOKENS = "tokens"  # the pool of a head for each token
 HEAD_DROPOUT = 0.1  # as in the published classifiers on BERT
 
 
 class ExitHead(nn.Module):
     """Dense layer, tanh, dropout and linear map on one vector per row: the first token, or the mean over tokens.
+
+    With the pool "tokens" they map each token, so that states are (B, T, D) and logits (B, T, C).
 
     dense is None for a linear head, which is faster: at batch size 1 the weights of a dense layer are loaded for every
     row. norm: applied to the tokens before pooling. A decoder needs one: its layers do not normalise their sums.
@@ -37,6 +40,11 @@ class ExitHead(nn.Module):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
 
+    @property
+    def only_pools(self) -> bool:
+        """Whether `state` has no weights, so that the states of a frozen backbone can be computed once."""
+        return self.norm is None and type(self).state is ExitHead.state
+
     def state(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """The vector of each row: hidden (B, T, D), mask from `padding_mask`; returns (B, D)."""
         return pooled(hidden if self.norm is None else self.norm(hidden), mask, self.pool)
@@ -45,7 +53,7 @@ class ExitHead(nn.Module):
         """FLOPs for one row of this length."""
         maps = [self.out] if self.dense is None else [self.dense, self.out]
         averaged = tokens * maps[0].in_features if self.pool == "mean" else 0
-        return 2.0 * sum(each.weight.numel() for each in maps) + averaged
+        return 2.0 * (tokens if self.pool == TOKENS else 1) * sum(each.weight.numel() for each in maps) + averaged
 
     def classify(self, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C)."""
@@ -77,14 +85,28 @@ def linear(head: ExitHead) -> ExitHead:
 
 def load_head(name: str) -> Callable[[ExitHead], ExitHead]:
     """The function of a kind of head: (an initialised ExitHead) -> its replacement. ValueError for an unknown name."""
-    if name not in HEADS:
-        raise ValueError(f"head must be one of {', '.join(HEADS)}, found {name!r}")
-    module, _, kind = HEADS[name].partition(":")
+    return _kind(name, HEADS)
+
+
+def load_vocabulary_head(name: str) -> Callable[[Backbone], nn.Module]:
+    """The same of a token's head: decoder -> a module with a `norm`, (..., D) -> logits (..., V) float32."""
+    return _kind(name, VOCABULARY_HEADS)
+
+
+def _kind(name: str, heads: dict[str, str]) -> Callable:
+    if name not in heads:
+        raise ValueError(f"head must be one of {', '.join(heads)}, found {name!r}")
+    module, _, kind = heads[name].partition(":")
     return getattr(import_module(module), kind)
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
-    """(B, T, D) -> (B, D): the first token, the last one, or the mean over tokens. Padding is on the right."""
+    """(B, T, D) -> (B, D): the first token, the last one, or the mean over tokens; or all of them as they are.
+
+    Padding is on the right.
+    """
+    if pool == TOKENS:
+        return hidden
     if pool == "first":
         return hidden[:, 0]
     if pool == "last":
@@ -106,10 +128,10 @@ def exit_heads(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool
     """A head for each exit of a backbone, with the norm that its states need.
 
     Exit 0 reads the embeddings, before the first layer: a fastText (Joulin et al. 2016, arXiv:1607.01759) in the model.
-    Its pool is always the mean, because the embedding of the first token is the same for every text. Raises ValueError
+    Its pool is the mean, because the embedding of the first token is the same for every text. Raises ValueError
     if the backbone does not support this pool, or for an exit 0 of a decoder.
     """
-    if pool not in backbone.poolings:
+    if pool not in (*backbone.poolings, TOKENS):
         allowed = " or ".join(backbone.poolings)
         raise ValueError(f"pool must be {allowed} for a {backbone.config.model_type}, got {pool!r}")
     if exits[0] == 0 and backbone.generates:
@@ -117,7 +139,7 @@ def exit_heads(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool
             f"exit 0 is for encoders, found a {backbone.config.model_type}: let --exits begin with 1 or more"
         )
     width = backbone.config.hidden_size
-    pools = ("mean" if layer == 0 else pool for layer in exits)
+    pools = ("mean" if layer == 0 and pool != TOKENS else pool for layer in exits)
     return nn.ModuleList(ExitHead(width, num_labels, each, backbone.exit_norm()) for each in pools)
 
 

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.lab.backbones.backbone import Backbone, LayerContext, Tensors, tensor_on
-from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tokenizer import Encoded, Inputs, batches
 from mini_ee.lab.exits.heads import ExitHead, exit_heads, load_head
 from mini_ee.lab.recording import Record, predictions, record
 from mini_ee.lab.segments import Segments
+from mini_ee.lab.token_tasks import FAR, SPAN, TokenTask
 
 if TYPE_CHECKING:
     from mini_ee.lab.data.tasks import Task
     from mini_ee.lab.exits.state_store import Allocate
+
+TRAINED_TOKENS = 16  # of each row, from which heads for tokens learn
 
 STATES_BATCH = 64  # rows in a batch without training
 
@@ -63,6 +65,7 @@ class ExitModel(nn.Module):
     unit = "rows"
     head = "dense"  # kind of its heads, see registry.HEADS
     multi_label = False  # whether an input may have several labels at once: each logit is of a sigmoid
+    token_task: TokenTask | None = None  # if tokens have labels; then states are (B, T, D), logits (B, T, C)
     holds_backbone = True  # a run on disk contains the backbone, because it is fine-tuned; else only its name
 
     def use_heads(self, name: str) -> None:
@@ -74,6 +77,9 @@ class ExitModel(nn.Module):
                     setattr(module, place, kind(child))
             if isinstance(module, ExitModel):  # this model, or one in a cascade
                 module.head = name
+
+    def begin(self, train: Any) -> None:
+        """Called before the first step of a training, with its training data."""
 
     def is_trainable(self, name: str) -> bool:
         """Whether a training may change the parameter of this name."""
@@ -142,6 +148,23 @@ class RowExits(ExitModel):
         """(B, D) -> logits (B, C) of exit k."""
         return self.heads[k].classify(state)
 
+    def some_tokens(self, states: Tensor, inputs: Inputs) -> Tensor:
+        """States (B, K, T, D) of a token_task -> those of TRAINED_TOKENS counted tokens of each row, (B, K, S, D).
+
+        They are evenly spread over the row; for a span, the other half is where the full model sees the likeliest ends.
+        """
+        counted = self.token_task.counted(inputs.input_ids, inputs.attention_mask)
+        rows = [places if len(places := np.flatnonzero(row)) else np.zeros(1, int) for row in counted]
+        even = TRAINED_TOKENS // 2 if self.token_task.kind == SPAN else TRAINED_TOKENS
+        chosen = np.stack([places[np.arange(even) * len(places) // even] for places in rows])
+        if self.token_task.kind == SPAN:
+            device = next(self.parameters()).device
+            ends = self.classify(len(self.exits) - 1, states[:, -1].to(device)).float().numpy(force=True)
+            likely = np.argsort(-np.where(counted[:, :, None], ends, FAR), axis=1)
+            likely = likely[:, np.arange(TRAINED_TOKENS // 4) % likely.shape[1]].reshape(len(likely), -1)
+            chosen = np.concatenate((chosen, likely), axis=1)
+        return torch.stack([row[:, some] for row, some in zip(states, torch.from_numpy(chosen))])
+
     def exit_logits(self, states: list[Tensor]) -> Tensor:
         """The policy's exit_logits at all exits but the last: (B, K - 1) float32."""
         return torch.stack([self.policy.exit_logit(k, state) for k, state in enumerate(states[:-1])], dim=1).float()
@@ -164,6 +187,18 @@ class RowState(NamedTuple):
         return RowState(self.hidden[index], self.context.keep(index))
 
 
+class TokenState(NamedTuple):
+    """The same of a token_task."""
+
+    hidden: Tensor
+    context: LayerContext
+    counted: np.ndarray  # (B, T) bool
+
+    def keep(self, rows: np.ndarray) -> "TokenState":
+        index = tensor_on(self.hidden.device, rows)
+        return TokenState(self.hidden[index], self.context.keep(index), self.counted[rows])
+
+
 class RowSegments(Segments):
     """The segments of a RowExits in eval mode."""
 
@@ -174,14 +209,17 @@ class RowSegments(Segments):
         self.model = model.eval()
         self.exits = model.exits
         self.starts = (0, *model.exits)
-        self.has_policy = model.policy is not None
+        self.has_policy, self.token_task = model.policy is not None, model.token_task
 
     def running(self) -> torch.inference_mode:
         """Without gradients. Entered once per batch: once per call would take noticeable time at batch size 1."""
         return torch.inference_mode()
 
-    def start(self, inputs: Inputs) -> RowState:
-        return RowState(self.model.backbone.embed(inputs), self.model.backbone.context(inputs))
+    def start(self, inputs: Inputs) -> RowState | TokenState:
+        state = RowState(self.model.backbone.embed(inputs), self.model.backbone.context(inputs))
+        if self.token_task is None:
+            return state
+        return TokenState(*state, self.token_task.counted(inputs.input_ids, inputs.attention_mask))
 
     def advance(self, k: int, state: RowState) -> RowState:
         hidden = self.model.backbone.run_layers(state.hidden, state.context, self.starts[k], self.exits[k])
@@ -190,6 +228,9 @@ class RowSegments(Segments):
     def read(self, k: int, state: RowState) -> np.ndarray:
         vector = self.model.heads[k].state(state.hidden, state.context.padding)
         return self.model.heads[k].classify(vector).float().numpy(force=True)
+
+    def counted(self, state: TokenState) -> np.ndarray:
+        return state.counted
 
     def exit_logit(self, k: int, state: RowState) -> np.ndarray:
         if not self.has_policy:
@@ -206,7 +247,9 @@ class RowSegments(Segments):
         layers += 0.0 if k else self.model.backbone.start_flops(tokens)
         return layers, self.model.heads[k].flops(tokens)
 
-    def state_flops(self, k: int) -> float:
+    def state_flops(self, k: int) -> float | None:
+        if self.token_task is not None:  # the rule reads the logits
+            return None
         return self.model.policy.flops if self.has_policy and k < len(self.exits) - 1 else 0.0
 
 
@@ -214,7 +257,7 @@ class RowSegments(Segments):
 
 
 class RowData(NamedTuple):
-    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression."""
+    """Encoded rows with their labels: (N,) int64 class indices, float32 for regression, RANKED for a ranking."""
 
     encoded: Encoded
     labels: np.ndarray
@@ -235,7 +278,7 @@ class RowData(NamedTuple):
     def batch(self, rows: np.ndarray, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
         """The inputs of a model's `states`, and the labels (B,)."""
         inputs = self.encoded.batch(rows)
-        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, self.labels[rows])
+        arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids, self.targets()[rows])
         *ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
         return tuple(ids), labels
 
@@ -256,7 +299,9 @@ class RowData(NamedTuple):
         if self.known is not None:
             columns, states = [self.known.layers.index(layer) for layer in model.exits], self.known.states
             states = states if len(columns) == states.shape[1] else states[:, columns]
-            return States(states, torch.from_numpy(self.labels), *self._about())
+            return States(states, torch.from_numpy(self.targets()), *self._about())
+        from mini_ee.lab.data.progress import tqdm  # imported here because only a training needs it
+
         if allocate is None:
             from mini_ee.lab.exits.state_store import in_memory as allocate
         device, stored = next(model.parameters()).device, None
@@ -266,19 +311,29 @@ class RowData(NamedTuple):
             if stored is not None and number < stored.done:
                 continue
             found = torch.stack([state.float().cpu() for state in model.states(*self.batch(rows, device)[0])], dim=1)
+            if model.token_task is not None:
+                found = model.some_tokens(found, self.encoded.batch(rows))
             stored = stored or allocate((len(self), *found.shape[1:]))
             stored.states[rows] = found
             stored.wrote(number + 1, last=number + 1 == len(batched))
-        return States(stored.states, torch.from_numpy(self.labels), *self._about())
+        return States(stored.states, torch.from_numpy(self.targets()), *self._about())
+
+    def targets(self) -> np.ndarray:
+        """The labels that a loss reads: those of a ranking without their queries."""
+        return self.labels["score"].copy() if self.labels.dtype.names else self.labels
 
     def _about(self) -> tuple:
         return self.order, self.steps, self.scores_of
 
     def recorded(self, model: RowExits, batch_size: int, progress: str) -> Record:
-        """The logits of all exits, and the labels. Nothing runs but the heads, if the states are known."""
-        segments, logits = model.segments(), None if self.known is None else self.states(model).logits(model)
+        """The logits of all exits, and the labels. Nothing runs but the heads, if the states are known.
+
+        Those of a token_task are not: its states are of some tokens. Its labels are what the last exit decides of all.
+        """
+        segments, known = model.segments(), self.known is not None and model.token_task is None
+        logits = self.states(model).logits(model) if known else None
         found = record(segments, self.encoded, batch_size, progress, segments.whole(), logits)
-        return found._replace(labels=self.labels)
+        return found._replace(labels=self.labels if model.token_task is None else found.logits[:, -1, 0])
 
 
 class Known(NamedTuple):
@@ -316,5 +371,5 @@ class States(NamedTuple):
 
     def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """The states of every exit, (N, D) each, and the labels (N,)."""
-        states, labels = self.states[units].to(device), self.labels[units].to(device)
+        states, labels = self.states[units].to(device).float(), self.labels[units].to(device)
         return list(states.unbind(dim=1)), labels

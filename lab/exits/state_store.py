@@ -1,4 +1,8 @@
-"""The states of many rows: in memory, or in a file if they do not fit, with which a killed training goes on."""
+"""The states of many rows or tokens: in memory, or in a file, with which a killed training goes on.
+
+Rows have a file if they do not fit in memory. Tokens always have one, in half precision: a large decoder reads them for
+minutes.
+"""
 
 import math
 import os
@@ -21,15 +25,15 @@ SAVED = 30  # seconds between two records of how many batches a file has
 
 
 class Stored:
-    """States (N, K, D) float32, to be written batch by batch; the first `done` batches are there already.
+    """States (N, K, D), to be written batch by batch; the first `done` batches are there already.
 
-    folder: of a file for them, if they do not fit in memory; None: in memory. key: the same for the same states.
-    Raises OSError if they fit neither in memory nor on the disk.
+    folder: of a file for them, if they do not fit in memory, or are of half precision; None: in memory. key: the same
+    for the same states. Raises OSError if they fit neither in memory nor on the disk.
     """
 
-    def __init__(self, shape: tuple[int, ...], folder: Path | None, key: str):
-        self.done, self._file, size = 0, None, 4 * math.prod(shape)
-        if folder is None or size <= IN_MEMORY * free_memory():
+    def __init__(self, shape: tuple[int, ...], folder: Path | None, key: str, dtype: type = np.float32):
+        self.done, self._file, size = 0, None, np.dtype(dtype).itemsize * math.prod(shape)
+        if folder is None or dtype == np.float32 and size <= IN_MEMORY * free_memory():
             self.states: Tensor = torch.empty(shape)
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +46,7 @@ class Stored:
                 f"{folder}: expected {size / 1e9:.1f} GB for hidden states that do not fit in memory, found "
                 f"{free / 1e9:.1f} GB; give fewer texts or fewer exits"
             )
-        self._file = np.memmap(path, np.float32, "r+" if same else "w+", shape=shape)
+        self._file = np.memmap(path, dtype, "r+" if same else "w+", shape=shape)
         self.states, self._saved = torch.from_numpy(self._file), time.monotonic()
 
     def wrote(self, batches: int, last: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.lab.backbones.generative import GenerativeBackbone
@@ -22,15 +23,21 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.exits.decoding import Generated, Step, gather
 from mini_ee.lab.exits.generation import TokenSegments, generate, token_weights
-from mini_ee.lab.exits.heads import OwnHead, VocabularyHead
+from mini_ee.lab.exits.heads import OwnHead, VocabularyHead, load_vocabulary_head
+from mini_ee.lab.exits.lens import EPS, fit_in_closed_form
 from mini_ee.lab.exits.lossless import DRAFT, generate_lossless
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
+from mini_ee.lab.exits.state_store import Allocate, in_memory
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import Never, Rule
 from mini_ee.lora_exits import LowRank
 
 TEXTS_BATCH = 16  # texts in a batch without training
 TOKENS_A_STEP = 256  # tokens at least, if a stage learns from states: a token is much less than a text
+CLOSED_FORM_TOKENS = 40_960  # from which the maps of lenses are fitted, unless all states are known
+PART = 512  # tokens whose logits are computed together, of known states
+OWN_HEADS = "own", "dense"  # `head` of a model with its method's heads; "dense" in runs of earlier versions
 NO_LABEL = -100  # label of the last position of a text; torch's cross_entropy ignores it
 
 
@@ -63,11 +70,13 @@ class TokenExits(ExitModel):
     """
 
     unit = "tokens"
+    head = "own"  # or a name in registry.VOCABULARY_HEADS
     holds_backbone = False  # a run on disk contains its name
     missing_kv = "copy_state"  # default of how keys and values of skipped layers are filled in
     segments_class = TokenSegments  # what decodes with its exits
     chooses_drafter = False  # whether lossless decoding chooses the exit that drafts, if none is named
     own_layers = False  # whether each exit before the last has a transformer layer, with a cache, of its own
+    gated = False  # whether its policy is a gate, which learns when all else is trained
 
     def __init__(
         self,
@@ -89,6 +98,23 @@ class TokenExits(ExitModel):
             self.adapters = nn.ModuleList(QueryValueAdapter(layer.qkv, rank, alpha) for layer in backbone.layers)
         self.policy = policy and policy(backbone.config.hidden_size, self.exits)
         self.folded: dict[str, Tensor] = {}  # adapters that were added to the decoder's weights
+
+    def use_heads(self, name: str) -> None:
+        """Replace the heads by those of this kind, and give the model a gate unless its method has a policy."""
+        if name in OWN_HEADS:
+            return
+        kind = load_vocabulary_head(name)
+        self.heads, self.head = nn.ModuleList(kind(self.backbone) for _ in self.exits[:-1]), name
+        self.gated = self.policy is None
+        if self.gated:
+            self.policy = PolicyNetworks(self.backbone.config.hidden_size, self.exits).to(self.backbone.device)
+
+    def begin(self, train: "TextData") -> None:
+        """Fit lenses in closed form, before they are trained."""
+        if self.head == "lens":
+            self.eval()
+            tokens = train if train.known else train.first(CLOSED_FORM_TOKENS)
+            fit_in_closed_form(self.heads, (states for states, _ in tokens.state_batches(self)))
 
     @property
     def num_labels(self) -> int:
@@ -202,8 +228,8 @@ class SharedExits(TokenExits):
         self.heads = nn.ModuleList(OwnHead(backbone) for _ in self.exits[:-1])
 
     def own_state(self) -> dict[str, Tensor]:
-        """Nothing: all that is trained is in the checkpoint."""
-        return {}
+        """What is not in the checkpoint: nothing, unless other heads were chosen."""
+        return {name: value for name, value in super().own_state().items() if not name.startswith("backbone.")}
 
 
 # ---- Training data ----
@@ -214,9 +240,21 @@ class TextData(NamedTuple):
 
     texts: Sequence[Text]
     every: bool = False
+    known: States | None = None  # of a model that stays as it is
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def sizes(self) -> np.ndarray:
+        """Of each text the number of tokens that count."""
+        return np.array([len(text.ids) - (0 if self.every else text.start + 1) for text in self.texts])
+
+    def first(self, tokens: int) -> "TextData":
+        """The first texts, as many as have this number of tokens together; all, if they have fewer."""
+        ends = np.cumsum(self.sizes())
+        count = int(np.searchsorted(ends, tokens)) + 1
+        known = self.known and token_states(*(each[: ends[:count][-1]] for each in self.known[:2]))
+        return TextData(self.texts[:count], self.every, known)
 
     def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
         """Indices of the texts of each batch; every text once, in an order drawn with the seed."""
@@ -247,33 +285,60 @@ class TextData(NamedTuple):
         With `every` the label is the prediction of the last exit. The dict is empty, see RowData.scores.
         """
         model.eval()
-        device, right, total = next(model.parameters()).device, np.zeros(len(model.exits)), 0
-        for rows in _in_turn(len(self.texts), batch_size):
-            inputs, labels = self.batch(rows, device)
-            predictions = [logits.argmax(-1) for logits in model(*inputs)]
+        right, total = np.zeros(len(model.exits)), 0
+        for states, labels in self.state_batches(model, batch_size=batch_size):
+            predictions = [model.classify(k, state).argmax(-1) for k, state in enumerate(states.unbind(dim=1))]
             labels = predictions[-1] if self.every else labels
             right += [int((each == labels).sum()) for each in predictions]
             total += len(labels)
         return (right / total).tolist(), {}
 
     @torch.no_grad()
-    def states(self, model: TokenExits) -> States:
-        """The states of all exits, in eval mode, at every token that counts."""
+    def state_batches(self, model: TokenExits, batch_size: int = TEXTS_BATCH) -> Iterator[tuple[Tensor, Tensor]]:
+        """The states of all exits at every token that counts, (n, K, D) float32, and the labels (n,), in parts."""
+        device = next(model.parameters()).device
+        for states, labels in zip(*(part.split(PART) for part in self.known[:2])) if self.known else ():
+            yield states.to(device).float(), labels.to(device)
+        for rows in () if self.known else _in_turn(len(self.texts), batch_size):
+            inputs, labels = self.batch(rows, device)
+            yield torch.stack(model.states(*inputs), dim=1), labels
+
+    @torch.no_grad()
+    def states(self, model: TokenExits, allocate: Allocate | None = None) -> States:
+        """The states of all exits, in eval mode, at every token that counts.
+
+        allocate: room for them. It may be of half precision, so each is divided by its root mean square then. The norm
+        of a head makes the same of both, but the largest numbers of a state, beyond 65,504, would be infinite.
+        """
+        if self.known is not None:
+            return self.known
         model.eval()
-        device, states, labels = next(model.parameters()).device, [], []
-        for rows in tqdm(_in_turn(len(self.texts), TEXTS_BATCH), desc="reading", unit="batch", delay=2):
+        device, stored, labels, end = next(model.parameters()).device, None, [], 0
+        batched = _in_turn(len(self.texts), TEXTS_BATCH)
+        for number, rows in enumerate(tqdm(batched, desc="reading", unit="batch", delay=2)):
             inputs, following = self.batch(rows, device)
-            states.append(torch.stack(model.states(*inputs), dim=1))
-            labels.append(following)
-        states, labels = torch.cat(states), torch.cat(labels)
+            labels.append(following.cpu())
+            begin, end = end, end + len(following)
+            if stored is not None and number < stored.done:
+                continue
+            found = torch.stack(model.states(*inputs), dim=1)
+            found = found if allocate is None else F.rms_norm(found, found.shape[-1:], eps=EPS)
+            stored = stored or (allocate or in_memory)((int(self.sizes().sum()), *found.shape[1:]))
+            stored.states[begin:end] = found.cpu()
+            stored.wrote(number + 1, last=number + 1 == len(batched))
+        return token_states(stored.states, torch.cat(labels))
 
-        def steps(batch_size: int) -> int:
-            return -(-len(labels) // max(batch_size, TOKENS_A_STEP))
 
-        def order(batch_size: int, seed: int) -> Iterator[np.ndarray]:
-            return iter(np.array_split(np.random.default_rng(seed).permutation(len(labels)), steps(batch_size)))
+def token_states(states: Tensor, labels: Tensor) -> States:
+    """The States of tokens: (N, K, D), (N,)."""
 
-        return States(states, labels, order, steps)
+    def steps(batch_size: int) -> int:
+        return -(-len(labels) // max(batch_size, TOKENS_A_STEP))
+
+    def order(batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        return iter(np.array_split(np.random.default_rng(seed).permutation(len(labels)), steps(batch_size)))
+
+    return States(states, labels, order, steps)
 
 
 def _in_turn(count: int, size: int) -> list[np.ndarray]:
@@ -329,7 +394,8 @@ def record_texts(
     layers = 2.0 * (layer + 2 * attention * (position + 1))  # a token attends to position + 1 tokens
     of_heads = 2.0 * head + np.outer(layers, [*[model.own_layers] * (len(passes) - 1), False])
     flops = np.stack([np.outer(layers, passes), of_heads], axis=2)
-    recorded = Recorded(model.exits, answers, flops, passes, columns)
+    decides = None if model.policy is None else [*[model.policy.flops] * (len(passes) - 1), 0.0]
+    recorded = Recorded(model.exits, answers, flops, passes, columns, decides)
     return Record(recorded, answers, flops[:, :, 0].sum(1) + 2.0 * head, groups)
 
 

@@ -1,8 +1,9 @@
-"""`mini-ee add-exits`: a fine-tuned classifier with exits, from text without labels. The model itself stays as it is.
+"""`mini-ee add-exits`: a fine-tuned model with exits, from text without labels. The model itself stays as it is.
 
 Its own head is the last exit, so an example that does not exit early gets the model's own logits. Heads after earlier
 layers learn what the model predicts, by the method of the registry that keeps the model (`keeps_model`). Held-out texts
-choose the thresholds, and other held-out texts test the agreement with the model.
+choose the thresholds, and other held-out texts test the agreement with the model. If the model labels tokens, a text
+agrees when all of them have the model's labels; if it answers questions, when the span of the answer is the same.
 
 If exits save hardly any time, it says so: summary.json has `pays` false, and nothing is exported.
 
@@ -16,16 +17,18 @@ If exits save hardly any time, it says so: summary.json has `pays` false, and no
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
 from mini_ee.lab.backbones.adapter import tokenizer_folder
-from mini_ee.lab.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names
+from mini_ee.lab.backbones.fine_tuned import is_multi_label, is_sentence_encoder, label_names, token_kind_of
 from mini_ee.lab.backbones.hub import read_config
 from mini_ee.lab.backbones.sentence_encoder import sentence_modules
 from mini_ee.lab.data.files import check_folder, read_json, write_bytes, write_json
 from mini_ee.lab.data.model_files import changed_files, model_sha256s
+from mini_ee.lab.data.rankings import queries_of, rankable, ranked
 from mini_ee.lab.data.sentence_files import is_setfit
 from mini_ee.lab.data.tasks import LISTED_LABELS, Split, Task
 from mini_ee.lab.data.tokenizer_config import NO_LIMIT, own_max_length
@@ -46,6 +49,7 @@ from mini_ee.lab.export.writer import export
 from mini_ee.lab.recording import predictions, record
 from mini_ee.lab.registry import METHODS
 from mini_ee.lab.statistics import share_interval
+from mini_ee.lab.token_tasks import LABELS, SPAN
 from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
 from mini_ee.lab.training.method import load_method
 from mini_ee.lab.training.run_folder import Run, is_run, load_run, training_folder, versions, write_rule
@@ -76,8 +80,9 @@ def add_exits(
 ) -> Run:
     """Train heads on a fine-tuned classifier or regression, choose thresholds, export, verify; all goes to `out`.
 
-    model: a Hugging Face folder of a ...ForSequenceClassification, or of a sentence encoder (encoder_exits.py). texts:
-    like those that the model will read; pairs if it reads pairs. labels: of the texts, their names or numbers, only for
+    model: a Hugging Face folder of a ...ForSequenceClassification, ...ForTokenClassification or
+    ...ForQuestionAnswering, or of a sentence encoder (encoder_exits.py). texts: like those that the model will read;
+    pairs if it reads pairs, such as a question and its context. labels: of the texts, their names or numbers, only for
     max_loss. options: the fields of AddOptions.
     Called again, it continues an interrupted call. Returns the run; the summary is out/summary.json, and out/exported
     is not there if `pays` is false in it. Raises WrongArguments for a model without a classification head, for too few
@@ -92,17 +97,21 @@ def add_exits(
     check_folder(model)
     encodes = is_sentence_encoder(model)
     names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
+    kind = "" if encodes else token_kind_of(model)
     check_options(options, labels, encodes)
-    numbers = _numbers(labels, names, several, required, len(texts))
+    _check_numbers(model, required, names or encodes)
+    numbers = _numbers(labels, names, several or bool(kind), required, len(texts))
     rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
     if (different := len(set(rows))) < LEAST_TEXTS:
         raise WrongArguments(
             f"expected at least {LEAST_TEXTS} different texts like those that the model will read, found {different}; "
             f"about 1,000 give a useful result, 10,000 a good one"
         )
-    if required.tolerance is not None and names:
-        raise WrongArguments(f"{model}: --tolerance is for a model that predicts a number; this one predicts classes")
-    task = encoder_task(rows) if encodes else _task(names, tuple(rows), several, numbers)
+    if required.top_k is not None:
+        rows = [*compress(rows, rankable(rows, required.top_k, say, LEAST_TEXTS))]
+    if kind:
+        _check_rows(model, kind, rows)
+    task = encoder_task(rows) if encodes else _task(names, tuple(rows), several, numbers, required.top_k, kind)
     inputs = {"seed": seed, "texts": task.split("train").sha256(), "files": model_sha256s(model)}
     compared = _begin(out, inputs, required, lambda: _compared(model, task, out, required))
     say(compared)
@@ -118,8 +127,9 @@ def _exits_of_classifier(
     model: Path, task: Task, out: Path, required: AddOptions, seed: int, say: Callable[[str], None]
 ) -> tuple[Run, dict]:
     """Train the heads, choose thresholds, export, verify, measure. Returns the run and the summary."""
-    rows = len(task.split("train"))
-    count = max(int(TRAINED * rows), rows - 2 * TEST_ROWS)
+    rows = task.split("train").texts
+    units = len(rows) if task.top_k is None else int(queries_of(rows).max()) + 1
+    count = max(int(TRAINED * units), units - 2 * TEST_ROWS)
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, count, required, seed, say)
     test = split_rows(task, seed, count).test
     summary = _summary(run, test, required)
@@ -137,6 +147,15 @@ def _exits_of_classifier(
     if can_draw():
         draw_agreement(out / "curve.png", summary)
     return run, summary
+
+
+def _check_numbers(model: Path, required: AddOptions, other: object) -> None:
+    """Raise WrongArguments for an option of models that predict a number. other: whether this model does not."""
+    for flag, given in (("--tolerance", required.tolerance), ("--top-k", required.top_k)):
+        if given is not None and other:
+            raise WrongArguments(f"{model}: {flag} is for a model that predicts a number; this one predicts classes")
+    if required.top_k is not None and required.tolerance is not None:
+        raise WrongArguments("--top-k counts queries that keep their best texts, --tolerance numbers: give one of them")
 
 
 def _numbers(labels, names: tuple[str, ...], several: bool, required: AddOptions, count: int) -> Sequence[int]:
@@ -159,11 +178,29 @@ def _numbers(labels, names: tuple[str, ...], several: bool, required: AddOptions
     return numbers
 
 
-def _task(names, rows: tuple[tuple[str, ...], ...], multi_label: bool = False, numbers: Sequence[int] = ()) -> Task:
+def _check_rows(model: Path, kind: str, rows: list[tuple[str, ...]]) -> None:
+    """Raise WrongArguments unless there is one text in a row whose tokens are labelled, or a question and a context."""
+    expected, found = 1 + (kind == SPAN), len(rows[0])
+    if found != expected:
+        what = "pairs, a question and its context" if kind == SPAN else "one text a row, whose tokens have labels"
+        raise WrongArguments(
+            f"{model}: a model for {kind} reads {what}, found {found} text{'s' * (found > 1)} in a row"
+        )
+
+
+def _task(
+    names,
+    rows: tuple[tuple[str, ...], ...],
+    multi_label: bool = False,
+    numbers: Sequence[int] = (),
+    top_k: int | None = None,
+    kind: str = "",
+) -> Task:
     """The texts as a task, whose labels the training fills in if there are none."""
     labels = np.array(numbers or (0,) * len(rows), np.int64 if names else np.float32)
     metrics = ("accuracy",) if names else ("pearson",)
-    return Task("texts", names, metrics, {"train": Split(rows, labels)}, multi_label=multi_label)
+    kinds = {"multi_label": multi_label, "top_k": top_k, "token_kind": kind}
+    return Task("texts", names, metrics, {"train": Split(rows, labels)}, **kinds)
 
 
 def _begin(out: Path, inputs: dict, required: AddOptions, compare: Callable[[], str]) -> str:
@@ -230,7 +267,8 @@ def _measured(run: Run, runtime: Runtime, task: Task, test: Split, labelled: boo
     different = runtime.encode(tuple(place))
     recorded = record(runtime.segments(), different, 1, "test texts", runtime.whole_model())
     recorded = recorded.take(np.array([place[text] for text in test.texts]))
-    recorded = recorded._replace(labels=predictions(recorded.logits[:, -1], task))  # the model's own
+    own = predictions(recorded.logits[:, -1], task)
+    recorded = recorded._replace(labels=own if task.top_k is None else ranked(own, test.texts))
     task = replace(task, tolerance=run.metrics["tolerance"])
     found = evaluate(runtime, run.rule, recorded, task, runtime.encode(test.texts), 1)
     predicted = predictions(recorded.replay(run.rule).logits, task)
@@ -239,11 +277,12 @@ def _measured(run: Run, runtime: Runtime, task: Task, test: Split, labelled: boo
     if labelled:
         worse &= recorded.labels == test.labels
     level = 2 * run.config["training"]["confidence"] - 1  # its lower end is one-sided at the confidence
-    bound = share_interval(len(test) - int(worse.sum()), len(test), level)[0]
+    bound = share_interval(int((~worse).sum()), len(worse), level)[0]
     return {
         **{name: float((each == test.labels).mean()) for name, each in accuracies.items()},
         "agreement": found["score"],
-        "agreement_interval": share_interval(round(found["score"] * len(test)), len(test)),
+        "agreement_interval": share_interval(round(found["score"] * len(worse)), len(worse)),
+        **({} if task.top_k is None else {"queries": len(worse)}),
         **({"loss_bound": 1 - bound} if labelled else {"agreement_bound": bound}),
         **{key: found[key] for key in ("mean_layers", "layers_saved", "exit_counts", "flops_ratio", "speedup")},
         "per_exit_agreement": found["per_exit_accuracy"],
@@ -266,8 +305,10 @@ def _summary(run: Run, test: Split, required: AddOptions) -> dict:
         "guarantee": run.config["guarantee"],
         "rows_needed": run.metrics["rows_needed"],
         "tolerance": run.metrics["tolerance"],
+        **({"top_k": required.top_k} if required.top_k is not None else {}),
         "majority_warning": run.metrics["majority_warning"],
         **({"multi_label": True} if run.multi_label else {}),
+        **({"tokens": run.token_task.kind} if run.token_task else {}),
         **{key: tested[key] for key in ("rule", "agreement", "layers_saved", "net_saved", "head_layers", "curve")},
         "versions": versions(),
     }
@@ -280,6 +321,10 @@ def line_of(summary: dict) -> str:
     layers, labelled = summary["exits"][-1], "max_loss" in summary
     within = f" within {summary['tolerance']:.3g}" if summary["tolerance"] is not None else ""
     within = " in every label" if summary.get("multi_label") else within
+    of_tokens = {LABELS: " in the label of every token", SPAN: " in the answer's span"}
+    within = of_tokens.get(summary.get("tokens"), within)
+    within = f" about the top {summary['top_k']}" if "top_k" in summary else within
+    unit = "queries" if "top_k" in summary else "texts"
     if not summary["pays"]:
         if labelled:
             metric, least = "accuracy", summary["full_accuracy"] - summary["max_loss"]
@@ -291,20 +336,23 @@ def line_of(summary: dict) -> str:
         found = f"no thresholds that {budget} save time"
         if (most := max(enough, default=0)) > 0:
             found = f"thresholds that {budget} save at most {most:.1%} of the time"
-        more = f"; about {summary['rows_needed']:,} test texts may show more" if summary["rows_needed"] else ""
+        more = f"; about {summary['rows_needed']:,} test {unit} may show more" if summary["rows_needed"] else ""
         return f"Early exit does not pay here: {found}, heads included{more}. The model is left as it is."
     wanted = f"a loss of {summary['max_loss']:.1%}" if labelled else f"{summary['required_agreement']:.1%}"
     guarantee = f"{'at most' if labelled else 'at least'} {wanted} with {summary['confidence']:.0%} confidence"
     if summary["guarantee"] is None:
         needed = summary["rows_needed"]
-        more = f"; about {needed:,} test texts would do" if needed else ""
+        more = f"; about {needed:,} test {unit} would do" if needed else ""
         guarantee = f"{bound_of(summary)}; {wanted} is not guaranteed{more}"
     agrees = f"Agrees with the original{within} on {summary['agreement']:.1%} of "
+    if "top_k" in summary:
+        agrees = f"Keeps the top {summary['top_k']} of the original for {summary['agreement']:.1%} of "
     if labelled:
         agrees = f"Its accuracy is {summary['accuracy']:.1%}, that of the original {summary['full_accuracy']:.1%}, on "
     return (
-        f"{agrees}{summary['texts']['tested']:,} test texts ({guarantee}). It saves {summary['layers_saved']:.1%} of "
-        f"the {layers} layers and is {summary['speedup']:.2f} times as fast at batch size 1."
+        f"{agrees}{summary.get('queries', summary['texts']['tested']):,} test {unit} ({guarantee}). It saves "
+        f"{summary['layers_saved']:.1%} of the {layers} layers and is {summary['speedup']:.2f} times as fast at batch "
+        f"size 1."
     )
 
 
@@ -327,6 +375,11 @@ def card(summary: dict) -> str:
     )
     texts, held_out = summary["texts"], f"{summary['texts']['held_out']:,} others"
     tested = f"{held_out} chose the exits and proposed thresholds, and {texts['tested']:,} tested them"
+    drawn = "texts like these, drawn like the lines of their files: a text that stands there often counts as\noften"
+    if "top_k" in summary:
+        drawn = f"queries like these, with as many texts; the order among the top {summary['top_k']} may change"
+    monitoring = "`mini-ee serve exported --shadow .05` watches the agreement in service.\n"
+    monitoring = "" if summary["tolerance"] is not None or "top_k" in summary else monitoring
     if summary["guarantee"] is None:
         tested = f"{held_out} chose the exits. No thresholds passed the test on {texts['tested']:,} more, so these"
         tested += " chose the thresholds, too: the confidence bound above does not count this choice"
@@ -342,7 +395,5 @@ different texts without labels. {tested}.
 |---|---|---|
 {rows}
 
-The agreement holds for texts like these, drawn like the lines of their files: a text that stands there often counts as
-often. A guarantee is for one call: the best of several calls on the same texts has none.
-`mini-ee serve exported --shadow .05` watches the agreement in service.
-"""
+The agreement holds for {drawn}. A guarantee is for one call: the best of several calls on the same texts has none.
+{monitoring}"""

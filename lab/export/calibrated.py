@@ -22,10 +22,10 @@ from mini_ee.lab.rule_inputs import runtime_values, served_by
 from mini_ee.lab.rules import Policy, Rule, rule_from_dict
 
 
-def check_calibratable(runtime: Runtime, conformal: bool) -> None:
+def check_calibratable(runtime: Runtime, conformal: bool, ranks: bool) -> None:
     """Raises WrongArguments if the thresholds of an export cannot be replaced, or if onnx is not installed.
 
-    conformal: the guarantee, which a policy can have too.
+    conformal: the guarantee, which a policy can have too. ranks: whether the guarantee is about the top k of a query.
     """
     config, folder = runtime.config, runtime.folder
     if not find_spec("onnx"):
@@ -33,17 +33,23 @@ def check_calibratable(runtime: Runtime, conformal: bool) -> None:
     if runtime.generates or runtime.embeds:
         kind = "a decoder" if runtime.generates else "a sentence encoder"
         raise WrongArguments(f"{folder}: expected a classifier, found {kind}; calibrate its run, then export again")
-    if not runtime.label_names:
-        raise WrongArguments(f"{folder}: expected a classifier, found a regression, which has no confidence")
+    if ranks and (runtime.label_names or runtime.num_texts != 2):
+        raise WrongArguments(f"{folder}: --top-k is for a reranker, which gives a pair of texts one number")
+    if not ranks and not runtime.label_names:
+        advice = "; give --top-k if it ranks texts" if runtime.num_texts == 2 else ""
+        raise WrongArguments(f"{folder}: expected a classifier, found a regression, which has no confidence{advice}")
     if len(runtime.exits) == 1:
         raise WrongArguments(f"{folder}: has one exit, so there is nothing to calibrate")
     if "model_web" in config["graphs"]:
         raise WrongArguments(f"{folder}: its page contains the thresholds; calibrate the run, then export again")
     rule = rule_from_dict(config["rule"])
     if not config.get("rule_in_graph", True) or THRESHOLD not in runtime_values(rule, len(runtime.exits) - 1):
-        found = f"found the rule {rule.name}"
+        found, options = (
+            f"found the rule {rule.name}",
+            "--threshold 0 --measure low_score" if ranks else "--threshold .9",
+        )
         raise WrongArguments(
-            f"{folder}: expected a graph with thresholds, {found}; export the run with --threshold .9, then calibrate"
+            f"{folder}: expected a graph with thresholds, {found}; export the run with {options}, then calibrate"
         )
     if isinstance(rule, Policy) and not conformal:
         raise WrongArguments(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mini_ee.lab.confidence import NUMBER_MEASURES
 from mini_ee.lab.export.engine import Engine, calibrated_engine
+from mini_ee.lab.token_tasks import LABELS, SPAN
 
 CARD = "README.md"
 
@@ -16,27 +18,39 @@ KINDS = {
     "prompts": "A text classifier, which reads texts through a prompt,",
     "embeddings": "A sentence encoder",
     "tokens": "A language model",
+    LABELS: "A token classifier",
+    SPAN: "A model that answers a question by a span of its context",
 }
-"""Unit of a folder -> what it is."""
+"""Kind of a folder -> what it is. The kind is its unit, or what it decides about tokens."""
 
 HUB = {
     "rows": ("text-classification", "transformers.js"),
     "prompts": ("text-classification", "onnx"),
     "embeddings": ("sentence-similarity", "sentence-transformers"),
     "tokens": ("text-generation", "onnx"),
+    LABELS: (LABELS, "transformers.js"),
+    SPAN: (SPAN, "transformers.js"),
 }
-"""Unit of a folder -> its task and the library that loads it, as Hugging Face's Hub names them."""
+"""Kind of a folder -> its task and the library that loads it, as Hugging Face's Hub names them."""
+
+PYTHON = """from optimum.onnxruntime import ORTModelFor%s
+from transformers import AutoTokenizer, pipeline
+
+model, tokenizer = ORTModelFor%s.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
+print(pipeline("%s", model=model, tokenizer=tokenizer)(%s))"""
+JAVASCRIPT = """import { pipeline } from "@huggingface/transformers";
+
+console.log(await (await pipeline("%s", "DIR"))(%s));"""
 
 CLIENTS = {
     "rows": (
-        """from optimum.onnxruntime import ORTModelForSequenceClassification
-from transformers import AutoTokenizer, pipeline
-
-model, tokenizer = ORTModelForSequenceClassification.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
-print(pipeline("text-classification", model=model, tokenizer=tokenizer)("A text."))""",
-        """import { pipeline } from "@huggingface/transformers";
-
-console.log(await (await pipeline("text-classification", "DIR"))("A text."));""",
+        PYTHON % (*["SequenceClassification"] * 2, "text-classification", '"A text."'),
+        JAVASCRIPT % ("text-classification", '"A text."'),
+    ),
+    LABELS: (PYTHON % (*["TokenClassification"] * 2, LABELS, '"A text."'), JAVASCRIPT % (LABELS, '"A text."')),
+    SPAN: (
+        PYTHON % (*["QuestionAnswering"] * 2, SPAN, 'question="A question?", context="A text."'),
+        JAVASCRIPT % (SPAN, '"A question?", "A text."'),
     ),
     "embeddings": (
         """from sentence_transformers import SentenceTransformer
@@ -47,15 +61,17 @@ print(SentenceTransformer("DIR", backend="onnx").encode("A text."))""",
 console.log(await (await pipeline("feature-extraction", "DIR"))("A text.", { pooling: "cls" }));""",
     ),
 }
-"""Unit of a folder -> the same in Python (optimum-onnx; sentence-transformers) and in JavaScript (transformers.js)."""
+"""Kind of a folder -> the same in Python (optimum-onnx; sentence-transformers) and in JavaScript (transformers.js)."""
 
 COMMANDS = {
     "tokens": ('echo "Once upon a time" | mini-ee run DIR', '{"text": "Once upon a time"}', "/generate"),
     "embeddings": ('echo "A text." | mini-ee run DIR', '{"input": "A text."}', "/v1/embeddings"),
+    LABELS: ('echo "A text." | mini-ee run DIR', '{"inputs": "A text."}', "/predict_tokens"),
 }
 ANSWERS = ('echo "A text." | mini-ee run DIR', '{"text": "A text."}', "/classify")
 PAIRS = (r"printf 'A text.\tAnother.\n' | mini-ee run DIR", '{"text": "A text.", "text_b": "Another."}', "/classify")
-"""Of a unit: the command for one text, the body of a request, and its path."""
+RANKING = (PAIRS[0], '{"query": "A text.", "texts": ["Another.", "A third."]}', "/rerank")
+"""Of a kind: the command for one text, the body of a request, and its path."""
 
 
 def card(manifest: dict) -> str:
@@ -70,18 +86,30 @@ def card(manifest: dict) -> str:
 
 def _metadata(manifest: dict) -> str:
     """The block that Hugging Face's Hub reads."""
-    task, library = HUB[manifest["unit"]]
+    task, library = HUB[_kind(manifest)]
+    task = "text-ranking" if _ranks(manifest) else task
     about = (
         {"pipeline_tag": task, "library_name": library} | manifest.get("original", {}) | {"tags": "[onnx, early-exit]"}
     )
     return "\n".join(["---", *(f"{key}: {value}" for key, value in about.items()), "---"])
 
 
+def _ranks(manifest: dict) -> bool:
+    """Whether it gives a pair of texts one number."""
+    task = manifest.get("task", {})
+    return _kind(manifest) == "rows" and task.get("texts") == 2 and not task["label_names"]
+
+
+def _kind(manifest: dict) -> str:
+    return manifest.get("task", {}).get("tokens") or manifest["unit"]
+
+
 def _about(manifest: dict) -> str:
     backbone, labels = manifest["backbone"], manifest.get("task", {}).get("label_names", [])
     layers = manifest["exits"][-1]
-    text = f"{KINDS[manifest['unit']]} ({backbone.get('model_type', 'transformer')}, {layers} layers)"
-    text += f" with the labels {', '.join(labels[:20])}{', ...' * (len(labels) > 20)}" * bool(labels)
+    text = f"{KINDS[_kind(manifest)]} ({backbone.get('model_type', 'transformer')}, {layers} layers)"
+    named = bool(labels) and _kind(manifest) != SPAN
+    text += f" with the labels {', '.join(labels[:20])}{', ...' * (len(labels) > 20)}" * named
     opset = f"`onnx/model.onnx` has opset {manifest['opset']} and weights in {manifest['precision']}"
     return (
         f"{text}. It stops after the layer that a text needs. {opset}. Its licence is that of the model it came from."
@@ -128,6 +156,9 @@ def guarantee_line(manifest: dict) -> str:
     elif "cosine" in found:
         what = f"at least {found['epsilon']:.1%} of texts have a cosine of {found['cosine']:g} to the full embedding"
         what += f", with confidence {1 - found['delta']:.1%}"
+    elif "top_k" in found:
+        what = f"at least {1 - found['max_loss']:.1%} of queries keep the {found['top_k']} best texts of the full model"
+        what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} other queries"
     elif "delta" in found:
         what = (
             f"at each exit, at least {found['epsilon']:.1%} of the texts that are as confident have the prediction of"
@@ -146,10 +177,12 @@ def guarantee_line(manifest: dict) -> str:
 def _no_guarantee(manifest: dict) -> str:
     """How to get a guarantee; calibrated.check_calibratable refuses other exports."""
     graphs, row_unit = manifest["graphs"], manifest["unit"] not in ("tokens", "embeddings")
-    if row_unit and not manifest["task"]["label_names"] or len(manifest["exits"]) == 1:
+    ranks = _ranks(manifest) and manifest["rule"].get("measure") in NUMBER_MEASURES
+    if row_unit and not manifest["task"]["label_names"] and not ranks or len(manifest["exits"]) == 1:
         return "None."
     if row_unit and "threshold" in graphs["model"]["inputs"] and "model_web" not in graphs:
-        return "None: `mini-ee calibrate DIR --text FILE --epsilon .95 --delta .05` gives one."
+        top_k = " --top-k 10" * ranks
+        return f"None: `mini-ee calibrate DIR --text FILE{top_k} --epsilon .95 --delta .05` gives one."
     return "None: `mini-ee calibrate` gives its run one; then export the run again."
 
 
@@ -157,11 +190,13 @@ def _measured(manifest: dict) -> list[str]:
     lines = []
     if found := manifest.get("calibration"):
         source = ", ".join(str(found[key]) for key in ("task", "split") if found.get(key))
+        others, what = f"{found['rows_fresh']} other rows", "have the prediction of the last exit"
+        if "queries_fresh" in found:
+            others, what = f"{found['queries_fresh']} other queries", "keep the best texts of the last exit"
         lines.append(
             f"Calibrated on this graph with {found['rows_calibration']} rows of {source}, in batches of "
-            f"{found['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {found['rows_fresh']} others, "
-            f"{found['end_to_end']:.1%} have the prediction of the last exit, after {found['mean_layers']:.2f} layers "
-            f"on average."
+            f"{found['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {others}, "
+            f"{found['end_to_end']:.1%} {what}, after {found['mean_layers']:.2f} layers on average."
         )
     verified = manifest.get("verified")
     if verified:
@@ -179,11 +214,13 @@ def _measured(manifest: dict) -> list[str]:
 
 def _use(manifest: dict) -> str:
     pairs = manifest.get("task", {}).get("texts") == 2
-    line, body, path = COMMANDS.get(manifest["unit"], PAIRS if pairs else ANSWERS)
+    usual = RANKING if _ranks(manifest) else PAIRS if pairs else ANSWERS
+    line, body, path = COMMANDS.get(_kind(manifest), usual)
     engine = calibrated_engine(manifest)
     options = "" if engine == Engine() else f" {engine.options}"
     shadow = " --shadow .05" if manifest["unit"] in ("rows", "prompts") and manifest["task"]["label_names"] else ""
-    languages = () if pairs else zip(("python", "js"), CLIENTS.get(manifest["unit"], ()))
+    joined = pairs and _kind(manifest) != SPAN  # clients would have to join the two texts themselves
+    languages = () if joined else zip(("python", "js"), CLIENTS.get(_kind(manifest), ()))
     clients = [f"```{language}\n{code}\n```" for language, code in languages]
     commands = f"""```bash
 {line}{options}

@@ -33,7 +33,7 @@ MOST_EXITS = 7
 
 LOWEST = 0.1  # quantile of the cosines that is reported
 
-FOR_CLASSIFIERS = ("agreement", "max_loss", "confidence", "tolerance")
+FOR_CLASSIFIERS = ("agreement", "max_loss", "confidence", "tolerance", "top_k")
 FOR_ENCODERS = ("cosine", "prompt_name")
 
 

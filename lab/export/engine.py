@@ -28,7 +28,12 @@ class Engine(NamedTuple):
             return Runtime(folder, PROVIDERS[device], threads=threads, **settings)
         if device == "cuda":
             raise WrongArguments(f"--device cuda: expected cpu for --engine {self.engine}")
-        segments = import_module(ENGINES[self.engine]).open_segments(folder, self.precision, threads)
+        try:
+            module = import_module(ENGINES[self.engine])
+        except ModuleNotFoundError:
+            line = f"--engine {self.engine} needs its library: pip install 'mini-ee[{self.engine}]'"
+            raise WrongArguments(line) from None
+        segments = module.open_segments(folder, self.precision, threads)
         return Runtime(folder, segments=segments, threads=threads, **settings)
 
     @property

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from mini_ee.export.manifest import WEIGHTS
 from mini_ee.lab.backbones.families import layout_of
-from mini_ee.lab.backbones.fine_tuned import CLASSIFIES
+from mini_ee.lab.backbones.own_head import CLASSIFIES, TOKEN_HEADS
 from mini_ee.lab.data.files import write_bytes, write_json
+from mini_ee.lab.token_tasks import LABELS
 from mini_ee.lab.training.run_folder import Run
 
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -38,8 +39,9 @@ def _config(run: Run) -> dict:
     """The architecture, the sizes, and the names of labels."""
     backbone = run.model.backbone
     ending = {"tokens": backbone.head_architecture, "embeddings": "Model"}.get(run.unit, CLASSIFIES)
+    ending = TOKEN_HEADS[run.token_task.kind] if run.token_task else ending
     config = backbone.config.to_dict()
-    if ending == CLASSIFIES:
+    if ending in (CLASSIFIES, TOKEN_HEADS[LABELS]):
         names = run.label_names or ["LABEL_0"]  # the one of a regression
         config |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
     return config | {"architectures": [layout_of(backbone.config.model_type).architecture + ending]}

@@ -334,6 +334,7 @@ def _layer_norm(x: Value, shape, weight=None, bias=None, eps: float = 1e-5) -> V
 
 @lowers(F.rms_norm)
 def _rms_norm(x: Value, shape, weight=None, eps: float | None = None) -> Value:
+    weight = torch.ones(shape) if weight is None else weight
     return x.each("RMSNormalization", weight, epsilon=eps)
 
 

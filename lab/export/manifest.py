@@ -55,6 +55,8 @@ def _instead(folder: Path) -> str:
         return f"this is a run, export it first: mini-ee export {folder} --out DIR"
     if (exported := folder / "exported" / MANIFEST).is_file():
         return f"did you mean {exported.parent}?"
+    if (folder / "config.json").is_file() and not (folder / "onnx").is_dir():
+        return f"if this is a fine-tuned model, add exits first: mini-ee add-exits {folder} --text FILE"
     return f"expected a folder that `mini-ee export` wrote{how_to_download(folder)}"
 
 

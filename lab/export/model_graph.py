@@ -9,6 +9,8 @@
     exit_at                         (B,) or (1,) int64: index of the exit of a row; negative: the rule decides
  -> logits (B, C), label (B,), confidence (B,), layers (B,); of a sentence encoder sentence_embedding (B, d) and layers
     labels (B, C) bool              instead of label, if a row may have several labels at once
+    logits (B, T, C), label (B, T)  if tokens have labels; confidence (B,) is then that of the least confident token
+    start_logits, end_logits        (B, T) instead of label, if a span of tokens answers a question
     last_hidden_state (B, T, d)     of a sentence encoder: the embedding of a text at each of its tokens, which clients
                                     that pool tokens in any way therefore get
     exit_logit (B,)                 if a policy decides
@@ -41,6 +43,7 @@ from mini_ee.lab.export.tracing import ArrayValue
 from mini_ee.lab.row_thresholds import THRESHOLD
 from mini_ee.lab.rule_inputs import runtime_inputs, runtime_values, with_runtime
 from mini_ee.lab.rules import Rule
+from mini_ee.lab.token_tasks import ENDS, LABELS, WEAKEST
 from mini_ee.rules import max_probability
 
 INFINITY = np.array(np.inf, np.float32)
@@ -66,6 +69,8 @@ class _ModelGraph:
         if self.decides and rule.needs == "exit_logit" and not compared:
             self.extra = ["exit_logit"]
         self.classes = segments.model.backbone.config.vocab_size if self.tokens else segments.model.num_labels
+        self.token_task = segments.token_task
+        self.axes = (self.classes,) if self.token_task is None else ("tokens", self.classes)  # of a row's logits
         memory: dict = {}
         if self.decides and rule.needs == "logits":  # one call in numpy shows whether the rule remembers earlier exits
             rule.stop(0, np.zeros((1, self.classes), np.float32), memory)
@@ -87,7 +92,9 @@ class _ModelGraph:
 
     def _write_labels(self, logits: str) -> None:
         g = self.g
-        if self.classes == 1:
+        if self.token_task is not None:
+            self._write_token_labels(g.array(logits, "batch", *self.axes))
+        elif self.classes == 1:
             g.output("label", g.op("Squeeze", logits, g.integers(1)), "batch", dtype=np.float32)
         else:
             values, several = g.array(logits, "batch", self.classes), self.segments.model.multi_label
@@ -97,6 +104,16 @@ class _ModelGraph:
                 g.output("label", g.op("ArgMax", logits, axis=1, keepdims=0), "batch", dtype=np.int64)
             confidence = weakest_label(values) if several else max_probability(values)
             g.output("confidence", confidence.name, "batch", dtype=np.float32)
+
+    def _write_token_labels(self, logits: ArrayValue) -> None:
+        g, inputs = self.g, self.g.inputs()
+        if self.token_task.kind == LABELS:
+            g.output("label", logits.argmax(axis=2).name, "batch", "tokens", dtype=np.int64)
+        else:
+            for at, end in enumerate(ENDS):
+                g.output(f"{end}_logits", logits[..., at].name, "batch", "tokens", dtype=np.float32)
+        counted = self.token_task.counted(inputs.input_ids, inputs.attention_mask).numpy()
+        g.output("confidence", self.token_task.weakest(logits, counted).name, "batch", dtype=np.float32)
 
     def _write_tokens(self, embedding: str) -> None:
         g, tokens = self.g, self.g.shape(self.g.input("input_ids", "batch", "tokens"), 0, 2)
@@ -194,15 +211,17 @@ class _ModelGraph:
             logits = self._logits_if(g.any(exits.name), k, state, rows)
             return self._exit_values(k, logits, rows, []), exits
         planned, (rule, inputs, least) = exit_at >= 0, self._rule_at(k, memory)  # no plan is negative, and below k
-        if rule.needs == "logits":
+        if rule.needs in ("logits", WEAKEST):
             evaluates = exits if least is None else exits & (planned | (least < np.inf))
             logits = self._logits_if(g.any(evaluates.name), k, state, rows)
-            read = g.array(logits, f"rows_{k}", self.classes)
+            read = g.array(logits, f"rows_{k}", *self.axes)
+            if rule.needs == WEAKEST:
+                read = self.token_task.weakest(read, state.counted.numpy())
         else:
             read = getattr(segments, rule.needs)(k, state)
             extra = [read.name] * len(self.extra)
         exits = exits & (planned | rule.stop(k, read, memory))
-        if rule.needs != "logits":
+        if rule.needs not in ("logits", WEAKEST):
             logits = self._logits_if(g.any(exits.name), k, state, rows)
         if self.compared:
             extra = [self._one_number(value.compared, rows) for value in inputs.values()]
@@ -217,11 +236,11 @@ class _ModelGraph:
     def _exit_values(self, k: int, logits: str, rows: str, extra: list[str]) -> list:
         g, axis = self.g, f"rows_{k}"
         layers = g.op("Expand", g.integers(self.segments.exits[k]), rows)
-        values = [g.value(logits, axis, self.classes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
+        values = [g.value(logits, axis, *self.axes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
         return values + [g.value(name, axis, dtype=np.float32) for name in extra]
 
     def _logits_if(self, condition: str, k: int, state, rows: str) -> str:
-        """Logits (B, C) of exit k if the condition () holds; else zeros, which nothing reads.
+        """Logits (B, C), or (B, T, C), of exit k if the condition () holds; else zeros, which nothing reads.
 
         If every exit starts from the embeddings, its layers run only here, together with its head.
         """
@@ -229,11 +248,12 @@ class _ModelGraph:
 
         def read() -> list:
             logits = segments.read(k, segments.advance(k, state) if self.starts_anew else state)
-            return [g.value(logits.name, "rows_read", self.classes, dtype=np.float32)]
+            return [g.value(logits.name, "rows_read", *self.axes, dtype=np.float32)]
 
         def nothing() -> list:
-            shape = g.op("Concat", rows, g.integers(self.classes), axis=0)
+            tokens = [] if self.token_task is None else [g.shape(g.input("input_ids", "batch", "tokens"), 1, 2)]
+            shape = g.op("Concat", rows, *tokens, g.integers(self.classes), axis=0)
             zeros = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), shape)
-            return [g.value(zeros, "rows_read", self.classes, dtype=np.float32)]
+            return [g.value(zeros, "rows_read", *self.axes, dtype=np.float32)]
 
         return g.either(condition, read, nothing)[0].name

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
+from openvino import opset13
 
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.export.manifest import blaming_manifest, read_manifest
 from mini_ee.lab.export.row_segments import OrtModel
 from mini_ee.lab.export.sessions import Graph
 from mini_ee.lab.row_thresholds import THRESHOLD
-
-try:
-    import openvino as ov
-    from openvino import opset13
-except ImportError:
-    raise WrongArguments("--engine openvino needs OpenVINO: pip install 'mini-ee[openvino]'") from None
 
 SIZES = {"exit_at": [-1], THRESHOLD: [-1, -1]}  # of the inputs that can change, -1 for any
 OWN = "patience"  # the input that cannot
@@ -34,8 +30,8 @@ class OpenVinoModel(OrtModel):
     def __init__(self, folder: Path, precision: str, threads: int):
         self._arguments = folder, precision, threads
         manifest = read_manifest(folder)
-        if manifest["unit"] == "tokens":
-            expected = f"{folder}: expected a classifier or a sentence encoder for --engine openvino, found a decoder"
+        if found := _other_kind(manifest):
+            expected = f"{folder}: expected a classifier or a sentence encoder for --engine openvino, found {found}"
             raise WrongArguments(f"{expected}; leave out --engine")
         with blaming_manifest(folder):
             super().__init__(folder, manifest, "CPU", threads, partial(OpenVinoGraph, precision=precision))
@@ -47,11 +43,20 @@ class OpenVinoModel(OrtModel):
 def open_segments(folder: str | Path, precision: str = "f32", threads: int = 0) -> OpenVinoModel:
     """The engine, for the argument `segments` of Runtime. precision: f32 or bf16. threads: of a batch (0: all cores).
 
-    Raises WrongArguments for a decoder, and what read_manifest raises.
+    Raises WrongArguments for a kind of export that OpenVINO does not run, and what read_manifest raises.
     """
     if precision == "bf16" and "BF16" not in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         print("OpenVINO emulates bf16, which this processor does not have: f32 is faster", file=sys.stderr)
     return OpenVinoModel(Path(folder), precision, threads)
+
+
+def _other_kind(manifest: dict) -> str | None:
+    """What an export is, if OpenVINO does not run it as ONNX Runtime does."""
+    if manifest["unit"] == "tokens":
+        return "a decoder"
+    if "whole" in manifest["graphs"]:
+        return "tokens that exit within a row, which OpenVINO orders in another way"
+    return None
 
 
 class OpenVinoGraph(Graph):
@@ -73,8 +78,8 @@ class OpenVinoGraph(Graph):
             self._compiled = _core().compile_model(model, provider, settings | threads_hint)
         except RuntimeError as error:
             raise ValueError(f"{path}: OpenVINO cannot load this graph: {_reason(error)}; leave out --engine") from None
-        ports = {each.get_any_name(): each.get_partial_shape() for each in self._compiled.outputs}
-        widths = {name: [_size(axis) for axis in list(shape)[-1:]] for name, shape in ports.items()}
+        ports = [(port, list(port.get_partial_shape())[-1:]) for port in self._compiled.outputs]
+        widths = {name: list(map(_size, axes)) for port, axes in ports for name in port.get_names()}  # often several
         names = {each.get_any_name() for each in self._compiled.inputs}
         super().__init__(names - self._defaults.keys(), widths)
         self._requests = threading.local()  # a request has buffers of its own

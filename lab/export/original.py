@@ -10,12 +10,16 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
+from mini_ee.lab.backbones.fine_tuned import token_kind_of
+from mini_ee.lab.backbones.own_head import CLASSIFIES, TOKEN_HEADS
 from mini_ee.lab.data.values import shortened
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.token_tasks import ENDS
 
 COMPARED, LARGEST = 64, 1e-3
 """Texts that are compared, and the largest difference of an output; `_allowed` scales it."""
@@ -42,13 +46,18 @@ def compared_texts(texts: Sequence[Row]) -> list[Row]:
 
 
 def compare(
-    model: Path, texts: Sequence[Row], outputs: np.ndarray, limit: int, encodes: bool, prompt_name: str | None = None
+    model: Path,
+    texts: Sequence[Row],
+    outputs: Sequence[np.ndarray],
+    limit: int,
+    encodes: bool,
+    prompt_name: str | None = None,
 ) -> str:
     """The largest difference between the original's outputs for these texts and ours, in a sentence.
 
-    outputs: (N, C), ours: the logits of a classifier, or the embeddings of an encoder. limit: the number of tokens
-    that the model can read. prompt_name: of an encoder (None: its default one). Without the library, or if it cannot
-    open the folder, the sentence says so.
+    outputs: (C,) of each text, ours: the logits of a classifier, or the embedding of an encoder; or the logits of its
+    tokens, (T, C). limit: the number of tokens that the model can read. prompt_name: of an encoder (None: its default
+    one). Without the library, or if it cannot open the folder, the sentence says so.
     Raises WrongArguments, with the text, if an output differs by more than `_allowed`.
     """
     library = "sentence-transformers" if encodes else "peft" if (model / ADAPTER).is_file() else "transformers"
@@ -65,15 +74,18 @@ def compare(
     ]
     try:
         with _quiet(), torch.inference_mode():
-            expected = read(module, model, texts, limit, outputs.shape[1])
+            expected = read(module, model, texts, limit, outputs[0].shape[-1])
     except Exception as error:  # of another library: any
         reason = str(error).strip().partition("\n")[0]
         return f"Not compared with {library}: {version} cannot read this folder ({shortened(reason or repr(error))})."
-    if expected.shape != outputs.shape:
-        found = f"{expected.shape[1]} outputs for a text, found {outputs.shape[1]} here"
-        raise WrongArguments(f"{model}: expected, as from {version}, {found}; nothing was trained")
-    difference = abs(expected - outputs).max(axis=1)
-    if not (difference <= _allowed(expected)).all():
+    for text, theirs, ours in zip(texts, expected, outputs, strict=True):
+        if theirs.shape != ours.shape:
+            found = f"{theirs.shape[-1]} outputs for a text, found {ours.shape[-1]} here"
+            if theirs.ndim > 1 and len(theirs) != len(ours):
+                found = f"{len(theirs)} tokens, found {len(ours)} here for {shortened(text)}"
+            raise WrongArguments(f"{model}: expected, as from {version}, {found}; nothing was trained")
+    difference = np.array([abs(theirs - ours).max() for theirs, ours in zip(expected, outputs)])
+    if not (difference <= _allowed(np.concatenate([np.atleast_2d(each) for each in expected]))).all():
         worst = int(np.nan_to_num(difference, nan=np.inf).argmax())
         raise WrongArguments(
             f"{model}: is read in another way than by {version}: outputs differ by {difference[worst]:.2g} for "
@@ -93,30 +105,39 @@ def _allowed(expected: np.ndarray) -> float:
     return float(LARGEST * min(max(1, size), max(spread, size / 100, 0.01)))
 
 
-def _logits(module: ModuleType, model: Path, texts: Sequence[Row], limit: int, outputs: int) -> np.ndarray:
-    """(N, C) float32 of a ...ForSequenceClassification."""
+def _auto_model(module: ModuleType, model: Path) -> Any:
+    """The class of transformers that opens a model with its head."""
+    return getattr(module, "AutoModel" + TOKEN_HEADS.get(token_kind_of(model), CLASSIFIES))
+
+
+def _logits(module: ModuleType, model: Path, texts: Sequence[Row], limit: int, outputs: int) -> list[np.ndarray]:
+    """The logits, float32, of a fine-tuned model."""
     tokenizer = module.AutoTokenizer.from_pretrained(str(model), local_files_only=True)
-    network = module.AutoModelForSequenceClassification.from_pretrained(str(model), local_files_only=True)
+    network = _auto_model(module, model).from_pretrained(str(model), local_files_only=True)
     return _of_network(network, tokenizer, texts, limit)
 
 
-def _adapted(module: ModuleType, model: Path, texts: Sequence[Row], limit: int, outputs: int) -> np.ndarray:
+def _adapted(module: ModuleType, model: Path, texts: Sequence[Row], limit: int, outputs: int) -> list[np.ndarray]:
     """The same of an adapter of peft, on the base model that it names."""
     transformers = import_module("transformers")
     base = module.PeftConfig.from_pretrained(str(model)).base_model_name_or_path
     source = model if (model / "tokenizer_config.json").is_file() else base
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-    network = transformers.AutoModelForSequenceClassification.from_pretrained(
-        base, local_files_only=True, num_labels=outputs
-    )
+    network = _auto_model(transformers, model).from_pretrained(base, local_files_only=True, num_labels=outputs)
     return _of_network(module.PeftModel.from_pretrained(network, str(model)), tokenizer, texts, limit)
 
 
-def _of_network(network, tokenizer, texts: Sequence[Row], limit: int) -> np.ndarray:
-    """The logits (N, C), text by text, so nothing depends on padding."""
+def _of_network(network, tokenizer, texts: Sequence[Row], limit: int) -> list[np.ndarray]:
+    """The logits of each text, (C,) or (T, C): text by text, so nothing depends on padding."""
     network, most = network.float().eval(), min(limit, tokenizer.model_max_length)
     rows = (tokenizer(*row, truncation=True, max_length=most, return_tensors="pt") for row in texts)
-    return np.concatenate([network(**row).logits.float().numpy(force=True) for row in rows])
+    return [_of_outputs(network(**row)).float().numpy(force=True)[0] for row in rows]
+
+
+def _of_outputs(found) -> torch.Tensor:
+    """The logits, or those of start and end side by side: (B, C) or (B, T, C)."""
+    ends = [getattr(found, f"{end}_logits", None) for end in ENDS]
+    return found.logits if ends[0] is None else torch.stack(ends, -1)
 
 
 def _embeddings(

@@ -21,6 +21,7 @@ from mini_ee.lab.export.manifest import output_of
 from mini_ee.lab.export.sessions import CARRIED, CPU, FOR_THE_NEXT, HIDDEN, Graph, GraphRule, Session
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.segments import BatchResult, Segments, check_finite
+from mini_ee.lab.token_tasks import TokenTask
 
 Opened = Callable[[Path, str, int], Graph]
 """(path, provider, threads) -> the graph."""
@@ -38,6 +39,7 @@ class OrtRows(Segments):
         self._manifest, self._output = manifest, output_of(manifest["unit"])
         self.has_policy = "exit_logit" in self.sessions[0].widths
         self.tokens_exit = "spent" in self.sessions[0].widths
+        self.token_task = TokenTask.of(manifest)
         for name, session in zip(graphs, self.sessions):
             wanted, (found,) = manifest["num_labels"], session.widths[self._output]
             if found != wanted:
@@ -113,8 +115,12 @@ class OrtModel(OrtRows):
     def _at(self, k: int, state: AtExit) -> dict[str, np.ndarray]:
         return self._run(state.inputs.take(state.rows), {"exit_at": np.array([k])})
 
-    def state_flops(self, k: int) -> float:
-        return self._manifest["state_flops"][k]
+    def counted(self, state: AtExit) -> np.ndarray:
+        inputs = state.inputs.take(state.rows)
+        return self.token_task.counted(inputs.input_ids, inputs.attention_mask)
+
+    def state_flops(self, k: int) -> float | None:
+        return None if self.token_task else self._manifest["state_flops"][k]  # a rule about tokens reads the logits
 
     def whole(self) -> "WholeModel":
         """The model without early exits."""

@@ -15,6 +15,7 @@ A batch of rows is one call of model.onnx, which stops by itself. So is one toke
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,11 +23,11 @@ import numpy as np
 
 from mini_ee.export import runtime as row_runtime
 from mini_ee.export.manifest import GRAPHS, MODEL
-from mini_ee.lab.confidence import LABEL_MEASURES, named
+from mini_ee.lab.confidence import labels_of, usual_measure
 from mini_ee.lab.data.files import MANIFEST, file_sha256
 from mini_ee.lab.data.prompt_templates import Prompt, PromptTokenizer
 from mini_ee.lab.data.sentence_prompts import PromptedTokenizer, with_prompt
-from mini_ee.lab.data.tokenizer import Encoded, Tokenizer, batches, check_rows, in_order
+from mini_ee.lab.data.tokenizer import Encoded, Inputs, Tokenizer, batches, check_rows, in_order
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.decoding import MISSING_KV, DecoderSegments, Step, check_ids, check_prompts, decode, gather
 from mini_ee.lab.export.manifest import blaming_manifest, read_manifest
@@ -36,6 +37,7 @@ from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, P
 from mini_ee.lab.row_thresholds import RowThresholds
 from mini_ee.lab.rules import Planned, Rule, rule_from_dict
 from mini_ee.lab.segments import Segments, check_finite
+from mini_ee.lab.token_tasks import Span, TokenTask, as_json, decided
 
 NEW_TOKENS = 100
 DECIMALS = 3  # of the milliseconds that are printed
@@ -72,14 +74,15 @@ class Answer(row_runtime.Answer):
     """The result for one row, for the commands."""
 
     def agrees(self, other: "Answer") -> bool:
-        """Whether both have the same label, or the same labels."""
-        labels = [each.label.keys() if isinstance(each.label, dict) else each.label for each in (self, other)]
-        return labels[0] == labels[1]
+        """Whether both have the same label, the same labels, or the same span."""
+        return decided(self.label) == decided(other.label)
 
     def to_dict(self) -> dict:
         """What `mini-ee run` prints."""
         fields = self._asdict()
         del fields["logits"]
+        if isinstance(self.label, list | Span):
+            fields["label"] = as_json(self.label)
         return fields | {"milliseconds": round(self.milliseconds, DECIMALS)}
 
 
@@ -149,6 +152,7 @@ class Runtime:
         segments: Segments | None = None,
     ):
         self.folder, self.provider, self._threads = Path(folder), None, threads
+        self.name = self.folder.absolute().name  # by which a server's clients know it
         self.exits, self.model_id = tuple(self.config["exits"]), file_sha256(self.folder / MANIFEST)[:ID_DIGITS]
         with blaming_manifest(self.folder):
             self._sizes = vocabulary_sizes(self.config)
@@ -179,9 +183,14 @@ class Runtime:
         return self.config.get("task", {}).get("multi_label", False)
 
     @property
+    def token_task(self) -> TokenTask | None:
+        """What it decides about tokens, if they have labels, or if a span of them is the answer."""
+        return TokenTask.of(self.config)
+
+    @property
     def default_measure(self) -> str:
         """The confidence measure of a rule, if none is named."""
-        return next(iter(LABEL_MEASURES)) if self.multi_label else "max_probability"
+        return usual_measure(self.multi_label, self.token_task is not None)
 
     @property
     def num_texts(self) -> int:
@@ -240,20 +249,18 @@ class Runtime:
             own = planned if thresholds is None else RowThresholds(planned, thresholds[rows])
             result = early_exit(self._segments, own, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
-            found = self.answers(
-                result.logits, result.exit_index.tolist(), result.cost.depth.tolist(), [milliseconds] * len(rows)
-            )
-            for row, answer in zip(rows, found):
+            exits = result.exit_index.tolist(), result.cost.depth.tolist()
+            for row, answer in zip(rows, self.answers(result.logits, inputs, *exits, milliseconds)):
                 answers[row] = answer
             begin = time.perf_counter()
         return answers
 
     def answers(
-        self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
+        self, logits: np.ndarray, inputs: Inputs, exit_index: Sequence[int], layers: Sequence[float], took: float = 0
     ) -> list[Answer]:
-        """Answers of rows that exited with these logits (N, C)."""
-        labels = named(logits, self.label_names, self.multi_label)
-        return list(map(Answer, *labels, (self.exits[k] for k in exit_index), layers, milliseconds, logits))
+        """Answers of rows that exited with these logits (N, C), or (N, T, C). took: milliseconds of each."""
+        labels, exits = labels_of(self, logits, inputs), (self.exits[k] for k in exit_index)
+        return list(map(Answer, *labels, exits, layers, repeat(took), logits))
 
 
 def _opened_again(opening: Callable[[], Runtime], model_id: str, rule: Rule | None) -> Runtime:
@@ -282,11 +289,11 @@ class EmbeddingRuntime(Runtime):
         return np.array(found, np.float32).reshape(len(texts), self.config["num_labels"])
 
     def answers(
-        self, logits: np.ndarray, exit_index: Sequence[int], layers: Sequence[float], milliseconds: Sequence[float]
+        self, logits: np.ndarray, inputs: Inputs, exit_index: Sequence[int], layers: Sequence[float], took: float = 0
     ) -> list[Embedding]:
         """Embeddings (N, d) of rows that exited."""
         exits = (self.exits[k] for k in exit_index)
-        return list(map(Embedding, check_finite(logits, "the embeddings"), exits, layers, milliseconds))
+        return list(map(Embedding, check_finite(logits, "the embeddings"), exits, layers, repeat(took)))
 
 
 def _prompt(row: str | Sequence[str]) -> str:

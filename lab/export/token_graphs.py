@@ -51,6 +51,7 @@ class TokenGraphs(Segments):
             "width": config.hidden_size,
             "cache_width": config.key_value_heads * config.head_width,
             "decides": model.policy is not None,
+            "head": model.head,
         }
         if model.own_layers:
             self.metadata["own_layers"] = True

@@ -56,6 +56,8 @@ def check_page(run: Run) -> None:
         raise WrongArguments(f"--web: expected a classifier or a decoder, {run.folder} gives embeddings; leave it out")
     if run.multi_label:
         raise WrongArguments(f"--web: expected a model of one label, {run.folder} gives a text several; leave it out")
+    if run.unit != "tokens" and run.token_task is not None:
+        raise WrongArguments(f"--web: expected a model of one label, {run.folder} labels tokens; leave it out")
     if run.unit == "prompts":
         what = f"{run.folder} is read through a prompt"
         raise WrongArguments(f"--web: expected a classifier of sentences or a decoder, {what}; leave it out")

@@ -34,7 +34,7 @@ from mini_ee.export.graph import write_beside
 from mini_ee.export.manifest import FORMAT_VERSION, WEIGHTS
 from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.lab.data.tasks import toy_task
-from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.data.tokenizer import Inputs, in_order
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, DecoderSegments, decode, gather, greedy
 from mini_ee.lab.exits.generation import token_segments, token_weights
@@ -49,7 +49,7 @@ from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.tracing import NotTraceable
 from mini_ee.lab.export.web_page import check_page, write_page
-from mini_ee.lab.recording import plan_rows, predictions, read_every_exit, record
+from mini_ee.lab.recording import plan_rows, predictions, record
 from mini_ee.lab.rules import STATE_MEASURES, Never, Rule
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.run_folder import Run, versions
@@ -154,6 +154,8 @@ def _check_run(run: Run, segments: bool) -> None:
         if not torch.isfinite(parameter).all():
             raise ValueError(f"the run's {name} must be finite, found NaN or infinity; no folder was written")
     run.rule.check(len(run.exits))
+    if segments and not run.generates and run.token_task is not None:
+        raise WrongArguments(f"--segments is for one label of a text; {run.folder} labels tokens: leave it out")
     if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
         raise WrongArguments(
             f"the rule reads the {run.rule.measure} of hidden states, which graphs by segment do not return: export "
@@ -345,16 +347,16 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> tu
     """Compare the logits of every exit on every row, in batches of one and of many; also the largest logit."""
     encoded, segments, theirs = run.encode(texts), served.segments(), run.segments()
     expected, found = record(theirs, encoded, 8), record(segments, encoded, 8)
-    differences = [abs(expected.logits - found.logits).max()]
-    for row in range(min(8, len(texts))):
-        inputs = encoded.batch([row])
-        differences.append(abs(read_every_exit(theirs, inputs)[0] - read_every_exit(segments, inputs)[0]).max())
+    compared, alone = [(expected.logits, found.logits)], [[row] for row in range(min(8, len(texts)))]
+    if run.token_task is not None:  # then records have no logits
+        compared, alone = [], [*in_order(len(texts), 8), *alone]
+    compared += [[_logits(each, encoded.batch(rows)) for each in (theirs, segments)] for rows in alone]
     if f"segment_{served.exits[0]}" in served.config["graphs"]:
-        chained = record(segments.by_segment(Never()), encoded, 8)
-        differences.append(abs(expected.logits - chained.logits).max())
+        compared.append((expected.logits, record(segments.by_segment(Never()), encoded, 8).logits))
+    differences = [abs(mine - other).max() for mine, other in compared]
     rules = [plan_rows(each, encoded, 8) if each.plans_from_texts else each for each in (run.rule, served.rule)]
     results = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
-    largest = float(abs(expected.logits).max())
+    largest = float(max(abs(mine).max() for mine, _ in compared))
     return {
         "texts": len(texts),
         "max_logit_difference": float(np.max(differences)),
@@ -363,8 +365,22 @@ def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> tu
     }, largest
 
 
+def _logits(segments: Segments, inputs: Inputs) -> np.ndarray:
+    """The logits of all exits, (N, K, C); for tokens (N, K, T, C), 0 at padding."""
+    logits = []
+    with segments.running():
+        state = segments.start(inputs)
+        for k in range(len(segments.exits)):
+            state = segments.advance(k, state)
+            logits.append(segments.read(k, state))
+    found = np.stack(logits, axis=1)
+    return found if segments.token_task is None else found * inputs.attention_mask[:, None, :, None]
+
+
 def _equal(expected: np.ndarray, found: np.ndarray, run: Run) -> float:
     """Share of rows (N, C) with equal predictions; without labels, of numbers at most TOLERANCE apart."""
+    if run.token_task is not None:  # numbers of all decisions
+        return float((expected == found).mean())
     if run.multi_label:
         return float(((expected > 0) == (found > 0)).all(axis=1).mean())
     if run.label_names:

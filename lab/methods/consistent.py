@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import mini_ee.consistent as paper
 from mini_ee.lab.data.settings import Settings, option
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.row_exits import States
 from mini_ee.lab.rules import Policy
 from mini_ee.lab.training.default_rule import sweep
@@ -73,20 +74,6 @@ class Config(Settings):
     selection: str = option(
         "vanilla", "held-out reward that selects the weights: Eq. 3, or that of --reward (learned)", choices=SELECTIONS
     )
-
-
-# ---- The model: internal classifiers and policies on one pooled state ----
-class PolicyNetworks(nn.Module):
-    """A policy network at every exit but the last: $pi(Exit | s_t; theta)$. Raises ValueError for a single exit."""
-
-    def __init__(self, width: int, exits: tuple[int, ...]):
-        super().__init__()
-        self.networks = paper.policy_networks(width, exits)
-        self.flops = 2.0 * paper.WIDTH * (width + 1)  # of one exit_logit
-
-    def exit_logit(self, k: int, state: Tensor) -> Tensor:
-        """The logit of $pi(Exit | s_t; theta)$: (..., D) -> (...). No gradient flows into the state."""
-        return self.networks[k](state.detach())[..., 0]
 
 
 # ---- Coins, and the exact estimator ----

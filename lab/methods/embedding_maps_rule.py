@@ -58,8 +58,8 @@ class Similarity(Rule):
 def cosines(rule: Similarity, recorded: Any) -> np.ndarray:
     """(N, K - 1): the cosine at every exit but the last; at the first exit -1."""
     scaled = recorded.logits / np.linalg.norm(recorded.logits, axis=2, keepdims=True)
-    found = (scaled[:, 1:-1] * scaled[:, :-2]).sum(axis=2)
-    return np.concatenate((np.full((len(found), 1), -1.0), found), axis=1)
+    cosines = (scaled[:, 1:-1] * scaled[:, :-2]).sum(axis=2)
+    return np.concatenate((np.full((len(cosines), 1), -1.0), cosines), axis=1)
 
 
 RULES[Similarity.name] = Similarity

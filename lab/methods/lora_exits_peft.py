@@ -68,13 +68,13 @@ def load_adapters(model: nn.Module, folder: Path, digests: dict[str, str]) -> No
 
 def _check_config(path: Path, expected: dict, digest: str | None) -> None:
     """Raise if adapter_config.json is missing or edited, or differs from the run's config.json."""
-    found = read_json(path)
+    adapter_config = read_json(path)
     if digest is not None and file_sha256(path) != digest:
         raise ValueError(f"{path}: damaged or edited: not the checksum in the run's config.json; train the run again")
     for key, value in expected.items():
-        if found.get(key) != value:
+        if adapter_config.get(key) != value:
             raise ValueError(
-                f"{path}: expected {key} {value!r} as in the run's config.json, found {found.get(key)!r}; "
+                f"{path}: expected {key} {value!r} as in the run's config.json, found {adapter_config.get(key)!r}; "
                 f"train the run again"
             )
 

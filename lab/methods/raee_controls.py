@@ -94,8 +94,8 @@ def controls(
         return task.score(knn_labels(rule.datastore.labels[near.rows], weights), labels) | depth
 
     shuffled = [planned(shuffled_plan(plan, seed + number)) for number in range(SHUFFLES)]
-    random_layers = {name: float(np.mean([each[name] for each in shuffled])) for name in task.score(labels, labels)}
-    random_layers["spread"] = float(np.std([each["score"] for each in shuffled]))
+    random_layers = {name: float(np.mean([scores[name] for scores in shuffled])) for name in task.score(labels, labels)}
+    random_layers["spread"] = float(np.std([scores["score"] for scores in shuffled]))
     random_layers["mean_layers"] = shuffled[0]["mean_layers"]
     return {
         "knn_labels": voted(None),
@@ -158,8 +158,8 @@ def retrieved(rule: Retrieval, encoded: Encoded, batch_size: int) -> list[dict]:
     layers, (weights, votes) = exits[rule.chosen(near)], rule.weights_and_votes(near)
 
     def neighbour(row: int, weight: float, vote: np.ndarray) -> dict:
-        about = {"text": store.texts[row], "label": int(store.labels[row])}
-        return about | {"weight": float(weight), "votes": exits[vote > 0].tolist()}
+        example = {"text": store.texts[row], "label": int(store.labels[row])}
+        return example | {"weight": float(weight), "votes": exits[vote > 0].tolist()}
 
     found = []
     for i, layer in enumerate(layers.tolist()):

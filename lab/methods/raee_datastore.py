@@ -118,7 +118,7 @@ class Datastore:
         """The width of an embedding, D."""
         return self.embeddings.shape[1]
 
-    def _each(self, work: Callable[[int], Any]) -> list:
+    def _map_shards(self, work: Callable[[int], Any]) -> list:
         """work(shard) for every shard, at once."""
         return [work(0)] if self.shards == 1 else list(self._threads.map(work, range(self.shards)))
 
@@ -134,7 +134,7 @@ class Datastore:
                 self.indexes[shard].add_items(rows, num_threads=1)
 
         for start in tqdm(range(0, len(parts[0]), ADDED_AT_ONCE), desc="indexing", delay=2, leave=False):
-            self._each(add)
+            self._map_shards(add)
 
     def search(self, embeddings: np.ndarray, k: int) -> Neighbours:
         """The k nearest rows of each embedding (B, D), or all rows if there are fewer than k.
@@ -155,9 +155,9 @@ class Datastore:
             return numbers.astype(np.int64) * self.shards + shard, distances
 
         try:  # (B, at most k S): the candidates of all shards; of equal distances, the first shard's stay first
-            rows, distances = (np.concatenate(parts, axis=1) for parts in zip(*self._each(search_one)))
+            rows, distances = (np.concatenate(parts, axis=1) for parts in zip(*self._map_shards(search_one)))
             order = np.argsort(distances, axis=1, kind="stable")[:, :k]
-            rows, distances = (np.take_along_axis(each, order, axis=1) for each in (rows, distances))
+            rows, distances = (np.take_along_axis(values, order, axis=1) for values in (rows, distances))
         except RuntimeError:  # hnswlib's graph does not reach k rows, for example among many copies of one
             rows, distances = exact_search(self.embeddings, queries, k)
         return Neighbours(rows, np.where(distances < SAME_TEXT, np.float32(0), distances))
@@ -180,9 +180,9 @@ class Datastore:
             index.save_index(str(path := folder / name))  # does not report a full disk
             if not path.exists() or path.stat().st_size != index.index_file_size():
                 raise OSError(f"{path}: could not be written completely; make room on the disk")
-        about = {"encoder": self.encoder, "exits": list(self.exits), "shards": self.shards}
+        description = {"encoder": self.encoder, "exits": list(self.exits), "shards": self.shards}
         files = {name: file_sha256(folder / name) for name in (ROWS, *index_names(self.shards))}
-        write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, **about, "files": files})
+        write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, **description, "files": files})
 
     @classmethod
     def load(cls, folder: str | Path, encoder: str) -> "Datastore":

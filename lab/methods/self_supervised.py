@@ -19,6 +19,7 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.exits.classification_head import FrozenClassifier
 from mini_ee.lab.exits.heads import INITS
+from mini_ee.lab.exits.row_exits import States
 from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.kept_model import kept_model_stage
@@ -28,6 +29,10 @@ from mini_ee.lab.training.training_text import Source, agreement_rule, texts_to_
 from mini_ee.self_supervised import CALIBRATION_PROMPTS, LAMBDA, entropy, head_loss
 
 HEAD_TARGETS = ("soft", "hard")
+SPARSE = 64  # most likely tokens of the full model, from which lenses learn
+SPARSE_BATCH = 512  # tokens
+LEAST_REST = 1e-6  # of a head's probability of all other tokens, so that its logarithm is finite
+WATCHED = 1024  # tokens from which the measures of Fig. 1 are computed, of lenses: the vocabulary is large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +59,16 @@ def recipe(model: TokenExits, config: Config) -> list[Stage]:
     """All heads at once, by Eq. 1. On tokens the measures of Fig. 1 are recorded during training."""
     if model.unit == "rows":
         return [kept_model_stage(model, partial(head_loss, penalty=config.penalty, target=config.target))]
+    training = {"loss": partial(heads_loss, config=config), "log_metrics": metrics}
+    if model.head == "lens":
+        training = {"loss": partial(sparse_loss, config=config), "log_metrics": partial(metrics, most=WATCHED)}
+        training |= {"on_states": True, "make_targets": sparse_targets}
     return [
         Stage(
             name="heads",
             trainable=lambda name: name.startswith("heads."),
-            loss=partial(heads_loss, config=config),
+            **training,
             score=lambda scores: float(np.mean(scores[:-1])),
-            log_metrics=metrics,
             settings={"weight_decay": 0.0},
         )
     ]
@@ -73,17 +81,51 @@ def heads_loss(model: TokenExits, batch: Batch, config: Config) -> Tensor:
 
 
 @torch.no_grad()
-def metrics(model: TokenExits, held_out: TextData, batch_size: int = 16) -> dict[str, list[float]]:
-    """The measures of Fig. 1 for every head, over all positions: `agreement`, the share of predictions equal to those
-    of the full model, and the mean `entropy` in nats.
+def sparse_targets(model: TokenExits, data: States) -> Tensor:
+    """(N, 2, S) float32: the S = SPARSE most likely next tokens by the full model, and their probabilities."""
+    device, targets = next(model.parameters()).device, []
+    for rows in np.array_split(np.arange(len(data)), -(-len(data) // SPARSE_BATCH)):
+        *_, last = data.batch(rows, device)[0]
+        top = model.classify(len(model.heads), last).softmax(-1).topk(min(SPARSE, model.num_labels))
+        targets.append(torch.stack((top.indices.float(), top.values), dim=1).cpu())  # exact up to 2^24 words
+    return torch.cat(targets)
+
+
+def sparse_loss(model: TokenExits, batch: Batch, config: Config) -> Tensor:
+    """`heads_loss` of states, without a product of the teacher with the vocabulary: Eq. 1 over S + 1 outcomes.
+
+    These are the S most likely tokens, and that it is another one. The entropy is that of the whole vocabulary.
     """
-    device, positions, totals = next(model.parameters()).device, 0, np.zeros((2, len(model.heads)))
-    for begin in range(0, len(held_out), batch_size):
-        inputs, labels = held_out.batch(np.arange(begin, min(begin + batch_size, len(held_out))), device)
-        *each_logits, full = model(*inputs)
-        predictions = full.argmax(-1)
+    assert batch.states is not None and batch.targets is not None
+    ids, p = batch.targets[:, 0].long(), batch.targets[:, 1]
+    rest = torch.zeros_like(p[:, :1]) if config.target == "hard" else (1 - p.sum(1, keepdim=True)).clamp(min=0)
+    full, total = torch.cat((p, rest), dim=1).log(), 0.0
+    for k in range(len(model.heads)):
+        log_p = model.classify(k, batch.states[k]).log_softmax(-1)
+        some = log_p.gather(1, ids)
+        other = torch.log1p(-some.exp().sum(1, keepdim=True).clamp(max=1 - LEAST_REST))
+        loss = head_loss(torch.cat((some, other), dim=1), full, target=config.target).mean()
+        if config.penalty:
+            loss = (1 - config.penalty) * loss - config.penalty * entropy(log_p).mean()
+        total = total + loss
+    return total
+
+
+@torch.no_grad()
+def metrics(
+    model: TokenExits, held_out: TextData, batch_size: int = 16, most: int | None = None
+) -> dict[str, list[float]]:
+    """The measures of Fig. 1 for every head, over all positions: `agreement`, the share of predictions equal to those
+    of the full model, and the mean `entropy` in nats. most: number of tokens; None: all.
+    """
+    held_out = held_out if most is None else held_out.first(most)
+    positions, totals = 0, np.zeros((2, len(model.heads)))
+    for states, labels in held_out.state_batches(model, batch_size):
+        *each_state, last = states.unbind(dim=1)
+        predictions = model.classify(len(model.heads), last).argmax(-1)
         positions += len(labels)
-        for k, logits in enumerate(each_logits):
+        for k, state in enumerate(each_state):
+            logits = model.classify(k, state)
             totals[0, k] += float((logits.argmax(-1) == predictions).sum())
             totals[1, k] += float(entropy(logits.log_softmax(-1)).sum())
     return dict(zip(("agreement", "entropy"), (totals / positions).tolist()))
@@ -97,9 +139,10 @@ def calibrated_rule(model: TokenExits, source: Source, held_out: TextData) -> Ch
     agrees with the full model ($t_k$, Eq. 3). calibrate.tau of the core computes it.
 
     The confidence is breaking ties, $p_{(1)} - p_{(2)}$, and epsilon is .95. Half of the texts determine tau_k; on the
-    other half the agreement is measured. A model that learned from stories is calibrated on held-out stories.
+    other half the agreement is measured. A model that learned from stories is calibrated on held-out stories, one with
+    lenses that learned from a file on held-out pieces of it: a large model writes D_c for hours.
     """
-    if source.options.kind == "pieces":
+    if source.options.kind == "pieces" and not (model.gated and source.options.text):
         held_out = TextData(calibration_texts(source), every=True)
     return agreement_rule(model, source, held_out)
 
@@ -148,6 +191,7 @@ METHOD = Method(
         "tokens": {"head_lr": 1e-2, "epochs": 20, "kind": "pieces", "rank": None},
         "rows": {"target": "soft", "head_lr": 1e-3, "epochs": 20},
         "built-in": {"exits": (4, 8, 12), "epochs": 8, "texts": 512},
+        "lens": {"epochs": 1, "target": "soft"},
     },
     keeps_model=True,
     lacks=("lr", "rank", "weight_decay"),

@@ -8,13 +8,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from mini_ee.calibrate import fixed_sequence
-from mini_ee.lab.confidence import LABEL_MEASURES
+from mini_ee.lab.confidence import NUMBER_MEASURES, usual_measure
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.recording import Record, exit_scores, predictions
 from mini_ee.lab.rules import Never, Patience, Rule, Threshold
 from mini_ee.lab.statistics import paired_p_values, rows_needed
 from mini_ee.lab.sweep import compared, from_loose_to_strict, knob
+from mini_ee.lab.token_tasks import LABELS
 
 CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1 % of an exit's decisions
 
@@ -56,9 +57,13 @@ def sweep(*rules: Rule) -> Candidates:
 def usual_rule(task: Task) -> Rule:
     """The rule of most models: a threshold on the maximum probability; its knob is open.
 
-    For a regression patience; for several labels at once a threshold on the least confident of them.
+    For a regression patience; for several labels, at once or of tokens, a threshold on the least confident of them; for
+    a ranking a threshold below which numbers are too low for the top k.
     """
-    return Patience(1) if task.regression else Threshold(math.inf, *LABEL_MEASURES if task.multi_label else ())
+    if task.top_k is not None:
+        return Threshold(math.inf, *NUMBER_MEASURES)
+    measure = usual_measure(task.multi_label, bool(task.token_kind))
+    return Patience(1) if task.regression else Threshold(math.inf, measure)
 
 
 def usual_rules(task: Task) -> tuple[Rule, ...]:
@@ -82,11 +87,8 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
     """
     families = [chosen] if knob(chosen) else []
     if len(recorded.segments.exits) > 1:
-        families += (
-            [replace(usual_rule(task), threshold=0.5)]
-            if not task.regression
-            else [replace(usual_rules(task)[-1], patience=1)]
-        )
+        usual = usual_rules(task)[-1]
+        families.append(replace(usual, threshold=0.5) if isinstance(usual, Threshold) else usual)
     found = {}
     for rule in families:
         about = rule.to_dict()
@@ -237,10 +239,14 @@ def _needed(replays: list[Replay], selecting: int, max_loss: float, confidence: 
 
 def _lost(task: Task, label_range: float) -> dict:
     """The quantity of which a part is lost."""
+    if task.top_k is not None:
+        return {"of": "the queries' top k", "top_k": task.top_k}
     if task.tolerance is not None:
         return {"of": "agreement within the tolerance", "tolerance": task.tolerance}
     if task.regression:
         return {"of": "the labels' range in mean absolute error", "label_range": label_range}
+    if task.token_kind:
+        return {"of": f"agreement in {'all labels of a text' if task.token_kind == LABELS else 'the span'}"}
     return {"of": "accuracy"}
 
 
@@ -262,9 +268,9 @@ def paired_losses(
     Classes: right(last) - right(rule), whose mean is the loss of accuracy. Regression: the increase of the absolute
     error / label_range, clipped to [-1, 1] and rounded at random, which keeps the mean. label_range must be computed
     from other labels than these, because a test must not depend on the tested labels. So must a task's tolerance, with
-    which numbers are right or wrong like classes.
+    which numbers are right or wrong like classes. In a ranking a row is a query, which keeps its top k or not.
     """
-    if not task.regression or task.tolerance is not None:
+    if not task.regression or task.counts_agreement:
         return task.agrees(last, labels).astype(np.int8) - task.agrees(predicted, labels)
     larger = (abs(predicted - labels) - abs(last - labels)) / (label_range or 1)
     return np.floor(np.clip(larger, -1, 1) + np.random.default_rng(0).random(len(labels))).astype(np.int8)

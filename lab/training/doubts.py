@@ -6,7 +6,7 @@ import numpy as np
 
 from mini_ee.lab.data.tasks import Split, Task
 
-FEW, FEW_HELD = 100, 30  # with fewer train, or held-out, examples the figures are uncertain
+FEW, FEW_HELD = 100, 100  # with fewer train, or held-out, examples the figures are uncertain
 DOMINANT = 0.9  # share of the train examples that have one label
 MANY = 20  # more numbers as labels may be meant as a regression
 
@@ -43,11 +43,10 @@ def of_result(task: Task, train_labels: np.ndarray, held_labels: np.ndarray, pre
     lines = []
     if len(train_labels) < FEW or len(held_labels) < FEW_HELD:
         lines.append(
-            f"These figures are uncertain: there were {len(train_labels)} examples to train on "
-            f"(a few hundred are usual), and {len(held_labels)} held out, on which accuracy is known to about "
-            f"{100 / np.sqrt(len(held_labels)):.0f} points."
+            f"These figures are uncertain: {len(held_labels)} held-out examples show accuracy to about "
+            f"{100 / np.sqrt(len(held_labels)):.0f} points, after a training on {len(train_labels)} examples."
         )
-    if task.regression or task.multi_label:
+    if task.regression or task.multi_label or task.token_kind:
         return lines
     counts = np.bincount(train_labels, minlength=task.num_labels)
     most, share = int(counts.argmax()), counts.max() / len(train_labels)
@@ -74,7 +73,7 @@ def of_majority(task: Task, predicted: np.ndarray, labels: np.ndarray | None) ->
         return None
     values, counts = np.unique(predicted if labels is None else labels, return_counts=True)
     most, share = int(values[counts.argmax()]), counts.max() / len(predicted)
-    label = "the same labels" if task.multi_label else task.label_names[most]
+    label = "the same labels" if task.multi_label or task.token_kind else task.label_names[most]
     if labels is None:
         found = f"The model predicts {label} for {share:.1%} of the held-out texts: so often a constant agrees with it."
         return found if share >= DOMINANT else None

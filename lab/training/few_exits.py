@@ -1,4 +1,4 @@
-"""Exits that pay: which of the trained heads a frozen model keeps, and what a rule saves once its heads are paid for.
+"""Exits that save time: the heads that a frozen model keeps, and what a rule saves when its heads count too.
 
 Time at batch size 1 is mostly the time to load weights, so a head counts as the share of a layer's weights that it has.
 

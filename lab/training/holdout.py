@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mini_ee.lab.data.rankings import queries_of
 from mini_ee.lab.data.tasks import Split, Task, divided, holdout
 
 TEST_ROWS = 2_000
@@ -27,9 +28,20 @@ def split_rows(task: Task, seed: int, max_train: int | None) -> Parts:
 
     Examples that max_train does not use are held out too. If they are at least as many as the tenth, the whole tenth
     selects and they test. Else the share SELECTING of the tenth selects, and its other examples test with them. At most
-    TEST_ROWS examples test.
+    TEST_ROWS examples test. In a ranking the examples that are counted and drawn are queries, each with all its rows,
+    because the texts of a query are not independent.
     """
-    train, held = holdout(task.split("train"), seed)
+    rows = task.split("train")
+    if task.top_k is None:
+        return _parts(rows, seed, max_train)
+    query = queries_of(rows.texts)
+    numbers = np.unique(query)
+    parts = _parts(Split(tuple(("query",) for _ in numbers), numbers), seed, max_train)
+    return Parts(*(rows.take(np.isin(query, part.labels)) for part in parts))
+
+
+def _parts(rows: Split, seed: int, max_train: int | None) -> Parts:
+    train, held = holdout(rows, seed)
     unused = held.take(slice(0))
     if max_train is not None:
         train, unused = divided(train, max_train, seed)

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor, nn, stack, zeros_like
 
 from mini_ee.lab.exits.classification_head import FrozenClassifier
+from mini_ee.lab.token_tasks import SPAN
 from mini_ee.lab.training.stages import Batch, Stage
 
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
@@ -28,11 +29,13 @@ def kept_model_stage(model: FrozenClassifier, head_loss: HeadLoss) -> Stage:
         """The heads of a regression start at the mean of the model's numbers, of whatever scale they are."""
         if model.num_labels == 1:
             for head in model.heads[:-1]:
-                nn.init.constant_(head.out.bias, float(train.labels.mean()))
+                nn.init.constant_(head.out.bias, float(train.targets().mean()))
 
     def loss(model: FrozenClassifier, batch: Batch) -> Tensor:
-        logits = (model.classify(k, batch.states[k]) for k in range(last))
-        return sum(row_loss(each, batch.targets, head_loss, model.multi_label) for each in logits)
+        logits, targets = [model.classify(k, batch.states[k]) for k in range(last)], batch.targets
+        if model.token_task is not None and model.token_task.kind == SPAN:  # a softmax over tokens
+            *logits, targets = (each.transpose(-1, -2) for each in (*logits, targets))
+        return sum(row_loss(each, targets, head_loss, model.multi_label) for each in logits)
 
     return Stage(
         name="heads",
@@ -47,11 +50,11 @@ def kept_model_stage(model: FrozenClassifier, head_loss: HeadLoss) -> Stage:
 
 
 def row_loss(logits: Tensor, full_logits: Tensor, head_loss: HeadLoss, multi_label: bool = False) -> Tensor:
-    """The mean of `head_loss` over examples, (N, C), (N, C) -> scalar; of a regression the mean squared difference.
+    """The mean of `head_loss` over examples, (..., C), (..., C) -> scalar; of a regression the mean squared difference.
 
     multi_label: the mean over examples and labels, because each label is two classes: sigmoid(z) is softmax(z, 0).
     """
-    if logits.shape[1] == 1:
+    if logits.shape[-1] == 1:
         return nn.functional.mse_loss(logits.float(), full_logits.float())
     if multi_label:
         logits, full_logits = (stack((each, zeros_like(each)), -1) for each in (logits, full_logits))

@@ -49,6 +49,8 @@ def fit(model: nn.Module, recipe: Iterable[Stage], train, held, config: TrainCon
     state = State(model, saved)
     ranks.wait()  # until all ranks have read the state
     loop = Loop(model, train, held, config, state)
+    if not saved.resume:
+        model.begin(train)
     for number, stage in enumerate(in_turn(recipe, state.progress["history"])):
         if number >= state.progress["stage"]:
             loop.run(number, stage)
@@ -90,7 +92,8 @@ class Loop:
             progress["best"], best = stage.to_beat, trained_weights(model, stage)
             if stage.begin:
                 stage.begin(model, self.train)
-        train, held = (data.states(model) if stage.on_states else data for data in (self.train, self.held))
+        train = self.train if stage.most is None else self.train.first(stage.most)
+        train, held = (data.states(model) if stage.on_states else data for data in (train, self.held))
         model.eval()
         targets = stage.make_targets(model, train) if stage.make_targets else None
         per_epoch, scores = train.steps(config.batch_size), None
@@ -113,7 +116,7 @@ class Loop:
                 ranks.as_first(own_state(model).values())
                 if scores is None or changes_logits(model, stage):
                     model.eval()
-                    of_states = stage.on_states and stage.validate and held.scores_of
+                    of_states = stage.on_states and held.scores_of
                     scores = held.scores(model) if of_states else self.held.scores(model, config.batch_size)
                 if self.validate(stage, epoch, held, scores):
                     best = trained_weights(model, stage)

@@ -49,13 +49,15 @@ class Method:
     exits: int | Callable[[int], tuple[int, ...]] | None = 4
     """The exits, if none are named: their number, evenly spread; None: one after every layer; or a function of the
     number of layers. Tokens always have four."""
+    own_heads: bool = False  # on tokens its heads are part of the method, so --head does not replace them
     no_exit_0: str = ""  # why it cannot have an exit before the first layer; empty if it can
     keeps_model: bool = False
     """Nothing of the model is trained. On examples: its own classification head is the last exit, and its predictions
     are the labels. On embeddings: its own embedding is the last exit."""
     classes_only: bool = False  # it needs confidences or right predictions, which a regression does not have
     defaults: dict[str, dict] = field(default_factory=dict)
-    """unit -> the method's own defaults of options; "built-in" -> those for a built-in model, on the first unit."""
+    """unit -> the method's own defaults of options; "built-in" -> those for a built-in model, on the first unit;
+    "lens" -> those for tokens with such heads."""
     lacks: tuple[str, ...] = ()  # common options that have no effect with this method
     train: Callable | None = None  # (Request, say) -> Run, in place of the training loop (RAEE's collection)
     search: Callable | None = None

@@ -26,7 +26,7 @@ from mini_ee.lab.rules import Never
 from mini_ee.lab.training import ranks
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.loop import fit
-from mini_ee.lab.training.run_folder import about_task, encode, save_run, training_folder
+from mini_ee.lab.training.run_folder import encode, save_run, training_folder
 from mini_ee.lab.training.stages import Stage
 from mini_ee.lab.training.state import STATE, Saved
 from mini_ee.lab.training.train_run import Request, exits_of
@@ -56,7 +56,7 @@ def prompt_run(request: Request) -> Path:
     epochs = _fine_tuned(request, model, tokenizer, source) if config.shots else []
     training = asdict(request.train) | {"shots": config.shots or 0, "from": source, "max_train": None}
     about: dict[str, Any] = {"method": request.name, "unit": "prompts", "settings": {}, "backbone": source}
-    about |= {"task": about_task(task), "seed": request.seed, "training": training}
+    about |= {"task": task.about(), "seed": request.seed, "training": training}
     base = unfinished / "base"
     if ranks.rank() == 0:
         shutil.rmtree(base, ignore_errors=True)

@@ -33,7 +33,7 @@ from mini_ee.lab.backbones.hub import (
     without_memory,
 )
 from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
-from mini_ee.lab.confidence import LABEL_MEASURES, named
+from mini_ee.lab.confidence import labels_of, usual_measure
 from mini_ee.lab.data.files import (
     atomic_folder,
     file_sha256,
@@ -50,11 +50,11 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.recording import exited_rows
 from mini_ee.lab.rules import Rule, rule_from_dict
 from mini_ee.lab.segments import Segments
+from mini_ee.lab.token_tasks import Span, TokenTask
 from mini_ee.lab.training.method import Method, configured, load_method
 from mini_ee.lab.training.unit import Unit, load_unit
 
 if TYPE_CHECKING:
-    from mini_ee.lab.data.tasks import Task
     from mini_ee.lab.exits.generation import Sampling
     from mini_ee.lab.training.default_rule import Chosen
 
@@ -67,7 +67,8 @@ WRITTEN_TOKENS = 100
 class Answer(NamedTuple):
     """The result for one example."""
 
-    label: str | float | dict[str, float]  # a number for regression; of several labels at once their probabilities
+    label: str | float | dict[str, float] | list | Span
+    """A number for regression; of several labels at once their probabilities; a TokenLabel of each token; or a Span."""
     confidence: float | None  # the largest probability, or that of the weakest label; None for regression
     layers: int | float  # at its exit; if tokens exit, their mean
 
@@ -103,7 +104,8 @@ class Run(NamedTuple):
     @property
     def default_measure(self) -> str:
         """The confidence measure of a rule, if none is named."""
-        return next(iter(LABEL_MEASURES)) if self.multi_label else load_unit(self.unit).default_measure
+        usual = load_unit(self.unit).default_measure
+        return usual if self.generates else usual_measure(self.multi_label, self.token_task is not None)
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -128,6 +130,10 @@ class Run(NamedTuple):
         return self.config.get("task", {}).get("multi_label", False)
 
     @property
+    def token_task(self) -> TokenTask | None:
+        return TokenTask.of(self.config)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights in memory, with stacked copies of adapters. LoRAExit, Tables 2 and 10."""
         segments = self.segments()
@@ -148,11 +154,11 @@ class Run(NamedTuple):
         check_rows(texts, self.config["task"]["texts"])
         if not len(texts):
             return []
-        encoded, segments, names = self.encode(texts), self.segments(), self.label_names
-        answers = []
+        encoded, segments, answers = self.encode(texts), self.segments(), []
         for rows in in_order(len(encoded), batch_size):
-            result = early_exit(segments, self.rule, encoded.batch(rows))
-            answers += map(Answer, *named(result.logits, names, self.multi_label), result.cost.depth.tolist())
+            inputs = encoded.batch(rows)
+            result = early_exit(segments, self.rule, inputs)
+            answers += map(Answer, *labels_of(self, result.logits, inputs), result.cost.depth.tolist())
         return answers
 
     def embed(self, texts: Sequence[str], batch_size: int = 32, prompt_name: str | None = None) -> np.ndarray:
@@ -239,6 +245,7 @@ def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
         from mini_ee.lab.exits.row_exits import RowExits
 
         model = RowExits(backbone, exits, *shape, method.policy)
+    model.token_task = TokenTask.of(config)
     model.use_heads(config.get("head") or "dense")
     return model
 
@@ -436,15 +443,3 @@ def backbone_of(source: dict, run: Path, folder: str | Path | None):
             f"{run}: was trained on another backbone than the one in {folder}; give the right one with --model"
         )
     return load_backbone(folder)
-
-
-def about_task(task: "Task") -> dict:
-    """The `task` of config.json."""
-    return {
-        "name": task.name,
-        "label_names": list(task.label_names),
-        "metrics": list(task.metrics),
-        "texts": len(task.split("train").texts[0]),
-        "train_sha256": task.split("train").sha256(),
-        **({"multi_label": True} if task.multi_label else {}),
-    } | ({} if task.folder is None else {"folder": task.folder, "options": task.options.given()})

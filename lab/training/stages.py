@@ -32,8 +32,9 @@ class Stage(NamedTuple):
     loss: Callable[[nn.Module, Batch], Tensor]  # -> scalar
     score: Callable[[np.ndarray], float] | None = None  # (K,) held-out scores of the exits -> score of the epoch
     on_states: bool = False  # the backbone is frozen: its states are computed once and are the input of the loss
+    most: int | None = None  # tokens that it learns from, about; None: all
     make_targets: Callable[[nn.Module, object], np.ndarray | Tensor] | None = None
-    """(model, train data or States) -> (N, ...), called once before the first step."""
+    """(model, train data or States) -> (N, ...), called once before the first step; units are its index."""
     validate: Callable[[nn.Module, object], dict[str, float]] | None = None
     """In place of `score`: (model, States of the held-out set) -> `score`, and other fields of the epoch's record."""
     log_metrics: Callable[[nn.Module, object], dict] | None = None
@@ -76,9 +77,21 @@ def joint_stage(model: nn.Module, **own) -> Stage:
     return stage._replace(**own)
 
 
+def all_logits(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """The logits (N, C) of every exit, from its state if the stage learns from states."""
+    if batch.states is None:
+        return model(*batch.inputs)
+    return [model.classify(k, state) for k, state in enumerate(batch.states)]
+
+
+def reads_states(model: nn.Module) -> bool:
+    """Whether heads on a frozen backbone can learn from states that are computed once: of rows, and without weights."""
+    return model.unit == "rows" and all(head.only_pools for head in model.heads)
+
+
 def heads_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of the losses of all exits but the last."""
-    return sum(task_loss(logits, batch.labels) for logits in model(*batch.inputs)[:-1])
+    return sum(task_loss(logits, batch.labels) for logits in all_logits(model, batch)[:-1])
 
 
 def fine_tune_then_heads(
@@ -101,6 +114,7 @@ def fine_tune_then_heads(
                 trainable=lambda name: name.startswith("heads.") and not name.startswith(last),
                 loss=heads_loss,
                 score=lambda scores: float(np.mean(scores[:-1])),
+                on_states=reads_states(model),
             )
         )
     return stages

@@ -38,7 +38,7 @@ from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.holdout import different, split_rows
 from mini_ee.lab.training.loop import Diverged, Fitted
 from mini_ee.lab.training.method import load_method
-from mini_ee.lab.training.run_folder import Run, about_task, encode
+from mini_ee.lab.training.run_folder import Run, encode
 from mini_ee.lab.training.train_run import Request, Say, TrainingData, is_labelled, open_task, trained_on
 
 LEAST_TEXTS = 20
@@ -59,10 +59,10 @@ def opened(request: Request, task, source: TaskOptions) -> Request:
     return replace(request, task=found or _texts_of(task, source), common=replace(common, **own), encoder=encoder)
 
 
-def about(request: Request, backbone: nn.Module) -> dict:
+def about(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
     """This unit's part of config.json."""
     common, encoder = request.common, request.encoder
-    own = {"task": about_task(request.task) | {"texts": 1}, "normalize": common.normalize}
+    own = {"task": request.task.about() | {"texts": 1}, "normalize": common.normalize}
     own |= {"modules": list(encoder.modules), "prompts": encoder.prompts, "default_prompt_name": encoder.default_prompt}
     return own | {"pool": common.pool, "head": None, "num_labels": _size(request, backbone)}
 

@@ -9,24 +9,27 @@ import numpy as np
 from torch import nn
 
 from mini_ee.lab.backbones.adapter import tokenizer_folder
-from mini_ee.lab.backbones.fine_tuned import is_multi_label, label_names
+from mini_ee.lab.backbones.fine_tuned import is_multi_label, label_names, token_kind_of
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.files import json_sha256
 from mini_ee.lab.data.model_files import model_sha256s
+from mini_ee.lab.data.rankings import ranked
 from mini_ee.lab.data.tasks import Task
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.classification_head import FrozenClassifier
+from mini_ee.lab.exits.heads import TOKENS
 from mini_ee.lab.exits.row_exits import Known, RowData
 from mini_ee.lab.exits.state_store import Stored
 from mini_ee.lab.recording import Record, exit_scores, predictions, summary
 from mini_ee.lab.threshold_curve import threshold_curve
+from mini_ee.lab.token_tasks import TokenTask
 from mini_ee.lab.training import doubts, ranks
 from mini_ee.lab.training.default_rule import Chosen, curves, default_rule
 from mini_ee.lab.training.few_exits import few_exits, head_layers, savings_curve
 from mini_ee.lab.training.holdout import different, split_rows
 from mini_ee.lab.training.loop import Diverged, Fitted
-from mini_ee.lab.training.run_folder import about_task, encode, training_folder
+from mini_ee.lab.training.run_folder import encode, training_folder
 from mini_ee.lab.training.train_run import Request, Say, TrainingData, open_task
 
 TOLERANCE = 0.1
@@ -38,7 +41,9 @@ def opened(request: Request, task, source: TaskOptions) -> Request:
     found = open_task(task, source)
     if request.method.keeps_model:
         _check_labels(found, label_names(request.model), request.model)
-        found = replace(found, multi_label=is_multi_label(request.model))
+        found = replace(found, multi_label=is_multi_label(request.model), token_kind=token_kind_of(request.model))
+        if found.token_kind and request.common.pool is not None:
+            raise WrongArguments("--pool is for one label of a text; this model labels tokens: leave it out")
     elif request.common.keep_exits is not None or request.common.tolerance is not None:
         raise WrongArguments(f"keep_exits and tolerance are for a model that stays as it is, not for {request.name}")
     if found.regression and request.method.classes_only:
@@ -49,11 +54,14 @@ def opened(request: Request, task, source: TaskOptions) -> Request:
     return replace(request, task=found)
 
 
-def about(request: Request, backbone: nn.Module) -> dict:
+def about(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
     """This unit's part of config.json."""
     usual = "mean" if "mean" in backbone.poolings else backbone.poolings[0]
     heads = {"pool": request.common.pool or usual, "head": request.common.head}
-    return {"num_labels": request.task.num_labels, "task": about_task(request.task)} | heads
+    task = request.task.about()
+    if request.task.token_kind:
+        heads["pool"], task["around"] = TOKENS, list(tokenizer.around(task["texts"]))
+    return {"num_labels": request.task.num_labels, "task": task} | heads
 
 
 def open_tokenizer(request: Request, backbone: nn.Module) -> Tokenizer:
@@ -82,21 +90,22 @@ def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dic
     task = train.task
     if (train.labels == train.labels[0]).all():
         found = f"{request.model} predicts" if request.method.keeps_model else "found only"
-        label = "same labels" if task.multi_label else f"label {train.labels[0]}"
+        label = "same labels" if task.multi_label or task.token_kind else f"label {train.labels[0]}"
         raise ValueError(
             f"{task.name}: {found} the {label} for all {len(train)} examples to train on, so "
             f"there is nothing to learn; give examples with different labels"
         )
     begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
     if request.method.keeps_model:
-        begun_with |= {"tolerance": task.tolerance, "keep_exits": request.common.keep_exits}
+        begun_with |= {"tolerance": task.tolerance, "top_k": task.top_k, "keep_exits": request.common.keep_exits}
     return TrainingData(train, held, test, begun_with)
 
 
 def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingData) -> tuple[Chosen, dict]:
     """The default rule, and what metrics.json contains."""
-    common, task, labels = request.common, data.held.task, data.held.labels
+    common, task = request.common, data.held.task
     recorded = _recorded(model, data.held, request.train.batch_size)
+    labels = recorded.labels
     if common.keep_exits is not None:
         full = exit_scores(recorded, task, labels)[-1]
         columns = few_exits(recorded, task, common.keep_exits, full - common.max_loss, head_layers(model))
@@ -106,7 +115,7 @@ def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingD
     if len(data.more):
         tested = _recorded(model, data.more, request.train.batch_size)
     wanted = {"max_loss": common.max_loss, "confidence": common.confidence}
-    if task.regression:
+    if task.regression and not task.counts_agreement:
         wanted["label_range"] = float(np.ptp(data.train.labels))
     chosen = default_rule(recorded, tested, task, **wanted, candidates=request.method.candidates)
     observed, labelled = tested if len(data.more) else recorded, common.labelled or not request.method.keeps_model
@@ -153,6 +162,7 @@ def _labelled_by_model(request: Request, backbone: nn.Module, tokenizer: Tokeniz
     task, rows = request.task, request.task.split("train")
     exits, pool = about["exits"], about["pool"]
     model = FrozenClassifier(backbone, tuple(exits), task.num_labels, pool).to(request.common.device)
+    model.token_task = TokenTask.of(about)
     numbered = replace(task, splits={"train": replace(rows, labels=np.arange(len(rows)))})
     parts = split_rows(numbered, request.seed, request.common.max_train)
     parts = parts._replace(train=different(parts.train))
@@ -168,10 +178,12 @@ def _labelled_by_model(request: Request, backbone: nn.Module, tokenizer: Tokeniz
     own = predictions(found.logits(model, [len(exits) - 1])[:, 0], task)[places]
     metrics = task.metrics if task.regression else ("accuracy",)
     labels = rows.labels if request.common.labelled else own
-    task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
-    if task.regression:  # from the training texts alone: what tests the agreement must not define it
+    if task.top_k is not None:
+        labels = ranked(own, rows.texts)
+    elif task.regression:  # from the training texts alone: what tests the agreement must not define it
         own_tolerance = TOLERANCE * float(own[: ends[1]].std())
         task = replace(task, tolerance=request.common.tolerance or own_tolerance)
+    task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
     states = [found.states[: ends[1]], *(found.states[places[a:b]] for a, b in zip(ends[1:], ends[2:]))]
     return [
         RowData(encode(tokenizer, rows.texts[a:b], backbone), labels[a:b], task, Known(model.exits, known))

@@ -20,9 +20,11 @@ from mini_ee.lab.backbones.hub import (
     BUILT_IN_MODEL,
     backbone_sha256,
     check_generates,
+    empty_backbone,
     generates,
     load_backbone,
     read_config,
+    without_memory,
 )
 from mini_ee.lab.backbones.sentence_encoder import SentenceModules
 from mini_ee.lab.data.columns import TaskOptions
@@ -33,11 +35,13 @@ from mini_ee.lab.data.table_files import SUFFIXES, kind_of
 from mini_ee.lab.data.tasks import TOY, Task, load_task, toy_task
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.exits.lens import reads_much
 from mini_ee.lab.exits.row_exits import check_exits, even_exits
 from mini_ee.lab.recording import record
 from mini_ee.lab.training import doubts, ranks
 from mini_ee.lab.training.loop import Fitted, fit
 from mini_ee.lab.training.method import Method, configured, load_method
+from mini_ee.lab.training.policies import with_gate
 from mini_ee.lab.training.run_folder import (
     Run,
     build_model,
@@ -54,6 +58,7 @@ from mini_ee.lab.training.unit import Unit, load_unit
 
 Say = Callable[[str], None]
 TOKEN_EXITS = 4  # if none are named
+LENS_LR = 1e-3  # learning rate of lenses, which begin with their closed form
 OF_TRAINING = "max_train", "max_loss", "confidence", "min_cosine"  # common options that `training` in config.json has
 TRAINED_BY = {  # unit -> the module of functions `opened`, `about`, `open_tokenizer`, `data` and `conclude`
     "rows": "mini_ee.lab.training.train_rows",
@@ -155,7 +160,7 @@ def make_request(
     """The Request of a method's name and options. Raises WrongArguments if they do not fit."""
     method = load_method(name)
     unit, model = unit_of(method, model and Path(model), task)
-    given = defaults_of(method, unit.name, model)
+    given = defaults_of(method, unit.name, model, options.get("head"))
     given |= {"kind": task} if unit.name == "tokens" and task in KINDS else {}
     given |= {key: value for key, value in options.items() if value is not None}
     parts = [TrainConfig, *OPTIONS[unit.name]]
@@ -177,17 +182,29 @@ def make_request(
     config = configured(method, own)
     if unused := unused_option(config, named):
         raise WrongArguments(unused)
+    if unit.name == "tokens" and method.own_heads and made[1].head != "own":
+        raise WrongArguments(f"--head {made[1].head}: the heads of {name} are part of the method; leave it out")
     request = Request(name, method, unit, model, None, out, config, *made[:2], None, resume, named)
     check_device(request.common.device)
     return request.trainer.opened(request, task, made[2])
 
 
-def defaults_of(method: Method, unit: str, model: Path) -> dict:
-    """The defaults of options that differ from those of the settings classes. A built-in model has some of its own."""
+def defaults_of(method: Method, unit: str, model: Path, head: str | None = None) -> dict:
+    """The defaults of options that differ from those of the settings classes. A built-in model has some of its own.
+
+    head: of --head. If tokens name none, the method's own, or a lens if the LM head costs too much to be read often.
+    """
     defaults = ENCODER_DEFAULTS if unit == "rows" and model == BUILT_IN_MODEL else {}
     defaults = defaults | method.defaults.get(unit, {})
     built_in = model in (BUILT_IN_MODEL, BUILT_IN_DECODER) and unit == method.units[0]
-    return defaults | (method.defaults.get("built-in", {}) if built_in else {})
+    defaults = defaults | (method.defaults.get("built-in", {}) if built_in else {})
+    if unit != "tokens" or method.own_heads:
+        return defaults
+    config = read_config(model / "config.json").to_dict()
+    with without_memory():
+        head = head or ("lens" if reads_much(empty_backbone(config, lm_head=True)) else "own")
+    of_lens = {"head_lr": LENS_LR} | method.defaults.get("lens", {})
+    return defaults | {"head": head} | (of_lens if head == "lens" else {})
 
 
 def unit_of(method: Method, model: Path | None, task: str | Path | None) -> tuple[Unit, Path]:
@@ -314,7 +331,7 @@ def _fitted_run(request: Request, state_folder: Path, say: Say) -> tuple:
     trainer, (backbone, tokenizer) = request.trainer, _opened(request)
     say_left_out(backbone, request.model, say, request.method.keeps_model and backbone.classification_head)
     say_beyond(tokenizer, backbone, request.model, say)
-    about = _about(request, backbone, exits_of(request, backbone.config.num_hidden_layers))
+    about = _about(request, backbone, tokenizer, exits_of(request, backbone.config.num_hidden_layers))
     data = trainer.data(request, backbone, tokenizer, about, say)
     model, fitted = _fit(request, backbone, about, data, Saved(state_folder, data.begun_with, request.resume))
     chosen, metrics = trainer.conclude(request, model, fitted, data)
@@ -328,15 +345,18 @@ def _opened(request: Request) -> tuple[nn.Module, Tokenizer]:
     return backbone, request.trainer.open_tokenizer(request, backbone)
 
 
-def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tuple[np.ndarray, int]:
-    """What a model that stays as it is returns for these texts, as a training would read it: (N, C), and the largest
-    number of tokens that its backbone can read.
+def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tuple[Sequence[np.ndarray], int]:
+    """What a model that stays as it is returns for each text, as a training would read it: (C,), for tokens (T, C); and
+    the largest number of tokens that its backbone can read.
     """
     backbone, tokenizer = _opened(request)
-    about = _about(request, backbone, (backbone.config.num_hidden_layers,))
-    segments = build_checked(request, backbone, about).segments()
-    outputs = record(segments, encode(tokenizer, texts, backbone), request.train.batch_size).logits[:, -1]
-    return outputs, backbone.config.max_tokens
+    about = _about(request, backbone, tokenizer, (backbone.config.num_hidden_layers,))
+    segments, encoded = build_checked(request, backbone, about).segments(), encode(tokenizer, texts, backbone)
+    if segments.token_task is None:
+        return record(segments, encoded, request.train.batch_size).logits[:, -1], backbone.config.max_tokens
+    with segments.running():
+        states = (segments.start(encoded.batch([row])) for row in range(len(encoded)))
+        return [segments.read(0, segments.advance(0, state))[0] for state in states], backbone.config.max_tokens
 
 
 def say_left_out(backbone: nn.Module, folder: Path, say: Say, keeps_head: Any = False) -> None:
@@ -372,7 +392,7 @@ def _fit(
         model = build_checked(request, backbone, about).to(request.common.device)
         if not request.method.has_stages:
             return model, Fitted(request.method.search(model, data.train, data.held, request.config), [])
-        recipe = request.method.recipe(model, request.config)
+        recipe = with_gate(request.method.recipe(model, request.config), model)
         return model, fit(model, recipe, data.train, data.held, request.train, saved)
 
 
@@ -384,7 +404,7 @@ def build_checked(request: Request, backbone: nn.Module, about: dict) -> nn.Modu
         raise WrongArguments(str(error)) from None
 
 
-def _about(request: Request, backbone: nn.Module, exits: tuple[int, ...]) -> dict:
+def _about(request: Request, backbone: nn.Module, tokenizer: Tokenizer, exits: tuple[int, ...]) -> dict:
     """The parts of config.json that are known before the training."""
     return {
         "method": request.name,
@@ -394,4 +414,4 @@ def _about(request: Request, backbone: nn.Module, exits: tuple[int, ...]) -> dic
         "exits": list(exits),
         "seed": request.seed,
         "training": asdict(request.train) | {key: v for key, v in vars(request.common).items() if key in OF_TRAINING},
-    } | request.trainer.about(request, backbone)
+    } | request.trainer.about(request, backbone, tokenizer)

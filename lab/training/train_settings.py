@@ -6,7 +6,7 @@ from pathlib import Path
 from mini_ee.lab.backbones.sentence_encoder import POOLS as EMBEDDING_POOLS
 from mini_ee.lab.data.columns import TaskOptions
 from mini_ee.lab.data.settings import Settings, option
-from mini_ee.lab.registry import HEADS
+from mini_ee.lab.registry import HEADS, VOCABULARY_HEADS
 
 POOLS = ("mean", "first")
 PRECISIONS = ("float32", "bf16")
@@ -86,6 +86,19 @@ class RowOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenOptions(CommonOptions):
+    """CommonOptions, and that of the heads of tokens."""
+
+    head: str = option(
+        "own",
+        "exit head: the method's own (own), or a linear map before the model's LM head, with a gate that reads it once "
+        "(lens)",
+        choices=("own", *VOCABULARY_HEADS),
+        default_text="own; lens if the vocabulary is large",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextOptions(Settings):
     """Training text of a decoder, and its fine-tuning. None stands for the default of the kind of text."""
 
@@ -146,7 +159,7 @@ class EmbeddingOptions(CommonOptions):
         choices=tuple(EMBEDDING_POOLS.values()),
         default_text="the encoder's own, else mean",
     )
-    normalize: bool = option(False, "scale embeddings to length 1, also if the encoder does not")
+    normalize: bool = option(False, "scale embeddings to length 1, even when the encoder does not")
     size: int | None = option(
         None, "keep the first N numbers of an embedding (Matryoshka)", least=1, metavar="N", default_text="all"
     )
@@ -201,6 +214,14 @@ class AddOptions(Settings):
         above=0,
         default_text="a tenth of the standard deviation of the model's numbers",
     )
+    top_k: int | None = option(
+        None,
+        "number of best texts of a query that must stay the best, if the model is a reranker; --agreement then counts "
+        "queries, which are the pairs with the same first text",
+        least=1,
+        metavar="K",
+        default_text="none: the numbers must agree within --tolerance",
+    )
     cosine: float | None = option(
         None,
         "least mean cosine to the full embedding, if the model is a sentence encoder: the shallowest such depth counts",
@@ -226,7 +247,7 @@ class AddOptions(Settings):
 OPTIONS = {  # unit -> settings of a training, and settings of its data
     "rows": (RowOptions, TaskOptions),
     "prompts": (RowOptions, TaskOptions),
-    "tokens": (CommonOptions, TextOptions),
+    "tokens": (TokenOptions, TextOptions),
     "embeddings": (EmbeddingOptions, TaskOptions),
 }
 TASK_HELP = {  # unit -> help of --task

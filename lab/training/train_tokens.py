@@ -1,19 +1,33 @@
 """Tokens exit: a decoder learns from generated texts or those of a file, and its tokens exit early."""
 
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 from torch import nn
 
 from mini_ee.lab.backbones.adapter import tokenizer_folder
 from mini_ee.lab.backbones.hub import empty_backbone, without_memory
 from mini_ee.lab.data.files import json_sha256
+from mini_ee.lab.data.model_files import model_sha256s
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.exits.state_store import Stored
+from mini_ee.lab.exits.token_exits import SharedExits, TextData
+from mini_ee.lab.training import ranks
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.loop import Fitted
+from mini_ee.lab.training.run_folder import training_folder
 from mini_ee.lab.training.train_run import Request, Say, TrainingData, build_checked
 from mini_ee.lab.training.train_settings import TextOptions
-from mini_ee.lab.training.training_text import Source, agreement_rule, check_count, texts_to_learn
+from mini_ee.lab.training.training_text import (
+    GATE_PIECES,
+    HELD_PIECES,
+    Source,
+    agreement_rule,
+    check_count,
+    texts_to_learn,
+)
 
 
 def opened(request: Request, task, source: TextOptions) -> Request:
@@ -30,9 +44,9 @@ def opened(request: Request, task, source: TextOptions) -> Request:
     return replace(request, texts=source)
 
 
-def about(request: Request, backbone: nn.Module) -> dict:
+def about(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
     """This unit's part of config.json."""
-    return {"text": request.texts.to_dict(), "rank": request.texts.rank, "pool": None, "head": None}
+    return {"text": request.texts.to_dict(), "rank": request.texts.rank, "pool": None, "head": request.common.head}
 
 
 def open_tokenizer(request: Request, backbone: nn.Module) -> Tokenizer:
@@ -47,13 +61,25 @@ def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dic
         raise WrongArguments(f"--exits: expected exits before the last layer, got only {exits[0]}")
     with without_memory():  # a model that cannot be built is refused before texts are generated
         build_checked(request, empty_backbone(backbone.config.to_dict(), lm_head=True), about)
-    source = Source(backbone, tokenizer, request.texts, request.seed)
+    lens = about["head"] == "lens"
+    source = Source(backbone, tokenizer, request.texts, request.seed, GATE_PIECES if lens else HELD_PIECES)
     train, held = texts_to_learn(source)
     learners = f"{len(exits) - 1} heads on {request.model.name} learn"
     who = learners if len(exits) > 1 else f"{request.model.name} reads"
     say(f"{who} {_tokens(train)} tokens of {len(train)} texts.")
+    if lens and request.method.keeps_model:  # it reads each text once
+        model = SharedExits(backbone, tuple(exits))
+        train, held = (_known(request, model, part, name) for part, name in ((train, "train"), (held, "held")))
     digest = json_sha256({"train": [text.ids for text in train.texts], "held": [text.ids for text in held.texts]})
     return TrainingData(train, held, source, {"text": about["text"], "data": digest})
+
+
+def _known(request: Request, model: SharedExits, data: TextData, name: str) -> TextData:
+    """The same texts with their states, which are kept in a file until the run is written."""
+    key = {"files": model_sha256s(request.model), "texts": [text.ids for text in data.texts], "exits": model.exits}
+    folder = training_folder(request.out) / f"states_{name}_{ranks.rank()}"
+    store = partial(Stored, folder=folder, key=json_sha256(key), dtype=np.float16)
+    return TextData(data.texts, data.every, data.states(model, store))
 
 
 def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingData) -> tuple[Chosen, dict]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mini_ee.lab.calibration import calibrate_record
+from mini_ee.lab.calibration import POLICY, calibrate_conformal, calibrate_record
 from mini_ee.lab.data.decoder_texts import (
     BETWEEN_TEXTS,
     Text,
@@ -28,6 +28,8 @@ from mini_ee.lab.data.values import checked_text
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.lab.recording import Record
+from mini_ee.lab.rules import Never
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.train_settings import TextOptions
 from mini_ee.lab.training.unit import load_unit
@@ -36,6 +38,9 @@ from mini_ee.self_supervised import CALIBRATION_PROMPTS, TRAINING_PROMPTS
 GIVEN, FOLLOW = 40, 40  # tokens of the beginning of a story, and tokens after it
 CALIBRATION_PIECES = 512  # default number for a calibration
 PIECES, HELD_PIECES, HELD_STORIES = 1024, 32, 150
+GATE_PIECES = 256  # held out if a gate is calibrated
+LEAST_GROUPS = 40  # texts without which no gate is calibrated
+LEAST_SAVED = 0.1  # of the FLOPs; to stop at exits takes about as much time (SmolLM2, five exits, torch on a CPU)
 HELD_SEED, CALIBRATION_SEED, TESTED_SEED = 10**6, 2 * 10**6, 3 * 10**6  # far from the seeds of the batches before
 EPSILON = 0.95  # of the default rule, as in Valade 2024, section 3.3.1; so is the measure of the unit
 
@@ -47,6 +52,7 @@ class Source(NamedTuple):
     tokenizer: Tokenizer
     options: TextOptions
     seed: int
+    held: int = HELD_PIECES  # pieces of a file that are held out, at most
 
     def prompts(self, usual: Sequence[str]) -> list[list[int]]:
         """The prompts of --prompt, or the usual ones, as token ids."""
@@ -137,7 +143,7 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
         pieces = source.pieces()
         if len(pieces) < 2:
             raise WrongArguments("--texts: expected at least 2, one to train on and one to hold out, got 1")
-        held = max(1, min(HELD_PIECES, len(pieces) // 10))
+        held = max(1, min(source.held, len(pieces) // 10))
         return TextData(pieces[held:], True), TextData(pieces[:held], True)
     count = options.texts or 1500
     if options.text is None:
@@ -188,8 +194,27 @@ def texts_to_test(source: Source, count: int) -> list[Text]:
 def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
     """The default rule on tokens, for a method without its own.
 
-    It has thresholds at which a share of at least EPSILON of the held-out tokens agree with the full model.
+    It has thresholds at which a share of at least EPSILON of the held-out tokens agree with the full model. With a gate
+    see `cheapest`.
     """
     recorded = record_texts(model, held.texts, progress="observing")
     rule, answer = calibrate_record(recorded, EPSILON, None, load_unit("tokens").default_measure, source.seed)
-    return Chosen(rule, None, None, {"calibration": answer})
+    thresholds = Chosen(rule, None, None, {"calibration": answer})
+    return cheapest(recorded, thresholds, source.seed) if model.gated else thresholds
+
+
+def cheapest(recorded: Record, thresholds: Chosen, seed: int) -> Chosen:
+    """Of the thresholds and the gate the one that needs fewer FLOPs, heads included; below LEAST_SAVED the full model.
+
+    The gate has one cut, with the conformal guarantee that EPSILON of new tokens are as the full model's.
+    """
+    found = {"thresholds": thresholds}
+    if len(np.unique(recorded.groups)) >= LEAST_GROUPS:
+        rule, answer = calibrate_conformal(recorded, EPSILON, POLICY, seed)
+        guarantee = {name: answer[name] for name in ("guarantee", "epsilon", "measure")}
+        found["gate"] = Chosen(rule, guarantee, None, {"calibration": answer})
+    flops = {name: float(recorded.replay(each.rule).cost.flops.mean()) for name, each in found.items()}
+    saved = {name: 1 - each / recorded.full_flops for name, each in flops.items()}
+    best = max(saved, key=saved.__getitem__)
+    chosen = found[best] if saved[best] >= LEAST_SAVED else Chosen(Never(), None)
+    return chosen._replace(about=chosen.about | {"net_saved": saved})

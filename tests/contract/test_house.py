@@ -18,6 +18,8 @@ GROUND = (
     "recording",
     "row_thresholds",
     "threshold_curve",
+    "top_k",
+    "token_tasks",
     "rules",
     "rule_inputs",
     "sweep",
@@ -53,6 +55,8 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.recording",
     "lab.row_thresholds",
     "lab.threshold_curve",
+    "lab.top_k",
+    "lab.token_tasks",
     "lab.segments",
     "lab.rules",
     "lab.rule_inputs",
@@ -71,6 +75,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.data.settings",
     "lab.data.progress",
     "lab.data.prompt_templates",
+    "lab.data.rankings",
     "lab.data.reviews",
     "lab.data.sentence_prompts",
     "lab.data.table_files",
@@ -88,6 +93,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.baselines.adainfer",
     "lab.training.train_settings",
     "lab.export.calibrated",
+    "lab.export.engine",
     "lab.export.card",
     "lab.export.manifest",
     "lab.export.sessions",
@@ -109,13 +115,14 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "serve.worker",
     "lab.cli.calibrate",
     "lab.cli.calibrate_export",
+    "lab.cli.engine_options",
     "lab.cli.guarantee_options",
     "lab.cli.main",
     "lab.cli.run",
     "serve.command_batch",
     "serve.command_serve",
 )
-HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "matplotlib")  # of which the runtime loads none at once
+HEAVY = ("torch", "safetensors", "hnswlib", "onnx", "openvino", "matplotlib")  # of which the runtime loads none at once
 OUTSIDE = ("export", "lab", "serve", "experiments")  # of mini_ee/, and installed into it
 MODULES = [path for room in ("mini_ee", *OUTSIDE) for path in sorted((ROOT / room).rglob("*.py"))]
 MOST_LINES, LONGEST_FUNCTION, MOST_PARAMETERS = 450, 60, 7

@@ -23,6 +23,7 @@ from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import Threshold
+from mini_ee.lab.training.stages import fine_tune_then_heads
 from mini_ee.rules import max_probability
 
 HEAD = '''\
@@ -85,6 +86,13 @@ def test_it_learns_is_saved_and_loaded(trained):
     stored = trained.model.state_dict()
     assert all(torch.equal(value, stored[name]) for name, value in again.model.state_dict().items())
     assert "heads.0.weight.weight" in stored and again.classify(TEXTS) == trained.classify(TEXTS)
+
+
+def test_its_weights_learn_from_tokens_on_a_frozen_backbone_too(registered, checkpoint_folder):
+    model = RowExits(load_backbone(checkpoint_folder), (1, 2, 3), 2)
+    assert [stage.on_states for stage in fine_tune_then_heads(model)] == [False, True]
+    model.use_heads("attention")
+    assert [stage.on_states for stage in fine_tune_then_heads(model)] == [False, False]
 
 
 def test_its_pooling_is_what_an_exit_reads(trained):

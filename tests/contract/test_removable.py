@@ -1,5 +1,5 @@
-"""Every baseline, method and backbone family but joint training and BERT can be deleted: its files, and its lines in
-the registry. Nothing else knows its name, but experiments/, which measures what it names."""
+"""Every baseline, method, engine and backbone family but joint training and BERT can be deleted: its files, and its
+lines in the registry. Nothing else knows its name, but experiments/, which measures what it names."""
 
 import ast
 import json
@@ -11,11 +11,11 @@ from shutil import copytree
 
 import pytest
 
-from mini_ee.lab.registry import BACKBONES, METHODS
+from mini_ee.lab.registry import BACKBONES, ENGINES, METHODS
 
 ROOT = Path(__file__).parents[2]
 KEPT = ("mini_ee.lab.baselines.joint", "mini_ee.lab.backbones.bert")
-REMOVABLE = sorted({*METHODS.values(), *BACKBONES.values()} - set(KEPT))
+REMOVABLE = sorted({*METHODS.values(), *BACKBONES.values(), *ENGINES.values()} - set(KEPT))
 GROUPS = {  # what is removed at once: methods and baselines do not import each other, see test_house.py
     "methods": [module for module in REMOVABLE if ".methods." in module],
     "baselines": [module for module in REMOVABLE if ".baselines." in module],
@@ -115,7 +115,7 @@ def test_no_other_file_names_one_of_them():
     names = {dotted(path): set(names_in(path)) for path in paths}
     for module in REMOVABLE:
         own = set(map(dotted, files_of(module, ROOT)))
-        gone = own | {name for name, where in (METHODS | BACKBONES).items() if where == module}
+        gone = own | {name for name, where in (METHODS | BACKBONES | ENGINES).items() if where == module}
         for path, found in names.items():
             named = found & gone if path not in own | {"mini_ee.lab.registry"} else ()
             assert not named, f"{path} names {sorted(named)}"

@@ -503,7 +503,7 @@ def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, 
         ("mixed", 1, "mean_loss", {}),
         ("fastbert", 1, "self_distillation_loss", {}),
         ("berxit", 0, "alternating_loss", {}),
-        ("cat", 1, "heads_loss", {"target": "last"}),
+        ("cat", 1, "inner_loss", {"target": "last"}),
         ("elasticbert", 0, "equilibrium_loss", {}),
         ("palbert", 0, "loss", {"beta": 0.1}),
         ("free", 0, "shallow_deep_loss", {"alpha": 0.1}),
@@ -514,8 +514,10 @@ def test_the_best_epoch_of_a_stage_is_that_of_the_exits_that_it_teaches(method, 
 )
 def test_a_stage_learns_by_its_methods_own_loss_under_the_settings(method, stage, loss, settings, monkeypatch):
     calls, config = [], configured(load_method(method), settings)
-    monkeypatch.setattr(import_module(METHODS[method]), loss, lambda model, batch, config=None: calls.append(config))
-    model = SimpleNamespace(exits=(1, 2, 3), unit=load_method(method).units[0])
+    monkeypatch.setattr(
+        import_module(METHODS[method]), loss, lambda model, batch, config=None, **_: calls.append(config)
+    )
+    model = SimpleNamespace(exits=(1, 2, 3), unit=load_method(method).units[0], heads=(), head="")
     list(load_method(method).recipe(model, config))[stage].loss(model, None)
     assert calls == [config if settings else None]
 

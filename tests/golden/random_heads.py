@@ -1,10 +1,12 @@
-"""Random configurations of ...ForSequenceClassification of every family: our logits against those of transformers.
+"""Random configurations of fine-tuned models of every family: our logits against those of transformers.
 
     pip install transformers
-    python tests/golden/random_heads.py 340
+    python tests/golden/random_heads.py 340               ...ForSequenceClassification
+    python tests/golden/random_heads.py 100 tokens        ...ForTokenClassification, ...ForQuestionAnswering
 
-Writes random_heads.json: for each family the number of configurations that were drawn, those with equal logits, and the
-messages of those that were refused. It fails if logits differ. The tests do not need transformers, so it is no test.
+Writes random_heads.json, or random_token_heads.json: for each family the number of configurations that were drawn,
+those with equal logits, and the messages of those that were refused. It fails if logits differ. The tests do not need
+transformers, so it is no test.
 """
 
 import json
@@ -17,9 +19,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from mini_ee.backbones.backbone import Tensors
-from mini_ee.backbones.hub import load_backbone
-from mini_ee.exits.classification_head import FrozenClassifier
+from mini_ee.lab.backbones.backbone import Tensors
+from mini_ee.lab.backbones.hub import load_backbone
+from mini_ee.lab.exits.classification_head import FrozenClassifier
+from mini_ee.lab.exits.heads import TOKENS
 
 TOLERANCE = 2e-5
 """Of a logit, relative above one."""
@@ -39,6 +42,9 @@ KINDS = (
     ),
     *DECODERS,
 )
+CLASSIFICATION = "ForSequenceClassification"
+TOKEN_KINDS = ("bert", "roberta", "distilbert", "electra", "mpnet", "albert", "deberta-v2", "modernbert")
+TOKEN_ENDINGS = ("ForTokenClassification", "ForQuestionAnswering")
 
 
 def drawn(kind: str, draw: random.Random) -> dict:
@@ -81,13 +87,16 @@ def drawn(kind: str, draw: random.Random) -> dict:
     return settings
 
 
-def compared(kind: str, number: int) -> tuple[str, str]:
+def compared(kind: str, number: int, ending: str) -> tuple[str, str]:
     """("equal" | "refused" | "different", a line about it) of one configuration."""
     draw = random.Random(f"{kind} {number}")
     torch.manual_seed(number)
     settings = drawn(kind, draw)
+    if ending in TOKEN_ENDINGS:
+        settings["num_labels"] = 2 if ending == TOKEN_ENDINGS[1] else max(2, settings["num_labels"])
+        settings["pad_token_id"] = 1 if kind == "mpnet" else settings["pad_token_id"]
     config = transformers.AutoConfig.for_model(kind, **settings)
-    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    model = getattr(transformers, f"AutoModel{ending}").from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -98,24 +107,31 @@ def compared(kind: str, number: int) -> tuple[str, str]:
     )
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        theirs = model(input_ids=ids, attention_mask=mask).logits
+        found = model(input_ids=ids, attention_mask=mask)
+        spans = ending == TOKEN_ENDINGS[1]
+        theirs = torch.stack((found.start_logits, found.end_logits), -1) if spans else found.logits
         try:
             backbone = load_backbone(Path(folder))
-            depth, pool = backbone.config.num_hidden_layers, backbone.poolings[0]
+            depth = backbone.config.num_hidden_layers
+            pool = backbone.poolings[0] if ending == CLASSIFICATION else TOKENS
             ours = FrozenClassifier(backbone.without_heads(), (depth,), settings["num_labels"], pool).eval()
             logits = ours(*Tensors(ids, mask))[-1]
         except ValueError as error:
             assert len(str(error).splitlines()) == 1
             return "refused", str(error).replace(folder, "FOLDER")
+    if ending != CLASSIFICATION:  # the logits of padding mean nothing
+        logits, theirs = logits[mask.bool()], theirs[mask.bool()]
     error = float(((logits - theirs).abs() / theirs.abs().clamp(min=1)).max())
     return ("equal" if error <= TOLERANCE else "different"), f"{number}: off by {error:.1e}: {settings}"
 
 
-def main(count: int) -> int:
+def main(count: int, tokens: bool) -> int:
     counts, refusals = defaultdict(Counter), Counter()
+    kinds = TOKEN_KINDS if tokens else KINDS
     for number in range(count):
-        kind = KINDS[number % len(KINDS)]
-        outcome, line = compared(kind, number)
+        kind = kinds[number % len(kinds)]
+        ending = TOKEN_ENDINGS[number // len(kinds) % 2] if tokens else CLASSIFICATION
+        outcome, line = compared(kind, number, ending)
         counts[kind][outcome] += 1
         if outcome == "refused":
             refusals[line] += 1
@@ -125,10 +141,11 @@ def main(count: int) -> int:
     about = {"transformers": transformers.__version__, "torch": torch.__version__, "tolerance": TOLERANCE}
     about |= {"configurations": count} | {name: total[name] for name in ("equal", "refused", "different")}
     about |= {"families": {kind: dict(found) for kind, found in counts.items()}, "refusals": dict(refusals)}
-    Path(__file__).with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    name = "random_token_heads.json" if tokens else "random_heads.json"
+    Path(__file__).with_name(name).write_text(json.dumps(about, indent=1) + "\n")
     print({key: about[key] for key in ("configurations", "equal", "refused", "different")})
     return int(total["different"] > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), "tokens" in sys.argv))

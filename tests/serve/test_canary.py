@@ -15,7 +15,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Threshold
 from mini_ee.serve import Worker, engine_of
 from mini_ee.serve.canary import Canary, Compared, check_same
-from mini_ee.serve.http_messages import Hosts
+from mini_ee.serve.http_messages import Access, Hosts
 
 CALIBRATION = {"task": "words", "rows_calibration": 1, "rows_fresh": 1, "end_to_end": 1.0, "mean_layers": 1.0}
 
@@ -35,7 +35,7 @@ def values(page, name):
 def test_each_request_is_answered_by_one_export_and_says_which(runtime, newer):
     expected = {each.model_id: each.run([(text,) for text in SENTENCES], 1) for each in (runtime, newer)}
     new = Worker(engine_of(newer))
-    with serving(engine_of(runtime), served=lambda old: Canary(old, new, 0.5, Hosts("127.0.0.1"))) as (_, port):
+    with serving(engine_of(runtime), served=lambda old: Canary(old, new, 0.5, Access(Hosts("127.0.0.1")))) as (_, port):
         answered = dict.fromkeys(expected, 0)
         for at, text in enumerate(SENTENCES):
             status, answer, headers = ask(port, {"text": text})
@@ -84,7 +84,10 @@ def test_a_comparison_without_room_is_no_refused_request(runtime, newer):
 def test_a_canary_that_has_ended_gets_no_requests(runtime, newer):
     new = Worker(engine_of(newer))
     new.drain()
-    with serving(engine_of(runtime), served=lambda old: Canary(old, new, 0.99, Hosts("127.0.0.1"))) as (_, port):
+    with serving(engine_of(runtime), served=lambda old: Canary(old, new, 0.99, Access(Hosts("127.0.0.1")))) as (
+        _,
+        port,
+    ):
         found = [ask(port, {"text": SENTENCES[0]}) for _ in range(3)]
     assert [(status, headers["x-model-id"]) for status, _, headers in found] == [(200, runtime.model_id)] * 3
 
@@ -111,8 +114,8 @@ def test_a_canary_that_cannot_answer_some_requests_warns(runtime, newer, monkeyp
     points = [[0.5, 0.9, 0.1, 2.0], ["inf", 1.0, 0.0, 6.0]]
     monkeypatch.setitem(runtime.config, "curve", {"rows": 10, "points": points})
     with Worker(engine_of(runtime)) as old, Worker(engine_of(newer)) as new:
-        Canary(old, new, 0.5, Hosts("127.0.0.1"))
+        Canary(old, new, 0.5, Access(Hosts("127.0.0.1")))
         assert "new: cannot answer requests with agreement or max_loss: its share of them gets 400" in caplog.text
         caplog.clear()
-        Canary(new, old, 0.5, Hosts("127.0.0.1"))
+        Canary(new, old, 0.5, Access(Hosts("127.0.0.1")))
         assert not caplog.text

@@ -54,7 +54,15 @@ def test_the_probes_and_the_container_use_endpoints_and_options_that_exist(runti
     (command,) = re.findall(r"^CMD (.*)$", blocks("dockerfile")[0], re.M)
     (arguments,) = re.findall(r"args: \[(.*)\]", deployment)
     for words in (json.loads(command), shlex.split(arguments.replace(",", ""))):
-        assert words[0] == "mini-ee" and parser(words[1:]).parse_args(words[1:]).exported == Path("/model")
+        assert words[0] == "mini-ee" and parser(words[1:]).parse_args(words[1:]).exported == [Path("/model")]
+
+
+def test_the_commands_of_the_page_for_a_classifier_parse():
+    page = (ROOT / "docs" / "your-classifier.md").read_text()
+    commands = re.findall(r"^\$ (?:echo .* \| )?mini-ee (.*?)(?: &)?$", page, re.M)
+    assert {command.split()[0] for command in commands} == {"add-exits", "export", "run", "serve", "calibrate"}
+    for words in map(shlex.split, commands):
+        assert parser(words).parse_args(words).command == words[0]
 
 
 def test_the_container_installs_what_the_server_needs():

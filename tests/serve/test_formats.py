@@ -70,6 +70,22 @@ def test_predict_answers_as_text_embeddings_inference(predict_port, classifier):
     np.testing.assert_allclose([scores[name] for name in names], own.logits, atol=SAME)
 
 
+@pytest.mark.parametrize("path, key", [("/embed", "inputs"), ("/v1/embeddings", "input")])
+def test_token_ids_of_the_models_tokenizer_are_taken_for_their_text(port, encoder, path, key):
+    ids = [each.tolist() for each in encoder.encode(TEXTS[:3]).ids]
+    of_texts, of_ids, mixed = (
+        ask(port, {key: given}, path)[1] for given in (list(TEXTS[:3]), ids, [ids[0], TEXTS[1], ids[2]])
+    )
+    vectors = [vectors_of(each) for each in (of_texts, of_ids, mixed)]  # requests share batches, which round otherwise
+    assert np.allclose(vectors[0], vectors[1], atol=1e-6) and np.allclose(vectors[0], vectors[2], atol=1e-6)
+    one, other = (vectors_of(ask(port, {key: given}, path)[1]) for given in (ids[1], TEXTS[1]))
+    assert np.allclose(one, other, atol=1e-6)
+
+
+def vectors_of(answer):
+    return np.array(answer if isinstance(answer, list) else [each["embedding"] for each in answer["data"]])
+
+
 NULLS = dict.fromkeys(("encoding_format", "dimensions", "user"))
 
 
@@ -160,6 +176,7 @@ def test_texts_are_ranked_by_their_score_with_the_query(rerank_port, reranker):
     assert found["usage"]["total_tokens"] == tokens and found["model"] == reranker.folder.name
     found = ask(rerank_port, jina | {"top_n": 2, "return_documents": False}, "/v1/rerank")[1]["results"]
     assert [list(each) for each in found] == [["index", "relevance_score"]] * 2
+    assert ask(rerank_port, jina, "/v2/rerank")[1] == ask(rerank_port, jina, "/v1/rerank")[1]
     many = ask(rerank_port, jina | {"documents": DOCUMENTS * 100}, "/v1/rerank")[1]["results"]
     assert sorted(each["index"] for each in many) == list(range(400))
     assert [each["index"] % 4 for each in many[::100]] == order.tolist()
@@ -191,14 +208,36 @@ print(json.dumps([client.feature_extraction(text, normalize=True)[0].tolist() fo
 """
 
 
-@pytest.mark.parametrize("package, script", [("openai", OPENAI), ("huggingface_hub", HUB)])
-def test_clients_get_the_embeddings_of_the_run(port, embedding_run, package, script):
-    """MINI_EE_CLIENTS: a Python that has the clients, if this one has not."""
+COHERE = """
+import json, sys
+import cohere
+query, *texts = json.loads(sys.argv[2])
+for client in (cohere.Client, cohere.ClientV2):
+    found = client("none", base_url=f"http://127.0.0.1:{sys.argv[1]}").rerank(model="any", query=query, documents=texts)
+    print(json.dumps([[each.index, each.relevance_score] for each in found.results]))
+"""
+
+
+def lines_of(package, script, port, texts):
+    """What a client prints. MINI_EE_CLIENTS: a Python that has the clients, if this one has not."""
     python = os.environ.get("MINI_EE_CLIENTS", sys.executable)
     if subprocess.run([python, "-c", f"import {package}"], capture_output=True).returncode:
         pytest.skip(f"needs {package}")
-    argv = [python, "-c", script, str(port), json.dumps(TEXTS[:4])]
+    argv = [python, "-c", script, str(port), json.dumps(texts)]
     lines = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     assert len(lines) == 2
-    for line in lines:
-        np.testing.assert_allclose(json.loads(line), embedding_run.embed(TEXTS[:4]), atol=SAME)
+    return map(json.loads, lines)
+
+
+def test_coheres_clients_get_the_ranking_of_the_run(rerank_port, reranker):
+    logits = np.array([each.logits[0] for each in reranker.run([("the film", text) for text in DOCUMENTS])])
+    order = np.argsort(-logits)
+    for line in lines_of("cohere", COHERE, rerank_port, ["the film", *DOCUMENTS]):
+        expected = [[at, pytest.approx(1 / (1 + np.exp(-logits[at])), abs=SAME)] for at in order.tolist()]
+        assert line == expected
+
+
+@pytest.mark.parametrize("package, script", [("openai", OPENAI), ("huggingface_hub", HUB)])
+def test_clients_get_the_embeddings_of_the_run(port, embedding_run, package, script):
+    for line in lines_of(package, script, port, TEXTS[:4]):
+        np.testing.assert_allclose(line, embedding_run.embed(TEXTS[:4]), atol=SAME)

@@ -6,6 +6,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from http_server import SENTENCES
 
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.export import writer
 from mini_ee.lab.export.card import card
 from mini_ee.lab.export.engine import Engine, calibrated_engine
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import Fixed, Never, Patience, Threshold
+from mini_ee.lab.training.run_folder import Run
 from mini_ee.serve import engine_of
 from mini_ee.serve.worker import Worker
 
@@ -215,6 +219,7 @@ def test_calibration_is_of_the_engine_and_the_precision_that_serve(capsys, expor
         ({"engine": "openvino", "precision": "bf16"}, Engine(), "--engine openvino --precision bf16"),
         ({"provider": "CPUExecutionProvider"}, Engine(), None),  # of an earlier version
     ],
+    ids=["none", "none in f32", "f32", "f32 in bf16", "bf16 in ONNX Runtime", "earlier"],
 )
 def test_a_guarantee_of_another_engine_is_not_claimed(runtime, calibration, engine, calibrated):
     config = runtime.config | {"guarantee": GUARANTEE} | ({"calibration": calibration} if calibration else {})
@@ -235,7 +240,7 @@ def test_without_the_extra_one_line_names_it(capsys, monkeypatch, runtime):
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.delitem(sys.modules, "mini_ee.lab.export.openvino_engine", raising=False)
     line = refused(capsys, "run", runtime.folder, "--engine", "openvino", status=2)
-    assert line == "mini-ee run: --engine openvino needs OpenVINO: pip install 'mini-ee[openvino]'"
+    assert line == "mini-ee run: --engine openvino needs its library: pip install 'mini-ee[openvino]'"
 
 
 REFUSED = [
@@ -253,9 +258,25 @@ def test_what_does_not_fit_is_refused(capsys, monkeypatch, tmp_path, runtime, wo
 
 
 @needs_openvino
-def test_a_decoder_is_refused_by_name(capsys, decoder):
-    line = refused(capsys, "run", decoder.folder, "--engine", "openvino", status=2)
-    assert "expected a classifier or a sentence encoder for --engine openvino, found a decoder" in line
+def test_kinds_that_it_does_not_run_are_refused_by_name(capsys, decoder, export):
+    manifest = read_json(export / "manifest.json", signed="rule")
+    manifest["graphs"]["whole"] = manifest["graphs"]["model"]  # as HashEE's, whose tokens exit within a row
+    write_json(export / "manifest.json", manifest)
+    for folder, found in ((decoder.folder, "a decoder"), (export, "tokens that exit within a row")):
+        line = refused(capsys, "run", folder, "--engine", "openvino", status=2)
+        assert f"expected a classifier or a sentence encoder for --engine openvino, found {found}" in line
+
+
+@needs_openvino
+def test_the_patience_of_an_export_stays_its_own(checkpoint_folder, random_model, runtime, tmp_path):
+    """OpenVINO has made a constant of it. Another value is an error, and never ignored."""
+    tokenizer = Tokenizer.from_folder(checkpoint_folder, 30)
+    run = Run(Path("run"), runtime.config | {"settings": {}}, random_model((1, 2, 4, 6)), tokenizer, Patience(1))
+    writer.export(run, folder := tmp_path / "patience", [(text,) for text in TEXTS])
+    served = F32.open(folder, threads=1)
+    assert_equal_answers(served.run(TEXTS), Runtime(folder, threads=1).run(TEXTS))
+    with pytest.raises(ValueError, match="expected patience 1, which OpenVINO keeps, found 2; leave out --engine"):
+        served.run(TEXTS, rule=Patience(2))
 
 
 def test_an_engine_runs_exports_alone(capsys, classifier, task_folder):

@@ -1,5 +1,6 @@
 """What a server and its commands refuse: with a status, in one line that says what to do. One table for each."""
 
+import gzip
 import json
 import re
 import shlex
@@ -25,9 +26,10 @@ def server(request):
 
 
 LONG = b" " * (app.MAX_BODY + 1)
+PACKED = gzip.compress(b'{"text": "the film"}')
 NUMBER = "expected threshold as a number of at least 0 and at most 1, "
-LIST = "expected inputs as a text or a list"
-TOKENS = "token ids, .* in LangChain give check_embedding_ctx_length=False"
+LIST = "expected inputs as a text, a list of texts, or token ids, found"
+TOKENS = "token ids of this model's tokenizer, .* in LangChain give check_embedding_ctx_length=False"
 JSON_TYPE = "expected Content-Type: application/json, found"
 
 REQUESTS = {  # server -> (path, body, status, a part of the line, or headers and a part); no body: GET
@@ -66,7 +68,12 @@ REQUESTS = {  # server -> (path, body, status, a part of the line, or headers an
         ("/classify", {}, 415, {"content-type": "text/plain; application/json"}, JSON_TYPE),
         ("/classify", {}, 415, {"content-type": ""}, JSON_TYPE),
         ("/classify", {}, 415, {"content-type": "application/json; charset=latin-1"}, "UTF-8, found charset=latin-1"),
-        ("/classify", {}, 415, {"content-encoding": "gzip"}, "without Content-Encoding, found gzip; send it uncompres"),
+        ("/classify", {}, 415, {"content-encoding": "br"}, "without Content-Encoding, or gzip, found br; send it unco"),
+        ("/classify", {}, 400, {"content-encoding": "gzip"}, "expected a body in gzip, found"),
+        ("/classify", b"", 400, {"content-encoding": "gzip"}, "one whole body in gzip, found its beginning alone"),
+        ("/classify", PACKED[:-9], 400, {"content-encoding": "gzip"}, "one whole body in gzip, found its beginning"),
+        ("/classify", PACKED * 2, 400, {"content-encoding": "gzip"}, "found bytes after its end"),
+        ("/classify", gzip.compress(LONG), 413, {"content-encoding": "gzip"}, "at most 1048576 bytes"),
         ("/classify", {}, 415, {"content-encoding": "identity, deflate"}, "found identity, deflate"),
         (
             "/classify",
@@ -120,12 +127,18 @@ REQUESTS = {  # server -> (path, body, status, a part of the line, or headers an
         ("/classify", {}, 404, "found /classify"),
         ("/predict", {}, 404, "found /predict"),
         ("/embed", {"inputs": []}, 400, LIST),
-        ("/embed", {"inputs": [[1, 2]]}, 400, LIST),
+        ("/embed", {"inputs": [[1, 2]]}, 400, TOKENS),
+        ("/embed", {"inputs": [[2, 999999, 3]]}, 400, TOKENS),
+        ("/embed", {"inputs": [[2, -1, 3]]}, 400, TOKENS),
+        ("/embed", {"inputs": [2, 2, 3, 3]}, 400, TOKENS),
+        ("/embed", {"inputs": [2, 3]}, 400, TOKENS),
+        ("/embed", {"inputs": [[2, 5, 3], "a film", True]}, 400, LIST),
+        ("/embed", {"inputs": [2, 5, 3], "prompt_name": "query"}, 400, "if there is a prompt_name, found token ids"),
         ("/embed", {"inputs": "a film", "normalize": 1}, 400, "expected normalize as true or false"),
         ("/embed", {"inputs": "very " * 200, "truncate": False}, 400, "expected at most"),
         ("/embed", {"inputs": "a film", "truncation_direction": "Left"}, 400, "not supported"),
         ("/embed", {"inputs": ["a film", ""]}, 400, "expected"),
-        ("/v1/embeddings", b"{}", 400, "expected input as a text or a list"),
+        ("/v1/embeddings", b"{}", 400, "expected input as a text, a list of texts, or token ids, found None"),
         ("/v1/embeddings", {"input": "a film", "dimensions": 17}, 400, "expected dimensions from 1 to 16"),
         ("/v1/embeddings", {"input": "a film", "encoding_format": "int8"}, 400, "float or base64"),
         ("/v1/embeddings", {"inputs": "a film"}, 400, "the field 'inputs' is not supported here"),
@@ -135,7 +148,7 @@ REQUESTS = {  # server -> (path, body, status, a part of the line, or headers an
         ("/v1/embeddings", {"input": ["a film", ""]}, 400, "^row 1: expected .* found an empty text"),
         ("/v1/embeddings", b" " * (app.MAX_LONG_BODY + 1), 413, "at most 16777216 bytes"),
         ("/v1/embeddings", b'{"input": "%s"}' % (b"a" * len(LONG)), 413, "expected texts of at most"),
-        ("/v1/embeddings", b"{}", 415, {"content-encoding": "gzip"}, "found gzip"),
+        ("/v1/embeddings", b"{}", 415, {"content-encoding": "deflate"}, "found deflate"),
         ("/v1/embeddings", b"{}", 421, {"host": "evil.example"}, "--allow-host"),
         ("/v1/embeddings", {"input": "a film", "deadline_ms": 1e-6}, 503, "the deadline passed"),
         ("/v1/embeddings", None, 405, "takes POST"),
@@ -208,6 +221,16 @@ COMMANDS = [  # words after mini-ee, a part of the line; in braces the folder of
     ("serve {runtime} --canary new --ray", "--canary is for one process"),
     ("serve {runtime} --canary {runtime}", "expected a new export, found"),
     ("serve {runtime} --canary {decoder}", "expected the kind of .*, rows, found tokens"),
+    ("serve {runtime} {encoder} --canary {runtime}", "--canary is for one export, found 2"),
+    ("serve {runtime} {encoder} --ray", "--ray is for one export, found 2; start a server for each"),
+    ("serve {runtime} {encoder} --name a", "--name: expected a name of its own for each folder, found 'a' for 2"),
+    ("serve {runtime} {encoder} --name a --name a", "expected a name of its own for each folder, found 'a', 'a'"),
+    ("serve {runtime} {runtime}", "expected a name of its own for each folder, found 'exported', 'exported'"),
+    ("serve {runtime} --name ''", "expected a name of its own for each folder, found ''"),
+    ("serve {runtime} --api-key ''", "--api-key or MINI_EE_API_KEY: expected a key of visible ASCII characters"),
+    ("serve {runtime} --api-key 'a b'", "expected a key of visible ASCII characters without blanks"),
+    ("serve {runtime} --cors a.example", "--cors: expected an origin such as https://a.example:8080, or \\*, found"),
+    ("serve {runtime} --cors https://a.example/", "--cors: expected an origin"),
     ("serve {runtime} --allow-host http://a.example", f"{SCHEME} 'http://a.example'"),
     ("serve {runtime} --allow-host a.example:80", SCHEME),
     ("serve {runtime} --allow-host 'a b'", SCHEME),
@@ -233,6 +256,13 @@ COMMANDS = [  # words after mini-ee, a part of the line; in braces the folder of
     ("calibrate {runtime} --text texts.txt --split dev", "--split is for --task"),
     ("calibrate {runtime} --text texts.txt --out texts.txt", "texts.txt: is there already"),
     ("calibrate none --out new", "none: no run here"),
+    ("calibrate {runtime} --text texts.txt --top-k 2 --measure entropy", "--top-k takes --epsilon and --delta, and no"),
+    ("calibrate {runtime} --text texts.txt --top-k 2", "--top-k is for a reranker, which gives a pair of texts one n"),
+    ("calibrate {reranker} --text texts.txt", "found a regression, which has no confidence; give --top-k if it ranks"),
+    (
+        "calibrate {reranker} --text texts.txt --top-k 2",
+        "found the rule fixed; export the run with --threshold 0 --m",
+    ),
     ("calibrate {decoder}", "expected a classifier, found a decoder; calibrate its run"),
     ("batch {decoder} --in texts.txt --out out", "expected a classifier or a sentence encoder, found a decoder"),
     ("batch {runtime} --in none* --out out", "none\\*: no such file"),

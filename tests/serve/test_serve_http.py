@@ -31,7 +31,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Fixed
 from mini_ee.serve import Worker, app, engine_of, server
 from mini_ee.serve import command_serve as serve
-from mini_ee.serve.http_messages import Hosts
+from mini_ee.serve.http_messages import Access, Hosts
 from mini_ee.serve.monitoring import Guarantee
 from mini_ee.serve.worker import ENDING, LATE, LONG
 
@@ -426,7 +426,7 @@ def test_a_request_may_name_the_host_that_the_server_is_bound_to(bound, more, al
 
 def test_a_request_for_a_host_that_is_allowed_is_answered(runtime):
     headers = {"host": "evil.example:8000", "content-type": "application/json"}
-    with serving(engine_of(runtime), Hosts("127.0.0.1", ["evil.example"])) as (_, port):
+    with serving(engine_of(runtime), Access(Hosts("127.0.0.1", ["evil.example"]))) as (_, port):
         assert ask(port, {"text": "the film"}, headers=headers)[0] == 200
 
 
@@ -565,7 +565,8 @@ def test_a_run_is_served_as_its_export_is(tmp_path, checkpoint_folder, task_fold
 def test_the_request_that_the_command_shows_is_answered(request, capsys, kind):
     runtime = request.getfixturevalue(kind)
     with serving(engine_of(runtime)) as (_, port):
-        serve._ready(SimpleNamespace(exported=runtime.folder), runtime, "")(f"http://127.0.0.1:{port}")
+        args = SimpleNamespace(exported=[runtime.folder], name=["a"], access=Access(Hosts("127.0.0.1")))
+        serve._ready(args, runtime, "")(f"http://127.0.0.1:{port}")
         *_, address, _, body = shlex.split(capsys.readouterr().err)
         assert ask(port, json.loads(body), f"/{address.rpartition('/')[2]}")[0] == 200
 

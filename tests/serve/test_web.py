@@ -32,11 +32,11 @@ from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.builder import branches_of
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
-from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rule_inputs import runtime_inputs
 from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold

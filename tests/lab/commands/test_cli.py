@@ -48,7 +48,7 @@ from mini_ee.lab.registry import METHODS
 from mini_ee.lab.rules import Never, Policy, Threshold, rule_from_dict
 from mini_ee.lab.training.default_rule import CURVE_POINTS, sweep
 from mini_ee.lab.training.holdout import split_rows
-from mini_ee.lab.training.run_folder import about_task, load_run, training_folder, write_rule
+from mini_ee.lab.training.run_folder import load_run, training_folder, write_rule
 from mini_ee.lab.training.state import STATE
 from mini_ee.lab.training.train_run import make_request, trained_on
 
@@ -873,7 +873,7 @@ def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_fol
     monkeypatch.chdir(tmp_path)
     own = shutil.copytree(task_folder, tmp_path / "mine" / "reviews")
     (tmp_path / "reviews").mkdir()
-    runs = [SimpleNamespace(config={"task": about_task(task)}) for task in (toy_task(), load_task(own))]
+    runs = [SimpleNamespace(config={"task": task.about()}) for task in (toy_task(), load_task(own))]
     unnamed = SimpleNamespace(task=None)
     assert tasks.open_task_of(runs[:1], unnamed).name == "reviews"
     assert tasks.open_task_of(runs[1:], unnamed).folder == str(own)

@@ -142,6 +142,12 @@ def test_the_folder_around_an_export_names_the_export(capsys, tmp_path, argv):
     assert line(tmp_path / "fast").endswith(f"did you mean {tmp_path / 'fast' / 'exported'}?")
 
 
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_a_fine_tuned_model_in_place_of_an_export_shows_how_to_add_exits(capsys, checkpoint_folder, command):
+    line = refused(capsys, command, checkpoint_folder, status=2)
+    assert line.endswith(f"add exits first: mini-ee add-exits {checkpoint_folder} --text FILE")
+
+
 def test_the_folder_around_a_run_names_the_run(capsys, tmp_path, run_folder):
     shutil.copytree(run_folder, tmp_path / "demo" / "run")
     line = refused(capsys, "classify", tmp_path / "demo", "--text", "a", status=2)

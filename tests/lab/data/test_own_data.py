@@ -301,21 +301,21 @@ def test_doubts_about_data_are_printed_before_training(tmp_path):
 
 VARIED = np.arange(300) % 2
 RESULTS = {  # labels of train and of the held-out set, predictions of these -> what is said
-    "nothing": (VARIED, VARIED[:40], VARIED[:40], []),
+    "nothing": (VARIED, VARIED[:100], VARIED[:100], []),
     "few": (
         VARIED[:4],
         VARIED[:1],
         VARIED[:1],
-        ["there were 4 examples to train on (a few hundred are usual), and 1 held out", "predicts no for every"],
+        ["about 100 points, after a training on 4 examples", "predicts no for every"],
     ),
-    "few held out": (VARIED, VARIED[:25], VARIED[:25], ["25 held out, on which accuracy is known to about 20 points"]),
+    "few held out": (VARIED, VARIED[:25], VARIED[:25], ["25 held-out examples show accuracy to about 20 points"]),
     "one label": (
         (np.arange(300) % 20 == 0).astype(int),
-        np.arange(40) % 4 // 3,
-        VARIED[:40],
+        np.arange(100) % 4 // 3,
+        VARIED[:100],
         ["95.0% of the train examples have the label no: a model that always predicts it has an accuracy of 75.0% on"],
     ),
-    "one prediction": (VARIED, VARIED[:40], VARIED[1:2].repeat(40), ["predicts yes for every held-out example"]),
+    "one prediction": (VARIED, VARIED[:100], VARIED[1:2].repeat(100), ["predicts yes for every held-out example"]),
 }
 
 
@@ -444,9 +444,8 @@ def test_training_and_evaluation_warn_of_copies_and_of_too_few_examples(capsys, 
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("1 of 2 examples of five test are in train word for word")
     assert printed[-1] == f"Run: {tmp_path / 'run'}"
-    assert any(
-        line.startswith("These figures are uncertain: there were 4 examples to train on") for line in printed[:-1]
-    )
+    uncertain = r"These figures are uncertain: 1 held-out examples .* 100 points, after a training on 4 examples\."
+    assert any(re.fullmatch(uncertain, line) for line in printed[:-1])
     assert any(re.match("The model predicts (good|bad) for every held-out example", line) for line in printed[:-1])
     assert answer(capsys, "evaluate", tmp_path / "run")["copies"].startswith("1 of 2 examples of five test")
     assert main(["evaluate", str(tmp_path / "run")]) == 0

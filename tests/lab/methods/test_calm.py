@@ -10,7 +10,7 @@ import torch
 from method_cases import calm_model, calm_texts
 
 import mini_ee.lab.baselines.calm as calm
-from mini_ee.lab.baselines.calm import MEASURE_RULES, agreement, calibrate_texts, guaranteed_rule, held_out_loss
+from mini_ee.lab.baselines.calm import MEASURE_RULES, calibrate_texts, guaranteed_rule
 from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.metrics import rouge_l
 from mini_ee.lab.exits.decoding import decode, gather
@@ -27,7 +27,7 @@ from mini_ee.lab.statistics import chernoff
 from mini_ee.lab.training.default_rule import PASSING, passing
 from mini_ee.lab.training.loop import fit
 from mini_ee.lab.training.method import NoConfig
-from mini_ee.lab.training.policies import OneForAll
+from mini_ee.lab.training.policies import OneForAll, agreement, held_out_loss
 from mini_ee.lab.training.state import Saved
 from mini_ee.lab.training.train_settings import TrainConfig
 
@@ -181,7 +181,7 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
         normed = torch.stack([head.norm(states.states[:, k]) for k, head in enumerate(model.heads)], dim=1)
     wanted = (normed[..., 0] > normed[..., 1]).numpy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr(calm, "agreement", lambda model, some: wanted)
+    monkeypatch.setattr("mini_ee.lab.training.policies.agreement", lambda model, some: wanted)
     stage = calm.recipe(model, NoConfig())[1]
     assert stage.make_targets(model, states) is wanted  # recipe looks it up when it is called
     history = learn_classifier(model, TextData(calm_texts(60, 16)), tmp_path, epochs=30, head_lr=0.1)
@@ -191,7 +191,7 @@ def test_the_classifier_learns_where_exits_agree(tmp_path, monkeypatch):
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"policy.linear.weight", "policy.linear.bias"}
     assert history[-1]["score"] > history[0]["score"] and max(e["score"] for e in history) == pytest.approx(
-        -held_out_loss(model, states)
+        -held_out_loss(model, states, wanted)
     )
 
 

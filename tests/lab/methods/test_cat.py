@@ -217,7 +217,7 @@ def test_inner_exits_may_learn_what_the_last_one_says(padded_inputs):
     logits, _ = by_hand(model, padded_inputs)
     for target, labels in (("label", LABELS.numpy()), ("last", logits[:, -1].argmax(axis=1))):
         each = np.logaddexp.reduce(logits, axis=2) - np.take_along_axis(logits, labels[:, None, None], axis=2)[:, :, 0]
-        loss = cat.heads_loss(model, batch, Config(target=target))
+        loss = cat.inner_loss(model, batch, cat.HEADS_PART, Config(target=target))
         assert loss.item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
         scaled = batch._replace(
             inputs=(), states=model.states(*batch.inputs), targets=torch.full((7,), cat.TEMPERATURES_PART)
@@ -246,7 +246,7 @@ def test_held_out_rows_are_all_of_the_part_that_is_asked(run, monkeypatch):
     held = type("Held", (), {"__len__": lambda self: 3, "batch": lambda self, *a: ([torch.zeros(3, 2)], torch.ones(3))})
     held_out_loss(lambda model, batch: seen.append(batch.targets.tolist()) or 0.0, cat.META_PART, run.model, held())
     assert seen == [[2, 2, 2]]
-    report = {cat.temperature_loss: (cat.TEMPERATURES_PART, 3.0), cat.meta_loss: (cat.META_PART, 5.0)}
+    report = {cat.inner_loss: (cat.TEMPERATURES_PART, 3.0), cat.meta_loss: (cat.META_PART, 5.0)}
 
     def output(loss, part, *_):
         expected, answer = report[getattr(loss, "func", loss)]

@@ -31,11 +31,11 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.evaluation.plots import draw_rewards
 from mini_ee.lab.evaluation.row_evaluation import by_exit
 from mini_ee.lab.exits.generation import Sampling
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.row_exits import RowData, RowExits, States
 from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.methods.consistent import (
     Config,
-    PolicyNetworks,
     classifier_loss,
     held_out_reward,
     policy_loss,

@@ -12,19 +12,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mini_ee
 from mini_ee.lab.backbones.bert import Bert, BertConfig, Layer
+from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.backbones.tensor_files import read_tensors
 from mini_ee.lab.baselines import dree
 from mini_ee.lab.baselines.dree import BatchNorm, Config, DreeExits, branch_loss, equiangular_frame, last_loss
-from mini_ee.lab.data.tokenizer import Inputs
+from mini_ee.lab.data.tasks import load_task
+from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.exits.row_exits import RowData
 from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.recording import read_every_exit
 from mini_ee.lab.rules import Fixed, Never, Patience, Planned, Threshold
-from mini_ee.lab.training.run_folder import load_run
+from mini_ee.lab.training.run_folder import encode, load_run
 from mini_ee.lab.training.stages import Batch
 from mini_ee.lab.training.train_run import train
 
@@ -223,7 +226,8 @@ def test_shallow_exits_weigh_most_and_the_last_one_nothing():
 
 def test_each_stage_moves_its_own_part_and_no_frame_moves(padded_inputs):
     model = made()
-    batch = Batch(tensors(padded_inputs), LABELS, None, None)
+    inputs = tensors(padded_inputs)
+    batch = Batch(inputs, LABELS, None, model.branch_inputs(*inputs).detach())
     first, second = dree.recipe(model, Config())
     for stage in (first, second):
         for name, parameter in model.named_parameters():
@@ -244,6 +248,23 @@ def test_the_first_stage_is_plain_fine_tuning_through_the_frame(padded_inputs):
     assert last_loss(model, Batch(tensors(padded_inputs), LABELS, None, None)).item() == pytest.approx(
         expected, rel=1e-4
     )
+
+
+@pytest.mark.parametrize("pool", ["mean", "first"])
+def test_the_second_stage_learns_from_what_the_backbone_gives_computed_once(
+    pool, checkpoint_folder, task_folder, monkeypatch
+):
+    monkeypatch.setattr(dree, "STATES_BATCH", 16)
+    task, tokenizer = load_task(task_folder), Tokenizer.from_folder(checkpoint_folder)
+    model = DreeExits(load_backbone(checkpoint_folder), (1, 2, 3), 2, pool, Config()).eval()
+    rows = task.split("train")
+    texts = [(text.rsplit(maxsplit=number % 3)[0],) for number, (text,) in enumerate(rows.texts)]  # of three lengths
+    data = RowData(encode(tokenizer, texts, model.backbone), rows.labels, task)
+    stage, units = dree.recipe(model, Config())[1], np.array([58, 3, 41, 7, 0])
+    inputs, labels = data.batch(units, torch.device("cpu"))
+    loss = stage.loss(model, Batch(inputs, labels, None, stage.make_targets(model, data)[units]))
+    losses = [nn.functional.cross_entropy(logits, labels) for logits in model(*inputs)[:-1]]
+    torch.testing.assert_close(loss, (2 * losses[0] + losses[1]) / 3)
 
 
 def test_norms_are_copied_with_weight_and_bias_at_every_exit():

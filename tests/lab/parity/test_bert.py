@@ -83,7 +83,7 @@ def test_golden_files_say_how_they_were_made(kind):
 
 
 def test_the_golden_files_are_small():
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 1_600_000
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 2_000_000
 
 
 # ---- Invariants ----

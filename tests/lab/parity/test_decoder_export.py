@@ -30,6 +30,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import generate
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.builder import Builder
 from mini_ee.lab.export.decoder_blocks import GraphBlock
@@ -38,7 +39,6 @@ from mini_ee.lab.export.sessions import CPU, CUDA, GraphRule, Session
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, Sessions, open_sessions
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.export.writer import export
-from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.rules import Fixed, Never, Patience, Policy, Rule, Threshold
 from mini_ee.lab.training.default_rule import Chosen
 from mini_ee.lab.training.policies import OneForAll

@@ -38,6 +38,7 @@ from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tasks import load_task
 from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.prompt_exits import PromptModel
 from mini_ee.lab.exits.row_exits import RowExits, RowSegments
 from mini_ee.lab.export.builder import OPSET, Builder, branches_of
@@ -47,7 +48,6 @@ from mini_ee.lab.export.sessions import CPU, CUDA, Session
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.export.tracing import LOWERINGS
 from mini_ee.lab.export.writer import export, write_graphs
-from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.methods.raee import Retrieval
 from mini_ee.lab.methods.raee_datastore import Datastore, unit_length
@@ -775,7 +775,7 @@ def test_what_is_no_number_is_no_answer(exported, monkeypatch):
     found = {"logits": np.array([[0.5, np.nan, 0], [1, 2, 3]]), "layers": np.array([4, 4])}
     monkeypatch.setattr(sessions.Session, "run", lambda *_: found)
     for answer in (
-        lambda: opened.answers(found["logits"], [0], [1.0], [1.0]),
+        lambda: opened.answers(found["logits"], None, [0], [1.0]),
         lambda: opened.run(TEXTS[:2]),
         lambda: early_exit(opened.segments(), opened.rule, inputs),
         lambda: early_exit(opened.whole_model(), Never(), inputs),

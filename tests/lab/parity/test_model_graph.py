@@ -20,12 +20,12 @@ from mini_ee.lab.baselines.palbert import Ponder, PonderExits
 from mini_ee.lab.data.prompt_templates import Prompt
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.prompt_exits import PromptModel
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.export.row_segments import OrtModel
 from mini_ee.lab.export.sessions import GraphRule
 from mini_ee.lab.export.writer import write_graphs
-from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.methods.lora_exits import LoRAExits
 from mini_ee.lab.recording import Record, Recorded, read_and_measure, read_every_exit
 from mini_ee.lab.row_thresholds import RowThresholds

@@ -27,6 +27,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.generation import Sampling
 from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.rules import Policy, rule_from_dict
+from mini_ee.lab.training import policies
 from mini_ee.lab.training.run_folder import load_run, write_rule
 from mini_ee.lab.training.train_settings import TextOptions
 from mini_ee.lab.training.training_text import Source
@@ -328,9 +329,11 @@ def test_wrong_arguments_of_train_are_one_line(decoder_folder, text_file, capsys
     assert not list(tmp_path.glob("run*"))
 
 
-@pytest.mark.parametrize("method, step", [(consistent, "rewards_of_all"), (calm, "agreement")])
+@pytest.mark.parametrize(
+    "method, module, step", [(consistent, consistent, "rewards_of_all"), (calm, policies, "agreement")]
+)
 def test_a_training_that_was_killed_behind_its_fine_tuning_goes_on(
-    decoder_folder, text_file, tmp_path, monkeypatch, method, step
+    decoder_folder, text_file, tmp_path, monkeypatch, method, module, step
 ):
     """What its second stage, the policies or the classifier, asks first."""
     name = method.__name__.rpartition(".")[2]
@@ -344,7 +347,7 @@ def test_a_training_that_was_killed_behind_its_fine_tuning_goes_on(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(method, step, kill)
+        patch.setattr(module, step, kill)
         with pytest.raises(Killed):
             main([*command, str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
