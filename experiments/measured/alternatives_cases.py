@@ -117,25 +117,25 @@ def _ways(model: FineTuned, folder: Path, tokenizer):
 
     whole, optimized, int8 = (folder / f"{name}.onnx" for name in ("whole", "optimized", "int8"))
     yield "transformers", Alternative(_of_torch(model.folder), "transformers", model.folder, 0.0)
-    seconds = _spent(partial(write_onnx, model.folder, whole))
+    seconds = _processor_seconds(partial(write_onnx, model.folder, whole))
     yield REFERENCE, Alternative(_of_onnx(whole), "onnx", whole, seconds / 60)
     config = load_transformers().AutoConfig.from_pretrained(model.folder)  # for the optimizer, a DistilBERT is a BERT
     sizes = {
         "num_heads": config.num_attention_heads,
         "hidden_size": config.hidden_size,
     }
-    more = _spent(lambda: optimize_model(str(whole), "bert", **sizes).save_model_to_file(str(optimized)))
+    more = _processor_seconds(lambda: optimize_model(str(whole), "bert", **sizes).save_model_to_file(str(optimized)))
     yield "optimized graph", Alternative(_of_onnx(optimized), "onnx", optimized, (seconds + more) / 60)
-    more = _spent(lambda: quantize_dynamic(whole, int8, weight_type=QuantType.QInt8))
+    more = _processor_seconds(lambda: quantize_dynamic(whole, int8, weight_type=QuantType.QInt8))
     yield "int8 graph", Alternative(_of_onnx(int8), "onnx", int8, (seconds + more) / 60)
     yield "OpenVINO", Alternative(_of_openvino(whole), "openvino", whole, seconds / 60)
     texts = model.texts[:CALIBRATED]
-    more = _spent(partial(_quantized, openvino, whole, folder / "int8.xml", _feeds_of(tokenizer, texts)))
+    more = _processor_seconds(partial(_quantized, openvino, whole, folder / "int8.xml", _feeds_of(tokenizer, texts)))
     yield "OpenVINO int8", Alternative(_of_openvino(folder / "int8.xml"), "openvino", folder / "int8.xml", more / 60)
     half, half_onnx = folder / "half", folder / "half.onnx"
     if not half.exists():
         distilled(model, half, TEXTS)
-    more = _spent(partial(write_onnx, half, half_onnx))
+    more = _processor_seconds(partial(write_onnx, half, half_onnx))
     yield "half of the layers", Alternative(_of_onnx(half_onnx), "onnx", half_onnx, minutes_of(half) + more / 60)
     yield from _exits(model, folder)
 
@@ -147,7 +147,7 @@ def _exits(model: FineTuned, folder: Path):
     exported = {"exits": out / "exported", "exits, int8": folder / "int8", "exits, OpenVINO": folder / "openvino"}
     for name, path in exported.items():
         engine = Engine("openvino", "f32") if "OpenVINO" in name else Engine()
-        more = 0.0 if name == "exits" else _spent(partial(_calibrated, out, path, texts, engine)) / 60
+        more = 0.0 if name == "exits" else _processor_seconds(partial(_calibrated, out, path, texts, engine)) / 60
         runtime = engine.open(path, threads=THREADS)
         yield name, Alternative(_of_runtime(runtime), None if "Open" in name else "onnx", path, minutes + more)
 
@@ -252,7 +252,7 @@ def _feeds(tokenizer, texts: list) -> Feeds:
     return {name: made[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
 
 
-def _spent(make: Callable[[], object]) -> float:
+def _processor_seconds(make: Callable[[], object]) -> float:
     """Processor seconds of this process and of those that it waited for."""
     begin = sum(os.times()[:4])
     make()
