@@ -169,7 +169,8 @@ def _as_distilbert(bert):
             if not name.startswith("embeddings"):
                 name = name.replace(theirs, own)
         weights[name] = value
-    weights["embeddings.position_embeddings.weight"] += weights.pop("embeddings.token_type_embeddings.weight")[0]
+    types, positions = (f"embeddings.{name}_embeddings.weight" for name in ("token_type", "position"))
+    weights[positions] = weights[positions] + weights[types][0]
     known = network.distilbert.state_dict()
     missing = network.distilbert.load_state_dict({name: weights[name] for name in known if name in weights}, False)
     assert not missing.missing_keys, missing.missing_keys
