@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 8. Decoding when tokens exit, and the gap in the cache
 #
-# 18 minutes to read, 50 seconds to run
+# 18 minutes to read, 40 seconds to run
 #
 # A decoder writes one token at a time. In every layer, the new token attends to the *keys* and *values* of all tokens
 # before it. They never change, so the decoder stores them in a *KV cache*, and a new token costs one pass through the

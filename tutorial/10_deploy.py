@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 10. Deploy: one graph that stops by itself
 #
-# 16 minutes to read, 40 seconds to run
+# 16 minutes to read, 35 seconds to run
 #
 # ONNX is a file format for models that ONNX Runtime executes in Python, JavaScript, C++ and the browser. A file holds
 # a *graph*: nodes such as `MatMul`, and the arrays that flow between them. All nodes are computed, with one exception:
