@@ -107,7 +107,8 @@ def test_readmes_python_exits_early(installed):
     by_rule, by_threshold, by_client = exits_in(printed)
     assert len(by_rule) == len(by_threshold) == len(by_client) == 2, printed
     assert all(len(set(layers)) > 1 for layers in (by_rule, by_threshold, by_client)), printed
-    shutil.rmtree(installed[0] / "mini-ee-demo")
+    for name in ("mini-ee-demo", "exported"):
+        shutil.rmtree(installed[0] / name)
 
 
 @pytest.mark.skipif("MINI_EE_FULL" not in os.environ, reason="the demo takes two minutes: set MINI_EE_FULL=1")
