@@ -266,6 +266,19 @@ def classifier_folder(tmp_path_factory, checkpoint_folder):
     return folder
 
 
+def one_number_of(classifier, folder, times):
+    """A copy of a classifier of two labels in a folder that predicts `times` the difference of its two logits."""
+    shutil.copytree(classifier, folder)
+    weights = read_tensors(folder / "model.safetensors")
+    for name in ("classifier.weight", "classifier.bias"):
+        weights[name] = times * (weights[name][1:] - weights[name][:1])
+    write_tensors(folder / "model.safetensors", weights)
+    config = read_json(folder / "config.json") | {"id2label": {"0": "LABEL_0"}}
+    config.pop("sha256", None)
+    write_json(folder / "config.json", config)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def encoder_folder(tmp_path_factory, checkpoint_folder):
     """A sentence encoder of 3 layers that change a text a lot, which scales its embeddings to length 1."""

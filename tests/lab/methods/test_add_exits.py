@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lab_fixtures import one_number_of
 from method_cases import TEXTS, few_epochs_and_no_picture  # noqa: F401
 
 import mini_ee
 from mini_ee.lab.backbones.hub import load_backbone
-from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.files import read_json
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.evaluation.plots import can_draw
@@ -141,16 +141,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def regression_folder(tmp_path_factory, classifier_folder):
-    """The difference of the two logits of the classifier, times two hundred: they differ little."""
-    folder = shutil.copytree(classifier_folder, tmp_path_factory.mktemp("regression") / "model")
-    weights = read_tensors(folder / "model.safetensors")
-    for name in ("classifier.weight", "classifier.bias"):
-        weights[name] = 200 * (weights[name][1:] - weights[name][:1])
-    write_tensors(folder / "model.safetensors", weights)
-    config = read_json(folder / "config.json") | {"id2label": {"0": "LABEL_0"}}
-    config.pop("sha256", None)
-    write_json(folder / "config.json", config)
-    return folder
+    return one_number_of(classifier_folder, tmp_path_factory.mktemp("regression") / "model", 200)
 
 
 @pytest.fixture(scope="module")

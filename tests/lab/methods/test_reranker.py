@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from conftest import BAD, GOOD, THINGS, refused
 from http_server import ask, serving
+from lab_fixtures import one_number_of
 from method_cases import few_epochs_and_no_picture  # noqa: F401
 
 import mini_ee
-from mini_ee.lab.backbones.tensor_files import read_tensors, write_tensors
 from mini_ee.lab.cli.main import main
-from mini_ee.lab.data.files import read_json, write_json
+from mini_ee.lab.data.files import read_json
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.add_exits import _task, card, line_of
 from mini_ee.lab.export.card import guarantee_line
@@ -40,16 +40,7 @@ PAIRS = tuple(
 
 @pytest.fixture(scope="module")
 def reranker_folder(tmp_path_factory, classifier_folder):
-    """The difference of the two logits of the classifier."""
-    folder = shutil.copytree(classifier_folder, tmp_path_factory.mktemp("reranker") / "model")
-    weights = read_tensors(folder / "model.safetensors")
-    for name in ("classifier.weight", "classifier.bias"):
-        weights[name] = 20 * (weights[name][1:] - weights[name][:1])
-    write_tensors(folder / "model.safetensors", weights)
-    config = read_json(folder / "config.json") | {"id2label": {"0": "LABEL_0"}}
-    config.pop("sha256", None)
-    write_json(folder / "config.json", config)
-    return folder
+    return one_number_of(classifier_folder, tmp_path_factory.mktemp("reranker") / "model", 20)
 
 
 @pytest.fixture(scope="module")
