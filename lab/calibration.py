@@ -86,7 +86,7 @@ def calibrate(
 
 # ---- How far chance moves the paper's rule ----
 def intervals(observed: Observed, epsilon: float, resamples: int = TAU_RESAMPLES, seed: int = 0) -> np.ndarray:
-    """95 % intervals of the paper's tau, (K - 1, 2): percentile bootstrap over groups."""
+    """95% intervals of the paper's tau, (K - 1, 2): percentile bootstrap over groups."""
     names, group = np.unique(observed.groups, return_inverse=True)
     columns = []  # of each exit: confidences in descending order, their agreement, their groups
     for confidence, agrees in zip(observed.confidence.T, observed.agrees.T):

@@ -282,7 +282,7 @@ def main(options: ConsistentOptions) -> tuple[Exits, Policy, Rows]:
     fit_rows(model, learn, held, Settings(alpha=options.alpha, epochs=options.epochs, rounds=options.rounds))
     rules = {"policy, pi > .5": Policy(), "policy, pi > .8": Policy(0.8)} | usual_rules(rows)
     report(model, test, rules, "ConsistentEE", options.picture or "consistent.png")
-    print("\nThe paper (Table 3, BERT-base, six tasks): 34 % of the layers saved on average without loss of accuracy.")
+    print("\nThe paper (Table 3, BERT-base, six tasks): 34% of the layers saved on average without loss of accuracy.")
     return model, Policy(), test
 
 

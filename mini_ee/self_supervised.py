@@ -16,7 +16,7 @@ Deviations from the paper, and what it leaves open, with the test in tests/spec/
 1. p_k is the softmax of logits. The printed CE takes a softmax of p_k once more (test_eq1_position_by_position).
 2. The target is the most likely token of p_theta ("hard"), as in the released code; the paper prints p_theta ("soft").
 3. Heads are copies of the LM head, and lambda is 0: with the paper's .95 a perfect head gives the right token of Phi's
-   vocabulary a probability of only .9 % (test_eq1_the_optimum_for_phis_vocabulary). Section 4.1 finds copies without
+   vocabulary a probability of only .9% (test_eq1_the_optimum_for_phis_vocabulary). Section 4.1 finds copies without
    penalty too certain, and prefers heads from scratch with .95: in the lab, `--init scratch --penalty .95`.
 4. tau_k holds on the tokens that chose it; `tau_with_confidence` (calibrate.py) also on new ones. Epsilon is a share at
    each head alone, over all tokens. Deeper heads see only tokens that have not exited, so all may agree less.

@@ -82,7 +82,7 @@ class Compared:
     def comparison(self) -> str:
         """The metrics of the comparison."""
         page = shown("canary_rows_total", "counter", "texts that both exports answered", self.rows)
-        about = "share of equal predictions of both exports, with its 95 % interval"
+        about = "share of equal predictions of both exports, with its 95% interval"
         return page + shown_share("canary_agreement", about, self.agreements)
 
 

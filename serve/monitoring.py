@@ -166,7 +166,7 @@ class Metrics:
         page += shown("tightened_total", "counter", "times that the rule was made stricter", guarantee.tightened)
         if guarantee.epsilon is not None:
             page += shown("guaranteed_agreement", "gauge", "guaranteed agreement", guarantee.epsilon)
-        about = "share of shadow rows whose answer equals that of the full model, with its 95 % interval"
+        about = "share of shadow rows whose answer equals that of the full model, with its 95% interval"
         return page + shown_share("agreement", about, guarantee.agreements)
 
 
@@ -181,7 +181,7 @@ def shown(name: str, kind: str, about: str, values: float | dict, label: str = "
 
 
 def shown_share(name: str, about: str, agreements: Iterable[bool]) -> str:
-    """The mean of the agreements with its 95 % interval; nothing if there are none."""
+    """The mean of the agreements with its 95% interval; nothing if there are none."""
     seen = list(agreements)
     if not seen:
         return ""

@@ -299,7 +299,7 @@ class Batch:
 
 
 def make_batch(encodings: list, teacher: np.ndarray, vocab_size: int, generator: torch.Generator) -> Batch:
-    """A batch with a new random mask: 15 % of the tokens, of which 80 % become [MASK], 10 % a random token, 10 % stay.
+    """A batch with a new random mask: 15% of the tokens, of which 80% become [MASK], 10% a random token, 10% stay.
 
     Texts of one or two tokens are not masked, because nothing would be left for the distillation.
     """

@@ -87,7 +87,7 @@ def of_kind(kind: tuple[float, int, bool], recorded: Record) -> list[dict]:
 
 
 def measure(recorded: Record) -> dict:
-    """The violated guarantees of every kind and level, with their 95 % intervals. recorded: of different texts."""
+    """The violated guarantees of every kind and level, with their 95% intervals. recorded: of different texts."""
     recorded = recorded._replace(labels=predictions(recorded.logits[:, -1]))
     size = {"recorded": len(recorded.logits), "lines": LINES, "repetitions": REPEATS, "seed": SEED}
     with ProcessPoolExecutor(PROCESSES) as pool:

@@ -162,7 +162,7 @@ def repeated(work: Path, method: str, draws: int, planted: str | None = None, fr
         **{name: found[0][name] for name in ("selecting", "tested")},
         "guaranteed": sum(each["guaranteed"] for each in found),
         "broken": broken,
-        "interval": share_interval(broken, draws),  # of the share of violated guarantees, at 95 %
+        "interval": share_interval(broken, draws),  # of the share of violated guarantees, at 95%
         "loss": float(np.mean([each["loss"] for each in found if each["guaranteed"]] or [0.0])),
         "saved": float(np.mean([each["saved"] for each in found])),
     }

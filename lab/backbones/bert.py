@@ -187,7 +187,7 @@ class Layer(Adapted):
         super().__init__()
         width = config.hidden_size
         self.heads = config.num_attention_heads
-        self.qkv = StackedLinear(width, (width, width, width), bias=True)  # at batch 1 it saves 4 % of a layer
+        self.qkv = StackedLinear(width, (width, width, width), bias=True)  # at batch 1 it saves 4% of a layer
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.up = nn.Linear(width, config.intermediate_size)
@@ -219,7 +219,7 @@ class Layer(Adapted):
         return self.linear("down", self.activation(self.linear("up", hidden, adapt)), adapt)
 
     def _drop(self, x: Tensor) -> Tensor:
-        return self.dropout(x) if self.training else x  # the call in eval mode would take 2 % of a layer at batch 1
+        return self.dropout(x) if self.training else x  # the call in eval mode would take 2% of a layer at batch 1
 
 
 class MaskedLMHead(nn.Module):

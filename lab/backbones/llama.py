@@ -65,7 +65,7 @@ class Layer(Adapted):
         if not self.parallel:
             self.mlp_norm = norm_of(config)
         bias = config.biased("mlp")
-        if self.gated:  # gate and up stay two products: as one, batch 8 takes 9 % longer
+        if self.gated:  # gate and up stay two products: as one, batch 8 takes 9% longer
             self.gate = nn.Linear(width, inner, bias)
         self.up = nn.Linear(width, inner, bias)
         self.down = nn.Linear(inner, width, bias)

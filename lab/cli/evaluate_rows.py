@@ -137,7 +137,7 @@ def _top_k(recorded, rule, rows, k: int, say: Callable[[str], None]) -> dict:
     unchanged = queries_kept(recorded._replace(labels=labels).take(rankable(rows.texts, k, say)), rule, k)
     low, high = share_interval(int(unchanged.sum()), len(unchanged))
     say(
-        f"{unchanged.mean():.1%} of {len(unchanged):,} queries keep the top {k} of the full model (95 % interval "
+        f"{unchanged.mean():.1%} of {len(unchanged):,} queries keep the top {k} of the full model (95% interval "
         f"{low:.1%} to {high:.1%})."
     )
     return {"k": k, "queries": len(unchanged), "kept": float(unchanged.mean()), "interval": [low, high]}

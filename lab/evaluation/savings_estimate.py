@@ -84,7 +84,7 @@ def at_exits(observed: Observed, exits: tuple[int, ...]) -> Observed:
 
 
 def estimate(observed: Observed, exits: tuple[int, ...], costs: Costs, seed: int) -> dict:
-    """What exits after these layers save at the threshold of TARGET_AGREEMENT, with 95 % intervals, as JSON.
+    """What exits after these layers save at the threshold of TARGET_AGREEMENT, with 95% intervals, as JSON.
 
     observed: units at exits after all layers. The threshold is chosen on the same units, so `kept`, their agreement
     with the last layer, is at least TARGET_AGREEMENT. The exits must be chosen on other units: the best of many sets on

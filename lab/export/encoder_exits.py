@@ -121,7 +121,7 @@ def line_of_encoder(summary: dict) -> str:
     here = next(each for each in summary["depths"] if each["layers"] == summary["depth"])
     return (
         f"After {summary['depth']} of {layers} layers the mean cosine to the full embedding is {here['cosine']:.3f} on "
-        f"the {tested} on which this depth was chosen; for 10 % of them it is below {here['low_cosine']:.3f}. It is "
+        f"the {tested} on which this depth was chosen; for 10% of them it is below {here['low_cosine']:.3f}. It is "
         f"{here['speedup']:.2f} times as fast at batch size 1."
     )
 
@@ -143,7 +143,7 @@ The encoder is unchanged; its own embedding is the last exit. A linear map after
 embedding from {summary["texts"]["trained"]:,} texts without labels. No cosine is guaranteed, because the texts of the
 table chose the depth; `mini-ee calibrate run --cosine` guarantees one. {summary["compared"]}
 
-| exit after layer | mean cosine to the full embedding | 10 % are below | times as fast at batch size 1 |
+| exit after layer | mean cosine to the full embedding | 10% are below | times as fast at batch size 1 |
 |---|---|---|---|
 {rows}
 

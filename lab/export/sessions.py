@@ -216,7 +216,7 @@ class GraphRule:
 def share_threads(threads: int = 0) -> None:
     """Let all sessions of this process share one thread pool, instead of one pool per graph; 0: a thread per core.
 
-    Then no graph waits for its own threads to wake up: with MiniLM at batch 1, three graphs take 2 to 3 % less time.
+    Then no graph waits for its own threads to wake up: with MiniLM at batch 1, three graphs take 2 to 3% less time.
     Call this before the first session, and only in a program that owns its process, such as `mini-ee`. A library must
     not: ONNX Runtime then refuses all sessions with their own threads (use_per_session_threads = True), and the threads
     of the pool spin for about 35 ms after each run. An existing pool is used as it is. The `threads` of a Runtime then

@@ -336,7 +336,7 @@ def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> d
     equal = found.get("prediction_agreement", 1.0)
     if equal < ROUNDED_AGREEMENT:
         log.warning(
-            "%.1f %% of the predictions for %d texts in %s are those in float32, fewer than %.0f %%; compare both on "
+            "%.1f%% of the predictions for %d texts in %s are those in float32, fewer than %.0f%%; compare both on "
             "your own texts, and calibrate this export on them",
             *(100 * equal, found["texts"], precision, 100 * ROUNDED_AGREEMENT),
         )

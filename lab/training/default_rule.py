@@ -17,7 +17,7 @@ from mini_ee.lab.statistics import paired_p_values, rows_needed
 from mini_ee.lab.sweep import compared, from_loose_to_strict, knob
 from mini_ee.lab.token_tasks import LABELS
 
-CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1 % of an exit's decisions
+CANDIDATES = 100  # candidate values of a rule's knob; two neighbours differ in about 1% of an exit's decisions
 
 CURVE_POINTS = 24  # values of a rule's knob in a curve; the time of each is measured
 

@@ -9,7 +9,7 @@ from mini_ee.lab.data.tasks import Split, Task, divided, holdout
 
 TEST_ROWS = 2_000
 """Maximum number of examples that test the default rule. They guarantee a loss of at most .01 for a rule that is worse
-than the last exit on 1 % of them and better on 1 % (results/guarantees.md). More may take longer than the training."""
+than the last exit on 1% of them and better on 1% (results/guarantees.md). More may take longer than the training."""
 
 SELECTING = 0.2
 """Share of the held-out tenth that selects, if few others test: a guarantee of .01 needs over 300 that test."""

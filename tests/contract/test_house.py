@@ -312,7 +312,7 @@ def test_the_figures_of_the_weights_are_those_of_their_recipes():
     assert f"{bert['parameters']:,} parameters" in page and f"{llama['parameters']:,} parameters" in page
     assert f"Kept: {sum(texts.values()):,} texts, of which {texts['held_out']:,}, drawn by seed" in page
     assert f"loss {output['mlm']:.2f} nats (by token frequency alone: {output['unigram_loss']:.2f})" in page
-    assert f"{output['right'] * 100:.1f} % of the masked tokens guessed" in page
+    assert f"{output['right'] * 100:.1f}% of the masked tokens guessed" in page
     cosines = (f"{output[key]:.3f}".removeprefix("0") for key in ("cosine", "pooler_cosine"))
     assert "{} from the mean of the last layer and {} from the pooler".format(*cosines) in page
     output, stories = llama["held_out"], llama["stories"]

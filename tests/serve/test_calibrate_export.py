@@ -160,4 +160,4 @@ def test_an_export_in_int8_warns_if_too_few_predictions_are_those_in_float32(run
     assert agreement >= writer.ROUNDED_AGREEMENT and not caplog.text
     monkeypatch.setattr(writer, "ROUNDED_AGREEMENT", 1.01)
     writer.export(run, tmp_path / "two", [("the film",)], "int8")
-    assert "100.0 % of the predictions for 1 texts in int8 are those in float32, fewer than 101 %" in caplog.text
+    assert "100.0% of the predictions for 1 texts in int8 are those in float32, fewer than 101%" in caplog.text
