@@ -42,7 +42,7 @@ def near(printed, expected):
     return True
 
 
-LONG = ("03", "04", "05", "06", "07", "08", "09", "10", "11", "b_")  # chapters that take CI too long, even with --quick
+LONG = ("03", "04", "05", "06", "07", "08", "09", "10", "11", "a_", "b_")  # chapters that take CI too long, even with --quick
 
 
 def pictures_of(text):
