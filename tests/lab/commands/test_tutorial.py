@@ -42,7 +42,7 @@ def near(printed, expected):
     return True
 
 
-LONG = ("03", "04", "05", "06", "07", "08", "09", "10", "11", "a_", "b_")  # chapters that take CI too long, even with --quick
+SHORT = ("01", "02")  # the chapters that CI has the time for; the others are long even with --quick
 
 
 def pictures_of(text):
@@ -57,7 +57,7 @@ def exercises_of(script):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_chapter_runs_alone_and_its_exercises_can_be_solved(path, tmp_path):
-    if not FULL and path.stem[:2] in LONG:
+    if not FULL and path.stem[:2] not in SHORT:
         pytest.skip("too long for CI: set MINI_EE_FULL=1")
     script, last = path.read_text(), make_tutorial.last_run(path)
     ran = make_tutorial.execute(path, tmp_path, *([] if FULL else ["--quick"]))
