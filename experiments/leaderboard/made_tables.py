@@ -1,7 +1,6 @@
 """How the leaderboard's records were made: exams, exits, rates, hours and machines, as rows. No sentences."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,6 +34,7 @@ def made_figures(board: Leaderboard) -> dict:
         "exams": [_exam_row(board, name) for name in board.plan.tasks if REFERENCE in board.tasks[name].runs],
         "exits": _exits(board),
         "rates": _rates(board),
+        "tasks": [f"chosen on {name}" for name in board.plan.tasks],
         "shared": _shared(board),
         "flops": dict(zip(("low", "middle", "high"), np.percentile(shares, (5, 50, 95)).tolist())) if shares else None,
         "trainings": len(trained),
@@ -99,12 +99,18 @@ def _exits(board: Leaderboard) -> list[list[str]]:
 
 
 def _rates(board: Leaderboard) -> list[list[str]]:
-    """Task, factor of the default learning rates, and how many searches chose it."""
-    chosen: dict[str, Counter] = {}
-    for (task, method), about in _by_method(board).items():
-        if len({each["factor"] for each in board.plan.state(task, method)["tried"]}) > 1:
-            chosen.setdefault(task, Counter())[about_value(about, ("rates", "factor"))] += 1
-    return [[task, f"{factor:g}", str(n)] for task, counts in chosen.items() for factor, n in sorted(counts.items())]
+    """Method, its epochs, the factors of its default rates that were tried, and the chosen factor of each task."""
+    abouts = _by_method(board)
+    rows = []
+    for method in dict.fromkeys(method for _, method in abouts if method != CONTROL):
+        of_task = {task: abouts[task, method] for task in board.plan.tasks if (task, method) in abouts}
+        tried = {trial["factor"] for task in of_task for trial in board.plan.state(task, method)["tried"]}
+        epochs = {about_value(about, ("settings", "epochs")) for about in of_task.values()} - {None}
+        chosen = {task: about_value(about, ("rates", "factor")) for task, about in of_task.items()}
+        factors = [NOTHING if chosen.get(task) is None else f"{chosen[task]:g}" for task in board.plan.tasks]
+        listed = [", ".join(f"{value:g}" for value in sorted(values)) or NOTHING for values in (epochs, tried)]
+        rows.append([method, *listed, *factors])
+    return rows
 
 
 def _shared(board: Leaderboard) -> list[list[str]]:
