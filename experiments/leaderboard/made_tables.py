@@ -34,7 +34,7 @@ def made_figures(board: Leaderboard) -> dict:
         "exams": [_exam_row(board, name) for name in board.plan.tasks if REFERENCE in board.tasks[name].runs],
         "exits": _exits(board),
         "rates": _rates(board),
-        "tasks": [f"chosen on {name}" for name in board.plan.tasks],
+        "tasks": [f"factor on {name}" for name in board.plan.tasks],
         "shared": _shared(board),
         "flops": dict(zip(("low", "middle", "high"), np.percentile(shares, (5, 50, 95)).tolist())) if shares else None,
         "trainings": len(trained),
@@ -99,17 +99,19 @@ def _exits(board: Leaderboard) -> list[list[str]]:
 
 
 def _rates(board: Leaderboard) -> list[list[str]]:
-    """Method, its epochs, the factors of its default rates that were tried, and the chosen factor of each task."""
+    """Method, its epochs, and for each task the factor of its default rates, out of those that were tried."""
     abouts = _by_method(board)
     rows = []
     for method in dict.fromkeys(method for _, method in abouts if method != CONTROL):
         of_task = {task: abouts[task, method] for task in board.plan.tasks if (task, method) in abouts}
-        tried = {trial["factor"] for task in of_task for trial in board.plan.state(task, method)["tried"]}
         epochs = {about_value(about, ("settings", "epochs")) for about in of_task.values()} - {None}
-        chosen = {task: about_value(about, ("rates", "factor")) for task, about in of_task.items()}
-        factors = [NOTHING if chosen.get(task) is None else f"{chosen[task]:g}" for task in board.plan.tasks]
-        listed = [", ".join(f"{value:g}" for value in sorted(values)) or NOTHING for values in (epochs, tried)]
-        rows.append([method, *listed, *factors])
+        cells = []
+        for task in board.plan.tasks:
+            tried = sorted({trial["factor"] for trial in board.plan.state(task, method)["tried"]})
+            chosen = about_value(of_task[task], ("rates", "factor")) if task in of_task else None
+            of_these = f" of {', '.join(f'{factor:g}' for factor in tried)}" if tried else ""
+            cells.append(NOTHING if chosen is None else f"{chosen:g}{of_these}")
+        rows.append([method, ", ".join(map(str, sorted(epochs))) or NOTHING, *cells])
     return rows
 
 

@@ -401,7 +401,7 @@ def test_trainings_are_counted_with_their_hours_exits_and_rates(tmp_path):
     assert found["on_the_cpu"] == {"count": 9, "hours": 15} and found["on_a_gpu"] == {"count": 3, "hours": 1}
     assert found["records"] == {"count": 8, "on_a_gpu": 2} and found["not_run"] == []
     assert found["flops"] == {"low": 0.4, "middle": 0.5, "high": 0.6}
-    assert found["rates"] == [["joint", "–", "1, 4", "4", "4"], ["sweet", "–", "1, 4", "1", "4"]]
+    assert found["rates"] == [["joint", "–", "4 of 1, 4", "4 of 1, 4"], ["sweet", "–", "1 of 1, 4", "4 of 1, 4"]]
     write_state(tmp_path, "TREC", "joint", [], {"2": "NaN", "0": "NaN"})
     assert made_tables.made_figures(tables.read_leaderboard(plan._replace(seeds=5)))["not_run"][0][3] == "0, 2"
     assert plan.missing("SICK") == {"joint": "·", "sweet": "·"} and plan.missing("TREC") == {}
