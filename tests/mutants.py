@@ -867,6 +867,16 @@ OF_TRIALS = [
     ("exits.trial_answers.safe_threshold", source("1 - lost / (count + 1)", "epsilon"), "trial_answers.py::test_the_guarantee_is_broken_by_delta_of_the_calibrations_at_most"),
 ]
 
+SKIPPED = "skipped_layers.py::"
+OF_SKIPPING = [
+    ("exits.skipped_layers.SkippingSegments.draft_logits", source("self.stay", "range(self.exits[-1])"), SKIPPED + "test_each_draft_loads_the_layers_that_stay_and_each_round_all_of_them"),
+    ("exits.skipped_layers.Skipper.observe", source("> self.matchness", "< self.matchness"), SKIPPED + "test_layers_that_change_little_are_found_and_then_drafts_are_right"),
+    # the full model reads the keys and values of a try
+    ("exits.skipped_layers.Skipper.matchness_without", source("each.copy_(value)", "pass"), SKIPPED + "test_the_text_is_the_full_models[llama-0.75-4]"),
+    ("exits.skipped_layers.Skipper.matchness_without", source("range(self.newest - CONTEXT, self.newest)", "range(CONTEXT)"), SKIPPED + "test_matchness_is_that_of_drafts_one_by_one_after_the_text_before"),
+    ("exits.lossless._accepted", always(lambda drafted, true, stop: drafted or true), SKIPPED + "test_the_text_is_the_full_models[llama-0.75-4]"),
+]
+
 SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
 ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
 OF_SERVING = [
@@ -924,7 +934,7 @@ MUTANTS = [
     *[(place, bug, SPEC + test) for place, bug, test in EQUATIONS],
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
-    *[(dotted(place), bug, METHODS + test) for place, bug, test in (*OF_METHODS, *OF_TRIALS)],
+    *[(dotted(place), bug, METHODS + test) for place, bug, test in (*OF_METHODS, *OF_TRIALS, *OF_SKIPPING)],
     *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
