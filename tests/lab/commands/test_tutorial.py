@@ -114,7 +114,7 @@ def test_every_picture_is_shown_and_every_shown_one_is_there():
 
 
 def test_the_map_of_the_field_has_every_method():
-    files = set(re.findall(r"^\| \[[^]]*\]\(([^)]*)\)", (ROOT / "tutorial" / "c_field.md").read_text(), re.M))
+    files = set(re.findall(r"^\| \[[^]]*\]\(([^)]*)\)", (ROOT / "tutorial" / "d_field.md").read_text(), re.M))
     assert {f"{module.removeprefix('mini_ee.').replace('.', '/')}.py" for module in METHODS.values()} <= files
 
 
