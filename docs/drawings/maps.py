@@ -77,7 +77,7 @@ TREE = (  # question, answer if yes, its command
         "mini-ee export RUN --out DIR",
         "model.onnx stops by itself",
     ),
-    ("Is one process fast enough?", "Batches in one server", "mini-ee serve DIR", "export with --segments"),
+    ("Is one process fast enough?", "Batches in one server", "mini-ee serve DIR", "one graph is enough on a CPU"),
 )
 
 
