@@ -313,7 +313,8 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(collected, task):
         for some, report in ((near, apart), (lot[row], by_lot)):
             report.append(np.abs(np.mean([store.values[neighbour] for neighbour in some], axis=0) - values).mean())
     assert distances["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
-    assert distances["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6) != distances["neighbours"]
+    assert distances["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6)
+    assert distances["by lot"] != distances["neighbours"]
 
 
 def test_figures_of_a_page_are_those_of_evaluate_and_the_means_of_single_rows(monkeypatch, tuned, task):
