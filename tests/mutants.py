@@ -31,6 +31,7 @@ from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.export.tracing import Value
 from mini_ee.lab.rule_inputs import with_runtime
+from mini_ee.lab.rules import Threshold
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
 from mini_ee.weights import make_reviews
 
@@ -849,6 +850,33 @@ OF_DATA = [
     ],
 ]
 
+TRIALS = "trial_answers.py::test_trials_are_those_of_a_loop_that_reads_the_whole_text_each_time[llama]"
+SURE = "trial_answers.py::test_the_threshold_is_above_as_many_sure_mistakes_as_a_binomial_tail_allows[0.9-0.1]"
+OF_TRIALS = [
+    ("exits.trial_answers._trials", source("places[j] += steps", "places[j] += 1"), TRIALS),
+    ("exits.trial_answers._trials", source("[inputs.rows[marked[j]] for j in writing]", "inputs.rows[: len(writing)]"), TRIALS),
+    ("exits.trial_answers._trials", source("not in questioning.answer_ends", "not in questioning.ends"), TRIALS),
+    # the text goes on after a trial that was revoked
+    ("exits.trial_answers.work", source("[[after[i]] for i in running]", "[[after[i] + 2 * (i in marked)] for i in running]"), "trial_answers.py::test_trials_do_not_change_the_text[llama]"),
+    *[("exits.trial_answers.work", source("np.log(probabilities).mean()", wrong), "trial_answers.py::test_the_confidence_is_a_geometric_mean[llama]") for wrong in ("np.log(probabilities).sum()", "np.log(probabilities[:-1] or [1]).mean()", "np.log(probabilities).min()")],
+    ("exits.trial_answers.work", source("confidence >= threshold", "confidence < threshold"), "trial_answers.py::test_a_batch_is_its_questions_one_by_one_and_ends_them_as_a_replay_of_the_record_says[llama]"),
+    ("exits.trial_answers.observe_trials", source("trials[-1].answer", "trials[0].answer"), "trial_answers.py::test_exits_that_a_text_does_not_have_agree_with_confidence_0"),
+    ("exits.trial_answers.safe_threshold", source("1 - lost / (count + 1)", "1 - (lost + 1) / (count + 1)"), SURE),
+    ("calibration.above", always(lambda tau, measure: Threshold(tau, measure)), SURE),
+    # on average, not with probability 1 - delta
+    ("exits.trial_answers.safe_threshold", source("1 - lost / (count + 1)", "epsilon"), "trial_answers.py::test_the_guarantee_is_broken_by_delta_of_the_calibrations_at_most"),
+]
+
+SKIPPED = "skipped_layers.py::"
+OF_SKIPPING = [
+    ("exits.skipped_layers.SkippingSegments.draft_logits", source("self.stay", "range(self.exits[-1])"), SKIPPED + "test_each_draft_loads_the_layers_that_stay_and_each_round_all_of_them"),
+    ("exits.skipped_layers.Skipper.observe", source("> self.matchness", "< self.matchness"), SKIPPED + "test_layers_that_change_little_are_found_and_then_drafts_are_right"),
+    # the full model reads the keys and values of a try
+    ("exits.skipped_layers.Skipper.matchness_without", source("each.copy_(value)", "pass"), SKIPPED + "test_the_text_is_the_full_models[llama-0.75-4]"),
+    ("exits.skipped_layers.Skipper.matchness_without", source("range(self.newest - CONTEXT, self.newest)", "range(CONTEXT)"), SKIPPED + "test_matchness_is_that_of_drafts_one_by_one_after_the_text_before"),
+    ("exits.lossless._accepted", always(lambda drafted, true, stop: drafted or true), SKIPPED + "test_the_text_is_the_full_models[llama-0.75-4]"),
+]
+
 SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
 ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
 OF_SERVING = [
@@ -906,7 +934,7 @@ MUTANTS = [
     *[(place, bug, SPEC + test) for place, bug, test in EQUATIONS],
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
-    *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
+    *[(dotted(place), bug, METHODS + test) for place, bug, test in (*OF_METHODS, *OF_TRIALS, *OF_SKIPPING)],
     *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],

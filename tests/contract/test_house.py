@@ -86,6 +86,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.data.values",
     "lab.evaluation.failure_prediction",
     "lab.exits.decoding",
+    "lab.exits.trial_answers",
     "lab.methods.embedding_maps_rule",
     "lab.methods.raee",
     "lab.methods.raee_controls",
