@@ -169,9 +169,9 @@ def plain_quantile(rank):
     return always(conformal_cut)
 
 
-def gains_of_rows_that_both_get_wrong(task, labels, found, last, label_range):
+def gains_of_rows_that_both_get_wrong(task, labels, early, last, label_range):
     """Losses that are not paired with the last exit's own mistakes."""
-    return -((found == labels) != (last == labels)).astype(np.int8)
+    return -((early == labels) != (last == labels)).astype(np.int8)
 
 
 def no_bound(losses, max_loss, level=1.0):
@@ -310,11 +310,11 @@ def off_by(shift):
 
 def rounds_that_never_end(stages, epochs):
     """The stages of a recipe that is told that each was better than the one before: -100, -99, ..."""
-    found, scores = [next(stages)], itertools.count(-100)
+    stages_run, scores = [next(stages)], itertools.count(-100)
     with suppress(StopIteration):
         while True:
-            found.append(stages.send(next(scores)))
-    return found
+            stages_run.append(stages.send(next(scores)))
+    return stages_run
 
 
 def query_and_key(self):
@@ -336,12 +336,12 @@ def policies_of_raw_states(self):
 
 def positions(bug):
     """The position of a token behind the prompt."""
-    return lambda true: lambda self, rows, some: true(self, rows, [bug(each) if len(each) == 1 else each for each in some])
+    return lambda true: lambda self, rows, some: true(self, rows, [bug(ids) if len(ids) == 1 else ids for ids in some])
 
 
 def one_slot_off(true):
     return lambda self, rows, some: true(
-        self, rows, [[max(p - 1, 0) for p in each] if len(each) > 1 else each for each in some]
+        self, rows, [[max(p - 1, 0) for p in ids] if len(ids) > 1 else ids for ids in some]
     )
 
 
@@ -880,8 +880,8 @@ OF_SKIPPING = [
 SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
 ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
 OF_SERVING = [
-    *[("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + each) for each in ("segments]", "one graph]")],
-    *[("row_thresholds.RowThresholds.__init__", lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)), SHARED + each) for each in ("segments]", "one graph]")],
+    *[("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + engine) for engine in ("segments]", "one graph]")],
+    *[("row_thresholds.RowThresholds.__init__", lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)), SHARED + engine) for engine in ("segments]", "one graph]")],
     ("export.row_segments.OrtSegments.joined", lambda true: lambda self, inputs, parts: true(self, inputs, parts[::-1]), ALONE + "threshold-segments]"),
     ("serve.engines._memory", always(lambda parts: {}), ALONE + "patience-segments]"),
     ("export.runtime.Runtime.run", lambda true: lambda self, texts, size: true(self, texts, size)[::-1], "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]"),
@@ -971,7 +971,7 @@ def planted(place, bug):
     wrong = bug(true)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(owner, name, wrong) if isinstance(owner, dict) else patch.setattr(owner, name, wrong)
-        for module in [each for name, each in sys.modules.items() if name.startswith("mini_ee") or of_tests(each)]:
+        for module in [other for name, other in sys.modules.items() if name.startswith("mini_ee") or of_tests(other)]:
             for alias in [alias for alias, value in vars(module).items() if callable(true) and value is true]:
                 patch.setattr(module, alias, wrong)
         yield
@@ -1001,10 +1001,10 @@ class EachBug:
 @functools.cache
 def errors_in(file):
     """Row -> what its test raised, of all rows of a test file: its fixtures are made once."""
-    each = EachBug(file)
-    tests = {str(TESTS / MUTANTS[row][2]) for row in each.rows}
-    assert pytest.main([*OPTIONS, *sorted(tests)], plugins=[each]) == 0
-    return each.errors
+    plugin = EachBug(file)
+    tests = {str(TESTS / MUTANTS[row][2]) for row in plugin.rows}
+    assert pytest.main([*OPTIONS, *sorted(tests)], plugins=[plugin]) == 0
+    return plugin.errors
 
 
 def named(row):

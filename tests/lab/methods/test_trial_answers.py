@@ -67,10 +67,10 @@ def by_loops(decoder, prompt):
 
 # ---- Trials ----
 def test_trials_are_those_of_a_loop_that_reads_the_whole_text_each_time(decoder):
-    for prompt, found in zip(PROMPTS, worked(decoder, PROMPTS)):
+    for prompt, solution in zip(PROMPTS, worked(decoder, PROMPTS)):
         tokens, trials = by_loops(decoder, prompt)
-        assert found.tokens == tokens
-        assert [(trial.at, trial.answer, trial.passes) for trial in found.trials] == [
+        assert solution.tokens == tokens
+        assert [(trial.at, trial.answer, trial.passes) for trial in solution.trials] == [
             (at, answer, len(seen)) for at, answer, seen in trials
         ]
 
@@ -78,8 +78,8 @@ def test_trials_are_those_of_a_loop_that_reads_the_whole_text_each_time(decoder)
 def test_the_confidence_is_a_geometric_mean(decoder):
     """Of the largest probability at each token of the answer, and at the one that ends it."""
     sizes = set()
-    for prompt, found in zip(PROMPTS, worked(decoder, PROMPTS)):
-        for trial, (_, answer, seen) in zip(found.trials, by_loops(decoder, prompt)[1], strict=True):
+    for prompt, solution in zip(PROMPTS, worked(decoder, PROMPTS)):
+        for trial, (_, answer, seen) in zip(solution.trials, by_loops(decoder, prompt)[1], strict=True):
             assert trial.confidence == pytest.approx(math.prod(seen) ** (1 / len(seen)), rel=1e-5)
             sizes.add((len(answer), len(seen)))
     assert len(sizes) > 2
@@ -95,7 +95,7 @@ def test_trials_do_not_change_the_text(decoder):
 
 def test_a_batch_is_its_questions_one_by_one_and_ends_them_as_a_replay_of_the_record_says(decoder):
     record, stopped = worked(decoder, PROMPTS), set()
-    levels = np.unique([trial.confidence for each in record for trial in each.trials])
+    levels = np.unique([trial.confidence for solution in record for trial in solution.trials])
     for threshold in (-math.inf, *((levels[1:] + levels[:-1]) / 2)[:: len(levels) // 3].tolist()):
         ended, outcome = (
             worked(decoder, PROMPTS, threshold),
@@ -149,7 +149,7 @@ def test_the_threshold_is_above_as_many_sure_mistakes_as_a_binomial_tail_allows(
     while (tail := tail + math.comb(120, lost) * (1 - epsilon) ** lost * epsilon ** (120 - lost)) <= delta:
         lost += 1
     threshold = safe_threshold(observed, epsilon, delta)
-    assert sum(each >= threshold for each in worst) == lost - 1
+    assert sum(surest_mistake >= threshold for surest_mistake in worst) == lost - 1
     assert threshold == pytest.approx(sorted(worst)[-lost], abs=1e-6) and threshold > sorted(worst)[-lost]
 
 
@@ -187,6 +187,6 @@ def test_smollm2_works_on_a_sum_as_without_trials():
     questioning = Questioning(marks, frozenset({2}), ask, frozenset(range(49_152)) - digits, 6)
     prompt = tokenizer.encode("<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n").ids
     segments = TokenSegments(decoder, (30,), (), "copy_state", 1, len(prompt) + 40)
-    (found,) = work(segments, [prompt], questioning, 24)
+    (solution,) = work(segments, [prompt], questioning, 24)
     (text,) = gather(generate(decoder, [prompt], max_new_tokens=24, stop={2}), 1)
-    assert found.tokens == [token for token in text.tokens if token != 2] and found.trials[-1].answer
+    assert solution.tokens == [token for token in text.tokens if token != 2] and solution.trials[-1].answer
