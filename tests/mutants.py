@@ -615,7 +615,7 @@ OF_METHODS = [
     ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),
     ("baselines.calm.chernoff", always(lambda mean, limit, count: float(mean > limit)), "calm.py::test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most"),
     ("exits.lens.fit_in_closed_form", source("RIDGE * count", "RIDGE"), "lens.py::test_the_closed_form_is_the_least_squares_of_the_stacked_problem"),
-    ("exits.token_exits.TextData.states", source("F.rms_norm(found, found.shape[-1:], eps=EPS)", "found"), "lens.py::test_states_beyond_half_precision_are_stored_too"),
+    ("exits.token_exits.TextData.states", source("F.rms_norm(states, states.shape[-1:], eps=EPS)", "states"), "lens.py::test_states_beyond_half_precision_are_stored_too"),
     ("methods.self_supervised.sparse_loss", source(".clamp(min=0)", " * 0"), "lens.py::test_the_sparse_loss_is_a_cross_entropy_over_the_likeliest_words_and_one_more_outcome"),
     ("training.training_text.cheapest", source("saved[best] >= LEAST_SAVED", "True"), "lens.py::test_the_rule_is_the_cheapest_heads_included"),
     ("evaluation.savings_estimate.savings_at", source("1.0 if costs.read_once else ", ""), "lens.py::test_the_estimate_reads_lenses_through_a_gate_and_one_head_a_token"),

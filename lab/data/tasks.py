@@ -108,7 +108,7 @@ class Task:
         """C, the number of logits: 1 for regression."""
         return len(self.label_names) or 1
 
-    def about(self) -> dict:
+    def to_config(self) -> dict:
         """The `task` of a run's config.json."""
         return {
             "name": self.name,
