@@ -115,8 +115,8 @@ class DynamicExitLayer(Drafter):
         self.segments, self.drafts = segments, most
 
     def choose(self) -> None:
-        found = tokens_per_layer(self.segments.acceptance.alpha, self.segments.exits, MOST)
-        self.exit, drafts = divmod(int(found.argmax()), MOST + 1)
+        rates = tokens_per_layer(self.segments.acceptance.alpha, self.segments.exits, MOST)
+        self.exit, drafts = divmod(int(rates.argmax()), MOST + 1)
         self.most = self.drafts if drafts else 0
 
     def limit(self, logits: Tensor, drafted: int, most: int) -> int:
