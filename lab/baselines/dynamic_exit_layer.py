@@ -174,7 +174,7 @@ def loading_rule(model: DynamicExits, source: Source, held_out: TextData) -> Cho
         (written,) = gather(steps, 1)
         layers, tokens = layers + drafter.layers_loaded, tokens + len(written.tokens)
     message = f"--lossless loads {layers / tokens:.2f} layers per token; the full model loads {model.exits[-1]}."
-    return chosen._replace(about=chosen.about | {"layers_loaded": layers / tokens, "guaranteed": message})
+    return chosen._replace(metrics=chosen.metrics | {"layers_loaded": layers / tokens, "guaranteed": message})
 
 
 METHOD = Method(

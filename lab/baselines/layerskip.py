@@ -55,7 +55,7 @@ def drafting_rule(model: SharedExits, source: Source, held_out: TextData) -> Cho
         drafts.append(float(np.mean([depth == layer for text in written for depth in text.layers_run])))
     shares = ", ".join(f"layer {layer} {share:.0%}" for layer, share in zip(model.exits, drafts))
     message = f"Share of the full model's text (--lossless) that each exit drafts: {shares}."
-    return chosen._replace(about=chosen.about | {"drafts": drafts, "guaranteed": message})
+    return chosen._replace(metrics=chosen.metrics | {"drafts": drafts, "guaranteed": message})
 
 
 METHOD = Method(

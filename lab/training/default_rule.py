@@ -119,7 +119,7 @@ class Chosen(NamedTuple):
     rule: Rule
     guarantee: dict | None  # max_loss, confidence, of, rows, loss_on_holdout, p_value; of a regression label_range
     rows_needed: int | None = None  # without a guarantee: number of test examples for one; None if no rule can have it
-    about: dict = {}  # further fields of metrics.json; for rows "guaranteed", the guarantee in words, and "fallback"
+    metrics: dict = {}  # further fields of metrics.json; for rows "guaranteed", the guarantee in words, and "fallback"
     curve: dict | None = None  # of its threshold, see threshold_curve.py
 
 

@@ -212,7 +212,7 @@ def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) 
         "guarantee": chosen.guarantee,
         "rows_needed": chosen.rows_needed,
         "curves": curves(recorded, task, labels, chosen.rule),
-        **chosen.about,
+        **chosen.metrics,
     }
 
 

@@ -86,7 +86,7 @@ def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingD
     """The default rule, and what metrics.json contains."""
     model.fold()
     chosen = (request.method.default_rule or agreement_rule)(model, data.more, data.held)
-    metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(model.exits)} | chosen.about
+    metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(model.exits)} | chosen.metrics
     metrics |= {"texts": len(data.train), "tokens": _tokens(data.train)}
     for stage in request.method.recipe(model, request.config) if request.method.has_stages else ():
         metrics |= stage.log_metrics(model, data.held) if stage.log_metrics else {}  # of the best epoch

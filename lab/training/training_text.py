@@ -217,4 +217,4 @@ def cheapest(recorded: Record, thresholds: Chosen, seed: int) -> Chosen:
     saved = {name: 1 - mean_flops / recorded.full_flops for name, mean_flops in flops.items()}
     best = max(saved, key=saved.__getitem__)
     chosen = candidates[best] if saved[best] >= LEAST_SAVED else Chosen(Never(), None)
-    return chosen._replace(about=chosen.about | {"net_saved": saved})
+    return chosen._replace(metrics=chosen.metrics | {"net_saved": saved})
