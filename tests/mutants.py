@@ -658,7 +658,7 @@ OF_METHODS = [
     ("training.embedding_stages.cosent_loss", source("scores[:, None] > scores[None, :]", "scores[:, None] < scores[None, :]"), ENCODERS + "one_depth_trains_the_first_exit_alone[pairs]"),
     ("training.embedding_stages.alignment", source("last.detach()", "last"), ENCODERS + "the_last_layer_is_a_teacher_without_gradient"),
     ("baselines.starbucks.starbucks_loss", source(", 1.0)", ", KL_TEMPERATURE)"), ENCODERS + "starbucks_trains_every_layer_with_its_own_size[texts]"),
-    ("baselines.matryoshka_2d.two_dimensional_loss", source("for each in shallow)", "for each in [last])"), ENCODERS + "2dmse_trains_the_last_layer_and_one_that_is_drawn[texts]"),
+    ("baselines.matryoshka_2d.two_dimensional_loss", source("for embedding in shallow)", "for embedding in [last])"), ENCODERS + "2dmse_trains_the_last_layer_and_one_that_is_drawn[texts]"),
     ("baselines.matryoshka_2d.drawn", always(lambda count: 0), ENCODERS + "every_layer_but_the_last_is_drawn"),
     ("baselines.cosine_predictor.prediction_loss", source("mean(dim=0).sum()", "mean()"), ENCODERS + "the_loss_of_the_predictor_is_a_squared_error"),
     ("exits.embedding_exits.PairData.batch", lambda true: lambda self, rows, device: true(self, rows[::-1], device), ENCODERS + "pairs_are_scored_by_spearman_and_batched_with_both_texts"),

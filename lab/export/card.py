@@ -78,7 +78,7 @@ def card(manifest: dict) -> str:
     """The model card, as Markdown."""
     name = manifest.get("task", {}).get("name") or manifest["backbone"].get("model_type", "model")
     exits = manifest["exits"]
-    parts = [_metadata(manifest), f"# {name}: {manifest['method']} with {len(exits)} exits", _about(manifest)]
+    parts = [_metadata(manifest), f"# {name}: {manifest['method']} with {len(exits)} exits", _summary(manifest)]
     parts += ["## Exits and rule", _rule(manifest), _exits(manifest)]
     parts += ["## Guarantee", guarantee_line(manifest), "## How it was measured", *_measured(manifest)]
     return "\n\n".join([*parts, "## Use", _use(manifest), ""])
@@ -104,7 +104,7 @@ def _kind(manifest: dict) -> str:
     return manifest.get("task", {}).get("tokens") or manifest["unit"]
 
 
-def _about(manifest: dict) -> str:
+def _summary(manifest: dict) -> str:
     backbone, labels = manifest["backbone"], manifest.get("task", {}).get("label_names", [])
     layers = manifest["exits"][-1]
     text = f"{KINDS[_kind(manifest)]} ({backbone.get('model_type', 'transformer')}, {layers} layers)"

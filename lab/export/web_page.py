@@ -86,13 +86,13 @@ def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ..
         "method": run.config["method"],
         "exits": list(run.exits),
         "rule": run.rule.to_dict(),
-        "about": _about(run.rule, run.exits),
+        "about": _rule_text(run.rule, run.exits),
         "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in inputs.items()},
     }
     write_json(folder / "web.json", content | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
 
 
-def _about(rule: Rule, exits: tuple[int, ...]) -> dict:
+def _rule_text(rule: Rule, exits: tuple[int, ...]) -> dict:
     """The rule for the page: `words`, the first sentence about its class; `fixed`, settings that are no input of the
     graph; `compares`, the attribute of each input of the graph; `knob`, the help of the setting that the slider moves.
     """
