@@ -113,10 +113,9 @@ def layers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def script(run: Callable, kind: type, docstring: str) -> None:
+def script(run: Callable, kind: type, doc: str) -> None:
     """Parse the fields of a dataclass from the command line, and run. A mistake is one line, with status 2."""
-    shape = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110)
-    first = docstring.split("\n\n")[0]
+    shape, first = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110), doc.split("\n\n")[0]
     parser = argparse.ArgumentParser(description=first, usage=argparse.SUPPRESS, formatter_class=shape)
     for option in fields(kind):
         default = option.default
