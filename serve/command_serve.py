@@ -41,7 +41,7 @@ OF_RAY = {  # defaults of environment variables; Ray reads them when it is impor
 
 def add(sub: ArgumentParser) -> None:
     """Add the options of the command."""
-    folder = "folder of an export, best made with --segments, or of a run, which is exported to a temporary folder"
+    folder = "folder of an export, or of a run, which is exported to a temporary folder"
     more = "; of several, requests name one as their `model`"
     sub.add_argument("exported", type=Path, nargs="+", metavar="RUN_OR_EXPORTED", help=folder + more)
     sub.add_argument("--name", action="append", help="name of the model, once for each folder (default the folder's)")
@@ -77,7 +77,7 @@ def add(sub: ArgumentParser) -> None:
         metavar="SHARE",
         help="share of requests that also run all layers, to measure the agreement",
     )
-    epsilon = "agreement that is to be kept (default the one of calibrate --delta or --guarantee conformal)"
+    epsilon = "agreement that is to be kept (default the one that the export guarantees)"
     guarantee.add_argument("--epsilon", type=share, help=epsilon)
     guarantee.add_argument(
         "--tighten", action="store_true", help="raise thresholds while the agreement is below --epsilon"

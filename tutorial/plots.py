@@ -47,7 +47,8 @@ def curve(name, points, picture):
     for colour, (label, known) in zip(COLOURS, curves.items()):
         axes.plot(*zip(*known), "o-", color=colour, markersize=5, linewidth=2, label=label)
         if (most := max(layers for layers, _ in known)) > 12.5:
-            axes.text(12.4, known[-1][1], f"to {most:.0f} →", ha="right", va="top", color=colour, fontsize=8)
+            style = {"textcoords": "offset points", "ha": "right", "va": "top", "color": colour, "fontsize": 8}
+            axes.annotate(f"to {most:.0f} →", (12.4, known[-1][1]), (0, -5), **style)
     axes.set(xlabel="layers run, mean over the sentences", ylabel="accuracy on the built-in reviews", xlim=(3.5, 12.5))
     axes.grid(color="0.92", linewidth=0.5)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

@@ -1,7 +1,6 @@
 """How the leaderboard's records were made: exams, exits, rates, hours and machines, as rows. No sentences."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,6 +34,7 @@ def made_figures(board: Leaderboard) -> dict:
         "exams": [_exam_row(board, name) for name in board.plan.tasks if REFERENCE in board.tasks[name].runs],
         "exits": _exits(board),
         "rates": _rates(board),
+        "tasks": [f"factor on {name}" for name in board.plan.tasks],
         "shared": _shared(board),
         "flops": dict(zip(("low", "middle", "high"), np.percentile(shares, (5, 50, 95)).tolist())) if shares else None,
         "trainings": len(trained),
@@ -99,12 +99,20 @@ def _exits(board: Leaderboard) -> list[list[str]]:
 
 
 def _rates(board: Leaderboard) -> list[list[str]]:
-    """Task, factor of the default learning rates, and how many searches chose it."""
-    chosen: dict[str, Counter] = {}
-    for (task, method), metadata in _by_method(board).items():
-        if len({trial["factor"] for trial in board.plan.state(task, method)["tried"]}) > 1:
-            chosen.setdefault(task, Counter())[about_value(metadata, ("rates", "factor"))] += 1
-    return [[task, f"{factor:g}", str(n)] for task, counts in chosen.items() for factor, n in sorted(counts.items())]
+    """Method, its epochs, and for each task the factor of its default rates, out of those that were tried."""
+    abouts = _by_method(board)
+    rows = []
+    for method in dict.fromkeys(method for _, method in abouts if method != CONTROL):
+        of_task = {task: abouts[task, method] for task in board.plan.tasks if (task, method) in abouts}
+        epochs = {about_value(metadata, ("settings", "epochs")) for metadata in of_task.values()} - {None}
+        cells = []
+        for task in board.plan.tasks:
+            tried = sorted({trial["factor"] for trial in board.plan.state(task, method)["tried"]})
+            chosen = about_value(of_task[task], ("rates", "factor")) if task in of_task else None
+            of_these = f" of {', '.join(f'{factor:g}' for factor in tried)}" if tried else ""
+            cells.append(NOTHING if chosen is None else f"{chosen:g}{of_these}")
+        rows.append([method, ", ".join(map(str, sorted(epochs))) or NOTHING, *cells])
+    return rows
 
 
 def _shared(board: Leaderboard) -> list[list[str]]:

@@ -34,7 +34,7 @@ from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.data.tasks import Split
 from mini_ee.lab.export.engine import Engine
 
-TASKS, MODELS = ("TREC",), ("MiniLM", "DistilBERT")
+TASKS, MODELS = ("TREC", "SST-2"), ("MiniLM", "DistilBERT")
 TEXTS, CALIBRATED, TIMED, ROUNDS, THREADS, OPSET = 10_000, 300, 128, 5, 2, 17
 REFERENCE = "whole graph"
 

@@ -121,7 +121,7 @@ class Runtime:
     providers: ONNX Runtime's names, the first one is used (default: CUDA if available, else the CPU). `provider` is the
     one in use. A given provider that is not available is an error, unless allow_fallback. threads: CPU threads for a
     batch (default: ONNX Runtime's choice); see also share_threads. segments: another engine for the same folder
-    (torch_engine.torch_segments) instead of ONNX Runtime. `model_id` differs if any exported file differs.
+    (torch_engine.torch_segments) instead of ONNX Runtime. `model_id` differs if any file but the card differs.
 
     Raises FileNotFoundError if the folder or one of its files is missing; ValueError if a file is not the exported one,
     or if a provider is not available. Several threads may call `run`. A copy in another process opens

@@ -510,13 +510,17 @@ def test_the_texts_of_a_long_request_are_tokenized_beside_the_loop(runtime):
 
 @pytest.mark.slow
 def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
-    with serving(slowed(engine_of(runtime), 0.3), max_open=4) as (worker, port):
+    engine, gate = engine_of(runtime), threading.Event()
+    run = engine.run
+    engine.run = lambda at, rows: (gate.wait(), time.sleep(0.1), run(at, rows))[-1]
+    with serving(engine, max_open=4) as (worker, port):
         first = threading.Thread(target=ask, args=(port, {"texts": ["the film"] * 3}))
         first.start()
         while worker._open < 3:
             time.sleep(0.01)
         status, answer, _ = ask(port, {"texts": ["a meal"] * 2})
         assert status == 503 and "3 requests are open, with room for 1 more" in answer["error"] and worker._open == 3
+        gate.set()
         first.join()
         assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
 
