@@ -116,8 +116,8 @@ def _names(args: Namespace) -> list[str]:
         raise WrongArguments(f"{flag} is for one export, found {len(args.exported)}; start a server for each")
     names = args.name or [folder.absolute().name for folder in args.exported]
     if len(names) != len(args.exported) or len(set(names)) != len(names) or not all(names):
-        found = f"found {', '.join(map(repr, names))} for {len(args.exported)} folders"
-        raise WrongArguments(f"--name: expected a name of its own for each folder, {found}")
+        given = f"found {', '.join(map(repr, names))} for {len(args.exported)} folders"
+        raise WrongArguments(f"--name: expected a name of its own for each folder, {given}")
     return names
 
 
@@ -148,7 +148,7 @@ def _run_here(args: Namespace) -> dict:
         raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
     with ExitStack() as stack:
         folders = [stack.enter_context(as_export(folder, "serve")) for folder in args.exported]
-        workers = [stack.enter_context(_worker(args, *each)) for each in zip(folders, args.name)]
+        workers = [stack.enter_context(_worker(args, folder, name)) for folder, name in zip(folders, args.name)]
         engine, details, served = workers[0].engine, "", App(workers[0], args.access)
         if args.canary:
             workers.append(new := stack.enter_context(_worker(args, args.canary, args.name[0])))
@@ -160,15 +160,15 @@ def _run_here(args: Namespace) -> dict:
         serve(
             served, args.host, args.port, _ready(args, engine.runtime, f"queues: {', '.join(engine.queues)}{details}")
         )
-    _say(f"drained; {sum(each.metrics.requests['answered'] for each in workers)} requests answered")
+    _say(f"drained; {sum(worker.metrics.requests['answered'] for worker in workers)} requests answered")
     summary, *others = map(_summary, [*args.exported, *filter(None, [args.canary])], workers)
     return summary | ({"canary": others[0]} if args.canary else {"others": others} if others else {})
 
 
 def _summary(folder: Path, worker: Worker) -> dict:
     """The JSON answer about one export."""
-    about = {"export": str(folder), "requests": dict(worker.metrics.requests)}
-    return about | {"provider": worker.engine.runtime.provider, "rule": worker.engine.rule.to_dict()}
+    summary = {"export": str(folder), "requests": dict(worker.metrics.requests)}
+    return summary | {"provider": worker.engine.runtime.provider, "rule": worker.engine.rule.to_dict()}
 
 
 def _run_on_ray(args: Namespace) -> dict:
@@ -190,8 +190,8 @@ def _run_on_ray(args: Namespace) -> dict:
         _say("the cluster serves it now")
     else:
         _say(f"drained; {requests['answered']} requests answered by the replicas that were there")
-    about = {"export": str(args.exported[0]), "replicas": [least, most], "requests": requests}
-    return about | {"rule": worker.engine.rule.to_dict()}
+    summary = {"export": str(args.exported[0]), "replicas": [least, most], "requests": requests}
+    return summary | {"rule": worker.engine.rule.to_dict()}
 
 
 def _ready(args: Namespace, runtime: Runtime, details: str) -> Callable[[str], None]:

@@ -322,8 +322,8 @@ def _prune(graph: GraphProto) -> None:
 
 def _used(graph: GraphProto) -> set[str]:
     """All names that nodes of a graph or of its branches take."""
-    own = {name for node in graph.node for name in node.input}
-    return own.union(*map(_used, branches_of(graph)))
+    inputs = {name for node in graph.node for name in node.input}
+    return inputs.union(*map(_used, branches_of(graph)))
 
 
 def _place(graph: GraphProto, tensors: dict[str, TensorProto], outside: Collection[str] = ()) -> None:
@@ -331,11 +331,11 @@ def _place(graph: GraphProto, tensors: dict[str, TensorProto], outside: Collecti
 
     Those in `outside` are declared in the graph in any case.
     """
-    own = {name for node in graph.node for name in node.input}
+    inputs = {name for node in graph.node for name in node.input}
     branches = list(branches_of(graph))
     used = [_used(branch) & tensors.keys() for branch in branches]
     count = Counter(name for names in used for name in names)
-    here = [name for name in tensors if name in own or count[name] > 1 or count[name] and name in outside]
+    here = [name for name in tensors if name in inputs or count[name] > 1 or count[name] and name in outside]
     graph.initializer.extend(tensors[name] for name in here)
     for branch, names in zip(branches, used):
         _place(branch, {name: tensors[name] for name in tensors if name in names.difference(here)})

@@ -112,8 +112,8 @@ def export(
     source = TokenGraphs(run.model) if tokens else run.segments()
     if web:
         check_page(run)
-    own = run.rule.to_dict() == run.config.get("rule")
-    keys = (*OF_THE_RUN, *OF_ITS_RULE) if own else OF_THE_RUN
+    unchanged = run.rule.to_dict() == run.config.get("rule")
+    keys = (*OF_THE_RUN, *OF_ITS_RULE) if unchanged else OF_THE_RUN
     if line := run.tokenizer.beyond(run.model.backbone.config.vocab_size):
         log.warning("%s: %s", run.folder, line)
     with atomic_folder(out) as partial_folder:
@@ -144,8 +144,8 @@ def export(
 
 def _scores(run: Run) -> dict:
     """The held-out accuracy of each exit, if the training measured it."""
-    found = (run.metrics or {}).get("per_exit_accuracy")
-    return {"exit_scores": found} if found else {}
+    scores = (run.metrics or {}).get("per_exit_accuracy")
+    return {"exit_scores": scores} if scores else {}
 
 
 def _check_run(run: Run, segments: bool) -> None:
@@ -181,13 +181,13 @@ def write_graphs(
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     rounded = int8_maps(model) if precision == "int8" else ()
     settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": rounded}
-    own, made, tokens = parameters_of(model), {}, model.unit == "tokens"
+    parameters, made, tokens = parameters_of(model), {}, model.unit == "tokens"
     metadata = {} if tokens else {key: getattr(source.model, key) for key in OF_ROWS}
     metadata |= source.metadata
     encoder = rule.embed and rule.embed.states  # its states are averaged to the embeddings
     with whole_tables(model if encoder is None else nn.ModuleList((model, encoder.backbone))):
         for name, write in _graphs(source, rule, segments, web).items():
-            fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
+            fresh = partial(Graph, parameters, **settings, plain=tokens or name == WEB, flat=name == WEB)
             made[name] = fresh()
             try:
                 write(made[name])
@@ -199,11 +199,11 @@ def write_graphs(
                 write_model_graph(made[name], source.in_one_graph(), Never())
         if encoder is not None:
             others = parameters_of(encoder.backbone, "encoder.backbone.")
-            if own.keys().isdisjoint(others):
-                own, settings = others, settings | {"dtype": np.float32}
-            made["encoder"] = Graph(own, **settings)
+            if parameters.keys().isdisjoint(others):
+                parameters, settings = others, settings | {"dtype": np.float32}
+            made["encoder"] = Graph(parameters, **settings)
             _write_encoder(encoder, made["encoder"])
-    weights, graphs = {name: values for each in made.values() for name, values in each.weights.items()}, {}
+    weights, graphs = {name: values for builder in made.values() for name, values in builder.weights.items()}, {}
     (folder / WEIGHTS).parent.mkdir(exist_ok=True)
     offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1)
     for name, builder in made.items():
@@ -251,17 +251,17 @@ def _costs(source: Segments, segments: bool) -> dict:
         return np.array([segments.flops(k, _row(tokens)) for k in range(len(segments.exits))])
 
     def whole(tokens: int) -> np.ndarray:
-        each = costs(source.whole(), tokens)
-        return np.array([each[:, 0].sum(), each[-1, 1]])
+        exit_costs = costs(source.whole(), tokens)
+        return np.array([exit_costs[:, 0].sum(), exit_costs[-1, 1]])
 
-    def of_exits(each: Segments) -> dict:
-        passes = [each.layer_passes(k) for k in range(len(each.exits))]
-        return {"layer_passes": passes, "flops": _quadratic(partial(costs, each))}
+    def of_exits(split: Segments) -> dict:
+        passes = [split.layer_passes(k) for k in range(len(split.exits))]
+        return {"layer_passes": passes, "flops": _quadratic(partial(costs, split))}
 
-    found = of_exits(source.in_one_graph())
-    found["state_flops"] = [source.state_flops(k) or 0.0 for k in range(len(source.exits))]
-    found["whole_flops"] = _quadratic(whole)
-    return found | ({"by_segment": of_exits(source)} if segments else {})
+    manifest_costs = of_exits(source.in_one_graph())
+    manifest_costs["state_flops"] = [source.state_flops(k) or 0.0 for k in range(len(source.exits))]
+    manifest_costs["whole_flops"] = _quadratic(whole)
+    return manifest_costs | ({"by_segment": of_exits(source)} if segments else {})
 
 
 def _row(tokens: int) -> Inputs:
@@ -325,42 +325,42 @@ def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> d
     """The manifest's entry `verified`. Raises ValueError if the graphs differ from torch."""
     served = Runtime(folder, [CPU])
     tokens = served.config["unit"] == "tokens"
-    found, largest = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
-    difference, allowed = found["max_logit_difference"], max(TOLERANCE, RELATIVE * largest)
-    exact = difference <= allowed and found["exit_agreement"] >= AGREEMENT
+    comparison, largest = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
+    difference, allowed = comparison["max_logit_difference"], max(TOLERANCE, RELATIVE * largest)
+    exact = difference <= allowed and comparison["exit_agreement"] >= AGREEMENT
     if not np.isfinite(difference) or (precision == "float32" and not exact):
         raise ValueError(
             f"the {precision} graphs differ from torch by {difference:.2g} (logits; {allowed:.2g} allowed in float32), "
-            f"{found['exit_agreement']:.1%} of the exits are equal; no folder was written"
+            f"{comparison['exit_agreement']:.1%} of the exits are equal; no folder was written"
         )
-    equal = found.get("prediction_agreement", 1.0)
+    equal = comparison.get("prediction_agreement", 1.0)
     if equal < ROUNDED_AGREEMENT:
         log.warning(
             "%.1f%% of the predictions for %d texts in %s are those in float32, fewer than %.0f%%; compare both on "
             "your own texts, and calibrate this export on them",
-            *(100 * equal, found["texts"], precision, 100 * ROUNDED_AGREEMENT),
+            *(100 * equal, comparison["texts"], precision, 100 * ROUNDED_AGREEMENT),
         )
-    return found
+    return comparison
 
 
 def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> tuple[dict, float]:
     """Compare the logits of every exit on every row, in batches of one and of many; also the largest logit."""
     encoded, segments, theirs = run.encode(texts), served.segments(), run.segments()
-    expected, found = record(theirs, encoded, 8), record(segments, encoded, 8)
-    compared, alone = [(expected.logits, found.logits)], [[row] for row in range(min(8, len(texts)))]
+    expected, actual = record(theirs, encoded, 8), record(segments, encoded, 8)
+    compared, alone = [(expected.logits, actual.logits)], [[row] for row in range(min(8, len(texts)))]
     if run.token_task is not None:  # then records have no logits
         compared, alone = [], [*in_order(len(texts), 8), *alone]
-    compared += [[_logits(each, encoded.batch(rows)) for each in (theirs, segments)] for rows in alone]
+    compared += [[_logits(side, encoded.batch(rows)) for side in (theirs, segments)] for rows in alone]
     if f"segment_{served.exits[0]}" in served.config["graphs"]:
         compared.append((expected.logits, record(segments.by_segment(Never()), encoded, 8).logits))
     differences = [abs(mine - other).max() for mine, other in compared]
-    rules = [plan_rows(each, encoded, 8) if each.plans_from_texts else each for each in (run.rule, served.rule)]
-    results = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
+    rules = [plan_rows(rule, encoded, 8) if rule.plans_from_texts else rule for rule in (run.rule, served.rule)]
+    results = [recorded.replay(rule) for recorded, rule in zip((expected, actual), rules)]
     largest = float(max(abs(mine).max() for mine, _ in compared))
     return {
         "texts": len(texts),
         "max_logit_difference": float(np.max(differences)),
-        "prediction_agreement": _equal(*(each.logits for each in results), run),
+        "prediction_agreement": _equal(*(result.logits for result in results), run),
         "exit_agreement": float((results[0].exit_index == results[1].exit_index).mean()),
     }, largest
 
@@ -373,19 +373,19 @@ def _logits(segments: Segments, inputs: Inputs) -> np.ndarray:
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
             logits.append(segments.read(k, state))
-    found = np.stack(logits, axis=1)
-    return found if segments.token_task is None else found * inputs.attention_mask[:, None, :, None]
+    stacked = np.stack(logits, axis=1)
+    return stacked if segments.token_task is None else stacked * inputs.attention_mask[:, None, :, None]
 
 
-def _equal(expected: np.ndarray, found: np.ndarray, run: Run) -> float:
+def _equal(expected: np.ndarray, actual: np.ndarray, run: Run) -> float:
     """Share of rows (N, C) with equal predictions; without labels, of numbers at most TOLERANCE apart."""
     if run.token_task is not None:  # numbers of all decisions
-        return float((expected == found).mean())
+        return float((expected == actual).mean())
     if run.multi_label:
-        return float(((expected > 0) == (found > 0)).all(axis=1).mean())
+        return float(((expected > 0) == (actual > 0)).all(axis=1).mean())
     if run.label_names:
-        return float((predictions(expected) == predictions(found)).mean())
-    return float((abs(expected - found) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
+        return float((predictions(expected) == predictions(actual)).mean())
+    return float((abs(expected - actual) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
 
 
 def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> tuple[dict, float]:
@@ -404,9 +404,9 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
             partial(served.segments, len(ids), longest + count, missing_kv),
         ]
         expected, tokens = drawn_text(engines[0](), ids, count, seed)
-        found, _ = drawn_text(engines[1](), ids, count, seed, tokens)
+        actual, _ = drawn_text(engines[1](), ids, count, seed, tokens)
         largest += [abs(mine).max() for mine in expected]
-        differences += [abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)]
+        differences += [abs(mine - theirs).max() for mine, theirs in zip(expected, actual, strict=True)]
         with torch.inference_mode():
             texts = [gather(decode(engine(), ids, count, run.rule), len(ids)) for engine in engines]
         equal.append([np.array(mine) == np.array(theirs) for mine, theirs in zip(*texts)])
@@ -441,10 +441,10 @@ def drawn_text(
     forced: list[list[int]] | None = None,
 ) -> tuple[list[np.ndarray], list[list[int]]]:
     """The logits of each step, and the tokens: the likeliest ones, or `forced`, those of another engine."""
-    rule, found = _Drawn(len(segments.exits), seed), []
+    rule, drawn_logits = _Drawn(len(segments.exits), seed), []
 
     def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
-        found.append(logits)
-        return greedy(logits, rows) if forced is None else forced[len(found) - 1]
+        drawn_logits.append(logits)
+        return greedy(logits, rows) if forced is None else forced[len(drawn_logits) - 1]
 
-    return found, [step.tokens for step in decode(segments, prompts, count, rule, choose)]
+    return drawn_logits, [step.tokens for step in decode(segments, prompts, count, rule, choose)]

@@ -265,8 +265,8 @@ def test_candidates_and_their_order_come_from_the_selection_part_and_the_figures
     p_value = paired_p_values(losses[None], MAX_LOSS)[0]
     assert chosen.guarantee["p_value"] == pytest.approx(p_value) and p_value <= ALPHA
     assert json.loads(json.dumps(chosen.guarantee)) == chosen.guarantee
-    assert chosen.guarantee["of"] == "accuracy" and chosen.rows_needed is None and chosen.about["fallback"] is None
-    message = chosen.about["guaranteed"]
+    assert chosen.guarantee["of"] == "accuracy" and chosen.rows_needed is None and chosen.metrics["fallback"] is None
+    message = chosen.metrics["guaranteed"]
     assert message.startswith("Guaranteed with confidence 95%: the default rule loses at most 0.01 of accuracy")
     assert "the 630 held-out ones that tested it and chose nothing. 70 others chose" in message
     assert "calibrate RUN --task DIR" in message
@@ -289,14 +289,14 @@ def test_without_a_guarantee_a_rule_is_taken_that_loses_less_than_a_twentieth_an
     chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
     _, test = parts(record, labels)
     assert chosen.guarantee is None and chosen.rule != Never() and loss_of(chosen.rule, test, test.labels) <= MAX_LOSS
-    fallback = chosen.about["fallback"]
+    fallback = chosen.metrics["fallback"]
     assert (fallback["max_loss"], fallback["confidence"], fallback["rows"]) == (0.05, 0.95, 180)
     losses = (predictions(test.logits[:, -1]) == test.labels).astype(int)
     losses -= predictions(test.replay(chosen.rule).logits) == test.labels
     p_value = paired_p_values(losses[None], 0.05)[0]
     assert fallback["p_value"] == pytest.approx(p_value, rel=0.01) and fallback["p_value"] <= 0.05
     assert 300 < chosen.rows_needed < 20_000
-    assert chosen.about["guaranteed"] == (
+    assert chosen.metrics["guaranteed"] == (
         "The default rule loses less than 0.05 of accuracy with confidence 95%, by a test on 180 held-out examples. "
         "A loss of at most 0.01 with confidence 95% is not guaranteed: "
         f"about {chosen.rows_needed} held-out test examples are needed."
@@ -326,10 +326,10 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
     """.95^59 + GAMMA is below .05, .95^58 is not."""
     chosen = default_rule(*alike(rows, worse), CLASSES, 0.02, candidates=lambda some: [Threshold(0.0)])
     assert chosen.guarantee is None and (chosen.rule == Threshold(0.0)) == exits_early
-    message = chosen.about["guaranteed"]
+    message = chosen.metrics["guaranteed"]
     assert "are needed" in message and "lost nothing" not in message
     if not exits_early:
-        assert chosen.rule == Never() and chosen.about["fallback"] is None
+        assert chosen.rule == Never() and chosen.metrics["fallback"] is None
         first = f"The default rule is the full model: on {rows} held-out test examples no other rule is shown to lose"
         assert message.startswith(f"{first} less than 0.05 of accuracy with confidence 95%; about ")
         assert int(message.split("; about ")[1].split()[0]) >= 59
@@ -338,7 +338,7 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
 def test_a_rule_that_lost_more_than_was_allowed_on_the_test_part_is_not_taken():
     """5 of 400 are worse: surely below .05, but .0125 is above the .01 that may be lost."""
     assert default_rule(*alike(400, worse=5), CLASSES, 0.01, candidates=lambda some: [Threshold(0.0)]).rule == Never()
-    assert default_rule(*alike(400, worse=5), CLASSES, 0.015, candidates=lambda some: [Threshold(0.0)]).about[
+    assert default_rule(*alike(400, worse=5), CLASSES, 0.015, candidates=lambda some: [Threshold(0.0)]).metrics[
         "fallback"
     ]
 
@@ -348,7 +348,7 @@ def test_the_default_rule_never_exits_where_every_early_exit_is_wrong():
     right = np.eye(2)[labels] * 5
     chosen = chosen_from(recorded(np.stack([-right, -right, right], 1), (2, 4, 6)), labels, CLASSES, MAX_LOSS)
     assert chosen.rule == Never() and chosen.guarantee is None
-    assert chosen.about["guaranteed"].startswith("The default rule is the full model")
+    assert chosen.metrics["guaranteed"].startswith("The default rule is the full model")
 
 
 def test_a_guarantee_that_fails_by_bad_luck_names_more_rows_than_there_are(monkeypatch):
@@ -369,7 +369,7 @@ def test_a_single_exit_has_no_rule_and_no_number_of_rows_would_do():
     alone = recorded(record.logits[:, -1:], (3,))
     chosen = chosen_from(alone, labels, CLASSES, MAX_LOSS)
     assert (chosen.rule, chosen.guarantee, chosen.rows_needed) == (Never(), None, None)
-    assert chosen.about["guaranteed"].endswith("no rule of this method can exit before the last of 1 exits.")
+    assert chosen.metrics["guaranteed"].endswith("no rule of this method can exit before the last of 1 exits.")
 
 
 def test_a_rule_under_which_nobody_leaves_is_not_guaranteed():
@@ -391,7 +391,7 @@ def test_no_loss_at_all_cannot_be_guaranteed():
     chosen = chosen_from(record, labels, CLASSES, 0.0)
     _, test = parts(record, labels)
     assert chosen.guarantee is None and chosen.rows_needed is None and loss_of(chosen.rule, test, test.labels) <= 0
-    assert chosen.about["guaranteed"].endswith("A loss of at most 0 with confidence 95% is not guaranteed.")
+    assert chosen.metrics["guaranteed"].endswith("A loss of at most 0 with confidence 95% is not guaranteed.")
 
 
 @pytest.mark.parametrize("settings", [(-0.1, 0.95), (1.0, 0.95), (float("nan"), 0.95), (0.01, 1.0), (0.01, 0.0)])

@@ -41,7 +41,7 @@ def exits_gain():
     """Points by which joint training with its rule is better than its fixed depth, the mean over three tasks."""
     gains = []
     for task in ("TREC", "SST-2", "SICK"):
-        values = task_figures(task, {REFERENCE: read_records(RESULTS / "records" / task / "joint.npz")}, {}).found
+        values = task_figures(task, {REFERENCE: read_records(RESULTS / "records" / task / "joint.npz")}, {}).figures
         gains += [values[REFERENCE, HEADLINE].by_seed.mean() - values[CONTROL, HEADLINE].by_seed.mean()]
     return f"{100 * np.mean(gains):.1f}"
 

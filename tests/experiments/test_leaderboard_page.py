@@ -222,7 +222,7 @@ def test_the_first_page_has_the_figures_of_the_records(plan, pages):
     assert "**Better than joint training at half of the FLOPs: consistent.**" in words and "Not fair yet" not in words
     best = max(
         ("joint", "consistent"),
-        key=lambda name: figures.read_task(plan.records / EXAM, {}).found[name, "at 2x"].by_seed.mean(),
+        key=lambda name: figures.read_task(plan.records / EXAM, {}).figures[name, "at 2x"].by_seed.mean(),
     )
     assert f"On {EXAM}, `{best}` has the highest accuracy" in words
 
@@ -318,14 +318,14 @@ def test_marks_are_against_joint_training_and_need_three_seeds(board):
 
 def test_properties_of_exits_are_correlated_with_saved_layers_if_there_are_enough_trainings(board):
     trec = board.tasks["TREC"]
-    runs, values = {CONTROL: trec.runs["joint"]}, {(CONTROL, "saved"): trec.found["joint", "saved"]}
+    runs, values = {CONTROL: trec.runs["joint"]}, {(CONTROL, "saved"): trec.figures["joint", "saved"]}
     order = [3, 1, 2, 6, 5, 4]  # of the saved layers; EEFP has it backwards, ECE is the number of the method
     for number, place in enumerate(order):
         of_method = {"failure": 1 - place / 10, "calibration": number / 10}
         name = f"method {number}"
         runs[name] = {seed: run._replace(**of_method) for seed, run in trec.runs["joint"].items()}
         values[name, "saved"] = values[CONTROL, "saved"]._replace(values=np.full((3, 1), place / 10), scale=1.0)
-    task = trec._replace(runs=runs, found=values)
+    task = trec._replace(runs=runs, figures=values)
     off = sum((number + 1 - place) ** 2 for number, place in enumerate(order))
     expected = [["TREC", "-1.00", f"{1 - 6 * off / (6 * 35):.2f}", "6"]]
     assert tables.prediction_rows(board._replace(tasks={"TREC": task})) == expected
@@ -558,10 +558,10 @@ def test_the_methods_page_has_each_method_of_the_registry_once(pages):
 def test_the_head_of_a_file_gives_name_paper_link_and_deviations():
     text = "X (Li and Ho 2021, EACL): it\nexits.\n\nSee 2021.eacl-main.8.\n\nDeviations, 1 to 2 of them pinned:\n"
     text += "1. a 2.5 b.\n2. c; 3. d"
-    head = methods_page.about(text)
+    head = methods_page.parse_about(text)
     assert head == ("X", "Li and Ho 2021", "[EACL](https://aclanthology.org/2021.eacl-main.8)", "it exits", 3)
     with pytest.raises(ValueError, match="expected a docstring that begins with NAME"):
-        methods_page.about("Some words.")
+        methods_page.parse_about("Some words.")
 
 
 def test_lines_of_code_are_neither_docstrings_nor_comments(tmp_path):

@@ -782,7 +782,7 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
 def test_the_command_runs_what_a_page_shows_and_no_more(paper):
     of_paper, data = committed(paper)
     cases = cases_of(of_paper)
-    seeds_of = {name: sorted(map(int, data.found[name]["seeds"])) for name in data.trained}
+    seeds_of = {name: sorted(map(int, data.records[name]["seeds"])) for name in data.trained}
     assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in data.trained.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(data.trained)
     assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
@@ -952,7 +952,7 @@ def test_a_pictures_legend_is_inside_it(tmp_path, monkeypatch, name):
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
     lists = {"x": [0.0, 1.0], "y": [0.5, 0.7]}
     series = {f"{name} {number}": {"case": "one", "x": "x", "y": "y"} for number in range(4)}
-    data = SimpleNamespace(found={"one": {"seeds": {"0": {"lists": lists}}}})
+    data = SimpleNamespace(records={"one": {"seeds": {"0": {"lists": lists}}}})
     pictures.draw(tmp_path / "fig.png", {"x": "saved", "y": "score", "series": series}, data)
     (figure,) = drawn
     figure.draw_without_rendering()

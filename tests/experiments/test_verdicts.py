@@ -387,7 +387,7 @@ def test_a_damaged_record_is_named_with_what_to_remove(tmp_path):
 
 def test_a_selected_case_has_the_examples_of_the_setting_that_was_selected(monkeypatch):
     data = recorded_data(monkeypatch, {"A ours": np.ones((3, 4))}, A=4)
-    data.found["A ours"]["selected"] = {"0": "A alpha 1", "1": "A alpha 2", "2": "A alpha 1"}
+    data.records["A ours"]["selected"] = {"0": "A alpha 1", "1": "A alpha 2", "2": "A alpha 1"}
     files = []
     monkeypatch.setattr(page_data, "example_values", lambda path, seed, _: files.append((path.stem, seed)))
     compare_cases({"more": "A ours", "than": 0.5, "figure": "score"}, data)
@@ -416,7 +416,7 @@ def test_only_shares_of_a_tasks_test_examples_have_an_error_from_them(figure, me
 def test_the_number_of_test_examples_is_the_smallest_of_all_seeds():
     data = data_of({"A ours": {"score": dict.fromkeys("012", 0.8)}}, A=100)
     assert data.rows("A ours", "score") == ("A", 100)
-    data.found["A ours"]["seeds"]["1"]["test_rows"] = 90
+    data.records["A ours"]["seeds"]["1"]["test_rows"] = 90
     assert data.rows("A ours", "score") == ("A", 90)
 
 

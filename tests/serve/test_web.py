@@ -191,7 +191,7 @@ def test_the_page_of_the_built_in_reviews_begins_with_the_sentences_of_the_first
 
 
 def test_the_page_names_a_fixed_exit_by_its_layer():
-    assert page._about(Fixed(1), (2, 4, 6))["fixed"] == {"exit": 4}
+    assert page._rule_text(Fixed(1), (2, 4, 6))["fixed"] == {"exit": 4}
 
 
 @in_chromium

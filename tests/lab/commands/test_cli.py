@@ -876,7 +876,7 @@ def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_fol
     monkeypatch.chdir(tmp_path)
     copy = shutil.copytree(task_folder, tmp_path / "mine" / "reviews")
     (tmp_path / "reviews").mkdir()
-    runs = [SimpleNamespace(config={"task": task.about()}) for task in (toy_task(), load_task(copy))]
+    runs = [SimpleNamespace(config={"task": task.to_config()}) for task in (toy_task(), load_task(copy))]
     unnamed = SimpleNamespace(task=None)
     assert tasks.open_task_of(runs[:1], unnamed).name == "reviews"
     assert tasks.open_task_of(runs[1:], unnamed).folder == str(copy)

@@ -256,10 +256,10 @@ def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(mon
     tested = [text for text in texts if text not in read]
     assert read and chosen.guarantee["rows"] == len(tested) == len(texts) - len(read)
     assert (chosen.guarantee["max_loss"], chosen.guarantee["confidence"]) == (0.5, 0.95)
-    assert chosen.about["own"]["gap"] == chosen.rule.to_dict() != Never().to_dict()
+    assert chosen.metrics["own"]["gap"] == chosen.rule.to_dict() != Never().to_dict()
     assert chernoff(risk(chosen.rule), 0.5, len(tested)) <= 0.05
-    for measure, rules in chosen.about["sweep"].items():
-        chosen_rule, rules = chosen.about["own"][measure], [rule_from_dict(rule) for rule in rules]
+    for measure, rules in chosen.metrics["sweep"].items():
+        chosen_rule, rules = chosen.metrics["own"][measure], [rule_from_dict(rule) for rule in rules]
         remaining = rules.index(rule_from_dict(chosen_rule)) + 1 if chosen_rule["name"] != "never" else 0
         assert remaining == len(rules) or chernoff(risk(rules[remaining]), 0.5, len(tested)) > 0.05
     monkeypatch.setattr(calm, "calibrate_texts", lambda *_: None)  # none passes

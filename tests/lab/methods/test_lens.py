@@ -296,7 +296,7 @@ def test_the_rule_is_the_cheapest_heads_included():
         for network in model.policy.networks:
             network[2].bias.fill_(-50.0)  # exits nowhere, so both only pay
     chosen = cheapest(record_texts(model, data.texts), never, 0)
-    saved = chosen.about["net_saved"]
+    saved = chosen.metrics["net_saved"]
     assert isinstance(chosen.rule, Never) and chosen.guarantee is None
     layer = (recorded.full_flops - 2 * 24 * 60) / 3
     assert saved["thresholds"] == pytest.approx(-(2 * 2 * 24 * 60 + 2 * 5 * 2) / (3 * layer + 2 * 24 * 60), rel=1e-3)

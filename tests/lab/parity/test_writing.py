@@ -257,8 +257,8 @@ def test_calm_tests_its_rules_on_held_out_texts_that_did_not_propose_them(runs, 
     assert len(proposing) == 3 and len(tested) == 9 and not proposing & tested
     assert chosen.guarantee is None or (chosen.guarantee["rows"], chosen.guarantee["max_loss"]) == (9, 0.9)
     assert (
-        list(chosen.about["own"]) == ["gap", "saturation", "classifier"]
-        and chosen.rule.to_dict() == chosen.about["own"]["gap"]
+        list(chosen.metrics["own"]) == ["gap", "saturation", "classifier"]
+        and chosen.rule.to_dict() == chosen.metrics["own"]["gap"]
     )
 
 
