@@ -98,15 +98,15 @@ class Skipper(Drafter):
             range(self.newest - CONTEXT, self.newest),
         )
         slots = [
-            each[layer][0, :, at.start : at.stop]
+            tensors[layer][0, :, at.start : at.stop]
             for layer in stay
-            for each in (segments.cache.keys, segments.cache.values)
+            for tensors in (segments.cache.keys, segments.cache.values)
         ]
-        true = [each.clone() for each in slots]
+        true = [slot.clone() for slot in slots]
         hidden = segments.embed(ids[:, :-1], [[*at]])
         logits = through(segments.decoder, hidden, segments.block([0], [[*at]]), stay)
-        for each, value in zip(slots, true):
-            each.copy_(value)
+        for slot, value in zip(slots, true):
+            slot.copy_(value)
         return float((logits.argmax(-1) == ids[:, 1:]).float().mean())
 
 

@@ -116,7 +116,7 @@ def _trials(
                 answers[j].append(token)
                 still.append(j)
         writing, ids, steps = still, [[answers[j][-1]] for j in still], 1
-    return [(tuple(answer), each) for answer, each in zip(answers, probabilities)]
+    return [(tuple(tokens), chances) for tokens, chances in zip(answers, probabilities)]
 
 
 def _logits(segments: CachedSegments, inputs: Tokens) -> np.ndarray:
@@ -130,7 +130,7 @@ def observe_trials(worked: Sequence[Worked]) -> Observed:
 
     Texts have different numbers of trials. Where a text has no more, its exits agree with confidence 0.
     """
-    most = max(1, *(len(each.trials) - 1 for each in worked))
+    most = max(1, *(len(text.trials) - 1 for text in worked))
     confidence, agrees = np.zeros((len(worked), most)), np.ones((len(worked), most), bool)
     for row, (_, trials) in enumerate(worked):
         for k, trial in enumerate(trials[:-1]):
