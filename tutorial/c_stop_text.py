@@ -1,7 +1,7 @@
 # %% [markdown]
 # # C. Stopping a text early
 #
-# 18 minutes to read, 90 seconds to run · Paper: [Yang et al. 2025](https://arxiv.org/abs/2504.15895v3)
+# 18 minutes to read, 65 seconds to run · Paper: [Yang et al. 2025](https://arxiv.org/abs/2504.15895v3)
 #
 # **Models that reason write long texts**, and often have their answer long before the end. For them *early exit* means
 # to stop writing when the answer no longer changes. The loop of chapter 1 stays as it is. What exits is now a question,
@@ -86,20 +86,20 @@ def ask(questions, threshold=np.inf):
     worked = []
     for some in (questions[at : at + 250] for at in range(0, len(questions), 250)):
         segments = TokenSegments(decoder, (LAYERS,), (), "copy_state", len(some), LONGEST + 20)
-        worked += work(segments, [ids_of(each) for each in some], questioning, LONGEST, threshold)
+        worked += work(segments, [ids_of(question) for question in some], questioning, LONGEST, threshold)
     return worked
 
 
 questions = [example()[0] for _ in range(1000)]
 worked = ask(questions)
-answers = [[text_of(trial.answer) for trial in each.trials] for each in worked]
+answers = [[text_of(trial.answer) for trial in text.trials] for text in worked]
 sums = [str(sum(map(int, question.split("+")))) for question in questions]
 right = [trials[-1] == total for trials, total in zip(answers, sums)]
 print(f"{len(worked)} new questions, {np.mean(right):.1%} right")
-for question, each in list(zip(questions, worked))[:2]:
+for question, text in list(zip(questions, worked))[:2]:
     print(f"\n{question.strip():16}asked after the line")
-    lines = text_of(each.tokens).split("\n")
-    for line, trial in zip(lines, each.trials):
+    lines = text_of(text.tokens).split("\n")
+    for line, trial in zip(lines, text.trials):
         print(f"  {line:14}{text_of(trial.answer):>4}, confidence {trial.confidence:.3f}")
 
 # %% [markdown]
@@ -121,10 +121,10 @@ for question, each in list(zip(questions, worked))[:2]:
 # %%
 observed = observe_trials(worked)
 rows, exits = np.arange(len(worked)), observed.confidence.shape[1] + 1
-trials = [each.trials + each.trials[-1:] * (exits - len(each.trials)) for each in worked]  # as many for each question
-written = np.array([[trial.at for trial in each] for each in trials])
-asked = np.array([np.cumsum([trial.passes for trial in each]) for each in trials])
-whole = written[:, -1] + [each[-1].passes for each in trials]  # the text, and its answer
+trials = [text.trials + text.trials[-1:] * (exits - len(text.trials)) for text in worked]  # as many for each question
+written = np.array([[trial.at for trial in of_text] for of_text in trials])
+asked = np.array([np.cumsum([trial.passes for trial in of_text]) for of_text in trials])
+whole = written[:, -1] + [of_text[-1].passes for of_text in trials]  # the text, and its answer
 
 
 def figures(threshold):
@@ -140,9 +140,9 @@ for epsilon in (0.9, 0.95, 0.99):
     for _ in range(100):
         drawn = observed.take(random.integers(len(worked), size=500))
         thresholds.append(safe_threshold(drawn._replace(groups=np.arange(500)), epsilon, delta=0.05))
-    each = np.array([*map(figures, thresholds)])
-    kept, *saved = (f"{mean:.1%}" for mean in each.mean(0))
-    broken = (each[:, 0] < epsilon).sum()
+    results = np.array([*map(figures, thresholds)])
+    kept, *saved = (f"{mean:.1%}" for mean in results.mean(0))
+    broken = (results[:, 0] < epsilon).sum()
     print(f"epsilon {epsilon:<10} {np.median(thresholds):9.4f} {kept:>8} {saved[0]:>14} {saved[1]:>14} {broken:8}")
 kept, *saved = (f"{mean:.1%}" for mean in figures(0.95))
 print(f"the paper's {0.95:16.4f} {kept:>8} {saved[0]:>14} {saved[1]:>14}")
@@ -158,7 +158,7 @@ print(f"the paper's {0.95:16.4f} {kept:>8} {saved[0]:>14} {saved[1]:>14}")
 threshold = safe_threshold(observed, 0.95, delta=0.05)
 stopped = ask(questions[:500], threshold)
 same = sum(short.trials[-1].answer == long.trials[-1].answer for short, long in zip(stopped, worked))
-still = sum(text_of(each.trials[-1].answer) == total for each, total in zip(stopped, sums))
+still = sum(text_of(text.trials[-1].answer) == total for text, total in zip(stopped, sums))
 print(f"{same} of {len(stopped)} questions keep their answer; {sum(right[:500])} were right, {still} are now")
 changed = [row for row, short in enumerate(stopped) if short.trials[-1].answer != worked[row].trials[-1].answer]
 for row in changed[:3]:
@@ -193,10 +193,10 @@ def first_repeated(answers, times):
 
 def check_first_repeated():
     for given, times, stop in (("aab", 1, 1), ("abb", 1, 2), ("abab", 1, 3), ("aabbb", 2, 4), ("a", 1, 0)):
-        found = first_repeated(list(given), times)
-        assert found == stop, f"{given}, {times} times: expected trial {stop}, got {found}"
+        chosen = first_repeated(list(given), times)
+        assert chosen == stop, f"{given}, {times} times: expected trial {stop}, got {chosen}"
     for times in (1, 2, 3):
-        stops = [first_repeated(each, times) for each in answers]
-        kept = np.mean([each[stop] == each[-1] for each, stop in zip(answers, stops)])
+        stops = [first_repeated(of_text, times) for of_text in answers]
+        kept = np.mean([of_text[stop] == of_text[-1] for of_text, stop in zip(answers, stops)])
         saved = 1 - written[rows, stops].sum() / written[:, -1].sum()
         print(f"{times} times: {kept:.1%} kept, {saved:.1%} of the tokens saved")

@@ -93,10 +93,8 @@ class Skipper(Drafter):
     def matchness_without(self, layers: set[int]) -> float:
         """The share of the last CONTEXT tokens that the decoder without these layers predicts."""
         ids, segments = torch.tensor([[*self.tokens]], device=self.segments.decoder.device), self.segments
-        stay, at = (
-            [layer for layer in range(self.layers) if layer not in layers],
-            range(self.newest - CONTEXT, self.newest),
-        )
+        stay = [layer for layer in range(self.layers) if layer not in layers]
+        at = range(self.newest - CONTEXT, self.newest)
         slots = [
             tensors[layer][0, :, at.start : at.stop]
             for layer in stay
