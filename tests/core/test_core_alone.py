@@ -48,6 +48,7 @@ sys.exit(main(["train", "joint", "--exits", "6,12", "--epochs", "1", "--max-trai
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FULL, reason="imports the whole lab: set MINI_EE_FULL=1")
 def test_the_lab_trains_without_the_server_and_the_experiments(tmp_path):
     """Every file of it is imported, and the commands that need another ring are not there."""
     folder = copied(tmp_path, ("mini_ee", "weights", "export", "lab"))
