@@ -73,7 +73,7 @@ def sources(tmp_path_factory):
 
 def run(out, sources, seeds=(0,), only=None):
     lines = []
-    return decoders.run_decoders(out, sources, seeds, only, False, lines.append), lines
+    return decoders.run_decoders(out, sources, seeds, only, False, lines.append, []), lines
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_another_process_has_the_training_that_it_runs(results, sources):
     sleb = decoders.trainings(False, "sleb")[0].record(results)
     with sole_writer(sleb):
         ran, lines = run(results, sources, seeds=(1,), only="sleb")
-    assert ran == 0 and lines[-1] == "1 trainings are left to other processes."
+    assert ran == 0 and lines[-1].startswith("1 trainings are left to other processes")
     with pytest.raises(WrongArguments, match="expected one of joint, pabee, sleb"):
         run(results, sources, only="raee")
 
@@ -179,9 +179,9 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path, sources, 
         raise decoders.Diverged("the loss is NaN") if options["method"] == "joint" else ValueError("no memory")
 
     monkeypatch.setattr(decoders, "trained", trained)
-    both = "tiny joint, seed 0: all rates diverge; tiny sleb, seed 0: no memory"
-    with pytest.raises(ValueError, match=f"^2 trainings of decoders failed: {both}$"):
-        run(tmp_path, sources)
+    failed = []
+    assert decoders.run_decoders(tmp_path, sources, (0,), None, False, lambda line: None, failed) == 0
+    assert failed == ["tiny joint, seed 0: all rates diverge", "tiny sleb, seed 0: no memory"]
 
 
 # ---- Records and rules ----

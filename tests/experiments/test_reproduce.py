@@ -239,7 +239,7 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert main(command) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["ran"] == 2
-    assert "1 of 2 runs are done.\n" in printed.err and "2 of 2 runs are done.\n" in printed.err
+    assert "1 of 2 are done.\n" in printed.err and "2 of 2 are done.\n" in printed.err
     assert labelled == [True, True]  # rules may be fitted to the hold-out's labels
     text, made = (tiny / "raee.md").read_text(), read_json(tiny / "raee" / "reviews-joint.json")
     figures = made["seeds"]["0"]["figures"]
@@ -558,7 +558,7 @@ def test_processes_share_the_cases(tiny, monkeypatch, capsys, held, ran):
         assert main(command) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["ran"] == len(trained) == ran
-    assert f"{2 - ran} runs are left to other processes" in printed.err
+    assert f"{2 - ran} trainings are left to other processes" in printed.err
     assert main(command) == 0 and len(trained) == 2 and "are left" not in capsys.readouterr().err
 
 
@@ -572,36 +572,6 @@ def test_a_deleted_record_has_its_run_made_again_and_no_other(tiny, monkeypatch,
     assert main(command) == main(command) == 0 and trained == ["joint", "two-stage"]
     trainings.record_of(tiny / "raee", f"reviews {deleted}").unlink()
     assert main(command) == main(command) == 0 and trained[2:] == [deleted]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seeds": []},
-        {"seeds": None},
-        {"seeds": {"0": None}},
-        {"seeds": {"0": {}}},
-        {"seeds": {"one": MADE}},
-        {"seeds": {"0": MADE | {"figures": {"full": "0.5"}}}},
-        {"seeds": {"0": MADE | {"figures": {"full": True}}}},
-        {"seeds": {"0": MADE | {"figures": [0.5]}}},
-        {"seeds": {"0": MADE | {"lists": {"curve": 0.5}}}},
-        {"seeds": {"0": MADE | {"lists": {"curve": ["0.5"]}}}},
-        {"seeds": {"0": MADE | {"how": {"commit": "abc"}}}},
-        {"seeds": {"0": MADE | {"core_seconds": None}}},
-        {"seeds": {"0": {name: value for name, value in MADE.items() if name != "data"}}},
-        {"seeds": {"0": MADE}, "tried": 5},
-        {"seeds": {"0": MADE}, "tried": [0.5]},
-        {"seeds": {"0": MADE}, "chosen": {"lr": "fast"}},
-    ],
-)
-def test_figures_of_a_wrong_type_are_one_line(tmp_path, change):
-    case = Case("a", "rows", {"method": "joint"})
-    write_json(tmp_path / "a.json", {"case": "a", "measure": "rows", "options": case.options} | change)
-    with pytest.raises(
-        ValueError, match="a.json: expected figures, lists of numbers.*remove the file to make it again"
-    ):
-        read_case(tmp_path, case)
 
 
 def test_figures_without_their_checksum_are_refused(tmp_path):
