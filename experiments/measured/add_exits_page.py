@@ -66,41 +66,6 @@ def models_rows(cases: list[dict]) -> list[list]:
     return rows
 
 
-def guarantee_rows(levels: list[dict]) -> list[list]:
-    """One row per level of agreement, then those with the planted mistake."""
-    rows = []
-    for level in sorted(levels, key=lambda one: (one["planted"] is not None, -one["level"])):
-        name = f"{level['level']:.0%}" + (f", {level['planted']}" if level["planted"] else "")
-        low, high = level["interval"]
-        row = [name, f"{level['guaranteed']} of {level['repetitions']}", level["broken"], f"{low:.1%} to {high:.1%}"]
-        shown = (level["agreement"], level["least"], level["saved"])
-        rows.append(row + ["" if value is None else f"{100 * value:.1f}" for value in shown])
-    return rows
-
-
-def shift_rows(cases: list[dict]) -> list[list]:
-    """One row per set of texts, without and with --tighten."""
-    rows = []
-    for case in cases:
-        metrics = case["metrics"]
-        mean, low, high = (metrics.get(f"agreement end {end}") for end in ("mean", "low", "high"))
-        reported = "none yet" if mean is None else f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-        row = [case["task"], "yes" if case["tighten"] else "no", f"{100 * case['served_agreement']:.1f}", reported]
-        row += [f"{100 * case['served_saved']:.1f}", f"{metrics['exit_drift']:.2f}"]
-        rows.append([*row, f"{metrics['tightened_total']:.0f}"])
-    return rows
-
-
-def one_file_rows(figures: dict) -> list[list]:
-    """One row per exit."""
-    rows = [
-        [exit_figures["layer"], *(f"{100 * value:.1f}" for value in (exit_figures["share"], exit_figures["time"]))]
-        + [f"{100 * (exit_figures['time'] - exit_figures['share']):+.1f}", f"{exit_figures['ms']:.0f}"]
-        for exit_figures in figures["exits"]
-    ]
-    return rows
-
-
 def exit_0_rows(cases: list[dict]) -> list[list]:
     """One row per task, without and with exit 0."""
     rows = []
@@ -151,8 +116,6 @@ def page_figures(figures: dict) -> dict:
         "tuned": [(task, rows, epochs) for task, (rows, epochs) in TASKS.items()],
         "minutes": sum(column(cases, "processor_minutes")) + sum(fine_tuned.values()),
         "model_rows": models_rows(cases),
-        "guarantee_rows": guarantee_rows(figures["guarantee"]["levels"]),
-        "shift_rows": shift_rows(figures["shift"]),
-        "depth_rows": one_file_rows(one),
+        "depths": one["exits"],
         "exit_0_rows": exit_0_rows(figures["exit-0"]),
     }
