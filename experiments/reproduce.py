@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.measures import ON_A_GPU
 from mini_ee.experiments.page_data import read_data
-from mini_ee.experiments.pages import heading, page_of
+from mini_ee.experiments.pages import check_is_page, heading, page_of
 from mini_ee.experiments.pictures import draw, draw_verdicts
 from mini_ee.experiments.recipe import Case, cases_named, cases_of, load_recipe, select
 from mini_ee.experiments.result_page import overview_figures, pages_of

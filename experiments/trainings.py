@@ -209,9 +209,8 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         if dropped:
             say(f"  {dropped} test examples are dropped: training examples have the same texts")
         reference = _reference(folder, case, seed, dropped)
-        if any(is_choice(value) for value in case.options.values()):
-            if "chosen" not in record:
-                record["chosen"] = _chosen(path, case, record, seed, sources, say)
+        if any(is_choice(value) for value in case.options.values()) and "chosen" not in record:
+            record["chosen"] = _chosen(path, case, record, seed, sources, say)
         run = trained(at / "run", _settled(case, record.get("chosen", {})), seed, sources)
         if device != "cpu" and case.measure in READ_ON_THE_DEVICE:
             run.model.to(device)
@@ -223,15 +222,12 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
             "test_rows_dropped": dropped,
-            **(
-                {"test_rows": len(measured_on.split(measured_on.default_split))}
-                if isinstance(measured_on, Task)
-                else {}
-            ),
             "data": _checksums(case, measured_on, sources),
             "core_seconds": round(sum(os.times()[:4]) - begin, 1),
             "how": how_made(device) | {name: run.config.get(name) for name in ("settings", "training")},
         }
+        if isinstance(measured_on, Task):
+            record["seeds"][str(seed)]["test_rows"] = len(measured_on.split(measured_on.default_split))
         write_json(path, record)
         shutil.rmtree(at)
         with suppress(OSError):  # the folder still contains trainings of other seeds

@@ -3,9 +3,7 @@
 import csv
 import io
 from pathlib import Path
-from typing import Any
 
-from mini_ee.experiments.leaderboard.decoder_tables import decoder_figures, decoder_rows
 from mini_ee.experiments.leaderboard.exam import EASY, SHORT, Exam, exam, sentences_by_kind
 from mini_ee.experiments.leaderboard.figures import CONTROL, HEADLINE, REFERENCE
 from mini_ee.experiments.leaderboard.made_tables import made_figures, record_rows
@@ -28,9 +26,9 @@ from mini_ee.experiments.leaderboard.tables import (
     tiers,
     without_exam,
 )
-from mini_ee.experiments.leaderboard.token_figures import Decoders, read_decoders
+from mini_ee.experiments.leaderboard.token_figures import Decoders, decoder_figures, decoder_rows, read_decoders
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, SHARE
-from mini_ee.experiments.markdown import check_is_page
+from mini_ee.experiments.pages import check_is_page
 from mini_ee.experiments.pages import write_page as fill_page
 from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.data.reviews import HARDNESS
@@ -80,7 +78,7 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "seeds": board.plan.seeds,
         "joint": {name.replace(" ", "_"): interval(joint_drawn) for name, joint_drawn in joint.items() if joint_drawn}
         | {"half": interval(board.headline[REFERENCE])},
-        "joint_minus_fixed": interval_of_difference(board, REFERENCE, CONTROL),
+        "joint_minus_fixed": compare(board.headline[REFERENCE], board.headline[CONTROL]),
         "others": len(others),
         "better": [name for name in others if (name, REFERENCE) in board.better],
         "worse": [name for name in others if (REFERENCE, name) in board.better],
@@ -88,7 +86,11 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "fewer_epochs": (fewer := fewer_epochs(board)),
         "borrowed_rates": (borrowed := borrowed_rates(board)),
         "unfair": [name for name in others if (REFERENCE, name) in board.better and name in {*fewer, *borrowed}],
-        "elsewhere": [_best_on(board, name) for name in board.plan.tasks if _ranked_apart(board, name)],
+        "elsewhere": [
+            _best_on(board, name)
+            for name in board.plan.tasks
+            if name not in board.compared and (REFERENCE, HEADLINE) in board.drawn[name]
+        ],
         "each_task": [_task(board, name) for name in board.plan.tasks if board.tasks[name].runs],
         "exam": _exam(board, passed) if passed else None,
         "prediction": prediction_rows(board),
@@ -106,16 +108,6 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
 
 
 PICTURES = ("leaderboard-front.png", "leaderboard-methods.png", "leaderboard-hardness.png", "leaderboard-decoders.png")
-
-
-def interval_of_difference(board: Leaderboard, one: str, other: str) -> Any:
-    """One method minus another at half of the FLOPs."""
-    return compare(board.headline[one], board.headline[other])
-
-
-def _ranked_apart(board: Leaderboard, name: str) -> bool:
-    """Whether a task that the ranks do not count has figures of joint training."""
-    return name not in board.compared and (REFERENCE, HEADLINE) in board.drawn[name]
 
 
 def _best_on(board: Leaderboard, name: str) -> dict:

@@ -17,7 +17,7 @@ from mini_ee.experiments.leaderboard.figures import (
     confidence_figures,
     read_task,
 )
-from mini_ee.experiments.leaderboard.plan import Plan
+from mini_ee.experiments.leaderboard.plan import EXAM, Plan
 from mini_ee.experiments.leaderboard.ranking import (
     DIGITS,
     Drawn,
@@ -84,7 +84,8 @@ def compared_tasks(plan: Plan, tasks: dict[str, TaskFigures]) -> tuple[str, ...]
     just begun does not hide the others. The exam counts if no other task has been run.
     """
     counts = {name: sum(method in tasks[name].runs for method in plan.methods) for name in plan.tasks}
-    begun = [name for name in plan.ranked_tasks if counts[name]] or [name for name in plan.tasks if counts[name]]
+    begun = [name for name in plan.tasks if counts[name]]
+    begun = [name for name in begun if name != EXAM] or begun
     return tuple(name for name in begun if 2 * counts[name] >= max(counts[other] for other in begun))
 
 

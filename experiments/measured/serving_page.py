@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from mini_ee.experiments.bench import serving as bench
-from mini_ee.experiments.bench.loads import draw_loads
 from mini_ee.experiments.bench.open_load import WARM_UP, Answered
+from mini_ee.experiments.bench.serving import draw_loads
 from mini_ee.experiments.measured.command import answer_of_command
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.evaluation.plots import can_draw
