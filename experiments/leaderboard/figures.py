@@ -135,7 +135,6 @@ def _check_examples(task: str, records: dict[str, dict[int, SeedRecord]]) -> Non
     for method, seeds in records.items():
         for seed, made in seeds.items():
             labels = made.reported.labels
-            assert labels is not None
             if known is None:
                 known = labels.copy()
             both = known[: len(labels)], labels[: len(known)]
@@ -228,7 +227,6 @@ def best_mixture(held_out: Replays, share: float) -> Mixture | None:
 
 def _failure_and_calibration(reported: Record) -> tuple[float, float]:
     """EEFP and ECE of the exits, both NaN if there is one."""
-    assert reported.labels is not None
     if len(reported.segments.exits) < 2:
         return math.nan, math.nan
     confidence, right = reported.confidence("max_probability"), reported.predictions == reported.labels[:, None]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EXAM_SHARE, Exam
+from mini_ee.experiments.leaderboard.exam import EXAM_SHARE
 from mini_ee.experiments.leaderboard.figures import (
     CONTROL,
     FIGURES,
@@ -225,13 +225,6 @@ def figure_rows(board: Leaderboard) -> list[dict[str, str]]:
 
 
 # ---- Hardness and confidence ----
-def correlation_rows(passed: dict[str, Exam]) -> list[list[str]]:
-    """Method, the correlations of CORRELATIONS with their intervals, and the verdict."""
-    return [
-        [name, *(plus_minus(method_exam.correlations[key], 2, 1) for key in CORRELATIONS), method_exam.verdict]
-        for name, method_exam in passed.items()
-        if not isinstance(method_exam.correlations, str)
-    ]
 
 
 def prediction_rows(board: Leaderboard) -> list[list[str]]:

@@ -238,7 +238,6 @@ def serve(folder: Path, texts: list[str], options: list[str]) -> tuple[list[dict
     command = [sys.executable, "-m", "mini_ee", "serve", str(folder), "--port", "0", "--shadow", str(SHADOW), *options]
     process = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
         address = next(matches[0] for line in process.stderr if (matches := re.findall(r"http://[\w.:]+", line)))
         answers = [json.loads(_read(f"{address}/classify", {"text": text})) for text in texts]
         time.sleep(1)  # shadow rows run after the answer

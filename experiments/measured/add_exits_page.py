@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mini_ee.experiments.measured import one_file
 from mini_ee.experiments.measured.add_exits_cases import (
     AGREEMENT,
     COUNTS,
@@ -19,10 +20,10 @@ from mini_ee.experiments.measured.add_exits_cases import (
     model_cases,
     same_labels,
     shifts,
+    stored,
 )
 from mini_ee.experiments.measured.add_exits_guarantee import OF, guarantee
 from mini_ee.experiments.measured.fine_tuning import MODELS, TASKS
-from mini_ee.experiments.measured.one_file import EXITS, TOKENS, one_file
 from mini_ee.experiments.pages import spread
 from mini_ee.lab.evaluation.plots import can_draw, new_figure, new_panels, save_figure
 
@@ -89,7 +90,7 @@ PARTS = {
     "same-labels": same_labels,
     "guarantee": guarantee,
     "shift": shifts,
-    "one-file": one_file,
+    "one-file": lambda sources, work: {"one-file": stored(work, "one file", one_file.measure)},
 }
 
 
@@ -139,7 +140,12 @@ def page_figures(figures: dict) -> dict:
         "memory_texts": max(column(figures["memory"], "texts")),
         **{"same": figures["same-labels"], "guarantee_model": OF["model"]},
         **{"kept_texts": KEPT[2], "kept_model": KEPT[1]},
-        **{"shadow": SHADOW, "requests": REQUESTS, "exits": ", ".join(map(str, EXITS)), "tokens": TOKENS},
+        **{
+            "shadow": SHADOW,
+            "requests": REQUESTS,
+            "exits": ", ".join(map(str, one_file.EXITS)),
+            "tokens": one_file.TOKENS,
+        },
         **{"full_ms": one["full_ms"], "plain_ms": one["plain_ms"], "bar": f"{100 * BAR:.0f}"},
         "exit_0_texts": max(column(figures["exit-0"], "texts")),
         "examples": list({case["task"]: case["examples"] for case in cases}.items()),

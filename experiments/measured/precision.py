@@ -139,7 +139,7 @@ def violated(calibration: Observed, fresh: Observed) -> dict:
         rule = calibrate(calibration.take(drawn), EPSILON, DELTA)
         shares = agreement(fresh.take(~drawn), rule)
         count += any(share is not None and share < EPSILON for share in shares)
-        saved.append((fresh.confidence[~drawn] >= np.array(rule.threshold[:-1])).any(axis=1).mean())  # type: ignore[index]
+        saved.append((fresh.confidence[~drawn] >= np.array(rule.threshold[:-1])).any(axis=1).mean())
     return {"violated": count, "sets": SETS, "interval": share_interval(count, SETS), "early": float(np.mean(saved))}
 
 

@@ -574,22 +574,16 @@ def test_a_deleted_record_has_its_run_made_again_and_no_other(tiny, monkeypatch,
     assert main(command) == main(command) == 0 and trained[2:] == [deleted]
 
 
-def test_figures_without_their_checksum_are_refused(tmp_path):
-    case = Case("a", "rows", {"method": "joint"})
-    made = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
+def test_figures_are_those_of_the_same_settings_and_text_and_have_a_checksum(tmp_path):
+    case = Case("a", "writing", {"method": "calm", "epochs": 1}, reads="old.txt")
+    made = read_case(tmp_path, case) | {"seeds": {"0": MADE}}
     (tmp_path / "a.json").write_text(json.dumps(made))
     with pytest.raises(ValueError, match="a.json: damaged or edited: the checksum that was written with it is gone"):
         read_case(tmp_path, case)
     write_json(tmp_path / "a.json", made)
     assert read_case(tmp_path, case)["seeds"] == {"0": MADE}
-
-
-def test_other_settings_are_run_anew(tmp_path):
-    case = Case("a", "rows", {"method": "joint", "epochs": 1})
-    made = {"case": "a", "measure": "rows", "options": case.options, "seeds": {"0": MADE}}
-    write_json(tmp_path / "a.json", made)
-    assert trainings.read_case(tmp_path, case)["seeds"] == {"0": MADE}
-    assert trainings.read_case(tmp_path, case._replace(options={"method": "joint", "epochs": 2}))["seeds"] == {}
+    for other in ({"options": {"method": "calm", "epochs": 2}}, {"reads": "new.txt"}):
+        assert read_case(tmp_path, case._replace(**other))["seeds"] == {}
 
 
 def test_sources_that_are_not_there_are_one_line(tmp_path, capsys):
@@ -892,12 +886,6 @@ def test_if_no_example_exits_early_the_model_without_exits_is_timed(
     figures, *_ = measures.of_rows(run, load_task(task_folder), None)
     assert figures["operations at one point"] == 1 and figures["saved at one point"] == 0
     assert {segments.exits for segments, *_ in timed} == {(3,)}
-
-
-def test_what_read_another_text_is_not_taken(tmp_path):
-    case = Case("writes", "writing", {"method": "calm"}, reads="old.txt")
-    write_json(trainings.file_of(tmp_path, "writes"), read_case(tmp_path, case) | {"seeds": {"0": MADE}})
-    assert read_case(tmp_path, case)["seeds"] and not read_case(tmp_path, case._replace(reads="new.txt"))["seeds"]
 
 
 def test_a_band_is_the_mean_and_one_standard_deviation_over_seeds():
