@@ -42,7 +42,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """One benchmark, or all."""
     import torch
 
-    from mini_ee.experiments.bench.loads import draw_loads
+    from mini_ee.experiments.bench.serving import draw_loads
     from mini_ee.lab.errors import WrongArguments
     from mini_ee.lab.export.sessions import share_threads
     from mini_ee.lab.training.run_folder import check_device
@@ -89,7 +89,7 @@ def _more(row: dict):
     if "build_seconds" in row:
         built, size = row["build_seconds"], row["bytes"] / 1e6
         yield f"{row['rows']} rows: {built:.1f} s, {size:.1f} MB, {row['bytes_a_row']:.0f} bytes per row"
-    from mini_ee.experiments.bench.loads import loads_table
+    from mini_ee.experiments.bench.serving import loads_table
 
     if "least" in row:
         yield f"at every load at least {row['least']:.2f} of the whole graph's answers in time"

@@ -42,7 +42,6 @@ def values_of(made: SeedRecord, figure: str) -> np.ndarray | None:
     if "rules" not in made.about:
         return None
     exits, labels = made.reported.segments.exits, made.reported.labels
-    assert labels is not None
     right = made.reported.predictions == labels[:, None]
     at_exit = {f"score after {layer}": k for k, layer in enumerate(exits)} | {"full": len(exits) - 1}
     if figure in at_exit:

@@ -5,13 +5,13 @@ A template names a figure, `{{ joint.saved | percent }}`, and a list of rows mak
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 
-from mini_ee.experiments.markdown import markdown_rows, markdown_table
 from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.errors import WrongArguments
 
@@ -85,26 +85,27 @@ def points(difference: float, digits: int = 1) -> str:
     return f"{100 * _recorded(difference):+.{digits}f}"
 
 
-class Interval(Protocol):
-    """A mean with its confidence interval; low and high are NaN if there are too few seeds for one."""
+def plus_minus(estimate: Any, digits: int = 1, scale: float = 100) -> str:
+    """The mean and half the width of its interval, in percent unless another scale is given: 85.3 ±1.2.
 
-    @property
-    def mean(self) -> float: ...
-    @property
-    def high(self) -> float: ...
-
-
-def plus_minus(estimate: Interval, digits: int = 1, scale: float = 100) -> str:
-    """The mean and half the width of its interval, in percent unless another scale is given: 85.3 ±1.2."""
+    estimate: has `mean` and `high`, the end of the interval, NaN if there are too few seeds for one.
+    """
     mean = f"{scale * _recorded(estimate.mean):.{digits}f}"
     half = "?" if math.isnan(estimate.high) else f"{scale * (estimate.high - estimate.mean):.{digits}f}"
     return f"{mean.removeprefix('-') if not float(mean) else mean} ±{half}"
 
 
-def signed(estimate: Interval) -> str:
+def signed(estimate: Any) -> str:
     """A difference in percentage points with its sign and half the width of its interval: +1.9 ±0.4."""
     text = plus_minus(estimate)
     return text if text.startswith(("-", "0.0 ")) else f"+{text}"
+
+
+def spread(values: Iterable[float], digits: int = 1, scale: float = 100) -> str:
+    """The mean, in percent unless another scale is given, and the standard deviation over several seeds."""
+    scaled = [scale * value for value in values]
+    mean = f"{np.mean(scaled):.{digits}f}"
+    return f"{mean} ± {np.std(scaled, ddof=1):.{digits}f}" if len(scaled) > 1 else mean
 
 
 def table(cells: Iterable[Iterable], *names: str) -> str:
@@ -114,8 +115,32 @@ def table(cells: Iterable[Iterable], *names: str) -> str:
 
 def rows(cells: Iterable[Iterable]) -> str:
     """The rows of a table of Markdown whose header is in the template."""
-    return markdown_rows(_checked(cells))
+    return "\n".join(map(markdown_row, _checked(cells)))
 
 
 def _checked(cells: Iterable[Iterable]) -> Iterable[Iterable]:
     return ([_recorded(cell) for cell in row] for row in cells)
+
+
+def markdown_row(cells: Iterable) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+def markdown_table(names: Sequence[str], rows: Iterable[Iterable] = ()) -> list[str]:
+    """The header and the rows of a table."""
+    return [markdown_row(names), "|" + "---|" * len(names), *map(markdown_row, rows)]
+
+
+def listed(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def check_is_page(path: Path, heading: str) -> None:
+    """Raise WrongArguments if the path is a file with another heading, which would be overwritten."""
+    if path.exists() and not path.read_text(encoding="utf-8").startswith(heading):
+        raise WrongArguments(
+            f"{path}: expected a page of `mini-ee reproduce` that begins with {heading!r}, found another file; "
+            f"remove it, or name another folder with --out"
+        )

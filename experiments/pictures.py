@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.experiments.page_data import PageData, is_share
-from mini_ee.experiments.recipe import filled, panels_of
+from mini_ee.experiments.recipe import panels_of
 from mini_ee.experiments.verdicts import EXCLUDED, FAILS, HOLDS, VERDICTS
 from mini_ee.lab.evaluation.plots import new_figure, new_panels, save_figure
 
@@ -32,12 +32,8 @@ def draw(path: Path, picture: dict, data: PageData) -> None:
     """Draw one picture of a recipe, unless none of its series was measured."""
     panels = panels_of(picture)
     columns = picture.get("columns", min(len(panels), 3))
-    size = (
-        {"width": 7, "height": 4.2}
-        if len(panels) == 1
-        else {"width": 9.6 / columns, "height": picture.get("height", 3)}
-    )
-    figure, grid = new_panels(len(panels), columns, **size)
+    width, height = (7, 4.2) if len(panels) == 1 else (9.6 / columns, picture.get("height", 3))
+    figure, grid = new_panels(len(panels), columns, width=width, height=height)
     kinds = {"dots": _draw_dots, "stacked": _draw_stacked}
     drawn = [kinds.get(panel.get("kind"), _draw_curves)(axes, panel, data) for axes, panel in zip(grid, panels)]
     if not any(drawn):
@@ -72,11 +68,9 @@ def _finish(axes, panel: dict, data: PageData) -> None:
 
 def _draw_level(axes, level: dict, panel: dict, data: PageData) -> None:
     """A dotted line at a number, or at the mean of a figure; a horizontal one with its name."""
-    at = (
-        level["at"]
-        if "at" in level
-        else data.mean(*(level[key].format(**panel.get("with", {})) for key in ("case", "figure")))
-    )
+    at = level.get("at")
+    if at is None:
+        at = data.mean(*(level[key].format(**panel.get("with", {})) for key in ("case", "figure")))
     if at is None:
         return
     look = {"fontsize": 8, "color": COLOURS["full model"], "textcoords": "offset points"}
@@ -99,15 +93,8 @@ def _draw_curves(axes, panel: dict, data: PageData) -> int:
         colour = given or CYCLE[number % len(CYCLE)]
         style = "o" if panel.get("points") else "o-" if len(x) <= 12 else "-"
         look = {"linewidth": 2.4, "zorder": 3} if given not in (None, GREY) else {"linewidth": 1.3}
-        axes.plot(
-            x,
-            mean,
-            series.get("style", style),
-            markersize=4,
-            color=colour,
-            label=f"_{name}" if series.get("silent") else name,
-            **look,
-        )
+        label = f"_{name}" if series.get("silent") else name
+        axes.plot(x, mean, style, markersize=4, color=colour, label=label, **look)
         if style != "o" and given != GREY and (given or len(panel["series"]) < 3):
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         drawn += 1
@@ -150,13 +137,7 @@ def _draw_dots(axes, panel: dict, data: PageData) -> int:
         if not means:
             continue
         colour = series.get("colour", COLOURS.get(name, CYCLE[number % len(CYCLE)]))
-        look = {
-            "color": colour,
-            "markersize": 7,
-            "capsize": 2,
-            "elinewidth": 1.2,
-            "markerfacecolor": series.get("fill", colour),
-        }
+        look = {"color": colour, "markersize": 7, "capsize": 2, "elinewidth": 1.2}
         axes.errorbar(means, places, xerr=spreads, fmt=series.get("marker", "o"), label=name, **look)
         drawn += 1
     axes.set_yticks(range(len(names)), names)
@@ -231,9 +212,9 @@ def _over(series: dict, data: PageData):
     """x and the band of y over seeds, for each value of a setting; None if nothing was measured."""
     points = []
     for value in series["over"]:
-        case = filled(series["case"], value, series)
-        y = list(data.values(case, filled(series["y"], value, series)).values())
-        x = list(data.values(case, filled(series["x"], value, series)).values()) if "x" in series else [float(value)]
+        case = series["case"].format(value, **series)
+        y = list(data.values(case, series["y"].format(value, **series)).values())
+        x = list(data.values(case, series["x"].format(value, **series)).values()) if "x" in series else [float(value)]
         if y:
             points.append((float(np.mean(x)), *map(float, _band(y))))
     return list(zip(*sorted(points))) if points else None
@@ -241,7 +222,7 @@ def _over(series: dict, data: PageData):
 
 def _lists(series: dict, data: PageData):
     """The band over seeds of a curve, on a grid that the curves of all seeds span; None if there is none."""
-    curves, case = [], filled(series["case"], None, series)
+    curves, case = [], series["case"].format(None, **series)
     for made in data.records[case]["seeds"].values():
         if series["x"] in made["lists"]:
             x, y = (np.array(made["lists"][series[key]]) for key in "xy")

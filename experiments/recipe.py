@@ -120,7 +120,7 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
                 if "rows" in panel:
                     named |= {series["case"].format(**series | row) for row in panel["rows"].values()}
                 else:
-                    named |= {filled(series["case"], value, series) for value in series.get("over", [None])}
+                    named |= {series["case"].format(value, **series) for value in series.get("over", [None])}
     named |= {other for name in named if name in cases for other in cases[name].of}
     if unknown := sorted(named - cases.keys()):
         raise ValueError(f"no experiment makes {', '.join(unknown)}")
@@ -169,8 +169,3 @@ def panels_of(picture: dict) -> list[dict]:
         panel | {"series": {name: line | panel.get("with", {}) for name, line in panel["series"].items()}}
         for panel in panels
     ]
-
-
-def filled(pattern: str, value, fields: dict) -> str:
-    """The pattern with {} replaced by the value, and {name} by the field."""
-    return pattern.format(value, **fields)

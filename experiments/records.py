@@ -63,7 +63,8 @@ def write_record(path: Path, seed: int, made: SeedRecord) -> SeedRecord:
     stored = Stored(made.about, parts, arrays, _sha256(parts, arrays))
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.parent / "records.lock"):  # so that no two files name each other
-        if same := [other for other in _others(path) if stored.sha256 in _by_sha256(other, outputs=False)]:
+        others = [other for other in sorted(path.parent.glob("*.npz")) if other != path]
+        if same := [other for other in others if stored.sha256 in _by_sha256(other, outputs=False)]:
             stored = stored._replace(arrays={}, outputs_of=same[0].stem)
         write_bytes(path, _packed(_load(path) | {seed: stored}))
     return read_records(path)[seed]
@@ -91,11 +92,6 @@ def rounded(recorded: Record) -> Record:
 
 
 # ---- Files ----
-
-
-def _others(path: Path) -> list[Path]:
-    """The other record files of the folder."""
-    return [other for other in sorted(path.parent.glob("*.npz")) if other != path]
 
 
 def _complete(path: Path, outputs: bool = True) -> dict[int, Stored]:

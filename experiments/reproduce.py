@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from mini_ee.experiments.markdown import check_is_page
 from mini_ee.experiments.measures import ON_A_GPU
 from mini_ee.experiments.page_data import read_data
-from mini_ee.experiments.pages import heading, page_of
+from mini_ee.experiments.pages import check_is_page, heading, page_of
 from mini_ee.experiments.pictures import draw, draw_verdicts
 from mini_ee.experiments.recipe import Case, cases_named, cases_of, load_recipe, select
 from mini_ee.experiments.result_page import overview_figures, pages_of
-from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case
+from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case, run_in_turns
 from mini_ee.experiments.verdicts import LEAST_SEEDS
 from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.evaluation.plots import can_draw
@@ -58,26 +57,20 @@ def reproduce(
         opened.check(case)
     folder.mkdir(parents=True, exist_ok=True)
     say(f"{len(cases)} cases, {len(runs)} runs with all seeds; {len(missing)} to run.")
-    waiting, before, ran, pages = runs, None, 0, out / ".pages.lock"
-    while waiting != before:
-        before, waiting = waiting, []
-        for case, seed in before:
-            reference = cases.get(case.reference, case)
-            if is_done(folder, case, seed):
-                continue
-            try:
-                if reference != case and not is_done(folder, reference, seed):
-                    raise CaseLocked(reference.name)
-                run_case(folder, case, seed, opened, say)
-            except CaseLocked:
-                waiting.append((case, seed))
-                continue
-            ran += 1
-            with FileLock(pages):
-                write_page(paper, recipe, out)
-            say(f"{sum(is_done(folder, *run) for run in runs)} of {len(runs)} runs are done.")
-    if waiting:
-        say(f"{len(waiting)} runs are left to other processes, which are running them or their reference.")
+    pages = out / ".pages.lock"
+
+    def run(case: Case, seed: int) -> bool:
+        reference = cases.get(case.reference, case)
+        if is_done(folder, case, seed):
+            return False
+        if reference != case and not is_done(folder, reference, seed):
+            raise CaseLocked(reference.name)
+        run_case(folder, case, seed, opened, say)
+        with FileLock(pages):
+            write_page(paper, recipe, out)
+        return True
+
+    ran = run_in_turns([(case.name, case, seed) for case, seed in runs], run, say)
     with FileLock(pages):
         path = write_page(paper, recipe, out)
         write_overview(out, quick)

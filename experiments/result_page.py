@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from mini_ee.experiments.claims import NO_SEED_HAS_IT, Judged, compare_cases, judge_claim
 from mini_ee.experiments.leaderboard.figures import task_figures
-from mini_ee.experiments.markdown import markdown_row, markdown_table
 from mini_ee.experiments.page_data import NO_FIGURE, NOT_RUN, PageData, cell, is_share, printed, read_data, with_unit
-from mini_ee.experiments.pages import TEMPLATES, page_of
+from mini_ee.experiments.pages import TEMPLATES, markdown_row, markdown_table, page_of
 from mini_ee.experiments.recipe import PAPERS, command_of, comparisons_of, is_choice, load_recipe, parts_of, sides
 from mini_ee.experiments.records import read_records
 from mini_ee.experiments.trainings import MADE_WITH
@@ -131,7 +130,8 @@ def _row(judged: dict[str, Judged], data: PageData, label: str, name: str, at: i
         margins = [_margin(compared) for compared in one.comparisons] or [0.0]
         at, verdict = margins.index(min(margins)), one.verdict
     else:
-        verdict = WORDS.get(result, result) if (result := _verdict(one.comparisons[at])) else MISSING
+        result = compared.verdict if (compared := one.comparisons[at]) else MISSING
+        verdict = WORDS.get(result, result) or MISSING
     if not compares:
         return markdown_row([label, NONE, NONE, f"**{verdict}**"])
     compare, comparison = compares[at], one.comparisons[at]
@@ -140,10 +140,6 @@ def _row(judged: dict[str, Judged], data: PageData, label: str, name: str, at: i
         (_, figure), *_ = sides(compare, "more")
         ours = _interval(comparison, figure) if sides(compare, "than") else _value(comparison, figure)
     return markdown_row([label, compare.get("reported", NONE), ours, f"**{verdict}**"])
-
-
-def _verdict(comparison: Compared | None) -> str:
-    return comparison.verdict if comparison else MISSING
 
 
 def _margin(comparison: Compared | None) -> float:

@@ -14,7 +14,8 @@ import platform
 import re
 import shutil
 import subprocess
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,49 @@ MADE_WITH = {"commit", "torch", "machine", "threads", "processor"}  # keys of a 
 DIGITS = 5  # of a figure in the JSON
 SENTENCES = "SST-2 sentences"
 BUILT_IN = ("reviews", "continue", "copy")  # tasks and texts that need no file
+ERRORS = ValueError, RuntimeError, OSError  # of one training; the others go on
 
 
 class CaseLocked(Exception):
     """Another process is running this case, or its reference."""
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Only one process at a time may be in this block for a file. Raises CaseLocked if another one is."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(sole_writer(path))
+        except FileExistsError:
+            raise CaseLocked(path.stem) from None
+        yield
+
+
+def run_in_turns(work: Sequence[tuple], run: Callable[..., bool], say, failed: list[str] | None = None) -> int:
+    """Run all items; returns how many were run here. Those that other processes are running are tried again until no
+    other one is left, and then left to them.
+
+    work: (title, arguments of `run`). run: whether there was something to do; raises CaseLocked. failed: gets a line
+    for each item that raises one of ERRORS; None: the error is raised.
+    """
+    ran, waiting, before = 0, work, None
+    while waiting != before:
+        before, waiting = waiting, []
+        for number, (title, *arguments) in enumerate(before, 1):
+            try:
+                if run(*arguments):
+                    ran += 1
+                    say(f"{number} of {len(before)} are done.")
+            except CaseLocked:
+                waiting.append((title, *arguments))
+            except ERRORS as error:
+                if failed is None:
+                    raise
+                failed.append(f"{title}: {error}")
+                say(f"FAILED {failed[-1]}")
+    if waiting:
+        say(f"{len(waiting)} trainings are left to other processes, which run them or their reference.")
+    return ran
 
 
 class Sources:
@@ -131,32 +171,8 @@ def read_case(folder: Path, case: Case) -> dict:
 
 
 def read_figures(path: Path) -> dict:
-    """The JSON of a case. Raises ValueError if its checksum is wrong or missing, or a value has the wrong type."""
-    content = read_json(path, signed="seeds")
-    seeds, tried, chosen = content.get("seeds"), content.get("tried", []), content.get("chosen", {})
-    valid = isinstance(seeds, dict) and isinstance(tried, list) and all(map(_holds_numbers, (*tried, chosen)))
-    if not valid or not all(seed.isdigit() and _is_made(made) for seed, made in seeds.items()):
-        what = "figures, lists of numbers, and how they were made, for each seed"
-        raise ValueError(f"{path}: expected {what}, found something else; remove the file to make it again")
-    return content
-
-
-def _holds_numbers(values) -> bool:
-    return isinstance(values, dict) and all(type(value) in (int, float) for value in values.values())
-
-
-def _is_made(made) -> bool:
-    """Whether a value has the form that run_case writes for a seed."""
-    parts = [made.get(name) for name in ("figures", "lists", "how", "data")] if isinstance(made, dict) else [None]
-    if not all(isinstance(part, dict) for part in parts):
-        return False
-    figures, lists, made_with, _ = parts
-    lists_hold_numbers = all(
-        isinstance(numbers, list) and all(type(number) in (int, float) for number in numbers)
-        for numbers in lists.values()
-    )
-    counts = {name: made.get(name) for name in ("core_seconds", "test_rows_dropped")}
-    return lists_hold_numbers and _holds_numbers(figures | counts) and made_with.keys() >= MADE_WITH
+    """The JSON of a case. Raises ValueError if its checksum is wrong or missing."""
+    return read_json(path, signed="seeds")
 
 
 def is_done(folder: Path, case: Case, seed: int) -> bool:
@@ -182,11 +198,7 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
     """
     path = file_of(folder, case.name)
     at = _trainings(path, case, seed)
-    with ExitStack() as alone:
-        try:
-            alone.enter_context(sole_writer(path))
-        except FileExistsError:
-            raise CaseLocked(case.name) from None
+    with alone(path):
         record = read_case(folder, case)
         if is_done(folder, case, seed):
             shutil.rmtree(at, ignore_errors=True)  # left by a process that was killed before it removed the folder
@@ -197,9 +209,8 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
         if dropped:
             say(f"  {dropped} test examples are dropped: training examples have the same texts")
         reference = _reference(folder, case, seed, dropped)
-        if any(is_choice(value) for value in case.options.values()):
-            if "chosen" not in record:
-                record["chosen"] = _chosen(path, case, record, seed, sources, say)
+        if any(is_choice(value) for value in case.options.values()) and "chosen" not in record:
+            record["chosen"] = _chosen(path, case, record, seed, sources, say)
         run = trained(at / "run", _settled(case, record.get("chosen", {})), seed, sources)
         if device != "cpu" and case.measure in READ_ON_THE_DEVICE:
             run.model.to(device)
@@ -211,15 +222,12 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
             "test_rows_dropped": dropped,
-            **(
-                {"test_rows": len(measured_on.split(measured_on.default_split))}
-                if isinstance(measured_on, Task)
-                else {}
-            ),
             "data": _checksums(case, measured_on, sources),
             "core_seconds": round(sum(os.times()[:4]) - begin, 1),
             "how": how_made(device) | {name: run.config.get(name) for name in ("settings", "training")},
         }
+        if isinstance(measured_on, Task):
+            record["seeds"][str(seed)]["test_rows"] = len(measured_on.split(measured_on.default_split))
         write_json(path, record)
         shutil.rmtree(at)
         with suppress(OSError):  # the folder still contains trainings of other seeds

@@ -7,7 +7,7 @@ page.py       OUT/leaderboard.md and its details in OUT/leaderboard, from the re
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,9 +18,7 @@ from mini_ee.experiments.leaderboard.figures import REFERENCE
 from mini_ee.experiments.leaderboard.page import write_page
 from mini_ee.experiments.leaderboard.protocol import SEARCH_SEEDS, exams, methods, seed_count, trainings_of, why_not
 from mini_ee.experiments.leaderboard.runs import Job, Places, jobs, missing, run_job
-from mini_ee.experiments.trainings import CaseLocked, Sources
-
-ERRORS = ValueError, RuntimeError, OSError  # of one training; the others go on
+from mini_ee.experiments.trainings import Sources, run_in_turns
 
 
 def make_leaderboard(
@@ -58,17 +56,15 @@ def make_leaderboard(
     if number:
         _page(out, quick, say)  # of the records that are there, because the others take hours
     decoder_seeds = all_seeds[:1] if quick else all_seeds
-    threads, failed, waiting = torch.get_num_threads(), [], []
+    threads, failed = torch.get_num_threads(), list[str]()
     torch.set_num_threads(1)  # times are of one thread; a second process may use another core
     try:
         for part in filter(None, (all_seeds[:SEARCH_SEEDS], all_seeds[SEARCH_SEEDS:])):
-            waiting += run_all([job for job in work if job.seeds[0] in part], all_seeds, places, failed)
+            run_all([job for job in work if job.seeds[0] in part], all_seeds, places, failed)
             if tokens and (few := [seed for seed in part if seed in decoder_seeds]):
-                number += _decoders(few, only, quick, places, failed)
+                number += run_decoders(out, opened, few, only, quick, say, failed)
     finally:
         torch.set_num_threads(threads)
-    if waiting:
-        say(f"{len(waiting)} trainings are left to other processes, which are running them.")
     path = _page(out, quick, say)
     if failed:
         raise ValueError(f"{len(failed)} trainings failed: {'; '.join(failed)}")
@@ -84,30 +80,13 @@ def _page(out: Path, quick: bool, say: Callable[[str], None]) -> Path | None:
     return path
 
 
-def _decoders(seeds: Sequence[int], only: str | None, quick: bool, places: Places, failed: list[str]) -> int:
-    """The number of trainings of decoders that were run."""
-    try:
-        return run_decoders(places.out, places.sources, seeds, only, quick, places.say)
-    except ERRORS as error:
-        failed.append(f"decoders: {error}")
-        places.say(f"FAILED {failed[-1]}")
-        return 0
+def run_all(work: list[Job], seeds: tuple[int, ...], places: Places, failed: list[str]) -> None:
+    """Run the jobs in turn. failed: gets a line for each that raises."""
 
+    def run(job: Job) -> bool:
+        lacking = missing(places.out, job, seeds)
+        if lacking:
+            run_job(job, seeds, places)
+        return bool(lacking)
 
-def run_all(work: list[Job], seeds: tuple[int, ...], places: Places, failed: list[str]) -> list[Job]:
-    """Run the jobs in turn; returns those that other processes run. failed: gets a line for each that raises."""
-    waiting, before = work, None
-    while waiting != before:
-        before, waiting = waiting, []
-        for number, job in enumerate(before):
-            if not missing(places.out, job, seeds):
-                continue
-            try:
-                run_job(job, seeds, places)
-            except CaseLocked:
-                waiting.append(job)
-            except ERRORS as error:
-                failed.append(f"{job.training.exam.name}, {job.training.name}: {error}")
-                places.say(f"FAILED {failed[-1]}")
-            places.say(f"{len(before) - number - 1} of {len(before)} steps follow.")
-    return waiting
+    run_in_turns([(f"{job.training.exam.name}, {job.training.name}", job) for job in work], run, places.say, failed)

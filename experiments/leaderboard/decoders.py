@@ -2,9 +2,8 @@
 
 All methods learn the same texts with one seed, in as many epochs, with rates from one grid. A pair of rates is chosen
 with the first seed, by the mean ln p of the next token on calibration text if thresholds on the gap run at most three
-quarters of the layers. Rules are chosen on the
-calibration text of their seed, from what was read back from the record; figures are of other texts. Methods that differ
-by their rules alone share a training and its record.
+quarters of the layers. Rules are chosen on the calibration text of their seed, from what was read back from the record;
+figures are of other texts. Methods that differ by their rules alone share a training and its record.
 
 OUT/records/decoders-MODEL/METHOD.npz    every seed's outputs of all exits; what needs the model is in `about`
 OUT/leaderboard/runs/                    unfinished trainings; removed once they are recorded
@@ -13,7 +12,7 @@ OUT/leaderboard/runs/                    unfinished trainings; removed once they
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +31,10 @@ from mini_ee.experiments.leaderboard.token_rules import (
     score_of_rates,
 )
 from mini_ee.experiments.records import SeedRecord, read_about, write_record
-from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, trained
+from mini_ee.experiments.trainings import Sources, alone, how_made, run_in_turns, trained
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, load_backbone
 from mini_ee.lab.data.decoder_texts import Text
-from mini_ee.lab.data.files import file_sha256, sole_writer
+from mini_ee.lab.data.files import file_sha256
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.token_exits import TokenExits, record_texts
@@ -46,7 +45,6 @@ from mini_ee.lab.training.method import Method, load_method
 from mini_ee.lab.training.train_settings import TextOptions
 from mini_ee.lab.training.training_text import Source, texts_to_test
 
-SEEDS = 5
 QUICK_METHODS = ("self-supervised", "layerskip")
 MOST_TEXTS = 10**6  # more than any file has
 DRAFTED_TEXTS, LOSSLESS_TEXTS = 4, 12  # that choose the drafting exit, and that are then generated with it
@@ -150,52 +148,29 @@ def trainings(quick: bool, only: str | None = None) -> list[Training]:
 
 
 def run_decoders(
-    out: Path, sources: Sources, seeds: Sequence[int] | None, only: str | None, quick: bool, say: Say
+    out: Path, sources: Sources, seeds: Sequence[int], only: str | None, quick: bool, say: Say, failed: list[str]
 ) -> int:
     """Train and record what is missing; returns the number of recorded seeds.
 
-    seeds: None for those of the page. All trainings run with one seed before any runs with the next. A training that
-    another process is running is left to that process. A training that fails is named in a line, and the others go on.
-    Raises WrongArguments if a model or a text is missing; ValueError at the end, if a training failed.
+    All trainings run with one seed before any runs with the next. failed: gets a line for each that raises. Raises
+    WrongArguments if a model or a text is missing.
     """
-    seeds = range(1 if quick else SEEDS) if seeds is None else seeds
     every = [(training, seed) for seed in seeds for training in trainings(quick, only)]
     waiting = [(training, seed) for training, seed in every if not is_recorded(out, training, seed)]
     for training, _ in waiting:
         sources.options(training.options)
     say(f"Decoders: {len(every)} trainings with all seeds; {len(waiting)} to run.")
-    ran, failed, before = 0, [], None
-    while waiting != before:
-        before, waiting = waiting, []
-        for training, seed in before:
-            title = f"{training.name}, seed {seed}"
-            try:
-                with alone(training.record(out)):
-                    if not is_recorded(out, training, seed):
-                        say(title)
-                        _run(out, training, seed, sources, say)
-                        ran += 1
-            except CaseLocked:
-                waiting.append((training, seed))
-            except (ValueError, RuntimeError, OSError) as error:
-                failed.append(f"{title}: {error}")
-                say(f"FAILED {failed[-1]}")
-    if waiting:
-        say(f"{len(waiting)} trainings are left to other processes.")
-    if failed:
-        raise ValueError(f"{len(failed)} trainings of decoders failed: {'; '.join(failed)}")
-    return ran
 
+    def run(training: Training, seed: int) -> bool:
+        with alone(training.record(out)):
+            if is_recorded(out, training, seed):
+                return False
+            say(f"{training.name}, seed {seed}")
+            _run(out, training, seed, sources, say)
+        return True
 
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Only one process at a time may be in this block for a record. Raises CaseLocked if another one is."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(sole_writer(path))
-        except FileExistsError:
-            raise CaseLocked(path.stem) from None
-        yield
+    titled = [(f"{training.name}, seed {seed}", training, seed) for training, seed in waiting]
+    return run_in_turns(titled, run, say, failed)
 
 
 def is_recorded(out: Path, training: Training, seed: int) -> bool:

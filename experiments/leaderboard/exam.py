@@ -42,7 +42,6 @@ class Exam(NamedTuple):
 def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
     """Method -> its result, of all methods with a rule at EXAM_SHARE. rows: the reported examples; None: built-in."""
     rows = rows or _built_in()
-    assert rows.hardness is not None
     kind = np.array([HARDNESS.index(name) for name in rows.hardness])
     words = np.array([sum(len(text.split()) for text in texts) for texts in rows.texts])
     seeds = {method: [run for _, run in sorted(runs.items())] for method, runs in task.runs.items()}
@@ -70,9 +69,9 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
             exams[method] = Exam(*by_kind, which + ONE_LAYER, "")
     names = [method for method in several if method != CONTROL and has_interval(drawn[method]["gap"])]
     gaps = {method: exams[method].correlations for method in names}
-    passed = holm([gap["gap"].p_value for gap in gaps.values()])  # type: ignore[index]  # these have correlations
+    passed = holm([gap["gap"].p_value for gap in gaps.values()])
     for method, decided in zip(names, passed):
-        easy, short, gap = (gaps[method][name] for name in (*CORRELATIONS[2:], "gap"))  # type: ignore[index]
+        easy, short, gap = (gaps[method][name] for name in (*CORRELATIONS[2:], "gap"))
         if decided and (easy if gap.mean > 0 else short).low > 0:
             exams[method] = exams[method]._replace(verdict=EASY if gap.mean > 0 else SHORT)
     return exams
@@ -80,9 +79,8 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
 
 def sentences_by_kind() -> list[int]:
     """How many of the reported reviews are of each kind."""
-    hardness = _built_in().hardness
-    assert hardness is not None
-    return [list(hardness).count(name) for name in HARDNESS]
+    hardness = list(_built_in().hardness)
+    return [hardness.count(name) for name in HARDNESS]
 
 
 def _built_in() -> Split:
@@ -116,7 +114,7 @@ def drawn_correlations(
     every_example = np.ones((1, len(h)))
     weights = np.concatenate((every_example, example_counts(task.task, len(h))))
     sums = weights @ columns  # of whole numbers
-    every = dict(zip((*CORRELATIONS, "gap"), _correlations(sums, len(h), len(d))))
+    every = dict(zip((*CORRELATIONS, "gap"), _correlations(sums, len(h))))
     correlations, at = {}, 0
     for method, seeds in depths.items():
         some = {name: values[:, at : at + len(seeds)] for name, values in every.items()}
@@ -128,11 +126,10 @@ def drawn_correlations(
     return correlations
 
 
-def _correlations(sums: np.ndarray, rows: int, count: int) -> list[np.ndarray]:
-    """The correlations and their gap, (draws, count) each, from the sums of h, w, hh, ww, hw, d, dd, dh and dw."""
+def _correlations(sums: np.ndarray, rows: int) -> list[np.ndarray]:
+    """The correlations and their gap, (draws, runs) each, from the sums of h, w, hh, ww, hw, d, dd, dh and dw."""
     h, w, hh, ww, hw = sums[:, :5, None].swapaxes(0, 1)
     d, dd, dh, dw = np.split(sums[:, 5:], 4, axis=1)
-    assert d.shape[1] == count
 
     def r(xy: np.ndarray, x: np.ndarray, y: np.ndarray, xx: np.ndarray, yy: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -108,7 +108,10 @@ def read_task(folder: Path, missing: dict[str, str]) -> TaskFigures:
 def task_figures(task: str, records: dict[str, dict[int, SeedRecord]], missing: dict[str, str]) -> TaskFigures:
     """The figures from records by method and seed. Raises ValueError if methods have other examples than others."""
     _check_examples(task, records)
-    reference = {seed: _held_out_full(made) for seed, made in records.get(REFERENCE, {}).items()}
+    reference = {
+        seed: float(replay_all(made.held_out, [Never()]).right.mean())
+        for seed, made in records.get(REFERENCE, {}).items()
+    }
     runs = {
         method: {seed: seed_figures(made, method, reference.get(seed)) for seed, made in seeds.items()}
         for method, seeds in records.items()
@@ -132,7 +135,6 @@ def _check_examples(task: str, records: dict[str, dict[int, SeedRecord]]) -> Non
     for method, seeds in records.items():
         for seed, made in seeds.items():
             labels = made.reported.labels
-            assert labels is not None
             if known is None:
                 known = labels.copy()
             both = known[: len(labels)], labels[: len(known)]
@@ -142,10 +144,6 @@ def _check_examples(task: str, records: dict[str, dict[int, SeedRecord]]) -> Non
                     f"it; remove it, so that it is made again"
                 )
             known = np.where(known < 0, labels, known)
-
-
-def _held_out_full(made: SeedRecord) -> float:
-    return float(replay_all(made.held_out, [Never()]).right.mean())
 
 
 # ---- One run ----
@@ -180,7 +178,7 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
 
     one_point = None if reference is None else cheapest(reference)
     own_point = cheapest(scores[0])
-    mixtures = {share: best_mixture(chosen_on, share) for share in _shares()}
+    mixtures = {share: best_mixture(chosen_on, share) for share in (*BUDGETS.values(), *AREA)}
     mixed = {r for mixture in mixtures.values() if mixture for r in mixture.rules}
     picked = sorted(mixed | {r for r in (one_point, own_point, 0) if r is not None})
     reported, place = replay_all(made.reported, [rules[r] for r in picked]), {r: at for at, r in enumerate(picked)}
@@ -190,6 +188,7 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
         if mixture
     }
     at_one_point = place[one_point or 0]
+    failure, calibration = _failure_and_calibration(made.reported)
     return SeedFigures(
         about=made.about,
         full=reported.right[place[0]],
@@ -202,8 +201,8 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
         at_one_point=reported.right[at_one_point],
         flops_at_one_point=float(reported.flops[at_one_point]),
         exits=made.reported.segments.exits,
-        failure=_failure(made.reported),
-        calibration=_calibration(made.reported),
+        failure=failure,
+        calibration=calibration,
         least_flops=float(chosen_on.flops.min()),
     )
 
@@ -226,32 +225,19 @@ def best_mixture(held_out: Replays, share: float) -> Mixture | None:
     return Mixture((int(inside[one]), int(second)), int(deeper[one, other]))
 
 
-def _failure(reported: Record) -> float:
+def _failure_and_calibration(reported: Record) -> tuple[float, float]:
+    """EEFP and ECE of the exits, both NaN if there is one."""
     if len(reported.segments.exits) < 2:
-        return math.nan
-    aurocs = early_exit_failure_prediction(reported.confidence("max_probability"), _right(reported))
-    return float(np.nanmean(aurocs)) if np.isfinite(aurocs).any() else math.nan
-
-
-def _calibration(reported: Record) -> float:
-    if len(reported.segments.exits) < 2:
-        return math.nan
-    confidence, right = reported.confidence("max_probability"), _right(reported)
-    return float(np.mean([calibration_error(confidence[:, k], right[:, k]) for k in range(confidence.shape[1])]))
-
-
-def _shares() -> tuple[float, ...]:
-    return (*BUDGETS.values(), *AREA)
+        return math.nan, math.nan
+    confidence, right = reported.confidence("max_probability"), reported.predictions == reported.labels[:, None]
+    aurocs = early_exit_failure_prediction(confidence, right)
+    errors = [calibration_error(confidence[:, k], right[:, k]) for k in range(confidence.shape[1])]
+    return float(np.nanmean(aurocs)) if np.isfinite(aurocs).any() else math.nan, float(np.mean(errors))
 
 
 def _deepest_first(replays: Replays) -> list[int]:
     """Numbers of the rules by decreasing mean depth. Of rules with equal scores the deepest is chosen."""
     return np.argsort(-replays.depth.mean(axis=1), kind="stable").tolist()
-
-
-def _right(recorded: Record) -> np.ndarray:
-    assert recorded.labels is not None
-    return recorded.predictions == recorded.labels[:, None]
 
 
 # ---- All seeds ----

@@ -16,8 +16,7 @@ from mini_ee.experiments.leaderboard.ranking import interval
 from mini_ee.experiments.leaderboard.tables import Leaderboard
 from mini_ee.experiments.leaderboard.token_figures import Decoders, flops_saved
 from mini_ee.experiments.leaderboard.token_rules import LEVEL
-from mini_ee.experiments.markdown import listed
-from mini_ee.experiments.pages import plus_minus
+from mini_ee.experiments.pages import listed, plus_minus
 from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.registry import METHODS
@@ -49,7 +48,7 @@ class About(NamedTuple):
 
 def parse_about(text: str) -> About:
     """The head of a method's file. Raises ValueError if its first sentence is not NAME (AUTHORS YEAR, ...): WHAT."""
-    match = FIRST_LINE.fullmatch(" ".join(text.partition("\n\n")[0].split()))
+    match = FIRST_LINE.fullmatch(_paragraph(text))
     if match is None:
         raise ValueError(
             f"expected a docstring that begins with NAME (AUTHORS YEAR, arXiv:...): WHAT, found {text[:60]!r}"
@@ -63,6 +62,11 @@ def parse_about(text: str) -> About:
     return About(
         match["name"], f"{match['authors']} {match['year']}", link, match["what"].rstrip("."), deviations(text)
     )
+
+
+def _paragraph(text: str) -> str:
+    """The first one, in one line."""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def deviations(text: str) -> int:
@@ -87,9 +91,7 @@ def _of_the_core(path: Path) -> int:
 
 def source_of(name: str) -> Path:
     """The file of a method, which is not imported."""
-    spec = find_spec(METHODS[name])
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin)
+    return Path(find_spec(METHODS[name]).origin)
 
 
 def code_lines(path: Path) -> int:
@@ -134,11 +136,9 @@ def decides(name: str, method: Method) -> str:
     if isinstance(exits := method.exits(6) if callable(method.exits) else (), tuple) and exits == (6,):
         return INSIDE
     rules = rules_for(name, _example())
-    return ", ".join(dict.fromkeys(_kind(rule.to_dict()) for rule in rules if rule.name != "never"))
-
-
-def _kind(rule: dict) -> str:
-    return f"{rule['name']} on {rule['measure']}" if rule["name"] == "threshold" else rule["name"]
+    kinds = [rule.to_dict() for rule in rules if rule.name != "never"]
+    names = [f"threshold on {kind['measure']}" if kind["name"] == "threshold" else kind["name"] for kind in kinds]
+    return ", ".join(dict.fromkeys(names))
 
 
 def _example() -> Record:
@@ -158,7 +158,7 @@ def methods_figures(board: Leaderboard, decoders: Decoders) -> dict:
     classes = {name: rule_class(name) for name in (*RULES, *METHOD_RULES)}
     measures = {name: measure for name, (measure, *_) in MEASURES.items()}
     explained = [
-        [[name, _first_paragraph(described)] for name, described in named.items() if name in words]
+        [[name, _paragraph(inspect.getdoc(described) or "")] for name, described in named.items() if name in words]
         for named in (classes, measures)
     ]
     return {"rows": rows, "decoder": decoder, "level": LEVEL, "rules": explained[0], "measures": explained[1]}
@@ -184,8 +184,3 @@ def _row(board: Leaderboard, name: str, saved: dict[str, str]) -> list[str]:
         "{} ({} to {})".format(*board.ranks[name]) if name in board.ranks else "",
         saved.get(name, ""),
     ]
-
-
-def _first_paragraph(explained: object) -> str:
-    """How the code explains a rule or a measure."""
-    return " ".join((inspect.getdoc(explained) or "").partition("\n\n")[0].split())

@@ -3,10 +3,8 @@
 import csv
 import io
 from pathlib import Path
-from typing import Any
 
-from mini_ee.experiments.leaderboard.decoder_tables import decoder_figures, decoder_rows
-from mini_ee.experiments.leaderboard.exam import EASY, SHORT, Exam, exam, sentences_by_kind
+from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EASY, SHORT, Exam, exam, sentences_by_kind
 from mini_ee.experiments.leaderboard.figures import CONTROL, HEADLINE, REFERENCE
 from mini_ee.experiments.leaderboard.made_tables import made_figures, record_rows
 from mini_ee.experiments.leaderboard.methods_page import methods_figures
@@ -19,7 +17,6 @@ from mini_ee.experiments.leaderboard.tables import (
     Leaderboard,
     absent_rows,
     borrowed_rates,
-    correlation_rows,
     fewer_epochs,
     figure_rows,
     prediction_rows,
@@ -28,15 +25,14 @@ from mini_ee.experiments.leaderboard.tables import (
     tiers,
     without_exam,
 )
-from mini_ee.experiments.leaderboard.token_figures import Decoders, read_decoders
+from mini_ee.experiments.leaderboard.token_figures import Decoders, decoder_figures, decoder_rows, read_decoders
 from mini_ee.experiments.leaderboard.token_rules import LEVEL, SHARE
-from mini_ee.experiments.markdown import check_is_page
+from mini_ee.experiments.pages import check_is_page, heading
 from mini_ee.experiments.pages import write_page as fill_page
 from mini_ee.lab.data.files import write_bytes
 from mini_ee.lab.data.reviews import HARDNESS
 from mini_ee.lab.evaluation.plots import can_draw
 
-HEADINGS = {"leaderboard": "# Leaderboard", "METHODS": "# Methods"}  # of files that may be overwritten
 DETAILS = ("leaderboard/tasks", "leaderboard/decoders", "leaderboard/hardness", "leaderboard/protocol")
 
 
@@ -47,8 +43,8 @@ def write_page(out: Path, quick: bool) -> Path | None:
 
 def write_pages(plan: Plan, out: Path, decoders: Decoders, quick: bool) -> Path | None:
     """The same for a plan and these decoders. None if joint training has no record: all others are compared with it."""
-    for name, heading in HEADINGS.items():
-        check_is_page(out / f"{name}.md", heading)
+    for name in ("leaderboard", "METHODS"):
+        check_is_page(out / f"{name}.md", heading(name))
     board = read_leaderboard(plan)
     if REFERENCE not in board.headline:
         return None
@@ -80,7 +76,7 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "seeds": board.plan.seeds,
         "joint": {name.replace(" ", "_"): interval(joint_drawn) for name, joint_drawn in joint.items() if joint_drawn}
         | {"half": interval(board.headline[REFERENCE])},
-        "joint_minus_fixed": interval_of_difference(board, REFERENCE, CONTROL),
+        "joint_minus_fixed": compare(board.headline[REFERENCE], board.headline[CONTROL]),
         "others": len(others),
         "better": [name for name in others if (name, REFERENCE) in board.better],
         "worse": [name for name in others if (REFERENCE, name) in board.better],
@@ -88,7 +84,11 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "fewer_epochs": (fewer := fewer_epochs(board)),
         "borrowed_rates": (borrowed := borrowed_rates(board)),
         "unfair": [name for name in others if (REFERENCE, name) in board.better and name in {*fewer, *borrowed}],
-        "elsewhere": [_best_on(board, name) for name in board.plan.tasks if _ranked_apart(board, name)],
+        "elsewhere": [
+            _best_on(board, name)
+            for name in board.plan.tasks
+            if name not in board.compared and (REFERENCE, HEADLINE) in board.drawn[name]
+        ],
         "each_task": [_task(board, name) for name in board.plan.tasks if board.tasks[name].runs],
         "exam": _exam(board, passed) if passed else None,
         "prediction": prediction_rows(board),
@@ -106,16 +106,6 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
 
 
 PICTURES = ("leaderboard-front.png", "leaderboard-methods.png", "leaderboard-hardness.png", "leaderboard-decoders.png")
-
-
-def interval_of_difference(board: Leaderboard, one: str, other: str) -> Any:
-    """One method minus another at half of the FLOPs."""
-    return compare(board.headline[one], board.headline[other])
-
-
-def _ranked_apart(board: Leaderboard, name: str) -> bool:
-    """Whether a task that the ranks do not count has figures of joint training."""
-    return name not in board.compared and (REFERENCE, HEADLINE) in board.drawn[name]
 
 
 def _best_on(board: Leaderboard, name: str) -> dict:
@@ -140,17 +130,17 @@ def _task(board: Leaderboard, name: str) -> dict:
 
 def _exam(board: Leaderboard, passed: dict[str, Exam]) -> dict:
     order = {name: passed[name] for name in (*board.order, CONTROL) if name in passed}
-    verdicts = [method_exam.verdict for method_exam in order.values() if not isinstance(method_exam.correlations, str)]
     accuracy = [
         [name, *(f"{100 * share:.1f}" for share in method_exam.accuracy)] for name, method_exam in order.items()
     ]
     if REFERENCE in order:
         accuracy.append([f"{REFERENCE}, full model", *(f"{100 * share:.1f}" for share in order[REFERENCE].full)])
     return {
-        "methods": len(verdicts),
+        "methods": sum(bool(method_exam.verdict) for method_exam in order.values()),
         "easy": [name for name, method_exam in order.items() if method_exam.verdict == EASY],
         "short": [name for name, method_exam in order.items() if method_exam.verdict == SHORT],
-        "correlations": correlation_rows(order),
+        "order": order,
+        "names": CORRELATIONS,
         "one_layer": [
             [name, method_exam.correlations]
             for name, method_exam in order.items()
@@ -159,7 +149,6 @@ def _exam(board: Leaderboard, passed: dict[str, Exam]) -> dict:
         "without": without_exam(board, EXAM),
         "kinds": HARDNESS,
         "sentences": sentences_by_kind(),
-        "depth": [[name, *(f"{layers:.1f}" for layers in method_exam.depth)] for name, method_exam in order.items()],
         "accuracy": accuracy,
         "layers": board.tasks[EXAM].layers,
     }

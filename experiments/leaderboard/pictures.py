@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mini_ee.experiments.leaderboard.decoder_tables import fastest
 from mini_ee.experiments.leaderboard.exam import Exam
-from mini_ee.experiments.leaderboard.figures import AREA, CONTROL, REFERENCE, SeedFigures, Values, shares_of
+from mini_ee.experiments.leaderboard.figures import AREA, CONTROL, REFERENCE, Values, shares_of
 from mini_ee.experiments.leaderboard.ranking import Interval, drawn_figures, interval, mean_of
 from mini_ee.experiments.leaderboard.tables import Leaderboard
-from mini_ee.experiments.leaderboard.token_figures import Decoders
+from mini_ee.experiments.leaderboard.token_figures import Decoders, fastest
 from mini_ee.experiments.leaderboard.token_rules import LEVEL
 from mini_ee.experiments.pictures import COLOURS, CYCLE, GREY
 from mini_ee.lab.data.reviews import HARDNESS
@@ -64,13 +63,9 @@ def task_curves(board: Leaderboard, tasks: list[str]) -> dict[str, Curve]:
             ]
             curves[method] = (
                 [100 * share for share in shares],
-                [100 * math.fsum(w * _score(run, share) for w, run in zip(weights, runs)) for share in shares],
+                [100 * math.fsum(w * float(run.at[share].mean()) for w, run in zip(weights, runs)) for share in shares],
             )
     return curves
-
-
-def _score(run: SeedFigures, share: float) -> float:
-    return float(run.at[share].mean())
 
 
 def draw_front(path: Path, curves: dict[str, Curve], band: dict[float, Interval], tasks: str) -> None:
@@ -130,7 +125,8 @@ def draw_methods(path: Path, curves: dict[str, Curve], tasks: str) -> None:
                 axes.plot(*curve, color="#c8c8c8", linewidth=0.6, zorder=1)
         if REFERENCE in curves and method != REFERENCE:
             axes.plot(*curves[REFERENCE], color=DARK, linewidth=1, linestyle="--", zorder=2, label=REFERENCE)
-        axes.plot(*curves[method], color="#D55E00", linewidth=2, zorder=3, marker=_marker(curves[method]))
+        marker = "o" if len(curves[method][0]) == 1 else None  # a curve of one point is not a line
+        axes.plot(*curves[method], color="#D55E00", linewidth=2, zorder=3, marker=marker)
         axes.axvline(50, color="#c8c8c8", linewidth=0.6, zorder=0)
         axes.set_title(method, fontsize=9)
         axes.tick_params(labelsize=7)
@@ -144,11 +140,6 @@ def draw_methods(path: Path, curves: dict[str, Curve], tasks: str) -> None:
     figure.supxlabel("% of the full model's FLOPs (dashed: joint training)", fontsize=9)
     figure.supylabel(f"accuracy in % ({tasks})", fontsize=9)
     save_figure(figure, path)
-
-
-def _marker(curve: Curve) -> str | None:
-    """A curve of one point is not a line."""
-    return "o" if len(curve[0]) == 1 else None
 
 
 def _zoom(axes, curves: dict[str, Curve]) -> None:

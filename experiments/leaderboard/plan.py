@@ -23,11 +23,6 @@ class Plan(NamedTuple):
     not_rows: Mapping[str, str] = {}  # method that is in no table of classifiers -> why
     models: Mapping[str, str] = {}  # task -> the model in words
 
-    @property
-    def ranked_tasks(self) -> tuple[str, ...]:
-        """The tasks of the headline: all but the exam, or the exam alone."""
-        return tuple(name for name in self.tasks if name != EXAM) or self.tasks
-
     def missing(self, task: str) -> dict[str, str]:
         """Method without a record on a task -> why it has none, or NOT_RUN."""
         without = [name for name in self.methods if not (self.records / task / f"{name}.npz").exists()]

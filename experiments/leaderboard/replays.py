@@ -36,7 +36,7 @@ class ExitsAt(Rule):
     exit: int
 
     @property
-    def needs(self) -> str | None:  # type: ignore[override]  # that of the other rule
+    def needs(self) -> str | None:
         return self.rule.needs
 
     def stop(self, k: int, read: Any, memory: dict[str, np.ndarray]) -> np.ndarray:
@@ -63,7 +63,6 @@ def with_measures(recorded: Record) -> Record:
 def replay_all(recorded: Record, rules: Sequence[Rule]) -> Replays:
     """What each rule does on the record, in the order of the rules. The record has labels."""
     rows, exits = recorded.logits.shape[:2]
-    assert recorded.labels is not None
     right = recorded.predictions == recorded.labels[:, None]
     replays = Replays(
         np.empty(shape := (len(rules), rows), bool), np.empty(shape), np.empty(shape), np.empty(len(rules))

@@ -19,7 +19,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -31,8 +31,8 @@ import torch
 from mini_ee.experiments.leaderboard.figures import REFERENCE
 from mini_ee.experiments.leaderboard.protocol import FEWER_SEEDS, LONG_SECONDS, SEARCH_SEEDS, Exam, Training, method_of
 from mini_ee.experiments.records import SeedRecord, read_about, read_records, write_record
-from mini_ee.experiments.trainings import CaseLocked, Sources, how_made, next_to_try, trained
-from mini_ee.lab.data.files import read_json, sole_writer, write_json
+from mini_ee.experiments.trainings import Sources, alone, how_made, next_to_try, trained
+from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tasks import Split, Task
 from mini_ee.lab.evaluation.comparison import method_rules
 from mini_ee.lab.evaluation.row_evaluation import (
@@ -125,11 +125,7 @@ def run_job(job: Job, seeds: tuple[int, ...], places: Places) -> None:
     Raises CaseLocked if another process runs this training.
     """
     training, out = job.training, places.out
-    with ExitStack() as alone:
-        try:
-            alone.enter_context(sole_writer(_state_path(out, training, training.name)))
-        except FileExistsError:
-            raise CaseLocked(training.name) from None
+    with alone(_state_path(out, training, training.name)):
         if missing(out, job, seeds):
             chosen = {method: _chosen(training, method, seeds[0], places) for method in job.methods}
             needed = {_run_folder(training, choice, seed, out) for choice in chosen.values() for seed in job.seeds}

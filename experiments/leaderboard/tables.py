@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mini_ee.experiments.leaderboard.exam import CORRELATIONS, EXAM_SHARE, Exam
+from mini_ee.experiments.leaderboard.exam import EXAM_SHARE
 from mini_ee.experiments.leaderboard.figures import (
     CONTROL,
     FIGURES,
@@ -17,7 +17,7 @@ from mini_ee.experiments.leaderboard.figures import (
     confidence_figures,
     read_task,
 )
-from mini_ee.experiments.leaderboard.plan import Plan
+from mini_ee.experiments.leaderboard.plan import EXAM, Plan
 from mini_ee.experiments.leaderboard.ranking import (
     DIGITS,
     Drawn,
@@ -84,7 +84,8 @@ def compared_tasks(plan: Plan, tasks: dict[str, TaskFigures]) -> tuple[str, ...]
     just begun does not hide the others. The exam counts if no other task has been run.
     """
     counts = {name: sum(method in tasks[name].runs for method in plan.methods) for name in plan.tasks}
-    begun = [name for name in plan.ranked_tasks if counts[name]] or [name for name in plan.tasks if counts[name]]
+    begun = [name for name in plan.tasks if counts[name]]
+    begun = [name for name in begun if name != EXAM] or begun
     return tuple(name for name in begun if 2 * counts[name] >= max(counts[other] for other in begun))
 
 
@@ -224,13 +225,6 @@ def figure_rows(board: Leaderboard) -> list[dict[str, str]]:
 
 
 # ---- Hardness and confidence ----
-def correlation_rows(passed: dict[str, Exam]) -> list[list[str]]:
-    """Method, the correlations of CORRELATIONS with their intervals, and the verdict."""
-    return [
-        [name, *(plus_minus(method_exam.correlations[key], 2, 1) for key in CORRELATIONS), method_exam.verdict]
-        for name, method_exam in passed.items()
-        if not isinstance(method_exam.correlations, str)
-    ]
 
 
 def prediction_rows(board: Leaderboard) -> list[list[str]]:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from mini_ee.experiments.markdown import check_is_page
-from mini_ee.experiments.pages import heading, write_page
+from mini_ee.experiments.pages import check_is_page, heading, write_page
 from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, write_json
 from mini_ee.lab.errors import WrongArguments
 

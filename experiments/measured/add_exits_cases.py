@@ -25,10 +25,9 @@ from mini_ee.experiments.measured.fine_tuning import MODELS, SEEDS, FineTuned, f
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tasks import Task, load_task, subset
-from mini_ee.lab.data.tokenizer import Encoded
 from mini_ee.lab.evaluation.row_evaluation import measure_seconds, timed_batches
 from mini_ee.lab.export.runtime import Runtime
-from mini_ee.lab.recording import Record, predictions, record
+from mini_ee.lab.recording import predictions, record
 from mini_ee.lab.rules import Never
 from mini_ee.lab.training.few_exits import savings_curve
 
@@ -70,12 +69,8 @@ def call(model: FineTuned, out: Path, count: int, seed: int, *options) -> dict:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
-    seconds = used.ru_utime + used.ru_stime
-    return {
-        "texts": text_count,
-        "processor_minutes": round(seconds / 60, 3),
-        "peak_mb": round(peak),
-    }
+    minutes = round((used.ru_utime + used.ru_stime) / 60, 3)
+    return {"texts": text_count, "processor_minutes": minutes, "peak_mb": round(peak)}
 
 
 def peak_memory(pid: int) -> float:
@@ -101,6 +96,8 @@ def tested(model: FineTuned, out: Path) -> dict:
     recorded = record(runtime.segments(), encoded, BATCH, "dev or test", runtime.whole_model())._replace(
         labels=model_predictions
     )
+    both = [(runtime.whole_model(), Never(), encoded), (runtime.segments(), runtime.rule, encoded)]
+    full, seconds = measure_seconds(both, timed_batches(encoded, 1))  # in turns; medians count
     answers = runtime.run(model.test.texts)
     late = [at for at, answer in enumerate(answers) if answer.exit == runtime.exits[-1]]
     differences = [float(abs(answers[at].logits - model.logits[at]).max()) for at in late]
@@ -110,10 +107,12 @@ def tested(model: FineTuned, out: Path) -> dict:
         "agreement": float(task.agrees(predicted, model_predictions).mean()),
         "score_with_exits": score(model.task, predicted, labels),
         "layers_saved": 1 - float(np.mean([answer.layers for answer in answers])) / runtime.exits[-1],
-        "time": time_ratio(runtime, encoded),
+        "time": float(seconds / full),
         "not_exited": len(late),
         "largest_difference": max(differences, default=0.0),
-        "per_exit_agreement": per_exit(recorded, task),
+        "per_exit_agreement": [
+            float(task.agrees(predicted, model_predictions).mean()) for predicted in recorded.predictions.T
+        ],
         "curve": [[round(point[key], DIGITS) for key in ("layers_saved", "agreement", "net_saved")] for point in curve],
     }
 
@@ -123,19 +122,6 @@ def score(task: Task, predicted: np.ndarray, labels: np.ndarray) -> float:
     return task.score(predicted, labels)["spearman" if task.regression else "accuracy"]
 
 
-def per_exit(recorded: Record, task: Task) -> list[float]:
-    """Agreement with the model if all examples exited at this exit."""
-    assert recorded.labels is not None
-    return [float(task.agrees(predicted, recorded.labels).mean()) for predicted in recorded.predictions.T]
-
-
-def time_ratio(runtime: Runtime, encoded: Encoded) -> float:
-    """Time at batch size 1 over that of the model without exits; they take turns, and medians count."""
-    runs = [(runtime.whole_model(), Never(), encoded), (runtime.segments(), runtime.rule, encoded)]
-    full, seconds = measure_seconds(runs, timed_batches(encoded, 1))
-    return float(seconds / full)
-
-
 def case(sources: Sources, work: Path, task: str, name: str, seed: int, count: int, *options) -> dict:
     """A call and its test, measured unless it is stored. options: further options of the command."""
     title = " ".join(map(str, (task, name, seed, count, *options)))
@@ -143,13 +129,8 @@ def case(sources: Sources, work: Path, task: str, name: str, seed: int, count: i
     def measure() -> dict:
         torch.set_num_threads(1)
         model, out = fine_tuned(sources, work, task, name, seed), work / "calls" / title.replace(" ", "_")
-        case_fields = {
-            "task": task,
-            "model": name,
-            "seed": seed,
-            "wanted": count,
-            "fine_tuning_minutes": minutes_of(model.folder),
-        }
+        case_fields = {"task": task, "model": name, "seed": seed, "wanted": count}
+        case_fields["fine_tuning_minutes"] = minutes_of(model.folder)
         figures = case_fields | call(model, out, count, seed, *options) | tested(model, out)
         if (task, name, count, seed, options) != (*KEPT, 0, ()):
             shutil.rmtree(out)
@@ -159,11 +140,11 @@ def case(sources: Sources, work: Path, task: str, name: str, seed: int, count: i
 
 
 # ---- Models, exit 0 ----
-def model_cases(sources: Sources, work: Path, seeds=range(SEEDS)) -> dict:
+def model_cases(sources: Sources, work: Path) -> dict:
     """All tasks and models: all with seed 0 come first."""
     cases = [
         case(sources, work, task, model, seed, count)
-        for seed in seeds
+        for seed in range(SEEDS)
         for model in MODELS
         for task, counts in COUNTS.items()
         for count in counts
@@ -185,10 +166,10 @@ def memory_cases(sources: Sources, work: Path) -> dict:
     return {"memory": [stored(work, f"memory {name} {count}", partial(measure, name, count)) for name, count in some]}
 
 
-def exit_0_cases(sources: Sources, work: Path, seeds=range(SEEDS)) -> dict:
+def exit_0_cases(sources: Sources, work: Path) -> dict:
     """The exits that add-exits chose, and the same with exit 0 before them."""
     cases, (model, count) = [], (EXIT_0["model"], EXIT_0["texts"])
-    for seed in seeds:
+    for seed in range(SEEDS):
         for task in EXIT_0["task"]:
             without = case(sources, work, task, model, seed, count)
             exits = ",".join(map(str, (0, *without["exits"])))
@@ -257,7 +238,6 @@ def serve(folder: Path, texts: list[str], options: list[str]) -> tuple[list[dict
     command = [sys.executable, "-m", "mini_ee", "serve", str(folder), "--port", "0", "--shadow", str(SHADOW), *options]
     process = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
         address = next(matches[0] for line in process.stderr if (matches := re.findall(r"http://[\w.:]+", line)))
         answers = [json.loads(_read(f"{address}/classify", {"text": text})) for text in texts]
         time.sleep(1)  # shadow rows run after the answer

@@ -4,12 +4,14 @@ The measurements are in add_exits_cases, add_exits_guarantee and one_file. All c
 page shows how many seeds each figure has.
 """
 
-from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
+from mini_ee.experiments.measured import one_file
 from mini_ee.experiments.measured.add_exits_cases import (
     AGREEMENT,
+    COUNTS,
     KEPT,
     REQUESTS,
     SHADOW,
@@ -18,13 +20,67 @@ from mini_ee.experiments.measured.add_exits_cases import (
     model_cases,
     same_labels,
     shifts,
+    stored,
 )
 from mini_ee.experiments.measured.add_exits_guarantee import OF, guarantee
-from mini_ee.experiments.measured.add_exits_pictures import column, draw, grouped, largest
 from mini_ee.experiments.measured.fine_tuning import MODELS, TASKS
-from mini_ee.experiments.measured.one_file import EXITS, TOKENS, one_file
+from mini_ee.experiments.pages import spread
+from mini_ee.lab.evaluation.plots import can_draw, new_figure, new_panels, save_figure
 
-__all__ = ["PARTS", "draw", "page_figures"]
+
+def column(cases: list[dict], name: str) -> list:
+    """One figure of all cases."""
+    return [case[name] for case in cases]
+
+
+def grouped(cases: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Cases that have these figures in common."""
+    groups: dict[tuple, list[dict]] = {}
+    for case in cases:
+        groups.setdefault(tuple(case[name] for name in names), []).append(case)
+    return groups
+
+
+def largest(cases: list[dict]) -> list[dict]:
+    """Of each task, model and seed the case with most texts."""
+    groups = grouped(cases, "task", "model", "seed").values()
+    return [max(group, key=lambda case: case["texts"]) for group in groups]
+
+
+# ---- Pictures ----
+def draw(figures: dict, folder: Path) -> None:
+    """Both pictures, if matplotlib is installed."""
+    if not can_draw():
+        return
+    cases = [case for case in largest(figures["models"]) if case.get("curve")]
+    tasks = [task for task in TASKS if task in column(cases, "task")]
+    figure, panels = new_panels(len(tasks), columns=len(tasks), width=4.2)
+    for axes, task in zip(panels, tasks):
+        _lines(axes, [case for case in cases if case["task"] == task], "model", list(MODELS))
+        axes.set_title(task)
+    panels[-1].legend(frameon=False, loc="lower left")
+    save_figure(figure, folder / "add-exits.png")
+    figure, axes = new_figure()
+    some = [case for case in figures["models"] if case.get("curve") and case["task"] == KEPT[0]]
+    _lines(axes, [case for case in some if case["model"] == KEPT[1]], "wanted", list(COUNTS[KEPT[0]]))
+    axes.set_title(f"{KEPT[0]}, {KEPT[1]}")
+    axes.legend(frameon=False, title="texts without labels")
+    save_figure(figure, folder / "add-exits-texts.png")
+
+
+def _lines(axes, cases: list[dict], name: str, values: list) -> None:
+    """A line per case, in the colour of its value of `name`; the chosen point is a star."""
+    named = set()
+    for case in cases:
+        colour = f"C{values.index(case[name])}"
+        label = None if case[name] in named else f"{case[name]:,}" if isinstance(case[name], int) else case[name]
+        named.add(case[name])
+        axes.plot(*zip(*[point[:2] for point in case["curve"]]), "-", linewidth=1.2, color=colour, label=label)
+        axes.plot(case["layers_saved"], case["agreement"], "*", markersize=11, color=colour)
+    axes.axhline(AGREEMENT, color="0.8", linewidth=1, zorder=0)
+    axes.set(xlabel="share of the layers saved", ylabel="agreement with the model", ylim=(0.9, 1.002))
+
+
 BAR = 0.03  # largest difference between the time at an exit and its share of the layers
 
 PARTS = {
@@ -34,21 +90,8 @@ PARTS = {
     "same-labels": same_labels,
     "guarantee": guarantee,
     "shift": shifts,
-    "one-file": one_file,
+    "one-file": lambda sources, work: {"one-file": stored(work, "one file", one_file.measure)},
 }
-
-
-# ---- Numbers ----
-def percent(values: Iterable[float], digits: int = 1) -> str:
-    """The mean in percent, and the standard deviation over seeds."""
-    return number([100 * value for value in values], digits)
-
-
-def number(values: Iterable[float], digits: int = 1) -> str:
-    """The mean, and the standard deviation over seeds if there are several."""
-    numbers = list(values)
-    shown = f"{np.mean(numbers):.{digits}f}"
-    return f"{shown} ± {np.std(numbers, ddof=1):.{digits}f}" if len(numbers) > 1 else shown
 
 
 # ---- Tables ----
@@ -59,60 +102,21 @@ def models_rows(cases: list[dict]) -> list[list]:
     groups = grouped(cases, "task", "model", "wanted")
     for task, model, wanted in sorted(groups, key=lambda key: (order[key[0]], order[key[1]], key[2])):
         some = groups[task, model, wanted]
-        row = [task, model, f"{max(column(some, 'texts')):,}", len(some), percent(column(some, "agreement"))]
-        row += [percent(column(some, key)) for key in ("score", "score_with_exits", "layers_saved")]
-        row += [percent(column(some, "time"), 0), f"{sum(column(some, 'guaranteed'))} of {len(some)}"]
-        rows.append([*row, number(column(some, "processor_minutes"))])
-    return rows
-
-
-def guarantee_rows(levels: list[dict]) -> list[list]:
-    """One row per level of agreement, then those with the planted mistake."""
-    rows = []
-    for level in sorted(levels, key=lambda one: (one["planted"] is not None, -one["level"])):
-        name = f"{level['level']:.0%}" + (f", {level['planted']}" if level["planted"] else "")
-        low, high = level["interval"]
-        row = [name, f"{level['guaranteed']} of {level['repetitions']}", level["broken"], f"{low:.1%} to {high:.1%}"]
-        shown = (level["agreement"], level["least"], level["saved"])
-        rows.append(row + ["" if value is None else f"{100 * value:.1f}" for value in shown])
-    return rows
-
-
-def shift_rows(cases: list[dict]) -> list[list]:
-    """One row per set of texts, without and with --tighten."""
-    rows = []
-    for case in cases:
-        metrics = case["metrics"]
-        mean, low, high = (metrics.get(f"agreement end {end}") for end in ("mean", "low", "high"))
-        reported = "none yet" if mean is None else f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-        row = [case["task"], "yes" if case["tighten"] else "no", f"{100 * case['served_agreement']:.1f}", reported]
-        row += [f"{100 * case['served_saved']:.1f}", f"{metrics['exit_drift']:.2f}"]
-        rows.append([*row, f"{metrics['tightened_total']:.0f}"])
-    return rows
-
-
-def one_file_rows(figures: dict) -> list[list]:
-    """One row per exit."""
-    rows = [
-        [exit_figures["layer"], *(f"{100 * value:.1f}" for value in (exit_figures["share"], exit_figures["time"]))]
-        + [f"{100 * (exit_figures['time'] - exit_figures['share']):+.1f}", f"{exit_figures['ms']:.0f}"]
-        for exit_figures in figures["exits"]
-    ]
+        row = [task, model, f"{max(column(some, 'texts')):,}", len(some), spread(column(some, "agreement"))]
+        row += [spread(column(some, key)) for key in ("score", "score_with_exits", "layers_saved")]
+        row += [spread(column(some, "time"), 0), f"{sum(column(some, 'guaranteed'))} of {len(some)}"]
+        rows.append([*row, spread(column(some, "processor_minutes"), scale=1)])
     return rows
 
 
 def exit_0_rows(cases: list[dict]) -> list[list]:
     """One row per task, without and with exit 0."""
     rows = []
-    for (task, model, first), some in grouped(with_first(cases), "task", "model", "first").items():
-        shown = [percent(column(some, name)) for name in ("agreement", "layers_saved", "time")]
+    marked = [case | {"first": min(1, case["exits"][0])} for case in cases]
+    for (task, _, first), some in grouped(marked, "task", "model", "first").items():
+        shown = [spread(column(some, name)) for name in ("agreement", "layers_saved", "time")]
         rows.append([task, "yes" if first == 0 else "no", len(some), *shown])
     return sorted(rows)
-
-
-def with_first(cases: list[dict]) -> list[dict]:
-    """The cases, each with `first`: 0 if its first exit is 0, else 1."""
-    return [case | {"first": min(1, case["exits"][0])} for case in cases]
 
 
 # ---- The figures of the page ----
@@ -130,29 +134,24 @@ def page_figures(figures: dict) -> dict:
         **{"saved_least": min(saved), "saved_most": max(saved)},
         **{"agreement_least": min(agrees), "agreement_most": max(agrees), "agreement": AGREEMENT},
         "most_change": max(100 * abs(case["score_with_exits"] - case["score"]) for case in best),
+        "not_exited": sum(column(late, "not_exited")),
+        "largest_difference": max(column(late, "largest_difference")),
+        "memory_most": max(column(figures["memory"], "peak_mb")),
+        "memory_texts": max(column(figures["memory"], "texts")),
+        **{"same": figures["same-labels"], "guarantee_model": OF["model"]},
+        **{"kept_texts": KEPT[2], "kept_model": KEPT[1]},
         **{
-            "not_exited": sum(column(late, "not_exited")),
-            "largest_difference": max(column(late, "largest_difference")),
+            "shadow": SHADOW,
+            "requests": REQUESTS,
+            "exits": ", ".join(map(str, one_file.EXITS)),
+            "tokens": one_file.TOKENS,
         },
-        **{
-            "memory_most": max(column(figures["memory"], "peak_mb")),
-            "memory_texts": max(column(figures["memory"], "texts")),
-        },
-        **{
-            "same": figures["same-labels"],
-            "guarantee_model": OF["model"],
-            "kept_texts": KEPT[2],
-            "kept_model": KEPT[1],
-        },
-        **{"shadow": SHADOW, "requests": REQUESTS, "exits": ", ".join(map(str, EXITS)), "tokens": TOKENS},
         **{"full_ms": one["full_ms"], "plain_ms": one["plain_ms"], "bar": f"{100 * BAR:.0f}"},
         "exit_0_texts": max(column(figures["exit-0"], "texts")),
         "examples": list({case["task"]: case["examples"] for case in cases}.items()),
         "tuned": [(task, rows, epochs) for task, (rows, epochs) in TASKS.items()],
         "minutes": sum(column(cases, "processor_minutes")) + sum(fine_tuned.values()),
         "model_rows": models_rows(cases),
-        "guarantee_rows": guarantee_rows(figures["guarantee"]["levels"]),
-        "shift_rows": shift_rows(figures["shift"]),
-        "depth_rows": one_file_rows(one),
+        "depths": one["exits"],
         "exit_0_rows": exit_0_rows(figures["exit-0"]),
     }

@@ -5,7 +5,6 @@ the figures of the page.
 """
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from mini_ee.experiments.measured.embeddings_runs import (
     every_run,
     trained,
 )
+from mini_ee.experiments.pages import spread
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.evaluation.plots import can_draw, new_figure, save_figure
@@ -94,12 +94,6 @@ MARGIN = 0.001  # smaller differences count for nothing
 NEARLY = 0.02  # layers; of a rule that chooses the same exit for nearly every text
 
 
-def percent(values: list[float]) -> str:
-    """The mean, and the standard deviation over seeds if there are several."""
-    mean = f"{100 * np.mean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ± {100 * np.std(values, ddof=1):.1f}"
-
-
 def time_of(figures: dict, name: str, label: str) -> float:
     """Relative to the full model in the same graph. Encoders without maps take the time of Starbucks."""
     times = figures["times"][name if name in figures["times"] else "starbucks"]
@@ -148,7 +142,7 @@ def main_rows(figures: dict) -> list[list[str]]:
         quality = figures["quality"][name][label]
         recall = np.mean(list(quality["recall"].values()), axis=0).tolist()
         table.append([title, f"{np.mean(quality['layers']):.2f}", f"{100 * time_of(figures, name, label):.0f}"])
-        table[-1] += [percent(quality["spearman"]), percent(recall), percent(quality["cosine"])]
+        table[-1] += [spread(quality["spearman"]), spread(recall), spread(quality["cosine"])]
     return table
 
 
@@ -156,26 +150,6 @@ def difference(values: list[float]) -> list[str]:
     """A difference and its interval, in points."""
     value, low, high = (100 * share for share in values)
     return [f"{value:+.1f}", f"{low:+.1f} to {high:+.1f}"]
-
-
-def counted(differences: Iterable[list[float]]) -> tuple[int, int]:
-    """How many intervals are above MARGIN, and how many below -MARGIN."""
-    return sum(low > MARGIN for _, low, _ in differences), sum(high < -MARGIN for _, _, high in differences)
-
-
-def adaptive_differences(figures: dict, key: str) -> dict[str, list[float]]:
-    """RUN/RULE -> difference from fixed depths and its interval. key: `` for Spearman correlations, or `recall `."""
-    return {
-        f"{name}/{label}": figures["differences"][f"{key}{name}/{label}"]
-        for name in ADAPTIVE
-        for label in rules_of(figures, name)
-    }
-
-
-def same_layer(figures: dict) -> int:
-    """How many adaptive settings choose nothing: their mean number of layers is that of an exit, within NEARLY."""
-    layers = [layers_of(figures, name, label) for name in ADAPTIVE for label in rules_of(figures, name)]
-    return sum(min(abs(depth - layer) for layer in figures["exits"]) < NEARLY for depth in layers)
 
 
 def set_rows(figures: dict, key: str, sizes: dict[str, str]) -> list[list]:
@@ -194,6 +168,7 @@ def page_figures(figures: dict) -> dict:
     """The rows of the tables, and what the first sentences compare."""
     (first, _), last, differences = ONE_DEPTHS, figures["exits"][-1], figures["differences"]
     full = score_of(figures, "plain", f"fixed {last}")
+    depths = [layers_of(figures, name, label) for name in ADAPTIVE for label in rules_of(figures, name)]
     runs = {
         "plain": "plain",
         "maps": "maps",
@@ -209,7 +184,8 @@ def page_figures(figures: dict) -> dict:
         "kept": {key: score_of(figures, name, f"fixed {first}") / full for key, name in runs.items()},
         "map_time": time_of(figures, "maps", f"fixed {first}"),
         **{key: counts(figures, at) for key, at in (("spearman", ""), ("recall", "recall "))},
-        **{"same_layer": same_layer(figures), "seeds": seeds_line(figures)},
+        "same_layer": sum(min(abs(depth - layer) for layer in figures["exits"]) < NEARLY for depth in depths),
+        "seeds": seeds_line(figures),
         "full_ms": figures["times"]["starbucks"][f"fixed {last}"],
         **{"map_epochs": of_maps["epochs"], "map_lr": of_maps["head_lr"]},
         **{"resamples": RESAMPLES, "timed": TIMED, "rounds": ROUNDS},
@@ -226,22 +202,20 @@ def page_figures(figures: dict) -> dict:
 
 
 def counts(figures: dict, key: str) -> dict:
-    """How many settings of adaptive depth there are, how many are better and worse than a fixed depth, and the best."""
-    settings = adaptive_differences(figures, key).values()
-    better, worse = counted(settings)
-    return {
-        "settings": len(settings),
-        "better": better,
-        "worse": worse,
-        "most": max(setting[0] for setting in settings),
-    }
+    """How many settings of adaptive depth there are, how many are better and worse than fixed depths by more than
+    MARGIN, with their whole interval, and the best. key: `` for Spearman correlations, or `recall `.
+    """
+    runs = [f"{name}/{label}" for name in ADAPTIVE for label in rules_of(figures, name)]
+    settings = [figures["differences"][key + run] for run in runs]
+    better, worse = sum(low > MARGIN for _, low, _ in settings), sum(high < -MARGIN for _, _, high in settings)
+    return {"settings": len(settings), "better": better, "worse": worse, "most": max(mean for mean, *_ in settings)}
 
 
 def adaptive_row(figures: dict, name: str, rule: str) -> list:
     """The row of a run and a rule."""
     quality, differences = figures["quality"][name][rule], figures["differences"]
     row = [NAMES[name], rule, f"{layers_of(figures, name, rule):.2f}", f"{100 * time_of(figures, name, rule):.0f}"]
-    row += [percent(quality["spearman"]), *difference(differences[f"{name}/{rule}"])]
+    row += [spread(quality["spearman"]), *difference(differences[f"{name}/{rule}"])]
     return [*row, f"{np.mean(quality['retrieval layers']):.2f}", *difference(differences[f"recall {name}/{rule}"])]
 
 

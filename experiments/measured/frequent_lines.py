@@ -11,7 +11,6 @@ from operator import itemgetter
 
 import numpy as np
 
-from mini_ee.experiments.pages import percent
 from mini_ee.lab.data.tasks import Split, Task
 from mini_ee.lab.export.add_exits import TRAINED
 from mini_ee.lab.recording import Record, predictions
@@ -96,28 +95,9 @@ def measure(recorded: Record) -> dict:
 
 
 # ---- The figures of the page ----
-def rows(figures: dict) -> list[list[str]]:
-    """The table: a row for each kind of lines and each level."""
-    repetitions, kind = figures["repetitions"], itemgetter("share", "texts", "unlike", "level")
-    planted = {kind(case): case for case in figures["cases"] if case["planted"]}
-    table = []
-    for case in (case for case in figures["cases"] if not case["planted"]):
-        mistaken, frequent = planted[kind(case)], f"{case['texts']} texts" + ", unlike the rest" * case["unlike"]
-        frequent = [percent(case["share"]), frequent] if case["texts"] else ["-", "-"]
-        row = [f"{case['level']:.0%}", *frequent, f"{case['guaranteed']} of {repetitions}"]
-        row += [
-            percent(case["violated"] / repetitions),
-            " to ".join(map(percent, case["interval"])),
-            percent(case["saved"]),
-        ]
-        table.append(
-            [*row, percent(mistaken["violated"] / repetitions), " to ".join(map(percent, mistaken["interval"]))]
-        )
-    return table
-
-
 def page_figures(figures: dict) -> dict:
-    """The rows of the table, and the largest shares of violated guarantees without and with the planted mistake."""
+    """The cases without and with the planted mistake, and the largest shares of violated guarantees of both."""
+    pairs = zip(*([case for case in figures["cases"] if bool(case["planted"]) == planted] for planted in (False, True)))
     worst, mistaken = (
         max(
             (case for case in figures["cases"] if case["texts"] and bool(case["planted"]) == planted),
@@ -128,4 +108,4 @@ def page_figures(figures: dict) -> dict:
     low, high = worst["interval"]
     most = {"share": worst["violated"] / figures["repetitions"], "low": low, "high": high}
     once = mistaken["violated"] / figures["repetitions"]
-    return {"frequent_rows": rows(figures), "frequent_most": most, "frequent_once": once}
+    return {"frequent_pairs": list(pairs), "frequent_most": most, "frequent_once": once}

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from mini_ee.experiments.measured import frequent_lines, repeated_trainings
-from mini_ee.experiments.pages import number, percent
 from mini_ee.experiments.trainings import Sources, trained
 from mini_ee.lab.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
 from mini_ee.lab.data.progress import tqdm
@@ -218,10 +217,9 @@ def together(trainings: list[dict]) -> dict:
 
 
 def page_figures(figures: dict) -> dict:
-    """The rows of the tables, and what the first paragraphs compare."""
+    """What the first paragraphs compare, the settings, and the cases of the tables that are not in the JSON."""
     usual, finer, planted = by_kind(figures["repeated"])
     every, default = together(usual), figures["default"]
-    share_keys = "guaranteed", "exceeded", "exceeded_all_rows", "saved", "without_bound_exceeded", "without_bound_saved"
     (violated, free) = ([one[key] for one in default] for key in ("exceeded", "without_bound_exceeded"))
     return {
         **{"least": min(violated), "most": max(violated), "free_least": min(free), "free_most": max(free)},
@@ -231,37 +229,12 @@ def page_figures(figures: dict) -> dict:
         **{"fresh": repeated_trainings.FRESH, "more_fresh": repeated_trainings.MORE_FRESH},
         **{"layers": repeated_trainings.LAYERS, "width": repeated_trainings.WIDTH},
         "exits": ", ".join(map(str, EXITS)),
-        "default_rows": [
-            [one["task"], number(one["hold_out"]), *(percent(one[key]) for key in share_keys)] for one in default
-        ],
-        "task_rows": [
-            [
-                one["task"],
-                number(one["trained"]),
-                number(one["recorded"]),
-                ", ".join(f"{a:.3f}" for a in one["accuracy"]),
-            ]
-            for one in figures["tasks"]
-        ],
-        "bound_rows": [
-            [percent(one["worse"]), percent(one["better"])]
-            + [one[bound.__name__] or f"over {SIZES[-1]}" for bound in (exact, betting, empirical_bernstein)]
-            for one in figures["bounds"]
-        ],
-        "repeated_rows": [repeated_row(one) for one in [*usual, every, *finer, *planted]],
-        "calibrate_rows": [
-            [one["task"], one["epsilon"], number(one["rows"])]
-            + [number(one["kept"][key], 4) for key in ("conformal", "paper", "delta")]
-            + [percent(one["broken"][key]) for key in ("paper", "delta")]
-            for one in figures["calibrate"]
-        ],
+        "largest": SIZES[-1],
+        "repeated_cases": [one | {"method": named(one)} for one in [*usual, every, *finer, *planted]],
         **frequent_lines.page_figures(figures["frequent"]),
     }
 
 
-def repeated_row(one: dict) -> list:
-    """The row of a method, or of a planted mistake."""
-    name = ", ".join(filter(None, (one["method"], PLANTED_NAMES.get(one["planted"]))))
-    counts = [number(one["fresh"]), one["selecting"], one["tested"], f"{one['guaranteed']} of {one['trainings']}"]
-    violated = percent(one["broken"] / one["trainings"]), " to ".join(map(percent, one["interval"]))
-    return [name, *counts, *violated, number(one["loss"], 3), percent(one["saved"])]
+def named(one: dict) -> str:
+    """The method of repeated trainings, and the planted mistake."""
+    return ", ".join(filter(None, (one["method"], PLANTED_NAMES.get(one["planted"]))))

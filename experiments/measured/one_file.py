@@ -11,8 +11,6 @@ import torch
 
 from mini_ee.experiments.bench import common
 from mini_ee.experiments.bench.onnx import exit_at, exported
-from mini_ee.experiments.measured.add_exits_cases import stored
-from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.backbones.modernbert import ModernBert, ModernBertConfig
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
@@ -38,13 +36,10 @@ class Clock:
     perf_counter, sleep = staticmethod(time.process_time), staticmethod(time.sleep)
 
 
-def one_file(sources: Sources, work: Path) -> dict:
-    """Median times of all exits and of the model without exits, in turns."""
-    return {"one-file": stored(work, "one file", measure)}
-
-
 def measure() -> dict:
-    """Export, then run at batch size 1; each run is timed when its weights are in the caches, see bench.medians."""
+    """Median times of all exits and of the model without exits, in turns, at batch size 1. Each run is timed when its
+    weights are in the caches, see bench.medians.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     backbone = ModernBert(CONFIG, lm_head=False).eval()

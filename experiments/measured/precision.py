@@ -139,19 +139,14 @@ def violated(calibration: Observed, fresh: Observed) -> dict:
         rule = calibrate(calibration.take(drawn), EPSILON, DELTA)
         shares = agreement(fresh.take(~drawn), rule)
         count += any(share is not None and share < EPSILON for share in shares)
-        saved.append((fresh.confidence[~drawn] >= np.array(rule.threshold[:-1])).any(axis=1).mean())  # type: ignore[index]
+        saved.append((fresh.confidence[~drawn] >= np.array(rule.threshold[:-1])).any(axis=1).mean())
     return {"violated": count, "sets": SETS, "interval": share_interval(count, SETS), "early": float(np.mean(saved))}
 
 
 def precision_figures(figures: dict) -> dict:
-    """The rows of the page's section, and the shares of time that int8 takes."""
-    quality, cost, guarantees = [], [], []
+    """The table of guarantees, and the shares of time that int8 takes."""
+    guarantees = []
     for name, of in figures["tasks"].items():
-        for kind, one in of["precisions"].items():
-            numbers = (*one["per_exit"], one["score"], one["agreement"], one["full_agreement"], one["moved"])
-            quality.append([name, kind, *(f"{value:.3f}" for value in numbers), f"{one['layers']:.2f}"])
-            times = f"{one['ms']:.2f}", f"{one['time']:.2f}", f"{one['time_by_rule']:.2f}"
-            cost.append([name, kind, *times, *(f"{one[key]:.1f}" for key in ("disk", "private", "resident"))])
         for one in of["guarantees"]:
             where, interval = (_recording(one[key]) for key in ("from", "on")), map(percent, one["interval"])
             counted = f"{one['violated']} of {one['sets']}", " to ".join(interval), percent(one["early"])
@@ -160,7 +155,7 @@ def precision_figures(figures: dict) -> dict:
     all_layers, by_rule = ([one[key] for one in of_int8] for key in ("time", "time_by_rule"))
     cpu = figures["processor"]
     return {
-        **{"quality_rows": quality, "cost_rows": cost, "int8_guarantee_rows": guarantees},
+        "int8_guarantee_rows": guarantees,
         **{"int8_least": min(all_layers), "int8_most": max(all_layers), "timed": TIMED_TEXTS, "batch": BATCH},
         **{"sets": SETS, "int8_rule_least": min(by_rule), "int8_rule_most": max(by_rule)},
         **{"epsilon": EPSILON, "delta": DELTA},

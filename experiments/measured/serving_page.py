@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from mini_ee.experiments.bench import serving as bench
-from mini_ee.experiments.bench.loads import draw_loads
 from mini_ee.experiments.bench.open_load import WARM_UP, Answered
+from mini_ee.experiments.bench.serving import draw_loads
 from mini_ee.experiments.measured.command import answer_of_command
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.evaluation.plots import can_draw
@@ -108,15 +108,6 @@ PARTS = {"wall": wall, "processor": processor}
 
 
 # ---- The figures of the page ----
-def goodput_rows(rows: list[dict]) -> list[list[str]]:
-    """One row per case."""
-    return [
-        [f"`{row['case']}`", *(f"{1 / row[key]:.0f}" for key in ("seconds", "against_seconds"))]
-        + [f"{1 / row['ratio']:.2f}", f"{row['least']:.2f}", f"{1e3 * row['limit']:.0f}"]
-        for row in rows
-    ]
-
-
 def waits_rows(loads: list[dict]) -> list[list[str]]:
     """One row per load; the cell of a server to which it was not offered is empty."""
     rows = []
@@ -142,7 +133,7 @@ def page_figures(figures: dict) -> dict:
             )
             waits.append((title, waits_rows(loads)))
         page |= {f"{prefix}least": min(times), f"{prefix}most": max(times)}
-        page |= {f"{name}_goodput": goodput_rows(figures[name]), f"{name}_waits": waits}
+        page[f"{name}_waits"] = waits
     lowest = min(load["offered"] for row in figures["wall"] for load in row["loads"])
     page |= {"seconds": bench.SECONDS, "rounds": bench.ROUNDS, "saturating": bench.SATURATING}
     return page | {"overloaded": bench.OVERLOADED, "fewest": f"{bench.SECONDS * lowest:.0f}"}

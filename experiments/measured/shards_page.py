@@ -135,16 +135,9 @@ def page_figures(figures: dict) -> dict:
     (build_a, build_b), (query_a, query_b) = (np.array(extrapolated[name]) * 1e3 for name in ("build", "query"))
     return {
         **{"one": figures["cases"][0], "most": figures["cases"][-1]},
-        **{
-            "index_row": extrapolated["index_row"],
-            "entries_row": extrapolated["entries_row"],
-            "machines": extrapolated["machines"],
-        },
-        **{
-            "machine_gb": INDEX_BYTES / 1e9,
-            "cores_each": CORES,
-            "factor": extrapolated["machine"]["rows"] / figures["rows"],
-        },
+        **{key: extrapolated[key] for key in ("index_row", "entries_row", "machines")},
+        **{"machine_gb": INDEX_BYTES / 1e9, "cores_each": CORES},
+        "factor": extrapolated["machine"]["rows"] / figures["rows"],
         **{"build_a": build_a, "build_b": build_b, "query_a": query_a, "query_b": query_b},
         "billion": [(name, extrapolated[name]) for name in ("machine", "core")],
     }

@@ -10,8 +10,9 @@ from conftest import BAD, GOOD, THINGS
 from mini_ee.experiments.measured import add_exits_guarantee, make_page
 from mini_ee.experiments.measured.add_exits_cases import peak_memory, stored
 from mini_ee.experiments.measured.add_exits_guarantee import summary
-from mini_ee.experiments.measured.add_exits_page import PARTS, models_rows, number
+from mini_ee.experiments.measured.add_exits_page import PARTS, models_rows
 from mini_ee.experiments.measured.fine_tuning import FineTuned
+from mini_ee.experiments.pages import spread
 from mini_ee.lab.data.files import write_json
 from mini_ee.lab.data.tasks import Task
 
@@ -108,7 +109,7 @@ def test_the_peak_of_a_process_is_its_own():
 
 
 def test_a_figure_of_one_seed_has_no_spread():
-    assert number([1.0]) == "1.0" and number([1.0, 3.0]) == "2.0 ± 1.4"
+    assert spread([0.01]) == "1.0" and spread([1.0, 3.0], scale=1) == "2.0 ± 1.4"
     assert models_rows([case("TREC"), case("SST-2")])[0][0] == "SST-2"
 
 

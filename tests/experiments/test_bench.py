@@ -14,7 +14,7 @@ from conftest import refused
 
 from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
-from mini_ee.experiments.measured import onnx_parts, serving_page
+from mini_ee.experiments.measured import onnx_page, serving_page
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.backbones.hub import save_backbone
 from mini_ee.lab.backbones.llama import DecoderConfig
@@ -287,10 +287,10 @@ def test_the_processors_clock_times_batches_that_no_thread_runs(monkeypatch, run
 
 
 def test_parity_counts_answers_of_the_graph_that_are_torchs(monkeypatch, checkpoint_folder, task_folder, tmp_path):
-    monkeypatch.setattr(onnx_parts, "THREADS", torch.get_num_threads())
-    monkeypatch.setattr(onnx_parts, "PARITY_METHODS", ("joint",))
-    monkeypatch.setattr(onnx_parts, "EXITS", (1, 2, 3))
-    monkeypatch.setattr(onnx_parts, "PARITY_SPLITS", {"words": "dev"})
+    monkeypatch.setattr(onnx_page, "THREADS", torch.get_num_threads())
+    monkeypatch.setattr(onnx_page, "PARITY_METHODS", ("joint",))
+    monkeypatch.setattr(onnx_page, "EXITS", (1, 2, 3))
+    monkeypatch.setattr(onnx_page, "PARITY_SPLITS", {"words": "dev"})
     for name, folder in (("weights/all-MiniLM-L6-v2", checkpoint_folder), ("data/words", task_folder)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).symlink_to(folder)
@@ -300,8 +300,8 @@ def test_parity_counts_answers_of_the_graph_that_are_torchs(monkeypatch, checkpo
         result = early_exit(*given)
         return result._replace(layers_run=result.layers_run + (len(result.layers_run) > 1))
 
-    monkeypatch.setattr(onnx_parts, "early_exit", deeper_in_large_batches)
-    single, large = onnx_parts.PARTS["parity"](sources, tmp_path / "work")["parity"]
+    monkeypatch.setattr(onnx_page, "early_exit", deeper_in_large_batches)
+    single, large = onnx_page.PARTS["parity"](sources, tmp_path / "work")["parity"]
     for case in (single, large):
         assert case["labels"] == case["rows"] == 20 and case["difference"] < 1e-4
     assert (single["batch"], single["layers"], large["batch"], large["layers"]) == (1, 20, 32, 0)
