@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import torch
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnxruntime.capi._pybind_state import quantize_matmul_4bits, quantize_matmul_8bits
 from torch import Tensor, nn
 
 from mini_ee.export.graph import stored
@@ -22,6 +23,10 @@ from mini_ee.export.graph import stored
 OPSET, IR_VERSION = 23, 11  # read by ONNX Runtime 1.23 and newer
 
 INT8_LARGEST = np.float32(63)  # largest absolute value of an int8 weight, see linear_int8
+
+MICROSOFT, BLOCK = "com.microsoft", 32  # domain of ONNX Runtime's own operators; weights that share a scale
+IN_INT8 = 4  # accuracy_level of MatMulNBits: inputs are rounded to int8, in blocks too. With others it is slower
+PACKERS = {4: quantize_matmul_4bits, 8: quantize_matmul_8bits}  # those of onnxruntime's MatMulNBitsQuantizer
 
 Parameters = dict[int, tuple[str, Tensor]]
 """id of a parameter -> its name, and the parameter itself: while it is referenced, no other object has its id."""
@@ -31,6 +36,14 @@ def int8_maps(model: nn.Module) -> set[int]:
     """The ids of the weights that can be rounded to int8: of the linear maps that a module names in `int8_maps`."""
     modules = ((module, getattr(module, "int8_maps", ())) for module in model.modules())
     return {id(getattr(module, name).weight) for module, names in modules for name in names}
+
+
+def block_maps(model: nn.Module) -> set[int]:
+    """The ids of the weights of a decoder that are rounded in blocks: all linear maps of its layers and heads, and the
+    embeddings. The policy, which is small and decides, is not rounded."""
+    parts = (model.backbone, model.heads)
+    maps = (each for part in parts for each in part.modules() if isinstance(each, nn.Linear))
+    return {id(model.backbone.embeddings.weight), *(id(each.weight) for each in maps)}
 
 
 def parameters_of(model: nn.Module, prefix: str = "") -> Parameters:
@@ -62,20 +75,22 @@ def whole_tables(model: nn.Module) -> Iterator[None]:
 class Builder:
     """One graph.
 
-    dtype: of all weights and hidden states. int8: ids of the weights to round to int8, see `int8_maps`. plain: inputs
-    with a default become required inputs, for callers that cannot override a default: JavaScript, and I/O binding.
-    flat: all weights are declared in the main graph, because onnxruntime-web cannot load external data of a branch.
+    dtype: of all weights and hidden states. rounded: ids of the weights to round to int8, see `int8_maps`; with `bits`,
+    4 or 8, to that many bits in blocks, see `block_maps`. plain: inputs with a default become required inputs, for
+    callers that cannot override a default: JavaScript, and I/O binding. flat: all weights are declared in the main
+    graph, because onnxruntime-web cannot load external data of a branch.
     """
 
     def __init__(
         self,
         parameters: Parameters,
         dtype: type = np.float32,
-        int8: Collection[int] = (),
+        rounded: Collection[int] = (),
+        bits: int | None = None,
         plain: bool = False,
         flat: bool = False,
     ):
-        self.dtype, self.int8, self.plain, self.flat = np.dtype(dtype), int8, plain, flat
+        self.dtype, self.rounded, self.bits, self.plain, self.flat = np.dtype(dtype), rounded, bits, plain, flat
         self.weights: dict[str, np.ndarray] = {}  # those that the graph uses so far
         self._parameters, self._constants = parameters, {}
         self._nodes: list[NodeProto] = []  # of the graph or branch being written
@@ -212,6 +227,43 @@ class Builder:
         """x (N, I), weight (O, I), bias (O,) -> (N, O)."""
         return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
 
+    def linear_rounded(self, x: str, weight: Tensor, bias: Tensor | None) -> str:
+        """A linear map whose weights are rounded: x (N, I) float32 -> (N, O)."""
+        if self.bits is None:
+            return self.linear_int8(x, weight, bias)
+        name, (outputs, inputs) = self.packed(weight), weight.shape
+        rest = [f"{name}_scales", f"{name}_zeros", "", *([] if bias is None else [self.parameter(bias)])]
+        sizes = {"N": outputs, "K": inputs, "bits": self.bits, "block_size": BLOCK, "accuracy_level": IN_INT8}
+        return self.op("MatMulNBits", x, name, *rest, domain=MICROSOFT, **sizes)
+
+    def embedding_rounded(self, ids: str, weight: Tensor) -> str:
+        """The rows of `ids` of embeddings that are rounded in blocks, which the LM head may share."""
+        name, width = self.packed(weight), weight.shape[1]
+        rows = self.op("Reshape", name, self.integers(len(weight), -1))
+        settings = {"bits": self.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        rest = f"{name}_scales", f"{name}_zeros"
+        found = self.op("GatherBlockQuantized", rows, ids, *rest, domain=MICROSOFT, **settings)
+        whole = width % BLOCK == 0  # else the last block is filled up with numbers that no row has
+        return found if whole else self.op("Slice", found, *map(self.integers, (0, width, -1)))
+
+    def packed(self, weight: Tensor) -> str:
+        """The name of a matrix (O, I) in blocks of a row, as MatMulNBits reads it: (O, I / BLOCK, bytes of a block)
+        uint8. With _scales (O, I / BLOCK) and _zeros, the blocks' whole numbers of 0, packed as the weights are."""
+        name, weight = self._named(weight)
+        packed = f"{name}_int{self.bits}"
+        if packed not in self.weights:
+            matrix = self._array(weight)
+            (outputs, inputs), numbers = matrix.shape, 8 // self.bits  # of a byte
+            blocks = -(-inputs // BLOCK)
+            columns = np.zeros((blocks * BLOCK, outputs), np.float32)
+            columns[:inputs] = matrix.T
+            values = np.zeros((outputs, blocks, BLOCK // numbers), np.uint8)
+            scales = np.zeros((outputs, blocks), np.float32)
+            zeros = np.zeros((outputs, -(-blocks // numbers)), np.uint8)
+            PACKERS[self.bits](values, columns, scales, zeros, BLOCK, outputs, inputs, False)
+            self.weights |= {packed: values, f"{packed}_scales": scales, f"{packed}_zeros": zeros}
+        return packed
+
     def linear_int8(self, x: str, weight: Tensor, bias: Tensor | None) -> str:
         """A linear map with int8 weights and a scale per output; x is quantised to uint8 when the graph runs.
 
@@ -274,8 +326,8 @@ class Builder:
         values |= {weight: stored(weight, array, offsets.get(weight)) for weight, array in self.weights.items()}
         _place(graph, values, self.weights if self.flat else ())
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
-        opset = helper.make_opsetid("", OPSET)
-        return helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="mini_ee")
+        opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(MICROSOFT, 1)] if self.bits else [])]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="mini_ee")
 
 
 SOME_ROWS = "[rows]"

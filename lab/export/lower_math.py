@@ -307,10 +307,10 @@ def _asarray(x: Value, *_, **__) -> Value:
 # ---- Maps, norms, attention ----
 @lowers(F.linear)
 def linear(x: Value, weight, bias=None) -> Value:
-    """A Gemm on the flat value, which also adds the bias; in int8 if the Builder rounds this weight."""
+    """A Gemm on the flat value, which also adds the bias; or what the Builder has for a weight that it rounds."""
     shape = [*x.shape[:-1], weight.shape[0]]
-    if id(weight) in x.g.int8:
-        return x.flat_like(x.g.linear_int8(x.flat, weight, bias), shape)
+    if id(weight) in x.g.rounded:
+        return x.flat_like(x.g.linear_rounded(x.flat, weight, bias), shape)
     names = [name_of(each, x) for each in (weight, bias) if each is not None]
     return x.flat_like(x.g.gemm(x.flat, *names), shape)
 
