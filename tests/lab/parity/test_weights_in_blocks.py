@@ -1,0 +1,176 @@
+"""A decoder's weights in 8 and 4 bits: blocks of 32 numbers share a scale, and the guarantee is that of the graph."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from conftest import WORDS, random_decoder, weights_of, words_tokenizer
+from torch import nn
+
+from mini_ee.lab.cli.main import main
+from mini_ee.lab.cli.open import plain_decoder
+from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.data.tokenizer import Tokenizer
+from mini_ee.lab.exits.decoding import gather
+from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.export import verification
+from mini_ee.lab.export.builder import BLOCK, parameters_of
+from mini_ee.lab.export.card import card
+from mini_ee.lab.export.graph import Graph
+from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.token_record import record_tokens
+from mini_ee.lab.export.verification import relative_difference
+from mini_ee.lab.export.writer import export
+from mini_ee.lab.rules import Never, Policy, Threshold
+from mini_ee.lab.training.run_folder import Run
+
+BITS = (8, 4)
+EXITS = (1, 2, 3)
+PROMPTS = [[5, 9, 33, 2, 60 - 1, 7, 7, 21], [11, 3]]
+
+
+def dequantised(weights, name, bits, inputs):
+    """A matrix (O, I) from its blocks, as the definition of MatMulNBits has it: the lower half of a byte first."""
+    numbers = 8 // bits
+    split = lambda packed: np.stack([packed >> bits * i & 2**bits - 1 for i in range(numbers)], -1)  # noqa: E731
+    packed, scales, zeros = (weights[f"{name}_int{bits}{end}"] for end in ("", "_scales", "_zeros"))
+    values = split(packed).reshape(*scales.shape, BLOCK).astype(np.float32)
+    zeros = split(zeros).reshape(len(zeros), -1)[:, : scales.shape[1], None].astype(np.float32)
+    return ((values - zeros) * scales[..., None]).reshape(len(scales), -1)[:, :inputs]
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = TokenExits(random_decoder("llama", 3), EXITS)
+        model.use_heads("lens")
+        return model.eval()
+
+
+def run_of(model, rule=Never()):
+    config = {"method": "self-supervised", "unit": "tokens", "settings": {}, "rule": rule.to_dict()}
+    config |= {"guarantee": {"guarantee": "conformal", "epsilon": 0.9, "measure": "exit_logit"}}
+    return Run(Path("run"), config, model, Tokenizer(words_tokenizer()), rule)
+
+
+def exported(model, folder, precision, rule=Policy(0.5)):
+    texts = [run_of(model).tokenizer.backend.decode(prompt) for prompt in PROMPTS]
+    return export(run_of(model, rule), folder, texts, precision)
+
+
+# ---- The matrices ----
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("inputs", [64, 40])
+def test_products_and_rows_are_those_of_the_dequantised_matrix(bits, inputs, tmp_path):
+    """On whole numbers up to 127, which the products' inputs are rounded to."""
+    layer = nn.Linear(inputs, 48)
+    g = Graph(parameters_of(layer), rounded={id(layer.weight)}, bits=bits)
+    x, ids = g.input("x", "batch", inputs, dtype=np.float32), g.input("ids", "batch")
+    with g.tracing():
+        g.output("y", layer(g.tensor(x, "batch", inputs)).name, "batch", 48)
+        rows = torch.nn.functional.embedding(g.tensor(ids, "batch", dtype=np.int64), layer.weight)
+        g.output("rows", rows.name, "batch", inputs)
+    matrix, (draw, weight) = dequantised(g.weights, "weight", bits, inputs), (np.random.default_rng(0), layer.weight)
+    scales = g.weights[f"weight_int{bits}_scales"].repeat(BLOCK, axis=1)[:, :inputs]
+    assert (abs(matrix - weight.detach().numpy()) <= 0.51 * abs(scales)).all() and abs(scales).max() < 2 / (2**bits - 2)
+    given = draw.integers(-127, 128, (3, inputs)).astype(np.float32)
+    given[:, ::BLOCK] = 127
+    session = onnxruntime.InferenceSession(g.model("graph", {}).SerializeToString())
+    found, taken = session.run(None, {"x": given, "ids": np.array([3, 47, 0])})
+    np.testing.assert_allclose(found, given @ matrix.T + layer.bias.detach().numpy(), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(taken, matrix[[3, 47, 0]], rtol=0, atol=1e-6)
+
+
+# ---- The export ----
+@pytest.mark.parametrize("bits", BITS)
+def test_a_decoder_writes_what_torch_writes_with_the_rounded_weights(model, tmp_path, bits):
+    manifest = exported(model, tmp_path / "out", f"int{bits}")
+    weights, rounded = weights_of(tmp_path / "out"), model.state_dict()
+    names = [name.removesuffix("_scales").removesuffix(f"_int{bits}") for name in weights if name.endswith("_scales")]
+    assert "backbone.embeddings.weight" in names and sum("embeddings" in name for name in names) == 1  # tied
+    assert {"heads.0.map.weight", "backbone.layers.2.down.weight"} < set(names)
+    assert all(name in weights for name in rounded if name.startswith("policy."))
+    sizes = {name: rounded[name].shape[1] for name in names if name in rounded}
+    own = {name: torch.from_numpy(dequantised(weights, name, bits, width)) for name, width in sizes.items()}
+    other = TokenExits(random_decoder("llama", 3), EXITS)
+    other.use_heads("lens")
+    other.load_state_dict(rounded | own)
+    runtime = Runtime(tmp_path / "out", threads=1)
+    for rounded_model, least, most in ((other.eval(), 0.0, 0.05), (model, 0.003, 0.5)):
+        engines = (
+            lambda: verification.token_segments(rounded_model, "copy_state", 2, 14),
+            lambda: runtime.segments(2, 14),
+        )
+        expected, tokens = verification.drawn_text(engines[0](), PROMPTS, 6, 0)
+        found, _ = verification.drawn_text(engines[1](), PROMPTS, 6, 0, tokens)
+        assert least < relative_difference(np.stack(expected), np.stack(found)) < most
+    verified = manifest["verified"]
+    assert (
+        verified["allowed_relative_difference"] == verification.ROUNDED[f"int{bits}"] > verified["relative_difference"]
+    )
+
+
+def test_the_check_states_its_tolerance_and_no_folder_is_left_if_it_fails(model, tmp_path, monkeypatch):
+    verified = exported(model, tmp_path / "exact", "float32")["verified"]
+    assert verified["max_logit_difference"] < verified["allowed_logit_difference"] == pytest.approx(1e-4)
+    monkeypatch.setitem(verification.ROUNDED, "int4", 1e-4)
+    with pytest.raises(ValueError, match="the int4 graphs differ from torch by .*% .* export in float32"):
+        exported(model, tmp_path / "rounded", "int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["exact"]
+
+
+def test_it_warns_if_too_few_tokens_are_those_in_float32(model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(verification.ROUNDED_AGREEMENT, "int8", 1.01)
+    exported(model, tmp_path / "out", "int8")
+    assert "of the predictions for 2 prompts in int8 are those in float32, fewer than 101%" in caplog.text
+
+
+# ---- The guarantee ----
+def test_the_record_of_a_graph_is_that_of_torch(model, tmp_path):
+    exported(model, tmp_path / "out", "float32")
+    draw = np.random.default_rng(0)
+    texts = [Text(draw.integers(0, 60, 7).tolist()) for _ in range(5)]
+    found, expected = record_tokens(Runtime(tmp_path / "out", threads=1), texts, 2), record_texts(model, texts)
+    np.testing.assert_array_equal(found.groups, expected.groups)
+    np.testing.assert_array_equal(found.predictions, expected.predictions)
+    for name in ("exit_logit", "breaking_ties", "entropy", "max_probability"):
+        values = found.segments.measures[name], expected.segments.measures[name]
+        np.testing.assert_allclose(*values, rtol=1e-3, atol=1e-4, err_msg=name)
+    np.testing.assert_allclose(found.full, expected.full)
+
+
+@pytest.mark.parametrize(
+    "rule, options, kind",
+    [
+        (Policy(0.5), ("--guarantee", "conformal"), "policy"),
+        (Threshold(0.4, "breaking_ties"), ("--delta", ".2"), "threshold"),
+    ],
+)
+def test_a_rounded_decoder_has_the_guarantee_of_its_own_graph(model, tmp_path, capsys, rule, options, kind):
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    manifest = exported(model, out, "int4", rule)
+    assert "guarantee" not in manifest and "mini-ee calibrate DIR --text FILE" in card(manifest)
+    assert "guarantee" in exported(model, tmp_path / "exact", "float32", rule)
+    text.write_text(" ".join(np.random.default_rng(1).choice(WORDS, 900)))
+    assert main(["calibrate", str(out), "--text", str(text), "--epsilon", ".5", "--json", *options]) == 0
+    now = Runtime(out, threads=1)
+    assert now.rule.name == kind and now.config["calibration"]["weights"] == "int4" and now.config["guarantee"]
+    assert "with weights in int4" in (out / "README.md").read_text()
+    assert gather(now.generate(PROMPTS, max_new_tokens=3), 2)
+    assert main(["calibrate", str(out), "--epsilon", ".5", *options]) == 2
+    assert "give running text like that in service, with --text FILE" in capsys.readouterr().err
+
+
+# ---- SmolLM2 ----
+@pytest.mark.skipif("MINI_EE_MODELS" not in os.environ, reason="needs MINI_EE_MODELS, the folder of real models")
+@pytest.mark.parametrize("precision, least", [("float32", 1), ("int8", 0.95), ("int4", 0.75)])
+def test_smollm2_writes_what_torch_writes(tmp_path, precision, least):
+    run = plain_decoder(Path(os.environ["MINI_EE_MODELS"]) / "smollm2")
+    verified = export(run, tmp_path / "out", precision=precision)["verified"]
+    assert verified["prediction_agreement"] >= least
+    if precision == "float32":
+        assert verified["token_agreement"] == 1
