@@ -806,6 +806,9 @@ OF_GRAPHS = [
     ("export.runtime.Runtime.answers", source("(self.exits[k] for k in exit_index)", "exit_index"), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.runtime.early_exit", lambda true: lambda segments, rule, inputs: true(segments, rule, inputs.take(np.s_[::-1])), "export.py::test_the_runtime_answers_like_torch_in_the_order_of_the_texts[32]"),
     ("export.token_segments.OrtTokenSegments._slots", lambda true: lambda self, rows, positions: true(self, rows[::-1], positions), "decoder_export.py::test_every_exit_says_what_its_definition_says_in_a_padded_batch[llama-copy_state]"),
+    ("export.builder.Builder.packed", source("columns[:inputs] = matrix.T", "columns[:inputs] = matrix.T[::-1]"), "weights_in_blocks.py::test_products_and_rows_are_those_of_the_dequantised_matrix[64-8]"),
+    ("export.token_record.record_tokens", source('np.argsort(columns["groups"], kind="stable")', 'np.arange(len(columns["groups"]))'), "weights_in_blocks.py::test_the_record_of_a_graph_is_that_of_torch"),
+    ("export.verification.relative_difference", always(lambda expected, found: 0.0), "weights_in_blocks.py::test_the_check_states_its_tolerance_and_no_folder_is_left_if_it_fails"),
     ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
     ("rules.Patience.stop", lambda true: lambda self, k, reading, memory: true(self, k, reading, {} if isinstance(reading, Value) else memory), STOPS),
 ]

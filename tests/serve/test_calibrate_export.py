@@ -125,8 +125,12 @@ def test_the_card_advises_only_a_calibration_that_is_possible(runtime, decoder):
     none = {"guarantee": None}
     graphs = copy.deepcopy(runtime.config["graphs"])
     del graphs["model"]["inputs"]["threshold"]
-    for config in (decoder.config, runtime.config | {"graphs": graphs}):
+    reads_prompts = decoder.config | {"begins_with": [0]}
+    for config in (reads_prompts, runtime.config | {"graphs": graphs}):
         assert "gives its run one; then export the run again" in guarantee_line(config | none)
+    assert "calibrate DIR --text FILE --epsilon .95 --delta .05` gives one" in guarantee_line(decoder.config | none)
+    policy = decoder.config | {"rule": {"name": "policy", "least_logit": 0.0}}
+    assert "--epsilon .95 --guarantee conformal` gives one" in guarantee_line(policy | none)
     for other in ({"exits": [6]}, {"task": runtime.config["task"] | {"label_names": []}}):
         assert guarantee_line(runtime.config | none | other) == "None."
 
