@@ -62,15 +62,15 @@ def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
     """
     decoder, tokenizer = load_backbone(folder), Tokenizer.from_folder(folder)
     prompt, depth = tokenizer.ids_of(CALIBRATION_PROMPTS[0]), decoder.config.num_hidden_layers
-    plain, model = (TokenExits(decoder, exits).eval() for exits in ((depth,), even_exits(depth, EXITS)))
+    plain, model = (TokenExits(decoder, exits).eval() for exits in ((depth,), even_exits(depth, min(depth, EXITS))))
     model.use_heads("lens")
-    half = len(model.exits) // 2
+    half, theirs = len(model.exits) // 2, _of_transformers(decoder, prompt)
+    others = {} if gguf is None else {"llama.cpp": _of_llama_cpp(gguf, prompt)}  # what is missing is told first
     with tempfile.TemporaryDirectory() as place:
         made = {
             precision: OpenGraph(plain, Never(), Path(place) / precision, precision) for precision in ("float32", *BARS)
         }
         exits = OpenGraph(model.eval(), NOT_REACHED, Path(place) / "exits", "int8")
-    theirs = _of_transformers(decoder, prompt)
     runs: dict[str, Run] = {
         "torch": lambda: _written(plain, prompt),
         "transformers": theirs,
@@ -78,9 +78,7 @@ def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
         **{precision: partial(graph.write, prompt, Never()) for precision, graph in made.items()},
         "never": partial(exits.write, prompt, NOT_REACHED),
         "exits": partial(exits.write, prompt, Fixed(half)),
-    }
-    if gguf is not None:
-        runs["llama.cpp"] = _of_llama_cpp(gguf, prompt)
+    } | others
     texts = {name: runs[name]() for name in ("torch", "transformers", "float32")}
     if len(set(map(tuple, texts.values()))) > 1:
         raise ValueError(f"bench decode: {folder}: expected the same greedy text of {', '.join(texts)}, found {texts}")
