@@ -32,7 +32,7 @@ def add(sub: ArgumentParser) -> None:
         "graphs are then measured (default random weights)",
     )
     sub.add_argument(
-        "--gguf", type=Path, metavar="FILE", help="the same decoder as a file of llama.cpp, for decode; needs xllamacpp"
+        "--gguf", type=Path, metavar="FILE", help="file of the same decoder for llama.cpp, for decode; needs xllamacpp"
     )
     sub.add_argument(
         "--task", metavar="DIR", help="folder of a task with sentences, for serve (default built-in reviews)"

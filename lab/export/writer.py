@@ -167,15 +167,8 @@ def write_graphs(
     source: the segments of a model of rows, or the TokenGraphs of a model of tokens. web: also write model_web.onnx.
     Raises ValueError for an unknown precision, and for a rule that cannot be exported if `segments` is false.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    settings = _rounding(model, precision)
     own, made, tokens = parameters_of(model), {}, model.unit == "tokens"
-    if precision == "int4" and not tokens:
-        raise ValueError("int4 is for decoders that generate text, found another model; export it in int8")
-    settings: dict = {"dtype": np.float16 if precision == "float16" else np.float32}
-    if precision.startswith("int"):
-        in_blocks = {"rounded": block_maps(model), "bits": int(precision.removeprefix("int"))} if tokens else {}
-        settings |= in_blocks or {"rounded": int8_maps(model)}
     metadata = {} if tokens else {key: getattr(source.model, key) for key in OF_ROWS}
     metadata |= source.metadata
     encoder = rule.embed and rule.embed.states  # its states are averaged to the embeddings
@@ -215,6 +208,19 @@ def write_graphs(
         **(_costs(source, segments) if not tokens else {"weights": token_weights(model.backbone)._asdict()}),
         "graphs": graphs,
     }
+
+
+def _rounding(model: nn.Module, precision: str) -> dict:
+    """What a Builder is told of a precision. Raises ValueError if the model does not have it."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if not precision.startswith("int"):
+        return {"dtype": np.dtype(precision).type}
+    if model.unit == "tokens":
+        return {"dtype": np.float32, "rounded": block_maps(model), "bits": int(precision.removeprefix("int"))}
+    if precision == "int4":
+        raise ValueError("int4 is for decoders that generate text, found another model; export it in int8")
+    return {"dtype": np.float32, "rounded": int8_maps(model)}
 
 
 def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable]:
