@@ -227,14 +227,16 @@ class Builder:
         """x (N, I), weight (O, I), bias (O,) -> (N, O)."""
         return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
 
-    def linear_rounded(self, x: str, weight: Tensor, bias: Tensor | None) -> str:
+    def linear_rounded(self, x: str, weight: Tensor, bias: str | None) -> str:
         """A linear map whose weights are rounded: x (N, I) float32 -> (N, O)."""
-        if self.bits is None:
-            return self.linear_int8(x, weight, bias)
-        name, (outputs, inputs) = self.packed(weight), weight.shape
-        rest = [f"{name}_scales", f"{name}_zeros", "", *([] if bias is None else [self.parameter(bias)])]
-        sizes = {"N": outputs, "K": inputs, "bits": self.bits, "block_size": BLOCK, "accuracy_level": IN_INT8}
-        return self.op("MatMulNBits", x, name, *rest, domain=MICROSOFT, **sizes)
+        return self.linear_in_blocks(x, weight, bias) if self.bits else self.linear_int8(x, weight, bias)
+
+    def linear_in_blocks(self, x: str, weight: Tensor, bias: str | None, rows: slice = slice(None)) -> str:
+        """The same for some rows of a weight that is rounded in blocks."""
+        name, (outputs, inputs) = self.packed(weight, rows), weight.shape
+        rest = [f"{name}_scales", f"{name}_zeros", *([] if bias is None else ["", bias])]
+        sizes = {"N": len(range(outputs)[rows]), "K": inputs, "bits": self.bits, "block_size": BLOCK}
+        return self.op("MatMulNBits", x, name, *rest, domain=MICROSOFT, accuracy_level=IN_INT8, **sizes)
 
     def embedding_rounded(self, ids: str, weight: Tensor) -> str:
         """The rows of `ids` of embeddings that are rounded in blocks, which the LM head may share."""
@@ -246,13 +248,13 @@ class Builder:
         whole = width % BLOCK == 0  # else the last block is filled up with numbers that no row has
         return found if whole else self.op("Slice", found, *map(self.integers, (0, width, -1)))
 
-    def packed(self, weight: Tensor) -> str:
-        """The name of a matrix (O, I) in blocks of a row, as MatMulNBits reads it: (O, I / BLOCK, bytes of a block)
+    def packed(self, weight: Tensor, rows: slice = slice(None)) -> str:
+        """The name of rows of a matrix (O, I) in blocks, as MatMulNBits reads it: (O, I / BLOCK, bytes of a block)
         uint8. With _scales (O, I / BLOCK) and _zeros, the blocks' whole numbers of 0, packed as the weights are."""
         name, weight = self._named(weight)
-        packed = f"{name}_int{self.bits}"
+        packed = f"{name}_int{self.bits}" if rows == slice(None) else f"{name}[{rows.start}:{rows.stop}]_int{self.bits}"
         if packed not in self.weights:
-            matrix = self._array(weight)
+            matrix = self._array(weight)[rows]
             (outputs, inputs), numbers = matrix.shape, 8 // self.bits  # of a byte
             blocks = -(-inputs // BLOCK)
             columns = np.zeros((blocks * BLOCK, outputs), np.float32)
@@ -264,7 +266,7 @@ class Builder:
             self.weights |= {packed: values, f"{packed}_scales": scales, f"{packed}_zeros": zeros}
         return packed
 
-    def linear_int8(self, x: str, weight: Tensor, bias: Tensor | None) -> str:
+    def linear_int8(self, x: str, weight: Tensor, bias: str | None) -> str:
         """A linear map with int8 weights and a scale per output; x is quantised to uint8 when the graph runs.
 
         ONNX Runtime fuses these nodes. Weights are rounded to -63 .. 63: a processor without VNNI adds two products in
@@ -279,7 +281,7 @@ class Builder:
         rounded, step, zero = self.several(3, "DynamicQuantizeLinear", x)
         product = self.cast(self.op("MatMulInteger", rounded, whole, zero), np.float32)
         y = self.op("Mul", product, self.op("Mul", step, scale))
-        return y if bias is None else self.op("Add", y, self.parameter(bias))
+        return y if bias is None else self.op("Add", y, bias)
 
     # ---- Parts ----
     def cast(self, x: str, dtype: type) -> str:
@@ -324,6 +326,7 @@ class Builder:
         graph.input.extend(info for info in self._inputs.values() if info.name in used)
         values = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
         values |= {weight: stored(weight, array, offsets.get(weight)) for weight, array in self.weights.items()}
+        _own_copies(graph, values)
         _place(graph, values, self.weights if self.flat else ())
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
         opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(MICROSOFT, 1)] if self.bits else [])]
@@ -376,6 +379,29 @@ def _used(graph: GraphProto) -> set[str]:
     """All names that nodes of a graph or of its branches take."""
     own = {name for node in graph.node for name in node.input}
     return own.union(*map(_used, branches_of(graph)))
+
+
+def _own_copies(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
+    """A matrix in blocks that several branches use becomes one initialiser in each, of the same bytes beside the graph.
+
+    In nested branches ONNX Runtime packs no weight of a graph around them, and MatMulNBits is 60 times slower without.
+    """
+    users = [(part, node) for part in _parts(graph) for node in part.node if node.op_type == "MatMulNBits"]
+    count = Counter(name for _, node in users for name in {*node.input[1:4]})
+    for part, node in users:
+        for at, name in enumerate(node.input[1:4], start=1):
+            if count[name] > 1 and part is not graph:
+                node.input[at] = f"{name}@{part.name}"
+                copy = TensorProto.FromString(tensors[name].SerializeToString())
+                copy.name = node.input[at]
+                tensors[copy.name] = copy
+
+
+def _parts(graph: GraphProto) -> Iterator[GraphProto]:
+    """A graph and all its branches."""
+    yield graph
+    for branch in branches_of(graph):
+        yield from _parts(branch)
 
 
 def _place(graph: GraphProto, tensors: dict[str, TensorProto], outside: Collection[str] = ()) -> None:

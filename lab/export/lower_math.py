@@ -310,7 +310,11 @@ def linear(x: Value, weight, bias=None) -> Value:
     """A Gemm on the flat value, which also adds the bias; or what the Builder has for a weight that it rounds."""
     shape = [*x.shape[:-1], weight.shape[0]]
     if id(weight) in x.g.rounded:
-        return x.flat_like(x.g.linear_rounded(x.flat, weight, bias), shape)
+        return x.flat_like(x.g.linear_rounded(x.flat, weight, None if bias is None else name_of(bias, x)), shape)
+    matrix, *part = getattr(weight, "rows", None) or (None,)
+    if x.g.bits and id(matrix) in x.g.rounded:  # some of the outputs, such as keys and values without queries
+        bias = None if bias is None else name_of(bias, x)
+        return x.flat_like(x.g.linear_in_blocks(x.flat, matrix, bias, slice(*part)), shape)
     names = [name_of(each, x) for each in (weight, bias) if each is not None]
     return x.flat_like(x.g.gemm(x.flat, *names), shape)
 

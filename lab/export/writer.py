@@ -192,7 +192,7 @@ def write_graphs(
             _write_encoder(encoder, made["encoder"])
     weights, graphs = {name: values for each in made.values() for name, values in each.weights.items()}, {}
     (folder / WEIGHTS).parent.mkdir(exist_ok=True)
-    offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1)
+    offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1 or "bits" in settings)
     for name, builder in made.items():
         graph, path = builder.model(name, offsets), (folder / WEIGHTS).with_name(f"{name}.onnx")
         onnx.save(graph, path)
