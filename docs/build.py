@@ -34,7 +34,7 @@ CODE = (
     "mini_ee/*.py",
     "export/*.py",
     "lab/*.py",
-    *(f"lab/{each}/*.py" for each in FOLDERS),
+    *(f"lab/{folder}/*.py" for folder in FOLDERS),
     "serve/*.py",
     "tests/spec/*.py",
 )
@@ -76,7 +76,7 @@ def code_pages() -> dict[str, Page]:
     """The Python files that have a page."""
     paths = sorted(path for pattern in CODE for path in ROOT.glob(pattern) if not path.name.startswith("__"))
     sources = [path.relative_to(ROOT).as_posix() for path in paths]
-    return {each: Page(each.replace(".py", ".html"), Path(each).name, Code(each)) for each in sources}
+    return {source: Page(source.replace(".py", ".html"), Path(source).name, Code(source)) for source in sources}
 
 
 def groups_of(code: dict[str, Page], live: str) -> dict[str, list[Page]]:
@@ -144,12 +144,12 @@ def navigation(groups: dict[str, list[Page]], current: Page) -> str:
 def steps(order: list[Page], current: Page) -> str:
     """Links to the previous and the next page."""
     paths = [page.path for page in order]
-    at, found = paths.index(current.path), []
+    at, links = paths.index(current.path), []
     for other, mark in ((at - 1, "← {}"), (at + 1, "{} →")):
         if 0 <= other < len(order):
             name = mark.format(html.escape(order[other].name))
-            found.append(f'<a href="{relative(order[other].path, current.path)}">{name}</a>')
-    return " ".join(found)
+            links.append(f'<a href="{relative(order[other].path, current.path)}">{name}</a>')
+    return " ".join(links)
 
 
 def build(out: Path, live: str) -> list[Page]:
@@ -157,7 +157,7 @@ def build(out: Path, live: str) -> list[Page]:
     code = code_pages()
     groups = groups_of(code, live)
     listed = _in_order(groups)
-    pages = listed + [page for page in code.values() if page.path not in {each.path for each in listed}]
+    pages = listed + [page for page in code.values() if page.path not in {listed_page.path for listed_page in listed}]
     links, template = links_of(pages), Template((HERE / "page.html").read_text())
     for page in pages:
         content, is_code = page.content, isinstance(page.content, Code)
@@ -179,7 +179,7 @@ def build(out: Path, live: str) -> list[Page]:
     for path in filter(lambda path: (ROOT / path).is_file(), links.files):
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / path, out / path)
-    if broken := [each for each in links.broken if not re.search(rf": {FOLDER}/", each)]:
+    if broken := [link for link in links.broken if not re.search(rf": {FOLDER}/", link)]:
         raise ValueError("these links lead nowhere:\n" + "\n".join(sorted(set(broken))))
     return pages
 
@@ -190,8 +190,8 @@ def main() -> None:
     parser.add_argument("--no-live", action="store_true", help="leave out the model that runs in the browser")
     args, begin = parser.parse_args(), time.perf_counter()
     if args.out.is_file() or args.out.is_dir() and any(args.out.iterdir()):
-        found = "a file" if args.out.is_file() else "files in it"
-        parser.error(f"{args.out}: expected an empty folder or a new one, found {found}")
+        actual = "a file" if args.out.is_file() else "files in it"
+        parser.error(f"{args.out}: expected an empty folder or a new one, found {actual}")
     args.out.mkdir(parents=True, exist_ok=True)
     live = missing("this site was built with --no-live") if args.no_live else write_live(args.out)
     pages = build(args.out, live)

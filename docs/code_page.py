@@ -39,7 +39,7 @@ class Code:
         self.rows = {1: Row()}  # by their first line
         self.hidden = _lines(self.tree.body[0]) if self.head else set()  # lines of text
         statements = [node for node in self.tree.body if _lines(node).isdisjoint(self.hidden)]
-        self._row(next((each.lineno for each in statements if not isinstance(each, IMPORTS)), 1))  # ends the imports
+        self._row(next((node.lineno for node in statements if not isinstance(node, IMPORTS)), 1))  # ends the imports
         self._comments()
         self._documented(self.tree)
 
@@ -48,14 +48,14 @@ class Code:
 
     def _comments(self) -> None:
         """Comments on lines of their own: text of the lines below them."""
-        lines, block, own = self.text.splitlines(), [], {}
+        lines, block, comments = self.text.splitlines(), [], {}
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
-                own[token.start[0]] = token.string.lstrip("# ")
-        for number, words in own.items():
+                comments[token.start[0]] = token.string.lstrip("# ")
+        for number, words in comments.items():
             self.hidden.add(number)
             block.append(words)
-            if number + 1 in own:
+            if number + 1 in comments:
                 continue
             below = next((n for n in range(number + 1, len(lines) + 1) if lines[n - 1].strip()), number)
             if match := SECTION.match(" ".join(block)):
@@ -69,7 +69,7 @@ class Code:
         before = None
         for node in parent.body:
             if isinstance(node, DEFINITIONS):
-                row = self._row(min(each.lineno for each in (node, *node.decorator_list)))
+                row = self._row(min(part.lineno for part in (node, *node.decorator_list)))
                 row.name = f"{prefix}{node.name}"
                 if docstring := ast.get_docstring(node):
                     row.text = "\n\n".join(filter(None, (row.text, docstring)))
@@ -118,15 +118,15 @@ class Code:
 
     def _text(self, docstring: str, links: Links, page: str) -> str:
         """A docstring as HTML: Markdown, and lists in columns."""
-        found = []
+        parts = []
         for block in re.split(r"\n\s*\n(?=\S)", docstring.strip("\n")):
             if re.search(r"^\s*>>> ", block):
-                found.append(f"<pre><code>{highlighted(textwrap.dedent(block), 'pycon')}</code></pre>")
+                parts.append(f"<pre><code>{highlighted(textwrap.dedent(block), 'pycon')}</code></pre>")
             elif re.match(r"\S.*?\S {2,}\S|\S+:$", block):
-                found.append(self._columns(block, links, page))
+                parts.append(self._columns(block, links, page))
             else:
-                found.append(links.render(DOCSTRING.parse(block), self.source, page, DOCSTRING))
-        return "".join(found)
+                parts.append(links.render(DOCSTRING.parse(block), self.source, page, DOCSTRING))
+        return "".join(parts)
 
     def _columns(self, block: str, links: Links, page: str) -> str:
         """Terms, two or more spaces, what they mean; indented lines continue, and may be columns themselves."""
@@ -138,12 +138,12 @@ class Code:
                 entries.append([line, []])
             else:
                 entries[-1][1].append(line)
-        found = []
+        terms = []
         for term, lines in entries:
             meaning = textwrap.dedent("\n".join(lines))
             term = links.render(DOCSTRING.parseInline(term), self.source, page, DOCSTRING)
-            found.append(f"<dt>{term}</dt><dd>{self._text(meaning, links, page)}</dd>")
-        return f"<dl>{''.join(found)}</dl>"
+            terms.append(f"<dt>{term}</dt><dd>{self._text(meaning, links, page)}</dd>")
+        return f"<dl>{''.join(terms)}</dl>"
 
 
 def _lines(node: ast.AST) -> set[int]:
@@ -152,16 +152,16 @@ def _lines(node: ast.AST) -> set[int]:
 
 def _targets(tree: ast.Module, links: Links, page: str) -> dict[str, str]:
     """Address of each name that the file imports from a file that has a page."""
-    found = {}
+    targets = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 for module, anchor in ((f"{node.module}.{alias.name}", ""), (node.module, f"#{alias.name}")):
                     path = f"{re.sub(RING, '', module).replace('.', '/')}.py"
                     if path in links.pages and (not anchor or (path, alias.name) in links.anchors):
-                        found[alias.asname or alias.name] = relative(links.pages[path], page) + anchor
+                        targets[alias.asname or alias.name] = relative(links.pages[path], page) + anchor
                         break
-    return found
+    return targets
 
 
 def _linked(code: str, targets: dict[str, str]) -> str:

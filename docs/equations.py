@@ -13,10 +13,10 @@ def mathml(latex: str, display: bool) -> str:
     """A formula in LaTeX as MathML. Raises ValueError for a command that the library does not know."""
     for command, known in SPELLED.items():
         latex = latex.replace(command, known)
-    found = convert(latex, display="block" if display else "inline")
-    if unknown := re.findall(r"<m[io]>(\\[^<]*)<", found):
+    markup = convert(latex, display="block" if display else "inline")
+    if unknown := re.findall(r"<m[io]>(\\[^<]*)<", markup):
         raise ValueError(f"latex2mathml does not know {', '.join(unknown)} in {latex}: use another command")
-    return found
+    return markup
 
 
 def latex_of_docstring(text: str) -> str:

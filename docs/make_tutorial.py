@@ -133,7 +133,7 @@ def chapters() -> list[Path]:
 
 
 def appendix() -> list[Path]:
-    """Scripts and pages of Markdown, a_NAME to d_NAME."""
+    """Scripts and pages of Markdown, a_NAME to e_NAME."""
     return sorted(path for path in FOLDER.glob("[a-z]_*") if path.suffix in (".py", ".md"))
 
 

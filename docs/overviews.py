@@ -28,8 +28,8 @@ def paper_notes(paper: str) -> tuple[str, Text]:
 
 def methods_table(files: dict[str, Code]) -> str:
     """Markdown: every method of the registry with the first line of its file."""
-    about = "`mini-ee train NAME` trains each of them; `mini-ee train NAME --help-all` lists its options."
-    lines = ["# All methods", "", about, ""]
+    lead = "`mini-ee train NAME` trains each of them; `mini-ee train NAME --help-all` lists its options."
+    lines = ["# All methods", "", lead, ""]
     for folder, title in (("methods", "Papers"), ("baselines", "Baselines")):
         lines += [f"## {title}", "", "| method | idea |", "|---|---|"]
         paths = {
@@ -45,9 +45,9 @@ def methods_table(files: dict[str, Code]) -> str:
 def all_files(files: dict[str, Code]) -> str:
     """Markdown: every file that has a page, by folder, with the first line of it."""
     lines = ["# All files", ""]
-    for folder, each in groupby(files.values(), key=lambda code: code.source.rpartition("/")[0]):
+    for folder, group in groupby(files.values(), key=lambda code: code.source.rpartition("/")[0]):
         lines += [f"## {folder}/", "", "| file | what it contains |", "|---|---|"]
-        lines += [f"| [{Path(code.source).name}]({code.source}) | {_cell(code.title)} |" for code in each]
+        lines += [f"| [{Path(code.source).name}]({code.source}) | {_cell(code.title)} |" for code in group]
         lines.append("")
     return "\n".join(lines)
 

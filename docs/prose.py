@@ -79,7 +79,7 @@ class Text:
 
 
 def _words(inline: Token) -> str:
-    return "".join(each.content for each in inline.children)
+    return "".join(child.content for child in inline.children)
 
 
 def _flat(tokens: list[Token]) -> Iterator[Token]:
@@ -104,14 +104,14 @@ class Links:
         path, _, anchor = address.partition("#")
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
         target = f"{target}/README.md" if f"{target}/README.md" in self.pages else target
-        found = self.anchors.get((target, anchor)) or self.pages.get(target)
-        if found is None:
-            found = target
+        destination = self.anchors.get((target, anchor)) or self.pages.get(target)
+        if destination is None:
+            destination = target
             if not (ROOT / target).is_file():
                 self.broken.append(f"{source}: {address}")
             self.files.add(target)
-        here = found == page and anchor
-        return ("" if here else relative(found, page)) + (f"#{anchor}" if anchor else "")
+        here = destination == page and anchor
+        return ("" if here else relative(destination, page)) + (f"#{anchor}" if anchor else "")
 
     def mentioned(self, name: str, source: str) -> str | None:
         """The page of a file that a text names by its path, from the root, lab/ or this folder, or by its name."""
@@ -119,8 +119,8 @@ class Links:
         for path in (name, posixpath.join(here, name), f"lab/{name}"):
             if path in self.pages:
                 return self.pages[path]
-        found = [page for path, page in self.pages.items() if path.endswith(f"/{name}") and path.startswith("lab/")]
-        return found[0] if len(found) == 1 else None
+        pages = [page for path, page in self.pages.items() if path.endswith(f"/{name}") and path.startswith("lab/")]
+        return pages[0] if len(pages) == 1 else None
 
     def render(self, tokens: list[Token], source: str, page: str, parser: MarkdownIt = MARKDOWN) -> str:
         """The tokens as HTML, with addresses for this page."""
@@ -159,8 +159,8 @@ class Links:
         """The text as HTML, in which names of files with a page are links."""
 
         def link(match: re.Match) -> str:
-            found = self.mentioned(match[0], source)
-            return f'<a href="{relative(found, page)}">{match[0]}</a>' if found and found != page else match[0]
+            target = self.mentioned(match[0], source)
+            return f'<a href="{relative(target, page)}">{match[0]}</a>' if target and target != page else match[0]
 
         return FILE_NAME.sub(link, html.escape(text))
 

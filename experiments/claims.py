@@ -35,7 +35,7 @@ def judge_claim(claim: dict, data: PageData) -> Judged:
     """
     comparisons = judged([compare_cases(comparison, data) for comparison in comparisons_of(claim)])
     verdict = UNTESTED if "unseen" in claim else verdict_of(comparisons)
-    if verdict == FAILS and not all(data.found[name]["seeds"] for name in claim.get("tried", {}).get("cases", [])):
+    if verdict == FAILS and not all(data.records[name]["seeds"] for name in claim.get("tried", {}).get("cases", [])):
         verdict = MISSING
     return Judged(claim, comparisons, verdict)
 
@@ -49,14 +49,14 @@ def compare_cases(compare: dict, data: PageData) -> Compared | None:
     both = [_side(data, compare, side) for side in ("more", "than")]
     seeds = sorted(set.intersection(*(set(values) for values in both if values is not None)))
     names = {name for side in ("more", "than") for name, _ in sides(compare, side)}
-    run = len(set.intersection(*(set(data.found[name]["seeds"]) for name in names)))
+    run = len(set.intersection(*(set(data.records[name]["seeds"]) for name in names)))
     if not seeds:
         return NO_SEED_HAS_IT if run >= LEAST_SEEDS else None
     more, than = ([values[seed] if values is not None else compare["than"] for seed in seeds] for values in both)
     more = [value * compare.get("times", 1) for value in more]
     row_error = _row_error(compare, data, seeds)
-    found = compared(more, than, compare.get("by", 0.0), compare.get("exact", False), row_error, compare.get("size"))
-    return found._replace(verdict=UNTESTED) if found.seeds < LEAST_SEEDS <= run else found
+    result = compared(more, than, compare.get("by", 0.0), compare.get("exact", False), row_error, compare.get("size"))
+    return result._replace(verdict=UNTESTED) if result.seeds < LEAST_SEEDS <= run else result
 
 
 def _row_error(compare: dict, data: PageData, seeds: list[str]) -> float:
@@ -81,15 +81,15 @@ def _row_variance(parts: list, rows: int, data: PageData, seeds: list[str]) -> f
     than independent ones. The shares of a side are averaged first.
     """
     examples = [[data.examples(*pair, seed) for seed in seeds] for _, pair in parts]
-    if all(each is not None for one in examples for each in one):
+    if all(outcome is not None for one in examples for outcome in one):
         total = sum(weight * np.mean(one, axis=0) for (weight, _), one in zip(parts, examples))
         return float(np.var(total, ddof=1)) / rows
     variance = 0.0
     for sign in (1, -1):
-        own = [(sign * weight, data.values(*pair)) for weight, pair in parts if sign * weight > 0]
-        if own:
-            share = float(np.mean([values[seed] for _, values in own for seed in seeds]))
-            variance += sum(weight for weight, _ in own) ** 2 * share * (1 - share) / rows
+        subtracted = [(sign * weight, data.values(*pair)) for weight, pair in parts if sign * weight > 0]
+        if subtracted:
+            share = float(np.mean([values[seed] for _, values in subtracted for seed in seeds]))
+            variance += sum(weight for weight, _ in subtracted) ** 2 * share * (1 - share) / rows
     return variance
 
 
@@ -98,6 +98,6 @@ def _side(data: PageData, compare: dict, side: str) -> dict[str, float] | None:
     pairs = sides(compare, side)
     if not pairs:
         return None
-    found = [data.values(*pair) for pair in pairs]
-    shared = set.intersection(*(set(values) for values in found))
-    return {seed: float(np.mean([values[seed] for values in found])) for seed in shared}
+    by_pair = [data.values(*pair) for pair in pairs]
+    shared = set.intersection(*(set(values) for values in by_pair))
+    return {seed: float(np.mean([values[seed] for values in by_pair])) for seed in shared}

@@ -104,21 +104,21 @@ def of_rows(run: Run, task: Task, reference: dict | None) -> tuple[dict, dict, S
     for point in picked.values():
         timed.append((whole if is_full(point) else run.segments(), rule_from_dict(point["rule"]), encoded))
     full, *seconds = measure_seconds(timed, order, repeats=1)
-    for (name, point), each in zip(picked.items(), seconds):
+    for (name, point), point_seconds in zip(picked.items(), seconds):
         figures |= {f"score {name}": point["score"], f"saved {name}": point["layers_saved"]}
-        figures |= {f"operations {name}": point["flops_ratio"], f"speed-up {name}": float(full / each)}
+        figures |= {f"operations {name}": point["flops_ratio"], f"speed-up {name}": float(full / point_seconds)}
     rules = {name: point["rule"] for name, point in picked.items()} | {"default": run.rule.to_dict()}
     rules |= {"policy": Policy().to_dict()} if has_policy else {}
-    about = {"rules": rules, "curve": [point["rule"] for point in offered]}
+    metadata = {"rules": rules, "curve": [point["rule"] for point in offered]}
     stored = chosen_on.take(np.arange(min(STORED_ROWS, len(held_out))))
-    made = SeedRecord(reported, stored, about)
+    made = SeedRecord(reported, stored, metadata)
     return figures | at_costs(made), lists, made
 
 
 def at_costs(made: SeedRecord) -> dict[str, float]:
     """The scores at most at shares of the full model's FLOPs; without those that no rule reaches."""
-    found = {name: values_of(made, name) for name in (f"score {share}" for share in FLOPS_SHARES)}
-    return {name: float(values.mean()) for name, values in found.items() if values is not None}
+    scores = {name: values_of(made, name) for name in (f"score {share}" for share in FLOPS_SHARES)}
+    return {name: float(values.mean()) for name, values in scores.items() if values is not None}
 
 
 def _exits(run: Run, task: Task, rows: Split, reported: Record) -> dict[str, float]:
@@ -152,9 +152,9 @@ def _picked(
     chosen = {}
     for name, loss in LOSSES.items():
         least = reference["hold-out full"] - loss - ROUNDING
-        found = choose(points, fewest_flops, lambda point, least=least: point["score"] >= least)
-        if found or not never["layers_saved"]:  # if tokens exit, every rule saves something: then none may be found
-            chosen[f"at {name.replace('_', ' ')}"] = found or never
+        cheapest = choose(points, fewest_flops, lambda point, least=least: point["score"] >= least)
+        if cheapest or not never["layers_saved"]:  # if tokens exit, every rule saves something: then none may be found
+            chosen[f"at {name.replace('_', ' ')}"] = cheapest or never
     picked = {name: on_reported(point) for name, point in chosen.items()}
     offered = [on_reported(point) for point in points[:: max(1, len(points) // CURVE_POINTS)]]
     return picked, offered, chosen
@@ -166,12 +166,15 @@ def _trained_rows(run: Run, task: Task, rule) -> dict[str, float]:
     train = subset(parts.train, TRAIN_ROWS, run.config["seed"])
     recorded = record(run.segments(), run.encode(train.texts), BATCH_SIZE, "reading")
     figures = {}
-    for each in by_exit(recorded, recorded.replay(rule).exit_index, train.labels):
-        layer = each["layer"]
-        figures |= {f"loss after {layer}": each["loss"], f"left after {layer}": each["left"] / len(train)}
-        if each["left"]:
-            figures[f"loss after {layer} of those that left"] = each["left_loss"]
-            figures[f"accuracy after {layer} of those that left"] = each["left_accuracy"]
+    for exit_figures in by_exit(recorded, recorded.replay(rule).exit_index, train.labels):
+        layer = exit_figures["layer"]
+        figures |= {
+            f"loss after {layer}": exit_figures["loss"],
+            f"left after {layer}": exit_figures["left"] / len(train),
+        }
+        if exit_figures["left"]:
+            figures[f"loss after {layer} of those that left"] = exit_figures["left_loss"]
+            figures[f"accuracy after {layer} of those that left"] = exit_figures["left_accuracy"]
     if hardness := hardness_in_training(run, task, BATCH_SIZE):
         figures["hardness and loss"] = hardness["spearman"]["loss"]
         figures["hardness and forgetting"] = hardness["spearman"]["forgetting events"]
@@ -257,9 +260,9 @@ def of_tokens(run: Run, task: None, reference: dict | None) -> Measured:
         lists |= {f"{key} after {layer}": [point[key][k] for point in history] for key in ("agreement", "entropy")}
     _, calibration, new = written_texts(run, run.config["seed"])
     recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, new)]
-    for found in at_equal_agreement(*recorded, (CONFIDENCE_MEASURE, "max_probability", "entropy")):
-        measure = "" if found["measure"] == CONFIDENCE_MEASURE else f", {found['measure'].replace('_', ' ')}"
-        figures[f"saved at {found['level']:g}{measure}".replace("0.", ".")] = found["layers_saved"]
+    for row in at_equal_agreement(*recorded, (CONFIDENCE_MEASURE, "max_probability", "entropy")):
+        measure = "" if row["measure"] == CONFIDENCE_MEASURE else f", {row['measure'].replace('_', ' ')}"
+        figures[f"saved at {row['level']:g}{measure}".replace("0.", ".")] = row["layers_saved"]
     return figures, lists
 
 
@@ -269,10 +272,10 @@ def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) 
     seed, reference_text = run.config["seed"], None
     if text is not None:
         reference_text = record_texts(run.model, held_text(text, run, seed), progress="reading", last=False)
-    found = sweep(run, CONFIDENCE_MEASURE, reference_text, None, seed)
+    swept = sweep(run, CONFIDENCE_MEASURE, reference_text, None, seed)
     if reference_text is not None:
-        figures["full perplexity"] = found["full_perplexity"]
-    for epsilon, row in zip(EPSILONS, found["rows"]):
+        figures["full perplexity"] = swept["full_perplexity"]
+    for epsilon, row in zip(EPSILONS, swept["rows"]):
         at = f"at epsilon {epsilon:g}".replace("0.", ".")
         figures |= {f"end to end {at}": row["end_to_end"], f"saved {at}": row["layers_saved"]}
         heads = zip(run.exits, row["agreement"])
@@ -291,13 +294,13 @@ def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) 
 
 def of_writing(run: Run, text: Path | None, reference: dict | None, sampling: Sampling = Sampling()) -> Measured:
     """Generated text with the method's own rules: Rouge-L against the full model's text, by share of layers saved."""
-    found = compare_tokens([run], None, None, sampling, True, run.config["seed"])
-    full, *own = found["rows"]
+    compared = compare_tokens([run], None, None, sampling, True, run.config["seed"])
+    full, *early_rows = compared["rows"]
     figures, lists = {"full against references": full["rouge_l_reference"]}, {}
-    for row in own:
-        measure = "" if len(own) == 1 else f" {row['measure']}"
+    for row in early_rows:
+        measure = "" if len(early_rows) == 1 else f" {row['measure']}"
         points = sorted((point["layers_saved"], point["rouge_l"]) for point in [row, *row["curve"]])
-        saved, rouge = (list(each) for each in zip(*points))
+        saved, rouge = (list(column) for column in zip(*points))
         figures |= {f"Rouge-L{measure}": row["rouge_l"], f"saved{measure}": row["layers_saved"]}
         for share in SAVED_PERCENT:
             if saved[0] <= share / 100 <= saved[-1]:

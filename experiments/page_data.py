@@ -33,7 +33,7 @@ class PageData(NamedTuple):
     """The records of all cases of a recipe, and the names that its page prints."""
 
     cases: dict[str, Case]
-    found: dict[str, dict]  # case -> its record
+    records: dict[str, dict]  # case -> its record
     figure_names: dict[str, str] = {}  # pattern of a figure's key in a record -> what the page calls it
     case_names: dict[str, str] = {}  # pattern in a case's name -> what the page prints for it, applied in this order
     folder: Path | None = None  # of the JSON files; None: there are no records of single examples
@@ -45,7 +45,7 @@ class PageData(NamedTuple):
 
     def values(self, case: str, figure: str) -> dict[str, float]:
         """Seed -> figure, of the seeds that have it. Seconds of trainings on a GPU are left out: others are a CPU's."""
-        seeds = self.found[case]["seeds"].items()
+        seeds = self.records[case]["seeds"].items()
         if figure == TRAIN_SECONDS:
             seeds = [(seed, made) for seed, made in seeds if "gpu" not in made["how"]]
         return {seed: made["figures"][figure] for seed, made in seeds if figure in made["figures"]}
@@ -60,8 +60,8 @@ class PageData(NamedTuple):
         task = str(self.cases[case].options.get("task"))
         if self.cases[case].measure not in READ_A_TASK or not TEST_SHARE.fullmatch(figure):
             return task, 0
-        made = self.found[case]["seeds"].values()
-        return task, min((each["test_rows"] for each in made), default=0)
+        made = self.records[case]["seeds"].values()
+        return task, min((record["test_rows"] for record in made), default=0)
 
     def examples(self, case: str, figure: str, seed: str) -> np.ndarray | None:
         """(N,): a figure of each reported example, of which the figure is the mean; None if it is not recorded.
@@ -70,7 +70,7 @@ class PageData(NamedTuple):
         """
         if self.folder is None:
             return None
-        path = record_of(self.folder, self.found[case].get("selected", {}).get(seed, case))
+        path = record_of(self.folder, self.records[case].get("selected", {}).get(seed, case))
         values = example_values(path, int(seed), figure)
         if values is None:
             return None
@@ -97,14 +97,14 @@ class PageData(NamedTuple):
 def read_data(folder: Path, recipe: dict) -> PageData:
     """The records of a recipe's cases under a folder."""
     cases = cases_of(recipe)
-    found = {name: read_case(folder, case) for name, case in cases.items() if not case.of}
-    found |= {name: _selected(case, found) for name, case in cases.items() if case.of}
-    return PageData(cases, found, recipe.get("figure_names", {}), recipe.get("case_names", {}), folder)
+    by_case = {name: read_case(folder, case) for name, case in cases.items() if not case.of}
+    by_case |= {name: _selected(case, by_case) for name, case in cases.items() if case.of}
+    return PageData(cases, by_case, recipe.get("figure_names", {}), recipe.get("case_names", {}), folder)
 
 
-def _selected(case: Case, found: dict[str, dict]) -> dict:
+def _selected(case: Case, by_case: dict[str, dict]) -> dict:
     """The record of a case that is selected from others. A seed is left out if one of them lacks it, or the figure."""
-    records = {name: found[name]["seeds"] for name in case.of}
+    records = {name: by_case[name]["seeds"] for name in case.of}
     chosen, seeds = {}, set.intersection(*map(set, records.values()))
     for seed in sorted(seeds, key=int):
         figures = {name: made[seed]["figures"] for name, made in records.items()}
@@ -137,5 +137,5 @@ def cell(values: list[float], figure: str, seeds: int, digits: int | None = None
     mean = printed(float(np.mean(values)), figure, digits)
     decimals = len(mean.partition(".")[2])
     spread = (100 if is_share(figure) else 1) * float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    about = f" ±{spread:,.{decimals}f}" if round(spread, decimals) else ""
-    return mean + about + (f" ({len(values)} of {seeds} seeds)" if len(values) < seeds else "")
+    margin = f" ±{spread:,.{decimals}f}" if round(spread, decimals) else ""
+    return mean + margin + (f" ({len(values)} of {seeds} seeds)" if len(values) < seeds else "")

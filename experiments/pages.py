@@ -58,7 +58,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     filters = percent, points, number, plus_minus, signed, table, rows
-    environment.filters |= {each.__name__: each for each in filters}
+    environment.filters |= {function.__name__: function for function in filters}
     return environment
 
 
@@ -94,16 +94,16 @@ class Interval(Protocol):
     def high(self) -> float: ...
 
 
-def plus_minus(found: Interval, digits: int = 1, scale: float = 100) -> str:
+def plus_minus(estimate: Interval, digits: int = 1, scale: float = 100) -> str:
     """The mean and half the width of its interval, in percent unless another scale is given: 85.3 ±1.2."""
-    mean = f"{scale * _recorded(found.mean):.{digits}f}"
-    half = "?" if math.isnan(found.high) else f"{scale * (found.high - found.mean):.{digits}f}"
+    mean = f"{scale * _recorded(estimate.mean):.{digits}f}"
+    half = "?" if math.isnan(estimate.high) else f"{scale * (estimate.high - estimate.mean):.{digits}f}"
     return f"{mean.removeprefix('-') if not float(mean) else mean} ±{half}"
 
 
-def signed(found: Interval) -> str:
+def signed(estimate: Interval) -> str:
     """A difference in percentage points with its sign and half the width of its interval: +1.9 ±0.4."""
-    text = plus_minus(found)
+    text = plus_minus(estimate)
     return text if text.startswith(("-", "0.0 ")) else f"+{text}"
 
 

@@ -95,10 +95,10 @@ def _draw_curves(axes, panel: dict, data: PageData) -> int:
         if points is None:
             continue
         x, mean, low, high = points
-        own = series.get("colour", COLOURS.get(name))
-        colour = own or CYCLE[number % len(CYCLE)]
+        given = series.get("colour", COLOURS.get(name))
+        colour = given or CYCLE[number % len(CYCLE)]
         style = "o" if panel.get("points") else "o-" if len(x) <= 12 else "-"
-        look = {"linewidth": 2.4, "zorder": 3} if own not in (None, GREY) else {"linewidth": 1.3}
+        look = {"linewidth": 2.4, "zorder": 3} if given not in (None, GREY) else {"linewidth": 1.3}
         axes.plot(
             x,
             mean,
@@ -108,7 +108,7 @@ def _draw_curves(axes, panel: dict, data: PageData) -> int:
             label=f"_{name}" if series.get("silent") else name,
             **look,
         )
-        if style != "o" and own != GREY and (own or len(panel["series"]) < 3):
+        if style != "o" and given != GREY and (given or len(panel["series"]) < 3):
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         drawn += 1
     if all("over" in series and "x" not in series for series in panel["series"].values()):
@@ -205,7 +205,7 @@ def _legend(figure, grid) -> None:
 
 def draw_verdicts(path: Path, papers: dict[str, list]) -> None:
     """A square for each claim with its name, coloured by its verdict; a block of rows for each paper."""
-    rows = {title: [claim for claim in claims if not claim.about.get("control")] for title, claims in papers.items()}
+    rows = {title: [claim for claim in claims if not claim.entry.get("control")] for title, claims in papers.items()}
     heights = {title: -(-len(claims) // SQUARES) for title, claims in rows.items()}
     figure, axes = new_figure()
     figure.set_size_inches(10, 0.52 * sum(heights.values()) + 0.34 * len(rows) + 0.6)
@@ -242,7 +242,7 @@ def _over(series: dict, data: PageData):
 def _lists(series: dict, data: PageData):
     """The band over seeds of a curve, on a grid that the curves of all seeds span; None if there is none."""
     curves, case = [], filled(series["case"], None, series)
-    for made in data.found[case]["seeds"].values():
+    for made in data.records[case]["seeds"].values():
         if series["x"] in made["lists"]:
             x, y = (np.array(made["lists"][series[key]]) for key in "xy")
             order = np.argsort(x, kind="stable")

@@ -69,7 +69,7 @@ def cases_of(recipe: dict) -> dict[str, Case]:
             reference = reference and reference.format(**chosen)
             seeds = options.pop("seeds", experiment.get("seeds"))
             select = experiment.get("select", {"of": [], "by": ""})
-            of = tuple(each.format(**chosen) for each in select["of"])
+            of = tuple(pattern.format(**chosen) for pattern in select["of"])
             case = Case(
                 name, experiment["measure"], options, reference, experiment.get("reads"), seeds, of, select["by"]
             )
@@ -121,7 +121,7 @@ def cases_named(recipe: dict, cases: dict[str, Case]) -> dict[str, Case]:
                     named |= {series["case"].format(**series | row) for row in panel["rows"].values()}
                 else:
                     named |= {filled(series["case"], value, series) for value in series.get("over", [None])}
-    named |= {each for name in named if name in cases for each in cases[name].of}
+    named |= {other for name in named if name in cases for other in cases[name].of}
     if unknown := sorted(named - cases.keys()):
         raise ValueError(f"no experiment makes {', '.join(unknown)}")
     named |= {cases[name].reference for name in named if cases[name].reference}
@@ -146,14 +146,14 @@ def parts_of(compare: dict) -> list[dict]:
 
 def sides(compare: dict, side: str) -> list[tuple[str, str]]:
     """The (case, figure) pairs of one side of a comparison, without repetitions; an empty list if it is a number."""
-    found, figure = compare[side], compare.get("figure")
-    if isinstance(found, (int, float)):
+    given, figure = compare[side], compare.get("figure")
+    if isinstance(given, (int, float)):
         return []
-    if isinstance(found, dict):
-        found, figure = found["case"], found["figure"]
+    if isinstance(given, dict):
+        given, figure = given["case"], given["figure"]
     axes = compare.get("over", {})
     settings = (dict(zip(axes, values)) for values in product(*axes.values()))
-    return list(dict.fromkeys((found.format(**setting), figure.format(**setting)) for setting in settings))
+    return list(dict.fromkeys((given.format(**setting), figure.format(**setting)) for setting in settings))
 
 
 def panels_of(picture: dict) -> list[dict]:
@@ -162,11 +162,11 @@ def panels_of(picture: dict) -> list[dict]:
     """
     if one := picture.get("against"):
         series = picture["series"]
-        pairs = {name: {one: series[one], name: each} for name, each in series.items() if name != one}
+        pairs = {name: {one: series[one], name: line} for name, line in series.items() if name != one}
         return [picture | {"panel": name, "series": pair} for name, pair in pairs.items()]
     panels = [picture | panel for panel in picture.get("panels", [{}])]
     return [
-        panel | {"series": {name: each | panel.get("with", {}) for name, each in panel["series"].items()}}
+        panel | {"series": {name: line | panel.get("with", {}) for name, line in panel["series"].items()}}
         for panel in panels
     ]
 

@@ -60,12 +60,12 @@ def write_record(path: Path, seed: int, made: SeedRecord) -> SeedRecord:
         some, parts[part] = _to_arrays(recorded)
         arrays |= {f"{part}/{name}": np.ascontiguousarray(values) for name, values in some.items()}
     parts = json.loads(json.dumps(parts))  # as it is read back
-    own = Stored(made.about, parts, arrays, _sha256(parts, arrays))
+    stored = Stored(made.about, parts, arrays, _sha256(parts, arrays))
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.parent / "records.lock"):  # so that no two files name each other
-        if found := [other for other in _others(path) if own.sha256 in _by_sha256(other, outputs=False)]:
-            own = own._replace(arrays={}, outputs_of=found[0].stem)
-        write_bytes(path, _packed(_load(path) | {seed: own}))
+        if same := [other for other in _others(path) if stored.sha256 in _by_sha256(other, outputs=False)]:
+            stored = stored._replace(arrays={}, outputs_of=same[0].stem)
+        write_bytes(path, _packed(_load(path) | {seed: stored}))
     return read_records(path)[seed]
 
 
@@ -100,11 +100,11 @@ def _others(path: Path) -> list[Path]:
 
 def _complete(path: Path, outputs: bool = True) -> dict[int, Stored]:
     """What `_load` finds, with arrays from the files of other methods. Seeds that have no arrays there are left out."""
-    found = _load(path, outputs)
-    names = {stored.outputs_of for stored in found.values()} - {None}
+    seeds = _load(path, outputs)
+    names = {stored.outputs_of for stored in seeds.values()} - {None}
     others = {name: _by_sha256(path.with_stem(name), outputs) for name in names}
     complete = {}
-    for seed, stored in sorted(found.items()):
+    for seed, stored in sorted(seeds.items()):
         if stored.outputs_of is None:
             complete[seed] = stored
         elif other := others[stored.outputs_of].get(stored.sha256):
@@ -118,9 +118,9 @@ def _load(path: Path, outputs: bool = True) -> dict[int, Stored]:
         return {}
     check_regular(path)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
-            seeds = {int(seed): Stored(**each) for seed, each in json.loads(found["about"].tobytes()).items()}
-            content = found["outputs"] if outputs else None
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            seeds = {int(seed): Stored(**fields) for seed, fields in json.loads(archive["about"].tobytes()).items()}
+            content = archive["outputs"] if outputs else None
         return seeds if content is None else _unpacked(seeds, content)
     except Exception as error:  # zip, lzma, json and numpy raise many kinds
         message = f"{path}: expected records of runs, found a damaged file; remove it, so that they are made again"
@@ -129,14 +129,14 @@ def _load(path: Path, outputs: bool = True) -> dict[int, Stored]:
 
 def _packed(seeds: dict[int, Stored]) -> memoryview:
     """The content of a file."""
-    about, outputs = {}, []
-    for seed, each in seeds.items():
-        kinds = {name: (values.dtype.str, values.shape) for name, values in each.arrays.items()}
-        about[seed] = each._replace(arrays=kinds)._asdict()
+    metadata, outputs = {}, []
+    for seed, stored in seeds.items():
+        kinds = {name: (values.dtype.str, values.shape) for name, values in stored.arrays.items()}
+        metadata[seed] = stored._replace(arrays=kinds)._asdict()
     for name, seed in _order(seeds):
         values = seeds[seed].arrays[name]
         outputs.append(values.reshape(-1, 1).view(np.uint8).T.ravel())
-    members = {"about": np.frombuffer(json.dumps(about, sort_keys=True).encode(), np.uint8)}
+    members = {"about": np.frombuffer(json.dumps(metadata, sort_keys=True).encode(), np.uint8)}
     members["outputs"] = np.concatenate([np.empty(0, np.uint8), *outputs])
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as file:
@@ -162,7 +162,7 @@ def _unpacked(seeds: dict[int, Stored], content: np.ndarray) -> dict[int, Stored
 
 def _order(seeds: dict[int, Stored]) -> list[tuple[str, int]]:
     """(name, seed) of all arrays, in the order of the file: what is alike is near to each other."""
-    return sorted((name, seed) for seed, each in seeds.items() for name in each.arrays)
+    return sorted((name, seed) for seed, stored in seeds.items() for name in stored.arrays)
 
 
 def _sha256(parts: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -207,8 +207,8 @@ def _from_stored(stored: Stored) -> SeedRecord:
     parts = []
     for part in PARTS:
         prefix = f"{part}/"
-        own = {name.removeprefix(prefix): each for name, each in stored.arrays.items() if name.startswith(prefix)}
-        parts.append(_from_part(own, stored.parts[part]))
+        arrays = {name.removeprefix(prefix): array for name, array in stored.arrays.items() if name.startswith(prefix)}
+        parts.append(_from_part(arrays, stored.parts[part]))
     return SeedRecord(*parts, stored.about)
 
 
@@ -236,6 +236,8 @@ def _predicting(logits: np.ndarray, predictions: np.ndarray) -> np.ndarray:
     """Logits (N, K, C) whose largest value is at the prediction (N, K), also where float16 made two values equal."""
     chosen, most = predictions[..., None].astype(np.int64), logits.max(axis=2, keepdims=True)
     ambiguous = (logits == most).sum(axis=2, keepdims=True) > 1
-    own = np.take_along_axis(logits, chosen, axis=2)
-    np.put_along_axis(logits, chosen, np.where(ambiguous, np.nextafter(most, np.float32(np.inf)), own), axis=2)
+    chosen_logits = np.take_along_axis(logits, chosen, axis=2)
+    np.put_along_axis(
+        logits, chosen, np.where(ambiguous, np.nextafter(most, np.float32(np.inf)), chosen_logits), axis=2
+    )
     return logits

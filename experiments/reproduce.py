@@ -45,7 +45,7 @@ def reproduce(
     begin, recipe = time.perf_counter(), load_recipe(paper, quick)
     out = out or Path("results-quick" if quick else "results")
     folder = out / paper
-    found = Sources(sources, folder / "runs", device)
+    opened = Sources(sources, folder / "runs", device)
     cases = _possible(cases_named(recipe if only is None else select(recipe, only), cases_of(recipe)), say)
     check_is_page(out / f"{paper}.md", f"# {recipe['title']}")
     for name in OVERVIEW:
@@ -55,7 +55,7 @@ def reproduce(
     runs.sort(key=itemgetter(1))
     missing = [case for case, seed in runs if not is_done(folder, case, seed)]
     for case in missing:
-        found.check(case)
+        opened.check(case)
     folder.mkdir(parents=True, exist_ok=True)
     say(f"{len(cases)} cases, {len(runs)} runs with all seeds; {len(missing)} to run.")
     waiting, before, ran, pages = runs, None, 0, out / ".pages.lock"
@@ -68,7 +68,7 @@ def reproduce(
             try:
                 if reference != case and not is_done(folder, reference, seed):
                     raise CaseLocked(reference.name)
-                run_case(folder, case, seed, found, say)
+                run_case(folder, case, seed, opened, say)
             except CaseLocked:
                 waiting.append((case, seed))
                 continue

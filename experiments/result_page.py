@@ -33,7 +33,7 @@ class Claim(NamedTuple):
 
     number: int
     name: str
-    about: dict  # of the recipe: text, paper, control, caveat, unseen
+    entry: dict  # of the recipe: text, paper, control, caveat, unseen
     verdict: str
     compared: list[list]  # rows of a table: names, both means, the difference, the paper's, seeds, result
     tried: list[list]  # rows of a table of other settings: case, mean of `tried_by`, seeds
@@ -49,7 +49,7 @@ def figures_of(recipe: dict, data: PageData) -> dict:
         "source": recipe["source"],
         "names": recipe.get("names", ""),
         "claims": claims,
-        "count": Counter(claim.verdict for claim in claims if not claim.about.get("control")),
+        "count": Counter(claim.verdict for claim in claims if not claim.entry.get("control")),
         "verdict": {claim.name: claim.verdict for claim in claims},
         "tables": [{**table, "text": table_text(table, data)} for table in recipe["tables"]],
         "pictures": [
@@ -69,9 +69,9 @@ def mean_of(data: PageData, case: str, figure: str) -> str:
     """The mean over seeds with its unit; NOT_RUN if the case has no record. Raises WrongArguments if there is no such
     case, or if its records lack the figure.
     """
-    if case not in data.found:
+    if case not in data.records:
         raise WrongArguments(f"no experiment of the recipe makes the case {case!r}")
-    if not data.found[case]["seeds"]:
+    if not data.records[case]["seeds"]:
         return NOT_RUN
     if (mean := data.mean(case, figure)) is None:
         raise WrongArguments(f"the records of {case!r} have no figure {figure!r}")
@@ -89,9 +89,9 @@ def rank_correlation(data: PageData, x: str, y: str) -> str:
 
 def _claim(number: int, judged: Judged, data: PageData) -> Claim:
     claim, rows, tried = judged.claim, [], []
-    for each, comparison in zip(comparisons_of(claim), judged.comparisons):
-        rows.append(_compared_row(each, comparison, data))
-        parts = parts_of(each)
+    for compare, comparison in zip(comparisons_of(claim), judged.comparisons):
+        rows.append(_compared_row(compare, comparison, data))
+        parts = parts_of(compare)
         rows += [_compared_row(part, compare_cases(part, data), data, part=True) for part in parts if len(parts) > 1]
     other = claim.get("tried", {"cases": []})
     for case in other["cases"] if judged.verdict not in (HOLDS, MISSING) else []:
@@ -128,7 +128,7 @@ def _row(judged: dict[str, Judged], data: PageData, label: str, name: str, at: i
     one = judged[name]
     compares = comparisons_of(one.claim)
     if at is None:
-        margins = [_margin(each) for each in one.comparisons] or [0.0]
+        margins = [_margin(compared) for compared in one.comparisons] or [0.0]
         at, verdict = margins.index(min(margins)), one.verdict
     else:
         verdict = WORDS.get(result, result) if (result := _verdict(one.comparisons[at])) else MISSING
@@ -178,7 +178,7 @@ def _names(pairs: list[tuple[str, str]], data: PageData) -> tuple[str, str]:
     """What the page calls the figures and the cases of a side: the first one, and how many there are."""
     columns = (map(data.name_of, [figure for _, figure in pairs]), map(data.name_of_case, [case for case, _ in pairs]))
     several = [list(dict.fromkeys(names)) for names in columns]
-    figure, case = (f"mean of {len(each)} ({each[0]}, ...)" if each[1:] else each[0] for each in several)
+    figure, case = (f"mean of {len(names)} ({names[0]}, ...)" if names[1:] else names[0] for names in several)
     return figure, case
 
 
@@ -193,7 +193,7 @@ def table_text(table: dict, data: PageData) -> str:
         cells = []
         for column in columns.values():
             case, figure = (table[key].format(**column | row) for key in ("case", "figure"))
-            values, seeds = [*data.values(case, figure).values()], len(data.found[case]["seeds"])
+            values, seeds = [*data.values(case, figure).values()], len(data.records[case]["seeds"])
             digits = column.get("digits", row.get("digits", table.get("digits")))
             cells.append(cell(values, figure, seeds, digits) if values else NO_FIGURE if seeds else NOT_RUN)
         rows.append([name, *cells, *joined["rows"].get(name, [""] * len(joined["columns"]))])
@@ -213,9 +213,9 @@ def runs_table(data: PageData) -> str:
         ["case", "seeds", "settings", "chosen", "tried", "test_rows", "dropped", "core_hours", *where, "sha256"]
     )
     for name, case in data.trained.items():
-        seeds = [*data.found[name]["seeds"].values()]
+        seeds = [*data.records[name]["seeds"].values()]
         settings = {key: value for key, value in case.options.items() if not is_choice(value)}
-        chosen, tried = (json.dumps(data.found[name].get(key)) for key in ("chosen", "tried"))
+        chosen, tried = (json.dumps(data.records[name].get(key)) for key in ("chosen", "tried"))
         rows, dropped = (
             max((one.get(key, 0) for one in seeds), default=0) for key in ("test_rows", "test_rows_dropped")
         )
@@ -251,7 +251,7 @@ def overview_figures(out: Path, quick: bool) -> dict:
     """
     recipes = {name: load_recipe(name, quick) for name in PAPERS if (out / f"{name}.md").exists()}
     papers = {name: figures_of(recipe, read_data(out / name, recipe)) for name, recipe in recipes.items()}
-    counts = {name: each["count"] for name, each in papers.items()}
+    counts = {name: paper["count"] for name, paper in papers.items()}
     count = sum(counts.values(), Counter())
     verdicts = [verdict for verdict in VERDICTS if count[verdict]]
     whole = [*papers] == [*PAPERS] and not any("template" in recipe for recipe in recipes.values())
@@ -261,8 +261,12 @@ def overview_figures(out: Path, quick: bool) -> dict:
         "count": count,
         "verdicts": verdicts,
         "rows": [
-            [f"[{papers[name]['title']}]({name}.md)", own.total(), *(own[verdict] or "" for verdict in verdicts)]
-            for name, own in counts.items()
+            [
+                f"[{papers[name]['title']}]({name}.md)",
+                verdict_counts.total(),
+                *(verdict_counts[verdict] or "" for verdict in verdicts),
+            ]
+            for name, verdict_counts in counts.items()
         ],
         "whole": whole,
         "defaults": defaults,
@@ -273,9 +277,9 @@ def overview_figures(out: Path, quick: bool) -> dict:
 def leaderboard_saved(folder: Path) -> dict[str, str]:
     """Method -> the share of the layers saved at one point on the leaderboard, by the records in a folder."""
     records = {method: read_records(folder / f"{method}.npz") for method in ON_BOTH}
-    found = task_figures(folder.name, {method: seeds for method, seeds in records.items() if seeds}, {}).found
-    values = {method: found.get((method, "saved"), NOT_RUN) for method in ON_BOTH}
+    figures = task_figures(folder.name, {method: seeds for method, seeds in records.items() if seeds}, {}).figures
+    values = {method: figures.get((method, "saved"), NOT_RUN) for method in ON_BOTH}
     return {
-        method: NOT_RUN if isinstance(each, str) else with_unit(each.by_seed.mean(), "saved")
-        for method, each in values.items()
+        method: NOT_RUN if isinstance(saved, str) else with_unit(saved.by_seed.mean(), "saved")
+        for method, saved in values.items()
     }

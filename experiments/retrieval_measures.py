@@ -46,7 +46,7 @@ def of_retrieval(run: Run, task: Task, reference: dict | None) -> tuple[dict, di
     recorded = record(run.segments(), encoded, BATCH_SIZE, "reading", run.whole_model())
     queries, _ = embed_all(run.rule, encoded, BATCH_SIZE)
     values = retrieval_values(run, recorded, queries, rows.labels)
-    figures = {name: float(np.mean(each)) for name, each in values.items()}
+    figures = {name: float(np.mean(row_values)) for name, row_values in values.items()}
     figures["majority"] = float(np.bincount(rows.labels.astype(int)).max() / len(rows))
     figures["rows"] = float(len(run.rule.datastore))
     for name, distance in profile_distances(run, recorded, queries, rows.labels).items():
@@ -92,7 +92,7 @@ def retrieval_values(run: Run, recorded: Record, queries: np.ndarray, labels: np
 
 def _with_values(recorded: Record, labels: np.ndarray, values: dict[str, np.ndarray]) -> SeedRecord:
     """The record of the reported examples, and figures of each of them that no rule of ours gives."""
-    listed = {name: np.round(np.asarray(each, float), 5).tolist() for name, each in values.items()}
+    listed = {name: np.round(np.asarray(row_values, float), 5).tolist() for name, row_values in values.items()}
     recorded = recorded._replace(labels=labels)
     return SeedRecord(recorded, recorded.take(np.arange(0)), {"values": listed})
 
@@ -101,10 +101,10 @@ def profile_distances(run: Run, recorded: Record, queries: np.ndarray, labels: n
     """RAEE's Fig. 2 as numbers: means over rows and exits of |v - p|, where p are the values of a row and v are the
     mean values of its neighbours, or of as many collected rows drawn at random.
     """
-    own, store = exit_values(recorded.logits, labels), run.rule.datastore
+    query_values, store = exit_values(recorded.logits, labels), run.rule.datastore
     near = store.search(queries, PROFILE_NEIGHBOURS).rows
     drawn = np.random.default_rng(run.config["seed"]).integers(len(store), size=near.shape)
-    distances = (np.abs(store.values[rows].mean(axis=1) - own).mean() for rows in (near, drawn))
+    distances = (np.abs(store.values[rows].mean(axis=1) - query_values).mean() for rows in (near, drawn))
     return dict(zip(("neighbours", "by lot"), map(float, distances)))
 
 
@@ -135,7 +135,7 @@ def of_compared(run: Run, task: Task, reference: dict | None) -> tuple[dict, dic
     gaps = summary(by_gap, recorded, task, rows.labels)
     predicted = {"full": recorded.predictions[:, -1], "SLEB": short.predictions[:, -1]}
     predicted |= {"AdaInfer": by_svm.logits.argmax(axis=1), "CALM": by_gap.logits.argmax(axis=1)}
-    values = {name: each == rows.labels for name, each in predicted.items()}
+    values = {name: answers == rows.labels for name, answers in predicted.items()}
     sizes = {path.name: path.stat().st_size / 1e6 for path in (run.folder / "datastore").iterdir()}
     figures = {
         "full": exit_scores(recorded, task, rows.labels)[-1],

@@ -60,21 +60,21 @@ class Sources:
 
     def __init__(self, folder: Path | None, made: Path, device: str = "cpu"):
         self.folder, self.made = folder or Path(os.environ.get("MINI_EE_SHARED", "../shared")), made
-        self.device, self.found = device, {}
+        self.device, self.paths = device, {}
         check_device(device)
 
     def find(self, kind: str, name: str) -> Path:
         """The folder of a model or a task, or the file of a text. Raises WrongArguments if it does not exist."""
         if name == SENTENCES:
             return self._sentences()
-        found = self.folder / kind / name
-        if not found.exists():
+        path = self.folder / kind / name
+        if not path.exists():
             raise WrongArguments(
-                f"{found}: no such file or folder; give --sources a folder with weights/ and data/ that contain what "
+                f"{path}: no such file or folder; give --sources a folder with weights/ and data/ that contain what "
                 f"the recipe names, or use --quick, which needs none of them"
             )
-        self.found[kind, name] = found
-        return found
+        self.paths[kind, name] = path
+        return path
 
     def _sentences(self) -> Path:
         """SST-2 with whole training sentences, as in RAEE: those of SST-5 without the neutral class."""
@@ -152,7 +152,8 @@ def _is_made(made) -> bool:
         return False
     figures, lists, made_with, _ = parts
     lists_hold_numbers = all(
-        isinstance(each, list) and all(type(number) in (int, float) for number in each) for each in lists.values()
+        isinstance(numbers, list) and all(type(number) in (int, float) for number in numbers)
+        for numbers in lists.values()
     )
     counts = {name: made.get(name) for name in ("core_seconds", "test_rows_dropped")}
     return lists_hold_numbers and _holds_numbers(figures | counts) and made_with.keys() >= MADE_WITH
@@ -171,7 +172,7 @@ def is_done(folder: Path, case: Case, seed: int) -> bool:
     if now is None:
         return True
     counted = {"full": "reference", "hold-out full": "reference hold-out"}
-    return all(made["figures"].get(name, found := now["figures"].get(of)) == found for of, name in counted.items())
+    return all(made["figures"].get(name, figure := now["figures"].get(of)) == figure for of, name in counted.items())
 
 
 def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None:
@@ -204,8 +205,8 @@ def run_case(folder: Path, case: Case, seed: int, sources: Sources, say) -> None
             run.model.to(device)
         figures, lists, *records = MEASUREMENTS[case.measure](run, measured_on, reference)
         for made in records:
-            about = {"settings": _settled(case, record.get("chosen", {})), "how": how_made(device)}
-            write_record(record_of(folder, case.name), seed, made._replace(about=made.about | about))
+            metadata = {"settings": _settled(case, record.get("chosen", {})), "how": how_made(device)}
+            write_record(record_of(folder, case.name), seed, made._replace(about=made.about | metadata))
         record["seeds"][str(seed)] = {
             "figures": {name: _short(value) for name, value in figures.items()},
             "lists": {name: [_short(value) for value in values] for name, values in lists.items()},
@@ -236,9 +237,9 @@ def _reference(folder: Path, case: Case, seed: int, dropped: int) -> dict | None
         return None
     path = file_of(folder, case.reference)
     made = read_figures(path)["seeds"][str(seed)]
-    if (found := made["test_rows_dropped"]) != dropped:
+    if (before := made["test_rows_dropped"]) != dropped:
         raise ValueError(
-            f"{path}: expected figures without the {dropped} test examples that also occur in train, found {found} "
+            f"{path}: expected figures without the {dropped} test examples that also occur in train, found {before} "
             f"dropped; remove the file, so that {case.reference} is run again"
         )
     return made["figures"]
@@ -280,7 +281,7 @@ def _chosen(path: Path, case: Case, record: dict, seed: int, sources: Sources, s
         best |= _settings(name, values[0])
     for name, values in choices.items():
         others = {key: value for key, value in best.items() if key not in _settings(name, values[0])}
-        while value := _untried(name, values, alike := [each for each in tried if others.items() <= each.items()]):
+        while value := _untried(name, values, alike := [trial for trial in tried if others.items() <= trial.items()]):
             settings = best | _settings(name, value)
             try:
                 run = trained(at / f"try-{len(tried)}", _settled(case, settings), seed, sources)
@@ -289,10 +290,10 @@ def _chosen(path: Path, case: Case, record: dict, seed: int, sources: Sources, s
             except Diverged:
                 scores = [0.0]
             tried.append(settings | {"hold-out": _short(float(np.mean(scores)))})
-            listed = ", ".join(f"{key} {each}" for key, each in settings.items())
+            listed = ", ".join(f"{key} {setting}" for key, setting in settings.items())
             say(f"  {listed}: held-out score {tried[-1]['hold-out']:.3f}, mean over all exits")
             write_json(path, record)
-        chosen = max(alike, key=lambda each: each["hold-out"])
+        chosen = max(alike, key=lambda trial: trial["hold-out"])
         best = {key: value for key, value in chosen.items() if key != "hold-out"}
     number = tried.index(chosen)
     if (at / f"try-{number}").exists() and not (at / "run").exists():
@@ -314,7 +315,7 @@ def _untried(name: str, values: list, tried: list[dict]) -> dict | float | None:
     """The next value of a choice to try, behind those that were tried with equal other settings."""
     if isinstance(values[0], dict):
         return next((value for value in values if not any(value.items() <= one.items() for one in tried)), None)
-    return next_to_try(values, {each[name]: each["hold-out"] for each in tried})
+    return next_to_try(values, {trial[name]: trial["hold-out"] for trial in tried})
 
 
 def next_to_try(values: list[float], scores: dict[float, float]) -> float | None:

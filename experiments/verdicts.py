@@ -97,24 +97,24 @@ def compared(
 def judged(comparisons: list[Compared | None]) -> list[Compared | None]:
     """The comparisons of a claim with their verdicts. None is a comparison that has not been run."""
     count, below = len(comparisons), set[int]()
-    tested = {k: each for k, each in enumerate(comparisons) if each and not each.verdict}
-    while found := {
+    tested = {k: comparison for k, comparison in enumerate(comparisons) if comparison and not comparison.verdict}
+    while passing := {
         k for k in tested.keys() - below if tested[k].is_below(tested[k].required, LEVEL / (count - len(below)))
     }:
-        below.add(min(found))
+        below.add(min(passing))
     sizes = sum(comparison is not None and comparison.size is not None for comparison in comparisons)
 
-    def verdict(k: int, each: Compared) -> str:
+    def verdict(k: int, comparison: Compared) -> str:
         if k in below:
             return BELOW
-        if each.low > each.required:
+        if comparison.low > comparison.required:
             return ABOVE
-        excluded = each.size is not None and each.is_below(each.size, LEVEL / sizes)
+        excluded = comparison.size is not None and comparison.is_below(comparison.size, LEVEL / sizes)
         return EXCLUDED if excluded else UNDECIDED
 
     return [
-        each and (each._replace(verdict=verdict(k, each)) if k in tested else each)
-        for k, each in enumerate(comparisons)
+        comparison and (comparison._replace(verdict=verdict(k, comparison)) if k in tested else comparison)
+        for k, comparison in enumerate(comparisons)
     ]
 
 

@@ -133,27 +133,27 @@ class NestedIf(Parts):
 
     def __init__(self, g: Graph, model: Exits, rule: Rule):
         super().__init__(g, model)
-        self.rule, self.last, self.own = rule, len(model.exits) - 1, graph_inputs(rule, len(model.exits))
-        self.policy = isinstance(rule, Policy) and "threshold" in self.own
+        self.rule, self.last, self.defaults = rule, len(model.exits) - 1, graph_inputs(rule, len(model.exits))
+        self.policy = isinstance(rule, Policy) and "threshold" in self.defaults
         if self.policy and not hasattr(model, "policies") or model.classes == 1 and isinstance(rule, Threshold):
             raise ValueError(f"{rule}: Policy needs a model with policies, and Threshold one with classes")
 
     def write(self) -> None:
         g, classes, rows, memory = self.g, self.model.classes, self.start(), dict[str, str]()
         count = g.op("Gather", rows.shape, g.constant([0]))
-        default = self.own.get("exit_at", np.array([-1]))
+        default = self.defaults.get("exit_at", np.array([-1]))
         exit_at, zero = g.input("exit_at", INT64, "rows_planned", default=default), g.constant([0])
         known = g.op("Gather", g.constant(range(self.last + 1)), g.op("Max", exit_at, zero))  # fails if it is no exit
         exit_at = g.op("Expand", g.op("Where", g.op("Less", exit_at, zero), g.constant(default), known), count)
-        if "threshold" in self.own:
+        if "threshold" in self.defaults:
             given = g.input("threshold", FLOAT, default=np.array(np.nan, np.float32))
             # Declared a scalar, which ONNX Runtime does not check; the Reshape declares the sizes that it gets.
             sizes = g.op("Concat", count, g.constant([self.last]), axis=0)
             given = g.op("Reshape", g.op("Expand", given, sizes), sizes)
-            g.constants[OWN_THRESHOLD] = self.own["threshold"]
+            g.constants[OWN_THRESHOLD] = self.defaults["threshold"]
             memory["threshold"] = g.op("Where", g.op("IsNaN", given), OWN_THRESHOLD, given)
-        if "patience" in self.own:
-            g.input("patience", INT64, 1, default=self.own["patience"])
+        if "patience" in self.defaults:
+            g.input("patience", INT64, 1, default=self.defaults["patience"])
         logits, *others = self.from_exit(0, rows, exit_at, memory)
         g.output("logits", logits, FLOAT, "batch", classes)
         for value, (name, kind) in zip(others, (("layers", INT64), ("exit_logit", FLOAT))):
@@ -195,10 +195,10 @@ class NestedIf(Parts):
             shape = g.op("Concat", count, g.constant([classes]), axis=0)
             return g.either(some, [FLOAT], lambda: [read()], lambda: [g.op("Expand", g.constant(0.0), shape)])[0]
 
-        if "exit_at" in self.own:
+        if "exit_at" in self.defaults:
             return [logits_if(reached, lambda: self.read(k, rows))], reached
         planned = g.op("GreaterOrEqual", exit_at, g.constant(0))
-        if "patience" in self.own:
+        if "patience" in self.defaults:
             logits = logits_if(reached, lambda: self.read(k, rows))
             return [logits], g.op("And", reached, g.op("Or", planned, self.patient(logits, memory, count)))
         least = g.op("Gather", memory["threshold"], at, axis=1)

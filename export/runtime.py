@@ -66,7 +66,7 @@ class Segments:
         given = state.ids | {"hidden": state.outputs.get("hidden_out"), "rows": state.rows, "read": np.array(True)}
         session, rows = self.sessions[k], np.arange(len(state))
         values = session.run(None, {node.name: given[node.name] for node in session.get_inputs()})
-        return Batch(state.ids, rows, {each.name: value for each, value in zip(session.get_outputs(), values)})
+        return Batch(state.ids, rows, {output.name: value for output, value in zip(session.get_outputs(), values)})
 
     def read(self, k: int, state: Batch) -> np.ndarray:
         return state.outputs["logits"][state.rows]
@@ -147,8 +147,8 @@ class Runtime:
     def batch(self, encodings: Sequence[Encoding]) -> Batch:
         """Rows as one batch, padded on the right to the longest."""
         ids = np.zeros((3, len(encodings), max(len(encoding.ids) for encoding in encodings)), np.int64)
-        for row, each in enumerate(encodings):
-            ids[:, row, : len(each.ids)] = each.ids, each.type_ids, each.attention_mask
+        for row, encoding in enumerate(encodings):
+            ids[:, row, : len(encoding.ids)] = encoding.ids, encoding.type_ids, encoding.attention_mask
         return Batch(dict(zip(IDS, ids)), np.arange(len(encodings)))
 
     def run_batch(self, inputs: Batch, rule: Rule) -> Result:

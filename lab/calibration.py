@@ -58,7 +58,7 @@ class Observed(NamedTuple):
 
     def take(self, rows: np.ndarray) -> "Observed":
         """Some of the rows: an index or a mask (N,)."""
-        return Observed(*(each[rows] for each in self))
+        return Observed(*(array[rows] for array in self))
 
 
 def calibrate(
@@ -126,7 +126,7 @@ def tau_with_confidence(
     levels, count, _ = cuts(confidence, agrees)
     # Which cuts are tested depends on their rows and groups (the p-values if all agree), not on the agreement.
     given = np.ones_like(agrees), agrees[order]
-    best, p_values = (agreement_p_values(each, groups[order], epsilon)[count - 1] for each in given)
+    best, p_values = (agreement_p_values(agreeing, groups[order], epsilon)[count - 1] for agreeing in given)
     return lowest_passing(levels, count, best, p_values, delta)
 
 
@@ -229,7 +229,7 @@ def agreement_by_sets(observed: Observed, epsilon: float, sets: int = 1000, seed
         cut = np.nextafter(conformal_cut(some, epsilon), np.inf, dtype=some.confidence.dtype)  # strictly above it
         taus = [tau(*column, epsilon) for column in columns]
         stricter = [tau_with_confidence(*column, some.groups, epsilon, each_delta) for column in columns]
-        rules = (_Cuts(each) for each in ([cut] * len(columns), taus, stricter))
+        rules = (_Cuts(thresholds) for thresholds in ([cut] * len(columns), taus, stricter))
         shares[at] = [mean_of_groups(replay(fresh, rule).agrees, fresh.groups) for rule in rules]
     means = dict(zip(("conformal", "paper", "delta"), shares.mean(axis=0).tolist()))
     return {"sets": sets, "groups_a_set": len(np.unique(observed.groups)) // 4} | means
@@ -311,9 +311,9 @@ def broken_guarantees(
     rules = {"paper": None} if delta is None else {"paper": None, "delta": delta}
     broken = dict.fromkeys(rules, 0)
     for drawn in calibration_sets(observed, sets, seed):
-        for name, each in rules.items():
+        for name, rule_delta in rules.items():
             try:
-                rule = calibrate(observed.take(drawn), epsilon, each, measure)
+                rule = calibrate(observed.take(drawn), epsilon, rule_delta, measure)
             except TooFew as error:
                 raise TooFew(f"{A_SET}: {error}", 4 * error.needed) from None
             shares = agreement(observed.take(~drawn), rule)

@@ -85,8 +85,8 @@ def named(logits: np.ndarray, names: Sequence[str], multi_label: bool = False) -
         return [names[best] for best in logits.argmax(axis=1)], max_probability(logits).tolist()
     order, probabilities = np.argsort(-logits, axis=1, kind="stable"), sigmoid(logits)
     labels = [
-        {names[at]: float(each[at]) for at in by_size if row[at] > 0}
-        for row, each, by_size in zip(logits, probabilities, order)
+        {names[at]: float(row_probabilities[at]) for at in by_size if row[at] > 0}
+        for row, row_probabilities, by_size in zip(logits, probabilities, order)
     ]
     return labels, weakest_label(logits).tolist()
 

@@ -272,7 +272,9 @@ def record(
     back = np.argsort(np.concatenate(order))
     *both, measured = zip(*parts)
     logits, flops = (np.concatenate(part)[back] for part in both)
-    measures = {name: np.concatenate([each[name] for each in measured])[back] for name in measured[0]}
+    measures = {
+        name: np.concatenate([batch_measures[name] for batch_measures in measured])[back] for name in measured[0]
+    }
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
     state_flops = [of for k in range(len(segments.exits)) if (of := segments.state_flops(k)) is not None] or None
     recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)

@@ -72,8 +72,8 @@ class TokenTask(NamedTuple):
     @classmethod
     def of(cls, config: dict) -> "TokenTask | None":
         """That of a run or an export, from its config; None for one that predicts no tokens."""
-        about = config.get("task", {})
-        return cls(about["tokens"], tuple(about["around"])) if about.get("tokens") else None
+        task = config.get("task", {})
+        return cls(task["tokens"], tuple(task["around"])) if task.get("tokens") else None
 
     def counted(self, ids: Any, mask: Any) -> Any:
         """(B, T) bool: the tokens that decide. ids, mask: (B, T) int64, arrays or values of a graph."""
@@ -114,14 +114,16 @@ class TokenTask(NamedTuple):
         confidence, pieces = self.weakest(check_finite(logits), counted).tolist(), tokenizer.pieces(inputs.texts)
         if self.kind == LABELS:
             rows = zip(logits, counted, pieces)
-            return [_labels(np.exp(log_softmax(row[some])), some, each, names) for row, some, each in rows], confidence
+            return [
+                _labels(np.exp(log_softmax(row[some])), some, tokens, names) for row, some, tokens in rows
+            ], confidence
         first, last = spans(logits, counted)
         shown = np.where(counted[:, :, None], logits, FAR)
         shown[:, 0] = logits[:, 0]
         scores = np.exp(np.stack([log_softmax(ends) for ends in shown.transpose(2, 0, 1)]))
         return [
-            _span(float(scores[0, row, a] * scores[1, row, b]), each.words, a, b, inputs.texts[row][1], some)
-            for row, (a, b, each, some) in enumerate(zip(first.tolist(), last.tolist(), pieces, counted))
+            _span(float(scores[0, row, a] * scores[1, row, b]), tokens.words, a, b, inputs.texts[row][1], some)
+            for row, (a, b, tokens, some) in enumerate(zip(first.tolist(), last.tolist(), pieces, counted))
         ], confidence
 
 
@@ -130,13 +132,13 @@ def decided(label: Any) -> Any:
     if isinstance(label, Span):
         return label.start, label.end
     if isinstance(label, list):
-        return [each.label for each in label]
+        return [token_label.label for token_label in label]
     return label.keys() if isinstance(label, dict) else label
 
 
 def as_json(label: list[TokenLabel] | Span) -> list[dict] | dict:
     """Labels of tokens, or a span, as JSON."""
-    return label._asdict() if isinstance(label, Span) else [each._asdict() for each in label]
+    return label._asdict() if isinstance(label, Span) else [token_label._asdict() for token_label in label]
 
 
 def numbered(rows: Sequence[np.ndarray]) -> np.ndarray:

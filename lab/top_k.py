@@ -96,8 +96,8 @@ def broken_top_k(recorded: Record, k: int, epsilon: float, delta: float, sets: i
         share = queries_kept(fresh, rule, k).mean()
         broken, shares = broken + (share < epsilon), shares + share
         layers += fresh.replay(rule).layers_run.mean()
-    about = {"sets": sets, "queries_tested": size, "delta": broken / sets}
-    return about | {"kept": float(shares / sets), "mean_layers": float(layers / sets)}
+    figures = {"sets": sets, "queries_tested": size, "delta": broken / sets}
+    return figures | {"kept": float(shares / sets), "mean_layers": float(layers / sets)}
 
 
 def _sets(recorded: Record, parts: int, sets: int, seed: int) -> Iterator[np.ndarray]:

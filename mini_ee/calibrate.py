@@ -133,11 +133,11 @@ def default_rule(
     confidences = np.concatenate([MEASURES[measure](selection[0][:, k]) for k in range(len(exits) - 1)])
     levels = np.unique(np.quantile(confidences, np.linspace(0, 1, CANDIDATES)))[::-1]
     logits, labels = test
-    right, found, p_values = logits[:, -1].argmax(1) == labels, [], []
+    right, candidates, p_values = logits[:, -1].argmax(1) == labels, [], []
     for level in levels:  # from the strictest to the loosest
         result = early_exit(Table(exits, logits), Threshold(float(level), measure), range(len(labels)))
         worse = int((right & (result.logits.argmax(1) != labels)).sum())
         p_values.append(binomial_cdf(worse, len(labels), most_loss))
-        found.append(Guaranteed(Threshold(float(level), measure), len(labels), worse, p_values[-1]))
+        candidates.append(Guaranteed(Threshold(float(level), measure), len(labels), worse, p_values[-1]))
     passed = fixed_sequence(p_values, delta)
-    return found[passed - 1] if passed else Guaranteed(Never(), len(labels), 0, 1.0)
+    return candidates[passed - 1] if passed else Guaranteed(Never(), len(labels), 0, 1.0)

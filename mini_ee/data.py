@@ -162,10 +162,10 @@ def encoded(learn: list[dict], test: list[dict], tokenizer: Tokenizer, most: int
         raise ValueError(f"expected the columns {columns}; found {', '.join(learn[0])}")
     if not all(record.keys() >= {*texts, label} for record in test):
         raise ValueError(f"the rows of the test need the columns {', '.join((*texts, label))}")
-    found = {record[label] for record in learn}
-    numbers = all(re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", value) for value in found)
-    regression = numbers and any("." in value for value in found)
-    names = () if regression else tuple(sorted(found, key=lambda name: (float(name) if numbers else 0, name)))
+    label_values = {record[label] for record in learn}
+    numbers = all(re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", value) for value in label_values)
+    regression = numbers and any("." in value for value in label_values)
+    names = () if regression else tuple(sorted(label_values, key=lambda name: (float(name) if numbers else 0, name)))
     index = {name: at for at, name in enumerate(names)}  # of all rows for training, even when fewer are drawn
     learn = [learn[at] for at in np.random.default_rng(seed).permutation(len(learn))[:most]]
     parts = []
@@ -176,7 +176,7 @@ def encoded(learn: list[dict], test: list[dict], tokenizer: Tokenizer, most: int
         encodings = tokenizer.encode_batch([pair if len(pair) > 1 else pair[0] for pair in several])
         values = [float(record[label]) if regression else index[record[label]] for record in records]
         labels = torch.tensor(values, dtype=torch.float32 if regression else torch.int64)
-        parts.append(Rows([each.ids for each in encodings], [each.type_ids for each in encodings], labels, names))
+        parts.append(Rows([row.ids for row in encodings], [row.type_ids for row in encodings], labels, names))
     return Task(*parts)
 
 
@@ -226,8 +226,8 @@ def report(model: nn.Module, data: Rows, rules: dict[str, Rule], title: str, pat
     print(f"\n{f'on {len(data)} test rows':34}{metric:>12}{'layers':>9}{'FLOPs saved':>13}")
     alone: dict[str, Rule] = {f"all exit after layer {layer}": Fixed(k) for k, layer in enumerate(model.exits[:-1])}
     every = alone | {"full model": Never()} | rules
-    found = {name: scored(model, rule, data) for name, rule in every.items()}
-    for name, (score, layers, saved) in found.items():
+    results = {name: scored(model, rule, data) for name, rule in every.items()}
+    for name, (score, layers, saved) in results.items():
         print(f"{name:34}{score:12.3f}{layers:9.2f}{saved:13.0%}")
-    points = {name: (layers, score) for name, (score, layers, _) in found.items()}
+    points = {name: (layers, score) for name, (score, layers, _) in results.items()}
     draw(path, title, metric, [points.pop(name) for name in (*alone, "full model")], points)

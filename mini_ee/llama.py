@@ -343,7 +343,7 @@ def read_texts(path: str | Path) -> list[str]:
 def pieces(texts: Sequence[str], tokenizer: Tokenizer, first: int, length: int) -> Tensor:
     """The first `length` tokens of each text after the token `first`, (N, length); shorter texts are left out."""
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-    rows = [[first, *each.ids[: length - 1]] for each in encodings if len(each.ids) >= length - 1]
+    rows = [[first, *encoding.ids[: length - 1]] for encoding in encodings if len(encoding.ids) >= length - 1]
     if len(rows) < 2:
         raise ValueError(f"expected at least 2 texts of {length - 1} tokens or more, found {len(rows)}")
     return torch.tensor(rows)

@@ -56,9 +56,9 @@ def read_config(folder: Path, family: str, sizes: Iterable[str], fixed: Mapping[
     """
     path = folder / "config.json"
     config = read_json(path)
-    if (found := config.get("model_type")) != family:
+    if (actual := config.get("model_type")) != family:
         raise ValueError(
-            f"{path}: expected model_type {family!r}, found {found!r}; the command mini-ee reads more families"
+            f"{path}: expected model_type {family!r}, found {actual!r}; the command mini-ee reads more families"
         )
     for key in sizes:
         if not isinstance(value := config.get(key), int | float) or isinstance(value, bool) or value <= 0:

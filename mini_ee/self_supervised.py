@@ -109,8 +109,8 @@ def fit(model: TokenExits, texts: Tensor, epochs: int, lr: float, penalty: float
         full = torch.cat([model.logits(len(model.heads), some) for some in states[:, -1].split(1024)])
 
     def loss(rows: Tensor) -> Tensor:
-        each = [head_loss(head(states[rows, k]), full[rows], penalty) for k, head in enumerate(model.heads)]
-        return torch.stack(each).sum(0).mean()
+        losses = [head_loss(head(states[rows, k]), full[rows], penalty) for k, head in enumerate(model.heads)]
+        return torch.stack(losses).sum(0).mean()
 
     @torch.no_grad()
     def score() -> float:

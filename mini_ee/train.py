@@ -59,9 +59,9 @@ def train(
                 bar.update()
             for module in rates:
                 module.eval()
-            found = score() if score else float(step)  # without a score, each epoch is better than the last
-            if found > best:
-                best, saved = found, [parameter.detach().clone() for parameter in learned]
+            epoch_score = score() if score else float(step)  # without a score, each epoch is better than the last
+            if epoch_score > best:
+                best, saved = epoch_score, [parameter.detach().clone() for parameter in learned]
     with torch.no_grad():
         for parameter, value in zip(learned, saved):
             parameter.copy_(value)
@@ -113,15 +113,15 @@ def layers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def script(run: Callable, kind: type, about: str) -> None:
+def script(run: Callable, kind: type, doc: str) -> None:
     """Parse the fields of a dataclass from the command line, and run. A mistake is one line, with status 2."""
-    shape, first = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110), about.split("\n\n")[0]
+    shape, first = functools.partial(argparse.HelpFormatter, max_help_position=28, width=110), doc.split("\n\n")[0]
     parser = argparse.ArgumentParser(description=first, usage=argparse.SUPPRESS, formatter_class=shape)
-    for each in fields(kind):
-        default = each.default
+    for option in fields(kind):
+        default = option.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         text, convert = f" ({shown})" * bool(shown), layers if isinstance(default, tuple) else type(default)
-        parser.add_argument(f"--{each.name}", type=convert, default=default, help=each.metadata["help"] + text)
+        parser.add_argument(f"--{option.name}", type=convert, default=default, help=option.metadata["help"] + text)
     try:
         options = kind(**vars(parser.parse_args()))
         for name, value in vars(options).items():

@@ -98,15 +98,15 @@ class App:
     ):
         self.worker, self._config = worker, worker.engine.runtime.config
         self._access, self._page, self._call = access, page, with_cors(self._respond, access.origins)
-        self._about = [(b"x-model-id", worker.engine.runtime.model_id.encode())]  # headers of each response
+        self._model_headers = [(b"x-model-id", worker.engine.runtime.model_id.encode())]  # headers of each response
         self._large = 0  # places of the bodies above LARGE that are being read
         runtime = worker.engine.runtime
         answers = {path: partial(self._formatted, form) for path, form in formats_of(runtime).items()}
         if not runtime.embeds:
             answers |= {"/generate": self._generate} if runtime.generates else {"/classify": self._classify}
-        about = {"/health": self._health, "/live": self._live, "/metrics": self._metrics, V1 + "models": self._models}
-        about |= {} if runtime.generates else {"/info": self._info}
-        self.answers, self.about = answers, about  # path -> handler of its requests by POST, and by GET
+        gets = {"/health": self._health, "/live": self._live, "/metrics": self._metrics, V1 + "models": self._models}
+        gets |= {} if runtime.generates else {"/info": self._info}
+        self.answers, self.gets = answers, gets  # path -> handler of its requests by POST, and by GET
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests and wait for the open ones."""
@@ -121,7 +121,7 @@ class App:
         try:
             path = self._checked(scope)
             if scope["method"] == "GET":
-                return await self.about[path](scope, send)
+                return await self.gets[path](scope, send)
             request = await self._request(scope, receive)
             app = self.chosen(request)
             await app.answers[path](request, receive, send)
@@ -147,13 +147,13 @@ class App:
             raise HTTPError(400, reason, (b"connection", b"close"))
         for name, value in scope["headers"]:
             if name == b"host" and not self._access.hosts.allow(value):
-                found, names = value[:80].decode("latin-1"), ", ".join(sorted(self._access.hosts.names))
-                raise HTTPError(421, f"expected a Host of this server ({names}), found {found}; see --allow-host")
+                host, names = value[:80].decode("latin-1"), ", ".join(sorted(self._access.hosts.names))
+                raise HTTPError(421, f"expected a Host of this server ({names}), found {host}; see --allow-host")
         path = V1 + "models" if scope["path"].startswith(V1 + "models/") else scope["path"]
         if path not in PROBES:
             check_key(headers, self._access.key)
-        if path not in self.answers and path not in self.about:
-            raise HTTPError(404, f"expected {', '.join((*self.answers, *self.about))}, found {scope['path'][:80]}")
+        if path not in self.answers and path not in self.gets:
+            raise HTTPError(404, f"expected {', '.join((*self.answers, *self.gets))}, found {scope['path'][:80]}")
         method = "POST" if path in self.answers else "GET"
         if scope["method"] != method:
             reason = f"{scope['path']} takes {method}, found {scope['method'][:20]}"
@@ -168,9 +168,9 @@ class App:
 
     def health(self) -> dict:
         """What GET /health says."""
-        about = {"status": self.worker.state, "model": self.worker.engine.runtime.model_id}
-        about |= {"unit": self._config["unit"], "exits": self._config["exits"]}
-        return about | {"rule": self.worker.engine.rule.to_dict()}
+        health = {"status": self.worker.state, "model": self.worker.engine.runtime.model_id}
+        health |= {"unit": self._config["unit"], "exits": self._config["exits"]}
+        return health | {"rule": self.worker.engine.rule.to_dict()}
 
     async def _live(self, scope: dict, send: Callable) -> None:
         state = self.worker.state
@@ -207,8 +207,8 @@ class App:
             rows = await _beside(size, form.rows, runtime, fields)
         if any(isinstance(text, str) and len(text) > MAX_BODY for row in rows for text in row):
             raise HTTPError(413, f"expected texts of at most {MAX_BODY} characters, found a longer one; shorten it")
-        found = await self._answers(rows, self._row_fields(fields, len(rows)), due, receive, _result_and_tokens)
-        answers, tokens = zip(*found)
+        answered = await self._answers(rows, self._row_fields(fields, len(rows)), due, receive, _result_and_tokens)
+        answers, tokens = zip(*answered)
         body = await _beside(size, lambda: line(form.reply(runtime, fields, rows, list(answers), sum(tokens)))["body"])
         await self._send(send, 200, body)
 
@@ -288,8 +288,8 @@ class App:
         """The thresholds that a request asks for, by row. Raises HTTPError for a wrong one."""
         with _errors():
             settings = fields_of_rows(fields, count)
-            for each in settings:
-                self.worker.engine.requested.of(**each)
+            for thresholds in settings:
+                self.worker.engine.requested.of(**thresholds)
             return settings
 
     async def _answers(
@@ -300,7 +300,7 @@ class App:
         More rows than places in the queue run in parts of a quarter of the queue; a later part waits for room. Raises
         HTTPError, which names the row.
         """
-        most, found = self.worker.max_open, []
+        most, answers = self.worker.max_open, []
         size, long = most if len(rows) <= most else max(1, most // 4), is_long(rows)
         for at in range(0, len(rows), size):
             part = rows[at : at + size]
@@ -312,18 +312,18 @@ class App:
             await self._wait(futures, due, receive)
             for number, future in enumerate(futures, start=at):
                 try:
-                    found.append(read(future))
+                    answers.append(read(future))
                 except HTTPError as error:
                     where = f"row {number}: " if len(rows) > 1 else ""
                     raise HTTPError(error.status, f"{where}{error}", *error.headers) from None
-        return found
+        return answers
 
     def _submit(self, rows: Rows, due: float, settings: list[dict], long: bool | None = None) -> list[RowFuture]:
         """The futures of these rows. Either all of them get a place in the queue, or none."""
         with _errors():
             self.worker.check_room(len(rows))
             deadline = due - time.perf_counter()
-            return [self.worker.submit(row, deadline, long, **each) for row, each in zip(rows, settings)]
+            return [self.worker.submit(row, deadline, long, **thresholds) for row, thresholds in zip(rows, settings)]
 
     async def _wait(self, futures: list[RowFuture], due: float, receive: Callable) -> None:
         """Wait for the answers. Raises HTTPError at the deadline, Disconnected if the client disconnects."""
@@ -344,8 +344,8 @@ class App:
     ) -> None:
         """Send the answers, in this server's own format."""
         read = _outcome_or_error if "texts" in fields else _outcome
-        found = await self._answers(rows, settings, due, receive, read)
-        await self._send(send, 200, {"answers": found} if "texts" in fields else found[0])
+        answers = await self._answers(rows, settings, due, receive, read)
+        await self._send(send, 200, {"answers": answers} if "texts" in fields else answers[0])
 
     async def _stream(self, future: Future, pieces: asyncio.Queue, receive: Callable, send: Callable) -> None:
         """Send each piece, then the answer or an error. An error before the first piece sets the status."""
@@ -383,7 +383,7 @@ class App:
         self, send: Callable, status: int, kind: bytes, length: int | None = None, *headers: tuple[bytes, bytes]
     ) -> None:
         self.worker.metrics.responses[status] += 1
-        await send(head(status, kind, length, *self._about, *headers))
+        await send(head(status, kind, length, *self._model_headers, *headers))
 
     async def _send(
         self, send: Callable, status: int, body: dict | list | bytes, kind: bytes = JSON, *headers: tuple[bytes, bytes]

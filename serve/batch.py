@@ -94,7 +94,7 @@ class Job:
             if "parquet" in (self._format_of(path), kind_of(path)[1:]) and not find_spec("pyarrow"):
                 raise WrongArguments(f"{path}: Parquet needs pyarrow: pip install 'mini-ee[batch]'")
         self._check_columns()
-        self._about = {
+        self._job = {
             "format_version": FORMAT_VERSION,
             "model_id": file_sha256(exported / MANIFEST)[:ID_DIGITS],
             "options": asdict(options) | columns.given() | (engine._asdict() if engine != Engine() else {}),
@@ -109,8 +109,8 @@ class Job:
                 try:
                     missing = self._missing_blocks(names, now)
                     if first := list(islice(missing, 1)):
-                        about = self.exported.resolve(), self.out.resolve(), self.engine
-                        with computing.workers(*about) as (submit, most):
+                        exported, out = self.exported.resolve(), self.out.resolve()
+                        with computing.workers(exported, out, self.engine) as (submit, most):
                             for part in parts_of(submit, chain(first, missing), most):
                                 now.count(part)
                             seconds = perf_counter() - begin
@@ -142,7 +142,7 @@ class Job:
     def _begin(self) -> None:
         """Write job.json, or compare it with the one that is there."""
         stats = {path.name: path.stat() for path in self.paths}
-        inputs = {name: {"bytes": each.st_size, "modified_ns": each.st_mtime_ns} for name, each in stats.items()}
+        inputs = {name: {"bytes": stat.st_size, "modified_ns": stat.st_mtime_ns} for name, stat in stats.items()}
         if self.out.exists() and not self.out.is_dir():
             raise WrongArguments(f"--out {self.out}: expected a folder, found a file; name another")
         if (self.out / JOB).exists():
@@ -151,21 +151,21 @@ class Job:
             raise WrongArguments(f"--out {self.out}: expected an empty folder, found other files; name another")
         with errors_name(self.out):
             (self.out / STATS).mkdir(parents=True, exist_ok=True)
-        write_json(self.out / JOB, self._about | {"inputs": inputs})
+        write_json(self.out / JOB, self._job | {"inputs": inputs})
 
     def _compare(self, before: dict, inputs: dict) -> None:
-        expected, found = (
-            {key: about.get(key) for key in ("format_version", "model_id")} | about.get("options", {})
-            for about in (before, self._about)
+        expected, actual = (
+            {key: job.get(key) for key in ("format_version", "model_id")} | job.get("options", {})
+            for job in (before, self._job)
         )
-        for key in expected | found:
-            if expected.get(key) != found.get(key):
-                what = f"expected {key} {expected.get(key)} as in {JOB}, found {found.get(key)}"
+        for key in expected | actual:
+            if expected.get(key) != actual.get(key):
+                what = f"expected {key} {expected.get(key)} as in {JOB}, found {actual.get(key)}"
                 raise WrongArguments(f"--out {self.out}: {what}; give the same, or name another folder")
-        for name, about in before["inputs"].items():
+        for name, stat in before["inputs"].items():
             if name not in inputs:
                 raise WrongArguments(f"--in: expected {name} too, as the job in {self.out} has it; name all its inputs")
-            if about != inputs[name]:
+            if stat != inputs[name]:
                 raise WrongArguments(f"{name}: changed since the job in {self.out} began; name another --out")
 
     def _missing_blocks(self, names: list[str], now: "_Progress") -> Iterator[Block]:
@@ -206,7 +206,7 @@ class Job:
         mean = total["layers"] / total["rows"] if total["rows"] else None
         return {
             "export": str(self.exported),
-            "model_id": self._about["model_id"],
+            "model_id": self._job["model_id"],
             **self.engine._asdict(),
             "out": str(self.out),
             "inputs": len(self.paths),
@@ -274,11 +274,11 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
     """
     paths = list[Path]()
     for pattern in patterns:
-        found = [Path(pattern)] if os.path.exists(pattern) else [Path(each) for each in sorted(glob.glob(pattern))]
-        found = [path for path in found if len(found) == 1 or not path.is_dir()]
-        if not found:
+        matches = [Path(pattern)] if os.path.exists(pattern) else [Path(name) for name in sorted(glob.glob(pattern))]
+        matches = [path for path in matches if len(matches) == 1 or not path.is_dir()]
+        if not matches:
             raise WrongArguments(f"--in {pattern}: no such file")
-        paths += found
+        paths += matches
     names = set[str]()
     for path in paths:
         try:

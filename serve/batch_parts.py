@@ -71,9 +71,9 @@ def rows_of(reader: TextReader) -> Iterator[InputRow]:
                 row = InputRow(row.line, error=error)
             yield row
     except ValueError as error:
-        line, _, found = str(error).removeprefix(f"{reader.path}:").partition(": ")
+        line, _, message = str(error).removeprefix(f"{reader.path}:").partition(": ")
         part = "the rest of this file is not read" if count else "no row of this file is read"
-        yield InputRow(int(line), error=f"{found}; {part}")
+        yield InputRow(int(line), error=f"{message}; {part}")
 
 
 def blocks_of(reader: TextReader, size: int, format: str) -> Iterator[Block]:
@@ -117,8 +117,8 @@ class PartWriter:
         encoded = self._encoded(block, errors)
         numbers, answers = [number for number in block.rows if number not in errors], {}
         for batch in token_batches(encoded):
-            for at, found in zip(batch, self._answers(encoded, batch)):
-                (errors if isinstance(found, str) else answers)[numbers[at]] = found
+            for at, outcome in zip(batch, self._answers(encoded, batch)):
+                (errors if isinstance(outcome, str) else answers)[numbers[at]] = outcome
         computed, answers = process_time(), dict(sorted(answers.items()))
         as_parquet = block.part.endswith(".parquet")
         content = parquet_content(block, answers, self.runtime) if as_parquet else jsonl_content(block, answers)
@@ -187,7 +187,7 @@ class PartWriter:
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [one_line(error)]
-        return [found for at in range(len(batch)) for found in self._answers(encoded, batch[at : at + 1])]
+        return [answer for at in range(len(batch)) for answer in self._answers(encoded, batch[at : at + 1])]
 
 
 def jsonl_content(block: Block, answers: dict[int, Answer | Embedding]) -> bytes:
@@ -205,7 +205,7 @@ def parquet_content(block: Block, answers: dict[int, Answer | Embedding], runtim
     rows = [_fields(block, number, answer) for number, answer in answers.items()]
     if block.has_ids:
         ids = [row.id for row in block.rows.values() if row.id is not None]
-        whole = all(type(each) is int and abs(each) < 1 << 63 for each in ids)
+        whole = all(type(value) is int and abs(value) < 1 << 63 for value in ids)
         types = {"id": pa.int64() if whole else pa.string()}
         for row in rows:
             row["id"] = row["id"] if whole or row["id"] is None else str(row["id"])
@@ -262,10 +262,10 @@ class Computing(NamedTuple):
 
     def workers(self, exported: Path, out: Path, engine: Engine) -> AbstractContextManager[tuple[Submit, int]]:
         """How to call methods of PartWriter, and how many blocks may wait for their parts at a time."""
-        about = (exported, out, self.device, self.threads, engine)
+        writer_arguments = (exported, out, self.device, self.threads, engine)
         if self.on_ray:
-            return _tasks_on_ray(about, self.count)
-        return _processes(about, self.count) if self.count > 1 else _this_process(about)
+            return _tasks_on_ray(writer_arguments, self.count)
+        return _processes(writer_arguments, self.count) if self.count > 1 else _this_process(writer_arguments)
 
 
 def parts_of(submit: Submit, blocks: Iterator[Block], most: int) -> Iterator[Part]:
@@ -281,8 +281,8 @@ def parts_of(submit: Submit, blocks: Iterator[Block], most: int) -> Iterator[Par
 
 
 @contextmanager
-def _this_process(about: tuple) -> Iterator[tuple[Submit, int]]:
-    writer = PartWriter(*about)
+def _this_process(writer_arguments: tuple) -> Iterator[tuple[Submit, int]]:
+    writer = PartWriter(*writer_arguments)
 
     def submit(method: Callable, *arguments) -> Future:
         future = Future()
@@ -293,14 +293,14 @@ def _this_process(about: tuple) -> Iterator[tuple[Submit, int]]:
 
 
 @contextmanager
-def _processes(about: tuple, count: int) -> Iterator[tuple[Submit, int]]:
+def _processes(writer_arguments: tuple, count: int) -> Iterator[tuple[Submit, int]]:
     """Each has one block, and one more waits for it."""
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _end_with_parent)
 
     def submit(*call) -> Future:
         with handling(signal.SIGINT, signal.SIG_IGN):  # Ctrl-C goes to all processes: this one ends the others
-            return pool.submit(_call, about, *call)
+            return pool.submit(_call, writer_arguments, *call)
 
     try:
         yield submit, 2 * count
@@ -320,7 +320,7 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _tasks_on_ray(about: tuple, count: int) -> Iterator[tuple[Submit, int]]:
+def _tasks_on_ray(writer_arguments: tuple, count: int) -> Iterator[tuple[Submit, int]]:
     """On a cluster on this machine, or on the one that RAY_ADDRESS names.
 
     There, all machines must have the export and share the folder `out`. The texts come over the network.
@@ -328,14 +328,14 @@ def _tasks_on_ray(about: tuple, count: int) -> Iterator[tuple[Submit, int]]:
     import ray
     from ray.exceptions import RayTaskError
 
-    _, _, device, threads, _ = about
+    _, _, device, threads, _ = writer_arguments
     address = os.environ.get("RAY_ADDRESS", "local")
     room = {"num_cpus": count * threads, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
     try:
         ray.init(address, logging_level="ERROR", log_to_driver=False, **(room if address == "local" else {}))
         task = ray.remote(num_cpus=threads, num_gpus=int(device != "cpu"), max_calls=0)(_call)
         with handling(signal.SIGTERM, signal.default_int_handler):  # Ray has replaced the handler
-            yield lambda *call: task.remote(about, *call).future(), count
+            yield lambda *call: task.remote(writer_arguments, *call).future(), count
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, ValueError | OSError) else RuntimeError(str(error))) from None
     except (ValueError, OSError):
@@ -347,14 +347,14 @@ def _tasks_on_ray(about: tuple, count: int) -> Iterator[tuple[Submit, int]]:
         ray.shutdown()
 
 
-def _call(about: tuple, method: Callable, *arguments):
-    return method(_writer(*about), *arguments)
+def _call(writer_arguments: tuple, method: Callable, *arguments):
+    return method(_writer(*writer_arguments), *arguments)
 
 
 @cache
-def _writer(*about) -> PartWriter:
+def _writer(*arguments) -> PartWriter:
     """The PartWriter of a worker's process."""
-    return PartWriter(*about)
+    return PartWriter(*arguments)
 
 
 @contextmanager

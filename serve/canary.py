@@ -37,9 +37,11 @@ SAME = (  # what two exports must have in common, with the keys of the manifest
 def check_same(old: Runtime, new: Runtime) -> None:
     """Raises WrongArguments if two exports have other texts, labels or embeddings, or are the same one."""
     for what, *keys in SAME:
-        expected, found = (reduce(lambda values, key: values.get(key, {}), keys, each.config) for each in (old, new))
-        if (expected or None) != (found or None):
-            both = f"{expected or 'none'}, found {found or 'none'}"
+        expected, actual = (
+            reduce(lambda values, key: values.get(key, {}), keys, runtime.config) for runtime in (old, new)
+        )
+        if (expected or None) != (actual or None):
+            both = f"{expected or 'none'}, found {actual or 'none'}"
             raise WrongArguments(f"--canary {new.folder}: expected the {what} of {old.folder}, {both}")
     if old.model_id == new.model_id:
         raise WrongArguments(f"--canary {new.folder}: expected a new export, found {old.folder}, model {old.model_id}")
@@ -82,8 +84,8 @@ class Compared:
     def comparison(self) -> str:
         """The metrics of the comparison."""
         page = shown("canary_rows_total", "counter", "texts that both exports answered", self.rows)
-        about = "share of equal predictions of both exports, with its 95% interval"
-        return page + shown_share("canary_agreement", about, self.agreements)
+        help_text = "share of equal predictions of both exports, with its 95% interval"
+        return page + shown_share("canary_agreement", help_text, self.agreements)
 
 
 class Canary:
@@ -95,7 +97,7 @@ class Canary:
 
     def __init__(self, old: Worker, new: Worker, share: float, access: Access, seed: int = 0):
         check_same(old.engine.runtime, new.engine.runtime)
-        fields = [() if each.engine.runtime.generates else each.engine.requested.fields for each in (old, new)]
+        fields = [() if worker.engine.runtime.generates else worker.engine.requested.fields for worker in (old, new)]
         if lacking := [name for name in fields[0] if name not in fields[1]]:
             folder = new.engine.runtime.folder
             log.warning(
@@ -114,7 +116,7 @@ class Canary:
 
     async def page(self) -> str:
         """The metrics of both exports, and how often they agree."""
-        pages = {each.engine.runtime.model_id: each.page() for each in (self.old, self.new)}
+        pages = {worker.engine.runtime.model_id: worker.page() for worker in (self.old, self.new)}
         return merge_pages(pages, "model") + self.new.comparison()
 
     def drain(self, seconds: float) -> None:

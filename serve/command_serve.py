@@ -41,7 +41,7 @@ OF_RAY = {  # defaults of environment variables; Ray reads them when it is impor
 
 def add(sub: ArgumentParser) -> None:
     """Add the options of the command."""
-    folder = "folder of an export, best made with --segments, or of a run, which is exported to a temporary folder"
+    folder = "folder of an export, or of a run, which is exported to a temporary folder"
     more = "; of several, requests name one as their `model`"
     sub.add_argument("exported", type=Path, nargs="+", metavar="RUN_OR_EXPORTED", help=folder + more)
     sub.add_argument("--name", action="append", help="name of the model, once for each folder (default the folder's)")
@@ -77,7 +77,7 @@ def add(sub: ArgumentParser) -> None:
         metavar="SHARE",
         help="share of requests that also run all layers, to measure the agreement",
     )
-    epsilon = "agreement that is to be kept (default the one of calibrate --delta or --guarantee conformal)"
+    epsilon = "agreement that is to be kept (default the one that the export guarantees)"
     guarantee.add_argument("--epsilon", type=share, help=epsilon)
     guarantee.add_argument(
         "--tighten", action="store_true", help="raise thresholds while the agreement is below --epsilon"
@@ -116,8 +116,8 @@ def _names(args: Namespace) -> list[str]:
         raise WrongArguments(f"{flag} is for one export, found {len(args.exported)}; start a server for each")
     names = args.name or [folder.absolute().name for folder in args.exported]
     if len(names) != len(args.exported) or len(set(names)) != len(names) or not all(names):
-        found = f"found {', '.join(map(repr, names))} for {len(args.exported)} folders"
-        raise WrongArguments(f"--name: expected a name of its own for each folder, {found}")
+        given = f"found {', '.join(map(repr, names))} for {len(args.exported)} folders"
+        raise WrongArguments(f"--name: expected a name of its own for each folder, {given}")
     return names
 
 
@@ -148,7 +148,7 @@ def _run_here(args: Namespace) -> dict:
         raise WrongArguments("mini-ee serve needs uvicorn: pip install 'mini-ee[serve]'") from None
     with ExitStack() as stack:
         folders = [stack.enter_context(as_export(folder, "serve")) for folder in args.exported]
-        workers = [stack.enter_context(_worker(args, *each)) for each in zip(folders, args.name)]
+        workers = [stack.enter_context(_worker(args, folder, name)) for folder, name in zip(folders, args.name)]
         engine, details, served = workers[0].engine, "", App(workers[0], args.access)
         if args.canary:
             workers.append(new := stack.enter_context(_worker(args, args.canary, args.name[0])))
@@ -160,15 +160,15 @@ def _run_here(args: Namespace) -> dict:
         serve(
             served, args.host, args.port, _ready(args, engine.runtime, f"queues: {', '.join(engine.queues)}{details}")
         )
-    _say(f"drained; {sum(each.metrics.requests['answered'] for each in workers)} requests answered")
+    _say(f"drained; {sum(worker.metrics.requests['answered'] for worker in workers)} requests answered")
     summary, *others = map(_summary, [*args.exported, *filter(None, [args.canary])], workers)
     return summary | ({"canary": others[0]} if args.canary else {"others": others} if others else {})
 
 
 def _summary(folder: Path, worker: Worker) -> dict:
     """The JSON answer about one export."""
-    about = {"export": str(folder), "requests": dict(worker.metrics.requests)}
-    return about | {"provider": worker.engine.runtime.provider, "rule": worker.engine.rule.to_dict()}
+    summary = {"export": str(folder), "requests": dict(worker.metrics.requests)}
+    return summary | {"provider": worker.engine.runtime.provider, "rule": worker.engine.rule.to_dict()}
 
 
 def _run_on_ray(args: Namespace) -> dict:
@@ -190,8 +190,8 @@ def _run_on_ray(args: Namespace) -> dict:
         _say("the cluster serves it now")
     else:
         _say(f"drained; {requests['answered']} requests answered by the replicas that were there")
-    about = {"export": str(args.exported[0]), "replicas": [least, most], "requests": requests}
-    return about | {"rule": worker.engine.rule.to_dict()}
+    summary = {"export": str(args.exported[0]), "replicas": [least, most], "requests": requests}
+    return summary | {"rule": worker.engine.rule.to_dict()}
 
 
 def _ready(args: Namespace, runtime: Runtime, details: str) -> Callable[[str], None]:

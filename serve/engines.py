@@ -97,13 +97,15 @@ class RowEngine:
         """The row of a request. thresholds: of FIELDS. Raises ValueError for texts that cannot be classified, or as
         RequestThresholds does. A row with thresholds of its own is no shadow row: the guarantee is not about it.
         """
-        own = self.requested.of(**thresholds)
-        expected, found = self.runtime.num_texts, 1 if isinstance(texts, str) else len(texts)
-        if found != expected:
-            raise ValueError(f"expected {expected} texts, found {found}")
-        shadowed = self.guarantee is not None and own is None and self._random.random() < self.guarantee.share
+        row_thresholds = self.requested.of(**thresholds)
+        expected, count = self.runtime.num_texts, 1 if isinstance(texts, str) else len(texts)
+        if count != expected:
+            raise ValueError(f"expected {expected} texts, found {count}")
+        shadowed = (
+            self.guarantee is not None and row_thresholds is None and self._random.random() < self.guarantee.share
+        )
         try:
-            return TextRow(self.runtime.encode([texts]), shadowed, own)
+            return TextRow(self.runtime.encode([texts]), shadowed, row_thresholds)
         except ValueError as error:
             raise ValueError(str(error).removeprefix("row 0: ")) from None
 
@@ -150,8 +152,8 @@ class RowEngine:
         """The rule of a batch, in which some rows may have thresholds of their own."""
         if all(row.thresholds is None for row in rows):
             return self.rule
-        own = np.full(self._last, np.nan, np.float32)  # NaN: those of the rule
-        return RowThresholds(self.rule, np.stack([own if row.thresholds is None else row.thresholds for row in rows]))
+        unset = np.full(self._last, np.nan, np.float32)  # NaN: those of the rule
+        return RowThresholds(self.rule, np.stack([unset if row.thresholds is None else row.thresholds for row in rows]))
 
     def _run_model(self, at: int, rows: list[TextRow], inputs: Inputs) -> None:
         rule = self._rule_of(rows)

@@ -122,14 +122,14 @@ CUT = ("truncate", "truncation_direction", "prompt_name")
 
 def _predict_rows(runtime: Runtime, fields: dict) -> Rows:
     inputs = fields.get("inputs")
-    rows = [tuple(each) if isinstance(each, list) else (each,) for each in (inputs if _is_batch(inputs) else [inputs])]
+    rows = [tuple(row) if isinstance(row, list) else (row,) for row in (inputs if _is_batch(inputs) else [inputs])]
     _flag(fields, "raw_scores", False)
     return _uncut(runtime, fields, rows)
 
 
 def _predict_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> list:
-    found = [_scores(runtime, answer.logits, fields.get("raw_scores") is True) for answer in answers]
-    return found if _is_batch(fields["inputs"]) else found[0]
+    scores = [_scores(runtime, answer.logits, fields.get("raw_scores") is True) for answer in answers]
+    return scores if _is_batch(fields["inputs"]) else scores[0]
 
 
 def _is_batch(inputs: object) -> bool:
@@ -150,11 +150,11 @@ def _scores(runtime: Runtime, logits: np.ndarray, raw: bool) -> list[dict]:
 def _tokens_rows(runtime: Runtime, fields: dict) -> Rows:
     inputs = fields.get("inputs")
     texts = inputs if isinstance(inputs, list) else [inputs]
-    rows = [tuple(each) if isinstance(each, list) else (each,) for each in texts]
+    rows = [tuple(row) if isinstance(row, list) else (row,) for row in texts]
     strategy, ignored = fields.get("aggregation_strategy") or "none", fields.get("ignore_labels") or []
     if strategy not in ("none", "simple"):
         raise ValueError(f"expected aggregation_strategy none or simple, found {shortened(strategy)}: not supported")
-    if not isinstance(ignored, list) or not all(isinstance(each, str) for each in ignored):
+    if not isinstance(ignored, list) or not all(isinstance(label, str) for label in ignored):
         raise ValueError(f"expected ignore_labels as a list of labels, found {shortened(ignored)}")
     if _flag(fields, "raw_scores", False) and strategy == "simple":
         raise ValueError(
@@ -177,27 +177,27 @@ def _tokens(runtime: Runtime, answer: Answer, row: tuple[str], ignored: set[str]
     """Each token whose label is not ignored."""
     (encoded,), names = runtime.encode([row]).ids, runtime.label_names
     counted = runtime.token_task.counted(encoded[None], np.ones((1, len(encoded)), np.int64))[0]
-    found = []
-    for each, id, logits in zip(answer.label, encoded[counted].tolist(), answer.logits[: len(encoded)][counted]):
-        results = dict(zip(names, logits.tolist())) if raw else {each.label: each.score}
-        if each.label not in ignored:
-            place = {"token": each.token, "token_id": id, "start": each.start, "end": each.end}
-            found.append(place | {"results": results})
-    return found
+    tokens = []
+    for token_label, id, logits in zip(answer.label, encoded[counted].tolist(), answer.logits[: len(encoded)][counted]):
+        results = dict(zip(names, logits.tolist())) if raw else {token_label.label: token_label.score}
+        if token_label.label not in ignored:
+            place = {"token": token_label.token, "token_id": id, "start": token_label.start, "end": token_label.end}
+            tokens.append(place | {"results": results})
+    return tokens
 
 
 def _groups(labels: list[TokenLabel], text: str, ignored: set[str]) -> list[dict]:
     """Neighbours with the same entity as one: transformers' aggregation "simple". A label B-X begins a new X."""
     groups: list[tuple[str, list[TokenLabel]]] = []
-    for each in labels:
-        begins, entity = each.label.startswith("B-"), each.label.removeprefix("B-").removeprefix("I-")
+    for token_label in labels:
+        begins, entity = token_label.label.startswith("B-"), token_label.label.removeprefix("B-").removeprefix("I-")
         if groups and groups[-1][0] == entity and not begins:
-            groups[-1][1].append(each)
+            groups[-1][1].append(token_label)
         else:
-            groups.append((entity, [each]))
+            groups.append((entity, [token_label]))
     return [
         {"token": text[some[0].start : some[-1].end], "token_id": 0, "start": some[0].start, "end": some[-1].end}
-        | {"results": {entity: sum(each.score for each in some) / len(some)}}
+        | {"results": {entity: sum(token_label.score for token_label in some) / len(some)}}
         for entity, some in groups
         if entity not in ignored
     ]
@@ -219,8 +219,8 @@ def _pairs(runtime: Runtime, fields: dict, key: str, texts: object) -> Rows:
     """The query with each of the texts."""
     labels, query = runtime.config["num_labels"], fields.get("query")
     if labels != 1 or runtime.num_texts != 2:
-        found = f"{labels} of {'pairs' if runtime.num_texts == 2 else 'single texts'}"
-        raise ValueError(f"expected a model that gives pairs of texts one label, found {found}; use /predict")
+        actual = f"{labels} of {'pairs' if runtime.num_texts == 2 else 'single texts'}"
+        raise ValueError(f"expected a model that gives pairs of texts one label, found {actual}; use /predict")
     if not isinstance(query, str):
         raise ValueError(f"expected query as a text, found {shortened(query)}")
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -270,7 +270,9 @@ def _openai_rows(runtime: Runtime, fields: dict) -> Rows:
 def _openai_reply(runtime: Runtime, fields: dict, rows: Rows, answers: list, tokens: int) -> dict:
     vectors = _vectors(answers, fields.get("dimensions"), False)
     packed = fields.get("encoding_format") == "base64"
-    values = [base64.b64encode(each.astype("<f4").tobytes()).decode() if packed else each.tolist() for each in vectors]
+    values = [
+        base64.b64encode(vector.astype("<f4").tobytes()).decode() if packed else vector.tolist() for vector in vectors
+    ]
     data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
     return {"object": "list", "data": data, "model": runtime.name, "usage": _usage(tokens)}
 
@@ -282,7 +284,7 @@ def _jina_rows(runtime: Runtime, fields: dict) -> Rows:
     _flag(fields, "return_documents", True)
     texts = fields.get("documents")
     if isinstance(texts, list):
-        texts = [each.get("text") if isinstance(each, dict) else each for each in texts]
+        texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
     return _pairs(runtime, fields, "documents", texts)
 
 
@@ -343,10 +345,10 @@ def _text_of(runtime: Runtime, ids: list[int]) -> str:
 
 def _vectors(answers: list, dimensions: int | None, normalize: bool) -> np.ndarray:
     """(N, d) or (N, dimensions) float32; cut ones are scaled to length 1, others if `normalize`."""
-    found = np.stack([answer.embedding for answer in answers])[:, :dimensions]
+    vectors = np.stack([answer.embedding for answer in answers])[:, :dimensions]
     if not normalize and dimensions is None:
-        return found
-    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.float32(1e-12))
+        return vectors
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
 
 
 def _flag(fields: dict, name: str, usual: bool) -> bool:

@@ -73,7 +73,7 @@ def check_kind(headers: dict[bytes, bytes]) -> None:
     A web page of another site cannot send JSON unless this server allows it.
     """
     given = headers.get(b"content-type", b"no Content-Type")
-    kind, *parameters = [each.strip().lower() for each in given.split(b";")]
+    kind, *parameters = [part.strip().lower() for part in given.split(b";")]
     if not (kind == JSON or kind.startswith(b"application/") and kind.endswith(b"+json")):
         raise HTTPError(415, f"expected Content-Type: application/json, found {_shown(given)}")
     for parameter in parameters:
@@ -92,8 +92,8 @@ def check_key(headers: dict[bytes, bytes], key: str | None) -> None:
         return
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
-        found = "no Authorization" if b"authorization" not in headers else "another"
-        reason = f"expected the header Authorization: Bearer KEY with the key of this server, found {found}"
+        actual = "no Authorization" if b"authorization" not in headers else "another"
+        reason = f"expected the header Authorization: Bearer KEY with the key of this server, found {actual}"
         raise HTTPError(401, reason, (b"www-authenticate", b"Bearer"))
 
 
@@ -116,8 +116,8 @@ class Inflating:
         except zlib.error as error:
             raise HTTPError(400, f"expected a body in gzip, found {error}") from None
         if self._stream.unused_data or last and not self._stream.eof:
-            found = "bytes after its end" if self._stream.unused_data else "its beginning alone"
-            raise HTTPError(400, f"expected one whole body in gzip, found {found}")
+            actual = "bytes after its end" if self._stream.unused_data else "its beginning alone"
+            raise HTTPError(400, f"expected one whole body in gzip, found {actual}")
 
 
 def _shown(value: bytes) -> str:

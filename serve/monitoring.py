@@ -85,7 +85,7 @@ def stricter(rule: Rule) -> Rule:
     if name not in runtime_settings(rule):
         raise ValueError(f"the rule {rule.name} has no threshold to raise; leave out --tighten")
     (least, most), value = knob_range(rule), getattr(rule, name)
-    raised = tuple(_raised(each, least, most, KNOBS[type(rule)].never) for each in np.atleast_1d(value).tolist())
+    raised = tuple(_raised(number, least, most, KNOBS[type(rule)].never) for number in np.atleast_1d(value).tolist())
     return replace(rule, **{name: raised if isinstance(value, tuple) else raised[0]})
 
 
@@ -148,8 +148,8 @@ class Metrics:
         page += shown("requests_total", "counter", "requests by outcome", self.requests, "outcome")
         page += shown("http_responses_total", "counter", "responses by status", self.responses, "status")
         so_far = np.cumsum(self._seconds).tolist()
-        about, buckets = "seconds from arrival to answer", dict(zip((*BUCKETS, "+Inf"), so_far))
-        page += shown("request_seconds", "histogram", about, buckets, "le", "_bucket")
+        help_text, buckets = "seconds from arrival to answer", dict(zip((*BUCKETS, "+Inf"), so_far))
+        page += shown("request_seconds", "histogram", help_text, buckets, "le", "_bucket")
         page += f"mini_ee_request_seconds_sum {self._total:.6f}\nmini_ee_request_seconds_count {so_far[-1]}\n"
         page += shown("exits_total", "counter", "answers, or tokens of texts, by number of layers", exits, "layers")
         page += shown("queue_rows", "gauge", "waiting rows by queue", lengths, "queue")
@@ -157,22 +157,22 @@ class Metrics:
         page += shown("batch_rows_total", "counter", "rows in these batches by queue", self.rows, "queue")
         drift, guarantee = self.drift(), self.guarantee
         if drift is not None:
-            about = "distance between the latest exits and the expected ones, 0 to 1"
-            page += shown("exit_drift", "gauge", about, round(drift, 6))
+            help_text = "distance between the latest exits and the expected ones, 0 to 1"
+            page += shown("exit_drift", "gauge", help_text, round(drift, 6))
         if guarantee is None:
             return page
-        about = "shadow rows, which ran through all layers after their answer"
-        page += shown("shadow_total", "counter", about, guarantee.rows)
+        help_text = "shadow rows, which ran through all layers after their answer"
+        page += shown("shadow_total", "counter", help_text, guarantee.rows)
         page += shown("tightened_total", "counter", "times that the rule was made stricter", guarantee.tightened)
         if guarantee.epsilon is not None:
             page += shown("guaranteed_agreement", "gauge", "guaranteed agreement", guarantee.epsilon)
-        about = "share of shadow rows whose answer equals that of the full model, with its 95% interval"
-        return page + shown_share("agreement", about, guarantee.agreements)
+        help_text = "share of shadow rows whose answer equals that of the full model, with its 95% interval"
+        return page + shown_share("agreement", help_text, guarantee.agreements)
 
 
-def shown(name: str, kind: str, about: str, values: float | dict, label: str = "", end: str = "") -> str:
+def shown(name: str, kind: str, help_text: str, values: float | dict, label: str = "", end: str = "") -> str:
     """A metric in Prometheus' text format. values: one, or several by the value of `label`."""
-    lines = [f"# HELP mini_ee_{name} {about}", f"# TYPE mini_ee_{name} {kind}"]
+    lines = [f"# HELP mini_ee_{name} {help_text}", f"# TYPE mini_ee_{name} {kind}"]
     if isinstance(values, dict):  # a copy, because other threads change it
         lines += [f'mini_ee_{name}{end}{{{label}="{key}"}} {value}' for key, value in dict(values).items()]
     else:
@@ -180,14 +180,14 @@ def shown(name: str, kind: str, about: str, values: float | dict, label: str = "
     return "\n".join([*lines, ""])
 
 
-def shown_share(name: str, about: str, agreements: Iterable[bool]) -> str:
+def shown_share(name: str, help_text: str, agreements: Iterable[bool]) -> str:
     """The mean of the agreements with its 95% interval; nothing if there are none."""
     seen = list(agreements)
     if not seen:
         return ""
     low, high = share_interval(sum(seen), len(seen))
     ends = {"low": low, "mean": sum(seen) / len(seen), "high": high}
-    return shown(name, "gauge", about, {end: round(value, 6) for end, value in ends.items()}, "end")
+    return shown(name, "gauge", help_text, {end: round(value, 6) for end, value in ends.items()}, "end")
 
 
 def merge_pages(pages: dict[str, str], label: str = "replica") -> str:
@@ -205,12 +205,12 @@ def merge_pages(pages: dict[str, str], label: str = "replica") -> str:
     made: dict[str, list[str]] = {}
     for replica, page in pages.items():
         for metric in page.split("# HELP ")[1:]:
-            about, kind, *values = metric.splitlines()
-            lines = made.setdefault(f"# HELP {about}\n{kind}", [])
+            help_text, kind, *values = metric.splitlines()
+            lines = made.setdefault(f"# HELP {help_text}\n{kind}", [])
             for value in values:
                 name, labels, rest = re.fullmatch(r"(\w+)(?:{(.*)})? (\S+)", value).groups()
                 known = labels.split(",") if labels else []
-                if not any(each.startswith(f"{label}=") for each in known):
+                if not any(pair.startswith(f"{label}=") for pair in known):
                     known.insert(0, f'{label}="{replica}"')
                 lines.append(f"{name}{{{','.join(known)}}} {rest}")
-    return "".join("\n".join([about, *values]) + "\n" for about, values in made.items())
+    return "".join("\n".join([header, *values]) + "\n" for header, values in made.items())

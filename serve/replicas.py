@@ -84,10 +84,10 @@ class Replica:
     async def _pages(self) -> str:
         replies = ray_serve.get_deployment_handle(NAME, NAME).broadcast("page")
         try:
-            found = await replies.results_async(timeout_s=METRICS_TIMEOUT, return_exceptions=True)
+            pages = await replies.results_async(timeout_s=METRICS_TIMEOUT, return_exceptions=True)
         except TimeoutError:  # one replica was late: then Ray returns none of the pages
-            found = [await self.page()]
-        return merge_pages(dict(each for each in found if isinstance(each, tuple)))
+            pages = [await self.page()]
+        return merge_pages(dict(page for page in pages if isinstance(page, tuple)))
 
 
 class Front:
@@ -191,9 +191,9 @@ def _start(size: Size, joins: bool) -> None:
         return ray.init(logging_level="ERROR")
     room = {"num_cpus": (size.most + 1) * size.cores, "object_store_memory": OBJECT_STORE}
     ray.init("local", include_dashboard=False, logging_level="ERROR", **room)
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if found < size.most * size.gpus:
-        raise ValueError(f"expected a GPU for each of {size.most} replicas, found {found}; use fewer --replicas")
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus < size.most * size.gpus:
+        raise ValueError(f"expected a GPU for each of {size.most} replicas, found {gpus}; use fewer --replicas")
 
 
 def _deploy(make: Callable[[], Worker], size: Size, access: Access) -> None:
@@ -219,10 +219,10 @@ def _deploy(make: Callable[[], Worker], size: Size, access: Access) -> None:
 
 
 def _drained() -> Counter:
-    requests, about = Counter(), ray_serve.status().applications.get(NAME)
-    if about and about.deployments[NAME].replica_states.get("RUNNING"):
+    requests, application = Counter(), ray_serve.status().applications.get(NAME)
+    if application and application.deployments[NAME].replica_states.get("RUNNING"):
         replies = ray_serve.get_app_handle(NAME).broadcast("drain")
-        for each in replies.results(timeout_s=DRAIN + METRICS_TIMEOUT, return_exceptions=True):
-            requests.update(each if isinstance(each, Counter) else {})
+        for counts in replies.results(timeout_s=DRAIN + METRICS_TIMEOUT, return_exceptions=True):
+            requests.update(counts if isinstance(counts, Counter) else {})
         ray_serve.delete(NAME)
     return requests

@@ -36,8 +36,8 @@ def fields_of_rows(fields: dict, count: int) -> list[dict[str, Any]]:
     for name, values in given.items():
         if isinstance(values, list) and len(values) != count:
             raise ValueError(f"expected {name} as a value for all {count} texts, or one for each, found {len(values)}")
-    each = {name: values if isinstance(values, list) else [values] * count for name, values in given.items()}
-    return [{name: values[row] for name, values in each.items() if values[row] is not None} for row in range(count)]
+    columns = {name: values if isinstance(values, list) else [values] * count for name, values in given.items()}
+    return [{name: values[row] for name, values in columns.items() if values[row] is not None} for row in range(count)]
 
 
 class RequestThresholds:
@@ -66,11 +66,13 @@ class RequestThresholds:
         ((name, value),) = given.items()
         if not self.fields:
             raise ValueError(f"{name} needs a rule with a threshold, found the rule {self._rule.name}; leave it out")
-        found = self._numbers(value) if name == THRESHOLD else [self._mapped(name, value)] * self._count
-        return np.array(found, np.float32)
+        thresholds = self._numbers(value) if name == THRESHOLD else [self._mapped(name, value)] * self._count
+        return np.array(thresholds, np.float32)
 
     def _numbers(self, value: Any) -> Sequence[float]:
-        numbers = [WITHOUT_NUMBER.get(each, each) if isinstance(each, str) else each for each in _listed(value)]
+        numbers = [
+            WITHOUT_NUMBER.get(number, number) if isinstance(number, str) else number for number in _listed(value)
+        ]
         least, most = -math.inf, math.inf
         if runtime_inputs(self._rule)[THRESHOLD] == knob(self._rule):  # else the threshold is a logit
             least, most = knob_range(self._rule)

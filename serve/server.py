@@ -99,11 +99,11 @@ def serve(app: App | Canary, host: str, port: int, ready: Callable[[str], None])
     in_main = threading.current_thread() is threading.main_thread()
     ends = (signal.SIGTERM, signal.SIGINT) if in_main else ()
     # Handlers for the time before and after uvicorn's own: after draining, uvicorn raises the signal again.
-    before = {each: signal.signal(each, lambda *_: setattr(server, "should_exit", True)) for each in ends}
+    before = {signum: signal.signal(signum, lambda *_: setattr(server, "should_exit", True)) for signum in ends}
     try:
         ready(address_of(host, listening.getsockname()[1]))
         server.run(sockets=[listening])
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
         app.drain(DRAIN)

@@ -21,9 +21,9 @@ class Several(App):
         self.apps = {name: App(worker, access) for name, worker in workers.items()}
         first, *_ = workers.values()  # counts the responses that no export gave, and has room for what is being read
         super().__init__(first, access, self._pages)
-        self._about = []
+        self._model_headers = []
         self.answers = {path: handler for app in self.apps.values() for path, handler in app.answers.items()}
-        self.about.pop("/info", None)  # is about one model
+        self.gets.pop("/info", None)  # is about one model
 
     def drain(self, seconds: float) -> None:
         """Drain all workers."""
@@ -47,7 +47,7 @@ class Several(App):
 
     async def _health(self, scope: dict, send: Callable) -> None:
         states = {name: app.health() for name, app in self.apps.items()}
-        other = next((of for each in states.values() if (of := each["status"]) != "ready"), None)
+        other = next((of for state in states.values() if (of := state["status"]) != "ready"), None)
         await self._send(send, 503 if other else 200, {"status": other or "ready", "exports": states})
 
     async def _live(self, scope: dict, send: Callable) -> None:

@@ -111,25 +111,25 @@ def ask(port, body, path="/classify", method="POST", headers=None):
         connection.request(method, path, body, {"content-type": "application/json"} if headers is None else headers)
         response = connection.getresponse()
         content, kind = response.read(), response.headers["content-type"]
-        found = json.loads(content) if kind.startswith("application/json") else content.decode()
-        return response.status, found, response.headers
+        body_read = json.loads(content) if kind.startswith("application/json") else content.decode()
+        return response.status, body_read, response.headers
     finally:
         connection.close()
 
 
 def together(port, bodies, path="/classify"):
     """The answers of requests that are sent at the same time."""
-    found = [None] * len(bodies)
+    replies = [None] * len(bodies)
 
     def one(at):
-        found[at] = ask(port, bodies[at], path)
+        replies[at] = ask(port, bodies[at], path)
 
     threads = [threading.Thread(target=one, args=(at,)) for at in range(len(bodies))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return replies
 
 
 def run_block(which):
@@ -160,6 +160,6 @@ def run_lines(lines):
                 assert main(words) == 0
     script = "\n".join(rest).replace("8000", str(free_port())).replace("mini-ee ", f"{sys.executable} -m mini_ee ")
     script = script.replace("python -c", f"{sys.executable} -c")
-    found = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=180)
-    assert found.returncode == 0, found.stderr
-    return found
+    process = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=180)
+    assert process.returncode == 0, process.stderr
+    return process

@@ -181,7 +181,7 @@ def save_small_llama(folder, tokenizer, seed=0, **settings):
 
 def tensors(inputs):
     """Ids, attention mask and token types of a batch, as torch tensors."""
-    return tuple(torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
+    return tuple(torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
 
 
 def all_exits(model, inputs):

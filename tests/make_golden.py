@@ -210,8 +210,8 @@ def make_token_head(kind: str, ending: str, **config) -> None:
     batch = {"input_ids": torch.randint(3, 64, mask.shape, generator=generator), "attention_mask": mask}
     batch["input_ids"] = batch["input_ids"].where(mask.bool(), config.pad_token_id)
     with torch.no_grad():
-        found = model(**batch)
-        logits = found.logits if labels == 3 else torch.stack((found.start_logits, found.end_logits), dim=-1)
+        outputs = model(**batch)
+        logits = outputs.logits if labels == 3 else torch.stack((outputs.start_logits, outputs.end_logits), dim=-1)
         write(f"token_heads/{kind}-{name}", batch | {"logits": logits})
 
 
@@ -297,8 +297,8 @@ def make_t5(name: str, **config) -> None:
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         output = model(**batch, decoder_input_ids=written, output_hidden_states=True)
-        about = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-        text = model.generate(**batch, **about, use_cache=False)  # theirs has as many layers as the encoder
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        text = model.generate(**batch, **options, use_cache=False)  # theirs has as many layers as the encoder
     *states, normed = output.decoder_hidden_states
     expected = batch | {"decoder_input_ids": written} | {f"hidden.{depth}": state for depth, state in enumerate(states)}
     expected |= {f"encoder.{depth}": state for depth, state in enumerate(output.encoder_hidden_states)}

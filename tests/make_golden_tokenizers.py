@@ -108,9 +108,9 @@ def main() -> None:
         tokenizer.save_pretrained(folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # what a user of the folder gets
         expected = [{"texts": row} | dict(tokenizer(*row, truncation=True)) for row in ROWS]
-        about = {"transformers": transformers.__version__, "max_length": MAX_LENGTH, "rows": expected}
-        (folder / "expected.json").write_text(json.dumps(about, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        print(kind, [len(each["input_ids"]) for each in expected], type(tokenizer).__name__)
+        golden = {"transformers": transformers.__version__, "max_length": MAX_LENGTH, "rows": expected}
+        (folder / "expected.json").write_text(json.dumps(golden, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        print(kind, [len(encoded["input_ids"]) for encoded in expected], type(tokenizer).__name__)
 
 
 if __name__ == "__main__":

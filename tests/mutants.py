@@ -31,6 +31,7 @@ from mini_ee.lab.exits.row_exits import RowState
 from mini_ee.lab.export.engine import Engine
 from mini_ee.lab.export.tracing import Value
 from mini_ee.lab.rule_inputs import with_runtime
+from mini_ee.lab.rules import Threshold
 from mini_ee.lab.training.stages import fine_tune_then_heads, joint_loss
 from mini_ee.weights import make_reviews
 
@@ -168,9 +169,9 @@ def plain_quantile(rank):
     return always(conformal_cut)
 
 
-def gains_of_rows_that_both_get_wrong(task, labels, found, last, label_range):
+def gains_of_rows_that_both_get_wrong(task, labels, early, last, label_range):
     """Losses that are not paired with the last exit's own mistakes."""
-    return -((found == labels) != (last == labels)).astype(np.int8)
+    return -((early == labels) != (last == labels)).astype(np.int8)
 
 
 def no_bound(losses, max_loss, level=1.0):
@@ -309,11 +310,11 @@ def off_by(shift):
 
 def rounds_that_never_end(stages, epochs):
     """The stages of a recipe that is told that each was better than the one before: -100, -99, ..."""
-    found, scores = [next(stages)], itertools.count(-100)
+    stages_run, scores = [next(stages)], itertools.count(-100)
     with suppress(StopIteration):
         while True:
-            found.append(stages.send(next(scores)))
-    return found
+            stages_run.append(stages.send(next(scores)))
+    return stages_run
 
 
 def query_and_key(self):
@@ -335,12 +336,12 @@ def policies_of_raw_states(self):
 
 def positions(bug):
     """The position of a token behind the prompt."""
-    return lambda true: lambda self, rows, some: true(self, rows, [bug(each) if len(each) == 1 else each for each in some])
+    return lambda true: lambda self, rows, some: true(self, rows, [bug(ids) if len(ids) == 1 else ids for ids in some])
 
 
 def one_slot_off(true):
     return lambda self, rows, some: true(
-        self, rows, [[max(p - 1, 0) for p in each] if len(each) > 1 else each for each in some]
+        self, rows, [[max(p - 1, 0) for p in ids] if len(ids) > 1 else ids for ids in some]
     )
 
 
@@ -615,7 +616,7 @@ OF_METHODS = [
     ("exits.row_exits.RowExits.exit_logits", always(certainty_of_the_last_exit_too), "baselines.py::test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty"),
     ("baselines.calm.chernoff", always(lambda mean, limit, count: float(mean > limit)), "calm.py::test_the_guarantee_is_broken_for_a_share_of_delta_of_calibration_sets_at_most"),
     ("exits.lens.fit_in_closed_form", source("RIDGE * count", "RIDGE"), "lens.py::test_the_closed_form_is_the_least_squares_of_the_stacked_problem"),
-    ("exits.token_exits.TextData.states", source("F.rms_norm(found, found.shape[-1:], eps=EPS)", "found"), "lens.py::test_states_beyond_half_precision_are_stored_too"),
+    ("exits.token_exits.TextData.states", source("F.rms_norm(states, states.shape[-1:], eps=EPS)", "states"), "lens.py::test_states_beyond_half_precision_are_stored_too"),
     ("methods.self_supervised.sparse_loss", source(".clamp(min=0)", " * 0"), "lens.py::test_the_sparse_loss_is_a_cross_entropy_over_the_likeliest_words_and_one_more_outcome"),
     ("training.training_text.cheapest", source("saved[best] >= LEAST_SAVED", "True"), "lens.py::test_the_rule_is_the_cheapest_heads_included"),
     ("evaluation.savings_estimate.savings_at", source("1.0 if costs.read_once else ", ""), "lens.py::test_the_estimate_reads_lenses_through_a_gate_and_one_head_a_token"),
@@ -658,7 +659,7 @@ OF_METHODS = [
     ("training.embedding_stages.cosent_loss", source("scores[:, None] > scores[None, :]", "scores[:, None] < scores[None, :]"), ENCODERS + "one_depth_trains_the_first_exit_alone[pairs]"),
     ("training.embedding_stages.alignment", source("last.detach()", "last"), ENCODERS + "the_last_layer_is_a_teacher_without_gradient"),
     ("baselines.starbucks.starbucks_loss", source(", 1.0)", ", KL_TEMPERATURE)"), ENCODERS + "starbucks_trains_every_layer_with_its_own_size[texts]"),
-    ("baselines.matryoshka_2d.two_dimensional_loss", source("for each in shallow)", "for each in [last])"), ENCODERS + "2dmse_trains_the_last_layer_and_one_that_is_drawn[texts]"),
+    ("baselines.matryoshka_2d.two_dimensional_loss", source("for embedding in shallow)", "for embedding in [last])"), ENCODERS + "2dmse_trains_the_last_layer_and_one_that_is_drawn[texts]"),
     ("baselines.matryoshka_2d.drawn", always(lambda count: 0), ENCODERS + "every_layer_but_the_last_is_drawn"),
     ("baselines.cosine_predictor.prediction_loss", source("mean(dim=0).sum()", "mean()"), ENCODERS + "the_loss_of_the_predictor_is_a_squared_error"),
     ("exits.embedding_exits.PairData.batch", lambda true: lambda self, rows, device: true(self, rows[::-1], device), ENCODERS + "pairs_are_scored_by_spearman_and_batched_with_both_texts"),
@@ -852,11 +853,38 @@ OF_DATA = [
     ],
 ]
 
+TRIALS = "trial_answers.py::test_trials_are_those_of_a_loop_that_reads_the_whole_text_each_time[llama]"
+SURE = "trial_answers.py::test_the_threshold_is_above_as_many_sure_mistakes_as_a_binomial_tail_allows[0.9-0.1]"
+OF_TRIALS = [
+    ("exits.trial_answers._trials", source("places[j] += steps", "places[j] += 1"), TRIALS),
+    ("exits.trial_answers._trials", source("[inputs.rows[marked[j]] for j in writing]", "inputs.rows[: len(writing)]"), TRIALS),
+    ("exits.trial_answers._trials", source("not in questioning.answer_ends", "not in questioning.ends"), TRIALS),
+    # the text goes on after a trial that was revoked
+    ("exits.trial_answers.work", source("[[after[i]] for i in running]", "[[after[i] + 2 * (i in marked)] for i in running]"), "trial_answers.py::test_trials_do_not_change_the_text[llama]"),
+    *[("exits.trial_answers.work", source("np.log(probabilities).mean()", wrong), "trial_answers.py::test_the_confidence_is_a_geometric_mean[llama]") for wrong in ("np.log(probabilities).sum()", "np.log(probabilities[:-1] or [1]).mean()", "np.log(probabilities).min()")],
+    ("exits.trial_answers.work", source("confidence >= threshold", "confidence < threshold"), "trial_answers.py::test_a_batch_is_its_questions_one_by_one_and_ends_them_as_a_replay_of_the_record_says[llama]"),
+    ("exits.trial_answers.observe_trials", source("trials[-1].answer", "trials[0].answer"), "trial_answers.py::test_exits_that_a_text_does_not_have_agree_with_confidence_0"),
+    ("exits.trial_answers.safe_threshold", source("1 - lost / (count + 1)", "1 - (lost + 1) / (count + 1)"), SURE),
+    ("calibration.above", always(lambda tau, measure: Threshold(tau, measure)), SURE),
+    # on average, not with probability 1 - delta
+    ("exits.trial_answers.safe_threshold", source("1 - lost / (count + 1)", "epsilon"), "trial_answers.py::test_the_guarantee_is_broken_by_delta_of_the_calibrations_at_most"),
+]
+
+SKIPPED = "skipped_layers.py::"
+OF_SKIPPING = [
+    ("exits.skipped_layers.SkippingSegments.draft_logits", source("self.stay", "range(self.exits[-1])"), SKIPPED + "test_each_draft_loads_the_layers_that_stay_and_each_round_all_of_them"),
+    ("exits.skipped_layers.Skipper.observe", source("> self.matchness", "< self.matchness"), SKIPPED + "test_layers_that_change_little_are_found_and_then_drafts_are_right"),
+    # the full model reads the keys and values of a try
+    ("exits.skipped_layers.Skipper.matchness_without", source("slot.copy_(value)", "pass"), SKIPPED + "test_the_text_is_the_full_models[llama-0.75-4]"),
+    ("exits.skipped_layers.Skipper.matchness_without", source("range(self.newest - CONTEXT, self.newest)", "range(CONTEXT)"), SKIPPED + "test_matchness_is_that_of_drafts_one_by_one_after_the_text_before"),
+    ("exits.lossless._accepted", always(lambda drafted, true, stop: drafted or true), SKIPPED + "test_the_text_is_the_full_models[llama-0.75-4]"),
+]
+
 SHARED = "test_request_thresholds.py::test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one["
 ALONE = "test_serving.py::test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches["
 OF_SERVING = [
-    *[("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + each) for each in ("segments]", "one graph]")],
-    *[("row_thresholds.RowThresholds.__init__", lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)), SHARED + each) for each in ("segments]", "one graph]")],
+    *[("serve.engines.RowEngine._rule_of", always(lambda self, rows: self.rule), SHARED + engine) for engine in ("segments]", "one graph]")],
+    *[("row_thresholds.RowThresholds.__init__", lambda true: lambda self, rule, values: true(self, rule, np.roll(values, 1, axis=0)), SHARED + engine) for engine in ("segments]", "one graph]")],
     ("export.row_segments.OrtSegments.joined", lambda true: lambda self, inputs, parts: true(self, inputs, parts[::-1]), ALONE + "threshold-segments]"),
     ("serve.engines._memory", always(lambda parts: {}), ALONE + "patience-segments]"),
     ("export.runtime.Runtime.run", lambda true: lambda self, texts, size: true(self, texts, size)[::-1], "test_serve.py::test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines[32]"),
@@ -909,7 +937,7 @@ MUTANTS = [
     *[(place, bug, SPEC + test) for place, bug, test in EQUATIONS],
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
-    *[(dotted(place), bug, METHODS + test) for place, bug, test in OF_METHODS],
+    *[(dotted(place), bug, METHODS + test) for place, bug, test in (*OF_METHODS, *OF_TRIALS, *OF_SKIPPING)],
     *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
@@ -946,7 +974,7 @@ def planted(place, bug):
     wrong = bug(true)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(owner, name, wrong) if isinstance(owner, dict) else patch.setattr(owner, name, wrong)
-        for module in [each for name, each in sys.modules.items() if name.startswith("mini_ee") or of_tests(each)]:
+        for module in [other for name, other in sys.modules.items() if name.startswith("mini_ee") or of_tests(other)]:
             for alias in [alias for alias, value in vars(module).items() if callable(true) and value is true]:
                 patch.setattr(module, alias, wrong)
         yield
@@ -976,10 +1004,10 @@ class EachBug:
 @functools.cache
 def errors_in(file):
     """Row -> what its test raised, of all rows of a test file: its fixtures are made once."""
-    each = EachBug(file)
-    tests = {str(TESTS / MUTANTS[row][2]) for row in each.rows}
-    assert pytest.main([*OPTIONS, *sorted(tests)], plugins=[each]) == 0
-    return each.errors
+    plugin = EachBug(file)
+    tests = {str(TESTS / MUTANTS[row][2]) for row in plugin.rows}
+    assert pytest.main([*OPTIONS, *sorted(tests)], plugins=[plugin]) == 0
+    return plugin.errors
 
 
 def named(row):

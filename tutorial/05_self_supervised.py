@@ -160,10 +160,9 @@ plots.guarantee(realised, epsilon)
 #
 # | the paper says | here |
 # |---|---|
-# | heads without labels save layers | holds |
 # | a lower epsilon exits earlier and decodes faster, and costs quality | holds |
 # | *breaking ties* is the best confidence measure | holds: better than the largest probability and the entropy |
-# | the penalty's higher entropy saves layers | untested at a real vocabulary; here heads without it save more |
+# | the penalty's higher entropy saves layers | untested with a real vocabulary; with the small one here it does not |
 #
 # These [verdicts](results/self-supervised.md) rest on several seeds and two decoders. **Use it** when you have a
 # decoder and no labels, and when a head costs much less than the layers between two heads. Does it save *time*?

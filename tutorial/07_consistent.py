@@ -163,7 +163,7 @@ plots.memorized(means)
 # | the hardness-guided reward is better than the vanilla one | undecided |
 #
 # These [verdicts](results/consistentee.md) rest on TREC and SST-2, with five seeds. **Use it** when the speed has to
-# be fixed at training time; the cut can still shift it later.
+# be set during training; a cut on the policy can still shift it later.
 #
 # A policy can decide for tokens too: see `fit_tokens` in the same file. The same as a script: `python -m
 # mini_ee.consistent`, with `--model DIR --task FILE` for your own.

@@ -119,7 +119,8 @@ for name, several in texts.items():
 # **When the text must not change at all**, an exit *drafts* a few tokens, and the full model verifies them in one
 # pass. Tokens that it does not confirm are discarded. This is self-speculative decoding, as in LayerSkip ([Elhoushi et
 # al. 2024](https://arxiv.org/abs/2404.16710)); the second exercise builds it, and `mini-ee generate RUN --lossless
-# --layer 8 --draft 4` does it for a run of the lab.
+# --layer 8 --draft 4` does it for a run of the lab. Without any training, a decoder can draft with some of its layers
+# skipped, as in SWIFT ([Xia et al. 2025](https://arxiv.org/abs/2410.06916), `lab/exits/skipped_layers.py`).
 #
 # CALM ([Schuster et al. 2022](https://arxiv.org/abs/2207.07061)) also decides for each token. It compares one measure
 # with one threshold for all layers, and bounds how much whole texts may change:

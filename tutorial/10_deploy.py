@@ -131,8 +131,8 @@ for size in (1, 32):
 # ## What we found
 #
 # One graph stops by itself in every language that ONNX Runtime supports, and heads and rule add little to the time of
-# its layers ([measured](results/onnx.md)). **Use it** on a CPU or in a browser, best at batch size 1; on a GPU, exits
-# save less (`export/gpu.md`).
+# its layers ([measured](results/onnx.md)). **Use it** on a CPU or in a browser, most of all one text at a time; on a
+# GPU, exits save less (`export/gpu.md`).
 
 # %% [markdown]
 # ## Exercises

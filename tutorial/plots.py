@@ -16,8 +16,8 @@ def axes_of(width=7.0, height=3.6, columns=1):
     """A figure and its axes, or an array of them."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, columns)
-    for each in np.atleast_1d(axes):
-        each.spines[["top", "right"]].set_visible(False)
+    for panel in np.atleast_1d(axes):
+        panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
@@ -34,20 +34,21 @@ def curve(name, points, picture):
     picture keeps the points; those of chapters that you have not run come from docs/pictures/.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
-    own = FOLDER / picture.replace(".png", ".json")
-    curves = json.loads(own.read_text()) if own.exists() else {}
+    curve_file = FOLDER / picture.replace(".png", ".json")
+    curves = json.loads(curve_file.read_text()) if curve_file.exists() else {}
     curves[name] = sorted([round(float(layers), 4), round(float(accuracy), 4)] for layers, accuracy in points)
-    own.write_text(json.dumps(curves).replace("]], ", "]],\n ") + "\n")
+    curve_file.write_text(json.dumps(curves).replace("]], ", "]],\n ") + "\n")
     earlier = {path.name: path for folder in (COMMITTED, FOLDER) for path in folder.glob("curve-*.json")}
     figure, axes = axes_of(height=4)
     for file, marker in zip(sorted(earlier), "osDv^P"):
-        if file < own.name:
+        if file < curve_file.name:
             for style, (label, known) in zip(("-", "--", ":"), json.loads(earlier[file].read_text()).items()):
                 axes.plot(*zip(*known), marker + style, color="0.7", markersize=3, linewidth=1, label=label)
     for colour, (label, known) in zip(COLOURS, curves.items()):
         axes.plot(*zip(*known), "o-", color=colour, markersize=5, linewidth=2, label=label)
         if (most := max(layers for layers, _ in known)) > 12.5:
-            axes.text(12.4, known[-1][1], f"to {most:.0f} →", ha="right", va="top", color=colour, fontsize=8)
+            style = {"textcoords": "offset points", "ha": "right", "va": "top", "color": colour, "fontsize": 8}
+            axes.annotate(f"to {most:.0f} →", (12.4, known[-1][1]), (0, -5), **style)
     axes.set(xlabel="layers run, mean over the sentences", ylabel="accuracy on the built-in reviews", xlim=(3.5, 12.5))
     axes.grid(color="0.92", linewidth=0.5)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

@@ -8,8 +8,8 @@ FLOORS = ("layers 1-4", "layers 5-8", "layers 9-12")
 
 def cache_gap() -> Drawing:
     """Three frames: the gap, state copying, recomputing."""
-    about = "A token that exits early has no keys and values in the layers above. Two ways to fill them in."
-    d = Drawing("The gap in the KV cache", about, 640, 792)
+    description = "A token that exits early has no keys and values in the layers above. Two ways to fill them in."
+    d = Drawing("The gap in the KV cache", description, 640, 792)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, 'Four tokens. "upon" exits after layer 4, "a" after layer 8.', 15, "start", "soft")
     frames = (
@@ -59,8 +59,8 @@ def frame(d: Drawing, y: int, name: str, words: str, kind: str, mark: str) -> No
 
 def nested_if() -> Drawing:
     """model.onnx: each If contains the layers up to the next exit and the next If."""
-    about = "Each If contains the next segment and the next If. A branch runs only if some example continues."
-    d = Drawing("model.onnx: one graph that stops by itself", about, 640, 560)
+    description = "Each If contains the next segment and the next If. A branch runs only if some example continues."
+    d = Drawing("model.onnx: one graph that stops by itself", description, 640, 560)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, "Three exits. A branch is run only if some example continues.", 15, "start", "soft")
     d.box(20, 84, 600, 436, "", "panel")

@@ -31,11 +31,11 @@ def cell_x(layer: int) -> int:
 
 def loop() -> Drawing:
     """Three lanes of twelve layers, and below them the number of sentences that each layer computes."""
-    about = (
+    description = (
         "Three sentences pass through twelve layers in one batch. The first exits after layer 2, the second after "
         "layer 7, the third after layer 12. Each layer computes only the sentences that have not exited."
     )
-    d = Drawing("Early exit: a sentence stops at the first head that is confident", about, 700, 492)
+    d = Drawing("Early exit: a sentence stops at the first head that is confident", description, 700, 492)
     d.text(LEFT, 38, "Easy sentences stop early, hard ones run on", 21, "start", "bold")
     d.text(
         LEFT,
@@ -56,8 +56,8 @@ def loop() -> Drawing:
     for layer in range(1, LAYERS + 1):
         count = sum(depth >= layer for _, depth, _ in SENTENCES)
         d.add(f'<g class="at{layer}">')
-        for each in range(count):
-            d.box(cell_x(layer), y + 48 - 16 * each, CELL, 12, "", "frozen")
+        for level in range(count):
+            d.box(cell_x(layer), y + 48 - 16 * level, CELL, 12, "", "frozen")
         d.text(cell_x(layer) + CELL / 2, y + 80, count, 16, kind="bold")
         d.add("</g>")
     saved = 1 - sum(depth for _, depth, _ in SENTENCES) / (LAYERS * len(SENTENCES))

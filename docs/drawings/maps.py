@@ -77,14 +77,14 @@ TREE = (  # question, answer if yes, its command
         "mini-ee export RUN --out DIR",
         "model.onnx stops by itself",
     ),
-    ("Is one process fast enough?", "Batches in one server", "mini-ee serve DIR", "export with --segments"),
+    ("Is one process fast enough?", "Batches in one server", "mini-ee serve DIR", "one graph is enough on a CPU"),
 )
 
 
 def map_of_the_field() -> Drawing:
     """Every method of the registry, by who trains its exits and who decides."""
-    about = "Every method of mini_ee, by how its exits are trained and by who decides when to stop."
-    d = Drawing("Map of the field", about, 640, 913)
+    description = "Every method of mini_ee, by how its exits are trained and by who decides when to stop."
+    d = Drawing("Map of the field", description, 640, 913)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, "How are exits trained, and who decides? Names are those of mini-ee train.", 15, "start", "soft")
     y = 84
@@ -112,8 +112,8 @@ def map_of_the_field() -> Drawing:
 
 def map_of_the_house() -> Drawing:
     """The four rings, each with those inside it, and the files of the core."""
-    about = "The core mini_ee/ with its twelve files; around it export/, around that lab/, and outside serve/."
-    d = Drawing("Map of the house", about, 640, 526)
+    description = "The core mini_ee/ with its twelve files; around it export/, around that lab/, and outside serve/."
+    d = Drawing("Map of the house", description, 640, 526)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, "Four rings. Imports go inwards; a ring works without those around it.", 15, "start", "soft")
     for at, (folder, does, kind) in enumerate(RINGS):
@@ -134,8 +134,8 @@ def map_of_the_house() -> Drawing:
 
 def decision_tree() -> Drawing:
     """Which way to deploy."""
-    about = "Four ways to deploy a run, and the questions that choose between them."
-    d = Drawing("Where will it run?", about, 640, 462)
+    description = "Four ways to deploy a run, and the questions that choose between them."
+    d = Drawing("Where will it run?", description, 640, 462)
     d.text(22, 38, d.title, 21, "start", "bold")
     d.text(22, 64, "Ask the questions from top to bottom; take the first yes.", 15, "start", "soft")
     for at, (question, answer, command, note) in enumerate(TREE):

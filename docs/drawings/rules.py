@@ -199,8 +199,8 @@ def token_grid(d: Drawing, y: int, tokens, depths, kind: str, policies=()) -> No
         d.text(22, row + 16, f"layer {layer + 1}", 14, "start", "soft")
         for at, depth in enumerate(depths):
             last = layer == depth - 1 and depth < 6
-            each = kind if last else "layer" if layer < depth else "skip"
-            d.box(100 + 86 * at, row, 76, 20, "", each)
+            cell = kind if last else "layer" if layer < depth else "skip"
+            d.box(100 + 86 * at, row, 76, 20, "", cell)
     for after in policies:
         row = y + 25 * (6 - after) - 2.5
         d.arrow((94, row), (WIDTH - 20, row), kind="rule", wide=2.5, tip=False, dashed=True)

@@ -46,8 +46,8 @@ OTHERS, MONO_WIDTH = (
 class Drawing:
     """An SVG on a panel of its own, so that it is legible on any page. Coordinates are pixels at full size."""
 
-    def __init__(self, title: str, about: str, width: int, height: int):
-        self.title, self.about, self.width, self.height = title, about, width, height
+    def __init__(self, title: str, description: str, width: int, height: int):
+        self.title, self.description, self.width, self.height = title, description, width, height
         self.parts: list[str] = []
         self.css: list[str] = []
 
@@ -67,8 +67,8 @@ class Drawing:
             raise ValueError(f"{self.title}: {words!r} takes about {width:.0f} of {room:.0f} pixels")
         if not size < y < self.height - 6:
             raise ValueError(f"{self.title}: {words!r} is cut at {y:.0f} of {self.height} pixels")
-        fonts = [each for each in kinds if each in ("bold", "mono")]
-        colours = [f"t-{each}" for each in kinds if each not in fonts] or ["t-ink"]
+        fonts = [name for name in kinds if name in ("bold", "mono")]
+        colours = [f"t-{name}" for name in kinds if name not in fonts] or ["t-ink"]
         place = "" if anchor == "start" else f' text-anchor="{anchor}"'
         style = f'class="{" ".join(colours + fonts)}" font-size="{size}"{place}'
         self.add(f'<text x="{x:g}" y="{y:g}" {style}>{escape(words)}</text>')
@@ -119,7 +119,7 @@ class Drawing:
             f'width="{self.width}" height="{self.height}" role="img" aria-labelledby="title about">'
         )
         panel = f'<rect class="panel" x="1" y="1" width="{self.width - 2}" height="{self.height - 2}" rx="12"/>'
-        names = f'<title id="title">{escape(self.title)}</title>\n<desc id="about">{escape(self.about)}</desc>'
+        names = f'<title id="title">{escape(self.title)}</title>\n<desc id="about">{escape(self.description)}</desc>'
         style = f"<style>\n{sheet()}\n" + "".join(f"{rule}\n" for rule in self.css) + "</style>"
         return "\n".join([head, names, style, panel, *self.parts, "</svg>"]) + "\n"
 
@@ -128,8 +128,8 @@ def length(words: str, size: float, mono: bool = False, bold: bool = False) -> f
     """The width of a line of text, estimated."""
     if mono:
         return len(words) * size * MONO_WIDTH
-    each = {letter: width for letters, width in WIDTHS.items() for letter in letters}
-    return sum(each.get(letter, OTHERS) for letter in words) * size * (1.12 if bold else 1)
+    widths = {letter: width for letters, width in WIDTHS.items() for letter in letters}
+    return sum(widths.get(letter, OTHERS) for letter in words) * size * (1.12 if bold else 1)
 
 
 def sheet() -> str:

@@ -169,7 +169,7 @@ def self_supervised() -> Drawing:
     d.arrow((middle(1), top), (middle(1), 151), kind="train", dashed=True)
     d.box(middle(1) + 12, top - 13, 140, 26, "target: its token", "train", 14)
     d.text(22, 284, "A head may start as a copy of the LM head. A penalty may raise its entropy.", 15, "start", "soft")
-    d.text(22, 328, "Calibration: 90 % of the tokens that exit must agree", 17, "start", "bold")
+    d.text(22, 328, "Calibration: 90% of the tokens that exit must agree", 17, "start", "bold")
     calibration_axis(d, 394)
     d.text(22, 496, "Exit at the first head whose confidence reaches its own threshold.", 15, "start", "soft")
     return d

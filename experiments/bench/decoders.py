@@ -73,8 +73,8 @@ def _over_transformers(name: str, decoder: Decoder, new_tokens: int, seed: int) 
         ours, expected = [row.tokens for row in runs[0]()], runs[1]()[:, 8:].tolist()
         if ours != expected:
             raise ValueError(f"bench decode: {name} b{batch}: expected the greedy text of transformers, found another")
-        own, other = medians(runs, f"decode {name} b{batch}")
-        yield row_of(f"{name} b{batch} transformers", own / new_tokens, other / new_tokens, bar=1.0)
+        seconds, other = medians(runs, f"decode {name} b{batch}")
+        yield row_of(f"{name} b{batch} transformers", seconds / new_tokens, other / new_tokens, bar=1.0)
 
 
 def generate_of_transformers(
@@ -138,10 +138,10 @@ def _forced_decoding(case: str, decoder: Decoder, layer: int, missing_kv: str, n
         return _decoded(decoder, [[0]], new_tokens, **settings)
 
     runs = [forced_out, *(torch.inference_mode()(part) for part in parts.values())]
-    own, *times = medians(runs, f"decode {case}")
+    ours, *times = medians(runs, f"decode {case}")
     seconds = {f"{name}_seconds": time / new_tokens for name, time in zip(parts, times)}
     against = sum(seconds[f"{name}_seconds"] for name in ("layers", "head", "fill", "last"))
-    return row_of(case, own / new_tokens, against, bar=1.10) | seconds
+    return row_of(case, ours / new_tokens, against, bar=1.10) | seconds
 
 
 def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
@@ -160,8 +160,8 @@ def _lossless(case: str, decoder: Decoder, new_tokens: int, seed: int) -> dict:
 
     drafted = lossless(prompts)
     equal = sum(one.tokens == other.tokens for one, other in zip(drafted, full(prompts)))
-    own, other = medians([partial(each, prompts[:TIMED_PROMPTS]) for each in (lossless, full)], f"decode {case}")
+    ours, other = medians([partial(write, prompts[:TIMED_PROMPTS]) for write in (lossless, full)], f"decode {case}")
     tokens = TIMED_PROMPTS * new_tokens
     drafts = np.mean([text.layers_run.count(depth // 2) / new_tokens for text in drafted[:TIMED_PROMPTS]])
     counts = {"drafted_share": float(drafts), "prompts": LOSSLESS_PROMPTS, "equal_texts": equal}
-    return row_of(case, own / tokens, other / tokens, bar=1.0) | counts
+    return row_of(case, ours / tokens, other / tokens, bar=1.0) | counts

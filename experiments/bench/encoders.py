@@ -53,8 +53,8 @@ def bench_backbone(model: Path | None, seed: int) -> Iterator[dict]:
             expected = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
             torch.testing.assert_close(ours(ids, mask), expected, atol=1e-5, rtol=0)
             runs = [partial(ours, ids, mask), partial(theirs, input_ids=ids, attention_mask=mask)]
-            own, other = medians(runs, f"backbone b{batch} t{tokens}")
-        yield row_of(f"minilm b{batch} t{tokens}", own, other, bar=0.90 if (batch, tokens) == (1, 32) else 1.03)
+            seconds, other = medians(runs, f"backbone b{batch} t{tokens}")
+        yield row_of(f"minilm b{batch} t{tokens}", seconds, other, bar=0.90 if (batch, tokens) == (1, 32) else 1.03)
 
 
 def bench_exit_tax(model: Path | None, seed: int) -> Iterator[dict]:
@@ -95,8 +95,8 @@ def _exit_tax(name: str, backbone: Bert, exits: tuple[int, ...], batch: int, bar
 
 def _tax(case: str, seconds: float, full: float, share: float, bar: float) -> dict:
     """The row of a case that ran a share of the layers."""
-    about = {"excess": seconds / full - share, "excess_bar": bar}
-    return row_of(case, seconds, full * share, bar=1 + bar / share) | about
+    excess = {"excess": seconds / full - share, "excess_bar": bar}
+    return row_of(case, seconds, full * share, bar=1 + bar / share) | excess
 
 
 def _token_exit_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterator[dict]:
@@ -120,10 +120,10 @@ def _token_exit_tax(name: str, backbone: Bert, batch: int, seed: int) -> Iterato
 def _own_heads_tax(name: str, backbone: Bert, exits: tuple[int, ...], seed: int) -> Iterator[dict]:
     """All rows exit after half of the layers; all heads up to there are evaluated as in the method."""
     inputs, at = inputs_of(backbone.config, 1, 32, seed), len(exits) // 2 - 1
-    about = {"exits": exits, "settings": {}, "pool": "first", "num_labels": 2}
+    config = {"exits": exits, "settings": {}, "pool": "first", "num_labels": 2}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        models = [build_model(load_method(method), "rows", backbone, about).eval() for method in OWN_HEADS]
+        models = [build_model(load_method(method), "rows", backbone, config).eval() for method in OWN_HEADS]
     rules = [_ForcedExits(rule, [at]) for rule in OWN_HEADS.values()]
     runs = [partial(early_exit, model.segments(), rule, inputs) for model, rule in zip(models, rules)]
     full, plain, *others = medians([full_model(backbone, inputs), *runs], f"exit-tax {name} b1 heads")
@@ -162,5 +162,5 @@ def bench_batch(model: Path | None, seed: int) -> Iterator[dict]:
         for states, start, stop in zip(hidden, (0, *exits), exits):
             backbone.run_layers(states, context, start, stop)
 
-    own, ideal = medians([lambda: early_exit(segments, rule, inputs), layers_alone], "batch")
-    yield row_of("minilm b32 t32 mixed", own, ideal, bar=1.10)
+    ours, ideal = medians([lambda: early_exit(segments, rule, inputs), layers_alone], "batch")
+    yield row_of("minilm b32 t32 mixed", ours, ideal, bar=1.10)

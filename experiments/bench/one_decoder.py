@@ -85,10 +85,10 @@ def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
     seconds = dict(zip(runs, medians(list(runs.values()), f"decode {folder.name}")))
 
     def row(case: str, name: str, against: str, bar: float) -> dict:
-        return row_of(f"{folder.name} {case}", *(seconds[each] / NEW_TOKENS for each in (name, against)), bar)
+        return row_of(f"{folder.name} {case}", *(seconds[run] / NEW_TOKENS for run in (name, against)), bar)
 
-    def sized(found: dict, graph: OpenGraph, other: OpenGraph) -> dict:
-        return found | {"load_seconds": graph.load_seconds, "bytes": graph.bytes, "against_bytes": other.bytes}
+    def sized(timed: dict, graph: OpenGraph, other: OpenGraph) -> dict:
+        return timed | {"load_seconds": graph.load_seconds, "bytes": graph.bytes, "against_bytes": other.bytes}
 
     yield row("torch", "torch", "transformers", 1.0)
     yield sized(row("float32", "float32", "transformers", 1.0), *[made["float32"]] * 2)
@@ -102,8 +102,8 @@ def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
 
 
 def _written(model: TokenExits, prompt: list[int]) -> list[int]:
-    found: list[Generated] = gather(model.generate([prompt], Never(), max_new_tokens=NEW_TOKENS, stop=()), 1)
-    return found[0].tokens
+    written: list[Generated] = gather(model.generate([prompt], Never(), max_new_tokens=NEW_TOKENS, stop=()), 1)
+    return written[0].tokens
 
 
 def _of_transformers(decoder, prompt: list[int]) -> Callable[..., list[int]]:
@@ -132,9 +132,9 @@ def _of_llama_cpp(gguf: Path, prompt: list[int]) -> Run:
     request = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
 
     def write() -> list[int]:
-        found = server.handle_completions(request | {"return_tokens": True})
-        if found.get("usage", {}).get("completion_tokens") != NEW_TOKENS:
-            raise ValueError(f"{gguf}: expected {NEW_TOKENS} tokens of llama.cpp, found {str(found)[:200]}")
+        answer = server.handle_completions(request | {"return_tokens": True})
+        if answer.get("usage", {}).get("completion_tokens") != NEW_TOKENS:
+            raise ValueError(f"{gguf}: expected {NEW_TOKENS} tokens of llama.cpp, found {str(answer)[:200]}")
         return []
 
     return write

@@ -72,7 +72,7 @@ def bench_onnx(model: Path | None, seed: int, device: str = "cpu") -> Iterator[d
         plain = RowExits(backbone, exits[-1:], num_labels=2, pool="first").eval()
         with tempfile.TemporaryDirectory() as folder:
             both = ("exits", model), ("none", plain)
-            graph, without = (exported(each, Path(folder) / key, provider=provider) for key, each in both)
+            graph, without = (exported(variant, Path(folder) / key, provider=provider) for key, variant in both)
             for batch in sizes:
                 inputs, case = inputs_of(backbone.config, batch, tokens, seed), f"{name} b{batch} t{tokens}"
                 yield from _at_one(case, graph, without, inputs) if batch == 1 else _mixed(case, graph, without, inputs)
@@ -115,9 +115,9 @@ def _mixed(case: str, graph: OrtModel, without: Segments, inputs: Inputs) -> Ite
     for k in range(len(graph.exits)):
         sizes.append(int((exit_index >= k).sum()))
         runs.append(_run(without, Never(), inputs.take(np.arange(sizes[-1]))))
-    found, *whole = medians(runs, f"onnx {case} mixed", seconds_a_case=24.0)
+    mixed, *whole = medians(runs, f"onnx {case} mixed", seconds_a_case=24.0)
     layers = np.diff((0, *graph.exits))
-    yield row_of(f"{case} mixed graph", found, float(np.dot(layers / graph.exits[-1], whole)), MIXED)
+    yield row_of(f"{case} mixed graph", mixed, float(np.dot(layers / graph.exits[-1], whole)), MIXED)
 
 
 def _engines(case: str, engines: list[Segments], inputs: Inputs) -> Iterator[dict]:
@@ -177,11 +177,11 @@ def _steps(
     runs = [partial(written, engine) for engine in engines]
     if stories:
         runs.append(generate_of_transformers(model.backbone, prompts, NEW_TOKENS, device))
-    own, *others = medians(runs, f"onnx {case}")
-    yield row_of(f"{case} chain", own / NEW_TOKENS, others[0] / NEW_TOKENS, 0.80 if stories else 1.10)
+    early, *others = medians(runs, f"onnx {case}")
+    yield row_of(f"{case} chain", early / NEW_TOKENS, others[0] / NEW_TOKENS, 0.80 if stories else 1.10)
     if stories:
         run = np.mean([text.layers_run for text in texts[0]]) / model.exits[-1]
-        yield row_of(f"{case} transformers", own / NEW_TOKENS, others[1] / NEW_TOKENS, float(run))
+        yield row_of(f"{case} transformers", early / NEW_TOKENS, others[1] / NEW_TOKENS, float(run))
 
 
 def _halving_thresholds(model: TokenExits, prompts: list[list[int]]) -> Threshold:
@@ -191,5 +191,5 @@ def _halving_thresholds(model: TokenExits, prompts: list[list[int]]) -> Threshol
     counted = torch.arange(ids.shape[1])[None] >= len(prompts[0])
     with torch.inference_mode():
         logits = model(ids, counted.expand(ids.shape))
-    largest = (each.softmax(-1).amax(-1).sort().values for each in logits)
-    return Threshold(tuple(float(each[len(each) // 2 - 1 : len(each) // 2 + 1].mean()) for each in largest))
+    largest = (exit_logits.softmax(-1).amax(-1).sort().values for exit_logits in logits)
+    return Threshold(tuple(float(ordered[len(ordered) // 2 - 1 : len(ordered) // 2 + 1].mean()) for ordered in largest))

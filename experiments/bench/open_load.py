@@ -67,7 +67,7 @@ def offer(worker: Worker, texts: Sequence, moments: np.ndarray, seed: int = 0) -
         future.add_done_callback(note_latency(at, moment))
         futures.append(future)
     if wait(futures, PATIENCE).not_done:
-        missing = sum(not each.done() for each in futures)
+        missing = sum(not answer.done() for answer in futures)
         raise ValueError(f"{missing} requests have no answer {PATIENCE:.0f} s after the last one was sent")
     counted = seconds[int(len(seconds) * WARM_UP) :]
     return Answered(len(moments) / moments[-1], counted)

@@ -53,8 +53,8 @@ def bench_retrieval(model: Path | None, seed: int, large: bool = False) -> Itera
             rule.embed(inputs)
             return rule.chosen(rule.datastore.search(next(turn)[None], rule.k))
 
-        own, other = medians([plan, full_model(bert, inputs)], f"retrieval {name}")
-        yield row_of(f"67k t32 {name}", own, other, bar)
+        ours, other = medians([plan, full_model(bert, inputs)], f"retrieval {name}")
+        yield row_of(f"67k t32 {name}", ours, other, bar)
     yield _recall(store, queries)
     del store, vectors, queries, rule, turn, plan  # free the rows before the next datastores are built
     yield from _building(minilm.config.hidden_size, LARGE if large else SST2_ROWS, seed)
@@ -70,8 +70,8 @@ def _groups(backbone: Bert, seed: int) -> Iterator[dict]:
         for row, exit in zip(rows, plan):
             early_exit(segments, Fixed(int(exit)), row)
 
-    own, other = medians([lambda: early_exit(segments, Planned(plan), inputs), row_by_row], "retrieval groups")
-    yield row_of("minilm b256 t32 groups", own, other, bar=1 / 1.5)
+    ours, other = medians([lambda: early_exit(segments, Planned(plan), inputs), row_by_row], "retrieval groups")
+    yield row_of("minilm b256 t32 groups", ours, other, bar=1 / 1.5)
 
 
 def _clustered(count: int, width: int, seed: int) -> np.ndarray:
@@ -93,11 +93,11 @@ def _recall(store: Datastore, queries: np.ndarray) -> dict:
     rows, k = store.embeddings, Retrieval.k
     unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
     begin = time.perf_counter()
-    found = store.search(unit, k).rows
+    nearest = store.search(unit, k).rows
     middle = time.perf_counter()
     exact = exact_search(rows, unit, k).rows
     seconds, against = middle - begin, time.perf_counter() - middle
-    hits = sum(len(set(ours) & set(theirs)) for ours, theirs in zip(found.tolist(), exact.tolist()))
+    hits = sum(len(set(ours) & set(theirs)) for ours, theirs in zip(nearest.tolist(), exact.tolist()))
     missed = 1 - hits / exact.size
     row = row_of(f"67k recall@{k}", seconds / len(unit), against / len(unit), bar=0.01)
     return row | {"ratio": missed, "holds": missed <= 0.01, "recall": 1 - missed}
@@ -110,10 +110,10 @@ def _building(width: int, most: int, seed: int) -> Iterator[dict]:
             return
         begin = time.perf_counter()
         store = _filled(vectors[:count], seed)
-        each = (time.perf_counter() - begin) / count
-        first = first or each
+        row_seconds = (time.perf_counter() - begin) / count
+        first = first or row_seconds
         with tempfile.TemporaryDirectory() as folder:
             store.save(Path(folder) / "store")
             size = sum(path.stat().st_size for path in Path(folder).glob("store/*"))
-        row = row_of(f"{name} build", each, first, bar=(count / 1_000) ** 0.5)
-        yield row | {"rows": count, "build_seconds": each * count, "bytes": size, "bytes_a_row": size / count}
+        row = row_of(f"{name} build", row_seconds, first, bar=(count / 1_000) ** 0.5)
+        yield row | {"rows": count, "build_seconds": row_seconds * count, "bytes": size, "bytes_a_row": size / count}

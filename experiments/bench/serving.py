@@ -129,15 +129,17 @@ def measured(servers: dict, texts: list, full: float, drawn: tuple[int, int]) ->
     """Each load on each server in turns, ROUNDS times: medians over rounds of p50, p95 and p99."""
     (burst, seed), loads, overloaded = drawn, {name: [] for name in servers}, set()
     for share in tqdm(LOADS, desc="loads", delay=2, leave=False):
-        found: dict[str, list[Answered]] = {name: [] for name in servers if name not in overloaded}
-        for turn in range(ROUNDS if found else 0):
+        answered: dict[str, list[Answered]] = {name: [] for name in servers if name not in overloaded}
+        for turn in range(ROUNDS if answered else 0):
             moments = arrivals(share * full, SECONDS, burst, seed + turn)
-            for name in found:
-                found[name].append(_with_worker(servers[name], partial(offer, texts=texts, moments=moments, seed=turn)))
-        for name, some in found.items():
-            p50, p95, p99 = np.median([each.quantiles for each in some], axis=0).tolist()
-            seconds = np.concatenate([each.seconds for each in some])
-            offered = float(np.mean([each.rate for each in some]))
+            for name in answered:
+                answered[name].append(
+                    _with_worker(servers[name], partial(offer, texts=texts, moments=moments, seed=turn))
+                )
+        for name, some in answered.items():
+            p50, p95, p99 = np.median([answers.quantiles for answers in some], axis=0).tolist()
+            seconds = np.concatenate([answers.seconds for answers in some])
+            offered = float(np.mean([answers.rate for answers in some]))
             loads[name].append(
                 {"load": share, "offered": offered, "p50": p50, "p95": p95, "p99": p99, "seconds": seconds}
             )

@@ -54,10 +54,10 @@ def bench_sgmv(model: Path | None, seed: int, device: str = "cpu") -> Iterator[d
         parallel_streams = partial(early_exit, lora.segments(parallel(4)), Never(), inputs)
         one_by_one = partial(early_exit, lora.segments(restart(4)), Never(), inputs)
         bare, looped = partial(bare_streams, lora, inputs), partial(over_adapters, parallel_streams)
-        own, loop, floor, adapters = medians([parallel_streams, one_by_one, bare, looped], f"sgmv {case}")
-        yield row_of(f"{case} loop", own, loop, bar=BARS[device].get((batch, tokens), 1.0))
-        yield row_of(f"{case} adapters", own, adapters, bar=1.03)
-        yield row_of(f"{case} backbone", own, floor, bar=1.08 if device == "cpu" else 1.15)
+        ours, loop, floor, adapters = medians([parallel_streams, one_by_one, bare, looped], f"sgmv {case}")
+        yield row_of(f"{case} loop", ours, loop, bar=BARS[device].get((batch, tokens), 1.0))
+        yield row_of(f"{case} adapters", ours, adapters, bar=1.03)
+        yield row_of(f"{case} backbone", ours, floor, bar=1.08 if device == "cpu" else 1.15)
     yield _ragged("bert-base b8 t16 ragged", lora, inputs_of(BERT_BASE, 8, 16, seed))
     yield from _memory(lora, seed)
     for rank in (1, 8, 64, 128):
@@ -72,14 +72,14 @@ def _memory(lora: LoRAExits, seed: int) -> Iterator[dict]:
     models.to(lora.backbone.device)
     inputs = inputs_of(BERT_BASE, 1, 16, seed)
     parallel_streams = lora.segments(parallel(4))
-    runs = [partial(early_exit, each, Never(), inputs) for each in (parallel_streams, models.segments())]
-    own, other = medians(runs, "sgmv multi-model")
+    runs = [partial(early_exit, segments, Never(), inputs) for segments in (parallel_streams, models.segments())]
+    ours, other = medians(runs, "sgmv multi-model")
     own_bytes = parallel_streams.bytes_held
-    other_bytes, bare = (sum(p.nbytes for p in each.parameters()) for each in (models, lora.backbone))
+    other_bytes, bare = (sum(p.nbytes for p in module.parameters()) for module in (models, lora.backbone))
     sizes = {"bytes": own_bytes, "against_bytes": other_bytes}
-    yield row_of("bert-base b1 t16 multi-model", own, other, bar=1.0) | sizes
+    yield row_of("bert-base b1 t16 multi-model", ours, other, bar=1.0) | sizes
     share = (own_bytes - bare) / bare
-    yield row_of("bert-base memory", own, other, bar=0.04) | sizes | {"ratio": share, "holds": share <= 0.04}
+    yield row_of("bert-base memory", ours, other, bar=0.04) | sizes | {"ratio": share, "holds": share <= 0.04}
 
 
 def over_adapters(run: Callable) -> None:
@@ -137,8 +137,8 @@ def _operator(case: str, rank: int, lengths: list[int], seed: int, device: str) 
 
     with torch.inference_mode():
         torch.testing.assert_close(segments(), gather(), rtol=1e-4, atol=1e-3)
-        own, other = medians([segments, gather], case, seconds_a_case=2.0)
-    return row_of(case, own, other, bar=1.05)
+        seconds, other = medians([segments, gather], case, seconds_a_case=2.0)
+    return row_of(case, seconds, other, bar=1.05)
 
 
 def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
@@ -146,7 +146,7 @@ def _adaptive(case: str, lora: LoRAExits, inputs: Inputs) -> Iterator[dict]:
     K = len(lora.exits)
     costs = measure_costs(lora, len(inputs), inputs.input_ids.shape[1])
     chosen = {name: cheapest_schedule(costs, np.array(reach)) for name, reach in REACH.items()}
-    schedules = {str(each): each for each in (restart(K), parallel(K), *chosen.values())}
+    schedules = {str(schedule): schedule for schedule in (restart(K), parallel(K), *chosen.values())}
     runs = [
         partial(early_exit, lora.segments(schedule), Fixed(k), inputs)
         for schedule in schedules.values()

@@ -44,15 +44,15 @@ def make_leaderboard(
     tokens = only is None or only in token_methods()
     names = [] if only and tokens and why_not(only) else methods(quick, only)
     all_seeds = tuple(range(seeds[0], seeds[0] + (seeds[1] or seed_count(quick))))
-    found = Sources(sources, out / "leaderboard", device)
+    opened = Sources(sources, out / "leaderboard", device)
     chosen = exams(quick)
-    work = [job for exam in chosen for job in jobs(trainings_of(exam, found), names, all_seeds)]
+    work = [job for exam in chosen for job in jobs(trainings_of(exam, opened), names, all_seeds)]
     # A table with few seeds before one with many, and the built-in model first, because it is the smallest.
     work.sort(key=lambda job: (all_seeds.index(job.seeds[0]), job.training.exam.model is not None))
     if tokens:
         for training in trainings(quick, only):
-            found.options(training.options)  # raises if a model or a text is missing
-    places = Places(out, found, {exam.name: exam.read(found) for exam in chosen}, say)
+            opened.options(training.options)  # raises if a model or a text is missing
+    places = Places(out, opened, {exam.name: exam.read(opened) for exam in chosen}, say)
     number = sum(len(missing(out, job, all_seeds)) for job in work)
     say(f"{len(names)} methods, {len(chosen)} exams, {len(all_seeds)} seeds: {number} records to make.")
     if number:

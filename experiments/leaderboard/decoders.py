@@ -114,7 +114,7 @@ class Training(NamedTuple):
         """The rates to choose from; a single empty one if the method learns nothing by gradients."""
         pairs = [dict(zip(("lr", "head_lr"), pair)) for pair in self.exam.rates]
         some = [{name: rate for name, rate in pair.items() if name not in self.method.lacks} for pair in pairs]
-        return [each for at, each in enumerate(some) if each not in some[:at]]
+        return [choice for at, choice in enumerate(some) if choice not in some[:at]]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -137,16 +137,16 @@ def trainings(quick: bool, only: str | None = None) -> list[Training]:
     """All trainings. only: those that serve this method. Raises WrongArguments if its tokens cannot exit."""
     if only is not None and only not in token_methods():
         raise WrongArguments(f"--only: expected one of {', '.join(token_methods())} for decoders; found {only}")
-    found = []
+    planned = []
     for exam in QUICK_EXAMS if quick else EXAMS:
         groups: dict[str, list[str]] = {}
         for name in token_methods():
             method = load_method(name)
             groups.setdefault(("tokens" not in method.defaults and method.trained_as) or name, []).append(name)
-        found += [Training(exam, tuple(names)) for names in groups.values()]
+        planned += [Training(exam, tuple(names)) for names in groups.values()]
     if only is not None:
-        return [training for training in found if only in training.methods]
-    return [training for training in found if not quick or training.methods[0] in QUICK_METHODS]
+        return [training for training in planned if only in training.methods]
+    return [training for training in planned if not quick or training.methods[0] in QUICK_METHODS]
 
 
 def run_decoders(
@@ -200,8 +200,8 @@ def alone(path: Path) -> Iterator[None]:
 
 def is_recorded(out: Path, training: Training, seed: int) -> bool:
     """Whether a seed is in the record, made with the present settings and for all methods that it serves."""
-    about = read_about(training.record(out)).get(seed, {})
-    return about.get("settings") == training.settings and set(training.methods) <= about["methods"].keys()
+    metadata = read_about(training.record(out)).get(seed, {})
+    return metadata.get("settings") == training.settings and set(training.methods) <= metadata["methods"].keys()
 
 
 # ---- One training ----
@@ -214,50 +214,50 @@ def _run(out: Path, training: Training, seed: int, sources: Sources, say: Say) -
         backbone := load_backbone(training.exam.model_folder(sources)), (backbone.config.num_hidden_layers,)
     )
     calibration, reported = texts_of(training, decoder, sources, seed)
-    about: dict[str, Any] = {"settings": training.settings, "how": how_made(sources.device), "cpu_seconds": {}}
+    metadata: dict[str, Any] = {"settings": training.settings, "how": how_made(sources.device), "cpu_seconds": {}}
     text = training.exam.text
-    about["data"] = {text: file_sha256(sources.find("data", text))} if text else {}
-    with cpu_seconds(about, "search"):
-        about |= _chosen_rates(out, training, seed, sources, calibration, at, say)
-    searched = len(about["tried"]) if about["tried"] and about["tried"][0]["seed"] == seed else 0
-    with cpu_seconds(about, "training"):
-        run = trained(at / "run", training.options | about["rates"], seed, sources)
+    metadata["data"] = {text: file_sha256(sources.find("data", text))} if text else {}
+    with cpu_seconds(metadata, "search"):
+        metadata |= _chosen_rates(out, training, seed, sources, calibration, at, say)
+    searched = len(metadata["tried"]) if metadata["tried"] and metadata["tried"][0]["seed"] == seed else 0
+    with cpu_seconds(metadata, "training"):
+        run = trained(at / "run", training.options | metadata["rates"], seed, sources)
     if searched:  # the run is one of those that the search has trained
-        about["cpu_seconds"]["training"] = round(about["cpu_seconds"]["search"] / searched, 1)
-        about["cpu_seconds"]["search"] -= about["cpu_seconds"]["training"]
-    with cpu_seconds(about, "recording"):
+        metadata["cpu_seconds"]["training"] = round(metadata["cpu_seconds"]["search"] / searched, 1)
+        metadata["cpu_seconds"]["search"] -= metadata["cpu_seconds"]["training"]
+    with cpu_seconds(metadata, "recording"):
         full = record_texts(decoder, reported, last=False)
         parts = [token_record(run.model, texts) for texts in (reported, calibration)]
         methods = {name: load_method(name) for name in training.methods}
         rules = {name: own_rules(method, parts[1]) for name, method in methods.items()}
-        measures = needed_measures([rule for each in rules.values() for rule in each])
+        measures = needed_measures([rule for method_rules in rules.values() for rule in method_rules])
         made = SeedRecord(*(_with_measures(part, measures) for part in parts), {})
         made = write_record(at / "record.npz", seed, made)  # rules are chosen on what is read back
-    about["original"] = original_figures(full, parts[0])
-    with cpu_seconds(about, "decoding"):
-        about["methods"] = {}
+    metadata["original"] = original_figures(full, parts[0])
+    with cpu_seconds(metadata, "decoding"):
+        metadata["methods"] = {}
         for name, method in methods.items():
             candidates = own_rules(method, made.held_out)
             chosen = {level: rule_at(candidates, made.held_out, level) for level in LEVELS}
-            within = (found := rule_within(candidates, made.held_out, SHARE)) and found.to_dict()
+            within = (cheap_rule := rule_within(candidates, made.held_out, SHARE)) and cheap_rule.to_dict()
             figures = decoding_figures(run.model, chosen[LEVEL], reported, run.tokenizer)
-            about["methods"][name] = {
+            metadata["methods"][name] = {
                 "rules": {f"{level:g}": rule.to_dict() for level, rule in chosen.items()} | {WITHIN: within},
                 "decoding": figures,
             }
-        about["lossless"] = lossless_figures(run.model, calibration[:DRAFTED_TEXTS], reported[:LOSSLESS_TEXTS])
-    write_record(training.record(out), seed, made._replace(about=about))
+        metadata["lossless"] = lossless_figures(run.model, calibration[:DRAFTED_TEXTS], reported[:LOSSLESS_TEXTS])
+    write_record(training.record(out), seed, made._replace(about=metadata))
     shutil.rmtree(at)
-    seconds_of = ", ".join(f"{name} {seconds:.0f}" for name, seconds in about["cpu_seconds"].items())
+    seconds_of = ", ".join(f"{name} {seconds:.0f}" for name, seconds in metadata["cpu_seconds"].items())
     say(f"  processor seconds: {seconds_of}")
 
 
 @contextmanager
-def cpu_seconds(about: dict, name: str) -> Iterator[None]:
+def cpu_seconds(metadata: dict, name: str) -> Iterator[None]:
     """Adds the processor seconds of a block to about["cpu_seconds"]."""
     begin = time.process_time()
     yield
-    about["cpu_seconds"][name] = round(time.process_time() - begin, 1)
+    metadata["cpu_seconds"][name] = round(time.process_time() - begin, 1)
 
 
 def texts_of(training: Training, decoder: TokenExits, sources: Sources, seed: int) -> tuple[list[Text], list[Text]]:
@@ -275,9 +275,9 @@ def _chosen_rates(
     out: Path, training: Training, seed: int, sources: Sources, calibration: list[Text], at: Path, say: Say
 ) -> dict:
     """`rates` and `tried` of the record: those of a seed before, else those with the best score of this seed."""
-    for about in read_about(training.record(out)).values():
-        if about.get("settings") == training.settings:
-            return {name: about[name] for name in ("rates", "tried")}
+    for metadata in read_about(training.record(out)).values():
+        if metadata.get("settings") == training.settings:
+            return {name: metadata[name] for name in ("rates", "tried")}
     if len(training.rates) == 1:
         return {"rates": training.rates[0], "tried": []}
     tried = []
@@ -289,7 +289,7 @@ def _chosen_rates(
             score = LEAST_SCORE
         tried.append({"rates": rates, "score": round(max(score, LEAST_SCORE), 4), "seed": seed})
         say(f"  {rates}: mean ln p {score:.3f} with {SHARE:.0%} of the layers")
-    best = int(np.argmax([each["score"] for each in tried]))
+    best = int(np.argmax([trial["score"] for trial in tried]))
     if tried[best]["score"] <= LEAST_SCORE:
         raise Diverged("all rates diverge")
     if not (at / "run").exists():
@@ -302,17 +302,17 @@ def _chosen_rates(
 
 def token_record(model: TokenExits, texts: Sequence[Text]) -> Record:
     """All exits at the tokens of each text. A model of some of the layers is the exit before its full model."""
-    found = record_texts(model, texts, last=False)
+    recorded = record_texts(model, texts, last=False)
     if model.whole is model:
-        return found
+        return recorded
     full = record_texts(model.whole, texts, last=False)
     layers, last = model.exits[-1], model.whole.exits[-1]
-    flops = np.concatenate((found.segments.costs[0], full.segments.costs[0]), axis=1)
+    flops = np.concatenate((recorded.segments.costs[0], full.segments.costs[0]), axis=1)
     flops[:, 1, 0] -= flops[:, 0, 0]  # a token that is read by the full model pays its layers, and no others
-    logits = np.concatenate((found.logits, full.logits), axis=1)
-    prediction = np.concatenate((found.predictions, full.predictions), axis=1)
+    logits = np.concatenate((recorded.logits, full.logits), axis=1)
+    prediction = np.concatenate((recorded.predictions, full.predictions), axis=1)
     segments = Recorded((layers, last), logits, flops, [layers, last - layers], {"prediction": prediction})
-    return Record(segments, logits, full.full, found.groups)
+    return Record(segments, logits, full.full, recorded.groups)
 
 
 def _with_measures(recorded: Record, names: set[str]) -> Record:

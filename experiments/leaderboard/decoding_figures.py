@@ -34,21 +34,21 @@ def decoding_figures(model: TokenExits, rule: Rule, texts: Sequence[Text], token
     full = partial(_written, model.whole, Never(), MISSING_KV[0])
     decode = tokenizer.backend.decode
     references = [decode(text.ids[text.start + 1 :]) for text in texts]
-    full_texts = [decode(each.tokens) for each in full(texts)]
+    full_texts = [decode(generation.tokens) for generation in full(texts)]
     speedups = speed_ups(full, [*ways.values()], texts)
-    found = {}
+    figures = {}
     for (name, write), speedup in zip(ways.items(), speedups):
         written = write(texts)
-        own = [decode(each.tokens) for each in written]
-        layers = np.concatenate([each.layers_run for each in written]).mean()
-        found[name] = {
+        early_texts = [decode(generation.tokens) for generation in written]
+        layers = np.concatenate([generation.layers_run for generation in written]).mean()
+        figures[name] = {
             "layers_saved": float(1 - layers / model.whole.exits[-1]),
-            "rouge_l": float(np.mean([rouge_l(*pair) for pair in zip(own, full_texts)])),
-            "rouge_l_reference": float(np.mean([rouge_l(*pair) for pair in zip(own, references)])),
+            "rouge_l": float(np.mean([rouge_l(*pair) for pair in zip(early_texts, full_texts)])),
+            "rouge_l_reference": float(np.mean([rouge_l(*pair) for pair in zip(early_texts, references)])),
             "agreement": _agreement(model, texts, written),
             "speedup": speedup,
         }
-    return found
+    return figures
 
 
 def lossless_figures(model: TokenExits, calibration: Sequence[Text], texts: Sequence[Text]) -> dict:
@@ -64,10 +64,10 @@ def lossless_figures(model: TokenExits, calibration: Sequence[Text], texts: Sequ
     saved = {layer: _saved(model, write(calibration)) if len(layers) > 1 else 0.0 for layer, write in drafters.items()}
     layer = max(saved, key=saved.__getitem__)
     write, full = drafters[layer], partial(_written, model, Never(), MISSING_KV[0])
-    own, expected = write(texts), full(texts)
+    written, expected = write(texts), full(texts)
     (speedup,) = speed_ups(full, [write], texts)
-    drafted = np.concatenate([np.array(each.layers_run) < model.exits[-1] for each in own]).mean()
-    equal = np.mean([one.tokens == other.tokens for one, other in zip(own, expected)])
+    drafted = np.concatenate([np.array(generation.layers_run) < model.exits[-1] for generation in written]).mean()
+    equal = np.mean([one.tokens == other.tokens for one, other in zip(written, expected)])
     return {"layer": layer, "drafted": float(drafted), "equal_texts": float(equal), "speedup": speedup}
 
 
@@ -77,10 +77,10 @@ def speed_ups(full: Callable, ways: Sequence[Callable], texts: Sequence[Text]) -
     seconds, threads = np.zeros((1 + ROUNDS, len(few), len(timed))), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for each, number, at in product(*map(range, seconds.shape)):
+        for repeat, number, at in product(*map(range, seconds.shape)):
             begin = time.process_time()
             timed[at]([few[number]])
-            seconds[each, number, at] = time.process_time() - begin
+            seconds[repeat, number, at] = time.process_time() - begin
     finally:
         torch.set_num_threads(threads)
     total = np.median(seconds[1:], axis=0).sum(axis=0)  # the first round warms up
@@ -101,10 +101,12 @@ def _follow(texts: Sequence[Text]) -> int:
 
 
 def _saved(model: TokenExits, written: Sequence[Generated]) -> float:
-    return 1 - float(np.concatenate([each.layers_run for each in written]).mean()) / model.exits[-1]
+    return 1 - float(np.concatenate([generation.layers_run for generation in written]).mean()) / model.exits[-1]
 
 
 def _agreement(model: TokenExits, texts: Sequence[Text], written: Sequence[Generated]) -> float:
     """The share of generated tokens that the full model predicts after the same text."""
-    whole = [Text([*text.ids[: text.start + 1], *each.tokens], text.start) for text, each in zip(texts, written)]
+    whole = [
+        Text([*text.ids[: text.start + 1], *generation.tokens], text.start) for text, generation in zip(texts, written)
+    ]
     return float(record_texts(model.whole, whole, last=False).logits[:, -1, 1].mean())

@@ -51,27 +51,31 @@ def exam(task: TaskFigures, rows: Split | None = None) -> dict[str, Exam]:
         if len(runs[0].full) != len(rows):
             raise ValueError(f"{method}: expected the {len(rows)} test reviews, found {len(runs[0].full)} examples")
     depths = {method: np.array([run.depth[EXAM_SHARE] for run in runs]) for method, runs in whole.items()}
-    one_layer = {method: int((each == each[:, :1]).all(axis=1).sum()) for method, each in depths.items()}  # seeds
-    several = {method: each for method, each in depths.items() if not one_layer[method]}
+    one_layer = {  # seeds
+        method: int((seed_depths == seed_depths[:, :1]).all(axis=1).sum()) for method, seed_depths in depths.items()
+    }
+    several = {method: seed_depths for method, seed_depths in depths.items() if not one_layer[method]}
     drawn = drawn_correlations(task, several, kind, words)
-    found = {}
+    exams = {}
     for method, runs in whole.items():
         right, full = np.array([run.at[EXAM_SHARE] for run in runs]), np.array([run.full for run in runs])
         each_kind = [kind == k for k in range(len(HARDNESS))]
-        by_kind = [[float(each[:, k].mean()) for k in each_kind] for each in (depths[method], right, full)]
+        by_kind = [[float(values[:, k].mean()) for k in each_kind] for values in (depths[method], right, full)]
         if method in drawn:
-            found[method] = Exam(*by_kind, {name: interval(each) for name, each in drawn[method].items()}, OPEN)
+            exams[method] = Exam(
+                *by_kind, {name: interval(correlation) for name, correlation in drawn[method].items()}, OPEN
+            )
         else:
             which = "" if one_layer[method] == len(runs) else f"with {one_layer[method]} of {len(runs)} seeds, "
-            found[method] = Exam(*by_kind, which + ONE_LAYER, "")
+            exams[method] = Exam(*by_kind, which + ONE_LAYER, "")
     names = [method for method in several if method != CONTROL and has_interval(drawn[method]["gap"])]
-    gaps = {method: found[method].correlations for method in names}
+    gaps = {method: exams[method].correlations for method in names}
     passed = holm([gap["gap"].p_value for gap in gaps.values()])  # type: ignore[index]  # these have correlations
     for method, decided in zip(names, passed):
         easy, short, gap = (gaps[method][name] for name in (*CORRELATIONS[2:], "gap"))  # type: ignore[index]
         if decided and (easy if gap.mean > 0 else short).low > 0:
-            found[method] = found[method]._replace(verdict=EASY if gap.mean > 0 else SHORT)
-    return found
+            exams[method] = exams[method]._replace(verdict=EASY if gap.mean > 0 else SHORT)
+    return exams
 
 
 def sentences_by_kind() -> list[int]:
@@ -106,20 +110,22 @@ def drawn_correlations(
     """
     if not depths:
         return {}
-    h, w = (double_ranks(each).astype(np.float64) for each in (kind, words))
+    h, w = (double_ranks(column).astype(np.float64) for column in (kind, words))
     d = np.array([double_ranks(seed) for seeds in depths.values() for seed in seeds], np.float64)
     columns = np.concatenate((np.stack((h, w, h * h, w * w, h * w)), d, d * d, d * h, d * w)).T
     every_example = np.ones((1, len(h)))
     weights = np.concatenate((every_example, example_counts(task.task, len(h))))
     sums = weights @ columns  # of whole numbers
     every = dict(zip((*CORRELATIONS, "gap"), _correlations(sums, len(h), len(d))))
-    found, at = {}, 0
+    correlations, at = {}, 0
     for method, seeds in depths.items():
         some = {name: values[:, at : at + len(seeds)] for name, values in every.items()}
         at += len(seeds)
         numbers = tuple(sorted(task.runs[method]))
-        found[method] = {name: drawn_mean(each[1:], each[0], task.task, numbers) for name, each in some.items()}
-    return found
+        correlations[method] = {
+            name: drawn_mean(values[1:], values[0], task.task, numbers) for name, values in some.items()
+        }
+    return correlations
 
 
 def _correlations(sums: np.ndarray, rows: int, count: int) -> list[np.ndarray]:
@@ -130,12 +136,12 @@ def _correlations(sums: np.ndarray, rows: int, count: int) -> list[np.ndarray]:
 
     def r(xy: np.ndarray, x: np.ndarray, y: np.ndarray, xx: np.ndarray, yy: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore", divide="ignore"):
-            found = (rows * xy - x * y) / np.sqrt((rows * xx - x * x) * (rows * yy - y * y))
-        return np.nan_to_num(found)  # 0 if one of the two is constant
+            correlation = (rows * xy - x * y) / np.sqrt((rows * xx - x * x) * (rows * yy - y * y))
+        return np.nan_to_num(correlation)  # 0 if one of the two is constant
 
     hardness, length, both = r(dh, d, h, dd, hh), r(dw, d, w, dd, ww), r(hw, h, w, hh, ww)
     easy, short = _partial(hardness, length, both), _partial(length, hardness, both)
-    return [np.round(each, DIGITS) for each in (hardness, length, easy, short, easy - short)]
+    return [np.round(values, DIGITS) for values in (hardness, length, easy, short, easy - short)]
 
 
 def _partial(xy: np.ndarray, xz: np.ndarray, yz: np.ndarray) -> np.ndarray:

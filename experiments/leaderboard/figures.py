@@ -91,7 +91,7 @@ class TaskFigures(NamedTuple):
 
     task: str
     runs: dict[str, dict[int, SeedFigures]]  # method -> seed -> its run
-    found: dict[tuple[str, str], Values | str]  # (method, figure)
+    figures: dict[tuple[str, str], Values | str]  # (method, figure)
 
     @property
     def layers(self) -> int:
@@ -119,11 +119,11 @@ def task_figures(task: str, records: dict[str, dict[int, SeedRecord]], missing: 
             seed: seed_figures(made._replace(about={}), CONTROL, reference[seed])
             for seed, made in records[REFERENCE].items()
         }
-    found: dict[tuple[str, str], Values | str] = {}
+    by_figure: dict[tuple[str, str], Values | str] = {}
     for method in (*runs, *missing):
         for figure in FIGURES:
-            found[method, figure] = _figure(runs, method, figure) if method in runs else missing[method]
-    return TaskFigures(task, runs, found)
+            by_figure[method, figure] = _figure(runs, method, figure) if method in runs else missing[method]
+    return TaskFigures(task, runs, by_figure)
 
 
 def _check_examples(task: str, records: dict[str, dict[int, SeedRecord]]) -> None:
@@ -185,18 +185,18 @@ def seed_figures(made: SeedRecord, method: str, reference: float | None) -> Seed
     picked = sorted(mixed | {r for r in (one_point, own_point, 0) if r is not None})
     reported, place = replay_all(made.reported, [rules[r] for r in picked]), {r: at for at, r in enumerate(picked)}
     chosen = {
-        share: Mixture((place[each.rules[0]], place[each.rules[1]]), each.deeper)
-        for share, each in mixtures.items()
-        if each
+        share: Mixture((place[mixture.rules[0]], place[mixture.rules[1]]), mixture.deeper)
+        for share, mixture in mixtures.items()
+        if mixture
     }
     at_one_point = place[one_point or 0]
     return SeedFigures(
         about=made.about,
         full=reported.right[place[0]],
         held_out_full=float(scores[0]),
-        at={share: each.expected(reported.right) for share, each in chosen.items()},
-        depth={share: each.expected(reported.depth) for share, each in chosen.items()},
-        flops={share: float(each.expected(reported.flops)) for share, each in chosen.items()},
+        at={share: mixture.expected(reported.right) for share, mixture in chosen.items()},
+        depth={share: mixture.expected(reported.depth) for share, mixture in chosen.items()},
+        flops={share: float(mixture.expected(reported.flops)) for share, mixture in chosen.items()},
         passes_at_one_point=None if one_point is None else reported.passes[at_one_point],
         passes_at_own_point=reported.passes[place[own_point or 0]],
         at_one_point=reported.right[at_one_point],
@@ -229,8 +229,8 @@ def best_mixture(held_out: Replays, share: float) -> Mixture | None:
 def _failure(reported: Record) -> float:
     if len(reported.segments.exits) < 2:
         return math.nan
-    found = early_exit_failure_prediction(reported.confidence("max_probability"), _right(reported))
-    return float(np.nanmean(found)) if np.isfinite(found).any() else math.nan
+    aurocs = early_exit_failure_prediction(reported.confidence("max_probability"), _right(reported))
+    return float(np.nanmean(aurocs)) if np.isfinite(aurocs).any() else math.nan
 
 
 def _calibration(reported: Record) -> float:
@@ -257,36 +257,38 @@ def _right(recorded: Record) -> np.ndarray:
 # ---- All seeds ----
 def _figure(runs: dict[str, dict[int, SeedFigures]], method: str, figure: str) -> Values | str:
     """A figure of a method that has records."""
-    own = runs[method]
+    by_seed = runs[method]
     if figure == "full":
-        return _values(own, {seed: run.full for seed, run in own.items()})
+        return _values(by_seed, {seed: run.full for seed, run in by_seed.items()})
     if figure in BUDGETS:
         share = BUDGETS[figure]
-        reached = {seed: run.at[share] for seed, run in own.items() if share in run.at}
-        if len(reached) == len(own):
-            return _values(own, reached)
-        return f"{len(own) - len(reached)} of {len(own)} seeds have no rule with so few FLOPs"
-    layers = max(run.exits[-1] for run in own.values())
+        reached = {seed: run.at[share] for seed, run in by_seed.items() if share in run.at}
+        if len(reached) == len(by_seed):
+            return _values(by_seed, reached)
+        return f"{len(by_seed) - len(reached)} of {len(by_seed)} seeds have no rule with so few FLOPs"
+    layers = max(run.exits[-1] for run in by_seed.values())
     if figure == "saved own":
-        return _values(own, {seed: layers - run.passes_at_own_point for seed, run in own.items()}, layers)
+        return _values(by_seed, {seed: layers - run.passes_at_own_point for seed, run in by_seed.items()}, layers)
     reference = runs.get(REFERENCE, {})
-    if lacking := sorted(own.keys() - reference.keys()):
+    if lacking := sorted(by_seed.keys() - reference.keys()):
         return f"joint training has no record with seed {', '.join(map(str, lacking))}"
     if figure == "saved":
-        rows = len(next(iter(own.values())).full)
-        passes = {seed: run.passes_at_one_point for seed, run in own.items()}
-        saved = {seed: np.zeros(rows) if each is None else layers - each for seed, each in passes.items()}
-        return _values(own, saved, layers)
+        rows = len(next(iter(by_seed.values())).full)
+        passes = {seed: run.passes_at_one_point for seed, run in by_seed.items()}
+        saved = {
+            seed: np.zeros(rows) if run_passes is None else layers - run_passes for seed, run_passes in passes.items()
+        }
+        return _values(by_seed, saved, layers)
     if figure == "lost":
-        return _values(own, {seed: reference[seed].full - 1.0 * run.at_one_point for seed, run in own.items()})
-    shares = shares_of([*own.values(), *(reference[seed] for seed in own)])
+        return _values(by_seed, {seed: reference[seed].full - 1.0 * run.at_one_point for seed, run in by_seed.items()})
+    shares = shares_of([*by_seed.values(), *(reference[seed] for seed in by_seed)])
     if 2 * len(shares) < len(AREA):
         return "it reaches less than half of these shares of the FLOPs"
     more = {
         seed: sum((run.at[share].astype(float) - reference[seed].at[share] for share in shares), np.zeros(1))
-        for seed, run in own.items()
+        for seed, run in by_seed.items()
     }
-    return _values(own, more, len(shares))
+    return _values(by_seed, more, len(shares))
 
 
 def shares_of(runs: Sequence[SeedFigures]) -> list[float]:
@@ -310,10 +312,10 @@ def about_figure(task: TaskFigures, method: str, name: str) -> list[float]:
     if name == "seconds":
         runs = [run for run in runs if trained_on(run.about) is None]
     if name == "speedup":
-        found = [_speed_up_at_one_point(run) for run in runs]
+        values = [_speed_up_at_one_point(run) for run in runs]
     else:
-        found = [about_value(run.about, ABOUT[name]) for run in runs]
-    return [float(value) for value in found if value is not None]
+        values = [about_value(run.about, ABOUT[name]) for run in runs]
+    return [float(value) for value in values if value is not None]
 
 
 def _speed_up_at_one_point(run: SeedFigures) -> float | None:
@@ -324,20 +326,20 @@ def _speed_up_at_one_point(run: SeedFigures) -> float | None:
     return None if other else about_value(run.about, ABOUT["speedup"])
 
 
-def trained_on(about: dict) -> str | None:
+def trained_on(metadata: dict) -> str | None:
     """The GPU of a training; None if it was trained on the CPU."""
-    return about_value(about, ("made", "gpu"))
+    return about_value(metadata, ("made", "gpu"))
 
 
 def confidence_figures(task: TaskFigures, method: str) -> tuple[float, float] | None:
     """EEFP and ECE of a method, the means over seeds; None if it has one exit."""
     runs = [run for _, run in sorted(task.runs.get(method, {}).items())]
-    found = [(run.failure, run.calibration) for run in runs if not math.isnan(run.failure)]
-    return tuple(np.mean(found, axis=0).tolist()) if found else None
+    pairs = [(run.failure, run.calibration) for run in runs if not math.isnan(run.failure)]
+    return tuple(np.mean(pairs, axis=0).tolist()) if pairs else None
 
 
-def about_value(about: dict, path: Sequence[str]) -> Any:
+def about_value(metadata: dict, path: Sequence[str]) -> Any:
     """What a record contains under keys within keys, or None."""
     for key in path:
-        about = about.get(key) or {}
-    return about if about != {} else None
+        metadata = metadata.get(key) or {}
+    return metadata if metadata != {} else None

@@ -47,7 +47,7 @@ class About(NamedTuple):
     deviations: int
 
 
-def about(text: str) -> About:
+def parse_about(text: str) -> About:
     """The head of a method's file. Raises ValueError if its first sentence is not NAME (AUTHORS YEAR, ...): WHAT."""
     match = FIRST_LINE.fullmatch(" ".join(text.partition("\n\n")[0].split()))
     if match is None:
@@ -55,11 +55,11 @@ def about(text: str) -> About:
             f"expected a docstring that begins with NAME (AUTHORS YEAR, arXiv:...): WHAT, found {text[:60]!r}"
         )
     link = ""
-    if found := ARXIV.search(text):
-        link = f"[arXiv:{found[1]}](https://arxiv.org/abs/{found[1]})"
+    if address := ARXIV.search(text):
+        link = f"[arXiv:{address[1]}](https://arxiv.org/abs/{address[1]})"
     if match["where"] and "arXiv" not in match["where"]:
-        found = ANTHOLOGY.search(text)
-        link = f"[{match['where']}](https://aclanthology.org/{found[1]})" if found else match["where"]
+        address = ANTHOLOGY.search(text)
+        link = f"[{match['where']}](https://aclanthology.org/{address[1]})" if address else match["where"]
     return About(
         match["name"], f"{match['authors']} {match['year']}", link, match["what"].rstrip("."), deviations(text)
     )
@@ -94,7 +94,7 @@ def source_of(name: str) -> Path:
 
 def code_lines(path: Path) -> int:
     """Lines of a method's files, NAME.py and NAME_*.py, without empty lines, comments and docstrings."""
-    return sum(_code_lines(each) for each in [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))])
+    return sum(_code_lines(source) for source in [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))])
 
 
 def _code_lines(path: Path) -> int:
@@ -153,20 +153,20 @@ def _example() -> Record:
 def methods_figures(board: Leaderboard, decoders: Decoders) -> dict:
     """What the page shows: a row for each method of the registry, and the rules and measures that these rows name."""
     decoder, saved = flops_saved(decoders)
-    found = [_row(board, name, saved) for name in METHODS]
-    words = set(re.findall(r"[\w-]+", " ".join(row[EXIT_RULE] for row in found)))
+    rows = [_row(board, name, saved) for name in METHODS]
+    words = set(re.findall(r"[\w-]+", " ".join(row[EXIT_RULE] for row in rows)))
     classes = {name: rule_class(name) for name in (*RULES, *METHOD_RULES)}
     measures = {name: measure for name, (measure, *_) in MEASURES.items()}
     explained = [
-        [[name, _first_paragraph(each)] for name, each in named.items() if name in words]
+        [[name, _first_paragraph(described)] for name, described in named.items() if name in words]
         for named in (classes, measures)
     ]
-    return {"rows": found, "decoder": decoder, "level": LEVEL, "rules": explained[0], "measures": explained[1]}
+    return {"rows": rows, "decoder": decoder, "level": LEVEL, "rules": explained[0], "measures": explained[1]}
 
 
 def _row(board: Leaderboard, name: str, saved: dict[str, str]) -> list[str]:
     path, method = source_of(name), load_method(name)
-    head = about(_head(path))
+    head = parse_about(_head(path))
     file = METHODS[name].removeprefix("mini_ee.").replace(".", "/") + ".py"
     rule = decides(name, method)
     units = ["token"] if rule == INSIDE else ["–"] if method.search else [UNITS[unit] for unit in method.units]

@@ -78,7 +78,7 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "tasks": board.compared,
         "models": list(dict.fromkeys(board.plan.models.get(name, "a model") for name in board.compared)),
         "seeds": board.plan.seeds,
-        "joint": {name.replace(" ", "_"): interval(each) for name, each in joint.items() if each}
+        "joint": {name.replace(" ", "_"): interval(joint_drawn) for name, joint_drawn in joint.items() if joint_drawn}
         | {"half": interval(board.headline[REFERENCE])},
         "joint_minus_fixed": interval_of_difference(board, REFERENCE, CONTROL),
         "others": len(others),
@@ -120,9 +120,9 @@ def _ranked_apart(board: Leaderboard, name: str) -> bool:
 
 def _best_on(board: Leaderboard, name: str) -> dict:
     """The most accurate method on a task at half of the FLOPs, and joint training there."""
-    found = {method: each for (method, figure), each in board.drawn[name].items() if figure == HEADLINE}
-    best = max(found.keys() - {CONTROL}, key=lambda method: (found[method].mean, method == REFERENCE))
-    return {"task": name, "method": best, "half": interval(found[best]), "joint": interval(found[REFERENCE])}
+    headline = {method: drawn for (method, figure), drawn in board.drawn[name].items() if figure == HEADLINE}
+    best = max(headline.keys() - {CONTROL}, key=lambda method: (headline[method].mean, method == REFERENCE))
+    return {"task": name, "method": best, "half": interval(headline[best]), "joint": interval(headline[REFERENCE])}
 
 
 def _task(board: Leaderboard, name: str) -> dict:
@@ -140,20 +140,26 @@ def _task(board: Leaderboard, name: str) -> dict:
 
 def _exam(board: Leaderboard, passed: dict[str, Exam]) -> dict:
     order = {name: passed[name] for name in (*board.order, CONTROL) if name in passed}
-    verdicts = [each.verdict for each in order.values() if not isinstance(each.correlations, str)]
-    accuracy = [[name, *(f"{100 * each:.1f}" for each in found.accuracy)] for name, found in order.items()]
+    verdicts = [method_exam.verdict for method_exam in order.values() if not isinstance(method_exam.correlations, str)]
+    accuracy = [
+        [name, *(f"{100 * share:.1f}" for share in method_exam.accuracy)] for name, method_exam in order.items()
+    ]
     if REFERENCE in order:
-        accuracy.append([f"{REFERENCE}, full model", *(f"{100 * each:.1f}" for each in order[REFERENCE].full)])
+        accuracy.append([f"{REFERENCE}, full model", *(f"{100 * share:.1f}" for share in order[REFERENCE].full)])
     return {
         "methods": len(verdicts),
-        "easy": [name for name, each in order.items() if each.verdict == EASY],
-        "short": [name for name, each in order.items() if each.verdict == SHORT],
+        "easy": [name for name, method_exam in order.items() if method_exam.verdict == EASY],
+        "short": [name for name, method_exam in order.items() if method_exam.verdict == SHORT],
         "correlations": correlation_rows(order),
-        "one_layer": [[name, each.correlations] for name, each in order.items() if isinstance(each.correlations, str)],
+        "one_layer": [
+            [name, method_exam.correlations]
+            for name, method_exam in order.items()
+            if isinstance(method_exam.correlations, str)
+        ],
         "without": without_exam(board, EXAM),
         "kinds": HARDNESS,
         "sentences": sentences_by_kind(),
-        "depth": [[name, *(f"{each:.1f}" for each in found.depth)] for name, found in order.items()],
+        "depth": [[name, *(f"{layers:.1f}" for layers in method_exam.depth)] for name, method_exam in order.items()],
         "accuracy": accuracy,
         "layers": board.tasks[EXAM].layers,
     }

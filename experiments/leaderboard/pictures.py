@@ -45,15 +45,15 @@ def reference_band(board: Leaderboard) -> dict[float, Interval]:
     drawn = []
     for name, runs in zip(board.compared, every):
         seeds = tuple(seed for seed, _ in runs)
-        found = {("", str(share)): Values(seeds, np.array([run.at[share] for _, run in runs])) for share in shares}
-        drawn.append(drawn_figures(board.tasks[name]._replace(found=found)))
-    found = {share: interval(mean_of([each["", str(share)] for each in drawn])) for share in shares}
-    return {share: each for share, each in found.items() if not math.isnan(each.high)}
+        figures = {("", str(share)): Values(seeds, np.array([run.at[share] for _, run in runs])) for share in shares}
+        drawn.append(drawn_figures(board.tasks[name]._replace(figures=figures)))
+    bands = {share: interval(mean_of([task_drawn["", str(share)] for task_drawn in drawn])) for share in shares}
+    return {share: band for share, band in bands.items() if not math.isnan(band.high)}
 
 
 def task_curves(board: Leaderboard, tasks: list[str]) -> dict[str, Curve]:
     """Method -> its curve, the mean over the tasks and their seeds; of methods that have all of the tasks."""
-    found = {}
+    curves = {}
     for method in (*board.plan.methods, CONTROL):
         runs = [run for name in tasks for _, run in sorted(board.tasks[name].runs.get(method, {}).items())]
         if tasks and all(board.tasks[name].runs.get(method) for name in tasks) and (shares := shares_of(runs)):
@@ -62,11 +62,11 @@ def task_curves(board: Leaderboard, tasks: list[str]) -> dict[str, Curve]:
                 for name in tasks
                 for _ in board.tasks[name].runs[method]
             ]
-            found[method] = (
+            curves[method] = (
                 [100 * share for share in shares],
                 [100 * math.fsum(w * _score(run, share) for w, run in zip(weights, runs)) for share in shares],
             )
-    return found
+    return curves
 
 
 def _score(run: SeedFigures, share: float) -> float:
@@ -171,8 +171,8 @@ def draw_hardness(path: Path, depth: dict[str, list[float]]) -> None:
     axes.tick_params(length=0, top=True, bottom=False, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
     middle = (values.min() + values.max()) / 2
-    for line, each in enumerate(values):
-        for column, value in enumerate(each):
+    for line, row in enumerate(values):
+        for column, value in enumerate(row):
             axes.text(
                 column, line, f"{value:.1f}", ha="center", va="center", fontsize=8, color="w" if value < middle else "k"
             )
@@ -185,17 +185,17 @@ def draw_decoders(path: Path, exams: Decoders) -> None:
 
     Sorted by it; at the right, the share of the layers that tokens skip.
     """
-    speeds = {exam: fastest(exam, found) for exam, found in exams.items()}
+    speeds = {exam: fastest(exam, by_method) for exam, by_method in exams.items()}
     most = max(map(len, speeds.values()))
     figure, grid = new_panels(len(exams), len(exams), width=4.6, height=1.1 + 0.24 * most)
-    for axes, (exam, found) in zip(grid, exams.items()):
+    for axes, (exam, by_method) in zip(grid, exams.items()):
         order = [*speeds[exam]][::-1]
         for line, name in enumerate(order):
             at = interval(speeds[exam][name])
             colour = CYCLE[2] if at.low > 1 else CYCLE[6] if at.high < 1 else DARK
             axes.plot([at.low, at.high], [line, line], "-", color=colour, linewidth=1.4)
             axes.plot(at.mean, line, "o", color=colour, markersize=5)
-            saved = found[name].values[f"saved {LEVEL:g}"].mean()
+            saved = by_method[name].values[f"saved {LEVEL:g}"].mean()
             axes.text(1.02, line, f"{saved:.0%}", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
         axes.axvline(1, color=GREY, linewidth=1, zorder=0)
         axes.set_yticks(range(len(order)), order, fontsize=8)

@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 def planned(out: Path, quick: bool) -> Plan:
     """The plan of the protocol."""
-    exams = sorted(protocol.exams(quick), key=lambda each: each.name == EXAM)
+    exams = sorted(protocol.exams(quick), key=lambda exam: exam.name == EXAM)
     models = {exam.name: exam.model or "the built-in BERT" for exam in exams}
     reasons = {name: reason for name in METHODS if (reason := protocol.why_not(name))}
     return Plan(

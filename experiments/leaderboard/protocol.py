@@ -150,14 +150,14 @@ class Training(NamedTuple):
 
 def trainings_of(exam: Exam, sources: Sources) -> list[Training]:
     """The trainings of all methods that fit, in the order of the registry."""
-    folder, found = exam.model_folder(sources), {}
+    folder, trainings = exam.model_folder(sources), {}
     for name in methods(quick=False):
         alike = (name not in SPARSE and load_method(name).trained_as) or name
-        if alike not in found:
-            found[alike] = _planned(name, exam, folder)
+        if alike not in trainings:
+            trainings[alike] = _planned(name, exam, folder)
         else:
-            found[alike] = found[alike]._replace(methods=(*found[alike].methods, name))
-    return [*found.values()]
+            trainings[alike] = trainings[alike]._replace(methods=(*trainings[alike].methods, name))
+    return [*trainings.values()]
 
 
 def _planned(name: str, exam: Exam, folder: Path) -> Training:
@@ -189,11 +189,11 @@ def trained_parts(name: str) -> list[tuple[str, ...]]:
     method = load_method(name)
     config = make_request(name, BUILT_IN_MODEL, toy_task(), Path("unused"), False, {}).config
     exits = method.exits(TINY_LAYERS) if callable(method.exits) else (TINY_LAYERS // 2, TINY_LAYERS)
-    model, found = _tiny(method, exits, config), []
+    model, by_stage = _tiny(method, exits, config), []
     for stage in stages_of(method, model, config):
         names = [part for part, _ in model.named_parameters() if stage.trainable(part) and model.is_trainable(part)]
-        found.append(tuple(dict.fromkeys(part.partition(".")[0] for part in names)))
-    return found
+        by_stage.append(tuple(dict.fromkeys(part.partition(".")[0] for part in names)))
+    return by_stage
 
 
 @functools.cache
@@ -204,10 +204,10 @@ def _tiny_backbone() -> Backbone:
 
 def _tiny(method: Method, exits: tuple[int, ...], config: Any) -> nn.Module:
     """The model of a method on a tiny backbone."""
-    about = {"exits": exits, "settings": asdict(config), "num_labels": 2, "pool": "mean", "head": "dense"}
+    model_config = {"exits": exits, "settings": asdict(config), "num_labels": 2, "pool": "mean", "head": "dense"}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return build_model(method, "rows", deepcopy(_tiny_backbone()), about).eval()
+        return build_model(method, "rows", deepcopy(_tiny_backbone()), model_config).eval()
 
 
 def stages_of(method: Method, model: nn.Module, config: Any) -> list[Stage]:
@@ -215,12 +215,12 @@ def stages_of(method: Method, model: nn.Module, config: Any) -> list[Stage]:
     recipe = method.recipe(model, config)
     if not isinstance(recipe, Generator):
         return list(recipe)
-    found: list[Stage] = []
+    stages: list[Stage] = []
     stage = next(recipe, None)
-    while stage is not None and len(found) < MOST_STAGES:
-        found.append(stage)
+    while stage is not None and len(stages) < MOST_STAGES:
+        stages.append(stage)
         try:
-            stage = recipe.send(float(len(found)))
+            stage = recipe.send(float(len(stages)))
         except StopIteration:
             break
-    return found
+    return stages

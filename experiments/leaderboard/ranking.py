@@ -55,18 +55,18 @@ class Interval(NamedTuple):
 # ---- Draws ----
 def drawn_figures(task: TaskFigures) -> dict[tuple[str, str], Drawn]:
     """(method, figure) -> its draws, of all figures of a task that have values."""
-    wanted = {key: values for key, values in task.found.items() if isinstance(values, Values)}
+    wanted = {key: values for key, values in task.figures.items() if isinstance(values, Values)}
     if not wanted:
         return {}
     rows = next(iter(wanted.values())).values.shape[1]
     counts = example_counts(task.task, rows)
     sums = counts @ np.concatenate([values.values for values in wanted.values()]).T  # (DRAWS, seeds of all figures)
-    found, at = {}, 0
+    drawn, at = {}, 0
     for key, values in wanted.items():
         by_seed = sums[:, at : at + len(values.seeds)]
         at += len(values.seeds)
-        found[key] = drawn_mean(by_seed / rows / values.scale, values.by_seed, task.task, values.seeds)
-    return found
+        drawn[key] = drawn_mean(by_seed / rows / values.scale, values.by_seed, task.task, values.seeds)
+    return drawn
 
 
 def drawn_mean(by_seed: np.ndarray, means: np.ndarray, task: str, seeds: tuple[int, ...]) -> Drawn:
@@ -96,8 +96,8 @@ def seed_weights(task: str, seeds: tuple[int, ...]) -> np.ndarray:
 def mean_of(tasks: Sequence[Drawn]) -> Drawn:
     """The mean over tasks, whose draws are independent."""
     count = len(tasks)
-    by_seed = tuple(tuple(value / count for value in each) for task in tasks for each in task.by_seed)
-    mean, draws = (sum(each) / count for each in ([t.mean for t in tasks], [t.draws for t in tasks]))
+    by_seed = tuple(tuple(value / count for value in seed_means) for task in tasks for seed_means in task.by_seed)
+    mean, draws = (sum(summands) / count for summands in ([t.mean for t in tasks], [t.draws for t in tasks]))
     seeds = tuple(seeds for task in tasks for seeds in task.seeds)
     columns = tuple(column for task in tasks for column in task.columns)
     return Drawn(float(mean), np.asarray(draws), by_seed, seeds, columns)
@@ -108,12 +108,12 @@ def difference(one: Drawn, other: Drawn) -> Drawn:
     one, other = _on_seeds_of(one, other), _on_seeds_of(other, one)
     by_seed: list[tuple[float, ...]] = []
     seeds: list[tuple[int, ...]] = []
-    for own, foreign, own_seeds, foreign_seeds in zip(one.by_seed, other.by_seed, one.seeds, other.seeds):
+    for ours, foreign, own_seeds, foreign_seeds in zip(one.by_seed, other.by_seed, one.seeds, other.seeds):
         if own_seeds == foreign_seeds:
-            by_seed.append(tuple(a - b for a, b in zip(own, foreign)))
+            by_seed.append(tuple(a - b for a, b in zip(ours, foreign)))
             seeds.append(own_seeds)
         else:
-            by_seed += [own, foreign]
+            by_seed += [ours, foreign]
             seeds += [own_seeds, foreign_seeds]
     return Drawn(one.mean - other.mean, one.draws - other.draws, tuple(by_seed), tuple(seeds))
 
@@ -123,10 +123,10 @@ def _on_seeds_of(one: Drawn, other: Drawn) -> Drawn:
     if one.seeds == other.seeds or not one.columns:
         return one
     tasks = []
-    for (task, drawn), means, own, foreign in zip(one.columns, one.by_seed, one.seeds, other.seeds):
-        at = [k for k, seed in enumerate(own) if seed in foreign] or [*range(len(own))]
+    for (task, drawn), means, seeds, foreign in zip(one.columns, one.by_seed, one.seeds, other.seeds):
+        at = [k for k, seed in enumerate(seeds) if seed in foreign] or [*range(len(seeds))]
         all_means = np.array(means)[at] * len(one.seeds)  # by_seed is divided by the number of tasks
-        tasks.append(drawn_mean(drawn[:, at], all_means, task, tuple(own[k] for k in at)))
+        tasks.append(drawn_mean(drawn[:, at], all_means, task, tuple(seeds[k] for k in at)))
     return mean_of(tasks)
 
 
@@ -162,8 +162,8 @@ def degrees_of_freedom(drawn: Drawn, spread: float) -> float:
 # ---- Comparisons ----
 def compare(one: Drawn, other: Drawn) -> Interval:
     """One minus the other; it has an interval if each of the two has enough seeds for one."""
-    found = interval(difference(one, other))
-    return found if has_interval(one) and has_interval(other) else Interval(found.mean, math.nan, math.nan, 1.0)
+    gap = interval(difference(one, other))
+    return gap if has_interval(one) and has_interval(other) else Interval(gap.mean, math.nan, math.nan, 1.0)
 
 
 def holm(p_values: Sequence[float], level: float = 1 - LEVEL) -> list[bool]:
@@ -178,11 +178,11 @@ def holm(p_values: Sequence[float], level: float = 1 - LEVEL) -> list[bool]:
 
 def better_pairs(drawn: dict[str, Drawn]) -> set[tuple[str, str]]:
     """(better, worse): pairs of methods whose difference passes Holm's correction over all pairs with enough seeds."""
-    names = [name for name, each in drawn.items() if has_interval(each)]
+    names = [name for name, method_drawn in drawn.items() if has_interval(method_drawn)]
     pairs = [(one, other) for at, one in enumerate(names) for other in names[at + 1 :]]
-    found = [interval(difference(drawn[one], drawn[other])) for one, other in pairs]
-    passed = holm([each.p_value for each in found])
-    return {pair if each.mean > 0 else pair[::-1] for pair, each, rejected in zip(pairs, found, passed) if rejected}
+    gaps = [interval(difference(drawn[one], drawn[other])) for one, other in pairs]
+    passed = holm([gap.p_value for gap in gaps])
+    return {pair if gap.mean > 0 else pair[::-1] for pair, gap, rejected in zip(pairs, gaps, passed) if rejected}
 
 
 def ranks(drawn: dict[str, Drawn], better: set[tuple[str, str]]) -> dict[str, tuple[int, int, int]]:
@@ -190,9 +190,9 @@ def ranks(drawn: dict[str, Drawn], better: set[tuple[str, str]]) -> dict[str, tu
 
     1 is the best; equal means share the better rank.
     """
-    means = {name: round(each.mean, DIGITS) for name, each in drawn.items()}
-    found = {}
+    means = {name: round(method_drawn.mean, DIGITS) for name, method_drawn in drawn.items()}
+    ranked = {}
     for name in drawn:
         beaten, beaten_by = (sum(pair[at] == name for pair in better) for at in (0, 1))
-        found[name] = (1 + sum(mean > means[name] for mean in means.values()), 1 + beaten_by, len(drawn) - beaten)
-    return found
+        ranked[name] = (1 + sum(mean > means[name] for mean in means.values()), 1 + beaten_by, len(drawn) - beaten)
+    return ranked

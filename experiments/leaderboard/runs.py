@@ -105,15 +105,15 @@ def jobs(trainings: list[Training], methods: list[str], seeds: tuple[int, ...]) 
 
 def missing(out: Path, job: Job, seeds: tuple[int, ...]) -> list[tuple[str, int]]:
     """(method, seed) of each record that the job should make. seeds: all those of the call."""
-    training, found = job.training, []
+    training, lacking = job.training, []
     for method in job.methods:
         state = _read_state(out, training, method)
         made = read_about(record_path(out, training.exam.name, method))
-        made = {seed: about for seed, about in made.items() if _is_of(about, training, _choice(state))}
-        long = any(about["training"]["seconds"] > LONG_SECONDS for about in made.values())
+        made = {seed: metadata for seed, metadata in made.items() if _is_of(metadata, training, _choice(state))}
+        long = any(metadata["training"]["seconds"] > LONG_SECONDS for metadata in made.values())
         wanted = set(job.seeds) & set(seeds[:FEWER_SEEDS] if long else seeds)
-        found += [(method, seed) for seed in wanted - made.keys() if str(seed) not in state["diverged"]]
-    return sorted(found)
+        lacking += [(method, seed) for seed in wanted - made.keys() if str(seed) not in state["diverged"]]
+    return sorted(lacking)
 
 
 # ---- A job ----
@@ -136,18 +136,18 @@ def run_job(job: Job, seeds: tuple[int, ...], places: Places) -> None:
             for folder in {*_runs(out, training).glob("*")} - needed:
                 shutil.rmtree(folder)
             for seed in job.seeds:
-                wanted = [method for method, each in missing(out, job, seeds) if each == seed]
+                wanted = [method for method, missing_seed in missing(out, job, seeds) if missing_seed == seed]
                 for choice in dict.fromkeys(chosen[method] for method in wanted):
-                    _record(training, choice, seed, [each for each in wanted if chosen[each] == choice], places)
+                    _record(training, choice, seed, [name for name in wanted if chosen[name] == choice], places)
         shutil.rmtree(_runs(out, training), ignore_errors=True)
         with suppress(OSError):  # other trainings are there
             os.removedirs(_runs(out, training).parent)
 
 
-def _is_of(about: dict, training: Training, choice: Choice | None) -> bool:
+def _is_of(metadata: dict, training: Training, choice: Choice | None) -> bool:
     """Whether a record was made with the settings of the training and with what was chosen."""
-    made = Choice(about["rates"]["factor"], tuple(about.get("chosen", {}).items()))
-    return about["settings"] == training.settings and made == choice
+    made = Choice(metadata["rates"]["factor"], tuple(metadata.get("chosen", {}).items()))
+    return metadata["settings"] == training.settings and made == choice
 
 
 def _choice(state: dict) -> Choice | None:
@@ -164,13 +164,13 @@ def _chosen(training: Training, method: str, first_seed: int, places: Places) ->
     seeds = range(first_seed, first_seed + SEARCH_SEEDS)
     if choice := _choice(state):
         return choice
-    while trial := next_trial([each for each in state["tried"] if "options" not in each], factors, seeds):
+    while trial := next_trial([entry for entry in state["tried"] if "options" not in entry], factors, seeds):
         _try(training, method, Choice(trial[0]), trial[1], state, places)
     choice = Choice(max(means := _means(state["tried"]), key=means.get, default=Choice(factors[0])).factor)
     for name, values in training.choices.items():
         trials = [choice, *(choice._replace(options=(*choice.options, (name, value))) for value in values[1:])]
         for seed, trial in product(seeds, trials):
-            if (trial, seed) not in {(_tried(each), each["seed"]) for each in state["tried"]}:
+            if (trial, seed) not in {(_tried(entry), entry["seed"]) for entry in state["tried"]}:
                 _try(training, method, trial, seed, state, places)
         means = _means(state["tried"])
         choice = max(trials, key=means.get)
@@ -205,15 +205,15 @@ def _held_out_of(training: Training, trial: Choice, seed: int, places: Places) -
     """The held-out examples under a training, its seconds and its GPU: from a record of it, if there is one."""
     for method in training.methods:
         path = record_path(places.out, training.exam.name, method)
-        about = read_about(path).get(seed)
-        if about and _is_of(about, training, trial):
-            return read_records(path)[seed].held_out, about["training"]["seconds"], about["made"].get("gpu")
-    run, about = _trained(training, trial, seed, places)
+        metadata = read_about(path).get(seed)
+        if metadata and _is_of(metadata, training, trial):
+            return read_records(path)[seed].held_out, metadata["training"]["seconds"], metadata["made"].get("gpu")
+    run, metadata = _trained(training, trial, seed, places)
     run.model.to(places.sources.device)
     rows, _, stored = _held_out_rows(places.tasks[training.exam.name], seed, training.exam)
     rows = rows.take(stored)
     held_out = read_rows(run, run.encode(rows.texts), rows.labels, BATCH_SIZE)
-    return held_out, about["training"]["seconds"], _gpu(places)
+    return held_out, metadata["training"]["seconds"], _gpu(places)
 
 
 def _gpu(places: Places) -> str | None:
@@ -228,23 +228,23 @@ def next_trial(tried: list[dict], factors: Sequence[float], seeds: Sequence[int]
     """
     if len(factors) == 1:
         return None
-    done = {(each["factor"], each["seed"]) for each in tried}
-    begun = dict.fromkeys((*factors, *(each["factor"] for each in tried)))
+    done = {(entry["factor"], entry["seed"]) for entry in tried}
+    begun = dict.fromkeys((*factors, *(entry["factor"] for entry in tried)))
     if left := [(factor, seed) for seed, factor in product(seeds, begun) if (factor, seed) not in done]:
         return left[0]
     beyond = next_to_try(list(factors), {choice.factor: mean for choice, mean in _means(tried).items()})
     return None if beyond is None else (beyond, seeds[0])
 
 
-def _tried(each: dict) -> Choice:
-    return Choice(each["factor"], tuple(each.get("options", {}).items()))
+def _tried(entry: dict) -> Choice:
+    return Choice(entry["factor"], tuple(entry.get("options", {}).items()))
 
 
 def _means(tried: list[dict]) -> dict[Choice, float]:
     """Mean score over the seeds. The order is that of the trials, so that the first of equals is the best."""
     scores: dict[Choice, list[float]] = {}
-    for each in tried:
-        scores.setdefault(_tried(each), []).append(each["score"])
+    for entry in tried:
+        scores.setdefault(_tried(entry), []).append(entry["score"])
     return {choice: float(np.mean(values)) for choice, values in scores.items()}
 
 
@@ -253,7 +253,7 @@ def _record(training: Training, choice: Choice, seed: int, methods: list[str], p
     name, say = training.exam.name, places.say
     say(f"{name}, {training.name}, seed {seed}: {', '.join(methods)}")
     try:
-        run, about = _trained(training, choice, seed, places)
+        run, metadata = _trained(training, choice, seed, places)
     except Diverged as error:
         for method in methods:
             state = _read_state(places.out, training, method)
@@ -267,7 +267,7 @@ def _record(training: Training, choice: Choice, seed: int, methods: list[str], p
     _, rows = rows_of(task, None, None, seed)
     reported = read_rows(run, run.encode(rows.texts), rows.labels, BATCH_SIZE)
     run.model.to("cpu")  # where rules are timed
-    about |= {
+    metadata |= {
         "settings": training.settings,
         "rates": {rate: training.at(choice.factor)[rate] for rate in training.rates} | {"factor": choice.factor},
         "trained_as": training.name,
@@ -275,17 +275,19 @@ def _record(training: Training, choice: Choice, seed: int, methods: list[str], p
         "data": {"train": task.split("train").sha256(), task.default_split: rows_of(task, None, None, 0)[1].sha256()},
         "made": how_made(places.sources.device) | {"numpy": np.__version__, "python": platform.python_version()},
     }
-    about |= {"chosen": dict(choice.options)} if training.choices else {}
+    metadata |= {"chosen": dict(choice.options)} if training.choices else {}
     full = float(exit_scores(read.stored, task, read.stored.labels, "accuracy")[-1])
     reference = record_path(places.out, name, REFERENCE)
     of_reference = {} if REFERENCE in training.methods else read_about(reference).get(seed, {})
     least = of_reference.get("held_out_full", full) - LOSSES["one_point"]
     for method in methods:
-        own = about | {"method": method, "held_out_full": full}
-        own |= _own(method, read, reported, task, least)
-        own |= _timed({name: own[name] for name in ("one_point", "half")}, run, task, training.exam.timed_rows)
-        write_record(record_path(places.out, name, method), seed, SeedRecord(reported, read.stored, own))
-        half, point = own["half"], own["one_point"]
+        method_metadata = metadata | {"method": method, "held_out_full": full}
+        method_metadata |= _points_and_guarantee(method, read, reported, task, least)
+        method_metadata |= _timed(
+            {name: method_metadata[name] for name in ("one_point", "half")}, run, task, training.exam.timed_rows
+        )
+        write_record(record_path(places.out, name, method), seed, SeedRecord(reported, read.stored, method_metadata))
+        half, point = method_metadata["half"], method_metadata["one_point"]
         line = f"  {method}: accuracy {half['accuracy']:.3f} with half of the FLOPs; " if half else f"  {method}: "
         say(f"{line}{point['layers_saved']:.1%} of the layers saved at one point, measured {point['speedup']:.2f}x")
 
@@ -328,8 +330,8 @@ class HeldOut(NamedTuple):
 
 def _read_held_out(run: Run, task: Task, exam: Exam) -> HeldOut:
     rows, first, stored = _held_out_rows(task, run.config["seed"], exam)
-    found = read_rows(run, run.encode(rows.texts), rows.labels, BATCH_SIZE)
-    return HeldOut(found.take(np.arange(first)), found.take(np.arange(first, len(rows))), found.take(stored))
+    recorded = read_rows(run, run.encode(rows.texts), rows.labels, BATCH_SIZE)
+    return HeldOut(recorded.take(np.arange(first)), recorded.take(np.arange(first, len(rows))), recorded.take(stored))
 
 
 def _held_out_rows(task: Task, seed: int, exam: Exam) -> tuple[Split, int, np.ndarray]:
@@ -351,7 +353,7 @@ def _never(points: list[dict]) -> dict:
     return next(point for point in points if point["rule"]["name"] == "never")
 
 
-def _own(method: str, read: HeldOut, reported: Record, task: Task, least: float) -> dict:
+def _points_and_guarantee(method: str, read: HeldOut, reported: Record, task: Task, least: float) -> dict:
     """The parts of a method's record that depend on its rules.
 
     one_point: the rule with the fewest FLOPs that reaches the held-out accuracy `least`, the full model if there is
@@ -368,7 +370,7 @@ def _own(method: str, read: HeldOut, reported: Record, task: Task, least: float)
     return {
         "default_rule": default.rule.to_dict(),
         "guarantee": default.guarantee,
-        "guaranteed": default.about["guaranteed"],
+        "guaranteed": default.metrics["guaranteed"],
         **{name: point and replayed(point, reported, task, reported.labels) for name, point in picked.items()},
     }
 
@@ -382,8 +384,13 @@ def _timed(points: dict[str, dict | None], run: Run, task: Task, count: int) -> 
     timed += [(run.segments(), rule_from_dict(points[name]["rule"]), encoded) for name in names]
     full, *seconds = measure_seconds(timed, order, clock=time.process_time).tolist()
     answer = {name: point and point | {"speedup": 1.0} for name, point in points.items()}
-    for name, each in zip(names, seconds):
-        answer[name] |= {"speedup": full / each, "seconds": each, "full_seconds": full, "timed_rows": len(rows)}
+    for name, point_seconds in zip(names, seconds):
+        answer[name] |= {
+            "speedup": full / point_seconds,
+            "seconds": point_seconds,
+            "full_seconds": full,
+            "timed_rows": len(rows),
+        }
     return answer
 
 

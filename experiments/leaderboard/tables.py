@@ -60,8 +60,8 @@ class Leaderboard(NamedTuple):
 
     def mean(self, method: str, figure: str) -> Drawn | None:
         """A figure, the mean over the compared tasks; None if a task lacks it."""
-        found = [self.drawn[name].get((method, figure)) for name in self.compared]
-        return mean_of(complete) if len(complete := [each for each in found if each]) == len(found) else None
+        by_task = [self.drawn[name].get((method, figure)) for name in self.compared]
+        return mean_of(complete) if len(complete := [values for values in by_task if values]) == len(by_task) else None
 
 
 def read_leaderboard(plan: Plan) -> Leaderboard:
@@ -74,7 +74,7 @@ def read_leaderboard(plan: Plan) -> Leaderboard:
         for method in (*plan.methods, CONTROL)
         if compared and all((method, HEADLINE) in drawn[name] for name in compared)
     }
-    methods = {name: each for name, each in headline.items() if name != CONTROL}
+    methods = {name: values for name, values in headline.items() if name != CONTROL}
     better = better_pairs(methods)
     return Leaderboard(plan, tasks, drawn, compared, headline, better, ranks(methods, better))
 
@@ -85,7 +85,7 @@ def compared_tasks(plan: Plan, tasks: dict[str, TaskFigures]) -> tuple[str, ...]
     """
     counts = {name: sum(method in tasks[name].runs for method in plan.methods) for name in plan.tasks}
     begun = [name for name in plan.ranked_tasks if counts[name]] or [name for name in plan.tasks if counts[name]]
-    return tuple(name for name in begun if 2 * counts[name] >= max(counts[each] for each in begun))
+    return tuple(name for name in begun if 2 * counts[name] >= max(counts[other] for other in begun))
 
 
 # ---- The first page ----
@@ -94,7 +94,7 @@ def tiers(board: Leaderboard) -> dict[str, list[list[str]]]:
 
     `without`: methods with records on all compared tasks that have no rule with so few FLOPs.
     """
-    found: dict[str, list[list[str]]] = {name: [] for name in ("better", "open", "control", "worse", "without")}
+    by_tier: dict[str, list[list[str]]] = {name: [] for name in ("better", "open", "control", "worse", "without")}
     for method in (*board.order, CONTROL):
         if method not in board.headline:
             tier = "without"
@@ -104,8 +104,8 @@ def tiers(board: Leaderboard) -> dict[str, list[list[str]]]:
             pairs = {"better": (method, REFERENCE), "worse": (REFERENCE, method)}
             tier = next((name for name, pair in pairs.items() if pair in board.better), "open")
         if board.mean(method, "full"):
-            found[tier].append(_row(board, method))
-    return found
+            by_tier[tier].append(_row(board, method))
+    return by_tier
 
 
 def _row(board: Leaderboard, method: str) -> list[str]:
@@ -126,19 +126,23 @@ def fewer_epochs(board: Leaderboard) -> list[str]:
         for method, runs in task.runs.items()
         if method != CONTROL
     }
-    fewer = {method for (name, method), own in epochs.items() if own < epochs.get((name, REFERENCE), own)}
+    fewer = {
+        method
+        for (name, method), trained_epochs in epochs.items()
+        if trained_epochs < epochs.get((name, REFERENCE), trained_epochs)
+    }
     return [method for method in board.plan.methods if method in fewer]
 
 
 def borrowed_rates(board: Leaderboard) -> list[str]:
     """The methods with records whose rates were searched by the rules of another method, of the same training."""
-    found = set()
+    borrowed = set()
     for name, task in board.tasks.items():
         for method, runs in task.runs.items():
             searched = {run.about.get("trained_as", method) for run in runs.values()} - {method}
             if not board.plan.state(name, method)["tried"]:
-                found |= {method for other in searched if board.plan.state(name, other)["tried"]}
-    return [method for method in board.plan.methods if method in found]
+                borrowed |= {method for other in searched if board.plan.state(name, other)["tried"]}
+    return [method for method in board.plan.methods if method in borrowed]
 
 
 # ---- Each task ----
@@ -165,26 +169,26 @@ def methods_on(board: Leaderboard, name: str) -> list[str]:
 
 def absent_rows(board: Leaderboard, name: str) -> list[list[str]]:
     """Why a method that has records has no figure: rows of method, figure and reason."""
-    found = board.tasks[name].found
+    figures = board.tasks[name].figures
     return [
         [method, figure, why]
         for method in methods_on(board, name)
         for figure in SHOWN
-        if isinstance(why := found[method, figure], str)
+        if isinstance(why := figures[method, figure], str)
     ]
 
 
 def significant(drawn: dict[tuple[str, str], Drawn]) -> dict[tuple[str, str], str]:
     """(method, figure) -> BETTER or WORSE than the reference, after Holm's correction over all cells of the table."""
     compared = {}
-    for (method, figure), each in drawn.items():
+    for (method, figure), values in drawn.items():
         reference = drawn.get((REFERENCE, figure))
         if method in (REFERENCE, CONTROL) or figure in ("lost", "saved own") or reference is None:
             continue
-        if has_interval(each) and has_interval(reference):
-            compared[method, figure] = interval(each if figure == "area" else difference(each, reference))
-    passed = holm([each.p_value for each in compared.values()])
-    return {key: BETTER if each.mean > 0 else WORSE for (key, each), is_so in zip(compared.items(), passed) if is_so}
+        if has_interval(values) and has_interval(reference):
+            compared[method, figure] = interval(values if figure == "area" else difference(values, reference))
+    passed = holm([gap.p_value for gap in compared.values()])
+    return {key: BETTER if gap.mean > 0 else WORSE for (key, gap), is_so in zip(compared.items(), passed) if is_so}
 
 
 def measured(task: TaskFigures, method: str, figure: str) -> float | None:
@@ -206,8 +210,8 @@ def figure_rows(board: Leaderboard) -> list[dict[str, str]]:
         for method in methods_on(board, name):
             row = {"task": name, "method": method, "seeds": str(len(task.runs[method]))}
             for figure in FIGURES:
-                if each := board.drawn[name].get((method, figure)):
-                    at = interval(each)
+                if values := board.drawn[name].get((method, figure)):
+                    at = interval(values)
                     row |= {figure: f"{at.mean:.4f}", f"{figure} ±": f"{at.high - at.mean:.4f}".replace("nan", "")}
                     row[f"{figure} against joint"] = marks.get((method, figure), "")
             none = sum(run.passes_at_one_point is None for run in task.runs[method].values())
@@ -223,9 +227,9 @@ def figure_rows(board: Leaderboard) -> list[dict[str, str]]:
 def correlation_rows(passed: dict[str, Exam]) -> list[list[str]]:
     """Method, the correlations of CORRELATIONS with their intervals, and the verdict."""
     return [
-        [name, *(plus_minus(each.correlations[key], 2, 1) for key in CORRELATIONS), each.verdict]
-        for name, each in passed.items()
-        if not isinstance(each.correlations, str)
+        [name, *(plus_minus(method_exam.correlations[key], 2, 1) for key in CORRELATIONS), method_exam.verdict]
+        for name, method_exam in passed.items()
+        if not isinstance(method_exam.correlations, str)
     ]
 
 
@@ -235,12 +239,12 @@ def prediction_rows(board: Leaderboard) -> list[list[str]]:
     for name, task in board.tasks.items():
         points = []
         for method in task.runs:
-            saved, both = task.found.get((method, "saved")), confidence_figures(task, method)
+            saved, both = task.figures.get((method, "saved")), confidence_figures(task, method)
             if method != CONTROL and both and isinstance(saved, Values):
                 points.append((*both, float(saved.by_seed.mean())))
         if len({point[:2] for point in points}) >= LEAST_CORRELATED:  # methods that share a training have equal ones
             failure, calibration, layers = np.round(list(zip(*points)), 9)
-            rho = [f"{spearman(each, layers):.2f}" for each in (failure, calibration)]
+            rho = [f"{spearman(scores, layers):.2f}" for scores in (failure, calibration)]
             rows.append([name, *rho, str(len(points))])
     return rows
 

@@ -50,8 +50,8 @@ def own_rules(method: Method, calibration: Record) -> list[Rule]:
     """
     if GAP not in calibration.segments.measures:
         return [Fixed(k) for k in range(len(calibration.segments.exits) - 1)]
-    found = method.candidates(calibration) if method.candidates else []
-    return list(found) or gap_rules(calibration)
+    candidates = method.candidates(calibration) if method.candidates else []
+    return list(candidates) or gap_rules(calibration)
 
 
 def gap_rules(calibration: Record) -> list[Rule]:
@@ -64,9 +64,9 @@ def rule_at(rules: Sequence[Rule], calibration: Record, level: float) -> Rule:
     """The rule that saves most layers among those with at least this agreement; the full model if none saves any."""
     best, least = Never(), float(calibration.segments.exits[-1])
     for rule in rules:
-        found = outcome(calibration, rule)
-        if found.agreement >= level and found.depth.mean() < least:
-            best, least = rule, float(found.depth.mean())
+        reached = outcome(calibration, rule)
+        if reached.agreement >= level and reached.depth.mean() < least:
+            best, least = rule, float(reached.depth.mean())
     return best
 
 
@@ -77,9 +77,9 @@ def rule_within(rules: Sequence[Rule], calibration: Record, share: float) -> Rul
     """
     best, most = None, -np.inf
     for rule in [*rules, *map(Fixed, range(len(calibration.segments.exits) - 1))]:
-        found = outcome(calibration, rule)
-        if found.depth.mean() <= share * calibration.segments.exits[-1] and found.log_p.mean() > most:
-            best, most = rule, float(found.log_p.mean())
+        reached = outcome(calibration, rule)
+        if reached.depth.mean() <= share * calibration.segments.exits[-1] and reached.log_p.mean() > most:
+            best, most = rule, float(reached.log_p.mean())
     return best
 
 

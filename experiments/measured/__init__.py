@@ -61,7 +61,7 @@ def make_page(
 def page_figures(name: str, figures: dict) -> dict:
     """All that the template of a page may name: its JSON, what its module makes of it, and how parts were measured."""
     made = [{"part": part} | figures[MADE][part] for part in _module(name).PARTS]
-    data = {each: digest for one in made for each, digest in one["data"].items()}
+    data = {data_name: digest for one in made for data_name, digest in one["data"].items()}
     return figures | _module(name).page_figures(figures) | {MADE: made, "data": sorted(data.items())}
 
 
@@ -78,22 +78,22 @@ def _measure(name: str, part: Callable, json_path: Path, sources: Path | None) -
     seconds_path, begin, read = work / f"{name}.seconds.json", sum(os.times()[:4]), Sources(sources, work)
     seconds = read_json(seconds_path)["seconds"] if seconds_path.exists() else 0.0
     try:
-        found = part(read, work)
+        part_figures = part(read, work)
     finally:  # earlier calls count, because their trained runs are used again; so does one that is interrupted
         seconds += sum(os.times()[:4]) - begin  # of this process and those it started
         write_json(seconds_path, {"seconds": seconds})
     made = how_made() | {
         "core_hours": float(f"{seconds / 3600:.3g}"),
-        "data": {each: _sha256(path) for (kind, each), path in read.found.items() if kind == "data"},
+        "data": {data_name: _sha256(path) for (kind, data_name), path in read.paths.items() if kind == "data"},
     }
     with FileLock(json_path.with_suffix(".lock")):
         figures = read_json(json_path) if json_path.exists() else {}
-        write_json(json_path, figures | found | {MADE: figures.get(MADE, {}) | {name: made}})
+        write_json(json_path, figures | part_figures | {MADE: figures.get(MADE, {}) | {name: made}})
 
 
 def _sha256(path: Path) -> str:
     """Of a file its own; of a folder that of its files' names and checksums."""
     if path.is_file():
         return file_sha256(path)
-    files = sorted(each for each in path.rglob("*") if each.is_file())
+    files = sorted(file for file in path.rglob("*") if file.is_file())
     return json_sha256({file.relative_to(path).as_posix(): file_sha256(file) for file in files})

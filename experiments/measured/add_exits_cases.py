@@ -88,43 +88,45 @@ def peak_memory(pid: int) -> float:
 
 def tested(model: FineTuned, out: Path) -> dict:
     """What the finished call gives on the examples of dev or test, compared with transformers' own logits."""
-    summary, own, labels = read_json(out / "summary.json"), predictions(model.logits), model.test.labels
+    summary, model_predictions, labels = read_json(out / "summary.json"), predictions(model.logits), model.test.labels
     task = replace(model.task, tolerance=summary["tolerance"])
-    about = {name: summary[name] for name in ("pays", "exits", "required_agreement", "rows_needed", "tolerance")}
-    about |= {"guaranteed": summary["guarantee"] is not None, "used": summary["texts"]}
-    about |= {"agreement_own_test": summary["agreement"], "saved_own_test": summary["layers_saved"]}
-    about |= {"score": score(model.task, own, labels), "examples": len(labels)}
+    figures = {name: summary[name] for name in ("pays", "exits", "required_agreement", "rows_needed", "tolerance")}
+    figures |= {"guaranteed": summary["guarantee"] is not None, "used": summary["texts"]}
+    figures |= {"agreement_own_test": summary["agreement"], "saved_own_test": summary["layers_saved"]}
+    figures |= {"score": score(model.task, model_predictions, labels), "examples": len(labels)}
     if not summary["pays"]:
-        return about | {"agreement": 1.0, "score_with_exits": about["score"], "layers_saved": 0.0, "time": 1.0}
+        return figures | {"agreement": 1.0, "score_with_exits": figures["score"], "layers_saved": 0.0, "time": 1.0}
     runtime = Runtime(out / "exported", threads=1)
     encoded = runtime.encode(model.test.texts)
-    recorded = record(runtime.segments(), encoded, BATCH, "dev or test", runtime.whole_model())._replace(labels=own)
+    recorded = record(runtime.segments(), encoded, BATCH, "dev or test", runtime.whole_model())._replace(
+        labels=model_predictions
+    )
     answers = runtime.run(model.test.texts)
     late = [at for at, answer in enumerate(answers) if answer.exit == runtime.exits[-1]]
     differences = [float(abs(answers[at].logits - model.logits[at]).max()) for at in late]
-    found = predictions(np.array([answer.logits for answer in answers]))
+    predicted = predictions(np.array([answer.logits for answer in answers]))
     curve = savings_curve(recorded, task, runtime.rule, summary["head_layers"])["curve"]
-    return about | {
-        "agreement": float(task.agrees(found, own).mean()),
-        "score_with_exits": score(model.task, found, labels),
+    return figures | {
+        "agreement": float(task.agrees(predicted, model_predictions).mean()),
+        "score_with_exits": score(model.task, predicted, labels),
         "layers_saved": 1 - float(np.mean([answer.layers for answer in answers])) / runtime.exits[-1],
         "time": time_ratio(runtime, encoded),
         "not_exited": len(late),
         "largest_difference": max(differences, default=0.0),
         "per_exit_agreement": per_exit(recorded, task),
-        "curve": [[round(each[key], DIGITS) for key in ("layers_saved", "agreement", "net_saved")] for each in curve],
+        "curve": [[round(point[key], DIGITS) for key in ("layers_saved", "agreement", "net_saved")] for point in curve],
     }
 
 
-def score(task: Task, found: np.ndarray, labels: np.ndarray) -> float:
+def score(task: Task, predicted: np.ndarray, labels: np.ndarray) -> float:
     """Accuracy, or of a regression the Spearman correlation."""
-    return task.score(found, labels)["spearman" if task.regression else "accuracy"]
+    return task.score(predicted, labels)["spearman" if task.regression else "accuracy"]
 
 
 def per_exit(recorded: Record, task: Task) -> list[float]:
     """Agreement with the model if all examples exited at this exit."""
     assert recorded.labels is not None
-    return [float(task.agrees(found, recorded.labels).mean()) for found in recorded.predictions.T]
+    return [float(task.agrees(predicted, recorded.labels).mean()) for predicted in recorded.predictions.T]
 
 
 def time_ratio(runtime: Runtime, encoded: Encoded) -> float:
@@ -141,17 +143,17 @@ def case(sources: Sources, work: Path, task: str, name: str, seed: int, count: i
     def measure() -> dict:
         torch.set_num_threads(1)
         model, out = fine_tuned(sources, work, task, name, seed), work / "calls" / title.replace(" ", "_")
-        about = {
+        case_fields = {
             "task": task,
             "model": name,
             "seed": seed,
             "wanted": count,
             "fine_tuning_minutes": minutes_of(model.folder),
         }
-        found = about | call(model, out, count, seed, *options) | tested(model, out)
+        figures = case_fields | call(model, out, count, seed, *options) | tested(model, out)
         if (task, name, count, seed, options) != (*KEPT, 0, ()):
             shutil.rmtree(out)
-        return found
+        return figures
 
     return stored(work, title, measure)
 
@@ -159,14 +161,14 @@ def case(sources: Sources, work: Path, task: str, name: str, seed: int, count: i
 # ---- Models, exit 0 ----
 def model_cases(sources: Sources, work: Path, seeds=range(SEEDS)) -> dict:
     """All tasks and models: all with seed 0 come first."""
-    found = [
+    cases = [
         case(sources, work, task, model, seed, count)
         for seed in seeds
         for model in MODELS
         for task, counts in COUNTS.items()
         for count in counts
     ]
-    return {"models": found}
+    return {"models": cases}
 
 
 def memory_cases(sources: Sources, work: Path) -> dict:
@@ -174,9 +176,9 @@ def memory_cases(sources: Sources, work: Path) -> dict:
 
     def measure(name: str, count: int) -> dict:
         out = work / "calls" / "memory"
-        found = call(fine_tuned(sources, work, MEMORY, name, 0), out, count, 0)
+        figures = call(fine_tuned(sources, work, MEMORY, name, 0), out, count, 0)
         shutil.rmtree(out)
-        return {"model": name, "texts": found["texts"], "peak_mb": found["peak_mb"]}
+        return {"model": name, "texts": figures["texts"], "peak_mb": figures["peak_mb"]}
 
     few, *_, many = COUNTS[MEMORY]
     some = [(name, count) for name in MODELS for count in (few, many)]
@@ -185,13 +187,13 @@ def memory_cases(sources: Sources, work: Path) -> dict:
 
 def exit_0_cases(sources: Sources, work: Path, seeds=range(SEEDS)) -> dict:
     """The exits that add-exits chose, and the same with exit 0 before them."""
-    found, (model, count) = [], (EXIT_0["model"], EXIT_0["texts"])
+    cases, (model, count) = [], (EXIT_0["model"], EXIT_0["texts"])
     for seed in seeds:
         for task in EXIT_0["task"]:
             without = case(sources, work, task, model, seed, count)
             exits = ",".join(map(str, (0, *without["exits"])))
-            found += [without, case(sources, work, task, model, seed, count, "--exits", exits)]
-    return {"exit-0": found}
+            cases += [without, case(sources, work, task, model, seed, count, "--exits", exits)]
+    return {"exit-0": cases}
 
 
 # ---- The same labels as transformers ----
@@ -206,15 +208,15 @@ def same_labels(sources: Sources, work: Path) -> dict:
     """Labels of model.onnx without exits, and with them, against transformers' pipeline on texts of no other use."""
 
     def measure() -> dict:
-        (model, folder), found = exported(sources, work), {}
+        (model, folder), correct = exported(sources, work), {}
         texts = [text for (text,) in model.texts[-COMPARED:]]
         pipeline = load_transformers().pipeline("text-classification", str(model.folder), device="cpu")
         expected = [answer["label"] for answer in pipeline(texts, truncation=True)]
         runtime = Runtime(folder, threads=1)
         for name, rule in (("never", Never()), ("chosen", runtime.rule)):
             answers = runtime.run(texts, rule=rule)
-            found[name] = sum(answer.label == label for answer, label in zip(answers, expected))
-        return {"task": KEPT[0], "model": KEPT[1], "texts": len(texts)} | found
+            correct[name] = sum(answer.label == label for answer, label in zip(answers, expected))
+        return {"task": KEPT[0], "model": KEPT[1], "texts": len(texts)} | correct
 
     return {"same-labels": stored(work, "same labels", measure)}
 
@@ -222,12 +224,12 @@ def same_labels(sources: Sources, work: Path) -> dict:
 # ---- Other texts than those that it was calibrated on ----
 def shifts(sources: Sources, work: Path) -> dict:
     """Texts of other tasks through the exits of one, over HTTP with --shadow, without and with --tighten."""
-    found = []
+    cases = []
     for name, split in SERVED.items():
         for tighten in (False, True):
             title = f"shift {name} {tighten}"
-            found.append(stored(work, title, lambda: shift(sources, work, name, split, tighten)))
-    return {"shift": found}
+            cases.append(stored(work, title, lambda: shift(sources, work, name, split, tighten)))
+    return {"shift": cases}
 
 
 def shift(sources: Sources, work: Path, name: str, split: str, tighten: bool) -> dict:
@@ -236,15 +238,15 @@ def shift(sources: Sources, work: Path, name: str, split: str, tighten: bool) ->
     rows = load_task(sources.find("data", name)).split(split)
     texts = [text for (text,) in subset(rows, min(REQUESTS, len(rows)), 0).texts]
     runtime = Runtime(folder, threads=1)
-    own = [answer.label for answer in runtime.run(texts, rule=Never())]
+    full_labels = [answer.label for answer in runtime.run(texts, rule=Never())]
     served, metrics = serve(folder, texts, ["--epsilon", str(AGREEMENT), "--tighten"] if tighten else [])
-    found = [each["label"] == label for each, label in zip(served, own)]
-    layers = [each["layers"] for each in served]
+    agreements = [answer["label"] == label for answer, label in zip(served, full_labels)]
+    layers = [answer["layers"] for answer in served]
     return {
         "task": name,
         "tighten": tighten,
         "texts": len(texts),
-        "served_agreement": float(np.mean(found)),
+        "served_agreement": float(np.mean(agreements)),
         "served_saved": 1 - float(np.mean(layers)) / runtime.exits[-1],
         "metrics": metrics,
     }

@@ -93,14 +93,14 @@ def repetition(pool: Pool, out: Path, seed: int) -> dict:
     no_wait = patch.object(os, "fsync", lambda file: None)  # do not wait for the disk: runs are temporary
     with patch.object(train_rows, "default_rule", observer), of_pool, no_wait:
         adding._trained(pool.folder, task, out, count, AddOptions(), seed, lambda line: None)
-    run, found = load_run(out / "run"), []
+    run, levels = load_run(out / "run"), []
     for planted, choices in ((None, observer.chosen), (PLANTED, observer.untested)):
         for level, chosen in choices.items():
             agreement, saved = pool.agreement(run, chosen.rule, ~drawn)
             guaranteed = chosen.guarantee is not None
-            found.append({"level": level, "planted": planted, "guaranteed": guaranteed})
-            found[-1] |= {"agreement": agreement, "saved": saved}
-    return {"seed": seed, "levels": found}
+            levels.append({"level": level, "planted": planted, "guaranteed": guaranteed})
+            levels[-1] |= {"agreement": agreement, "saved": saved}
+    return {"seed": seed, "levels": levels}
 
 
 def guarantee(sources: Sources, work: Path) -> dict:
@@ -109,27 +109,27 @@ def guarantee(sources: Sources, work: Path) -> dict:
     def measure() -> dict:
         torch.set_num_threads(1)
         pool = Pool(fine_tuned(sources, work, *OF.values()))
-        each = [
+        repetitions = [
             stored(work, f"repetition {seed}", lambda: repetition(pool, work / "calls" / "repetition", seed))
             for seed in tqdm(range(REPEATS), desc="guarantee")
         ]
         size = {"pool": len(pool.texts), "drawn": DRAWN, "repetitions": REPEATS}
-        return size | {"levels": [summary([one["levels"][at] for one in each]) for at in range(2 * len(LEVELS))]}
+        return size | {"levels": [summary([one["levels"][at] for one in repetitions]) for at in range(2 * len(LEVELS))]}
 
     return {"guarantee": stored(work, "guarantee", measure)}
 
 
-def summary(found: list[dict]) -> dict:
+def summary(repetitions: list[dict]) -> dict:
     """The sums and means of one level over the repetitions."""
-    given = [one for one in found if one["guaranteed"]]
+    given = [one for one in repetitions if one["guaranteed"]]
     broken = sum(one["agreement"] < one["level"] for one in given)
     return {
-        "level": found[0]["level"],
-        "planted": found[0]["planted"],
-        "repetitions": len(found),
+        "level": repetitions[0]["level"],
+        "planted": repetitions[0]["planted"],
+        "repetitions": len(repetitions),
         "guaranteed": len(given),
         "broken": broken,
-        "interval": share_interval(broken, len(found)),
+        "interval": share_interval(broken, len(repetitions)),
         "least": min((one["agreement"] for one in given), default=None),
         "agreement": float(np.mean([one["agreement"] for one in given])) if given else None,
         "saved": float(np.mean([one["saved"] for one in given])) if given else None,

@@ -46,9 +46,9 @@ def percent(values: Iterable[float], digits: int = 1) -> str:
 
 def number(values: Iterable[float], digits: int = 1) -> str:
     """The mean, and the standard deviation over seeds if there are several."""
-    found = list(values)
-    shown = f"{np.mean(found):.{digits}f}"
-    return f"{shown} ± {np.std(found, ddof=1):.{digits}f}" if len(found) > 1 else shown
+    numbers = list(values)
+    shown = f"{np.mean(numbers):.{digits}f}"
+    return f"{shown} ± {np.std(numbers, ddof=1):.{digits}f}" if len(numbers) > 1 else shown
 
 
 # ---- Tables ----
@@ -78,41 +78,41 @@ def guarantee_rows(levels: list[dict]) -> list[list]:
     return rows
 
 
-def shift_rows(found: list[dict]) -> list[list]:
+def shift_rows(cases: list[dict]) -> list[list]:
     """One row per set of texts, without and with --tighten."""
     rows = []
-    for each in found:
-        metrics = each["metrics"]
+    for case in cases:
+        metrics = case["metrics"]
         mean, low, high = (metrics.get(f"agreement end {end}") for end in ("mean", "low", "high"))
         reported = "none yet" if mean is None else f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-        row = [each["task"], "yes" if each["tighten"] else "no", f"{100 * each['served_agreement']:.1f}", reported]
-        row += [f"{100 * each['served_saved']:.1f}", f"{metrics['exit_drift']:.2f}"]
+        row = [case["task"], "yes" if case["tighten"] else "no", f"{100 * case['served_agreement']:.1f}", reported]
+        row += [f"{100 * case['served_saved']:.1f}", f"{metrics['exit_drift']:.2f}"]
         rows.append([*row, f"{metrics['tightened_total']:.0f}"])
     return rows
 
 
-def one_file_rows(found: dict) -> list[list]:
+def one_file_rows(figures: dict) -> list[list]:
     """One row per exit."""
     rows = [
-        [each["layer"], *(f"{100 * value:.1f}" for value in (each["share"], each["time"]))]
-        + [f"{100 * (each['time'] - each['share']):+.1f}", f"{each['ms']:.0f}"]
-        for each in found["exits"]
+        [exit_figures["layer"], *(f"{100 * value:.1f}" for value in (exit_figures["share"], exit_figures["time"]))]
+        + [f"{100 * (exit_figures['time'] - exit_figures['share']):+.1f}", f"{exit_figures['ms']:.0f}"]
+        for exit_figures in figures["exits"]
     ]
     return rows
 
 
-def exit_0_rows(found: list[dict]) -> list[list]:
+def exit_0_rows(cases: list[dict]) -> list[list]:
     """One row per task, without and with exit 0."""
     rows = []
-    for (task, model, first), some in grouped(with_first(found), "task", "model", "first").items():
+    for (task, model, first), some in grouped(with_first(cases), "task", "model", "first").items():
         shown = [percent(column(some, name)) for name in ("agreement", "layers_saved", "time")]
         rows.append([task, "yes" if first == 0 else "no", len(some), *shown])
     return sorted(rows)
 
 
-def with_first(found: list[dict]) -> list[dict]:
+def with_first(cases: list[dict]) -> list[dict]:
     """The cases, each with `first`: 0 if its first exit is 0, else 1."""
-    return [each | {"first": min(1, each["exits"][0])} for each in found]
+    return [case | {"first": min(1, case["exits"][0])} for case in cases]
 
 
 # ---- The figures of the page ----

@@ -14,16 +14,16 @@ def column(cases: list[dict], name: str) -> list:
 
 def grouped(cases: list[dict], *names: str) -> dict[tuple, list[dict]]:
     """Cases that have these figures in common."""
-    found: dict[tuple, list[dict]] = {}
+    groups: dict[tuple, list[dict]] = {}
     for case in cases:
-        found.setdefault(tuple(case[name] for name in names), []).append(case)
-    return found
+        groups.setdefault(tuple(case[name] for name in names), []).append(case)
+    return groups
 
 
 def largest(cases: list[dict]) -> list[dict]:
     """Of each task, model and seed the case with most texts."""
     groups = grouped(cases, "task", "model", "seed").values()
-    return [max(group, key=lambda each: each["texts"]) for group in groups]
+    return [max(group, key=lambda case: case["texts"]) for group in groups]
 
 
 # ---- Pictures ----
@@ -31,7 +31,7 @@ def draw(figures: dict, folder: Path) -> None:
     """Both pictures, if matplotlib is installed."""
     if not can_draw():
         return
-    cases = [each for each in largest(figures["models"]) if each.get("curve")]
+    cases = [case for case in largest(figures["models"]) if case.get("curve")]
     tasks = [task for task in TASKS if task in column(cases, "task")]
     figure, panels = new_panels(len(tasks), columns=len(tasks), width=4.2)
     for axes, task in zip(panels, tasks):
@@ -40,8 +40,8 @@ def draw(figures: dict, folder: Path) -> None:
     panels[-1].legend(frameon=False, loc="lower left")
     save_figure(figure, folder / "add-exits.png")
     figure, axes = new_figure()
-    some = [each for each in figures["models"] if each.get("curve") and each["task"] == KEPT[0]]
-    _lines(axes, [each for each in some if each["model"] == KEPT[1]], "wanted", list(COUNTS[KEPT[0]]))
+    some = [case for case in figures["models"] if case.get("curve") and case["task"] == KEPT[0]]
+    _lines(axes, [case for case in some if case["model"] == KEPT[1]], "wanted", list(COUNTS[KEPT[0]]))
     axes.set_title(f"{KEPT[0]}, {KEPT[1]}")
     axes.legend(frameon=False, title="texts without labels")
     save_figure(figure, folder / "add-exits-texts.png")

@@ -34,7 +34,7 @@ from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.data.tasks import Split
 from mini_ee.lab.export.engine import Engine
 
-TASKS, MODELS = ("TREC",), ("MiniLM", "DistilBERT")
+TASKS, MODELS = ("TREC", "SST-2"), ("MiniLM", "DistilBERT")
 TEXTS, CALIBRATED, TIMED, ROUNDS, THREADS, OPSET = 10_000, 300, 128, 5, 2, 17
 REFERENCE = "whole graph"
 
@@ -93,19 +93,19 @@ def measure(sources: Sources, work: Path, task: str, name: str) -> dict:
     folder = work / "alternatives" / f"{task}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = load_transformers().AutoTokenizer.from_pretrained(model.folder)
-    ways = {each: way for each, way in _ways(model, folder, tokenizer)}
+    ways = dict(_ways(model, folder, tokenizer))
     seconds = {size: _timed(ways, _batches(tokenizer, model.test.take(slice(TIMED)), size)) for size in (1, BATCH)}
-    own, batches = model.logits.argmax(axis=1), _batches(tokenizer, model.test, BATCH)
+    model_labels, batches = model.logits.argmax(axis=1), _batches(tokenizer, model.test, BATCH)
     texts = json.dumps([feeds["input_ids"][0].tolist() for feeds in _batches(tokenizer, model.test.take(slice(8)), 1)])
     rows = []
-    for each, way in ways.items():
+    for way_name, way in ways.items():
         label = np.concatenate([way.answer(feeds) for feeds in batches]).argmax(axis=1)
-        row = {"name": each, "agreement": float((label == own).mean())}
+        row = {"name": way_name, "agreement": float((label == model_labels).mean())}
         row |= {"score": float((label == model.test.labels).mean()), "minutes": round(way.minutes, 3)}
-        row |= {f"time_{size}": seconds[size][each] / seconds[size][REFERENCE] for size in seconds}
+        row |= {f"time_{size}": seconds[size][way_name] / seconds[size][REFERENCE] for size in seconds}
         rows.append(row | {"disk_mb": _megabytes(way.path), "memory_mb": _memory(way, texts)})
     milliseconds = {f"ms_{size}": 1e3 * seconds[size][REFERENCE] / TIMED for size in seconds}
-    return {"task": task, "model": name, "examples": len(own), "rows": rows} | milliseconds
+    return {"task": task, "model": name, "examples": len(model_labels), "rows": rows} | milliseconds
 
 
 # ---- What is compared ----
@@ -180,7 +180,7 @@ def _quantized(openvino, whole: Path, out: Path, feeds: list[Feeds]) -> None:
 
     network = openvino.Core().read_model(whole)
     names = [port.any_name for port in network.inputs]
-    rows = nncf.Dataset([{name: each[name] for name in names} for each in feeds])
+    rows = nncf.Dataset([{name: feed[name] for name in names} for feed in feeds])
     openvino.save_model(nncf.quantize(network, rows, model_type=nncf.ModelType.TRANSFORMER), out)
 
 
@@ -267,10 +267,10 @@ def _command(*arguments) -> None:
 def _megabytes(path: Path) -> float:
     """Of the weights: a file with what stands beside it under its name, or a folder."""
     if path.is_dir():
-        found = [each for each in path.rglob("*") if each.suffix in (".onnx", ".safetensors", ".onnx_data")]
+        files = [file for file in path.rglob("*") if file.suffix in (".onnx", ".safetensors", ".onnx_data")]
     else:
-        found = [path, path.with_suffix(".bin")]
-    return round(sum(each.stat().st_size for each in found if each.exists()) / 1e6, 1)
+        files = [path, path.with_suffix(".bin")]
+    return round(sum(file.stat().st_size for file in files if file.exists()) / 1e6, 1)
 
 
 def _memory(way: Alternative, texts: str) -> float | None:

@@ -32,5 +32,5 @@ def answer_of_command(*arguments, threads: int) -> dict:
 def session_memory(graph: Path, tokens: int) -> dict:
     """Seconds to load a graph, and private and resident megabytes of the session after a few runs."""
     command = [sys.executable, "-c", SESSION, str(graph), str(tokens)]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    return dict(zip(("load", "private", "resident"), found))
+    sizes = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return dict(zip(("load", "private", "resident"), sizes))

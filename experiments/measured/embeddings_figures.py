@@ -97,25 +97,27 @@ class Figures:
             queries = [random.integers(count, size=count) for count in self.queries]
             drawn.append(self._differences(lambda seeds: random.choice(seeds, len(seeds)).tolist(), rows, queries))
         ends = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
-        return {key: [value, *np.quantile([each[key] for each in drawn], ends)] for key, value in whole.items()}
+        return {
+            key: [value, *np.quantile([resampled[key] for resampled in drawn], ends)] for key, value in whole.items()
+        }
 
     def _differences(self, draw: Callable, rows: list | None, queries: list | None) -> dict[str, float]:
         """Each difference on some pairs and queries, the mean over drawn seeds. Each curve is computed once."""
         similarity = cache(lambda name, seed: self.curve(self.spearmans, name, seed, rows))
         recall = cache(lambda name, seed: self.curve(self.recalls, name, seed, queries))
-        found = {}
+        differences = {}
         for name in ("2dmse", "starbucks"):
             for depth in ONE_DEPTHS:
                 seeds = draw(sorted({*self.seeds[name]} & {*self.seeds[f"one-depth-{depth}"]}))
-                each = [self.over_one_depth(name, depth, similarity, seed) for seed in seeds]
-                found[f"{name}/{depth}"] = float(np.mean(each))
+                by_seed = [self.over_one_depth(name, depth, similarity, seed) for seed in seeds]
+                differences[f"{name}/{depth}"] = float(np.mean(by_seed))
         for name in ADAPTIVE:
             seeds = draw(self.seeds[name])
             for label in (label for label in self.labels(name) if not label.startswith("fixed")):
                 for key, curves, layers in (("", similarity, self.layers), ("recall ", recall, self.retrieval_layers)):
-                    each = [self.over_fixed(name, label, curves, s, layers(name, s, label)) for s in seeds]
-                    found[f"{key}{name}/{label}"] = float(np.mean(each))
-        return found
+                    by_seed = [self.over_fixed(name, label, curves, s, layers(name, s, label)) for s in seeds]
+                    differences[f"{key}{name}/{label}"] = float(np.mean(by_seed))
+        return differences
 
 
 def quality_of(texts: Evaluated, paths: dict[tuple[str, int], Path], rows_trained: int) -> dict:

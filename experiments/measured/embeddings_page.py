@@ -67,13 +67,13 @@ def timed(sources: Sources, work: Path, name: str, rules: dict[str, Rule], texts
     rules_in_turn, random = [*every.values()], np.random.default_rng(0)
     seconds = np.full((len(every), len(inputs)), np.inf)
     for _ in range(ROUNDS):
-        for at, each in enumerate(inputs):
+        for at, batch in enumerate(inputs):
             # The rules take turns, in a new order each time: how warm the caches are depends on what ran before.
             for number in random.permutation(len(every)):
                 rule = rules_in_turn[number]
-                early_exit(served.segments(), rule, each)
+                early_exit(served.segments(), rule, batch)
                 begin = time.thread_time()  # not the clock, which counts other programs too
-                early_exit(served.segments(), rule, each)
+                early_exit(served.segments(), rule, batch)
                 seconds[number, at] = min(seconds[number, at], time.thread_time() - begin)
     return dict(zip(every, (seconds.mean(axis=1) * 1e3).tolist()))
 
@@ -145,16 +145,16 @@ def main_rows(figures: dict) -> list[list[str]]:
             rows.append((f"{NAMES[name]}, {label}", name, label))
     table = []
     for title, name, label in rows:
-        each = figures["quality"][name][label]
-        recall = np.mean(list(each["recall"].values()), axis=0).tolist()
-        table.append([title, f"{np.mean(each['layers']):.2f}", f"{100 * time_of(figures, name, label):.0f}"])
-        table[-1] += [percent(each["spearman"]), percent(recall), percent(each["cosine"])]
+        quality = figures["quality"][name][label]
+        recall = np.mean(list(quality["recall"].values()), axis=0).tolist()
+        table.append([title, f"{np.mean(quality['layers']):.2f}", f"{100 * time_of(figures, name, label):.0f}"])
+        table[-1] += [percent(quality["spearman"]), percent(recall), percent(quality["cosine"])]
     return table
 
 
 def difference(values: list[float]) -> list[str]:
     """A difference and its interval, in points."""
-    value, low, high = (100 * each for each in values)
+    value, low, high = (100 * share for share in values)
     return [f"{value:+.1f}", f"{low:+.1f} to {high:+.1f}"]
 
 
@@ -175,7 +175,7 @@ def adaptive_differences(figures: dict, key: str) -> dict[str, list[float]]:
 def same_layer(figures: dict) -> int:
     """How many adaptive settings choose nothing: their mean number of layers is that of an exit, within NEARLY."""
     layers = [layers_of(figures, name, label) for name in ADAPTIVE for label in rules_of(figures, name)]
-    return sum(min(abs(each - layer) for layer in figures["exits"]) < NEARLY for each in layers)
+    return sum(min(abs(depth - layer) for layer in figures["exits"]) < NEARLY for depth in layers)
 
 
 def set_rows(figures: dict, key: str, sizes: dict[str, str]) -> list[list]:
@@ -185,8 +185,8 @@ def set_rows(figures: dict, key: str, sizes: dict[str, str]) -> list[list]:
     for name in NAMES:
         depths = [int(label.split()[1]) for label in quality[name] if label.startswith("fixed")]
         for depth in depths:
-            each = quality[name][f"fixed {depth}"][key]
-            rows.append([NAMES[name], depth, *(f"{100 * np.mean(each[set_name]):.1f}" for set_name in names)])
+            scores = quality[name][f"fixed {depth}"][key]
+            rows.append([NAMES[name], depth, *(f"{100 * np.mean(scores[set_name]):.1f}" for set_name in names)])
     return rows
 
 

@@ -78,9 +78,9 @@ class Evaluated:
         texts = [text for pair in pairs.values() for part in pair[:2] for text in part]
         texts += [text for parts in retrieval.values() for part in parts for text in part]
         self.number = {text: at for at, text in enumerate(dict.fromkeys(texts))}
-        self.sets = {name: (self.rows(each.first), self.rows(each.second), each.gold) for name, each in pairs.items()}
+        self.sets = {name: (self.rows(pair.first), self.rows(pair.second), pair.gold) for name, pair in pairs.items()}
         self.retrieval = {name: [self.rows(part) for part in parts] for name, parts in retrieval.items()}
-        self.paired = np.unique(np.concatenate([part for each in self.sets.values() for part in each[:2]]))
+        self.paired = np.unique(np.concatenate([part for columns in self.sets.values() for part in columns[:2]]))
 
     def rows(self, texts: list[str]) -> np.ndarray:
         return np.array([self.number[text] for text in texts])
@@ -119,7 +119,7 @@ def pooled_states(model: EmbeddingExits, encoded, exits: int) -> np.ndarray:
     states = None
     for rows in tqdm(list(batches(encoded, BATCH)), desc="states", delay=2):
         inputs = encoded.batch(rows)
-        arrays = (torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
+        arrays = (torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
         for k, state in zip(range(exits), model.each_state(*arrays)):
             if states is None:
                 states = np.empty((len(encoded), exits, state.shape[1]), np.float32)
@@ -135,7 +135,7 @@ def scaled(embeddings: np.ndarray) -> np.ndarray:
 def nearest(unit: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> list[set[int]]:
     """The NEIGHBOURS nearest documents of each query, by cosine."""
     order = np.argsort(-unit[queries] @ unit[documents].T, axis=1, kind="stable")
-    return [set(found) for found in order[:, :NEIGHBOURS].tolist()]
+    return [set(neighbours) for neighbours in order[:, :NEIGHBOURS].tolist()]
 
 
 def figures_of(texts: Evaluated, unit: np.ndarray, layers: np.ndarray, full: np.ndarray) -> dict[str, np.ndarray]:
@@ -143,8 +143,8 @@ def figures_of(texts: Evaluated, unit: np.ndarray, layers: np.ndarray, full: np.
     pairs = [(unit[first] * unit[second]).sum(axis=1) for first, second, _ in texts.sets.values()]
     recall = []
     for queries, documents in texts.retrieval.values():
-        found, expected = (nearest(each, queries, documents) for each in (unit, full))
-        recall += [len(a & b) / NEIGHBOURS for a, b in zip(found, expected)]
+        neighbours, expected = (nearest(embeddings, queries, documents) for embeddings in (unit, full))
+        recall += [len(a & b) / NEIGHBOURS for a, b in zip(neighbours, expected)]
     cosine = (unit * full).sum(axis=1)
     return {"pairs": np.concatenate(pairs), "recall": np.array(recall), "layers": layers, "cosine": cosine}
 
@@ -193,10 +193,10 @@ def evaluated(sources: Sources, work: Path, texts: Evaluated, name: str, seed: i
     else:
         count = 1 if name.startswith("one-depth") else len(run.exits)
         embeddings = pooled_states(run.model, run.encode([(text,) for text in texts.number]), count)
-    found = {}
+    arrays = {}
     for label, *column in columns_of(name, run, embeddings, exit_logits):
-        found |= {f"{label}/{key}": each for key, each in figures_of(texts, *column, full).items()}
-    np.savez(path.with_suffix(".part.npz"), **found)
+        arrays |= {f"{label}/{key}": values for key, values in figures_of(texts, *column, full).items()}
+    np.savez(path.with_suffix(".part.npz"), **arrays)
     path.with_suffix(".part.npz").rename(path)
     return path
 
@@ -204,7 +204,7 @@ def evaluated(sources: Sources, work: Path, texts: Evaluated, name: str, seed: i
 def every_run(sources: Sources, work: Path) -> dict[tuple[str, int], Path]:
     """(name, seed) -> file of figures, of all trainings. A call that was interrupted goes on."""
     texts = Evaluated(sources)
-    found = {("plain", SEEDS[0]): evaluated(sources, work, texts, "plain", SEEDS[0])}
+    paths = {("plain", SEEDS[0]): evaluated(sources, work, texts, "plain", SEEDS[0])}
     for seed in SEEDS:
-        found |= {(name, seed): evaluated(sources, work, texts, name, seed) for name in TRAININGS}
-    return found
+        paths |= {(name, seed): evaluated(sources, work, texts, name, seed) for name in TRAININGS}
+    return paths

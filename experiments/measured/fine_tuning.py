@@ -165,9 +165,9 @@ def _as_distilbert(bert):
         "output.LayerNorm": "output_layer_norm",
     }
     for name, value in bert.bert.state_dict().items():
-        for theirs, own in renamed.items():
+        for theirs, ours in renamed.items():
             if not name.startswith("embeddings"):
-                name = name.replace(theirs, own)
+                name = name.replace(theirs, ours)
         weights[name] = value
     types, positions = (f"embeddings.{name}_embeddings.weight" for name in ("token_type", "position"))
     weights[positions] = weights[positions] + weights[types][0]
@@ -192,8 +192,8 @@ def _similar_lengths(rows: Split, random: np.random.Generator) -> list[np.ndarra
     order, length = random.permutation(len(rows)), np.array([sum(map(len, texts)) for texts in rows.texts])
     chunks = [order[at : at + CHUNK * BATCH] for at in range(0, len(order), CHUNK * BATCH)]
     order = np.concatenate([chunk[np.argsort(length[chunk])] for chunk in chunks])
-    found = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
-    return [found[at] for at in random.permutation(len(found))]
+    batches = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
+    return [batches[at] for at in random.permutation(len(batches))]
 
 
 def _tokens(tokenizer, rows: Split):

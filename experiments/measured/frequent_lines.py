@@ -76,13 +76,13 @@ def repetition(recorded: Record, kind: tuple[float, int, bool], seed: int) -> li
 
 def of_kind(kind: tuple[float, int, bool], recorded: Record) -> list[dict]:
     """The sums over all repetitions of a kind: for each level, without and with the planted mistake."""
-    found, cases = [repetition(recorded, kind, seed) for seed in range(REPEATS)], []
-    for each in zip(*found):
-        violated = sum(one["violated"] for one in each)
-        about = dict(zip(("share", "texts", "unlike"), kind)) | {key: each[0][key] for key in ("planted", "level")}
-        about |= {"guaranteed": sum(one["guaranteed"] for one in each), "violated": violated}
-        about |= {"saved": float(np.mean([one["saved"] for one in each]))}
-        cases.append(about | {"interval": share_interval(violated, REPEATS)})
+    repetitions, cases = [repetition(recorded, kind, seed) for seed in range(REPEATS)], []
+    for outcomes in zip(*repetitions):
+        violated = sum(one["violated"] for one in outcomes)
+        case = dict(zip(("share", "texts", "unlike"), kind)) | {key: outcomes[0][key] for key in ("planted", "level")}
+        case |= {"guaranteed": sum(one["guaranteed"] for one in outcomes), "violated": violated}
+        case |= {"saved": float(np.mean([one["saved"] for one in outcomes]))}
+        cases.append(case | {"interval": share_interval(violated, REPEATS)})
     return cases
 
 
@@ -91,17 +91,17 @@ def measure(recorded: Record) -> dict:
     recorded = recorded._replace(labels=predictions(recorded.logits[:, -1]))
     size = {"recorded": len(recorded.logits), "lines": LINES, "repetitions": REPEATS, "seed": SEED}
     with ProcessPoolExecutor(PROCESSES) as pool:
-        found = pool.map(partial(of_kind, recorded=recorded), KINDS)
-        return size | {"cases": [case for cases in found for case in cases]}
+        by_kind = pool.map(partial(of_kind, recorded=recorded), KINDS)
+        return size | {"cases": [case for cases in by_kind for case in cases]}
 
 
 # ---- The figures of the page ----
-def rows(found: dict) -> list[list[str]]:
+def rows(figures: dict) -> list[list[str]]:
     """The table: a row for each kind of lines and each level."""
-    repetitions, kind = found["repetitions"], itemgetter("share", "texts", "unlike", "level")
-    planted = {kind(case): case for case in found["cases"] if case["planted"]}
+    repetitions, kind = figures["repetitions"], itemgetter("share", "texts", "unlike", "level")
+    planted = {kind(case): case for case in figures["cases"] if case["planted"]}
     table = []
-    for case in (case for case in found["cases"] if not case["planted"]):
+    for case in (case for case in figures["cases"] if not case["planted"]):
         mistaken, frequent = planted[kind(case)], f"{case['texts']} texts" + ", unlike the rest" * case["unlike"]
         frequent = [percent(case["share"]), frequent] if case["texts"] else ["-", "-"]
         row = [f"{case['level']:.0%}", *frequent, f"{case['guaranteed']} of {repetitions}"]
@@ -116,16 +116,16 @@ def rows(found: dict) -> list[list[str]]:
     return table
 
 
-def page_figures(found: dict) -> dict:
+def page_figures(figures: dict) -> dict:
     """The rows of the table, and the largest shares of violated guarantees without and with the planted mistake."""
     worst, mistaken = (
         max(
-            (case for case in found["cases"] if case["texts"] and bool(case["planted"]) == planted),
+            (case for case in figures["cases"] if case["texts"] and bool(case["planted"]) == planted),
             key=itemgetter("violated"),
         )
         for planted in (False, True)
     )
     low, high = worst["interval"]
-    most = {"share": worst["violated"] / found["repetitions"], "low": low, "high": high}
-    once = mistaken["violated"] / found["repetitions"]
-    return {"frequent_rows": rows(found), "frequent_most": most, "frequent_once": once}
+    most = {"share": worst["violated"] / figures["repetitions"], "low": low, "high": high}
+    once = mistaken["violated"] / figures["repetitions"]
+    return {"frequent_rows": rows(figures), "frequent_most": most, "frequent_once": once}

@@ -89,7 +89,7 @@ def outcome(recorded: Record, labels: np.ndarray, rule: Rule) -> tuple[np.ndarra
 def resample(name: str, logits: np.ndarray, labels: np.ndarray, size: int) -> dict:
     """The default rule and the rule without a bound, as means over DRAWS held-out sets of this size."""
     task = Task(name, tuple(map(str, range(logits.shape[2]))), ("accuracy",), {})
-    everything, random, found = record_of(logits), np.random.default_rng(SEED), []
+    everything, random, repetitions = record_of(logits), np.random.default_rng(SEED), []
     for _ in tqdm(range(DRAWS), desc=f"{name} {size}", delay=2):
         held_out = np.zeros(len(labels), bool)
         held_out[random.permutation(len(labels))[:size]] = True
@@ -100,7 +100,7 @@ def resample(name: str, logits: np.ndarray, labels: np.ndarray, size: int) -> di
         loss, saved = outcome(everything, labels, chosen.rule)
         free_loss, free_saved = outcome(everything, labels, without_bound(recorded, labels[held_out]))
         guaranteed = chosen.guarantee is not None
-        found.append(
+        repetitions.append(
             {
                 "guaranteed": guaranteed,
                 "exceeded": guaranteed and loss[~held_out].mean() > MAX_LOSS,
@@ -110,19 +110,19 @@ def resample(name: str, logits: np.ndarray, labels: np.ndarray, size: int) -> di
                 "without_bound_saved": free_saved[~held_out].mean(),
             }
         )
-    means = {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+    means = {key: float(np.mean([repetition[key] for repetition in repetitions])) for key in repetitions[0]}
     return {"task": name, "hold_out": size, "rest": len(labels) - size} | means
 
 
 def calibrated(name: str, logits: np.ndarray) -> list[dict]:
     """The agreement and the violated guarantees of `calibrate`, over SETS draws of rows, for each of EPSILONS."""
-    observed, found = observe(record_of(logits), CONFIDENCE_MEASURE), []
+    observed, cases = observe(record_of(logits), CONFIDENCE_MEASURE), []
     for epsilon in EPSILONS:
         agreement = agreement_by_sets(observed, epsilon, SETS, SEED)
         broken = broken_guarantees(observed, epsilon, COMPARED_DELTA, CONFIDENCE_MEASURE, SETS, SEED)
-        found.append({"task": name, "epsilon": epsilon, "rows": agreement.pop("groups_a_set"), "kept": agreement})
-        found[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}
-    return found
+        cases.append({"task": name, "epsilon": epsilon, "rows": agreement.pop("groups_a_set"), "kept": agreement})
+        cases[-1]["broken"] = {key: broken[key] for key in ("paper", "delta")}
+    return cases
 
 
 # ---- Other bounds ----
@@ -202,11 +202,11 @@ PARTS = {
 PLANTED_NAMES = {"the test rows choose": "test examples also select", "no test": "no test"}  # JSON -> page
 
 
-def by_kind(found: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
+def by_kind(cases: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
     """Repeated trainings without mistakes, those measured on more fresh rows, and those with planted mistakes."""
-    planted = [each for each in found if each["planted"]]
-    finer = [each for each in found if each["fresh"] == repeated_trainings.MORE_FRESH]
-    return [each for each in found if each not in planted + finer], finer, planted
+    planted = [case for case in cases if case["planted"]]
+    finer = [case for case in cases if case["fresh"] == repeated_trainings.MORE_FRESH]
+    return [case for case in cases if case not in planted + finer], finer, planted
 
 
 def together(trainings: list[dict]) -> dict:

@@ -52,7 +52,9 @@ def measure() -> dict:
     inputs = Inputs(ids, np.ones_like(ids), np.zeros_like(ids), (("",),))
     model, plain = (RowExits(backbone, exits, 2, "first").eval() for exits in (EXITS, EXITS[-1:]))
     with tempfile.TemporaryDirectory() as folder:
-        graph, without = (exported(each, Path(folder) / name) for each, name in ((model, "exits"), (plain, "plain")))
+        graph, without = (
+            exported(variant, Path(folder) / name) for variant, name in ((model, "exits"), (plain, "plain"))
+        )
         rules = [Never(), *(exit_at(k, len(EXITS)) for k in range(len(EXITS)))]
         runs = [*(partial(early_exit, graph, rule, inputs) for rule in rules)]
         runs.append(partial(early_exit, without, Never(), inputs))

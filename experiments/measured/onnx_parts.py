@@ -69,7 +69,7 @@ def bench(sources: Sources, work: Path) -> list[dict]:
 
 def parity(sources: Sources, work: Path) -> list[dict]:
     """The exported graph compared with torch, for each method, task and batch size."""
-    found = []
+    cases = []
     for name, split in PARITY_SPLITS.items():
         rows = load_task(sources.find("data", name)).split(split)
         for method in tqdm(PARITY_METHODS, desc=name):
@@ -80,9 +80,9 @@ def parity(sources: Sources, work: Path) -> list[dict]:
                     f"{out}/exported/onnx/model.onnx", providers=["CPUExecutionProvider"]
                 )
                 for size in (1, 32):
-                    about = {"task": name, "method": method, "batch": size}
-                    found.append(about | compare(run, session, run.encode(rows.texts), size))
-    return found
+                    case = {"task": name, "method": method, "batch": size}
+                    cases.append(case | compare(run, session, run.encode(rows.texts), size))
+    return cases
 
 
 def trained_classifier(sources: Sources, folder: Path, method: str, task: str, **options):
@@ -107,7 +107,7 @@ def compare(run, session, encoded, size: int) -> dict:
 
 def memory(sources: Sources, work: Path) -> list[dict]:
     """Size, time to load and memory of a session, with exits and without."""
-    found = []
+    cases = []
     for name, config, exits, tokens in (("MiniLM", MINILM, EXITS, 32), ("BERT-base", BERT_BASE, (3, 6, 9, 12), 128)):
         backbone = random_encoder(config, 0)
         for kind, chosen in (("plain", exits[-1:]), ("exits", exits)):
@@ -118,9 +118,9 @@ def memory(sources: Sources, work: Path) -> list[dict]:
                 save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / "run")
                 files = sum(path.stat().st_size for path in (folder / "onnx").iterdir())
                 session = session_memory(folder / "onnx/model.onnx", tokens)
-                about = {"model": name, "kind": kind, "disk": files / (folder / "run").stat().st_size}
-                found.append(about | session)
-    return found
+                case = {"model": name, "kind": kind, "disk": files / (folder / "run").stat().st_size}
+                cases.append(case | session)
+    return cases
 
 
 def heads(sources: Sources, work: Path) -> dict:
@@ -140,17 +140,17 @@ def heads(sources: Sources, work: Path) -> dict:
                 runs |= {(kind, name, k): partial(early_exit, graph, rule, inputs) for k, rule in enumerate(rules)}
         lora = LoRAExits(backbone, EXITS, 2, pool="first").eval()
         (Path(folder) / "lora").mkdir()
-        about = write_graphs(lora, lora.segments(), Threshold(REACHED_BY_NONE), Path(folder) / "lora", segments=True)
-        graph = OrtModel(Path(folder) / "lora", about, threads=THREADS)
+        manifest = write_graphs(lora, lora.segments(), Threshold(REACHED_BY_NONE), Path(folder) / "lora", segments=True)
+        graph = OrtModel(Path(folder) / "lora", manifest, threads=THREADS)
         for name, engine in (("graph", graph), ("chain", graph.by_segment(Never()))):
             runs |= {("lora", name, k): partial(early_exit, engine, exit_at(k, 3), inputs) for k in range(3)}
         seconds = dict(zip(runs, medians(list(runs.values()), "heads", seconds_a_case=20.0)))
-    found = {"lora": [seconds["lora", "graph", k] / seconds["lora", "chain", k] for k in range(3)]}
+    ratios = {"lora": [seconds["lora", "graph", k] / seconds["lora", "chain", k] for k in range(3)]}
     for kind in ("dense", "linear"):
         whole = seconds[kind, "plain", 0]
-        found[kind] = [seconds[kind, "exits", k] / whole * 6 / layer for k, layer in enumerate(EXITS)]
-        found[f"{kind} alone"] = seconds[kind, "alone", 0] / whole * 3
-    return found
+        ratios[kind] = [seconds[kind, "exits", k] / whole * 6 / layer for k, layer in enumerate(EXITS)]
+        ratios[f"{kind} alone"] = seconds[kind, "alone", 0] / whole * 3
+    return ratios
 
 
 def evaluated(path: Path, task: Path, *options: str) -> dict:
@@ -161,11 +161,11 @@ def evaluated(path: Path, task: Path, *options: str) -> dict:
 
 def price(sources: Sources, work: Path) -> dict:
     """The result of `mini-ee evaluate` with each kind of head."""
-    found = {}
+    by_head = {}
     for head in ("dense", "linear"):
         run = trained_classifier(sources, work / f"{head}-heads", "joint", "TREC", head=head, max_train=2000, epochs=3)
-        found[head] = evaluated(run.folder, sources.find("data", "TREC"))
-    return found
+        by_head[head] = evaluated(run.folder, sources.find("data", "TREC"))
+    return by_head
 
 
 def end(sources: Sources, work: Path) -> list[dict]:
@@ -215,17 +215,19 @@ def decoder(sources: Sources, work: Path) -> dict:
         continued = [Text([*prompt, *text.tokens], len(prompt) - 1) for prompt, text in zip(prompts, some)]
         return float(record_texts(model, continued, last=False).logits[:, -1, 1].mean())
 
-    found = {"exits": list(run.exits), "texts": len(texts), "timed": TIMED_STORIES}
-    found["thresholds"] = rule.to_dict()["threshold"][:-1]
+    decoder_figures = {"exits": list(run.exits), "texts": len(texts), "timed": TIMED_STORIES}
+    decoder_figures["thresholds"] = rule.to_dict()["threshold"][:-1]
     for name in ("early", "recompute", "graph early", "lossless"):
         against = per_token["graph full" if name.startswith("graph") else "full"]
         figures = {"tokens": len(layers[name]), "layers": float(layers[name].mean())}
-        found[name] = figures | {"agreement": agreement(outputs[name]), "speedup": against / per_token[name]}
-    found["lossless"]["drafted"] = float((layers["lossless"] == run.exits[middle]).mean())
+        decoder_figures[name] = figures | {"agreement": agreement(outputs[name]), "speedup": against / per_token[name]}
+    decoder_figures["lossless"]["drafted"] = float((layers["lossless"] == run.exits[middle]).mean())
     pairs = zip(outputs["lossless"], outputs["full"])
-    found["lossless"]["equal"] = sum(one.tokens == other.tokens for one, other in pairs)
-    found["graph early"]["equal"] = sum(one == other for one, other in zip(outputs["graph early"], outputs["early"]))
-    return found
+    decoder_figures["lossless"]["equal"] = sum(one.tokens == other.tokens for one, other in pairs)
+    decoder_figures["graph early"]["equal"] = sum(
+        one == other for one, other in zip(outputs["graph early"], outputs["early"])
+    )
+    return decoder_figures
 
 
 def _part(measure: Callable) -> Callable:
@@ -233,8 +235,8 @@ def _part(measure: Callable) -> Callable:
 
     def measured(sources: Sources, work: Path) -> dict:
         torch.set_num_threads(THREADS)
-        found = measure(sources, work)
-        return {measure.__name__: found, "cores": os.cpu_count(), "onnxruntime": onnxruntime.__version__}
+        figures = measure(sources, work)
+        return {measure.__name__: figures, "cores": os.cpu_count(), "onnxruntime": onnxruntime.__version__}
 
     return measured
 

@@ -41,8 +41,8 @@ def precision(sources: Sources, work: Path) -> dict:
     torch.set_num_threads(1)
     work = work / "precision"
     work.mkdir(exist_ok=True)
-    found = {name: stored(work, f"{name} figures", partial(_of_task, sources, work, name)) for name in TASKS}
-    return {"tasks": found, "processor": processor()}
+    tasks = {name: stored(work, f"{name} figures", partial(_of_task, sources, work, name)) for name in TASKS}
+    return {"tasks": tasks, "processor": processor()}
 
 
 def processor() -> dict:
@@ -66,11 +66,11 @@ def _of_task(sources: Sources, work: Path, name: str) -> dict:
     tested = task.split(split)
     sizes = {"float32": BATCH, "float16": BATCH, "int8": 1}  # only in int8 a prediction depends on its batch
     recorded = {kind: _recorded(engine, tested, sizes[kind]) for kind, engine in engines.items()}
-    found = {
-        kind: _accuracy(each, recorded["float32"], run.rule, task, tested.labels) for kind, each in recorded.items()
+    precisions = {
+        kind: _accuracy(logits, recorded["float32"], run.rule, task, tested.labels) for kind, logits in recorded.items()
     }
     for kind, seconds in _times(engines, tested).items():
-        found[kind] |= seconds | _memory(engines[kind])
+        precisions[kind] |= seconds | _memory(engines[kind])
     held = {
         f"float32 {BATCH}": (engines["float32"], BATCH),
         "int8 1": (engines["int8"], 1),
@@ -84,7 +84,7 @@ def _of_task(sources: Sources, work: Path, name: str) -> dict:
         (f"float32 {BATCH}", "int8 1"),
     )
     broken = [violated(observed[of], observed[on]) | {"from": of, "on": on} for of, on in pairs]
-    return {"precisions": found, "rows": len(tested), "unseen": len(unseen), "guarantees": broken}
+    return {"precisions": precisions, "rows": len(tested), "unseen": len(unseen), "guarantees": broken}
 
 
 def _recorded(engine: Runtime, rows: Split, size: int) -> Record:
@@ -93,7 +93,7 @@ def _recorded(engine: Runtime, rows: Split, size: int) -> Record:
 
 def _accuracy(recorded: Record, exact: Record, rule: Rule, task: Task, labels: np.ndarray) -> dict:
     """Accuracy of each exit and of the rule; agreement with float32, and exits that moved, under the same rule."""
-    mine, theirs = (each.replay(rule) for each in (recorded, exact))
+    mine, theirs = (exit_record.replay(rule) for exit_record in (recorded, exact))
     same = predictions(mine.logits) == predictions(theirs.logits)
     return {
         "per_exit": (recorded.predictions == labels[:, None]).mean(axis=0).tolist(),
@@ -158,13 +158,13 @@ def precision_figures(figures: dict) -> dict:
             guarantees.append([name, *where, *counted])
     of_int8 = [of["precisions"]["int8"] for of in figures["tasks"].values()]
     all_layers, by_rule = ([one[key] for one in of_int8] for key in ("time", "time_by_rule"))
-    found = figures["processor"]
+    cpu = figures["processor"]
     return {
         **{"quality_rows": quality, "cost_rows": cost, "int8_guarantee_rows": guarantees},
         **{"int8_least": min(all_layers), "int8_most": max(all_layers), "timed": TIMED_TEXTS, "batch": BATCH},
         **{"sets": SETS, "int8_rule_least": min(by_rule), "int8_rule_most": max(by_rule)},
         **{"epsilon": EPSILON, "delta": DELTA},
-        "processor": f"{found['name']}, with{'' if found['vnni'] else 'out'} VNNI",
+        "processor": f"{cpu['name']}, with{'' if cpu['vnni'] else 'out'} VNNI",
     }
 
 

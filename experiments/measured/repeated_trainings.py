@@ -152,19 +152,19 @@ def repeated(work: Path, method: str, draws: int, planted: str | None = None, fr
     fresh = RowData(Tokenizer.from_folder(checkpoint(work), None).encode(texts), labels, None)
     no_wait = patch.object(os, "fsync", lambda file: None)  # do not wait for the disk: runs are temporary
     with patch.object(*PLANTED[planted]) if planted else nullcontext(), no_wait:
-        found = [draw(work, method, seed, fresh) for seed in tqdm(range(draws), desc=method)]
-    broken = sum(each["broken"] for each in found)
+        trainings = [draw(work, method, seed, fresh) for seed in tqdm(range(draws), desc=method)]
+    broken = sum(trained["broken"] for trained in trainings)
     return {
         "method": method,
         "planted": planted,
         "fresh": fresh_rows,
         "trainings": draws,
-        **{name: found[0][name] for name in ("selecting", "tested")},
-        "guaranteed": sum(each["guaranteed"] for each in found),
+        **{name: trainings[0][name] for name in ("selecting", "tested")},
+        "guaranteed": sum(trained["guaranteed"] for trained in trainings),
         "broken": broken,
         "interval": share_interval(broken, draws),  # of the share of violated guarantees, at 95%
-        "loss": float(np.mean([each["loss"] for each in found if each["guaranteed"]] or [0.0])),
-        "saved": float(np.mean([each["saved"] for each in found])),
+        "loss": float(np.mean([trained["loss"] for trained in trainings if trained["guaranteed"]] or [0.0])),
+        "saved": float(np.mean([trained["saved"] for trained in trainings])),
     }
 
 

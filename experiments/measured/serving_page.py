@@ -120,8 +120,8 @@ def goodput_rows(rows: list[dict]) -> list[list[str]]:
 def waits_rows(loads: list[dict]) -> list[list[str]]:
     """One row per load; the cell of a server to which it was not offered is empty."""
     rows = []
-    for load in dict.fromkeys(each["load"] for each in loads):
-        there = {each["server"]: each for each in loads if each["load"] == load}
+    for load in dict.fromkeys(case["load"] for case in loads):
+        there = {case["server"]: case for case in loads if case["load"] == load}
         times = (
             ", ".join(f"{1e3 * there[server][key]:.0f}" for key in ("p50", "p95", "p99")) if server in there else ""
             for server in SERVERS
@@ -133,7 +133,7 @@ def waits_rows(loads: list[dict]) -> list[list[str]]:
 
 def page_figures(figures: dict) -> dict:
     """The rows of the tables, the range of the ratios, and settings of the benchmark."""
-    found: dict = {"processor_seconds": SECONDS, "target": f"{1 / figures['wall'][0]['bar']:.2g}"}
+    page: dict = {"processor_seconds": SECONDS, "target": f"{1 / figures['wall'][0]['bar']:.2g}"}
     for name, prefix in (("wall", ""), ("processor", "processor_")):
         times, waits = [1 / row["ratio"] for row in figures[name]], []
         for suffix, title in ARRIVALS.items():
@@ -141,11 +141,11 @@ def page_figures(figures: dict) -> dict:
                 row["loads"] for row in figures[name] if row["loads"] and row["case"].endswith(f"rebatch{suffix}")
             )
             waits.append((title, waits_rows(loads)))
-        found |= {f"{prefix}least": min(times), f"{prefix}most": max(times)}
-        found |= {f"{name}_goodput": goodput_rows(figures[name]), f"{name}_waits": waits}
+        page |= {f"{prefix}least": min(times), f"{prefix}most": max(times)}
+        page |= {f"{name}_goodput": goodput_rows(figures[name]), f"{name}_waits": waits}
     lowest = min(load["offered"] for row in figures["wall"] for load in row["loads"])
-    found |= {"seconds": bench.SECONDS, "rounds": bench.ROUNDS, "saturating": bench.SATURATING}
-    return found | {"overloaded": bench.OVERLOADED, "fewest": f"{bench.SECONDS * lowest:.0f}"}
+    page |= {"seconds": bench.SECONDS, "rounds": bench.ROUNDS, "saturating": bench.SATURATING}
+    return page | {"overloaded": bench.OVERLOADED, "fewest": f"{bench.SECONDS * lowest:.0f}"}
 
 
 def draw(figures: dict, folder: Path) -> None:

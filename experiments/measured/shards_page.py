@@ -30,14 +30,14 @@ class Timed(Datastore):
         self.seconds = np.zeros(self.shards)
         super().__post_init__()
 
-    def _each(self, work):
+    def _map_shards(self, work):
         def timed(shard):
             begin = time.thread_time()
-            found = work(shard)
+            result = work(shard)
             self.seconds[shard] += time.thread_time() - begin
-            return found
+            return result
 
-        return super()._each(timed)
+        return super()._map_shards(timed)
 
 
 # ---- Measuring ----
@@ -46,15 +46,15 @@ def embedded(sources: Sources, work: Path) -> tuple[np.ndarray, np.ndarray, list
     task, path = load_task(sources.find("data", "SST-2")), work / "sst2.npz"
     if not path.exists():
         folder = sources.find("weights", "all-MiniLM-L6-v2")
-        encoder, tokenizer, found = SentenceEncoder(folder), Tokenizer.from_folder(folder, 128), {}
+        encoder, tokenizer, embeddings = SentenceEncoder(folder), Tokenizer.from_folder(folder, 128), {}
         for split in ("train", "dev"):
             encoded = tokenizer.encode(task.split(split).texts)
-            found[split] = np.empty((len(encoded), 384), np.float32)
+            embeddings[split] = np.empty((len(encoded), 384), np.float32)
             for rows in tqdm(list(batches(encoded, 64)), desc=f"embedding {split}"):
-                found[split][rows] = encoder(encoded.batch(rows))
-        np.savez(path, **found)
-    found = np.load(path)
-    return found["train"], found["dev"], list(task.split("train").texts)
+                embeddings[split][rows] = encoder(encoded.batch(rows))
+        np.savez(path, **embeddings)
+    embeddings = np.load(path)
+    return embeddings["train"], embeddings["dev"], list(task.split("train").texts)
 
 
 def filled(embeddings: np.ndarray, texts: list, shards: int) -> Timed:
@@ -66,7 +66,7 @@ def filled(embeddings: np.ndarray, texts: list, shards: int) -> Timed:
 
 def brute_force(embeddings: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """The exact K nearest rows of each query, (B, K), from the products of all unit vectors."""
-    rows, queries = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (embeddings, queries))
+    rows, queries = (matrix / np.linalg.norm(matrix, axis=1, keepdims=True) for matrix in (embeddings, queries))
     return np.concatenate([np.argsort(-part @ rows.T, axis=1)[:, :K] for part in np.array_split(queries, 32)])
 
 
@@ -94,10 +94,10 @@ def measure_cases(sources: Sources, work: Path) -> dict:
                 store.search(query[None], K)
             seconds = store.seconds / len(queries)
             times[shards].append([seconds.sum(), seconds.max()])
-    for shards, each in times.items():
-        cases[shards] |= dict(zip(("query_core", "query_longest"), np.median(each, axis=0).tolist()))
-    about = {"rows": len(embeddings), "queries": len(queries), "width": embeddings.shape[1], "k": K}
-    return about | {"cores": os.cpu_count(), "exits": len(STORE_EXITS), "cases": list(cases.values())}
+    for shards, shard_times in times.items():
+        cases[shards] |= dict(zip(("query_core", "query_longest"), np.median(shard_times, axis=0).tolist()))
+    setting = {"rows": len(embeddings), "queries": len(queries), "width": embeddings.shape[1], "k": K}
+    return setting | {"cores": os.cpu_count(), "exits": len(STORE_EXITS), "cases": list(cases.values())}
 
 
 PARTS = {"cases": measure_cases}
@@ -118,25 +118,33 @@ def billion(figures: dict) -> dict:
     query = growth(sizes, [case["query_core"] / case["shards"] for case in cases])
     row = cases[0]["index_bytes"] / rows
     machines = math.ceil(BILLION * row / INDEX_BYTES)
-    found = {"index_row": row, "entries_row": cases[0]["entries_bytes"] / rows, "machines": machines}
-    found |= {"build": build, "query": query}
+    extrapolated = {"index_row": row, "entries_row": cases[0]["entries_bytes"] / rows, "machines": machines}
+    extrapolated |= {"build": build, "query": query}
     for name, count in (("machine", machines), ("core", machines * CORES)):
         size = BILLION / count
-        each = {line: a + b * math.log(size) for line, (a, b) in (("build", build), ("query", query))}
-        found[name] = {"shards": count, "rows": size, "hours": size * each["build"] / 3600}
+        at_size = {line: a + b * math.log(size) for line, (a, b) in (("build", build), ("query", query))}
+        extrapolated[name] = {"shards": count, "rows": size, "hours": size * at_size["build"] / 3600}
         at_once = CORES if name == "machine" else 1
-        found[name] |= {"query": each["query"], "queries_a_second": at_once / each["query"]}
-    return found
+        extrapolated[name] |= {"query": at_size["query"], "queries_a_second": at_once / at_size["query"]}
+    return extrapolated
 
 
 def page_figures(figures: dict) -> dict:
     """The ends of the table, and the extrapolation."""
-    found = billion(figures)
-    (build_a, build_b), (query_a, query_b) = (np.array(found[name]) * 1e3 for name in ("build", "query"))
+    extrapolated = billion(figures)
+    (build_a, build_b), (query_a, query_b) = (np.array(extrapolated[name]) * 1e3 for name in ("build", "query"))
     return {
         **{"one": figures["cases"][0], "most": figures["cases"][-1]},
-        **{"index_row": found["index_row"], "entries_row": found["entries_row"], "machines": found["machines"]},
-        **{"machine_gb": INDEX_BYTES / 1e9, "cores_each": CORES, "factor": found["machine"]["rows"] / figures["rows"]},
+        **{
+            "index_row": extrapolated["index_row"],
+            "entries_row": extrapolated["entries_row"],
+            "machines": extrapolated["machines"],
+        },
+        **{
+            "machine_gb": INDEX_BYTES / 1e9,
+            "cores_each": CORES,
+            "factor": extrapolated["machine"]["rows"] / figures["rows"],
+        },
         **{"build_a": build_a, "build_b": build_b, "query_a": query_a, "query_b": query_b},
-        "billion": [(name, found[name]) for name in ("machine", "core")],
+        "billion": [(name, extrapolated[name]) for name in ("machine", "core")],
     }

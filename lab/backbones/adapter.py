@@ -113,8 +113,8 @@ def _config(folder: Path) -> dict:
     if config.get("init_lora_weights", True) not in INITS:
         other.append("init_lora_weights")
     if kind != "LORA" or other:
-        found = f"peft_type {shortened(kind)}" if kind != "LORA" else f"{other[0]} {shortened(config[other[0]])}"
-        raise WrongArguments(f"{path}: expected a plain LoRA, found {found}; merge it: {merge_line(folder)}")
+        actual = f"peft_type {shortened(kind)}" if kind != "LORA" else f"{other[0]} {shortened(config[other[0]])}"
+        raise WrongArguments(f"{path}: expected a plain LoRA, found {actual}; merge it: {merge_line(folder)}")
     return config
 
 
@@ -198,7 +198,7 @@ def merged(tensors: dict[str, Tensor], replaced: dict[str, Tensor], added: dict[
     tensors = tensors | replaced
     for name, delta in added.items():
         if name not in tensors or tensors[name].shape != delta.shape:
-            found = "none" if name not in tensors else f"one of shape {tuple(tensors[name].shape)}"
-            raise ValueError(f"{path}: expected a base model with {name} of shape {tuple(delta.shape)}, found {found}")
+            actual = "none" if name not in tensors else f"one of shape {tuple(tensors[name].shape)}"
+            raise ValueError(f"{path}: expected a base model with {name} of shape {tuple(delta.shape)}, found {actual}")
         tensors[name] = tensors[name].float() + delta
     return tensors

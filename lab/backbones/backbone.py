@@ -431,11 +431,11 @@ def known_fields(kind: type, given: dict, defaults: dict) -> dict:
     Raises ValueError for a missing key that has no default.
     """
     known = {field.name for field in fields(kind)}
-    found = defaults | {key: value for key, value in given.items() if key in known and value is not None}
-    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in found]
+    field_values = defaults | {key: value for key, value in given.items() if key in known and value is not None}
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in field_values]
     if missing:
         raise ValueError(f"missing key {', '.join(missing)}")
-    return found
+    return field_values
 
 
 def in_their_words(message: str, their_keys: dict[str, str]) -> str:

@@ -58,9 +58,11 @@ class Cache:
     def of_exit(self, k: int) -> "Cache":
         """The cache of a layer that exit k has of its own: it is a copy of the last layer, and has its depth."""
         if k not in self.exits:
-            own, depth = copy(self), len(self.keys) - 1
-            own.keys, own.values = ({depth: torch.zeros_like(each[depth])} for each in (self.keys, self.values))
-            self.exits[k] = own
+            cache, depth = copy(self), len(self.keys) - 1
+            cache.keys, cache.values = (
+                {depth: torch.zeros_like(entries[depth])} for entries in (self.keys, self.values)
+            )
+            self.exits[k] = cache
         return self.exits[k]
 
     def slots_of(self, positions: Tensor, rows: list[int] | None) -> tuple[Tensor, Tensor]:
@@ -137,7 +139,7 @@ class LayerContext(NamedTuple):
         query = query.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
         if self.cache is None:
             heads = self.config.key_value_heads
-            key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (key, value))
+            key, value = (projected.unflatten(-1, (heads, -1)).transpose(1, 2) for projected in (key, value))
             attended = self._attend(query, key, value, mask, causal)
         else:
             self.write(depth, key, value)

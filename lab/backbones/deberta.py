@@ -159,7 +159,7 @@ class Layer(Adapted):
         query, key, value = linear("qkv", hidden).chunk(3, dim=-1)
         if self.q_bias is not None:
             query, value = query + self.q_bias, value + self.v_bias
-        query, key, value = (self.by_head(each) for each in (query, key, value))
+        query, key, value = (self.by_head(projected) for projected in (query, key, value))
         mask, positions = context.padding, None
         if self.terms:
             table = self.dropout(context.table)
@@ -187,11 +187,11 @@ class Layer(Adapted):
         """
         if self.shared:
             query, key, _ = linear("qkv", table).chunk(3, dim=-1)
-            found = {"c2p": key, "p2c": query}
+            projected = {"c2p": key, "p2c": query}
         else:
-            found = {term: linear(MAPS[term], table) for term in self.terms}
-        read = {term: found[term] if rows is None else found[term][..., rows, :] for term in self.terms}
-        return {term: self.by_head(each) for term, each in read.items()}
+            projected = {term: linear(MAPS[term], table) for term in self.terms}
+        read = {term: projected[term] if rows is None else projected[term][..., rows, :] for term in self.terms}
+        return {term: self.by_head(rows_read) for term, rows_read in read.items()}
 
     def position_scores(self, query: Tensor, key: Tensor, tables: dict[str, Tensor], distance: Tensor) -> Tensor:
         """q_i . K_r + k_j . Q_r, (B, H, T, T). The batch consists of as many equal groups of rows as there are tables.
@@ -208,8 +208,8 @@ class Layer(Adapted):
                 products = (content.unflatten(0, (len(table), -1)) @ table[:, None].mT).flatten(0, 1)
             else:
                 products = content @ table.mT  # (B, H, T, S)
-            found = products.gather(-1, columns.expand(shape))
-            scores.append(found if term == "c2p" else found.mT)
+            gathered = products.gather(-1, columns.expand(shape))
+            scores.append(gathered if term == "c2p" else gathered.mT)
         return scores[0] if len(scores) == 1 else scores[0] + scores[1]
 
 
@@ -266,9 +266,9 @@ class Deberta(Backbone):
         layer, width, positions = self.layers[0], self.config.hidden_size, 2 * tokens - 1
         maps = (layer.qkv, layer.attention_output, layer.up, layer.down)
         read = [layer.qkv] if layer.shared else [getattr(layer, MAPS[term]) for term in layer.terms]
-        of_positions = sum(each.weight.numel() for each in read) if layer.terms else 0
-        own = layer_flops(sum(each.weight.numel() for each in maps), width, tokens)
-        return own + 2.0 * positions * (of_positions + len(layer.terms) * tokens * width)
+        position_maps = sum(linear.weight.numel() for linear in read) if layer.terms else 0
+        content_flops = layer_flops(sum(linear.weight.numel() for linear in maps), width, tokens)
+        return content_flops + 2.0 * positions * (position_maps + len(layer.terms) * tokens * width)
 
     def projected(self, target: str, tokens: int) -> int:
         positions = 2 * tokens - 1

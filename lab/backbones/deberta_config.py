@@ -90,7 +90,7 @@ class DebertaConfig:
         terms, norms = given.get("pos_att_type"), given.get("norm_rel_ebd")
         if isinstance(terms, str):
             terms = [term.strip() for term in terms.lower().split("|")]
-        if terms is not None and not (isinstance(terms, list | tuple) and all(isinstance(each, str) for each in terms)):
+        if terms is not None and not (isinstance(terms, list | tuple) and all(isinstance(term, str) for term in terms)):
             raise ValueError(f"pos_att_type must be some of {', '.join(TERMS)}, got {shortened(terms)}")
         given["pos_att_type"] = None if terms is None else tuple(terms)
         if isinstance(norms, str) and "layer_norm" in (parts := [part.strip() for part in norms.lower().split("|")]):

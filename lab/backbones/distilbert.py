@@ -35,10 +35,10 @@ class DistilBertConfig(BertConfig):
         """From the content of a config.json. Keys that do not change the forward pass are passed over."""
         given = {key: value for key, value in config.items() if key not in (*THEIR_KEYS, *NONE)}
         given |= {ours: config[theirs] for ours, theirs in THEIR_KEYS.items() if theirs in config}
-        own = {ours: config[ours] for ours in BOTH if ours in config}
-        check_fixed(own, {ours: (given.get(ours, value),) for ours, value in own.items()})
+        unrenamed = {ours: config[ours] for ours in BOTH if ours in config}
+        check_fixed(unrenamed, {ours: (given.get(ours, value),) for ours, value in unrenamed.items()})
         try:
-            return super().from_hugging_face(own | given)
+            return super().from_hugging_face(unrenamed | given)
         except ValueError as error:
             raise ValueError(in_their_words(str(error), THEIR_KEYS)) from None
 

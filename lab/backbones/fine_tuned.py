@@ -49,13 +49,13 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     rows = _rows_of_head(folder, config)
     if rows is None or not classifies(config, True):
         named = config.get("architectures")
-        found = shortened(named[0] if isinstance(named, list) and named else named)
+        given = shortened(named[0] if isinstance(named, list) and named else named)
         if head_layout(layout_of(config.get("model_type", "")), config) is None:
-            found += ", whose kind of head is not supported"
+            given += ", whose kind of head is not supported"
         elif rows is None and classifies(config, True):
-            found += " without the tensors of its head" if named else " and no tensors of a head"
+            given += " without the tensors of its head" if named else " and no tensors of a head"
         raise WrongArguments(
-            f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {found}"
+            f"{folder}: expected a fine-tuned classifier, architectures of config.json a ...{CLASSIFIES}, found {given}"
             f"; `mini-ee train joint` trains one"
         )
     if kind == SPAN and rows != len(ENDS):
@@ -73,8 +73,8 @@ def label_names(folder: str | Path) -> tuple[str, ...]:
     except ValueError as error:
         raise WrongArguments(f"{path}: {error}") from None
     if problem == MULTI_LABEL and not 2 <= len(names) <= MOST_LABELS:
-        found = f"several labels at once ({problem}) of {len(names)}"
-        raise WrongArguments(f"{folder}: gives an input {found}; from 2 to {MOST_LABELS} are supported")
+        actual = f"several labels at once ({problem}) of {len(names)}"
+        raise WrongArguments(f"{folder}: gives an input {actual}; from 2 to {MOST_LABELS} are supported")
     if problem == REGRESSION and len(names) != 1:
         raise WrongArguments(f"{folder}: predicts {len(names)} numbers for an input ({problem}): not supported yet")
     if kind and problem == REGRESSION:
@@ -91,8 +91,8 @@ def _rows_of_head(folder: Path, config: dict) -> int | None:
     if is_adapter(folder):
         shapes |= {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder)[0].items()}
     ending = f"{head.out}.weight"
-    found = [shape for name, shape in shapes.items() if name == ending or name.endswith(f".{ending}")]
-    return found[-1][0] if found and found[-1] else None
+    head_shapes = [shape for name, shape in shapes.items() if name == ending or name.endswith(f".{ending}")]
+    return head_shapes[-1][0] if head_shapes and head_shapes[-1] else None
 
 
 def _numbered(count: int) -> tuple[str, ...]:

@@ -131,7 +131,9 @@ class GenerativeBackbone(Backbone):
 
     def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         parameters = (self.get_parameter(name) for name in self.vocabulary.values())
-        return F.linear(self.norm(hidden), *(each if words is None else each[words] for each in parameters)).float()
+        return F.linear(
+            self.norm(hidden), *(parameter if words is None else parameter[words] for parameter in parameters)
+        ).float()
 
     def without_heads(self) -> Self:
         self.lm_head = self.norm = None
@@ -266,7 +268,7 @@ class CausalDecoder(GenerativeBackbone):
 
     def embed(self, inputs: Tensors | Inputs) -> Tensor:
         """As `Backbone.embed`; token types are ignored."""
-        ids, mask = (tensor_on(self.device, each) for each in (inputs.input_ids, inputs.attention_mask))
+        ids, mask = (tensor_on(self.device, tensor) for tensor in (inputs.input_ids, inputs.attention_mask))
         tokens, limit = check_tokens(ids), self.config.max_tokens
         at = token_places(ids)[None] if mask is None else token_positions(mask).clamp(min=0)
         if tokens > limit and int(at.max()) >= limit:
@@ -291,7 +293,7 @@ class CausalDecoder(GenerativeBackbone):
 
     def until_last(self, inputs: Tensors | Inputs) -> Tensor:
         """(B, T), true up to the last token whose id is not `text_end`, and at the first; causal layers see no more."""
-        ids, mask = (tensor_on(self.device, each) for each in (inputs.input_ids, inputs.attention_mask))
+        ids, mask = (tensor_on(self.device, tensor) for tensor in (inputs.input_ids, inputs.attention_mask))
         places, real = token_places(ids), ids != self.text_end
         real = real if mask is None else real & mask.bool()
         until = places <= (places * real).amax(1, keepdim=True)

@@ -48,8 +48,8 @@ LARGEST_WEIGHT = 1e18  # its square is infinite in float32; trained weights are 
 def check_generates(folder: str | Path, model_type: str) -> None:
     """Raise WrongArguments if backbones of this model_type do not generate text."""
     if not generates(model_type):
-        found = ", ".join(filter(generates, BACKBONES))
-        raise WrongArguments(f"{folder}: holds a {model_type}, which writes no text; give one of {found}")
+        decoders = ", ".join(filter(generates, BACKBONES))
+        raise WrongArguments(f"{folder}: holds a {model_type}, which writes no text; give one of {decoders}")
 
 
 def hugging_face_names(model_type: str, name: str) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def load_backbone(folder: str | Path) -> Backbone:
     stored = read_checkpoint(model_folder(folder))
     plain, of_model = _plain_names(stored, layout, folder)
     if is_adapter(folder):
-        replaced, added = (_plain_names(each, layout, folder)[0] for each in adapter_tensors(folder))
+        replaced, added = (_plain_names(group, layout, folder)[0] for group in adapter_tensors(folder))
         plain = merged(plain, replaced, added, folder)
     if setfit := is_setfit(whole):
         from mini_ee.lab.backbones.setfit_head import setfit_classifier
@@ -163,10 +163,10 @@ def backbone_sha256(folder: str | Path) -> str:
 
     Those of an adapter and of its base model count together.
     """
-    digest, own, base = hashlib.sha256(), transformer_folder(folder), model_folder(Path(folder))
+    digest, transformer, base = hashlib.sha256(), transformer_folder(folder), model_folder(Path(folder))
     paths = [base / "config.json", *sorted(base.glob("*.safetensors"))]
-    if base != own:
-        paths += [own / ADAPTER_CONFIG, *sorted(own.glob("*.safetensors"))]
+    if base != transformer:
+        paths += [transformer / ADAPTER_CONFIG, *sorted(transformer.glob("*.safetensors"))]
     for path in paths:
         digest.update(bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()
@@ -183,8 +183,8 @@ def write_backbone(backbone: Backbone, folder: Path) -> None:
     }
     write_tensors(folder / "model.safetensors", _fused(tensors, layout))
     dtype = str(next(backbone.parameters()).dtype).removeprefix("torch.")
-    about = {"architectures": [layout.architecture + ending], "torch_dtype": dtype}
-    write_json(folder / "config.json", config.to_dict() | about)
+    architecture = {"architectures": [layout.architecture + ending], "torch_dtype": dtype}
+    write_json(folder / "config.json", config.to_dict() | architecture)
 
 
 def read_config(path: Path) -> Any:
@@ -222,8 +222,8 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     if missing or unexpected:
-        found = (("missing", missing), ("unexpected", unexpected))
-        parts = [f"{len(some)} {what} ({some_of(some)})" for what, some in found if some]
+        differences = (("missing", missing), ("unexpected", unexpected))
+        parts = [f"{len(some)} {what} ({some_of(some)})" for what, some in differences if some]
         raise ValueError(f"{source}: the tensors do not fit this model: {'; '.join(parts)}")
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
@@ -231,12 +231,12 @@ def load_strict(module: nn.Module, tensors: dict[str, Tensor], names: dict[str, 
         if not tensors[name].is_floating_point():
             raise ValueError(f"{source}: {name} must hold floating-point numbers, found {tensors[name].dtype}")
     # torch.cat copies, so the parameters are not views of the file.
-    own = {ours: torch.cat([tensors[name].float() for name in theirs]) for ours, theirs in names.items()}
+    loaded = {ours: torch.cat([tensors[name].float() for name in theirs]) for ours, theirs in names.items()}
     for ours, theirs in names.items():
         # Equal names mean a run's own model.safetensors, whose rows are in our order already.
         if theirs != (ours,) and hasattr(holder := _holder(module, ours), "from_file"):
-            own[ours] = holder.from_file(own[ours])
-    module.load_state_dict(module.state_dict() | own, strict=True, assign=True)
+            loaded[ours] = holder.from_file(loaded[ours])
+    module.load_state_dict(module.state_dict() | loaded, strict=True, assign=True)
 
 
 def _parts(module: nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
@@ -341,15 +341,15 @@ def _shares(name: str, tensor: Tensor, layout: Layout) -> dict[str, Tensor]:
 
 def _fused(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """The inverse of `_shares`: the tensors of a file, with those of fused modules stacked."""
-    found: dict[str, list[Tensor]] = {}
+    shares: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         whole = next(
             (whole for whole, parts in layout.fused for part in parts if module.endswith(f"{whole}.{part}")), None
         )
         name = name if whole is None else f"{module.rpartition('.')[0]}.{leaf}"
-        found.setdefault(name, []).append(tensor)
-    return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in found.items()}
+        shares.setdefault(name, []).append(tensor)
+    return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in shares.items()}
 
 
 def _fold_tied(tensors: dict[str, Tensor], kind: type[Backbone], config: Any, folder: Path) -> list[str]:

@@ -121,13 +121,13 @@ class DecoderConfig(GenerativeConfig):
     def _check_long_rope(self, scaling: dict) -> None:
         check_integer(ORIGINAL, scaling[ORIGINAL], least=2, most=LARGEST["max_position_embeddings"])
         for key in ("short_factor", "long_factor"):
-            found: Any = scaling.get(key)
-            check_value(f"rope_scaling: {key}", found, float, several=True, above=0, most=LARGEST_NUMBER)
-            if len(found) != self.rotary_width // 2:
-                raise ValueError(f"rope_scaling: {key} must be {self.rotary_width // 2} numbers, got {len(found)}")
+            factors: Any = scaling.get(key)
+            check_value(f"rope_scaling: {key}", factors, float, several=True, above=0, most=LARGEST_NUMBER)
+            if len(factors) != self.rotary_width // 2:
+                raise ValueError(f"rope_scaling: {key} must be {self.rotary_width // 2} numbers, got {len(factors)}")
         for key in ("factor", "attention_factor"):
-            if (found := scaling.get(key)) is not None:
-                check_value(f"rope_scaling: {key}", found, float, above=0, most=LARGEST_NUMBER)
+            if (factor := scaling.get(key)) is not None:
+                check_value(f"rope_scaling: {key}", factor, float, above=0, most=LARGEST_NUMBER)
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> "DecoderConfig":

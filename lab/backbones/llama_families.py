@@ -226,11 +226,11 @@ def _rope_keys(config: dict, member: Member) -> dict:
     """
     entries = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
     original = config.get(ORIGINAL, member.original_length)  # some files have it outside the entry
-    found = [_rope_entry(name, entry, original, member.rope_types) for name, entry in entries.items()]
-    both = [{"rope_theta": config.get("rope_theta")} | entry for entry in found]
-    if len(found) == 2 and both[0] != both[1]:
+    settings = [_rope_entry(name, entry, original, member.rope_types) for name, entry in entries.items()]
+    both = [{"rope_theta": config.get("rope_theta")} | entry for entry in settings]
+    if len(settings) == 2 and both[0] != both[1]:
         raise ValueError("rope_parameters and rope_scaling must agree, found different ones; keep one of them")
-    return found[-1] if found else {}
+    return settings[-1] if settings else {}
 
 
 def _rope_entry(name: str, entry: object, original: int | None, kinds: tuple[str, ...]) -> dict:
@@ -241,11 +241,11 @@ def _rope_entry(name: str, entry: object, original: int | None, kinds: tuple[str
     if kind not in kinds:
         expected = " or ".join(map(repr, kinds))
         raise ValueError(f"{name}: rope_type must be {expected}, got {shortened(kind)}: not supported")
-    found = {key: entry[key] for key in ("rope_theta", "partial_rotary_factor") if entry.get(key) is not None}
+    fields = {key: entry[key] for key in ("rope_theta", "partial_rotary_factor") if entry.get(key) is not None}
     kind = "longrope" if kind == "su" else kind  # its earlier name
     scaling = {key: entry[key] for key in ROPE_KEYS.get(kind, ()) if entry.get(key) is not None}
     if kind != "default" and original is not None and scaling.setdefault(ORIGINAL, original) != original:
         raise ValueError(
             f"{name}: {ORIGINAL} must be {original} as outside the entry, got {shortened(scaling[ORIGINAL])}"
         )
-    return found | {"rope_scaling": {"rope_type": kind} | scaling if kind != "default" else None}
+    return fields | {"rope_scaling": {"rope_type": kind} | scaling if kind != "default" else None}

@@ -109,7 +109,7 @@ class ModernBertConfig:
         for name in ("hidden_activation", "classifier_activation"):
             check_activation(name, getattr(self, name))
         types, layers = self.layer_types, self.num_hidden_layers
-        if types is not None and (len(types) != layers or any(each not in LAYER_TYPES for each in types)):
+        if types is not None and (len(types) != layers or any(layer_type not in LAYER_TYPES for layer_type in types)):
             raise ValueError(
                 f"layer_types must name {' or '.join(LAYER_TYPES)} for {layers} layers, got {shortened(types)}"
             )
@@ -163,7 +163,7 @@ class ModernBertConfig:
 
 def _rotary_bases(config: dict) -> dict:
     """The two bases, which transformers 5 writes as an entry of rope_parameters for each type of layer."""
-    entries, found = config.get("rope_parameters") or {}, {}
+    entries, bases = config.get("rope_parameters") or {}, {}
     if not isinstance(entries, dict) or set(entries) - set(LAYER_TYPES):
         raise ValueError(f"rope_parameters must have {' and '.join(LAYER_TYPES)}, got {shortened(entries)}")
     for kind, base in zip(LAYER_TYPES, BASES):
@@ -173,9 +173,9 @@ def _rotary_bases(config: dict) -> dict:
             raise ValueError(f"{name} must hold rope_type and rope_theta alone, got {shortened(entry)}: not supported")
         check_fixed({name: entry.get("rope_type", entry.get("type", "default"))}, {name: ("default",)})
         if "rope_theta" in entry or base in config:
-            found[base] = entry["rope_theta"] if "rope_theta" in entry else config[base]
-            check_value(base, found[base], float, above=0, most=LARGEST_NUMBER)
-    return found
+            bases[base] = entry["rope_theta"] if "rope_theta" in entry else config[base]
+            check_value(base, bases[base], float, above=0, most=LARGEST_NUMBER)
+    return bases
 
 
 # ---- What all layers need ----

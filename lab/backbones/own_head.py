@@ -38,9 +38,9 @@ def classification_head(plain: dict[str, Tensor], layout: Layout, config: dict) 
         return None
     activation = config.get(head.activation_key, head.activation)
     pool = config.get(head.pool_key, head.pool)
-    own = head._replace(activation=activation, pool=POOLS.get(pool, pool))
+    head = head._replace(activation=activation, pool=POOLS.get(pool, pool))
     kind = token_kind(config)
-    return FineTunedHead(own, weights, not kind and config.get("problem_type") == MULTI_LABEL, kind)
+    return FineTunedHead(head, weights, not kind and config.get("problem_type") == MULTI_LABEL, kind)
 
 
 def head_layout(layout: Layout, config: dict) -> HeadLayout | None:
@@ -62,12 +62,12 @@ def head_layout(layout: Layout, config: dict) -> HeadLayout | None:
 def classifies(config: dict, unnamed: bool) -> bool:
     """Whether config.json names a classifier, of texts or tokens; `unnamed` if it names no architecture at all."""
     named, endings = _named(config), (CLASSIFIES, *TOKEN_HEADS.values())
-    return any(each.endswith(endings) for each in named) if named else unnamed
+    return any(name.endswith(endings) for name in named) if named else unnamed
 
 
 def token_kind(config: dict) -> str:
     """The kind of token_tasks.py of the model that config.json names; empty if it names another."""
-    return next((kind for kind, end in TOKEN_HEADS.items() if any(each.endswith(end) for each in _named(config))), "")
+    return next((kind for kind, end in TOKEN_HEADS.items() if any(name.endswith(end) for name in _named(config))), "")
 
 
 def _named(config: dict) -> list[str]:

@@ -107,18 +107,18 @@ def sentence_modules(folder: Path, pool: str | None = None) -> SentenceModules:
     settings = _transformer(folder / transformer, ENCODER)
     model, prompts = _model(folder, {"model_type": "SentenceTransformer"}), SentenceModules().prompts
     prompts = prompts | {name: text or "" for name, text in model.get("prompts", {}).items()}
-    found = SentenceModules(
+    modules = SentenceModules(
         pool or _pool(folder / pooling / "config.json", any(prompts.values())),
-        tuple(_after(folder, *each) for each in after if each[0] != "Dropout"),
+        tuple(_after(folder, kind, place) for kind, place in after if kind != "Dropout"),
         model.get("truncate_dim"),
         _max_length(folder, settings),
         settings.get("do_lower_case", False),
         prompts,
         model.get("default_prompt_name"),
     )
-    if found.default_prompt is not None:
-        check_prompt_name(prompts, found.default_prompt, f"{folder / MODEL}: default_prompt_name: ")
-    return found
+    if modules.default_prompt is not None:
+        check_prompt_name(prompts, modules.default_prompt, f"{folder / MODEL}: default_prompt_name: ")
+    return modules
 
 
 def check_reranker(folder: Path) -> None:
@@ -131,15 +131,15 @@ def check_reranker(folder: Path) -> None:
     if kinds != ["Transformer"]:
         _refuse_modules(folder, "Transformer alone, because the model is a classifier", kinds)
     settings = _transformer(transformer_folder(folder), RERANKER | {"do_lower_case": False})
-    own = own_max_length(folder)
-    if settings.get("max_seq_length", own) not in (None, own):
+    max_length = own_max_length(folder)
+    if settings.get("max_seq_length", max_length) not in (None, max_length):
         advice = "write it as model_max_length to tokenizer_config.json"
-        raise WrongArguments(f"{folder}: max_seq_length is {settings['max_seq_length']}, not {own}; {advice}")
+        raise WrongArguments(f"{folder}: max_seq_length is {settings['max_seq_length']}, not {max_length}; {advice}")
     harmless = dict.fromkeys(("activation_fn", "keep_in_fp32_modules"))  # of scores, and of half precision
     model = _model(folder, {"model_type": "CrossEncoder"} | harmless)
     if (name := model.get("default_prompt_name")) and model.get("prompts", {}).get(name):
-        found = f"{folder / MODEL}: default_prompt_name: the prompt {name} stands before each text"
-        raise WrongArguments(f"{found}, which is not supported for a classifier")
+        problem = f"{folder / MODEL}: default_prompt_name: the prompt {name} stands before each text"
+        raise WrongArguments(f"{problem}, which is not supported for a classifier")
 
 
 # ---- modules.json ----
@@ -158,8 +158,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _refuse_modules(folder: Path, expected: str, kinds: list[str]) -> NoReturn:
-    found = ", ".join(kinds) or "none"
-    raise WrongArguments(f"{folder / MODULES}: expected {expected}, found {found}: not supported")
+    raise WrongArguments(f"{folder / MODULES}: expected {expected}, found {', '.join(kinds) or 'none'}: not supported")
 
 
 def _after(folder: Path, kind: str, place: str) -> dict:
@@ -187,11 +186,11 @@ def _after(folder: Path, kind: str, place: str) -> dict:
 def _bare_pool(folder: Path) -> str:
     """The pooling of a folder without modules.json: the mean; refused if there is a pooling and it names another."""
     pooling = folder / POOLING / "config.json"
-    if pooling.is_file() and (found := _pool(pooling, False)) != "mean":
-        raise WrongArguments(f"{folder / MODULES}: no such file, and {pooling} names the pooling {found}; copy it, too")
+    if pooling.is_file() and (named := _pool(pooling, False)) != "mean":
+        raise WrongArguments(f"{folder / MODULES}: no such file, and {pooling} names the pooling {named}; copy it, too")
     if (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json"):
-        found = "a chat template, with which sentence-transformers reads a text"
-        raise WrongArguments(f"{folder}: expected a tokenizer without chat template, found {found}: not supported")
+        actual = "a chat template, with which sentence-transformers reads a text"
+        raise WrongArguments(f"{folder}: expected a tokenizer without chat template, found {actual}: not supported")
     return "mean"
 
 
@@ -205,18 +204,18 @@ def _pool(path: Path, prompted: bool) -> str:
     keys = {"pooling_mode": None, "embedding_dimension": None, "word_embedding_dimension": None}
     _check(path, config, {}, keys | dict.fromkeys(OLD_POOLINGS) | {"include_prompt": included})
     if not isinstance(mode, str) or mode not in POOLS:
-        found = " with ".join(map(str, mode)) if isinstance(mode, list) else shortened(mode)
-        raise WrongArguments(f"{path}: expected a pooling of {', '.join(POOLS)}, found {found}: not supported")
+        actual = " with ".join(map(str, mode)) if isinstance(mode, list) else shortened(mode)
+        raise WrongArguments(f"{path}: expected a pooling of {', '.join(POOLS)}, found {actual}: not supported")
     return POOLS[mode]
 
 
-def _transformer(folder: Path, own: dict[str, Any]) -> dict:
+def _transformer(folder: Path, extra_forms: dict[str, Any]) -> dict:
     """The content of sentence_bert_config.json. A length among the tokenizer's arguments becomes max_seq_length.
 
-    own: forms of `_check` for what depends on the kind of model.
+    extra_forms: forms of `_check` for what depends on the kind of model.
     """
     path, config = next(
-        ((folder / name, found) for name in TRANSFORMER if (found := _json(folder / name))), (folder, {})
+        ((folder / name, content) for name in TRANSFORMER if (content := _json(folder / name))), (folder, {})
     )
     arguments = {"model_args": HARMLESS_MODEL_KEYS, "config_args": {"trust_remote_code"}}
     arguments["tokenizer_args"] = {"trust_remote_code", "model_max_length"}
@@ -230,7 +229,7 @@ def _transformer(folder: Path, own: dict[str, Any]) -> dict:
         **dict.fromkeys(("query_length", "document_length", "query_expansion", "tokenizer_name_or_path"), (None,)),
         **dict.fromkeys(arguments, dict),
     }
-    _check(path, config, {}, form | own)
+    _check(path, config, {}, form | extra_forms)
     for name, known in arguments.items():
         if foreign := sorted(config.get(name, {}).keys() - known):
             raise WrongArguments(
@@ -243,12 +242,12 @@ def _transformer(folder: Path, own: dict[str, Any]) -> dict:
     return config
 
 
-def _model(folder: Path, own: dict[str, Any]) -> dict:
-    """The content of config_sentence_transformers.json. own: as of `_transformer`."""
+def _model(folder: Path, extra_forms: dict[str, Any]) -> dict:
+    """The content of config_sentence_transformers.json. extra_forms: as of `_transformer`."""
     path, config = folder / MODEL, _json(folder / MODEL)
     form = {"prompts": dict, "default_prompt_name": (None, str)}
     harmless = dict.fromkeys(("__version__", "similarity_fn_name", "requirements"))
-    _check(path, config, {}, form | {"truncate_dim": (None, 1)} | harmless | own)
+    _check(path, config, {}, form | {"truncate_dim": (None, 1)} | harmless | extra_forms)
     for name, text in config.get("prompts", {}).items():
         if not isinstance(text, str | None):
             raise WrongArguments(f"{path}: expected the prompt {name} as a text, found {shortened(text)}")
@@ -263,8 +262,8 @@ def _max_length(folder: Path, settings: dict) -> int | None:
     if length is not None:
         relative = config.get("position_biased_input") is False or any("rope" in key for key in config)
         if relative and fits(positions, int, below=length):  # others cannot read a longer text at all
-            found = f"max_seq_length is {length}, and the model has {positions} positions"
-            raise WrongArguments(f"{folder}: {found}: not supported; write a smaller max_seq_length")
+            problem = f"max_seq_length is {length}, and the model has {positions} positions"
+            raise WrongArguments(f"{folder}: {problem}: not supported; write a smaller max_seq_length")
         return length
     lengths = [own_max_length(transformer), positions if fits(positions, int, least=1) else None]
     return min((length for length in lengths if length is not None), default=None)
@@ -294,7 +293,7 @@ def _check(path: Path, config: dict, required: dict[str, Any], optional: dict[st
 
 def _fits(value: object, form: Any) -> bool:
     if isinstance(form, tuple):
-        return any(value is None if each is None else _fits(value, each) for each in form)
+        return any(value is None if allowed is None else _fits(value, allowed) for allowed in form)
     if isinstance(form, type):
         return isinstance(value, form)
     if type(form) is int:

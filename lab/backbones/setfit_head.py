@@ -67,8 +67,8 @@ def logistic_head(folder: Path) -> LogisticHead:
     encoder = sentence_modules(folder)
     after = [module["kind"] for module in encoder.modules]
     prompt = encoder.prompts.get(encoder.default_prompt or "")
-    for what, found in (("a Dense module", "dense" in after), ("truncate_dim", encoder.size), ("a prompt", prompt)):
-        if found:
+    for what, present in (("a Dense module", "dense" in after), ("truncate_dim", encoder.size), ("a prompt", prompt)):
+        if present:
             raise WrongArguments(f"{folder}: {what} before the classifier of a SetFit model: not supported")
     if encoder.lower:
         raise WrongArguments(f"{folder}: do_lower_case with the classifier of a SetFit model: not supported")
@@ -80,28 +80,28 @@ def _read(path: Path, labels: list | None) -> tuple[Tensor, Tensor, tuple[str, .
     tensors = read_tensors(path)
     try:
         with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-        classes = json.loads(about.get("classes", "null"))
+            metadata = file.metadata() or {}
+        classes = json.loads(metadata.get("classes", "null"))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: damaged ({error}); export it again") from None
     coef, intercept = (tensors.get(name, torch.zeros(0)).float() for name in ("coef", "intercept"))
     rows = 1 if isinstance(classes, list) and len(classes) == 2 and len(coef) == 1 else len(classes or ())
     if coef.dim() != 2 or coef.shape[0] != rows or intercept.shape != (rows,):
         raise WrongArguments(f"{path}: expected coef, intercept and classes of a logistic regression; export it again")
-    one_of_all = about.get("solver") == "liblinear" or about.get("multi_class") == "ovr"
-    if about.get("kind") not in ("LogisticRegression", "SetFitHead") or about.get("multitarget") == "True":
-        found = "several labels at once" if about.get("multitarget") == "True" else about.get("kind")
-        raise WrongArguments(f"{path}: expected a logistic regression of one label, found {found}: not supported")
+    one_of_all = metadata.get("solver") == "liblinear" or metadata.get("multi_class") == "ovr"
+    if metadata.get("kind") not in ("LogisticRegression", "SetFitHead") or metadata.get("multitarget") == "True":
+        kind = "several labels at once" if metadata.get("multitarget") == "True" else metadata.get("kind")
+        raise WrongArguments(f"{path}: expected a logistic regression of one label, found {kind}: not supported")
     if one_of_all and len(classes) > 2:
         raise WrongArguments(
             f"{path}: expected one softmax over all classes, found one against the rest: not supported"
         )
     if rows == 1:  # sigmoid(z) is the second value of softmax(0, z)
         coef, intercept = (torch.cat((torch.zeros_like(part), part)) for part in (coef, intercept))
-    numbered = bool(labels) and all(isinstance(each, int) for each in classes)
-    if numbered and not all(0 <= each < len(labels or ()) for each in classes):
+    numbered = bool(labels) and all(isinstance(label, int) for label in classes)
+    if numbered and not all(0 <= label < len(labels or ()) for label in classes):
         raise WrongArguments(f"{path}: expected a label in {SETFIT_CONFIG} for each class, found {shortened(labels)}")
-    names = tuple(str(labels[each]) if labels and numbered else str(each) for each in classes)
+    names = tuple(str(labels[label]) if labels and numbered else str(label) for label in classes)
     return coef, intercept, names
 
 
@@ -120,5 +120,5 @@ def setfit_classifier(folder: Path, plain: dict[str, Tensor], layout: Layout) ->
             for leaf in ("weight", "bias")
             if (name := f"{layout.head.norm}.{leaf}") in plain
         }
-    own = layout.head._replace(dense=None, dense_norm=None, pool=head.pool, pool_key=None, normalize=head.normalize)
-    return FineTunedHead(own, weights)
+    fitted = layout.head._replace(dense=None, dense_norm=None, pool=head.pool, pool_key=None, normalize=head.normalize)
+    return FineTunedHead(fitted, weights)

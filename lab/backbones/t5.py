@@ -81,8 +81,8 @@ class T5(GenerativeBackbone):
     def fitted(cls, config: T5Config, tensors: dict[str, Tensor]) -> T5Config:
         """If the file's LM head differs from the embeddings, it is not tied, whatever config.json says."""
         head, words = tensors.get("lm_head.weight"), tensors.get("shared.weight")
-        own = head is not None and words is not None and not torch.equal(head, words)
-        return replace(config, tie_word_embeddings=False) if own else config
+        untied = head is not None and words is not None and not torch.equal(head, words)
+        return replace(config, tie_word_embeddings=False) if untied else config
 
     @classmethod
     def tied(cls, config: T5Config) -> dict[str, str]:

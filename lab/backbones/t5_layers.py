@@ -163,13 +163,13 @@ class Memory:
         both, known = self._computed.setdefault(depth, ([], set()))
         new = [row for row in wanted if row not in known]
         if new:
-            found = layer.memory_heads(self.states[new], adapt)
+            computed = layer.memory_heads(self.states[new], adapt)
             # Zeros for all rows, made once per layer; `new` rows are filled in now, others when they arrive.
-            both[:] = both or [each.new_zeros(len(self.states), *each.shape[1:]) for each in found]
-            for each, part in zip(both, found):
-                each[new] = part
+            both[:] = both or [new_rows.new_zeros(len(self.states), *new_rows.shape[1:]) for new_rows in computed]
+            for stored, new_rows in zip(both, computed):
+                stored[new] = new_rows
             known.update(new)
-        return both if rows is None else [each[rows] for each in both]
+        return both if rows is None else [stored[rows] for stored in both]
 
 
 class LayerContext(NamedTuple):
@@ -212,7 +212,7 @@ class LayerContext(NamedTuple):
         self.write(depth, key, value)
         # The slots after those of the bias hold no token of this batch yet.
         read = [cache[depth][:, :, : self.bias.shape[-1]] for cache in (self.cache.keys, self.cache.values)]
-        key, value = read if self.rows is None else (each[self.rows] for each in read)
+        key, value = read if self.rows is None else (cached[self.rows] for cached in read)
         return attention(query, key, value, self.bias, self.heads, dropout)
 
     def attend_memory(
@@ -281,7 +281,7 @@ class EncoderLayer(Adapted):
     def attend(self, hidden: Tensor, bias: Tensor) -> Tensor:
         """The first part, self-attention."""
         query, key, value = self.linear("qkv", self.attention_norm(hidden), None).chunk(3, dim=-1)
-        key, value = (by_head(each, self.heads) for each in (key, value))
+        key, value = (by_head(projected, self.heads) for projected in (key, value))
         attended = attention(query, key, value, bias, self.heads, self.dropped)
         return self.add("attention_output", hidden, attended)
 
@@ -327,10 +327,10 @@ class Layer(EncoderLayer):
     def memory_heads(self, memory: Tensor, adapt: AdaptLayer | None = None) -> tuple[Tensor, ...]:
         """Keys and values of the encoder's output: (B, S, D) -> (B, H, S, d) each."""
         stacked = self.linear("cross_key_value", memory, adapt)
-        return tuple(by_head(each, self.heads) for each in stacked.chunk(2, dim=-1))
+        return tuple(by_head(part, self.heads) for part in stacked.chunk(2, dim=-1))
 
     def write_keys(self, hidden: Tensor, context: LayerContext, depth: int) -> None:
         """Write keys and values of hidden (B, T, D), as input of this layer, to its cache; nothing else is computed."""
         query, *_ = self.qkv.sizes
-        own = F.linear(self.attention_norm(context.with_exited(hidden)), self.qkv.weight[query:])
-        context.write(depth, *own.chunk(2, dim=-1))
+        keys_and_values = F.linear(self.attention_norm(context.with_exited(hidden)), self.qkv.weight[query:])
+        context.write(depth, *keys_and_values.chunk(2, dim=-1))

@@ -32,11 +32,11 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{index}: expected a weight_map from tensor names to files in this folder")
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(shards)):
-        found = read_tensors(folder / shard)
-        differ = sorted(found.keys() ^ {name for name, file in weight_map.items() if file == shard})
+        shard_tensors = read_tensors(folder / shard)
+        differ = sorted(shard_tensors.keys() ^ {name for name, file in weight_map.items() if file == shard})
         if differ:
             raise ValueError(f"{index}: the index and {shard} name different tensors ({some_of(differ)})")
-        tensors |= found
+        tensors |= shard_tensors
     return tensors
 
 

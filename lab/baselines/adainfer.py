@@ -163,7 +163,9 @@ def svm_of_texts(model: Any, source: Any, held_out: Any) -> Chosen:
     classifiers = {label: svm(recorded, right) for label, right in right_of(recorded).items()}
     metadata = {
         "own": {label: rule.to_dict() for label, rule in classifiers.items()},
-        "sweep": {label: [each.to_dict() for each in passing(recorded, rule)] for label, rule in classifiers.items()},
+        "sweep": {
+            label: [candidate.to_dict() for candidate in passing(recorded, rule)] for label, rule in classifiers.items()
+        },
     }
     return Chosen(classifiers["gold"], None, None, metadata)
 

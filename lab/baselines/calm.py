@@ -61,7 +61,7 @@ def guaranteed_rule(model: TokenExits, source: Source, held_out: TextData) -> Ch
     recorded, decode = record_texts(model, proposing), source.tokenizer.backend.decode
 
     def written(rule: Rule) -> list[str]:
-        return [decode(each.tokens) for each in model.write(tested, rule, max_new_tokens=source.follow)]
+        return [decode(generation.tokens) for generation in model.write(tested, rule, max_new_tokens=source.follow)]
 
     full = written(Never())
 
@@ -69,17 +69,17 @@ def guaranteed_rule(model: TokenExits, source: Source, held_out: TextData) -> Ch
         return [1 - rouge_l(*pair) for pair in zip(written(rule), full)]
 
     rules = {measure: passing(recorded, rule) for measure, rule in MEASURE_RULES.items()}
-    own = {measure: calibrate_texts(some, risk, TOLERANCE, DELTA) or Never() for measure, some in rules.items()}
-    about = {
-        "own": {measure: rule.to_dict() for measure, rule in own.items()},
+    calibrated = {measure: calibrate_texts(some, risk, TOLERANCE, DELTA) or Never() for measure, some in rules.items()}
+    metrics = {
+        "own": {measure: rule.to_dict() for measure, rule in calibrated.items()},
         "sweep": {measure: [rule.to_dict() for rule in some] for measure, some in rules.items()},
     }
     guaranteed = (
         f"Texts lose at most {TOLERANCE} of Rouge-L on average, with confidence {1 - DELTA:.0%}, under each of:"
     )
-    about["guaranteed"] = guaranteed
+    metrics["guaranteed"] = guaranteed
     guarantee = {"max_loss": TOLERANCE, "confidence": 1 - DELTA, "loss": "1 - Rouge-L of a text", "rows": len(tested)}
-    return Chosen(own["gap"], None if isinstance(own["gap"], Never) else guarantee, None, about)
+    return Chosen(calibrated["gap"], None if isinstance(calibrated["gap"], Never) else guarantee, None, metrics)
 
 
 # ---- Calibration on whole texts ----

@@ -176,11 +176,11 @@ class DreeExits(ExitModel):
     def branch_inputs(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
         """a and FFN(a) of all exits but the last, (B, T, K - 1, 2 D). Arguments as in `each_state`."""
         inputs = Tensors(input_ids, attention_mask, token_type_ids)
-        context, hidden, found = self.backbone.context(inputs), self.backbone.embed(inputs), []
+        context, hidden, states = self.backbone.context(inputs), self.backbone.embed(inputs), []
         for k in range(len(self.exits) - 1):
             hidden = self.advance(k, hidden, context)
-            found.append(hidden)
-        return torch.stack(found, dim=2)
+            states.append(hidden)
+        return torch.stack(states, dim=2)
 
     def advance(self, k: int, hidden: Tensor, context: LayerContext) -> Tensor:
         """From the state of exit k - 1, or the embeddings, to that of exit k: (B, T, 2 D), or (B, T, D)."""
@@ -264,8 +264,8 @@ class BranchInputs:
         device, self.rows = next(model.parameters()).device, [torch.empty(0)] * len(data)
         for rows in batches(data.encoded, STATES_BATCH):
             inputs, _ = data.batch(rows, device)
-            for row, found, mask in zip(rows, model.branch_inputs(*inputs).cpu(), inputs[1].cpu()):
-                self.rows[row] = found[mask.bool()]
+            for row, row_inputs, mask in zip(rows, model.branch_inputs(*inputs).cpu(), inputs[1].cpu()):
+                self.rows[row] = row_inputs[mask.bool()]
 
     def __getitem__(self, rows: np.ndarray) -> Tensor:
         return pad_sequence([self.rows[row] for row in rows], batch_first=True)

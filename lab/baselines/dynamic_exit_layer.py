@@ -115,8 +115,8 @@ class DynamicExitLayer(Drafter):
         self.segments, self.drafts = segments, most
 
     def choose(self) -> None:
-        found = tokens_per_layer(self.segments.acceptance.alpha, self.segments.exits, MOST)
-        self.exit, drafts = divmod(int(found.argmax()), MOST + 1)
+        rates = tokens_per_layer(self.segments.acceptance.alpha, self.segments.exits, MOST)
+        self.exit, drafts = divmod(int(rates.argmax()), MOST + 1)
         self.most = self.drafts if drafts else 0
 
     def limit(self, logits: Tensor, drafted: int, most: int) -> int:
@@ -174,7 +174,7 @@ def loading_rule(model: DynamicExits, source: Source, held_out: TextData) -> Cho
         (written,) = gather(steps, 1)
         layers, tokens = layers + drafter.layers_loaded, tokens + len(written.tokens)
     message = f"--lossless loads {layers / tokens:.2f} layers per token; the full model loads {model.exits[-1]}."
-    return chosen._replace(about=chosen.about | {"layers_loaded": layers / tokens, "guaranteed": message})
+    return chosen._replace(metrics=chosen.metrics | {"layers_loaded": layers / tokens, "guaranteed": message})
 
 
 METHOD = Method(

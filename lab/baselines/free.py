@@ -104,11 +104,11 @@ def dynamic_match(apart: Tensor) -> list[int]:
     From the last teacher down, the student is the nearest layer below the previous student. Once layer 0 is reached, it
     is the student of all remaining teachers.
     """
-    below, found = apart.shape[1], []
+    below, layers = apart.shape[1], []
     for distances in apart.flip(0):
         below = int(distances[:below].argmin()) if below else 0
-        found.append(below)
-    return found[::-1]
+        layers.append(below)
+    return layers[::-1]
 
 
 def distillation(states: Sequence[Tensor], shallow: int, match: str) -> Tensor:
@@ -215,11 +215,11 @@ class OnlineCalibrationSegments(TokenSegments):
         waited = [self.pending_positions[row][0][:-1] if k else [] for row in state.rows]
         state = super().advance(k, state)
         if k:
-            for row, positions, own, hidden in zip(state.rows, waited, state.positions, state.hidden):
+            for row, positions, current, hidden in zip(state.rows, waited, state.positions, state.hidden):
                 # The deep pass has replaced the states of the waiting tokens; the current token is still in `state`.
                 deep = torch.cat((self.pending_states[row, positions], hidden[-1:]))
                 tokens = self.decoder.lm_logits(deep).argmax(-1).tolist()
-                for position, token in zip([*positions, own[-1]], tokens):
+                for position, token in zip([*positions, current[-1]], tokens):
                     gap, shallow_token = self._shallow.pop((row, position))
                     self.gaps.append(gap)
                     self.agrees.append(shallow_token == token)
@@ -284,15 +284,15 @@ def gaps_of(recorded: Record) -> list[Rule]:
 
 def adapted_rule(model: SharedExits, source: Source, held_out: TextData) -> Chosen:
     """lambda after the held-out texts, and other thresholds for `mini-ee compare --sweep`."""
-    found = generate_adapting(model, held_out.texts, source.follow)
-    rule = Threshold(found.thresholds[-1], MEASURE)
+    generated = generate_adapting(model, held_out.texts, source.follow)
+    rule = Threshold(generated.thresholds[-1], MEASURE)
     rules = passing(record_texts(model, held_out.texts), rule)
-    about = {"own": {"lambda": rule.to_dict()}, "sweep": {"lambda": [each.to_dict() for each in rules]}}
-    about |= {"thresholds": found.thresholds, "tokens_told": found.observed}
-    layers = float(np.mean([layers for text in found.written for layers in text.layers_run]))
-    path = f"lambda changed from {FIRST_LAMBDA} to {rule.threshold:.2f} over {len(found.thresholds) - 1} texts"
-    about["guaranteed"] = f"{path}, whose tokens used {layers:.2f} of {model.exits[-1]} layers on average."
-    return Chosen(rule, None, None, about)
+    metrics = {"own": {"lambda": rule.to_dict()}, "sweep": {"lambda": [candidate.to_dict() for candidate in rules]}}
+    metrics |= {"thresholds": generated.thresholds, "tokens_told": generated.observed}
+    layers = float(np.mean([layers for text in generated.written for layers in text.layers_run]))
+    path = f"lambda changed from {FIRST_LAMBDA} to {rule.threshold:.2f} over {len(generated.thresholds) - 1} texts"
+    metrics["guaranteed"] = f"{path}, whose tokens used {layers:.2f} of {model.exits[-1]} layers on average."
+    return Chosen(rule, None, None, metrics)
 
 
 METHOD = Method(

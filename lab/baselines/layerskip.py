@@ -52,10 +52,10 @@ def drafting_rule(model: SharedExits, source: Source, held_out: TextData) -> Cho
     for layer, head in zip(model.exits, model.heads):
         settings = {"max_new_tokens": source.follow, "exit_layer": layer, "head": head}
         written = gather(generate_lossless(model.backbone, prompts, **settings), len(prompts))
-        drafts.append(float(np.mean([each == layer for text in written for each in text.layers_run])))
+        drafts.append(float(np.mean([depth == layer for text in written for depth in text.layers_run])))
     shares = ", ".join(f"layer {layer} {share:.0%}" for layer, share in zip(model.exits, drafts))
     message = f"Share of the full model's text (--lossless) that each exit drafts: {shares}."
-    return chosen._replace(about=chosen.about | {"drafts": drafts, "guaranteed": message})
+    return chosen._replace(metrics=chosen.metrics | {"drafts": drafts, "guaranteed": message})
 
 
 METHOD = Method(

@@ -50,11 +50,11 @@ def two_dimensional_loss(model: EmbeddingExits, batch: Batch, config: Config) ->
     *early, last = embeddings
     shallow = [early[drawn(len(early))]] if early else []
     read = [last, *shallow]
-    loss = sum(exit_loss(each, labels) for each in read)
+    loss = sum(exit_loss(embedding, labels) for embedding in read)
     if config.sizes:
         size = config.sizes[drawn(len(config.sizes))]
-        loss = loss + sum(exit_loss(each, labels, size) for each in read)
-    aligned = sum(alignment(each, last, KL_TEMPERATURE) for each in shallow)
+        loss = loss + sum(exit_loss(embedding, labels, size) for embedding in read)
+    aligned = sum(alignment(embedding, last, KL_TEMPERATURE) for embedding in shallow)
     return loss + config.align * KL_TEMPERATURE * aligned
 
 

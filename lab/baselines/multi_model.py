@@ -75,7 +75,7 @@ class CascadeSegments(Segments):
     def __init__(self, model: MultiModel):
         self.model, self.exits = model, model.exits
         self.from_embeddings = range(len(model.exits))
-        self._models = [each.segments() for each in model.models]
+        self._models = [stage.segments() for stage in model.models]
 
     def running(self) -> AbstractContextManager:
         return self._models[0].running()

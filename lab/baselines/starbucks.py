@@ -43,8 +43,10 @@ def starbucks_loss(model: EmbeddingExits, batch: Batch, config: Config) -> Tenso
     """The equation above."""
     embeddings = exits_embeddings(model, batch)
     last, sizes = embeddings[-1], config.sizes or (None,) * len(embeddings)
-    loss = sum(exit_loss(each, batch.labels, size) for each, size in zip(embeddings, sizes))
-    aligned = sum(alignment(each[:, :size], last[:, :size], 1.0) for each, size in zip(embeddings[:-1], sizes))
+    loss = sum(exit_loss(embedding, batch.labels, size) for embedding, size in zip(embeddings, sizes))
+    aligned = sum(
+        alignment(embedding[:, :size], last[:, :size], 1.0) for embedding, size in zip(embeddings[:-1], sizes)
+    )
     return loss + config.align * KL_TEMPERATURE * aligned
 
 

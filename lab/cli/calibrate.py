@@ -29,9 +29,7 @@ def add(sub: Parser) -> None:
     sub.add_argument(
         "--epsilon", type=share, required=True, help="least agreement with the full model, above 0, at most 1"
     )
-    sub.add_argument(
-        "--delta", type=share, help="largest probability that the guarantee is violated (default no guarantee)"
-    )
+    sub.add_argument("--delta", type=share, help="largest probability that the guarantee is violated (default none)")
     add_kinds(sub, KINDS, _kinds)
 
 

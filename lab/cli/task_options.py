@@ -98,9 +98,9 @@ def _task_of_training(configs: list[dict]) -> Task:
     return task
 
 
-def _read_as(about: dict) -> TaskOptions:
+def _read_as(task_config: dict) -> TaskOptions:
     """How a training read its task. Raises ValueError for unknown options in a config."""
     try:
-        return TaskOptions(**about.get("options", {}))
+        return TaskOptions(**task_config.get("options", {}))
     except TypeError as error:
         raise ValueError(f"the run has unknown options of its task ({error}); train it again") from None

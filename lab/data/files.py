@@ -55,8 +55,8 @@ def check_regular(path: Path, pipe: bool = False) -> None:
     if stat.S_ISREG(mode) or pipe and stat.S_ISFIFO(mode):
         return
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-    found = next((kind for is_kind, kind in kinds if is_kind(mode)), "a device")
-    raise ValueError(f"{path}: expected a file, found {found}; name a file")
+    actual = next((kind for is_kind, kind in kinds if is_kind(mode)), "a device")
+    raise ValueError(f"{path}: expected a file, found {actual}; name a file")
 
 
 def read_text(path: Path) -> str:

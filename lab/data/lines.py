@@ -49,8 +49,8 @@ def row_of_object(fields: dict, expected: int) -> tuple[str, ...]:
     for names in KEYS[expected]:
         if given == set(names):
             return tuple(fields[name] for name in names)
-    found = ", ".join(map(repr, fields)) or "none"
-    raise ValueError(f"expected {_forms(KEYS[expected])}, found the keys {found[:200]}")
+    keys = ", ".join(map(repr, fields)) or "none"
+    raise ValueError(f"expected {_forms(KEYS[expected])}, found the keys {keys[:200]}")
 
 
 def rows_of_object(fields: dict, expected: int) -> list[tuple[str, ...]]:

@@ -42,8 +42,8 @@ def f1(predictions: np.ndarray, labels: np.ndarray) -> float:
     0.5
     """
     predictions, labels = _pair(predictions, labels)
-    found, positive = predictions == 1, labels == 1
-    return _ratio(2.0 * np.sum(found & positive), np.sum(found) + np.sum(positive))
+    predicted, positive = predictions == 1, labels == 1
+    return _ratio(2.0 * np.sum(predicted & positive), np.sum(predicted) + np.sum(positive))
 
 
 def matthews(predictions: np.ndarray, labels: np.ndarray) -> float:

@@ -21,8 +21,8 @@ def model_sha256s(folder: Path) -> dict[str, str]:
     folders |= {f"{path}/": folder / path for path in ("1_Pooling", *paths) if path and isinstance(path, str)}
     return {
         f"{prefix}{path.name}": file_sha256(path)
-        for prefix, each in folders.items()
-        for path in sorted(each.iterdir() if each is not None and each.is_dir() else ())
+        for prefix, parent in folders.items()
+        for path in sorted(parent.iterdir() if parent is not None and parent.is_dir() else ())
         if path.is_file() and not path.name.startswith(".") and path.suffix.lower() not in UNREAD
     }
 

@@ -245,8 +245,8 @@ def _words_of(path: Path) -> list[str]:
 def _reported(paths: list[Path]) -> Path:
     """The one of several files that is read: the validation file, else the test file, else the only one."""
     for names in (VALIDATION, ("test",)):
-        if found := [path for path in paths if set(names) & set(_words_of(path))]:
-            paths = found
+        if preferred := [path for path in paths if set(names) & set(_words_of(path))]:
+            paths = preferred
             break
     return _only(paths, ".jsonl file", "call the one to read dev.jsonl")
 
@@ -385,6 +385,6 @@ def _index(where: str, key: str, value: int, options: tuple[str, ...]) -> int:
     return value
 
 
-def _error(where: str, expected: str, found: object) -> ValueError:
-    text = found if isinstance(found, str) else repr(found)
+def _error(where: str, expected: str, actual: object) -> ValueError:
+    text = actual if isinstance(actual, str) else repr(actual)
     return ValueError(f"{where}: expected {expected}, found {text[:100]}; correct or remove it")

@@ -64,8 +64,8 @@ class Prompt:
         label_names: those of the task, in the order of its classes. Raises ValueError for any other dict.
         """
         if not isinstance(prompt, dict) or set(prompt) != {"template", "words"}:
-            found = ", ".join(prompt) if isinstance(prompt, dict) else type(prompt).__name__
-            raise ValueError(f"expected the keys template and words, found {found or 'none'}")
+            actual = ", ".join(prompt) if isinstance(prompt, dict) else type(prompt).__name__
+            raise ValueError(f"expected the keys template and words, found {actual or 'none'}")
         template, words = prompt["template"], prompt["words"]
         if not isinstance(template, str):
             raise ValueError(f"expected a template that is text, found {template!r}")

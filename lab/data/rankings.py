@@ -38,8 +38,8 @@ def rankable(texts: Sequence[Sequence[str]], k: int, say: Callable[[str], None],
     numbers = queries_of(texts)
     sizes = np.bincount(numbers)
     if (large := int((sizes > k).sum())) < least:
-        found = f"found {large} of {len(sizes)}; a query is the first text of a pair"
-        raise WrongArguments(f"expected at least {least} queries with more than {k} texts, {found}")
+        actual = f"found {large} of {len(sizes)}; a query is the first text of a pair"
+        raise WrongArguments(f"expected at least {least} queries with more than {k} texts, {actual}")
     if large < len(sizes):
         say(f"{len(sizes) - large:,} of {len(sizes):,} queries are left out: they have at most {k} texts.")
     return sizes[numbers] > k
@@ -65,5 +65,5 @@ def top_k_kept(scores: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
         return top
 
     flat, expected = scores.reshape(-1, len(query)), is_top(labels["score"])
-    moved = np.array([np.bincount(query, is_top(each) != expected, len(sizes)) for each in flat])
+    moved = np.array([np.bincount(query, is_top(query_scores) != expected, len(sizes)) for query_scores in flat])
     return (moved == 0).reshape(*scores.shape[:-1], len(sizes))

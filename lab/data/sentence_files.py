@@ -49,8 +49,8 @@ def transformer_folder(folder: str | os.PathLike) -> Path:
         return folder
     modules = {module["type"].rpartition(".")[2]: module["path"] for module in listed_modules(folder)}
     if "Transformer" not in modules:
-        found = ", ".join(modules) or "none"
+        kinds = ", ".join(modules) or "none"
         raise WrongArguments(
-            f"{folder / MODULES}: expected a Transformer among the modules, found {found}: not supported"
+            f"{folder / MODULES}: expected a Transformer among the modules, found {kinds}: not supported"
         )
     return folder / modules["Transformer"]

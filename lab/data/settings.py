@@ -54,11 +54,11 @@ def has_several(annotation) -> bool:
 def check_options(settings) -> None:
     """Raise ValueError for a value of another type or outside its limits. Lists become tuples."""
     for setting in fields(settings):
-        value, about = getattr(settings, setting.name), setting.metadata
-        if value is None or not about:
+        value, metadata = getattr(settings, setting.name), setting.metadata
+        if value is None or not metadata:
             continue
-        several, flag = has_several(setting.type), f" ({about['flag']})" if "flag" in about else ""
-        limits = {name: about[name] for name in ("choices", *LIMITS)}
+        several, flag = has_several(setting.type), f" ({metadata['flag']})" if "flag" in metadata else ""
+        limits = {name: metadata[name] for name in ("choices", *LIMITS)}
         check_value(f"{setting.name}{flag}", value, scalar_type(setting.type), several=several, **limits)
         if several:
             object.__setattr__(settings, setting.name, tuple(value))
@@ -66,7 +66,7 @@ def check_options(settings) -> None:
 
 def unused_option(settings, named: Container[str]) -> str | None:
     """Error text if an option was given but has no effect with the others, else None."""
-    details = {each.name: each.metadata for each in fields(settings)}
+    details = {setting.name: setting.metadata for setting in fields(settings)}
     for name, metadata in details.items():
         other, value = metadata.get("unused_when", (None, None))
         if other and name in named and getattr(settings, other) == value:

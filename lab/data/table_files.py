@@ -215,8 +215,8 @@ class TableFile:
                         yield Record(number, fields, next((str(v) for v in fields if isinstance(v, ValueError)), None))
                     self.position = size * number // file.metadata.num_rows
             except (ArrowException, OSError, EOFError, zlib.error) as error:
-                found = " ".join(str(error).split())[:300]
-                raise file_error(self.path, number + 1, "Parquet", found, "write the file again") from None
+                actual = " ".join(str(error).split())[:300]
+                raise file_error(self.path, number + 1, "Parquet", actual, "write the file again") from None
 
 
 def kind_of(path: Path) -> str:
@@ -247,6 +247,6 @@ def _value(scalar):
         return str(scalar.value)
 
 
-def file_error(path: Path, line: int, expected: str, found: str, advice: str) -> WrongArguments:
+def file_error(path: Path, line: int, expected: str, actual: str, advice: str) -> WrongArguments:
     """The error for a line of a file, as one line of text."""
-    return WrongArguments(f"{path}:{line}: expected {expected}, found {found}; {advice}")
+    return WrongArguments(f"{path}:{line}: expected {expected}, found {actual}; {advice}")

@@ -108,7 +108,7 @@ class Task:
         """C, the number of logits: 1 for regression."""
         return len(self.label_names) or 1
 
-    def about(self) -> dict:
+    def to_config(self) -> dict:
         """The `task` of a run's config.json."""
         return {
             "name": self.name,
@@ -258,8 +258,9 @@ def load_task(path: str | os.PathLike, options: TaskOptions = TaskOptions()) -> 
     named = None if options.regression else named
     files = {split: _read(file, split, named, options) for split, file in _files(path, options).items()}
     (wanted, first), *others = [(len(file.texts[0]), file.path) for file in files.values()]
-    for found, other in (each for each in others if each[0] != wanted):
-        raise file_error(other, 1, f"{wanted} texts, as {first.name} has", f"{found}", "rename the columns")
+    for num_texts, other in others:
+        if num_texts != wanted:
+            raise file_error(other, 1, f"{wanted} texts, as {first.name} has", f"{num_texts}", "rename the columns")
     glue = next((file.glue for file in files.values() if file.glue), None)
     name = path.stem if path.is_file() else path.name
     if glue is None and options.regression:
@@ -284,8 +285,8 @@ def _files(path: Path, options: TaskOptions) -> dict[str, Path]:
     if options.split_file is None:
         return _split_files(path)
     if len(single) != 1 or kind_of(single[0]) not in SUFFIXES:
-        found = ", ".join(each.name for each in single[:5]) or "none"
-        raise WrongArguments(f"{path}: --split-file: expected one table ({', '.join(SUFFIXES)}), found {found}")
+        tables = ", ".join(table.name for table in single[:5]) or "none"
+        raise WrongArguments(f"{path}: --split-file: expected one table ({', '.join(SUFFIXES)}), found {tables}")
     return {"train": single[0]}
 
 
@@ -370,8 +371,8 @@ def _labels_of_train(folder: Path, train: _File | None) -> tuple[str, ...]:
         raise ValueError(f"{folder}: expected a train file, which defines the labels, found none; add train.tsv")
     names = set(train.labels)
     if len(names) < 2:
-        expected, found = "at least two labels in the file", f"only {shortened(train.labels[0])}"
-        raise file_error(train.path, train.lines[0], expected, found, "add rows with another label")
+        expected, actual = "at least two labels in the file", f"only {shortened(train.labels[0])}"
+        raise file_error(train.path, train.lines[0], expected, actual, "add rows with another label")
     numeric = all(name.removeprefix("-").isdecimal() and len(name) < 20 for name in names)
     return tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name)))
 
@@ -393,8 +394,8 @@ def _numbers(file: _File, glue: GlueTask) -> np.ndarray | None:
         if glue in GLUE and plain_name(glue.name) == plain_name(file.path.parent.name):
             other += f"; a folder of this name is read as GLUE's {glue.name}: rename it if your task is another"
         names = glue.label_names[:LISTED_LABELS] + ("...",) * (len(glue.label_names) > LISTED_LABELS)
-        expected, found = f"one of the labels {', '.join(names)}", shortened(file.labels[row])
-        raise file_error(file.path, file.lines[row], expected, found, f"correct it, or {other}")
+        expected, actual = f"one of the labels {', '.join(names)}", shortened(file.labels[row])
+        raise file_error(file.path, file.lines[row], expected, actual, f"correct it, or {other}")
     return np.array(numbers, np.int64)
 
 

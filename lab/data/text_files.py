@@ -99,8 +99,8 @@ class TextReader(TableFile):
             return InputRow(line, error=f"expected text{where}, found {flaw}; correct or drop the row", lacks=lacks)
         label = None
         if columns and columns.label is not None and (label := label_text(fields[len(texts)])) is None:
-            found = f"a label in {columns.label_name}, found {shortened(fields[len(texts)])}"
-            return InputRow(line, error=f"expected {found}; fill it in")
+            problem = f"a label in {columns.label_name}, found {shortened(fields[len(texts)])}"
+            return InputRow(line, error=f"expected {problem}; fill it in")
         return InputRow(line, texts, label, fields[-1] if self.has_ids else None)
 
 

@@ -58,9 +58,9 @@ def squad_data(text: str) -> list | None:
 
 def questions_of(data: list) -> Iterator[tuple[dict, str | None]]:
     """({id, question, context}, error or None) of each question."""
-    for article, place in _each(data, "data"):
-        for paragraph, below in _each(article, place, "paragraphs"):
-            for question, at in _each(paragraph, below, "qas"):
+    for article, place in _objects(data, "data"):
+        for paragraph, below in _objects(article, place, "paragraphs"):
+            for question, at in _objects(paragraph, below, "qas"):
                 flaw = question if isinstance(question, str) else None
                 row = {} if flaw else {"id": question.get("id"), "question": question.get("question")}
                 context = paragraph.get("context") if isinstance(paragraph, dict) else None
@@ -70,7 +70,7 @@ def questions_of(data: list) -> Iterator[tuple[dict, str | None]]:
                 yield row | {"context": context}, flaw
 
 
-def _each(holder: Any, place: str, key: str | None = None) -> Iterator[tuple[Any, str]]:
+def _objects(holder: Any, place: str, key: str | None = None) -> Iterator[tuple[Any, str]]:
     """The objects of a list, or of that under a key, with their places; a text in place of one is an error."""
     if isinstance(holder, str):
         yield holder, place
@@ -80,6 +80,6 @@ def _each(holder: Any, place: str, key: str | None = None) -> Iterator[tuple[Any
     if not isinstance(holder, list):
         yield f"expected {place} as a list, found {shortened(holder)}; correct the file", place
         return
-    for number, each in enumerate(holder):
+    for number, entry in enumerate(holder):
         at = f"{place}[{number}]"
-        yield (each if isinstance(each, dict) else f"expected {at} as an object, found {shortened(each)}"), at
+        yield (entry if isinstance(entry, dict) else f"expected {at} as an object, found {shortened(entry)}"), at

@@ -98,8 +98,8 @@ def text_rows(texts: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], 
 def check_rows(texts: Sequence[str | Sequence[str]], num_texts: int) -> None:
     """Raise ValueError unless `texts` is a list of rows with this number of texts each, for example for one string."""
     if isinstance(texts, str) or not hasattr(texts, "__len__"):
-        found = f"one string, {texts[:40]!r}; put it in a list" if isinstance(texts, str) else shortened(texts)
-        raise ValueError(f"expected a list of texts, found {found}")
+        actual = f"one string, {texts[:40]!r}; put it in a list" if isinstance(texts, str) else shortened(texts)
+        raise ValueError(f"expected a list of texts, found {actual}")
     for number, row in enumerate(texts):
         count = len(row) if isinstance(row, tuple | list) else 1
         if count != num_texts:
@@ -137,8 +137,8 @@ class Tokenizer:
         """
         backend = read_tokenizer(Path(folder))
         if lower:
-            own = [] if backend.normalizer is None else [backend.normalizer]
-            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+            normalizer = [] if backend.normalizer is None else [backend.normalizer]
+            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *normalizer])
         return cls(backend, max_length)
 
     @classmethod
@@ -179,18 +179,19 @@ class Tokenizer:
 
     def pieces(self, rows: Sequence[tuple[str, ...]]) -> list[Pieces]:
         """The tokens of rows of one text, or of two that are separated, with their places in these texts."""
-        found = []
+        all_pieces = []
         for row, (read, encoding) in zip(rows, self._encodings(rows)):
             read = (read,) if isinstance(read, str) else read
             before = [len(whole) - len(part) if self.side == "left" else 0 for whole, part in zip(row, read)]
             of = [at or 0 for at in encoding.sequence_ids]  # the text of each token; None: a special token
             triples = zip(encoding.offsets, encoding.word_ids, of)
-            words = [own if word is None else encoding.word_to_chars(word, at) for own, word, at in triples]
+            words = [span if word is None else encoding.word_to_chars(word, at) for span, word, at in triples]
             of_both = (
-                [(a + before[at], b + before[at]) for (a, b), at in zip(each, of)] for each in (encoding.offsets, words)
+                [(a + before[at], b + before[at]) for (a, b), at in zip(spans, of)]
+                for spans in (encoding.offsets, words)
             )
-            found.append(Pieces(encoding.tokens, *of_both))
-        return found
+            all_pieces.append(Pieces(encoding.tokens, *of_both))
+        return all_pieces
 
     def around(self, texts: int) -> tuple[int, ...]:
         """The ids of the special tokens around this number of texts, in their order: the one at the end is the last."""

@@ -114,8 +114,8 @@ def read_file(path: Path, config: dict | None = None) -> tokenizers.Tokenizer:
                 return tokenizers.Tokenizer.from_file(str(path))
             return _word_pieces(str(path), config or {})
     except ValueError as error:
-        found = shortened(str(error))
-        raise ValueError(f"{path}: expected a tokenizer, found {found}; copy the file again") from None
+        actual = shortened(str(error))
+        raise ValueError(f"{path}: expected a tokenizer, found {actual}; copy the file again") from None
 
 
 # ---- The plain cases ----

@@ -91,7 +91,7 @@ def compare_rows(compared: Sequence[Compared], task: Task, rows: Split, batch_si
     if swept:
         timed += _swept(runs, task, rows.labels, batch_size)
     order = timed_batches(runs[0].encoded, batch_size)
-    for (row, key, _), seconds in zip(timed, measure_seconds([each for *_, each in timed], order)):
+    for (row, key, _), seconds in zip(timed, measure_seconds([timed_run for *_, timed_run in timed], order)):
         row[key] = float(seconds)
     answer = [run.row for run in runs]
     for row in answer:
@@ -199,24 +199,24 @@ def compare_tokens(
     """
     kinds = {run.config.get("text", {}).get("kind") for run in runs}
     if None in kinds or len(kinds) > 1:
-        found = " and ".join(sorted(str(kind) for kind in kinds))
-        raise WrongArguments(f"expected runs that learned the same kind of text, found {found}")
+        actual = " and ".join(sorted(str(kind) for kind in kinds))
+        raise WrongArguments(f"expected runs that learned the same kind of text, found {actual}")
     rows, timed = [], []
     for run in runs:
         cases, settings = _cases(run, texts, count or TESTED_TEXTS, sampling)
         references = [run.tokenizer.backend.decode(text.ids[text.start + 1 :]) for text in cases]
         full = decoded(run, run.model.whole.write(cases, Never(), seed=seed, **settings))
         metrics = read_json(run.folder / "metrics.json")
-        own = metrics.get("own", {})
-        if run.rule.to_dict() not in own.values():  # from `mini-ee calibrate`
-            name = run.rule.name if run.rule.name not in own else f"{run.rule.name}, calibrated"
-            own = {name: run.rule.to_dict()} | own
-        for measure, rule in {"full model": Never().to_dict(), **own}.items():
+        own_rules = metrics.get("own", {})
+        if run.rule.to_dict() not in own_rules.values():  # from `mini-ee calibrate`
+            name = run.rule.name if run.rule.name not in own_rules else f"{run.rule.name}, calibrated"
+            own_rules = {name: run.rule.to_dict()} | own_rules
+        for measure, rule in {"full model": Never().to_dict(), **own_rules}.items():
             others, points = metrics.get("sweep", {}).get(measure, []) if swept else [], []
             model = run.model.whole if measure == "full model" else run.model
-            for each in tqdm([rule, *others], desc=measure, unit="rule", delay=2):
-                written = model.write(cases, rule_from_dict(each), seed=seed, **settings)
-                points.append({"rule": each} | quality(run, written, full, references))
+            for rule_dict in tqdm([rule, *others], desc=measure, unit="rule", delay=2):
+                written = model.write(cases, rule_from_dict(rule_dict), seed=seed, **settings)
+                points.append({"rule": rule_dict} | quality(run, written, full, references))
             description = {"run": str(run.folder), "method": run.config["method"], "measure": measure}
             rows.append(description | points[0] | {"exits": list(model.exits), "curve": points[1:]})
             timed += [(point, _timed(model, cases, point["rule"], settings, seed)) for point in (rows[-1], *points[1:])]
@@ -231,11 +231,11 @@ def _cases(run: Run, texts: str | None, count: int, sampling: Sampling) -> tuple
     given = {name: description[name] for name in ("text", "kind", "texts", "new_tokens")}
     options = TextOptions(**given, prompt=description["prompt"] and tuple(description["prompt"]))
     source = Source(run.model.backbone, run.tokenizer, options, run.config["seed"])
-    found, follow = texts_to_test(source, count), source.follow
+    cases, follow = texts_to_test(source, count), source.follow
     if description["kind"] == "pieces":
-        follow = max(1, *(len(text.ids) - text.start - 1 for text in found))
+        follow = max(1, *(len(text.ids) - text.start - 1 for text in cases))
     stop = run.model.backbone.config.stop_tokens
-    return found, {"max_new_tokens": follow, "stop": stop, "sampling": sampling}
+    return cases, {"max_new_tokens": follow, "stop": stop, "sampling": sampling}
 
 
 def _timed(
@@ -267,11 +267,11 @@ def _heads(runs: Sequence[Run], seed: int) -> list[dict]:
     rows = []
     for run in runs:
         recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, fresh)]
-        (found,) = at_equal_agreement(*recorded, ("breaking_ties",), (AGREEMENT_LEVEL,))
+        (equal,) = at_equal_agreement(*recorded, ("breaking_ties",), (AGREEMENT_LEVEL,))
         settings, metrics = run.config["settings"], read_json(run.folder / "metrics.json")
         row = {"run": str(run.folder), "init": settings.get("init"), "penalty": settings.get("penalty")}
         history = metrics.get("history", [])
         row |= {key: history[-1][key] for key in ("step", "loss") if history}
         row |= {key: metrics[key] for key in ("agreement", "entropy") if key in metrics}
-        rows.append(row | {"exits": list(run.exits), "equal": found, "history": history})
+        rows.append(row | {"exits": list(run.exits), "equal": equal, "history": history})
     return rows

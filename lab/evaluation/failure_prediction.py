@@ -26,10 +26,10 @@ def auroc(scores: np.ndarray, positive: np.ndarray) -> float:
     0.875
     """
     positive = np.asarray(positive, bool)
-    found, lost = positive.sum(), (~positive).sum()
-    if not found or not lost:
+    positives, lost = positive.sum(), (~positive).sum()
+    if not positives or not lost:
         return float("nan")
-    return float((ranks(scores)[positive].sum() - found * (found + 1) / 2) / (found * lost))
+    return float((ranks(scores)[positive].sum() - positives * (positives + 1) / 2) / (positives * lost))
 
 
 def failures(right: np.ndarray) -> np.ndarray:

@@ -107,10 +107,10 @@ def draw_curves(path: Path, answer: dict) -> None:
         colour, group = colours(number % colours.N), groups[number]
         name, method = run
         label = method if len(group) > 1 else f"{Path(name).name} ({method})"
-        own = row["flops_ratio"], row["score"]
-        points = sorted((point["flops_ratio"], point["score"]) for point in row["curve"]) or [own]
+        default_point = row["flops_ratio"], row["score"]
+        points = sorted((point["flops_ratio"], point["score"]) for point in row["curve"]) or [default_point]
         axes.plot(*zip(*points), ".-", linewidth=1, color=colour, label=label if run == group[0] else None)
-        axes.plot(*own, "*", markersize=12, color=colour)
+        axes.plot(*default_point, "*", markersize=12, color=colour)
     axes.set(xlabel="FLOPs, as a share of the full model's", ylabel=f"score on {answer['task']} {answer['split']}")
     axes.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
     save_figure(figure, path)

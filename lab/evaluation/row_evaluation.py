@@ -129,12 +129,12 @@ def measure_seconds(
         turn = range(len(order))[first : first + size]
         for repeat in range(repeats):
             for number, (segments, rule, encoded) in enumerate(runs):
-                inputs = [encoded.batch(order[each]) for each in turn]
+                inputs = [encoded.batch(order[batch]) for batch in turn]
                 time.sleep(rest)
-                for each, rows in zip(turn, inputs):
+                for batch, rows in zip(turn, inputs):
                     begin = clock()
                     early_exit(segments, rule, rows)
-                    seconds[repeat, number, each] = clock() - begin
+                    seconds[repeat, number, batch] = clock() - begin
     return np.median(seconds, axis=0).sum(axis=1)
 
 
@@ -173,7 +173,7 @@ def evaluate(
     assert labels is not None
     main = recorded.replay(plan_rows(rule, encoded, batch_size) if rule.plans_from_texts else rule)
     order = timed_batches(encoded, batch_size)
-    runs = [(whole, Never(), encoded), *((segments, each, encoded) for each in (rule, *(rules or ())))]
+    runs = [(whole, Never(), encoded), *((segments, timed_rule, encoded) for timed_rule in (rule, *(rules or ())))]
     repeats = TIMED_REPEATS if rules is None else 1
     full_seconds, seconds, *sweep_seconds = measure_seconds(runs, order, repeats).tolist()
     answer = {"task": task.name, "engine": segments.engine} | summary(main, recorded, task, labels)
@@ -197,12 +197,12 @@ def evaluate(
     if rules is not None:
         answer["rows"] = [
             {
-                "rule": each.to_dict(),
-                **summary(recorded.replay(each), recorded, task, labels),
-                "seconds": each_seconds,
-                "speedup": full_seconds / each_seconds,
+                "rule": swept.to_dict(),
+                **summary(recorded.replay(swept), recorded, task, labels),
+                "seconds": rule_seconds,
+                "speedup": full_seconds / rule_seconds,
             }
-            for each, each_seconds in zip(rules, sweep_seconds)
+            for swept, rule_seconds in zip(rules, sweep_seconds)
         ]
     return answer
 
@@ -264,9 +264,10 @@ def overthinking(recorded: Record, task: Task, rows: Split) -> dict:
         raise ValueError(f"{task.name} is a regression task: no exit is right or wrong; give a task with classes")
     labels, names = rows.labels, task.label_names
     assert labels is not None
-    predicted, largest = recorded.logits.argmax(axis=2), np.stack([max_probability(each) for each in recorded.logits])
+    predicted = recorded.logits.argmax(axis=2)
+    largest = np.stack([max_probability(logits) for logits in recorded.logits])
     right = predicted == labels[:, None]
-    entropies = np.stack([-entropy(each) for each in recorded.logits])
+    entropies = np.stack([-entropy(logits) for logits in recorded.logits])
     was_right = np.maximum.accumulate(right, axis=1)
     overthought = np.flatnonzero((was_right & ~right).any(axis=1))
     return {

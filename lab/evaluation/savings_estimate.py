@@ -101,13 +101,13 @@ def estimate(observed: Observed, exits: tuple[int, ...], costs: Costs, seed: int
     def once(units: Observed) -> Savings:
         return savings_at(units, threshold_at(units), exits, costs)
 
-    found, drawn = once(observed), []
+    estimated, drawn = once(observed), []
     for _ in range(SAVINGS_RESAMPLES):
         rows = np.concatenate([members[at] for at in random.integers(len(members), size=len(members))])
         drawn.append(once(observed.take(rows)))
     low, high = (Savings(*ends) for ends in np.quantile(drawn, (0.025, 0.975), axis=0).tolist())
-    answer |= {"kept": found.agreement, "saved": found.saved, "low": low.saved, "high": high.saved}
-    return answer | {"net_saved": found.net_saved, "net_low": low.net_saved, "net_high": high.net_saved}
+    answer |= {"kept": estimated.agreement, "saved": estimated.saved, "low": low.saved, "high": high.saved}
+    return answer | {"net_saved": estimated.net_saved, "net_low": low.net_saved, "net_high": high.net_saved}
 
 
 def _members(observed: Observed) -> list[np.ndarray]:

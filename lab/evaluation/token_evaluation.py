@@ -154,7 +154,7 @@ def sweep(
     model = run.model
     prompts, calibration, fresh = written_texts(run, seed)
     recorded = [record_texts(model, texts, progress="observing") for texts in (calibration, fresh)]
-    chosen_on, checked = (observe(each, measure) for each in recorded)
+    chosen_on, checked = (observe(texts_record, measure) for texts_record in recorded)
     rules = [calibrate(chosen_on, epsilon, measure=measure) for epsilon in EPSILONS]
     rows = []
     for epsilon, rule in zip(EPSILONS, rules):
@@ -169,7 +169,7 @@ def sweep(
     ways = [(rule, missing_kv) for missing_kv in MISSING_KV for rule in rules]
     new_tokens = min(TIMED_TOKENS, run.model.backbone.room(prompts))
     full, *decoded = timed_decoding([(Never(), MISSING_KV[0]), *ways], model, prompts, new_tokens)
-    decoded = [each | {"speedup": full["seconds"] / each["seconds"]} for each in decoded]
+    decoded = [speed | {"speedup": full["seconds"] / speed["seconds"]} for speed in decoded]
     for row, copied, recomputed in zip(rows, decoded, decoded[len(rows) :]):
         row |= copied | {"recompute": recomputed}
     answer = {
@@ -214,8 +214,8 @@ def at_equal_agreement(
         reached = np.array([end_to_end(chosen_on, rule) for rule in rules])
         for level in levels:
             at = int(np.argmax(reached >= level))  # the first; with epsilon 1 all tokens agree
-            found = agreement_and_depth(checked, rules[at], calibration.segments.exits)
-            rows.append({"measure": measure, "level": level, "epsilon": float(EPSILON_GRID[at])} | found)
+            figures = agreement_and_depth(checked, rules[at], calibration.segments.exits)
+            rows.append({"measure": measure, "level": level, "epsilon": float(EPSILON_GRID[at])} | figures)
     return rows
 
 
@@ -308,7 +308,7 @@ def measure_speed(points: list[tuple[dict, Callable[[], list[Generated]]]]) -> N
     for times in tqdm(seconds, desc="timing", unit="round", delay=2):
         for number, (point, timed) in enumerate(points):
             begin = time.perf_counter()
-            tokens = sum(len(each.tokens) for each in timed())
+            tokens = sum(len(generation.tokens) for generation in timed())
             times[number] = time.perf_counter() - begin
             point["tokens"] = tokens
     for (point, _), median in zip(points, np.median(seconds[1:], axis=0)):

@@ -63,11 +63,11 @@ class FrozenClassifier(RowExits):
 
     def __init__(self, backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool: str):
         super().__init__(backbone, exits, num_labels, pool)
-        own = ClassificationHead(backbone)
-        if own.out.out_features != num_labels:
-            raise ValueError(f"expected a head of {num_labels} labels, found one of {own.out.out_features}")
-        self.heads[-1], self.multi_label = own, backbone.classification_head.multi_label
-        if own.pool == "last":
+        last_head = ClassificationHead(backbone)
+        if last_head.out.out_features != num_labels:
+            raise ValueError(f"expected a head of {num_labels} labels, found one of {last_head.out.out_features}")
+        self.heads[-1], self.multi_label = last_head, backbone.classification_head.multi_label
+        if last_head.pool == "last":
             backbone.text_end = backbone.config.pad_token_id
 
     def keep_exits(self, columns: list[int]) -> None:

@@ -271,7 +271,7 @@ class CachedSegments(DecoderSegments):
         if not width:
             hidden = self.run(k, hidden, block)
         else:
-            padded = [[-1] * (width - len(each)) + each for each in pending]
+            padded = [[-1] * (width - len(earlier)) + earlier for earlier in pending]
             at = self._slots(rows, padded)
             if self.missing_kv == "copy_state":  # the pending state also stands for the state at exit k
                 self.copy_state(k, self.pending_states[at], self.block(rows, padded))
@@ -279,7 +279,7 @@ class CachedSegments(DecoderSegments):
             else:
                 # Pending tokens and the current one run as one block, in which each attends to those before it. So the
                 # result is exact, and pending_states gets the states at exit k. A row has one current token here.
-                together = self.block(rows, [each + own for each, own in zip(padded, positions)])
+                together = self.block(rows, [earlier + current for earlier, current in zip(padded, positions)])
                 hidden = self.run(k, self.join(self.pending_states[at], hidden), together)
                 self.pending_states[at], hidden = hidden[:, :-1], hidden[:, -1:]
         # Now all of them have run to exit k. Above the last exit there is nothing to fill in.
@@ -287,8 +287,8 @@ class CachedSegments(DecoderSegments):
             self.pending_positions[row][k - 1] = []
         if k < len(self.exits) - 1:
             self.pending_states[self._slots(rows, positions)] = hidden
-            for row, own, each in zip(rows, positions, pending):
-                self.pending_positions[row][k] += each + own
+            for row, current, earlier in zip(rows, positions, pending):
+                self.pending_positions[row][k] += earlier + current
         return TokenState(hidden, rows, positions, block, state.hidden)
 
     def _slots(self, rows: list[int], positions: list[list[int]]) -> tuple:

@@ -119,13 +119,13 @@ class EmbeddingExits(RowExits):
         self.exits, width = check_exits(exits, backbone.config.num_hidden_layers), backbone.config.hidden_size
         if pool not in POOLS:
             raise ValueError(f"pool must be one of {', '.join(POOLS)}, found {pool!r}")
-        own = width
+        dim = width
         for step in modules:
-            if step.get("in_features", own) != own:
-                raise ValueError(f"{step['path']}: expected in_features {own}, found {step['in_features']}")
-            own = step.get("out_features", own)
-        if not 1 <= size <= own:
-            raise ValueError(f"expected an embedding of 1 to {own} numbers, the width of the encoder, found {size}")
+            if step.get("in_features", dim) != dim:
+                raise ValueError(f"{step['path']}: expected in_features {dim}, found {step['in_features']}")
+            dim = step.get("out_features", dim)
+        if not 1 <= size <= dim:
+            raise ValueError(f"expected an embedding of 1 to {dim} numbers, the width of the encoder, found {size}")
         after = AfterPooling(modules)
         if backbone.dense_weights:
             after.load_state_dict(backbone.dense_weights)
@@ -136,7 +136,9 @@ class EmbeddingExits(RowExits):
         self.backbone = backbone.without_heads()
         last = len(exits) - 1
         mapped = (self.mapped and k < last for k in range(len(exits)))
-        heads = (EmbeddingHead(width, size, pool, normalize, after, *each) for each in zip(mapped, norms))
+        heads = (
+            EmbeddingHead(width, size, pool, normalize, after, has_map, norm) for has_map, norm in zip(mapped, norms)
+        )
         self.heads = nn.ModuleList(heads)
         self.policy = policy and policy(width, self.exits)
 
@@ -198,8 +200,8 @@ class DistillationData(RowData):
 
     def scores(self, model: EmbeddingExits, batch_size: int) -> tuple[list[float], dict]:
         """Mean cosine to the label at every exit."""
-        found = record(model.segments(), self.encoded, batch_size).logits
-        with_labels = np.concatenate((found, self.labels[:, None]), axis=1)
+        embeddings = record(model.segments(), self.encoded, batch_size).logits
+        with_labels = np.concatenate((embeddings, self.labels[:, None]), axis=1)
         return full_cosines(with_labels)[:, :-1].mean(axis=0).tolist(), {}
 
 
@@ -229,10 +231,10 @@ class PairData(NamedTuple):
 
     def scores(self, model: EmbeddingExits, batch_size: int) -> tuple[list[float], dict]:
         """Spearman correlation of cosines and scores at every exit."""
-        found = record(model.segments(), self.encoded, batch_size).logits
-        unit = found / np.maximum(np.linalg.norm(found, axis=2, keepdims=True), 1e-12)
+        embeddings = record(model.segments(), self.encoded, batch_size).logits
+        unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=2, keepdims=True), 1e-12)
         cosines = (unit[: len(self)] * unit[len(self) :]).sum(axis=2)
-        return [spearman(each, self.labels) for each in cosines.T], {}
+        return [spearman(exit_cosines, self.labels) for exit_cosines in cosines.T], {}
 
 
 class EmbeddingStates(States):
@@ -247,5 +249,5 @@ class EmbeddingStates(States):
     @torch.no_grad()
     def scores(self, model: EmbeddingExits) -> tuple[list[float], dict]:
         """Mean cosine to the full embedding at every exit. model: in eval mode."""
-        found = torch.stack(self.embeddings(model), dim=1).float().numpy()
-        return full_cosines(found).mean(axis=0).tolist(), {}
+        embeddings = torch.stack(self.embeddings(model), dim=1).float().numpy()
+        return full_cosines(embeddings).mean(axis=0).tolist(), {}

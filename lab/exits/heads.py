@@ -53,7 +53,7 @@ class ExitHead(nn.Module):
         """FLOPs for one row of this length."""
         maps = [self.out] if self.dense is None else [self.dense, self.out]
         averaged = tokens * maps[0].in_features if self.pool == "mean" else 0
-        return 2.0 * (tokens if self.pool == TOKENS else 1) * sum(each.weight.numel() for each in maps) + averaged
+        return 2.0 * (tokens if self.pool == TOKENS else 1) * sum(layer.weight.numel() for layer in maps) + averaged
 
     def classify(self, state: Tensor) -> Tensor:
         """(B, D) -> logits (B, C)."""
@@ -140,7 +140,7 @@ def exit_heads(backbone: Backbone, exits: tuple[int, ...], num_labels: int, pool
         )
     width = backbone.config.hidden_size
     pools = ("mean" if layer == 0 and pool != TOKENS else pool for layer in exits)
-    return nn.ModuleList(ExitHead(width, num_labels, each, backbone.exit_norm()) for each in pools)
+    return nn.ModuleList(ExitHead(width, num_labels, exit_pool, backbone.exit_norm()) for exit_pool in pools)
 
 
 INITS = ("scratch", "copy")  # initialisations of a VocabularyHead

@@ -63,8 +63,8 @@ def fit_in_closed_form(heads: nn.ModuleList, batches: Iterable[Tensor]) -> None:
     squares, products = (torch.zeros(len(heads), width, width, dtype=torch.float64) for _ in range(2))
     count = 0
     for states in batches:
-        *each, last = norm(states.to(device).float()).unbind(dim=1)
-        for k, x in enumerate(each):
+        *early, last = norm(states.to(device).float()).unbind(dim=1)
+        for k, x in enumerate(early):
             squares[k] += (x.T @ x).cpu()
             products[k] += (x.T @ last).cpu()
         count += len(states)

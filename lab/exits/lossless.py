@@ -101,7 +101,7 @@ def draft_and_verify(
             reached = [i for i, row in enumerate(new) if column < len(row)]
             # The last token of a row may be beyond its drafts: then the slice is empty.
             accepted = [drafts[i][column : column + 1] == [new[i][column]] for i in reached]
-            layers = [segments.exits[drafter.exit if each else -1] for each in accepted]
+            layers = [segments.exits[drafter.exit if is_draft else -1] for is_draft in accepted]
             yield Step([rows[i] for i in reached], [new[i][column] for i in reached], layers)
         room = [count - len(row) for count, row in zip(room, new)]
         running = [i for i, row in enumerate(new) if room[i] and row[-1] not in stop]
@@ -149,7 +149,7 @@ def _round(
     true, draft = logits.argmax(-1), torch.stack(drafted, dim=1) if drafted else token.new_zeros(len(rows), 0)
     right = (draft == true[:, :-1]).cumprod(1).bool()  # a draft is text if it and those before it are right
     read = torch.cat((right.new_ones(len(rows), 1), right), dim=1)
-    drafter.observe(segments, [torch.cat(each, dim=1) for each in states], true, read)
+    drafter.observe(segments, [torch.cat(exit_states, dim=1) for exit_states in states], true, read)
     return draft.tolist(), true.tolist()
 
 

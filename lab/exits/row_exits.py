@@ -289,7 +289,7 @@ class RowData(NamedTuple):
     def scores_of(self, logits: np.ndarray) -> tuple[list[float], dict]:
         """The same of logits (N, K, C)."""
         predicted = predictions(logits, self.task)
-        scores = [self.task.score(found, self.labels)["score"] for found in predicted.T]
+        scores = [self.task.score(exit_predictions, self.labels)["score"] for exit_predictions in predicted.T]
         more = {} if self.task.regression else {"wrong": np.flatnonzero(predicted[:, -1] != self.labels).tolist()}
         return scores, more
 
@@ -299,7 +299,7 @@ class RowData(NamedTuple):
         if self.known is not None:
             columns, states = [self.known.layers.index(layer) for layer in model.exits], self.known.states
             states = states if len(columns) == states.shape[1] else states[:, columns]
-            return States(states, torch.from_numpy(self.targets()), *self._about())
+            return States(states, torch.from_numpy(self.targets()), *self._training_fields())
         from mini_ee.lab.data.progress import tqdm  # imported here because only a training needs it
 
         if allocate is None:
@@ -310,19 +310,21 @@ class RowData(NamedTuple):
         for number, rows in enumerate(tqdm(batched, desc="states", unit="batch", delay=2)):
             if stored is not None and number < stored.done:
                 continue
-            found = torch.stack([state.float().cpu() for state in model.states(*self.batch(rows, device)[0])], dim=1)
+            batch_states = torch.stack(
+                [state.float().cpu() for state in model.states(*self.batch(rows, device)[0])], dim=1
+            )
             if model.token_task is not None:
-                found = model.some_tokens(found, self.encoded.batch(rows))
-            stored = stored or allocate((len(self), *found.shape[1:]))
-            stored.states[rows] = found
+                batch_states = model.some_tokens(batch_states, self.encoded.batch(rows))
+            stored = stored or allocate((len(self), *batch_states.shape[1:]))
+            stored.states[rows] = batch_states
             stored.wrote(number + 1, last=number + 1 == len(batched))
-        return States(stored.states, torch.from_numpy(self.targets()), *self._about())
+        return States(stored.states, torch.from_numpy(self.targets()), *self._training_fields())
 
     def targets(self) -> np.ndarray:
         """The labels that a loss reads: those of a ranking without their queries."""
         return self.labels["score"].copy() if self.labels.dtype.names else self.labels
 
-    def _about(self) -> tuple:
+    def _training_fields(self) -> tuple:
         return self.order, self.steps, self.scores_of
 
     def recorded(self, model: RowExits, batch_size: int, progress: str) -> Record:
@@ -332,8 +334,8 @@ class RowData(NamedTuple):
         """
         segments, known = model.segments(), self.known is not None and model.token_task is None
         logits = self.states(model).logits(model) if known else None
-        found = record(segments, self.encoded, batch_size, progress, segments.whole(), logits)
-        return found._replace(labels=self.labels if model.token_task is None else found.logits[:, -1, 0])
+        recorded = record(segments, self.encoded, batch_size, progress, segments.whole(), logits)
+        return recorded._replace(labels=self.labels if model.token_task is None else recorded.logits[:, -1, 0])
 
 
 class Known(NamedTuple):
@@ -365,8 +367,8 @@ class States(NamedTuple):
         """(N, K, C) float32: the logits of every exit, or of those at some places. model: in eval mode."""
         device, parts = next(model.parameters()).device, []
         for states in self.states.split(PART):
-            each = zip(exits or range(states.shape[1]), states.to(device)[:, exits or slice(None)].unbind(dim=1))
-            parts.append(np.stack([model.classify(k, state).float().numpy(force=True) for k, state in each], axis=1))
+            pairs = zip(exits or range(states.shape[1]), states.to(device)[:, exits or slice(None)].unbind(dim=1))
+            parts.append(np.stack([model.classify(k, state).float().numpy(force=True) for k, state in pairs], axis=1))
         return np.concatenate(parts)
 
     def batch(self, units: np.ndarray, device: torch.device) -> tuple[list[Tensor], Tensor]:

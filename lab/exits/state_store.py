@@ -37,7 +37,7 @@ class Stored:
             self.states: Tensor = torch.empty(shape)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        path, self._progress, self._about = folder / "states.bin", folder / "states.json", {"key": key}
+        path, self._progress, self._key = folder / "states.bin", folder / "states.json", key
         begun = read_json(self._progress) if path.exists() and self._progress.exists() else {}
         same = begun.get("key") == key
         self.done = begun["batches"] if same else 0
@@ -53,7 +53,7 @@ class Stored:
         """Record from time to time, and after the last batch, that so many are in the file."""
         if self._file is not None and (last or time.monotonic() - self._saved >= SAVED):
             self._file.flush()
-            write_json(self._progress, self._about | {"batches": max(batches, self.done)})
+            write_json(self._progress, {"key": self._key, "batches": max(batches, self.done)})
             self._saved = time.monotonic()
 
 

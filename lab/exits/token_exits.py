@@ -253,7 +253,7 @@ class TextData(NamedTuple):
         """The first texts, as many as have this number of tokens together; all, if they have fewer."""
         ends = np.cumsum(self.sizes())
         count = int(np.searchsorted(ends, tokens)) + 1
-        known = self.known and token_states(*(each[: ends[:count][-1]] for each in self.known[:2]))
+        known = self.known and token_states(*(tensor[: ends[:count][-1]] for tensor in self.known[:2]))
         return TextData(self.texts[:count], self.every, known)
 
     def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
@@ -289,7 +289,7 @@ class TextData(NamedTuple):
         for states, labels in self.state_batches(model, batch_size=batch_size):
             predictions = [model.classify(k, state).argmax(-1) for k, state in enumerate(states.unbind(dim=1))]
             labels = predictions[-1] if self.every else labels
-            right += [int((each == labels).sum()) for each in predictions]
+            right += [int((exit_predictions == labels).sum()) for exit_predictions in predictions]
             total += len(labels)
         return (right / total).tolist(), {}
 
@@ -321,10 +321,10 @@ class TextData(NamedTuple):
             begin, end = end, end + len(following)
             if stored is not None and number < stored.done:
                 continue
-            found = torch.stack(model.states(*inputs), dim=1)
-            found = found if allocate is None else F.rms_norm(found, found.shape[-1:], eps=EPS)
-            stored = stored or (allocate or in_memory)((int(self.sizes().sum()), *found.shape[1:]))
-            stored.states[begin:end] = found.cpu()
+            states = torch.stack(model.states(*inputs), dim=1)
+            states = states if allocate is None else F.rms_norm(states, states.shape[-1:], eps=EPS)
+            stored = stored or (allocate or in_memory)((int(self.sizes().sum()), *states.shape[1:]))
+            stored.states[begin:end] = states.cpu()
             stored.wrote(number + 1, last=number + 1 == len(batched))
         return token_states(stored.states, torch.cat(labels))
 
@@ -372,9 +372,11 @@ def record_texts(
         inputs_of = [(tuple(texts[row].ids if last else texts[row].ids[:-1]), texts[row].start) for row in rows]
         unique = {pair: at for at, pair in enumerate(dict.fromkeys(inputs_of))}
         which = torch.tensor([unique[pair] for pair in inputs_of], device=device)
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(each) for each, _ in unique], batch_first=True).to(device)
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens, _ in unique], batch_first=True).to(device)
         at = torch.arange(ids.shape[1])[None]
-        lengths, starts = (torch.tensor(numbers)[:, None] for numbers in zip(*((len(each), s) for each, s in unique)))
+        lengths, starts = (
+            torch.tensor(numbers)[:, None] for numbers in zip(*((len(tokens), s) for tokens, s in unique))
+        )
         inputs, counted = model.backbone.read_texts(ids, ((at >= starts) & (at < lengths)).to(device))
         counted = counted[which]
         # The tokens after the counted ones: text by text, as boolean indexing with `counted` orders them.

@@ -161,8 +161,8 @@ def _check_numbers(model: Path, required: AddOptions, other: object) -> None:
 def _numbers(labels, names: tuple[str, ...], several: bool, required: AddOptions, count: int) -> Sequence[int]:
     """The class of each text; without labels 0. Raises WrongArguments for labels that the model does not have."""
     if (labels is None) != (required.max_loss is None):
-        found = "found none" if labels is None else "found labels alone"
-        raise WrongArguments(f"expected both --max-loss and texts with labels (.tsv, .csv or .jsonl), {found}")
+        actual = "found none" if labels is None else "found labels alone"
+        raise WrongArguments(f"expected both --max-loss and texts with labels (.tsv, .csv or .jsonl), {actual}")
     if labels is None:
         return (0,) * count
     if not names or several:
@@ -171,20 +171,20 @@ def _numbers(labels, names: tuple[str, ...], several: bool, required: AddOptions
     index |= {name.casefold(): number for number, name in enumerate(names)}
     numbers = [index.get(str(label).strip().casefold(), -1) for label in labels]
     if len(numbers) != count or -1 in numbers:
-        found = f"{len(numbers)} labels for {count} texts"
-        found = found if len(numbers) != count else repr(labels[numbers.index(-1)])
+        actual = f"{len(numbers)} labels for {count} texts"
+        actual = actual if len(numbers) != count else repr(labels[numbers.index(-1)])
         some = ", ".join(names[:LISTED_LABELS]) + ", ..." * (len(names) > LISTED_LABELS)
-        raise WrongArguments(f"expected one of the model's labels {some}, or its number, found {found}")
+        raise WrongArguments(f"expected one of the model's labels {some}, or its number, found {actual}")
     return numbers
 
 
 def _check_rows(model: Path, kind: str, rows: list[tuple[str, ...]]) -> None:
     """Raise WrongArguments unless there is one text in a row whose tokens are labelled, or a question and a context."""
-    expected, found = 1 + (kind == SPAN), len(rows[0])
-    if found != expected:
+    expected, count = 1 + (kind == SPAN), len(rows[0])
+    if count != expected:
         what = "pairs, a question and its context" if kind == SPAN else "one text a row, whose tokens have labels"
         raise WrongArguments(
-            f"{model}: a model for {kind} reads {what}, found {found} text{'s' * (found > 1)} in a row"
+            f"{model}: a model for {kind} reads {what}, found {count} text{'s' * (count > 1)} in a row"
         )
 
 
@@ -213,8 +213,8 @@ def _begin(out: Path, inputs: dict, required: AddOptions, compare: Callable[[], 
     begun = read_json(path) if path.exists() else None
     if begun is not None and {key: begun.get(key) for key in fields} != fields:
         changed = changed_files(begun.get("files", {}), inputs["files"])[:3]
-        found = f"another {', '.join(changed)}" if changed else "other texts or options"
-        raise FileExistsError(f"{out}: holds a call with {found}; name another folder")
+        difference = f"another {', '.join(changed)}" if changed else "other texts or options"
+        raise FileExistsError(f"{out}: holds a call with {difference}; name another folder")
     if (out / "summary.json").exists() or begun is None and (out / "run").exists():
         raise FileExistsError(f"{out}: is there already; name another folder or remove it")
     compared = compare() if begun is None else begun["compared"]
@@ -246,13 +246,13 @@ def _trained(model: Path, task: Task, out: Path, count: int, required: AddOption
 
 def _own_length(model: Path) -> int:
     """The number of tokens up to which a classifier's own library reads a text, but for the limit of its positions."""
-    own = sentence_modules(model).max_length if is_setfit(model) else own_max_length(tokenizer_folder(model))
-    return own or NO_LIMIT
+    length = sentence_modules(model).max_length if is_setfit(model) else own_max_length(tokenizer_folder(model))
+    return length or NO_LIMIT
 
 
 def _method(unit: str) -> str:
     """The method that trains exits of this unit on a model that stays as it is."""
-    suiting = (name for name in METHODS if (found := load_method(name)).keeps_model and unit in found.units)
+    suiting = (name for name in METHODS if (loaded := load_method(name)).keeps_model and unit in loaded.units)
     method = next(suiting, None)
     if method is None:
         raise WrongArguments("no method of the registry trains exits on a model that stays as it is")
@@ -267,10 +267,10 @@ def _measured(run: Run, runtime: Runtime, task: Task, test: Split, labelled: boo
     different = runtime.encode(tuple(place))
     recorded = record(runtime.segments(), different, 1, "test texts", runtime.whole_model())
     recorded = recorded.take(np.array([place[text] for text in test.texts]))
-    own = predictions(recorded.logits[:, -1], task)
-    recorded = recorded._replace(labels=own if task.top_k is None else ranked(own, test.texts))
+    model_labels = predictions(recorded.logits[:, -1], task)
+    recorded = recorded._replace(labels=model_labels if task.top_k is None else ranked(model_labels, test.texts))
     task = replace(task, tolerance=run.metrics["tolerance"])
-    found = evaluate(runtime, run.rule, recorded, task, runtime.encode(test.texts), 1)
+    evaluation = evaluate(runtime, run.rule, recorded, task, runtime.encode(test.texts), 1)
     predicted = predictions(recorded.replay(run.rule).logits, task)
     accuracies = {"accuracy": predicted, "full_accuracy": recorded.labels} if labelled else {}
     worse = ~task.agrees(predicted, recorded.labels)
@@ -279,13 +279,13 @@ def _measured(run: Run, runtime: Runtime, task: Task, test: Split, labelled: boo
     level = 2 * run.config["training"]["confidence"] - 1  # its lower end is one-sided at the confidence
     bound = share_interval(int((~worse).sum()), len(worse), level)[0]
     return {
-        **{name: float((each == test.labels).mean()) for name, each in accuracies.items()},
-        "agreement": found["score"],
-        "agreement_interval": share_interval(round(found["score"] * len(worse)), len(worse)),
+        **{name: float((answers == test.labels).mean()) for name, answers in accuracies.items()},
+        "agreement": evaluation["score"],
+        "agreement_interval": share_interval(round(evaluation["score"] * len(worse)), len(worse)),
         **({} if task.top_k is None else {"queries": len(worse)}),
         **({"loss_bound": 1 - bound} if labelled else {"agreement_bound": bound}),
-        **{key: found[key] for key in ("mean_layers", "layers_saved", "exit_counts", "flops_ratio", "speedup")},
-        "per_exit_agreement": found["per_exit_accuracy"],
+        **{key: evaluation[key] for key in ("mean_layers", "layers_saved", "exit_counts", "flops_ratio", "speedup")},
+        "per_exit_agreement": evaluation["per_exit_accuracy"],
     }
 
 
@@ -332,12 +332,12 @@ def line_of(summary: dict) -> str:
         else:
             metric, least = "agreement", summary["required_agreement"]
             budget = f"keep an agreement of {least:.1%}{within}"
-        enough = [each["net_saved"] for each in summary["curve"] if each[metric] >= least]
-        found = f"no thresholds that {budget} save time"
+        enough = [point["net_saved"] for point in summary["curve"] if point[metric] >= least]
+        reason = f"no thresholds that {budget} save time"
         if (most := max(enough, default=0)) > 0:
-            found = f"thresholds that {budget} save at most {most:.1%} of the time"
+            reason = f"thresholds that {budget} save at most {most:.1%} of the time"
         more = f"; about {summary['rows_needed']:,} test {unit} may show more" if summary["rows_needed"] else ""
-        return f"Early exit does not pay here: {found}, heads included{more}. The model is left as it is."
+        return f"Early exit does not pay here: {reason}, heads included{more}. The model is left as it is."
     wanted = f"a loss of {summary['max_loss']:.1%}" if labelled else f"{summary['required_agreement']:.1%}"
     guarantee = f"{'at most' if labelled else 'at least'} {wanted} with {summary['confidence']:.0%} confidence"
     if summary["guarantee"] is None:

@@ -42,8 +42,8 @@ def block_maps(model: nn.Module) -> set[int]:
     """The ids of the weights of a decoder that are rounded in blocks: all linear maps of its layers and heads, and the
     embeddings. The policy, which is small and decides, is not rounded."""
     parts = (model.backbone, model.heads)
-    maps = (each for part in parts for each in part.modules() if isinstance(each, nn.Linear))
-    return {id(model.backbone.embeddings.weight), *(id(each.weight) for each in maps)}
+    maps = (module for part in parts for module in part.modules() if isinstance(module, nn.Linear))
+    return {id(model.backbone.embeddings.weight), *(id(linear.weight) for linear in maps)}
 
 
 def parameters_of(model: nn.Module, prefix: str = "") -> Parameters:
@@ -244,9 +244,9 @@ class Builder:
         rows = self.op("Reshape", name, self.integers(len(weight), -1))
         settings = {"bits": self.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
         rest = f"{name}_scales", f"{name}_zeros"
-        found = self.op("GatherBlockQuantized", rows, ids, *rest, domain=MICROSOFT, **settings)
+        embedded = self.op("GatherBlockQuantized", rows, ids, *rest, domain=MICROSOFT, **settings)
         whole = width % BLOCK == 0  # else the last block is filled up with numbers that no row has
-        return found if whole else self.op("Slice", found, *map(self.integers, (0, width, -1)))
+        return embedded if whole else self.op("Slice", embedded, *map(self.integers, (0, width, -1)))
 
     def packed(self, weight: Tensor, rows: slice = slice(None)) -> str:
         """The name of rows of a matrix (O, I) in blocks, as MatMulNBits reads it: (O, I / BLOCK, bytes of a block)
@@ -377,8 +377,8 @@ def _prune(graph: GraphProto) -> None:
 
 def _used(graph: GraphProto) -> set[str]:
     """All names that nodes of a graph or of its branches take."""
-    own = {name for node in graph.node for name in node.input}
-    return own.union(*map(_used, branches_of(graph)))
+    inputs = {name for node in graph.node for name in node.input}
+    return inputs.union(*map(_used, branches_of(graph)))
 
 
 def _own_copies(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
@@ -409,11 +409,11 @@ def _place(graph: GraphProto, tensors: dict[str, TensorProto], outside: Collecti
 
     Those in `outside` are declared in the graph in any case.
     """
-    own = {name for node in graph.node for name in node.input}
+    inputs = {name for node in graph.node for name in node.input}
     branches = list(branches_of(graph))
     used = [_used(branch) & tensors.keys() for branch in branches]
     count = Counter(name for names in used for name in names)
-    here = [name for name in tensors if name in own or count[name] > 1 or count[name] and name in outside]
+    here = [name for name in tensors if name in inputs or count[name] > 1 or count[name] and name in outside]
     graph.initializer.extend(tensors[name] for name in here)
     for branch, names in zip(branches, used):
         _place(branch, {name: tensors[name] for name in tensors if name in names.difference(here)})

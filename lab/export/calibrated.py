@@ -45,12 +45,12 @@ def check_calibratable(runtime: Runtime, conformal: bool, ranks: bool) -> None:
         raise WrongArguments(f"{folder}: its page contains the thresholds; calibrate the run, then export again")
     rule = rule_from_dict(config["rule"])
     if not config.get("rule_in_graph", True) or THRESHOLD not in runtime_values(rule, len(runtime.exits) - 1):
-        found, options = (
+        actual, options = (
             f"found the rule {rule.name}",
             "--threshold 0 --measure low_score" if ranks else "--threshold .9",
         )
         raise WrongArguments(
-            f"{folder}: expected a graph with thresholds, {found}; export the run with {options}, then calibrate"
+            f"{folder}: expected a graph with thresholds, {actual}; export the run with {options}, then calibrate"
         )
     if isinstance(rule, Policy) and not conformal:
         raise WrongArguments(
@@ -73,17 +73,17 @@ def write_calibrated(
     Raises WrongArguments if the graph does not contain the rule.
     """
     config = runtime.config
-    own = rule_from_dict(config["rule"])
-    if not served_by(rule, own):
-        found = f"{rule.name} on {getattr(rule, 'measure', None)}"
-        expected = f"the rule of {MODEL}, {own.name} on {getattr(own, 'measure', None)}"
-        raise WrongArguments(f"{runtime.folder}: expected {expected}, found {found}; export the run with that measure")
-    about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts, "calibration": measured}
+    exported_rule = rule_from_dict(config["rule"])
+    if not served_by(rule, exported_rule):
+        actual = f"{rule.name} on {getattr(rule, 'measure', None)}"
+        expected = f"the rule of {MODEL}, {exported_rule.name} on {getattr(exported_rule, 'measure', None)}"
+        raise WrongArguments(f"{runtime.folder}: expected {expected}, found {actual}; export the run with that measure")
+    rule_fields = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts, "calibration": measured}
     with atomic_folder(out, replace=out.resolve() == runtime.folder.resolve()) as partial:
         shutil.copytree(runtime.folder, partial, dirs_exist_ok=True)
         if not runtime.generates:  # the graph of a token has no defaults: it gets the thresholds at each call
             _set_thresholds(partial / MODEL, runtime_values(rule, len(runtime.exits) - 1)[THRESHOLD])
-        manifest = read_json(partial / MANIFEST, signed="format_version") | about
+        manifest = read_json(partial / MANIFEST, signed="format_version") | rule_fields
         manifest["curve"] = curve
         manifest["files"][MODEL] = file_sha256(partial / MODEL)
         write_bytes(partial / CARD, card(manifest).encode())
@@ -91,12 +91,12 @@ def write_calibrated(
         return Runtime(partial, [CPU], threads=1).model_id
 
 
-def _set_thresholds(path: Path, own: np.ndarray) -> None:
+def _set_thresholds(path: Path, thresholds: np.ndarray) -> None:
     """Replace the thresholds (K - 1,) that a graph has of its own."""
     import onnx
     from onnx import numpy_helper
 
     model = onnx.load(path, load_external_data=False)
-    (tensor,) = (each for each in model.graph.initializer if each.name == OWN_THRESHOLD)
-    tensor.CopyFrom(numpy_helper.from_array(own.reshape(tuple(tensor.dims)), OWN_THRESHOLD))
+    (tensor,) = (initializer for initializer in model.graph.initializer if initializer.name == OWN_THRESHOLD)
+    tensor.CopyFrom(numpy_helper.from_array(thresholds.reshape(tuple(tensor.dims)), OWN_THRESHOLD))
     write_bytes(path, model.SerializeToString())

@@ -78,7 +78,7 @@ def card(manifest: dict) -> str:
     """The model card, as Markdown."""
     name = manifest.get("task", {}).get("name") or manifest["backbone"].get("model_type", "model")
     exits = manifest["exits"]
-    parts = [_metadata(manifest), f"# {name}: {manifest['method']} with {len(exits)} exits", _about(manifest)]
+    parts = [_metadata(manifest), f"# {name}: {manifest['method']} with {len(exits)} exits", _summary(manifest)]
     parts += ["## Exits and rule", _rule(manifest), _exits(manifest)]
     parts += ["## Guarantee", guarantee_line(manifest), "## How it was measured", *_measured(manifest)]
     return "\n\n".join([*parts, "## Use", _use(manifest), ""])
@@ -88,10 +88,10 @@ def _metadata(manifest: dict) -> str:
     """The block that Hugging Face's Hub reads."""
     task, library = HUB[_kind(manifest)]
     task = "text-ranking" if _ranks(manifest) else task
-    about = (
+    front_matter = (
         {"pipeline_tag": task, "library_name": library} | manifest.get("original", {}) | {"tags": "[onnx, early-exit]"}
     )
-    return "\n".join(["---", *(f"{key}: {value}" for key, value in about.items()), "---"])
+    return "\n".join(["---", *(f"{key}: {value}" for key, value in front_matter.items()), "---"])
 
 
 def _ranks(manifest: dict) -> bool:
@@ -104,7 +104,7 @@ def _kind(manifest: dict) -> str:
     return manifest.get("task", {}).get("tokens") or manifest["unit"]
 
 
-def _about(manifest: dict) -> str:
+def _summary(manifest: dict) -> str:
     backbone, labels = manifest["backbone"], manifest.get("task", {}).get("label_names", [])
     layers = manifest["exits"][-1]
     text = f"{KINDS[_kind(manifest)]} ({backbone.get('model_type', 'transformer')}, {layers} layers)"
@@ -148,27 +148,27 @@ def _exits(manifest: dict) -> str:
 
 def guarantee_line(manifest: dict) -> str:
     """The guarantee of the rule in words."""
-    found = manifest.get("guarantee")
-    if not found:
+    terms = manifest.get("guarantee")
+    if not terms:
         return _no_guarantee(manifest)
-    if found.get("guarantee") == "conformal":
-        what = f"a new text has the full model's prediction with probability {found['epsilon']:g} or more"
-    elif "cosine" in found:
-        what = f"at least {found['epsilon']:.1%} of texts have a cosine of {found['cosine']:g} to the full embedding"
-        what += f", with confidence {1 - found['delta']:.1%}"
-    elif "top_k" in found:
-        what = f"at least {1 - found['max_loss']:.1%} of queries keep the {found['top_k']} best texts of the full model"
-        what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} other queries"
-    elif "delta" in found:
+    if terms.get("guarantee") == "conformal":
+        what = f"a new text has the full model's prediction with probability {terms['epsilon']:g} or more"
+    elif "cosine" in terms:
+        what = f"at least {terms['epsilon']:.1%} of texts have a cosine of {terms['cosine']:g} to the full embedding"
+        what += f", with confidence {1 - terms['delta']:.1%}"
+    elif "top_k" in terms:
+        what = f"at least {1 - terms['max_loss']:.1%} of queries keep the {terms['top_k']} best texts of the full model"
+        what += f", with confidence {terms['confidence']:.0%}, by a test on {terms['rows']} other queries"
+    elif "delta" in terms:
         what = (
-            f"at each exit, at least {found['epsilon']:.1%} of the texts that are as confident have the prediction of"
+            f"at each exit, at least {terms['epsilon']:.1%} of the texts that are as confident have the prediction of"
         )
-        what += f" the full model, with confidence {1 - found['delta']:.1%} for all exits together"
+        what += f" the full model, with confidence {1 - terms['delta']:.1%} for all exits together"
     else:
         what = (
-            f"the rule loses at most {found['max_loss']:g} of {found.get('of', 'score')} compared with the full model"
+            f"the rule loses at most {terms['max_loss']:g} of {terms.get('of', 'score')} compared with the full model"
         )
-        what += f", with confidence {found['confidence']:.0%}, by a test on {found['rows']} held-out examples"
+        what += f", with confidence {terms['confidence']:.0%}, by a test on {terms['rows']} held-out examples"
     engine = calibrated_engine(manifest)
     where = "" if engine == Engine() else f" with `{engine.options}`"
     if (weights := manifest.get("calibration", {}).get("weights", "float32")) != "float32":
@@ -193,16 +193,16 @@ def _no_guarantee(manifest: dict) -> str:
 
 def _measured(manifest: dict) -> list[str]:
     lines = []
-    if found := manifest.get("calibration"):
-        source = ", ".join(str(found[key]) for key in ("task", "split") if found.get(key))
+    if calibration := manifest.get("calibration"):
+        source = ", ".join(str(calibration[key]) for key in ("task", "split") if calibration.get(key))
         noun = "tokens" if manifest["unit"] == "tokens" else "rows"
-        others, what = f"{found['rows_fresh']} other {noun}", "have the prediction of the last exit"
-        if "queries_fresh" in found:
-            others, what = f"{found['queries_fresh']} other queries", "keep the best texts of the last exit"
+        others, what = f"{calibration['rows_fresh']} other {noun}", "have the prediction of the last exit"
+        if "queries_fresh" in calibration:
+            others, what = f"{calibration['queries_fresh']} other queries", "keep the best texts of the last exit"
         lines.append(
-            f"Calibrated on this graph with {found['rows_calibration']} {noun} of {source}, in batches of "
-            f"{found['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {others}, "
-            f"{found['end_to_end']:.1%} {what}, after {found['mean_layers']:.2f} layers on average."
+            f"Calibrated on this graph with {calibration['rows_calibration']} {noun} of {source}, in batches of "
+            f"{calibration['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {others}, "
+            f"{calibration['end_to_end']:.1%} {what}, after {calibration['mean_layers']:.2f} layers on average."
         )
     verified = manifest.get("verified")
     if verified:

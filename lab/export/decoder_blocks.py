@@ -40,7 +40,7 @@ def cache_inputs(g: Any, config: Any, first: int | str) -> tuple[Tensor, Tensor,
     keys = g.input(f"keys_{first}", "prompts", "slots", width, dtype=g.dtype)
     # places[b, t] = (rows[b], positions[b, t]). Position -1, padding, addresses the last slot.
     row = g.op("Expand", g.op("Unsqueeze", rows, g.integers(1)), g.shape(positions, 0, 2))
-    places = g.op("Concat", *(g.op("Unsqueeze", each, g.integers(2)) for each in (row, positions)), axis=2)
+    places = g.op("Concat", *(g.op("Unsqueeze", indices, g.integers(2)) for indices in (row, positions)), axis=2)
     zero, one = (g.constant(f"scalar_{value}", np.array(value)) for value in (0, 1))
     slots = g.op("Range", zero, g.op("Squeeze", g.shape(keys, 1, 2)), one)
     at = g.tensor(g.op("Max", positions, g.integers(0)), "batch", "tokens", dtype=np.int64)
@@ -57,7 +57,7 @@ def graph_cos_sin(config: Any, at: Tensor, cached: bool) -> list[Tensor]:
         frequencies = torch.where(is_long, config.rope_frequencies(long=True), frequencies)
     angle = at.float()[..., None] * frequencies
     cos_sin = [angle.cos(), angle.sin()]
-    return cos_sin if config.rope_scale == 1 else [each * config.rope_scale for each in cos_sin]
+    return cos_sin if config.rope_scale == 1 else [table * config.rope_scale for table in cos_sin]
 
 
 class GraphBlock:
@@ -84,7 +84,7 @@ class GraphBlock:
         """
         self.config, self.at, self._cache = config, at, cache
         self.readable, self.window_mask = (mask if mask is None else _in_graph(mask) for mask in masks)
-        self._cos_sin = [_in_graph(each) for each in cos_sin]
+        self._cos_sin = [_in_graph(table) for table in cos_sin]
         self.dims = self.written_dims = at.shape  # of the running tokens; of all tokens that write keys
         self.width = config.key_value_heads * config.head_width
         self.padding: Any = None  # (B, 1, 1, T), true at tokens, if tokens read each other
@@ -120,7 +120,7 @@ class GraphBlock:
         assert self._cache is not None  # only tokens that read a cache exit on their own
         block.readable, block.written = g.op("Gather", self.readable, read), {}
         block.window_mask = self.window_mask and g.op("Gather", self.window_mask, read)
-        block._cos_sin = [g.op("Gather", each, write) for each in self._cos_sin]
+        block._cos_sin = [g.op("Gather", table, write) for table in self._cos_sin]
         places, rows = g.op("Gather", self._cache.places, write), g.op("Gather", self._cache.rows, read)
         block._cache = GraphCache(places, rows, self._cache.prompts)
         block._exited = states.flat
@@ -137,7 +137,7 @@ class GraphBlock:
         block, g = copy(self), rows.g
         block.readable, block.padding = g.op("Gather", self.readable, rows.name), self.padding[rows]
         block.window_mask = self.window_mask and g.op("Gather", self.window_mask, rows.name)
-        block._cos_sin = [g.op("Gather", each, rows.name) for each in self._cos_sin]
+        block._cos_sin = [g.op("Gather", table, rows.name) for table in self._cos_sin]
         block.dims = block.written_dims = (rows.shape[0], self.dims[1])
         return block
 
@@ -146,7 +146,7 @@ class GraphBlock:
         block.padding = self.padding.repeat(count, 1, 1, 1)
         block.readable = g.op("Tile", self.readable, g.integers(count, 1, 1, 1))
         block.window_mask = self.window_mask and g.op("Tile", self.window_mask, g.integers(count, 1, 1, 1))
-        block._cos_sin = [g.op("Tile", each, g.integers(count, 1, 1)) for each in self._cos_sin]
+        block._cos_sin = [g.op("Tile", table, g.integers(count, 1, 1)) for table in self._cos_sin]
         block.dims = block.written_dims = (block.padding.shape[0], self.dims[1])
         return block
 
@@ -197,11 +197,11 @@ class GraphBlock:
         assert self._cache is not None
         g, cache = query.g, self._cache
 
-        def read(*each: str) -> list:
-            return [g.value(attend(*each), "some", "tokens", query.shape[-1])]
+        def read(*names: str) -> list:
+            return [g.value(attend(*names), "some", "tokens", query.shape[-1])]
 
         def gathered() -> list:
-            return read(*(g.op("Gather", each, cache.rows) for each in tensors))
+            return read(*(g.op("Gather", tensor, cache.rows) for tensor in tensors))
 
         all_run = g.op("Equal", g.shape(running, 0, 1), cache.prompts)
         return query.like(g.either(all_run, lambda: read(*tensors), gathered)[0].name)
@@ -257,8 +257,8 @@ class MemoryBlock(GraphBlock):
             states = decoder.encoder_norm(decoder.encode(Tensors(ids, mask), decoder.text_layers)[0])
             for depth, layer in enumerate(decoder.layers):
                 heads = layer.linear("cross_key_value", states, None).chunk(2, dim=-1)
-                for kind, each in zip(("keys", "values"), heads):
-                    g.output(f"{MEMORY}_{kind}_{depth}", each.name, *axes, each.shape[-1])
+                for kind, tensor in zip(("keys", "values"), heads):
+                    g.output(f"{MEMORY}_{kind}_{depth}", tensor.name, *axes, tensor.shape[-1])
         g.output(f"{MEMORY}_mask", g.op("Identity", mask.name), *axes, dtype=np.int64)
 
 

@@ -81,7 +81,7 @@ def exits_of_encoder(
 
 
 def _trained(model: Path, task: Task, out: Path, required: AddOptions, seed: int, say) -> Run:
-    suiting = (name for name in METHODS if (found := load_method(name)).keeps_model and "embeddings" in found.units)
+    suiting = (name for name in METHODS if (loaded := load_method(name)).keeps_model and "embeddings" in loaded.units)
     method = next(suiting, None)
     if method is None:
         raise WrongArguments("no method of the registry trains exits on a sentence encoder that stays as it is")
@@ -103,8 +103,8 @@ def _measured(runtime: Runtime, test: Split) -> dict:
     return {
         "per_exit_cosine": cosines.mean(axis=0).tolist(),
         "depths": [
-            {"layers": layers, "cosine": cosine, "low_cosine": low, "speedup": full / each}
-            for layers, cosine, low, each in rows
+            {"layers": layers, "cosine": cosine, "low_cosine": low, "speedup": full / exit_seconds}
+            for layers, cosine, low, exit_seconds in rows
         ],
     }
 
@@ -114,11 +114,11 @@ def line_of_encoder(summary: dict) -> str:
     layers, tested = summary["exits"][-1], f"{summary['texts']['tested']:,} texts"
     if not summary["pays"]:
         most = max(summary["per_exit_cosine"][:-1], default=0.0)
-        found = f"before the last layer the mean cosine to the full embedding is at most {most:.3f} on {tested}"
+        reason = f"before the last layer the mean cosine to the full embedding is at most {most:.3f} on {tested}"
         return (
-            f"Early exit does not pay here: {found}, below {summary['required_cosine']:g}. The model is left as it is."
+            f"Early exit does not pay here: {reason}, below {summary['required_cosine']:g}. The model is left as it is."
         )
-    here = next(each for each in summary["depths"] if each["layers"] == summary["depth"])
+    here = next(depth for depth in summary["depths"] if depth["layers"] == summary["depth"])
     return (
         f"After {summary['depth']} of {layers} layers the mean cosine to the full embedding is {here['cosine']:.3f} on "
         f"the {tested} on which this depth was chosen; for 10% of them it is below {here['low_cosine']:.3f}. It is "
@@ -132,8 +132,8 @@ def card_of_encoder(summary: dict) -> str:
     if not summary["pays"]:
         return f"# {name} without exits\n\n{line_of_encoder(summary)} {summary['compared']}\n"
     rows = "\n".join(
-        f"| {each['layers']} | {each['cosine']:.3f} | {each['low_cosine']:.3f} | {each['speedup']:.2f} |"
-        for each in summary["depths"]
+        f"| {depth['layers']} | {depth['cosine']:.3f} | {depth['low_cosine']:.3f} | {depth['speedup']:.2f} |"
+        for depth in summary["depths"]
     )
     return f"""# {name} with exits
 

@@ -46,8 +46,8 @@ class Engine(NamedTuple):
         calibrated = calibrated_engine(manifest)
         if not manifest.get("guarantee") or calibrated == self:
             return None
-        found = f"the guarantee was calibrated with {calibrated.options}, and none holds with {self.options}"
-        return f"{folder}: {found}: `mini-ee calibrate EXPORTED {self.options}` gives one"
+        reason = f"the guarantee was calibrated with {calibrated.options}, and none holds with {self.options}"
+        return f"{folder}: {reason}: `mini-ee calibrate EXPORTED {self.options}` gives one"
 
 
 def calibrated_engine(manifest: dict) -> Engine:

@@ -77,7 +77,7 @@ def named_by(original: Path) -> dict[str, str]:
     card = original / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     block = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    found = re.search(r"^license: *([\w.-]+) *$", block[1], re.MULTILINE) if block else None
+    match = re.search(r"^license: *([\w.-]+) *$", block[1], re.MULTILINE) if block else None
     named = re.search(r"/models--([^/]+)--([^/]+)/snapshots/", f"{original.absolute()}/")
     base = {"base_model": f"{named[1]}/{named[2]}"} if named else {}
-    return base | ({"license": found[1]} if found else {})
+    return base | ({"license": match[1]} if match else {})

@@ -53,13 +53,13 @@ def _binary(node: str, kind: type | None = None) -> Callable:
             a, b = (like, b) if isinstance(a, Value) else (a, like)
         if like.kind.kind == "f":
             a, b = (x.float() if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter) else x for x in (a, b))
-        shape, found = broadcast(shape_of(a), shape_of(b)), kind or like.kind
+        shape, result_kind = broadcast(shape_of(a), shape_of(b)), kind or like.kind
         others = [x for x in (a, b) if x is not like]
         lone = all(shape_of(x) == tuple(shape) if isinstance(x, Value) else len(shape_of(x)) < 2 for x in others)
         if tuple(shape) == like.shape and lone and any(isinstance(x, Value) and x.is_flat for x in (a, b)):
             names = [x.flat if isinstance(x, Value) else name_of(x, like) for x in (a, b)]
-            return like.flat_like(like.g.op(node, *names), shape, found)
-        return like.like(like.g.op(node, name_of(a, like), name_of(b, like)), shape, found)
+            return like.flat_like(like.g.op(node, *names), shape, result_kind)
+        return like.like(like.g.op(node, name_of(a, like), name_of(b, like)), shape, result_kind)
 
     return write
 
@@ -103,7 +103,7 @@ Value.__ne__ = _differ
 
 
 def _unary(node: str) -> Callable:
-    return lambda x, *_, **__: x.each(node)
+    return lambda x, *_, **__: x.elementwise(node)
 
 
 for _node, *_functions in [
@@ -162,13 +162,13 @@ def _one_hot(x: Value, num_classes: int) -> Value:
 
 @lowers(F.logsigmoid)
 def _logsigmoid(x: Value) -> Value:
-    return -(-x).each("Softplus")
+    return -(-x).elementwise("Softplus")
 
 
 @lowers(torch.cosine_similarity, F.cosine_similarity)
 def _cosine_similarity(a: Value, b: Value, dim: int = 1, eps: float = 1e-8) -> Value:
     total = LOWERINGS[np.sum]
-    return total(a * b, dim) / (total(a * a, dim) * total(b * b, dim)).each("Sqrt")
+    return total(a * b, dim) / (total(a * a, dim) * total(b * b, dim)).elementwise("Sqrt")
 
 
 @lowers(F.dropout)
@@ -178,32 +178,32 @@ def _dropout(x: Value, *_, **__) -> Value:
 
 @lowers(torch.rsqrt, Tensor.rsqrt)
 def _rsqrt(x: Value) -> Value:
-    return x.each("Sqrt").each("Reciprocal")
+    return x.elementwise("Sqrt").elementwise("Reciprocal")
 
 
 @lowers(F.silu)
 def _silu(x: Value, inplace: bool = False) -> Value:
-    return x * x.each("Sigmoid")
+    return x * x.elementwise("Sigmoid")
 
 
 @lowers(F.gelu)
 def _gelu(x: Value, approximate: str = "none") -> Value:
-    return x.each("Gelu", approximate=approximate)
+    return x.elementwise("Gelu", approximate=approximate)
 
 
 @lowers(np.logaddexp)
 def logaddexp(a, b, **_) -> Value:
     """Softplus if the first is 0; otherwise the larger value plus softplus(-|a - b|), which cannot overflow."""
     if not isinstance(a, Value) and np.all(np.asarray(a) == 0):
-        return b.each("Softplus")
+        return b.elementwise("Softplus")
     larger = LOWERINGS[np.maximum](a, b)
-    return larger + (-abs(a - b)).each("Softplus")
+    return larger + (-abs(a - b)).elementwise("Softplus")
 
 
 @lowers(torch.clamp, Tensor.clamp, np.clip)
 def _clamp(x: Value, min=None, max=None, **_) -> Value:
     ends = ["" if end is None else name_of(end, x) for end in (min, max)]
-    return x.each("Clip", *ends)
+    return x.elementwise("Clip", *ends)
 
 
 @lowers(torch.where, np.where)
@@ -240,7 +240,7 @@ def _reduced(node: str) -> Callable:
     def write(x: Value, dim=None, axis=None, keepdims=False, keepdim=False, dtype=None, out=None, **_) -> Value:
         axis, keeps = dim if axis is None else axis, keepdims or keepdim
         axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
-        axes = sorted(each % x.ndim for each in axes)
+        axes = sorted(index % x.ndim for index in axes)
         shape = [1 if at in axes else size for at, size in enumerate(x.shape) if keeps or at not in axes]
         if x.kind.kind == "b":
             x = cast(x, np.int64)
@@ -309,13 +309,13 @@ def _asarray(x: Value, *_, **__) -> Value:
 def linear(x: Value, weight, bias=None) -> Value:
     """A Gemm on the flat value, which also adds the bias; or what the Builder has for a weight that it rounds."""
     shape = [*x.shape[:-1], weight.shape[0]]
+    bias = None if bias is None else name_of(bias, x)
     if id(weight) in x.g.rounded:
-        return x.flat_like(x.g.linear_rounded(x.flat, weight, None if bias is None else name_of(bias, x)), shape)
+        return x.flat_like(x.g.linear_rounded(x.flat, weight, bias), shape)
     matrix, *part = getattr(weight, "rows", None) or (None,)
     if x.g.bits and id(matrix) in x.g.rounded:  # some of the outputs, such as keys and values without queries
-        bias = None if bias is None else name_of(bias, x)
         return x.flat_like(x.g.linear_in_blocks(x.flat, matrix, bias, slice(*part)), shape)
-    names = [name_of(each, x) for each in (weight, bias) if each is not None]
+    names = [name_of(weight, x), *([] if bias is None else [bias])]
     return x.flat_like(x.g.gemm(x.flat, *names), shape)
 
 
@@ -333,13 +333,15 @@ Value.__rmatmul__ = lambda a, b: _matmul(b, a)
 
 @lowers(F.layer_norm)
 def _layer_norm(x: Value, shape, weight=None, bias=None, eps: float = 1e-5) -> Value:
-    return x.each("LayerNormalization", *(each for each in (weight, bias) if each is not None), epsilon=eps)
+    return x.elementwise(
+        "LayerNormalization", *(operand for operand in (weight, bias) if operand is not None), epsilon=eps
+    )
 
 
 @lowers(F.rms_norm)
 def _rms_norm(x: Value, shape, weight=None, eps: float | None = None) -> Value:
     weight = torch.ones(shape) if weight is None else weight
-    return x.each("RMSNormalization", weight, epsilon=eps)
+    return x.elementwise("RMSNormalization", weight, epsilon=eps)
 
 
 @lowers(F.conv1d, torch.conv1d)
@@ -385,8 +387,8 @@ def _rotate(rotate: Callable, x, cos, sin):
     if not isinstance(x, Value):
         return rotate(x, cos, sin)
     half, (rows, tokens, heads, width) = cos.shape[-1] // 2, x.shape
-    angles = [cast(reshape(each[..., half:], 1, tokens, half), x.kind) for each in (cos, sin)]
-    angles = [expand(each, rows, tokens, half) for each in angles]
+    angles = [cast(reshape(angle[..., half:], 1, tokens, half), x.kind) for angle in (cos, sin)]
+    angles = [expand(angle, rows, tokens, half) for angle in angles]
     part = {"rotary_embedding_dim": 2 * half} if 2 * half < width else {}
     return reshape(
         reshape(x, rows, tokens, heads * width).op("RotaryEmbedding", *angles, num_heads=heads, **part), x.shape

@@ -222,21 +222,21 @@ def index(x: Value, key) -> Value:
         known = lifted(key.g, x)
         return (known if isinstance(known, Value) else constant(key, x))[key]
     keys = list(key) if isinstance(key, tuple) else [key]
-    if Ellipsis in [each if each is Ellipsis else None for each in keys]:
-        at = next(i for i, each in enumerate(keys) if each is Ellipsis)
-        taken = sum(each is not None and each is not Ellipsis for each in keys)
+    if Ellipsis in [part if part is Ellipsis else None for part in keys]:
+        at = next(i for i, part in enumerate(keys) if part is Ellipsis)
+        taken = sum(part is not None and part is not Ellipsis for part in keys)
         keys[at : at + 1] = [slice(None)] * (x.ndim - taken)
     axis = 0
-    for each in keys:
-        if each is None:
+    for part in keys:
+        if part is None:
             x, axis = unsqueeze(x, axis), axis + 1
-        elif isinstance(each, int):
-            x = take(x, each, axis)
-        elif isinstance(each, slice):
-            x, axis = _sliced(x, each, axis), axis + 1
+        elif isinstance(part, int):
+            x = take(x, part, axis)
+        elif isinstance(part, slice):
+            x, axis = _sliced(x, part, axis), axis + 1
         else:
-            x = take(x, _where_true(each) if shape_of(each) and each.dtype in (torch.bool, np.bool_) else each, axis)
-            axis += len(shape_of(each)) if shape_of(each) else 0
+            x = take(x, _where_true(part) if shape_of(part) and part.dtype in (torch.bool, np.bool_) else part, axis)
+            axis += len(shape_of(part)) if shape_of(part) else 0
     return x
 
 
@@ -268,19 +268,19 @@ def _sliced(x: Value, part: slice, axis: int) -> Value:
     if part == slice(None):
         return x
     size, start, stop = x.shape[axis], 0 if part.start is None else part.start, part.stop
-    if all(isinstance(each, int | None) for each in (size, start, stop)):
+    if all(isinstance(bound, int | None) for bound in (size, start, stop)):
         start, stop, _ = part.indices(size)
         if (start, stop) == (0, size):
             return x
-        found: Size | str = max(0, stop - start)
+        length: Size | str = max(0, stop - start)
     elif isinstance(stop, Dim) and start == 0:
-        found = stop
+        length = stop
     else:
-        found = f"{size}[{start}:{stop}]"
+        length = f"{size}[{start}:{stop}]"
     ends = [
         x.g.integers(end) if isinstance(end, int) else end.read() for end in (start, 2**62 if stop is None else stop)
     ]
-    shape, g = [*x.shape[:axis], found, *x.shape[axis + 1 :]], x.g
+    shape, g = [*x.shape[:axis], length, *x.shape[axis + 1 :]], x.g
     if getattr(x, "parameter", None) is not None and not axis:  # a rounded parameter is not written as a whole
         sliced = type(x)(g, shape, x.kind, lambda: g.op("Slice", x.name, *ends, g.integers(axis)))
         sliced.rows = x.parameter, start, stop

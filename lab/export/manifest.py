@@ -79,8 +79,8 @@ def _check_values(manifest: dict, folder: Path) -> None:
     exits, backbone = manifest["exits"], manifest["backbone"]
     layers = next((backbone[key] for key in DEPTH_KEYS if key in backbone), None)
     if exits[-1] != layers or any(above <= below for below, above in zip(exits, exits[1:])):
-        found = f"{MANIFEST} has the exits {exits!s:.100} of a model of {layers!r:.40} layers"
-        raise ValueError(f"{folder}: {found}, expected exits that ascend to the last layer; export the run again")
+        problem = f"{MANIFEST} has the exits {exits!s:.100} of a model of {layers!r:.40} layers"
+        raise ValueError(f"{folder}: {problem}, expected exits that ascend to the last layer; export the run again")
     if "encoder" in manifest:
         _check(manifest, {"encoder": {"name": str, "flops": [float]}}, folder)
     if "begins_with" in manifest:  # an encoder reads the prompts
@@ -89,18 +89,18 @@ def _check_values(manifest: dict, folder: Path) -> None:
         return
     names, classes = manifest["task"]["label_names"], manifest["num_labels"]
     if unit != "embeddings" and classes != (len(names) or 1):
-        found = f"{MANIFEST} names {len(names)} labels for {classes} logits"
-        raise ValueError(f"{folder}: {found}; export the run again")
+        problem = f"{MANIFEST} names {len(names)} labels for {classes} logits"
+        raise ValueError(f"{folder}: {problem}; export the run again")
     of_engines = [manifest]
     if f"segment_{manifest['exits'][0]}" in manifest["graphs"]:
         _check(manifest, BY_SEGMENT, folder)
         of_engines.append(manifest | manifest["by_segment"])
-    for each in of_engines:
-        exits, passes, flops, policies = (len(each[key]) for key in ("exits", "layer_passes", "flops", "state_flops"))
-        pairs = *each["flops"], each["whole_flops"]
+    for engine in of_engines:
+        exits, passes, flops, policies = (len(engine[key]) for key in ("exits", "layer_passes", "flops", "state_flops"))
+        pairs = *engine["flops"], engine["whole_flops"]
         if not exits == passes == flops == policies or any(len(pair) != 2 for pair in pairs):
-            found = f"{exits} exits, the layers of {passes}, the costs of {flops} and of {policies} policies"
-            raise ValueError(f"{folder}: {MANIFEST} has {found}, two each; export the run again")
+            problem = f"{exits} exits, the layers of {passes}, the costs of {flops} and of {policies} policies"
+            raise ValueError(f"{folder}: {MANIFEST} has {problem}, two each; export the run again")
 
 
 def _check(manifest: dict, form: dict, folder: Path, where: str = "") -> None:
@@ -122,7 +122,7 @@ def _is(value, kind) -> bool:
     """Whether a JSON value has a type as in ROWS. Ints are at least 0, floats finite."""
     if isinstance(kind, list | tuple):
         enough = isinstance(value, list) and len(value) >= isinstance(kind, list)
-        return enough and all(_is(each, kind[0]) for each in value)
+        return enough and all(_is(element, kind[0]) for element in value)
     if kind in (int, float):
         if not isinstance(value, (int, kind)) or isinstance(value, bool):
             return False

@@ -135,11 +135,11 @@ class _ModelGraph:
         """(B,) int64: the exit of each row, from `exit_at` or the rule's own plan; negative: the rule decides."""
         g, rule, last = self.g, self.rule, self.last
         planned = None if self.decides or rule.plans_from_texts else rule.plan(range(1))
-        own = np.array([-1 if self.decides else last]) if planned is None else planned
-        exit_at = g.default("exit_at", own, "rows_planned")
+        default_plan = np.array([-1 if self.decides else last]) if planned is None else planned
+        exit_at = g.default("exit_at", default_plan, "rows_planned")
         exits = g.constant("exits", np.arange(last + 1))
         known = g.op("Gather", exits, g.op("Max", exit_at, g.integers(0)))  # fails for an index that is no exit
-        exit_at = g.op("Where", g.op("Less", exit_at, g.integers(0)), g.integers(*own), known)
+        exit_at = g.op("Where", g.op("Less", exit_at, g.integers(0)), g.integers(*default_plan), known)
         return g.op("Expand", exit_at, g.shape(g.input("input_ids", "batch", "tokens"), 0, 1))
 
     def _memory(self) -> dict[str, ArrayValue]:
@@ -149,14 +149,14 @@ class _ModelGraph:
         the declared sizes when it plans memory, so the first node gives the value sizes that are known only when the
         graph runs. The Reshape fails for sizes that do not fit.
         """
-        g, own = self.g, runtime_values(self.rule, self.last).get(THRESHOLD) if self.decides else None
-        if own is None or self.tokens:  # a token of a decoder takes little time: its rows share a threshold
+        g, thresholds = self.g, runtime_values(self.rule, self.last).get(THRESHOLD) if self.decides else None
+        if thresholds is None or self.tokens:  # a token of a decoder takes little time: its rows share a threshold
             return {}
         given = g.default(THRESHOLD, np.array(np.nan, np.float32))
         rows = g.shape(g.input("input_ids", "batch", "tokens"), 0, 1)
         sizes = g.op("Concat", rows, g.integers(self.last), axis=0)
         given = g.op("Reshape", g.op("Expand", given, sizes), sizes)
-        of_rows = g.op("Where", g.op("IsNaN", given), g.constant("own_threshold", own), given)
+        of_rows = g.op("Where", g.op("IsNaN", given), g.constant("own_threshold", thresholds), given)
         return {THRESHOLD: g.array(of_rows, "batch", self.last)}
 
     def _rule_at(self, k: int, memory: dict) -> tuple[Rule, dict[str, ArrayValue], ArrayValue | None]:
@@ -166,9 +166,9 @@ class _ModelGraph:
         later exits too: then it is the smallest threshold from exit k on.
         """
         g, values, least = self.g, {}, None
-        for name, own in runtime_values(self.rule, self.last).items():
+        for name, default in runtime_values(self.rule, self.last).items():
             if name not in memory:
-                values[name] = g.array(g.default(name, own, len(own)), len(own), dtype=own.dtype)
+                values[name] = g.array(g.default(name, default, len(default)), len(default), dtype=default.dtype)
             if name == THRESHOLD:  # one value per exit
                 given = memory.get(name, values.get(name))
                 values[name] = given[..., k]
@@ -239,9 +239,9 @@ class _ModelGraph:
 
     def _one_number(self, values: list, rows: str) -> str:
         """(B,) float32: the first of these values that has one number per row; inf if there is none."""
-        of_rows = (each for each in values if isinstance(each, ArrayValue) and each.ndim == 1)
+        of_rows = (value for value in values if isinstance(value, ArrayValue) and value.ndim == 1)
         unknown = self.g.op("Expand", self.g.constant("infinity", INFINITY[None]), rows)
-        return next((each.astype(np.float32).name for each in of_rows), unknown)
+        return next((value.astype(np.float32).name for value in of_rows), unknown)
 
     def _exit_values(self, k: int, logits: str, rows: str, extra: list[str]) -> list:
         g, axis = self.g, f"rows_{k}"

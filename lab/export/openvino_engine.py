@@ -30,8 +30,8 @@ class OpenVinoModel(OrtModel):
     def __init__(self, folder: Path, precision: str, threads: int):
         self._arguments = folder, precision, threads
         manifest = read_manifest(folder)
-        if found := _other_kind(manifest):
-            expected = f"{folder}: expected a classifier or a sentence encoder for --engine openvino, found {found}"
+        if kind := _other_kind(manifest):
+            expected = f"{folder}: expected a classifier or a sentence encoder for --engine openvino, found {kind}"
             raise WrongArguments(f"{expected}; leave out --engine")
         with blaming_manifest(folder):
             super().__init__(folder, manifest, "CPU", threads, partial(OpenVinoGraph, precision=precision))
@@ -80,7 +80,7 @@ class OpenVinoGraph(Graph):
             raise ValueError(f"{path}: OpenVINO cannot load this graph: {_reason(error)}; leave out --engine") from None
         ports = [(port, list(port.get_partial_shape())[-1:]) for port in self._compiled.outputs]
         widths = {name: list(map(_size, axes)) for port, axes in ports for name in port.get_names()}  # often several
-        names = {each.get_any_name() for each in self._compiled.inputs}
+        names = {graph_input.get_any_name() for graph_input in self._compiled.inputs}
         super().__init__(names - self._defaults.keys(), widths)
         self._requests = threading.local()  # a request has buffers of its own
 
@@ -93,9 +93,9 @@ class OpenVinoGraph(Graph):
                 expected = f"expected {name} {self._fixed[name].item()}, which OpenVINO keeps, found {value.item()}"
                 raise ValueError(f"{self._path}: {expected}; leave out --engine")
         try:
-            if not hasattr(self._requests, "own"):
-                self._requests.own = self._compiled.create_infer_request()
-            results = self._requests.own.infer(given, share_inputs=True)
+            if not hasattr(self._requests, "request"):
+                self._requests.request = self._compiled.create_infer_request()
+            results = self._requests.request.infer(given, share_inputs=True)
         except RuntimeError as error:
             raise ValueError(f"{self._path}: OpenVINO cannot run this batch: {_reason(error)}") from None
         return {name: results[name] for name in (self._outputs if read else self._unread)}

@@ -80,12 +80,12 @@ def compare(
         return f"Not compared with {library}: {version} cannot read this folder ({shortened(reason or repr(error))})."
     for text, theirs, ours in zip(texts, expected, outputs, strict=True):
         if theirs.shape != ours.shape:
-            found = f"{theirs.shape[-1]} outputs for a text, found {ours.shape[-1]} here"
+            mismatch = f"{theirs.shape[-1]} outputs for a text, found {ours.shape[-1]} here"
             if theirs.ndim > 1 and len(theirs) != len(ours):
-                found = f"{len(theirs)} tokens, found {len(ours)} here for {shortened(text)}"
-            raise WrongArguments(f"{model}: expected, as from {version}, {found}; nothing was trained")
+                mismatch = f"{len(theirs)} tokens, found {len(ours)} here for {shortened(text)}"
+            raise WrongArguments(f"{model}: expected, as from {version}, {mismatch}; nothing was trained")
     difference = np.array([abs(theirs - ours).max() for theirs, ours in zip(expected, outputs)])
-    if not (difference <= _allowed(np.concatenate([np.atleast_2d(each) for each in expected]))).all():
+    if not (difference <= _allowed(np.concatenate([np.atleast_2d(output) for output in expected]))).all():
         worst = int(np.nan_to_num(difference, nan=np.inf).argmax())
         raise WrongArguments(
             f"{model}: is read in another way than by {version}: outputs differ by {difference[worst]:.2g} for "
@@ -134,10 +134,10 @@ def _of_network(network, tokenizer, texts: Sequence[Row], limit: int) -> list[np
     return [_of_outputs(network(**row)).float().numpy(force=True)[0] for row in rows]
 
 
-def _of_outputs(found) -> torch.Tensor:
+def _of_outputs(outputs) -> torch.Tensor:
     """The logits, or those of start and end side by side: (B, C) or (B, T, C)."""
-    ends = [getattr(found, f"{end}_logits", None) for end in ENDS]
-    return found.logits if ends[0] is None else torch.stack(ends, -1)
+    ends = [getattr(outputs, f"{end}_logits", None) for end in ENDS]
+    return outputs.logits if ends[0] is None else torch.stack(ends, -1)
 
 
 def _embeddings(

@@ -41,9 +41,9 @@ class OrtRows(Segments):
         self.tokens_exit = "spent" in self.sessions[0].widths
         self.token_task = TokenTask.of(manifest)
         for name, session in zip(graphs, self.sessions):
-            wanted, (found,) = manifest["num_labels"], session.widths[self._output]
-            if found != wanted:
-                line = f"{name}.onnx returns {found} {self._output}, expected {wanted} as in {MANIFEST}"
+            wanted, (width,) = manifest["num_labels"], session.widths[self._output]
+            if width != wanted:
+                line = f"{name}.onnx returns {width} {self._output}, expected {wanted} as in {MANIFEST}"
                 raise ValueError(f"{folder}: {line}; export the run again")
 
     def layer_passes(self, k: int) -> int:
@@ -185,7 +185,7 @@ class OrtSegments(OrtRows):
         """Whether rows of several batches can be joined to one: not if hidden states have an axis of LoRA streams."""
         graphs = self._manifest["graphs"]
         taken = [graphs[f"segment_{layer}"]["inputs"].get("hidden", {"axes": "BTD"}) for layer in self.exits]
-        return all(len(each["axes"]) == 3 for each in taken)
+        return all(len(hidden["axes"]) == 3 for hidden in taken)
 
     def joined(self, inputs: Inputs, parts: Sequence[tuple[OrtState, int]]) -> OrtState:
         """One state from rows of several states, all after the same exit.
@@ -260,9 +260,9 @@ class OrtEncoder:
     def __init__(self, folder: Path, manifest: dict, provider: str = CPU, threads: int = 0):
         self.name, self._config = manifest["encoder"]["name"], manifest["encoder"]
         self._session = Session(folder / GRAPHS / "encoder.onnx", provider, threads)
-        own = folder / "encoder"  # its tokenizer, if it is not the model's
+        encoder = folder / "encoder"  # its tokenizer, if it is not the model's
         self._tokenizer = (
-            Tokenizer.from_file(own / "tokenizer.json", self._config["max_length"]) if own.is_dir() else None
+            Tokenizer.from_file(encoder / "tokenizer.json", self._config["max_length"]) if encoder.is_dir() else None
         )
 
     def __call__(self, inputs: Inputs) -> np.ndarray:

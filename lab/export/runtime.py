@@ -121,7 +121,7 @@ class Runtime:
     providers: ONNX Runtime's names, the first one is used (default: CUDA if available, else the CPU). `provider` is the
     one in use. A given provider that is not available is an error, unless allow_fallback. threads: CPU threads for a
     batch (default: ONNX Runtime's choice); see also share_threads. segments: another engine for the same folder
-    (torch_engine.torch_segments) instead of ONNX Runtime. `model_id` differs if any exported file differs.
+    (torch_engine.torch_segments) instead of ONNX Runtime. `model_id` differs if any file but the card differs.
 
     Raises FileNotFoundError if the folder or one of its files is missing; ValueError if a file is not the exported one,
     or if a provider is not available. Several threads may call `run`. A copy in another process opens
@@ -161,8 +161,8 @@ class Runtime:
                 wanted = wanted_provider(providers, allow_fallback)
                 segments, self.provider = self._open(wanted)
                 if self.provider != wanted and providers and not allow_fallback:
-                    found = f"but ONNX Runtime fell back to {self.provider}"
-                    raise ValueError(f"expected {wanted}, {found}; install the libraries that it needs")
+                    fallback = f"but ONNX Runtime fell back to {self.provider}"
+                    raise ValueError(f"expected {wanted}, {fallback}; install the libraries that it needs")
             self._segments = segments
             self.rule = self._own_rule = open_rule(self.folder, self.config, self.provider or CPU, threads)
             self.rule.check(len(self.exits))
@@ -246,8 +246,8 @@ class Runtime:
         order = list(batches(encoded, batch_size))
         begin = time.perf_counter()  # the time of a batch includes its plan
         for rows, (inputs, planned) in zip(order, rule.of_batches(map(encoded.batch, order))):
-            own = planned if thresholds is None else RowThresholds(planned, thresholds[rows])
-            result = early_exit(self._segments, own, inputs)
+            row_rule = planned if thresholds is None else RowThresholds(planned, thresholds[rows])
+            result = early_exit(self._segments, row_rule, inputs)
             milliseconds = (time.perf_counter() - begin) * 1e3 / len(rows)
             exits = result.exit_index.tolist(), result.cost.depth.tolist()
             for row, answer in zip(rows, self.answers(result.logits, inputs, *exits, milliseconds)):
@@ -285,8 +285,10 @@ class EmbeddingRuntime(Runtime):
         Raises ValueError as `run` does, and for an unknown prompt.
         """
         check_rows(texts, 1)
-        found = [each.embedding for each in self.run(with_prompt(self.tokenizer, texts, prompt_name), batch_size, rule)]
-        return np.array(found, np.float32).reshape(len(texts), self.config["num_labels"])
+        embeddings = [
+            result.embedding for result in self.run(with_prompt(self.tokenizer, texts, prompt_name), batch_size, rule)
+        ]
+        return np.array(embeddings, np.float32).reshape(len(texts), self.config["num_labels"])
 
     def answers(
         self, logits: np.ndarray, inputs: Inputs, exit_index: Sequence[int], layers: Sequence[float], took: float = 0
@@ -334,11 +336,11 @@ class TokenRuntime(Runtime):
             raise ValueError(f"{self.folder}: {RECOMPUTE}")
 
     def _open(self, provider: str) -> tuple[Callable[[str, int, int], DecoderSegments], str]:
-        about = self.folder, self.config
-        self._model, self._graph_rule = Session(self.folder / MODEL, provider, self._threads), GraphRule(*about)
-        sessions = cache(partial(open_sessions, *about, provider, self._threads))
+        exported = self.folder, self.config
+        self._model, self._graph_rule = Session(self.folder / MODEL, provider, self._threads), GraphRule(*exported)
+        sessions = cache(partial(open_sessions, *exported, provider, self._threads))
         if self.decoder_start_tokens is not None:
-            self._prompts = Prompts(*about, provider, self._threads)
+            self._prompts = Prompts(*exported, provider, self._threads)
 
         def by_segment(missing_kv: str, num_rows: int, capacity: int) -> OrtTokenSegments:
             return OrtTokenSegments(sessions(), self.config, missing_kv, num_rows, capacity)

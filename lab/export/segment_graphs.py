@@ -86,19 +86,19 @@ def _write_reading(segments: Segments, k: int, state, g, optional: bool) -> None
     classes, output = segments.model.num_labels, output_of(segments.model.unit)
 
     def reading() -> dict:
-        found = {output: g.value(segments.read(k, state).name, "batch", classes, dtype=np.float32)}
+        outputs = {output: g.value(segments.read(k, state).name, "batch", classes, dtype=np.float32)}
         if segments.tokens_exit:
-            found["spent"] = g.value(segments.token_cost(k, state).name, "batch", 2, dtype=np.float32)
+            outputs["spent"] = g.value(segments.token_cost(k, state).name, "batch", 2, dtype=np.float32)
         if segments.has_policy and k < len(segments.exits) - 1:
-            found["exit_logit"] = g.value(segments.exit_logit(k, state).name, "batch", dtype=np.float32)
-        return found
+            outputs["exit_logit"] = g.value(segments.exit_logit(k, state).name, "batch", dtype=np.float32)
+        return outputs
 
     names: list[str] = []
 
     def written() -> list:
-        found = reading()
-        names[:] = found
-        return list(found.values())
+        outputs = reading()
+        names[:] = outputs
+        return list(outputs.values())
 
     values = g.only_if(g.input("read", dtype=bool), written) if optional else written()
     for name, value in zip(names, values):

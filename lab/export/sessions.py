@@ -81,12 +81,12 @@ class Session(Graph):
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         self._session = _opened(path, options, provider)
-        widths = {each.name: each.shape[-1:] for each in self._session.get_outputs()}
-        super().__init__({each.name for each in self._session.get_inputs()}, widths)
+        widths = {output.name: output.shape[-1:] for output in self._session.get_outputs()}
+        super().__init__({graph_input.name for graph_input in self._session.get_inputs()}, widths)
         # The Python method checks all names and values at each call, which takes 15 us; call the C++ one directly.
         self._run = getattr(self._session, "_sess", self._session).run
         self.provider = self._session.get_providers()[0]
-        self._is_whole = "exit_at" in {each.name for each in self._session.get_overridable_initializers()}
+        self._is_whole = "exit_at" in {initializer.name for initializer in self._session.get_overridable_initializers()}
 
     def run(self, inputs: dict, read: bool = True) -> dict:
         outputs = self._outputs if read else self._unread
@@ -148,9 +148,9 @@ def _plain_folder(weights: Path) -> str:
     plain = weights.resolve()
     if plain.name == weights.name and plain.stat().st_nlink == 1:
         return str(plain.parent)
-    found = "has several hard links" if plain.name == weights.name else f"is a symbolic link to {plain}"
+    fault = "has several hard links" if plain.name == weights.name else f"is a symbolic link to {plain}"
     raise ValueError(
-        f"{weights}: expected a file of this name, ONNX Runtime reads no links; this one {found}: copy the folder with "
+        f"{weights}: expected a file of this name, ONNX Runtime reads no links; this one {fault}: copy the folder with "
         f"`cp -rL` and open the copy"
     )
 
@@ -169,9 +169,9 @@ class GraphRule:
         plan = self._rule.plan(range(1))
         if plan is None:
             plan = np.array([self._last if self._rule.needs is None or not self._last else -1])
-        self.own = {"exit_at": plan}  # the defaults of the graph's inputs
+        self.defaults = {"exit_at": plan}  # the defaults of the graph's inputs
         if plan[0] < 0:
-            self.own |= runtime_values(self._rule, self._last)
+            self.defaults |= runtime_values(self._rule, self._last)
 
     def feeds(self, rule: Rule, plan: np.ndarray | None) -> dict[str, np.ndarray] | None:
         """Inputs that make the graph stop by a rule with this plan (B,) or None; None if no inputs can."""
@@ -187,22 +187,22 @@ class GraphRule:
     def _settings(self, rule: Rule) -> dict[str, np.ndarray] | None:
         if rule.needs is None:
             return {"exit_at": np.array([self._last])}
-        own, of_rows = (rule.rule, {THRESHOLD: rule.thresholds}) if isinstance(rule, RowThresholds) else (rule, {})
-        if not served_by(own, self._rule):
+        base, of_rows = (rule.rule, {THRESHOLD: rule.thresholds}) if isinstance(rule, RowThresholds) else (rule, {})
+        if not served_by(base, self._rule):
             return None
         if of_rows and self._shares_threshold:
             raise ValueError(
                 f"{self._folder}: expected a classifier for thresholds by row; a decoder takes one for all rows"
             )
-        return runtime_values(own, self._last) | of_rows if self._last else {}
+        return runtime_values(base, self._last) | of_rows if self._last else {}
 
     def exits_of(self, rule: Rule, plan: np.ndarray | None, layers: np.ndarray) -> tuple[np.ndarray, str | None]:
         """Exit index (B,) of each depth (B,) that the graph returned, and what the rule read at the exits."""
         try:
             index = np.array([self._exit_of_depth[depth] for depth in layers.tolist()], np.int64)
         except KeyError:
-            found = f"model.onnx stopped after {np.unique(layers).tolist()} layers, which are no exits of {MANIFEST}"
-            raise ValueError(f"{self._folder}: {found}; export the run again") from None
+            problem = f"model.onnx stopped after {np.unique(layers).tolist()} layers, which are no exits of {MANIFEST}"
+            raise ValueError(f"{self._folder}: {problem}; export the run again") from None
         return index, rule.needs if plan is None else None
 
     def unsupported(self, rule: Rule) -> ValueError:

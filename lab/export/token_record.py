@@ -27,7 +27,7 @@ def record_tokens(runtime: TokenRuntime, texts: Sequence[Text], batch_size: int)
             columns = [_measured(*model.read_at(k, inputs)) for k in range(len(runtime.exits))]
             part = {name: np.stack([column[name] for column in columns], axis=1) for name in columns[0]}
             costs = (np.broadcast_arrays(*model.flops(k, inputs)) for k in range(len(columns)))
-            part["flops"] = np.stack([np.stack(each, axis=1) for each in costs], axis=1)
+            part["flops"] = np.stack([np.stack(pair, axis=1) for pair in costs], axis=1)
             parts.append(part | {"groups": begin + np.arange(len(rows))})
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.argsort(columns["groups"], kind="stable")  # text by text, as they were read token by token

@@ -37,8 +37,8 @@ class Prompts:
         mask = np.arange(max(map(len, prompts))) < np.array([[len(prompt)] for prompt in prompts])
         ids = np.zeros(mask.shape, np.int64)
         ids[mask] = np.concatenate(prompts)
-        found = self.session.run({"input_ids": ids, "attention_mask": mask.astype(np.int64)})
-        return {name: ort.OrtValue.ortvalue_from_numpy(value, self._device) for name, value in found.items()}
+        outputs = self.session.run({"input_ids": ids, "attention_mask": mask.astype(np.int64)})
+        return {name: ort.OrtValue.ortvalue_from_numpy(value, self._device) for name, value in outputs.items()}
 
 
 class OrtTokens(DecoderSegments):
@@ -107,7 +107,7 @@ class OrtTokenModel(OrtTokens):
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Logits (B, V), layers (B,) and, of a policy, exit_logit (B,). The next call overwrites them."""
         inputs = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
-        inputs |= {"rows": np.array(rows, np.int64)} | self._graph_rule.own | feeds
+        inputs |= {"rows": np.array(rows, np.int64)} | self._graph_rule.defaults | feeds
         shapes = tuple((name, value.shape) for name, value in inputs.items())
         if shapes not in self._bound:  # the next token most often has the shapes of this one
             self._bound = {shapes: self._binding(inputs)}
@@ -231,7 +231,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
         self._caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)
         graphs = sessions.segments, sessions.fills
-        self._segments, self._fills = ([Cached(each, self._caches) for each in some] for some in graphs)
+        self._segments, self._fills = ([Cached(graph, self._caches) for graph in some] for some in graphs)
         self.pending_states = np.zeros((num_rows, capacity + 1 if len(self.exits) > 1 else 0, self._width), self._dtype)
 
     def wipe(self, row: int) -> None:

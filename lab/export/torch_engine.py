@@ -56,10 +56,10 @@ def _empty_model(folder: Path, manifest: dict) -> nn.Module:
 def _whole(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters. A head to words may be stored for the label words alone: its other rows are zero."""
     names = model.state_dict()  # without constants of the graphs, and the encoder of a rule
-    own = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SOME_ROWS) in names}
-    for name in [name for name in own if name.endswith(SOME_ROWS)]:
-        rows, whole = own.pop(name), name.removesuffix(SOME_ROWS)
-        if whole not in own:
-            own[whole] = rows.new_zeros(names[whole].shape)
-            own[whole][model.label_tokens] = rows
-    return own
+    restored = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SOME_ROWS) in names}
+    for name in [name for name in restored if name.endswith(SOME_ROWS)]:
+        rows, whole = restored.pop(name), name.removesuffix(SOME_ROWS)
+        if whole not in restored:
+            restored[whole] = rows.new_zeros(names[whole].shape)
+            restored[whole][model.label_tokens] = rows
+    return restored

@@ -184,14 +184,14 @@ class Value:
 
     def op(self, node: str, *inputs, shape=None, kind=None, **attributes) -> "Value":
         """One node with this value as its first input."""
-        names = [name_of(each, self) for each in inputs]
+        names = [name_of(operand, self) for operand in inputs]
         return self.like(self.g.op(node, self.name, *names, **attributes), shape, kind)
 
-    def each(self, node: str, *inputs, kind=None, **attributes) -> "Value":
+    def elementwise(self, node: str, *inputs, kind=None, **attributes) -> "Value":
         """One node that works element by element or along the last axis: a flat value stays flat."""
         if not self.is_flat:
             return self.op(node, *inputs, kind=kind, **attributes)
-        names = [name_of(each, self) for each in inputs]
+        names = [name_of(operand, self) for operand in inputs]
         return self.flat_like(self.g.op(node, self.flat, *names, **attributes), self.shape, kind)
 
     @property
@@ -213,13 +213,13 @@ class Value:
         return LOWERINGS[Tensor.__getitem__](self, key)
 
     def __invert__(self) -> "Value":
-        return self.each("Not")
+        return self.elementwise("Not")
 
     def __neg__(self) -> "Value":
-        return self.each("Neg")
+        return self.elementwise("Neg")
 
     def __abs__(self) -> "Value":
-        return self.each("Abs")
+        return self.elementwise("Abs")
 
     __hash__ = object.__hash__
 
@@ -329,9 +329,9 @@ class _Parameters(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(isinstance(each, TensorValue | Dim) for each in _leaves((args, kwargs))):
+        if any(isinstance(leaf, TensorValue | Dim) for leaf in _leaves((args, kwargs))):
             return _lowered(function, args, kwargs)
-        known = any(isinstance(each, torch.nn.Parameter) and self.g.knows(each) for each in _leaves(args))
+        known = any(isinstance(leaf, torch.nn.Parameter) and self.g.knows(leaf) for leaf in _leaves(args))
         if not known or function not in LOWERINGS:  # such as its shape or its device
             return function(*args, **kwargs)
         return _lowered(function, lifted(self.g, args), kwargs)
@@ -339,23 +339,23 @@ class _Parameters(TorchFunctionMode):
 
 def _leaves(tree) -> Iterator:
     if isinstance(tree, list | tuple):
-        for each in tree:
-            yield from _leaves(each)
+        for branch in tree:
+            yield from _leaves(branch)
     elif isinstance(tree, dict):
         yield from _leaves(list(tree.values()))
     else:
         yield tree
 
 
-def lifted(g: Builder, each):
+def lifted(g: Builder, argument):
     """A parameter of the model as a value of the graph, also within lists; anything else unchanged."""
-    if isinstance(each, list | tuple):
-        return type(each)(lifted(g, one) for one in each)
-    if isinstance(each, torch.nn.Parameter) and g.knows(each):
-        value = TensorValue(g, each.shape, g.dtype, lambda: g.parameter(each))
-        value.parameter = each
+    if isinstance(argument, list | tuple):
+        return type(argument)(lifted(g, part) for part in argument)
+    if isinstance(argument, torch.nn.Parameter) and g.knows(argument):
+        value = TensorValue(g, argument.shape, g.dtype, lambda: g.parameter(argument))
+        value.parameter = argument
         return value
-    return each
+    return argument
 
 
 @contextmanager
@@ -411,7 +411,7 @@ def sizes_value(g: Builder, shape: Sequence[Size]) -> str:
 def cast(x: Value, kind: type) -> Value:
     """Cast to another type."""
     kind = np.dtype(kind)
-    return x if kind == x.kind else x.each("Cast", to=helper.np_dtype_to_tensor_dtype(kind), kind=kind)
+    return x if kind == x.kind else x.elementwise("Cast", to=helper.np_dtype_to_tensor_dtype(kind), kind=kind)
 
 
 def without(shape: Sequence[Size], axis: int) -> list[Size]:

@@ -38,53 +38,53 @@ def verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> di
     """The manifest's entry `verified`. Raises ValueError if the graphs differ from torch."""
     served = Runtime(folder, [CPU])
     tokens = served.config["unit"] == "tokens"
-    found, largest = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
-    difference, allowed = found["max_logit_difference"], max(TOLERANCE, RELATIVE * largest)
-    exact = difference <= allowed and found["exit_agreement"] >= AGREEMENT
+    comparison, largest = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
+    difference, allowed = comparison["max_logit_difference"], max(TOLERANCE, RELATIVE * largest)
+    exact = difference <= allowed and comparison["exit_agreement"] >= AGREEMENT
     if not np.isfinite(difference) or (precision == "float32" and not exact):
         raise ValueError(
             f"the {precision} graphs differ from torch by {difference:.2g} (logits; {allowed:.2g} allowed in float32), "
-            f"{found['exit_agreement']:.1%} of the exits are equal; no folder was written"
+            f"{comparison['exit_agreement']:.1%} of the exits are equal; no folder was written"
         )
     if precision == "float32":
-        return found | {"allowed_logit_difference": allowed}
+        return comparison | {"allowed_logit_difference": allowed}
     if tokens:
-        difference, allowed = found["relative_difference"], ROUNDED[precision]
+        difference, allowed = comparison["relative_difference"], ROUNDED[precision]
         if not difference <= allowed:
             raise ValueError(
                 f"the {precision} graphs differ from torch by {difference:.1%} of the logits' deviation from their "
                 f"mean, {allowed:.0%} allowed; no folder was written: export in float32"
             )
-        found["allowed_relative_difference"] = allowed
-    equal, least = found["prediction_agreement"], ROUNDED_AGREEMENT[precision]
+        comparison["allowed_relative_difference"] = allowed
+    equal, least = comparison["prediction_agreement"], ROUNDED_AGREEMENT[precision]
     if equal < least:
-        count = f"{found['prompts']} prompts" if tokens else f"{found['texts']} texts"
+        count = f"{comparison['prompts']} prompts" if tokens else f"{comparison['texts']} texts"
         log.warning(
             "%.1f%% of the predictions for %s in %s are those in float32, fewer than %.0f%%; compare both on "
             "your own texts, and calibrate this export on them",
             *(100 * equal, count, precision, 100 * least),
         )
-    return found
+    return comparison
 
 
 def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> tuple[dict, float]:
     """Compare the logits of every exit on every row, in batches of one and of many; also the largest logit."""
     encoded, segments, theirs = run.encode(texts), served.segments(), run.segments()
-    expected, found = record(theirs, encoded, 8), record(segments, encoded, 8)
-    compared, alone = [(expected.logits, found.logits)], [[row] for row in range(min(8, len(texts)))]
+    expected, actual = record(theirs, encoded, 8), record(segments, encoded, 8)
+    compared, alone = [(expected.logits, actual.logits)], [[row] for row in range(min(8, len(texts)))]
     if run.token_task is not None:  # then records have no logits
         compared, alone = [], [*in_order(len(texts), 8), *alone]
-    compared += [[_logits(each, encoded.batch(rows)) for each in (theirs, segments)] for rows in alone]
+    compared += [[_logits(side, encoded.batch(rows)) for side in (theirs, segments)] for rows in alone]
     if f"segment_{served.exits[0]}" in served.config["graphs"]:
         compared.append((expected.logits, record(segments.by_segment(Never()), encoded, 8).logits))
     differences = [abs(mine - other).max() for mine, other in compared]
-    rules = [plan_rows(each, encoded, 8) if each.plans_from_texts else each for each in (run.rule, served.rule)]
-    results = [recorded.replay(each) for recorded, each in zip((expected, found), rules)]
+    rules = [plan_rows(rule, encoded, 8) if rule.plans_from_texts else rule for rule in (run.rule, served.rule)]
+    results = [recorded.replay(rule) for recorded, rule in zip((expected, actual), rules)]
     largest = float(max(abs(mine).max() for mine, _ in compared))
     return {
         "texts": len(texts),
         "max_logit_difference": float(np.max(differences)),
-        "prediction_agreement": _equal(*(each.logits for each in results), run),
+        "prediction_agreement": _equal(*(result.logits for result in results), run),
         "exit_agreement": float((results[0].exit_index == results[1].exit_index).mean()),
     }, largest
 
@@ -97,19 +97,19 @@ def _logits(segments: Segments, inputs: Inputs) -> np.ndarray:
         for k in range(len(segments.exits)):
             state = segments.advance(k, state)
             logits.append(segments.read(k, state))
-    found = np.stack(logits, axis=1)
-    return found if segments.token_task is None else found * inputs.attention_mask[:, None, :, None]
+    stacked = np.stack(logits, axis=1)
+    return stacked if segments.token_task is None else stacked * inputs.attention_mask[:, None, :, None]
 
 
-def _equal(expected: np.ndarray, found: np.ndarray, run: Run) -> float:
+def _equal(expected: np.ndarray, actual: np.ndarray, run: Run) -> float:
     """Share of rows (N, C) with equal predictions; without labels, of numbers at most TOLERANCE apart."""
     if run.token_task is not None:  # numbers of all decisions
-        return float((expected == found).mean())
+        return float((expected == actual).mean())
     if run.multi_label:
-        return float(((expected > 0) == (found > 0)).all(axis=1).mean())
+        return float(((expected > 0) == (actual > 0)).all(axis=1).mean())
     if run.label_names:
-        return float((predictions(expected) == predictions(found)).mean())
-    return float((abs(expected - found) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
+        return float((predictions(expected) == predictions(actual)).mean())
+    return float((abs(expected - actual) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
 
 
 def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> tuple[dict, float]:
@@ -129,11 +129,11 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
             partial(served.segments, len(ids), longest + count, missing_kv),
         ]
         expected, tokens = drawn_text(engines[0](), ids, count, seed)
-        found, _ = drawn_text(engines[1](), ids, count, seed, tokens)
+        actual, _ = drawn_text(engines[1](), ids, count, seed, tokens)
         largest += [abs(mine).max() for mine in expected]
-        differences += [abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)]
-        relative.append(relative_difference(np.stack(expected), np.stack(found)))
-        agreed.append(np.mean([mine.argmax(-1) == theirs.argmax(-1) for mine, theirs in zip(expected, found)]))
+        differences += [abs(mine - theirs).max() for mine, theirs in zip(expected, actual, strict=True)]
+        relative.append(relative_difference(np.stack(expected), np.stack(actual)))
+        agreed.append(np.mean([mine.argmax(-1) == theirs.argmax(-1) for mine, theirs in zip(expected, actual)]))
         with torch.inference_mode():
             texts = [gather(decode(engine(), ids, count, run.rule), len(ids)) for engine in engines]
         equal.append([np.array(mine) == np.array(theirs) for mine, theirs in zip(*texts)])
@@ -149,13 +149,13 @@ def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> 
     }, float(np.max(largest))
 
 
-def relative_difference(expected: np.ndarray, found: np.ndarray) -> float:
+def relative_difference(expected: np.ndarray, actual: np.ndarray) -> float:
     """Root mean square of the difference of logits (..., V), as a share of that of the expected ones.
 
     Both are taken without their mean over the vocabulary, which changes no probability.
     """
-    expected, found = (each - each.mean(-1, keepdims=True) for each in (expected, found))
-    return float(np.sqrt(((found - expected) ** 2).mean() / (expected**2).mean()))
+    expected, actual = (logits - logits.mean(-1, keepdims=True) for logits in (expected, actual))
+    return float(np.sqrt(((actual - expected) ** 2).mean() / (expected**2).mean()))
 
 
 class _Drawn(Rule):
@@ -179,10 +179,10 @@ def drawn_text(
     forced: list[list[int]] | None = None,
 ) -> tuple[list[np.ndarray], list[list[int]]]:
     """The logits of each step, and the tokens: the likeliest ones, or `forced`, those of another engine."""
-    rule, found = _Drawn(len(segments.exits), seed), []
+    rule, drawn_logits = _Drawn(len(segments.exits), seed), []
 
     def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
-        found.append(logits)
-        return greedy(logits, rows) if forced is None else forced[len(found) - 1]
+        drawn_logits.append(logits)
+        return greedy(logits, rows) if forced is None else forced[len(drawn_logits) - 1]
 
-    return found, [step.tokens for step in decode(segments, prompts, count, rule, choose)]
+    return drawn_logits, [step.tokens for step in decode(segments, prompts, count, rule, choose)]

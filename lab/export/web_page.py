@@ -80,19 +80,19 @@ def write_page(run: Run, folder: Path, manifest: dict, texts: list[tuple[str, ..
         shutil.copyfile(path, folder / path.name)
     if (SOURCES / VENDOR).is_dir():
         shutil.copytree(SOURCES / VENDOR, folder / VENDOR)
-    inputs = GraphRule(folder, manifest).own
-    about = {
+    inputs = GraphRule(folder, manifest).defaults
+    content = {
         "unit": run.unit,
         "method": run.config["method"],
         "exits": list(run.exits),
         "rule": run.rule.to_dict(),
-        "about": _about(run.rule, run.exits),
+        "about": _rule_text(run.rule, run.exits),
         "settings": {name: {"dtype": value.dtype.name, "values": _numbers(value)} for name, value in inputs.items()},
     }
-    write_json(folder / "web.json", about | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
+    write_json(folder / "web.json", content | (_of_tokens if run.unit == "tokens" else _of_rows)(run, texts))
 
 
-def _about(rule: Rule, exits: tuple[int, ...]) -> dict:
+def _rule_text(rule: Rule, exits: tuple[int, ...]) -> dict:
     """The rule for the page: `words`, the first sentence about its class; `fixed`, settings that are no input of the
     graph; `compares`, the attribute of each input of the graph; `knob`, the help of the setting that the slider moves.
     """
@@ -101,8 +101,8 @@ def _about(rule: Rule, exits: tuple[int, ...]) -> dict:
     if "exit" in fixed:  # its layer
         fixed["exit"] = exits[fixed["exit"]]
     moves = knob(rule)
-    about = rule.__dataclass_fields__[moves].metadata.get("help", moves) if moves else ""
-    return {"words": " ".join(words.split()), "fixed": fixed, "compares": runtime_inputs(rule), "knob": about}
+    help_text = rule.__dataclass_fields__[moves].metadata.get("help", moves) if moves else ""
+    return {"words": " ".join(words.split()), "fixed": fixed, "compares": runtime_inputs(rule), "knob": help_text}
 
 
 def _of_rows(run: Run, texts: list[tuple[str, ...]]) -> dict:
@@ -126,7 +126,7 @@ def _of_tokens(run: Run, prompts: list[str]) -> dict:
         "max_length": run.model.backbone.max_written,
         "stop": config.stop_tokens,
         "curve": _curve_of_tokens(run, ids),
-        "examples": [{"texts": [prompt], "ids": each} for prompt, each in zip(prompts, ids)],
+        "examples": [{"texts": [prompt], "ids": tokens} for prompt, tokens in zip(prompts, ids)],
     }
 
 
@@ -170,10 +170,12 @@ def _curve(run: Run) -> dict | None:
     the score and the mean layers, ascending in the value.
     """
     metrics = read_json(run.folder / "metrics.json")
-    for each in metrics.get("curves", []):
-        if _family(rule_from_dict(each["rule"])) == _family(run.rule):
+    for rule_curve in metrics.get("curves", []):
+        if _family(rule_from_dict(rule_curve["rule"])) == _family(run.rule):
             score = " and ".join(run.config["task"]["metrics"])
-            return {"score": score, "of": f"{metrics['rows_held']} held-out rows"} | _moved(run.rule, each["points"])
+            return {"score": score, "of": f"{metrics['rows_held']} held-out rows"} | _moved(
+                run.rule, rule_curve["points"]
+            )
     return None
 
 
@@ -194,9 +196,12 @@ def _curve_of_tokens(run: Run, prompts: list[list[int]]) -> dict | None:
         return float((predictions[np.arange(len(predictions)), result.exit_index] == predictions[:, -1]).mean())
 
     result = recorded.replay(run.rule)
-    about = {"score": "agreement with the full model", "of": f"{len(predictions)} tokens that the full model generated"}
-    about |= {"own": [agreement(result), float(result.layers_run.mean())]}
-    return about | _moved(run.rule, curve(recorded, run.rule, agreement))
+    curve_fields = {
+        "score": "agreement with the full model",
+        "of": f"{len(predictions)} tokens that the full model generated",
+    }
+    curve_fields |= {"own": [agreement(result), float(result.layers_run.mean())]}
+    return curve_fields | _moved(run.rule, curve(recorded, run.rule, agreement))
 
 
 def _moved(rule: Rule, points: list[list]) -> dict:

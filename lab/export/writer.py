@@ -101,9 +101,9 @@ def export(
     source = TokenGraphs(run.model) if tokens else run.segments()
     if web:
         check_page(run)
-    own = run.rule.to_dict() == run.config.get("rule")
-    own &= precision == "float32" or not tokens  # the guarantee is about the graph that gave it, see calibrated.py
-    keys = (*OF_THE_RUN, *OF_ITS_RULE) if own else OF_THE_RUN
+    unchanged = run.rule.to_dict() == run.config.get("rule")
+    unchanged &= precision == "float32" or not tokens  # the guarantee is that of the graph that gave it
+    keys = (*OF_THE_RUN, *OF_ITS_RULE) if unchanged else OF_THE_RUN
     if line := run.tokenizer.beyond(run.model.backbone.config.vocab_size):
         log.warning("%s: %s", run.folder, line)
     with atomic_folder(out) as partial_folder:
@@ -134,8 +134,8 @@ def export(
 
 def _scores(run: Run) -> dict:
     """The held-out accuracy of each exit, if the training measured it."""
-    found = (run.metrics or {}).get("per_exit_accuracy")
-    return {"exit_scores": found} if found else {}
+    scores = (run.metrics or {}).get("per_exit_accuracy")
+    return {"exit_scores": scores} if scores else {}
 
 
 def _check_run(run: Run, segments: bool) -> None:
@@ -168,13 +168,13 @@ def write_graphs(
     Raises ValueError for an unknown precision, and for a rule that cannot be exported if `segments` is false.
     """
     settings = _rounding(model, precision)
-    own, made, tokens = parameters_of(model), {}, model.unit == "tokens"
+    parameters, made, tokens = parameters_of(model), {}, model.unit == "tokens"
     metadata = {} if tokens else {key: getattr(source.model, key) for key in OF_ROWS}
     metadata |= source.metadata
     encoder = rule.embed and rule.embed.states  # its states are averaged to the embeddings
     with whole_tables(model if encoder is None else nn.ModuleList((model, encoder.backbone))):
         for name, write in _graphs(source, rule, segments, web).items():
-            fresh = partial(Graph, own, **settings, plain=tokens or name == WEB, flat=name == WEB)
+            fresh = partial(Graph, parameters, **settings, plain=tokens or name == WEB, flat=name == WEB)
             made[name] = fresh()
             try:
                 write(made[name])
@@ -186,11 +186,11 @@ def write_graphs(
                 write_model_graph(made[name], source.in_one_graph(), Never())
         if encoder is not None:
             others = parameters_of(encoder.backbone, "encoder.backbone.")
-            if own.keys().isdisjoint(others):
-                own, settings = others, settings | {"dtype": np.float32}
-            made["encoder"] = Graph(own, **settings)
+            if parameters.keys().isdisjoint(others):
+                parameters, settings = others, settings | {"dtype": np.float32}
+            made["encoder"] = Graph(parameters, **settings)
             _write_encoder(encoder, made["encoder"])
-    weights, graphs = {name: values for each in made.values() for name, values in each.weights.items()}, {}
+    weights, graphs = {name: values for builder in made.values() for name, values in builder.weights.items()}, {}
     (folder / WEIGHTS).parent.mkdir(exist_ok=True)
     offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1 or "bits" in settings)
     for name, builder in made.items():
@@ -251,17 +251,17 @@ def _costs(source: Segments, segments: bool) -> dict:
         return np.array([segments.flops(k, _row(tokens)) for k in range(len(segments.exits))])
 
     def whole(tokens: int) -> np.ndarray:
-        each = costs(source.whole(), tokens)
-        return np.array([each[:, 0].sum(), each[-1, 1]])
+        exit_costs = costs(source.whole(), tokens)
+        return np.array([exit_costs[:, 0].sum(), exit_costs[-1, 1]])
 
-    def of_exits(each: Segments) -> dict:
-        passes = [each.layer_passes(k) for k in range(len(each.exits))]
-        return {"layer_passes": passes, "flops": _quadratic(partial(costs, each))}
+    def of_exits(split: Segments) -> dict:
+        passes = [split.layer_passes(k) for k in range(len(split.exits))]
+        return {"layer_passes": passes, "flops": _quadratic(partial(costs, split))}
 
-    found = of_exits(source.in_one_graph())
-    found["state_flops"] = [source.state_flops(k) or 0.0 for k in range(len(source.exits))]
-    found["whole_flops"] = _quadratic(whole)
-    return found | ({"by_segment": of_exits(source)} if segments else {})
+    manifest_costs = of_exits(source.in_one_graph())
+    manifest_costs["state_flops"] = [source.state_flops(k) or 0.0 for k in range(len(source.exits))]
+    manifest_costs["whole_flops"] = _quadratic(whole)
+    return manifest_costs | ({"by_segment": of_exits(source)} if segments else {})
 
 
 def _row(tokens: int) -> Inputs:

@@ -34,9 +34,9 @@ class Similarity(Rule):
         value = self.least_cosine
         value = tuple(map(float, value)) if isinstance(value, tuple | list) else float(value)
         object.__setattr__(self, "least_cosine", value)
-        for each in np.atleast_1d(value):
-            if not (-1 <= each <= 1 or np.isinf(each)):
-                raise ValueError(f"least_cosine must be from -1 to 1, or inf, got {each}")
+        for number in np.atleast_1d(value):
+            if not (-1 <= number <= 1 or np.isinf(number)):
+                raise ValueError(f"least_cosine must be from -1 to 1, or inf, got {number}")
 
     def check(self, num_exits: int) -> None:
         if isinstance(self.least_cosine, tuple) and len(self.least_cosine) != num_exits:

@@ -121,7 +121,8 @@ class LoRAExits(ExitModel):
         """
         stored = self.backbone.layers[:layer]
         return nn.ModuleList(
-            nn.ModuleDict({target: self._adapter(each, target) for target in self.targets}) for each in stored
+            nn.ModuleDict({target: self._adapter(stored_layer, target) for target in self.targets})
+            for stored_layer in stored
         )
 
     def _adapter(self, layer: nn.Module, target: str) -> paper.LowRank:

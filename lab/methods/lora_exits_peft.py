@@ -61,8 +61,8 @@ def load_adapters(model: nn.Module, folder: Path, digests: dict[str, str]) -> No
         for (stored, target, part), name in names.items():
             parameter = getattr(model.adapters[k][stored][target], part)
             if tensors[name].shape != parameter.T.shape:
-                found, wanted = tuple(tensors[name].shape), tuple(parameter.T.shape)
-                raise ValueError(f"{path}: {name} must have shape {wanted}, found {found}: another backbone or rank")
+                shape, wanted = tuple(tensors[name].shape), tuple(parameter.T.shape)
+                raise ValueError(f"{path}: {name} must have shape {wanted}, found {shape}: another backbone or rank")
             parameter.data = tensors[name].float().T.contiguous()  # adapters in float16 are computed in float32
 
 

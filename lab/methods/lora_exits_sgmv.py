@@ -28,7 +28,7 @@ def sgmv(y: Tensor, x: Tensor, A: Tensor, B: Tensor, starts: Sequence[int], scal
     not, a CPU takes one segment after the other, as the core does, and a GPU runs the kernel of
     lora_exits_sgmv_triton.py, because many launches are slow there.
     """
-    x, A, B = (each.to(y.dtype) for each in (x, A, B))  # under autocast y, the first term, has lower precision
+    x, A, B = (tensor.to(y.dtype) for tensor in (x, A, B))  # under autocast y, the first term, has lower precision
     lengths = {stop - start for start, stop in zip(starts, starts[1:])}
     if len(lengths) == 1:  # (N, I) -> (n, N / n, I): adapter i of A and B multiplies block i of x
         segments = len(A), *lengths
@@ -107,7 +107,7 @@ class Streams:
     @property
     def tensors(self) -> list[Tensor]:
         """All stacked adapters."""
-        projections = [stacked for layer in self.layers for each in layer.values() for stacked in each]
+        projections = [stacked for layer in self.layers for parts in layer.values() for stacked in parts]
         return [tensor for stacked in projections for tensor in (stacked.A, stacked.B)]
 
     def adapt(self, live: int, starts: Sequence[int] | None = None) -> Adapt:

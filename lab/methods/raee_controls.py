@@ -161,11 +161,11 @@ def retrieved(rule: Retrieval, encoded: Encoded, batch_size: int) -> list[dict]:
         example = {"text": store.texts[row], "label": int(store.labels[row])}
         return example | {"weight": float(weight), "votes": exits[vote > 0].tolist()}
 
-    found = []
+    examples = []
     for i, layer in enumerate(layers.tolist()):
         voters = zip(near.rows[i], weights[i], votes[i])
-        found.append({"layer": layer, "neighbours": [neighbour(*voter) for voter in voters]})
-    return found
+        examples.append({"layer": layer, "neighbours": [neighbour(*voter) for voter in voters]})
+    return examples
 
 
 def embed_all(rule: Retrieval, encoded: Encoded, batch_size: int) -> tuple[np.ndarray, float]:

@@ -48,8 +48,8 @@ def sweep(*rules: Rule) -> Candidates:
 
     def candidates(recorded: Record) -> list[Rule]:
         known = (rule for rule in rules if rule.needs != "exit_logit" or recorded.segments.exit_logits is not None)
-        found = [each for rule in known for each in from_loose_to_strict(rule, recorded, CANDIDATES)[:-1]]
-        return sorted(found, key=lambda rule: rule not in rules)
+        variants = [variant for rule in known for variant in from_loose_to_strict(rule, recorded, CANDIDATES)[:-1]]
+        return sorted(variants, key=lambda rule: rule not in rules)
 
     return candidates
 
@@ -89,20 +89,20 @@ def curves(recorded: Record, task: Task, labels: np.ndarray, chosen: Rule) -> li
     if len(recorded.segments.exits) > 1:
         usual = usual_rules(task)[-1]
         families.append(replace(usual, threshold=0.5) if isinstance(usual, Threshold) else usual)
-    found = {}
+    by_kind = {}
     for rule in families:
-        about = rule.to_dict()
-        kind = str({name: value for name, value in about.items() if name != knob(rule)})
+        rule_dict = rule.to_dict()
+        kind = str({name: value for name, value in rule_dict.items() if name != knob(rule)})
         points = curve(recorded, rule, lambda result: task.score(predictions(result.logits, task), labels)["score"])
-        found.setdefault(kind, {"rule": about, "points": points})
-    return list(found.values())
+        by_kind.setdefault(kind, {"rule": rule_dict, "points": points})
+    return list(by_kind.values())
 
 
 def curve(recorded: Record, rule: Rule, score: Callable[[ExitResult], float]) -> list[list]:
     """Points [value of the knob, score, mean layers], from the loosest setting to the strictest."""
     points = []
-    for each in from_loose_to_strict(rule, recorded, CURVE_POINTS):
-        value, result = getattr(each, knob(rule)), recorded.replay(each)
+    for variant in from_loose_to_strict(rule, recorded, CURVE_POINTS):
+        value, result = getattr(variant, knob(rule)), recorded.replay(variant)
         points.append([str(value) if math.isinf(value) else value, score(result), float(result.layers_run.mean())])
     return points
 
@@ -119,7 +119,7 @@ class Chosen(NamedTuple):
     rule: Rule
     guarantee: dict | None  # max_loss, confidence, of, rows, loss_on_holdout, p_value; of a regression label_range
     rows_needed: int | None = None  # without a guarantee: number of test examples for one; None if no rule can have it
-    about: dict = {}  # further fields of metrics.json; for rows "guaranteed", the guarantee in words, and "fallback"
+    metrics: dict = {}  # further fields of metrics.json; for rows "guaranteed", the guarantee in words, and "fallback"
     curve: dict | None = None  # of its threshold, see threshold_curve.py
 
 
@@ -177,9 +177,9 @@ def default_rule(
     selecting = len(selection.labels)
     least = exit_scores(test, task, test.labels)[-1] - max_loss if len(test.labels) else math.inf
     useful = [replay.saves and replay.score >= least for replay in replays]
-    if found := _passing(replays, useful, max_loss, confidence):
-        guarantee = found[1] | _lost(task, label_range)
-        return Chosen(found[0], guarantee, None, {"guaranteed": _guarantee(guarantee, selecting), "fallback": None})
+    if proven := _passing(replays, useful, max_loss, confidence):
+        guarantee = proven[1] | _lost(task, label_range)
+        return Chosen(proven[0], guarantee, None, {"guaranteed": _guarantee(guarantee, selecting), "fallback": None})
     return _without_guarantee(replays, useful, selecting, task, (max_loss, confidence), label_range)
 
 
@@ -220,9 +220,9 @@ def _passing(replays: list[Replay], useful: list[bool], max_loss: float, confide
     best = choose(passed, score=lambda at: -replays[at].tested_layers, budget=lambda at: useful[at])
     if best is None:
         return None
-    about = {"max_loss": max_loss, "confidence": confidence, "rows": losses.shape[1]}
-    about |= {"loss_on_holdout": float(losses[best].mean()), "p_value": float(p_values[best])}
-    return replays[best].rule, about
+    guarantee = {"max_loss": max_loss, "confidence": confidence, "rows": losses.shape[1]}
+    guarantee |= {"loss_on_holdout": float(losses[best].mean()), "p_value": float(p_values[best])}
+    return replays[best].rule, guarantee
 
 
 def _needed(replays: list[Replay], selecting: int, max_loss: float, confidence: float) -> int | None:
@@ -233,8 +233,8 @@ def _needed(replays: list[Replay], selecting: int, max_loss: float, confidence: 
     if not replays or not max_loss:
         return None
     tested, differing = len(replays[0].losses), min(replay.differing for replay in replays)
-    found = rows_needed((differing + 1) / (selecting + tested + 1), max_loss, confidence)
-    return found if found > tested else 2 * tested
+    needed = rows_needed((differing + 1) / (selecting + tested + 1), max_loss, confidence)
+    return needed if needed > tested else 2 * tested
 
 
 def _lost(task: Task, label_range: float) -> dict:

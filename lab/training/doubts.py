@@ -75,8 +75,10 @@ def of_majority(task: Task, predicted: np.ndarray, labels: np.ndarray | None) ->
     most, share = int(values[counts.argmax()]), counts.max() / len(predicted)
     label = "the same labels" if task.multi_label or task.token_kind else task.label_names[most]
     if labels is None:
-        found = f"The model predicts {label} for {share:.1%} of the held-out texts: so often a constant agrees with it."
-        return found if share >= DOMINANT else None
+        warning = (
+            f"The model predicts {label} for {share:.1%} of the held-out texts: so often a constant agrees with it."
+        )
+        return warning if share >= DOMINANT else None
     accuracy = float(np.mean(predicted == labels))
     return (
         f"The full model is no better than a constant: its accuracy on {len(labels)} held-out examples is "

@@ -39,7 +39,7 @@ def net_savings(result: ExitResult, num_layers: int, head: float) -> float:
 def candidates(recorded: Record, task: Task) -> list[Rule]:
     """The usual rules with other values of their knobs, without those that never exit early."""
     rules = usual_rules(task)
-    return [each for rule in rules for each in from_loose_to_strict(rule, recorded, CURVE_POINTS)[:-1]]
+    return [variant for rule in rules for variant in from_loose_to_strict(rule, recorded, CURVE_POINTS)[:-1]]
 
 
 def few_exits(recorded: Record, task: Task, most: int, least: float, head: float) -> list[int]:
@@ -50,13 +50,13 @@ def few_exits(recorded: Record, task: Task, most: int, least: float, head: float
     layers, last = recorded.segments.exits[-1], len(recorded.segments.exits) - 1
     chosen, best = [last], 0.0
     for count in range(1, min(most, last) + 1):
-        found = {}
+        savings = {}
         for some in combinations(range(last), count):
             fewer = recorded.at([*some, last])
-            found[some] = _best(fewer, task, least, lambda result: net_savings(result, layers, head))
-        some = max(found, key=found.__getitem__)
-        if found[some] >= best + MIN_GAIN:  # patience needs at least two, so one that saves nothing is not the end
-            chosen, best = [*some, last], found[some]
+            savings[some] = _best(fewer, task, least, lambda result: net_savings(result, layers, head))
+        some = max(savings, key=savings.__getitem__)
+        if savings[some] >= best + MIN_GAIN:  # patience needs at least two, so one that saves nothing is not the end
+            chosen, best = [*some, last], savings[some]
     return chosen
 
 
@@ -77,12 +77,12 @@ def savings_curve(recorded: Record, task: Task, rule: Rule, head: float, labels:
     """
     layers = recorded.segments.exits[-1]
 
-    def point(each: Rule) -> dict:
-        result = recorded.replay(each)
-        net = net_savings(result, layers, head) if each.needs is not None else 0.0  # the full model reads one head
+    def point(variant: Rule) -> dict:
+        result = recorded.replay(variant)
+        net = net_savings(result, layers, head) if variant.needs is not None else 0.0  # the full model reads one head
         predicted = predictions(result.logits, task)
         return {
-            "rule": each.to_dict(),
+            "rule": variant.to_dict(),
             "agreement": task.score(predicted, recorded.labels)["score"],
             **({} if labels is None else {"accuracy": task.score(predicted, labels)["score"]}),
             "layers_saved": float(1 - result.cost.depth.mean() / layers),
@@ -90,7 +90,7 @@ def savings_curve(recorded: Record, task: Task, rule: Rule, head: float, labels:
         }
 
     last = {} if labels is None else {"full_accuracy": task.score(recorded.labels, labels)["score"]}
-    curve = [point(each) for each in candidates(recorded, task)]
+    curve = [point(variant) for variant in candidates(recorded, task)]
     counts = np.bincount(recorded.replay(rule).exit_index, minlength=len(recorded.segments.exits)).tolist()
-    about = {"exit_counts": counts, "head_layers": head}
-    return point(rule) | last | about | {"curve": sorted(curve, key=lambda each: each["layers_saved"])}
+    costs = {"exit_counts": counts, "head_layers": head}
+    return point(rule) | last | costs | {"curve": sorted(curve, key=lambda entry: entry["layers_saved"])}

@@ -34,8 +34,8 @@ def kept_model_stage(model: FrozenClassifier, head_loss: HeadLoss) -> Stage:
     def loss(model: FrozenClassifier, batch: Batch) -> Tensor:
         logits, targets = [model.classify(k, batch.states[k]) for k in range(last)], batch.targets
         if model.token_task is not None and model.token_task.kind == SPAN:  # a softmax over tokens
-            *logits, targets = (each.transpose(-1, -2) for each in (*logits, targets))
-        return sum(row_loss(each, targets, head_loss, model.multi_label) for each in logits)
+            *logits, targets = (tensor.transpose(-1, -2) for tensor in (*logits, targets))
+        return sum(row_loss(exit_logits, targets, head_loss, model.multi_label) for exit_logits in logits)
 
     return Stage(
         name="heads",
@@ -57,5 +57,5 @@ def row_loss(logits: Tensor, full_logits: Tensor, head_loss: HeadLoss, multi_lab
     if logits.shape[-1] == 1:
         return nn.functional.mse_loss(logits.float(), full_logits.float())
     if multi_label:
-        logits, full_logits = (stack((each, zeros_like(each)), -1) for each in (logits, full_logits))
+        logits, full_logits = (stack((tensor, zeros_like(tensor)), -1) for tensor in (logits, full_logits))
     return head_loss(logits, full_logits).mean()

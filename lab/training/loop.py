@@ -170,20 +170,20 @@ class Loop:
         progress, (exit_scores, more) = self.state.progress, scores
         if stage.validate:
             self.model.eval()
-            found = stage.validate(self.model, held if stage.on_states else self.held.states(self.model))
+            validation = stage.validate(self.model, held if stage.on_states else self.held.states(self.model))
         else:
-            found = {"score": stage.score(np.array(exit_scores))}
-        score = torch.tensor(found["score"], dtype=torch.float64, device=self.state.device)
+            validation = {"score": stage.score(np.array(exit_scores))}
+        score = torch.tensor(validation["score"], dtype=torch.float64, device=self.state.device)
         ranks.as_first([score])
-        found["score"] = score.item()
+        validation["score"] = score.item()
         record = {"stage": stage.name, "epoch": epoch + 1, "loss": float(np.mean(progress["losses"]))}
-        record |= {"exit_scores": exit_scores, **found, "seconds": self.state.stop_clock(), **more}
+        record |= {"exit_scores": exit_scores, **validation, "seconds": self.state.stop_clock(), **more}
         progress["history"].append(record)
         progress |= {"losses": [], "seconds": 0.0}
         self.state.start_clock()
-        better = progress["best"] is None or found["score"] > progress["best"]
+        better = progress["best"] is None or validation["score"] > progress["best"]
         if better:
-            progress["best"] = found["score"]
+            progress["best"] = validation["score"]
         return better
 
 
@@ -216,7 +216,7 @@ def set_modes(model: nn.Module, stage: Stage) -> None:
         parts = [(f"{name}.{k}", part) for k, part in enumerate(child)] if isinstance(child, nn.ModuleList) else None
         for prefix, part in parts or [(name, child)]:
             names = (f"{prefix}.{parameter}" for parameter, _ in part.named_parameters())
-            part.train(any(stage.trainable(each) and model.is_trainable(each) for each in names))
+            part.train(any(stage.trainable(parameter) and model.is_trainable(parameter) for parameter in names))
 
 
 def trained_weights(model: nn.Module, stage: Stage) -> dict[str, Tensor]:

@@ -108,5 +108,5 @@ def policy_rule(model: TokenExits, source, held: TextData) -> Chosen:
     The `default_rule` of a Method on tokens.
     """
     rules = passing(record_texts(model, held.texts), Policy())
-    about = {"own": {"policy": Policy().to_dict()}, "sweep": {"policy": [rule.to_dict() for rule in rules]}}
-    return Chosen(Policy(), None, None, about)
+    metrics = {"own": {"policy": Policy().to_dict()}, "sweep": {"policy": [rule.to_dict() for rule in rules]}}
+    return Chosen(Policy(), None, None, metrics)

@@ -55,13 +55,13 @@ def prompt_run(request: Request) -> Path:
     source = {"folder": str(request.model.resolve()), "sha256": backbone_sha256(request.model)}
     epochs = _fine_tuned(request, model, tokenizer, source) if config.shots else []
     training = asdict(request.train) | {"shots": config.shots or 0, "from": source, "max_train": None}
-    about: dict[str, Any] = {"method": request.name, "unit": "prompts", "settings": {}, "backbone": source}
-    about |= {"task": task.about(), "seed": request.seed, "training": training}
+    known_config: dict[str, Any] = {"method": request.name, "unit": "prompts", "settings": {}, "backbone": source}
+    known_config |= {"task": task.to_config(), "seed": request.seed, "training": training}
     base = unfinished / "base"
     if ranks.rank() == 0:
         shutil.rmtree(base, ignore_errors=True)
         unfinished.mkdir(parents=True, exist_ok=True)
-        save_run(base, model, tokenizer, Chosen(Never(), None), about, {"epochs": epochs})
+        save_run(base, model, tokenizer, Chosen(Never(), None), known_config, {"epochs": epochs})
     return base
 
 
@@ -105,8 +105,8 @@ def chosen_prompt(request: Request) -> Prompt:
             return prompt_of(request.task, kind, Path(config.prompts or PROMPTS))
         pairs = [word.partition("=") for word in config.words]
         if not all(key.strip() and word.strip() for key, _, word in pairs):
-            found = ",".join(config.words)
-            raise ValueError(f"--words: expected a word for each class, as 0=terrible,1=great, found {found}")
+            actual = ",".join(config.words)
+            raise ValueError(f"--words: expected a word for each class, as 0=terrible,1=great, found {actual}")
         words = {key.strip(): word.strip() for key, _, word in pairs}
         return Prompt.from_dict({"template": config.template, "words": words}, request.task.label_names)
     except ValueError as error:

@@ -71,8 +71,8 @@ def average(parameters: Sequence[Tensor], loss: Tensor, units: int) -> Tensor:
     """
     if world() == 1:
         return loss
-    parts = [(torch.zeros_like(each) if each.grad is None else each.grad).flatten() for each in parameters]
-    there = loss.new_tensor([each.grad is not None for each in parameters])
+    parts = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in parameters]
+    there = loss.new_tensor([weight.grad is not None for weight in parameters])
     parts += [there, loss.detach()[None], loss.new_ones(1)]
     sums = torch.cat(parts) * units
     _all(dist.all_reduce, sums)

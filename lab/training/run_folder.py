@@ -149,8 +149,8 @@ class Run(NamedTuple):
         Raises ValueError like Runtime.run.
         """
         if self.generates or self.embeds:
-            found = "a decoder; use generate" if self.generates else "a sentence encoder; use embed"
-            raise WrongArguments(f"{self.folder}: expected a classifier, found {found}")
+            actual = "a decoder; use generate" if self.generates else "a sentence encoder; use embed"
+            raise WrongArguments(f"{self.folder}: expected a classifier, found {actual}")
         check_rows(texts, self.config["task"]["texts"])
         if not len(texts):
             return []
@@ -186,8 +186,8 @@ class Run(NamedTuple):
         from mini_ee.lab.exits.decoding import gather
 
         if not self.generates:
-            found = "a sentence encoder; use embed" if self.embeds else "a classifier; use classify"
-            raise WrongArguments(f"{self.folder}: expected a decoder, found {found}")
+            actual = "a sentence encoder; use embed" if self.embeds else "a classifier; use classify"
+            raise WrongArguments(f"{self.folder}: expected a decoder, found {actual}")
         check_rows(prompts, 1)
         if not len(prompts):
             return []
@@ -196,7 +196,7 @@ class Run(NamedTuple):
         steps = self.model.generate(ids, self.rule, missing_kv=missing_kv or self.model.missing_kv, **settings)
         written = gather(steps, len(ids))
         decode = self.tokenizer.backend.decode
-        return [decode(given + each.tokens)[len(decode(given)) :] for given, each in zip(ids, written)]
+        return [decode(given + generation.tokens)[len(decode(given)) :] for given, generation in zip(ids, written)]
 
 
 def encode(tokenizer: Tokenizer, texts, backbone) -> Encoded:
@@ -254,23 +254,23 @@ def build_model(method: Method, unit: str, backbone, config: dict) -> nn.Module:
 
 
 def save_run(
-    folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: "Chosen", about: dict, metrics: dict
+    folder: Path, model: nn.Module, tokenizer: Tokenizer, chosen: "Chosen", known_config: dict, metrics: dict
 ) -> None:
     """Write a run folder, whole or not at all.
 
-    about: method, unit, settings, backbone (folder and sha256 of the initial checkpoint), task or text, seed, training.
-    The backbone is only written if the training changed it. Raises FileExistsError if the folder exists.
+    known_config: method, unit, settings, backbone (folder and sha256 of the initial checkpoint), task or text, seed,
+    training. The backbone is only written if the training changed it. Raises FileExistsError if the folder exists.
     """
-    unit, config = load_unit(model.unit), {"format_version": FORMAT_VERSION} | about
+    unit, config = load_unit(model.unit), {"format_version": FORMAT_VERSION} | known_config
     config |= {"exits": list(model.exits), "pool": model.pool, "head": model.head}
     config |= {"num_labels": model.num_labels} if unit.embeds else {}
     config |= {"rule": chosen.rule.to_dict(), "guarantee": chosen.guarantee}
     config |= {"curve": chosen.curve} if chosen.curve else {}
     config |= {"max_length": tokenizer.max_length, "versions": versions()}
     with atomic_folder(folder) as partial:
-        digests, changed = model.save_parts(partial, about["backbone"]["folder"]), model.holds_backbone
+        digests, changed = model.save_parts(partial, known_config["backbone"]["folder"]), model.holds_backbone
         if unit.name == "prompts":
-            changed, config["prompt"] = bool(about["training"]["shots"]), tokenizer.prompt.to_dict()
+            changed, config["prompt"] = bool(known_config["training"]["shots"]), tokenizer.prompt.to_dict()
         else:
             digests["model.safetensors"] = write_tensors(partial / "model.safetensors", model.own_state())
         if changed and not unit.reads_lm_head:
@@ -294,13 +294,13 @@ def write_rule(
     Raises FileExistsError if another process is writing the run.
     """
     path = Path(folder) / "config.json"
-    about = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts}
-    about |= {"curve": curve} if curve else {}
+    rule_fields = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts}
+    rule_fields |= {"curve": curve} if curve else {}
     with sole_writer(path):
         config = read_json(path, signed="format_version")
         for name in ("promise", "curve"):  # promise: the name of guarantee in runs of 0.1.0
             config.pop(name, None)
-        write_json(path, config | about)
+        write_json(path, config | rule_fields)
 
 
 def training_folder(folder: Path) -> Path:
@@ -404,8 +404,9 @@ def _read_model(folder: Path, config: dict, backbone_folder) -> tuple[nn.Module,
     if unit.embeds and "prompts" in config:  # an older run has none
         from mini_ee.lab.data.sentence_prompts import PromptedTokenizer
 
-        own = config["prompts"], config["default_prompt_name"]
-        tokenizer = PromptedTokenizer(tokenizer.backend, config["max_length"], *own)
+        tokenizer = PromptedTokenizer(
+            tokenizer.backend, config["max_length"], config["prompts"], config["default_prompt_name"]
+        )
     return model, tokenizer
 
 
@@ -431,8 +432,8 @@ def backbone_of(source: dict, run: Path, folder: str | Path | None):
     """The backbone of a run. Raises an error for another one, because adapters fit only one backbone."""
     there = Path(folder or run / source["folder"])  # an absolute path stays as it is
     if folder is None and not there.is_dir():  # or a built-in one of this installation
-        own = (each for each in (BUILT_IN_MODEL, BUILT_IN_DECODER) if each.is_dir())
-        there = next((each for each in own if backbone_sha256(each) == source["sha256"]), there)
+        built_in = (path for path in (BUILT_IN_MODEL, BUILT_IN_DECODER) if path.is_dir())
+        there = next((path for path in built_in if backbone_sha256(path) == source["sha256"]), there)
     folder = there
     if not folder.is_dir():
         raise FileNotFoundError(

@@ -71,10 +71,10 @@ def joint_loss(model: nn.Module, batch: Batch) -> Tensor:
     return weighted_by_depth(losses, model.exits)
 
 
-def joint_stage(model: nn.Module, **own) -> Stage:
-    """Train all exits and all trainable parts of the backbone with Eq. 1. own: other fields of the Stage."""
+def joint_stage(model: nn.Module, **stage_fields) -> Stage:
+    """Train all exits and all trainable parts of the backbone with Eq. 1. stage_fields: other fields of the Stage."""
     stage = Stage("joint", lambda name: True, joint_loss, lambda scores: float(weighted_by_depth(scores, model.exits)))
-    return stage._replace(**own)
+    return stage._replace(**stage_fields)
 
 
 def all_logits(model: nn.Module, batch: Batch) -> list[Tensor]:

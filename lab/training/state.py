@@ -60,8 +60,8 @@ class State:
         try:
             tensors = read_tensors(path, signed=True)
         except ValueError as error:
-            found = str(error).removesuffix("; fetch or write it again")
-            raise ValueError(f"{found}; remove {path.parent} and begin anew") from None
+            problem = str(error).removesuffix("; fetch or write it again")
+            raise ValueError(f"{problem}; remove {path.parent} and begin anew") from None
         progress = json.loads(bytes(tensors.pop("progress").tolist()))
         settings, begun_with = self.saved.settings, dict(progress["settings"])
         files = begun_with.pop("files", settings.get("files", {}))  # states of 0.1.0 have none

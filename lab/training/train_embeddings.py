@@ -48,23 +48,27 @@ LOWEST = 0.1  # quantile of the cosines that is reported
 def opened(request: Request, task, source: TaskOptions) -> Request:
     """The request with its texts and its encoder, after all checks that need no model."""
     encoder, common = sentence_modules(request.model, request.common.pool), request.common
-    own = {"pool": encoder.pool, "max_length": common.max_length or encoder.max_length}
+    settings = {"pool": encoder.pool, "max_length": common.max_length or encoder.max_length}
     if encoder.modules[-1:] == ({"kind": "normalize"},) and (common.size or not encoder.size):
         # Each exit scales its embedding, after --size has cut it. The encoder's own size cuts a scaled one.
-        own["normalize"], encoder = True, encoder._replace(modules=encoder.modules[:-1])
+        settings["normalize"], encoder = True, encoder._replace(modules=encoder.modules[:-1])
     if common.prompt_name is not None:
         check_prompt_name(encoder.prompts, common.prompt_name, f"{request.model}: ")
         encoder = encoder._replace(default_prompt=common.prompt_name)
-    found = _pairs_of(task, source) if request.method.trains_encoder else None
-    return replace(request, task=found or _texts_of(task, source), common=replace(common, **own), encoder=encoder)
+    pairs = _pairs_of(task, source) if request.method.trains_encoder else None
+    return replace(request, task=pairs or _texts_of(task, source), common=replace(common, **settings), encoder=encoder)
 
 
-def about(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
+def config_part(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
     """This unit's part of config.json."""
     common, encoder = request.common, request.encoder
-    own = {"task": request.task.about() | {"texts": 1}, "normalize": common.normalize}
-    own |= {"modules": list(encoder.modules), "prompts": encoder.prompts, "default_prompt_name": encoder.default_prompt}
-    return own | {"pool": common.pool, "head": None, "num_labels": _size(request, backbone)}
+    part = {"task": request.task.to_config() | {"texts": 1}, "normalize": common.normalize}
+    part |= {
+        "modules": list(encoder.modules),
+        "prompts": encoder.prompts,
+        "default_prompt_name": encoder.default_prompt,
+    }
+    return part | {"pool": common.pool, "head": None, "num_labels": _size(request, backbone)}
 
 
 def open_tokenizer(request: Request, backbone: nn.Module) -> PromptedTokenizer:
@@ -76,7 +80,7 @@ def open_tokenizer(request: Request, backbone: nn.Module) -> PromptedTokenizer:
     return PromptedTokenizer(tokenizer.backend, length, encoder.prompts, encoder.default_prompt)
 
 
-def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dict, say: Say) -> TrainingData:
+def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, known_config: dict, say: Say) -> TrainingData:
     """The three parts of the texts, encoded."""
     parts = split_rows(request.task, request.seed, request.common.max_train)
     if len(parts.train.texts[0]) == 1:
@@ -120,11 +124,11 @@ def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingD
 
 def unseen(run: Run, task, source: TaskOptions) -> Split:
     """The texts of a file, a table or a task. Of those that the run was trained on, only the ones that test."""
-    found = _pairs_of(task, source) if load_method(run.config["method"]).trains_encoder else None
-    found = found or _texts_of(task, source)
-    rows = found.split("train")
-    if trained_on(run, found):
-        rows = split_rows(found, run.config["seed"], run.config["training"].get("max_train")).test
+    opened_task = _pairs_of(task, source) if load_method(run.config["method"]).trains_encoder else None
+    opened_task = opened_task or _texts_of(task, source)
+    rows = opened_task.split("train")
+    if trained_on(run, opened_task):
+        rows = split_rows(opened_task, run.config["seed"], run.config["training"].get("max_train")).test
     texts = tuple((text,) for row in rows.texts for text in row)
     return Split(texts, np.zeros(len(texts)))
 
@@ -142,24 +146,24 @@ def _data_of(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> Cal
 
     def distilled(part: Split) -> DistillationData:
         encoded = encode(tokenizer, part.texts, backbone)
-        found = record(teacher.segments(), encoded, request.train.batch_size, "full embeddings")
-        return DistillationData(encoded, found.logits[:, -1], request.task)
+        recorded = record(teacher.segments(), encoded, request.train.batch_size, "full embeddings")
+        return DistillationData(encoded, recorded.logits[:, -1], request.task)
 
     if len(request.task.split("train").texts[0]) == 2:
         return of_pairs
     if not request.method.trains_encoder:
         return of_texts
-    own, layers = request.common, (backbone.config.num_hidden_layers,)
-    given = _size(request, backbone), own.pool, own.normalize, None, request.encoder.modules
-    teacher = EmbeddingExits(deepcopy(backbone), layers, *given).to(own.device)
+    common, layers = request.common, (backbone.config.num_hidden_layers,)
+    given = _size(request, backbone), common.pool, common.normalize, None, request.encoder.modules
+    teacher = EmbeddingExits(deepcopy(backbone), layers, *given).to(common.device)
     return distilled
 
 
 def _size(request: Request, backbone: nn.Module) -> int:
     """How many numbers an embedding has."""
     encoder = request.encoder
-    own = [step["out_features"] for step in encoder.modules if step["kind"] == "dense"]
-    full = own[-1] if own else backbone.config.hidden_size
+    dense_sizes = [step["out_features"] for step in encoder.modules if step["kind"] == "dense"]
+    full = dense_sizes[-1] if dense_sizes else backbone.config.hidden_size
     return request.common.size or min(encoder.size or full, full)
 
 
@@ -176,9 +180,11 @@ def _pairs_of(task, source: TaskOptions) -> Task | None:
     """The task, if its examples are pairs of texts with a number as label; else None."""
     if not is_labelled(task):
         return None
-    found = open_task(task, source)
-    train = found.split("train")
-    return replace(found, splits={"train": train}) if found.regression and len(train.texts[0]) == 2 else None
+    opened_task = open_task(task, source)
+    train = opened_task.split("train")
+    return (
+        replace(opened_task, splits={"train": train}) if opened_task.regression and len(train.texts[0]) == 2 else None
+    )
 
 
 def _texts_of(task, source: TaskOptions) -> Task:
@@ -191,6 +197,6 @@ def _texts_of(task, source: TaskOptions) -> Task:
         num_texts = None if kind_of(path) in SUFFIXES else 1  # an encoder reads one text: a tab in it is text
         name, rows = path.stem, [row.texts for row in read_rows([path], source, num_texts, drop=True)[0]]
     texts = [text for row in rows for text in row if text.strip()]
-    if (found := len(set(texts))) < LEAST_TEXTS:
-        raise WrongArguments(f"{name}: expected at least {LEAST_TEXTS} different texts, found {found}; give more")
+    if (count := len(set(texts))) < LEAST_TEXTS:
+        raise WrongArguments(f"{name}: expected at least {LEAST_TEXTS} different texts, found {count}; give more")
     return Task(name, (), ("cosine",), {"train": Split(tuple((text,) for text in texts), np.zeros(len(texts)))})

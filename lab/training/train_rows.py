@@ -38,27 +38,29 @@ TOLERANCE = 0.1
 
 def opened(request: Request, task, source: TaskOptions) -> Request:
     """The request with its task, after all checks that need no model."""
-    found = open_task(task, source)
+    opened_task = open_task(task, source)
     if request.method.keeps_model:
-        _check_labels(found, label_names(request.model), request.model)
-        found = replace(found, multi_label=is_multi_label(request.model), token_kind=token_kind_of(request.model))
-        if found.token_kind and request.common.pool is not None:
+        _check_labels(opened_task, label_names(request.model), request.model)
+        opened_task = replace(
+            opened_task, multi_label=is_multi_label(request.model), token_kind=token_kind_of(request.model)
+        )
+        if opened_task.token_kind and request.common.pool is not None:
             raise WrongArguments("--pool is for one label of a text; this model labels tokens: leave it out")
     elif request.common.keep_exits is not None or request.common.tolerance is not None:
         raise WrongArguments(f"keep_exits and tolerance are for a model that stays as it is, not for {request.name}")
-    if found.regression and request.method.classes_only:
+    if opened_task.regression and request.method.classes_only:
         raise WrongArguments(
-            f"{request.name} needs the confidence or the accuracy of an exit, and {found.name} is a regression; "
+            f"{request.name} needs the confidence or the accuracy of an exit, and {opened_task.name} is a regression; "
             f"train joint or pabee"
         )
-    return replace(request, task=found)
+    return replace(request, task=opened_task)
 
 
-def about(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
+def config_part(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
     """This unit's part of config.json."""
     usual = "mean" if "mean" in backbone.poolings else backbone.poolings[0]
     heads = {"pool": request.common.pool or usual, "head": request.common.head}
-    task = request.task.about()
+    task = request.task.to_config()
     if request.task.token_kind:
         heads["pool"], task["around"] = TOKENS, list(tokenizer.around(task["texts"]))
     return {"num_labels": request.task.num_labels, "task": task} | heads
@@ -80,19 +82,19 @@ def open_tokenizer(request: Request, backbone: nn.Module) -> Tokenizer:
     return tokenizer
 
 
-def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dict, say: Say) -> TrainingData:
+def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, known_config: dict, say: Say) -> TrainingData:
     """The three parts of the train split, encoded."""
     if request.method.keeps_model:
-        train, held, test = _labelled_by_model(request, backbone, tokenizer, about)
+        train, held, test = _labelled_by_model(request, backbone, tokenizer, known_config)
     else:
         parts = split_rows(request.task, request.seed, request.common.max_train)
         train, held, test = (RowData(encode(tokenizer, p.texts, backbone), p.labels, request.task) for p in parts)
     task = train.task
     if (train.labels == train.labels[0]).all():
-        found = f"{request.model} predicts" if request.method.keeps_model else "found only"
+        who = f"{request.model} predicts" if request.method.keeps_model else "found only"
         label = "same labels" if task.multi_label or task.token_kind else f"label {train.labels[0]}"
         raise ValueError(
-            f"{task.name}: {found} the {label} for all {len(train)} examples to train on, so "
+            f"{task.name}: {who} the {label} for all {len(train)} examples to train on, so "
             f"there is nothing to learn; give examples with different labels"
         )
     begun_with = {"max_length": tokenizer.max_length, "task": task.name, "data": _sha256(train, held, test)}
@@ -136,8 +138,8 @@ def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingD
     }
     if request.method.keeps_model and len(data.more):
         metrics |= {"tolerance": task.tolerance}
-        own = tested._replace(labels=predictions(tested.logits[:, -1], task)) if common.labelled else tested
-        metrics |= {"tested": savings_curve(own, task, chosen.rule, head_layers(model), gold)}
+        relabelled = tested._replace(labels=predictions(tested.logits[:, -1], task)) if common.labelled else tested
+        metrics |= {"tested": savings_curve(relabelled, task, chosen.rule, head_layers(model), gold)}
     return chosen, metrics
 
 
@@ -150,7 +152,9 @@ def _check_labels(task: Task, names: tuple[str, ...], model) -> None:
         raise WrongArguments(f"{task.name}: expected {expected}, found {', '.join(task.label_names) or 'numbers'}")
 
 
-def _labelled_by_model(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dict) -> list[RowData]:
+def _labelled_by_model(
+    request: Request, backbone: nn.Module, tokenizer: Tokenizer, known_config: dict
+) -> list[RowData]:
     """The three parts of the train split, with what the fine-tuned model itself predicts as labels.
 
     A score is an agreement; if the task counts as labelled, its own labels stay, and heads still learn from the model.
@@ -160,9 +164,9 @@ def _labelled_by_model(request: Request, backbone: nn.Module, tokenizer: Tokeniz
     training's state.
     """
     task, rows = request.task, request.task.split("train")
-    exits, pool = about["exits"], about["pool"]
+    exits, pool = known_config["exits"], known_config["pool"]
     model = FrozenClassifier(backbone, tuple(exits), task.num_labels, pool).to(request.common.device)
-    model.token_task = TokenTask.of(about)
+    model.token_task = TokenTask.of(known_config)
     numbered = replace(task, splits={"train": replace(rows, labels=np.arange(len(rows)))})
     parts = split_rows(numbered, request.seed, request.common.max_train)
     parts = parts._replace(train=different(parts.train))
@@ -174,17 +178,17 @@ def _labelled_by_model(request: Request, backbone: nn.Module, tokenizer: Tokeniz
     key = {"files": model_sha256s(request.model), "texts": texts, "max_length": tokenizer.max_length}
     folder = training_folder(request.out) / f"states_{ranks.rank()}"
     store = partial(Stored, folder=folder, key=json_sha256(key | {"exits": exits, "pool": pool}))
-    found = RowData(encoded, np.arange(len(texts)), task).states(model, store)
-    own = predictions(found.logits(model, [len(exits) - 1])[:, 0], task)[places]
+    computed = RowData(encoded, np.arange(len(texts)), task).states(model, store)
+    model_labels = predictions(computed.logits(model, [len(exits) - 1])[:, 0], task)[places]
     metrics = task.metrics if task.regression else ("accuracy",)
-    labels = rows.labels if request.common.labelled else own
+    labels = rows.labels if request.common.labelled else model_labels
     if task.top_k is not None:
-        labels = ranked(own, rows.texts)
+        labels = ranked(model_labels, rows.texts)
     elif task.regression:  # from the training texts alone: what tests the agreement must not define it
-        own_tolerance = TOLERANCE * float(own[: ends[1]].std())
+        own_tolerance = TOLERANCE * float(model_labels[: ends[1]].std())
         task = replace(task, tolerance=request.common.tolerance or own_tolerance)
     task = replace(task, metrics=metrics, splits={"train": replace(rows, labels=labels)})
-    states = [found.states[: ends[1]], *(found.states[places[a:b]] for a, b in zip(ends[1:], ends[2:]))]
+    states = [computed.states[: ends[1]], *(computed.states[places[a:b]] for a, b in zip(ends[1:], ends[2:]))]
     return [
         RowData(encode(tokenizer, rows.texts[a:b], backbone), labels[a:b], task, Known(model.exits, known))
         for a, b, known in zip(ends, ends[1:], states)
@@ -208,7 +212,7 @@ def _held_out(recorded: Record, chosen: Chosen, task: Task, labels: np.ndarray) 
         "guarantee": chosen.guarantee,
         "rows_needed": chosen.rows_needed,
         "curves": curves(recorded, task, labels, chosen.rule),
-        **chosen.about,
+        **chosen.metrics,
     }
 
 

@@ -60,7 +60,7 @@ Say = Callable[[str], None]
 TOKEN_EXITS = 4  # if none are named
 LENS_LR = 1e-3  # learning rate of lenses, which begin with their closed form
 OF_TRAINING = "max_train", "max_loss", "confidence", "min_cosine"  # common options that `training` in config.json has
-TRAINED_BY = {  # unit -> the module of functions `opened`, `about`, `open_tokenizer`, `data` and `conclude`
+TRAINED_BY = {  # unit -> the module of functions `opened`, `config_part`, `open_tokenizer`, `data` and `conclude`
     "rows": "mini_ee.lab.training.train_rows",
     "tokens": "mini_ee.lab.training.train_tokens",
     "embeddings": "mini_ee.lab.training.train_embeddings",
@@ -169,17 +169,17 @@ def make_request(
     foreign = given.keys() - set().union(*known, own_names)
     foreign |= {key for key in method.lacks if options.get(key) is not None}
     if foreign:
-        about = f"{name} on {unit.name}" if len(method.units) > 1 else name
+        subject = f"{name} on {unit.name}" if len(method.units) > 1 else name
         raise WrongArguments(
-            f"{about} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help-all`"
+            f"{subject} has no option {', '.join(sorted(foreign))}; see `mini-ee train {name} --help-all`"
         )
     try:
         made = [part(**{key: given[key] for key in names & given.keys()}) for part, names in zip(parts, known)]
     except ValueError as error:
         raise WrongArguments(str(error)) from None
-    own = {key: given[key] for key in own_names & given.keys()}
+    method_options = {key: given[key] for key in own_names & given.keys()}
     named = frozenset(key for key, value in options.items() if value is not None)
-    config = configured(method, own)
+    config = configured(method, method_options)
     if unused := unused_option(config, named):
         raise WrongArguments(unused)
     if unit.name == "tokens" and method.own_heads and made[1].head != "own":
@@ -267,9 +267,9 @@ def open_task(name: str | Path | Task | None, options: TaskOptions = TaskOptions
 
 def check_task(run: Run, task: Task, folder: Path) -> None:
     """Raise WrongArguments if the run was trained with other labels or another number of texts than the task has."""
-    texts, found = run.config["task"]["texts"], len(next(iter(task.splits.values())).texts[0])
-    if texts != found:
-        raise WrongArguments(f"{folder}: was trained on examples of {texts} texts; {task.name} has {found}")
+    texts, num_texts = run.config["task"]["texts"], len(next(iter(task.splits.values())).texts[0])
+    if texts != num_texts:
+        raise WrongArguments(f"{folder}: was trained on examples of {texts} texts; {task.name} has {num_texts}")
     if run.multi_label:
         raise WrongArguments(f"{folder}: gives a text several labels at once, and an example of {task.name} has one")
     if run.label_names != list(task.label_names):
@@ -285,12 +285,12 @@ def trained_on(run: Run, task: Task) -> bool:
 
     Raises WrongArguments for a task of that name with other examples, because its training examples are not known.
     """
-    about = run.config["task"]
+    trained_task = run.config["task"]
     if "train" not in task.splits:
         return False
-    if about.get("train_sha256") == task.split("train").sha256():
+    if trained_task.get("train_sha256") == task.split("train").sha256():
         return True
-    if about["name"] != task.name:
+    if trained_task["name"] != task.name:
         return False
     raise WrongArguments(
         f"{run.folder}: {task.name} has other train examples than in its training, so none is known to be held out; "
@@ -331,11 +331,11 @@ def _fitted_run(request: Request, state_folder: Path, say: Say) -> tuple:
     trainer, (backbone, tokenizer) = request.trainer, _opened(request)
     say_left_out(backbone, request.model, say, request.method.keeps_model and backbone.classification_head)
     say_beyond(tokenizer, backbone, request.model, say)
-    about = _about(request, backbone, tokenizer, exits_of(request, backbone.config.num_hidden_layers))
-    data = trainer.data(request, backbone, tokenizer, about, say)
-    model, fitted = _fit(request, backbone, about, data, Saved(state_folder, data.begun_with, request.resume))
+    known_config = _known_config(request, backbone, tokenizer, exits_of(request, backbone.config.num_hidden_layers))
+    data = trainer.data(request, backbone, tokenizer, known_config, say)
+    model, fitted = _fit(request, backbone, known_config, data, Saved(state_folder, data.begun_with, request.resume))
     chosen, metrics = trainer.conclude(request, model, fitted, data)
-    return model, tokenizer, chosen, about, metrics
+    return model, tokenizer, chosen, known_config, metrics
 
 
 def _opened(request: Request) -> tuple[nn.Module, Tokenizer]:
@@ -350,8 +350,8 @@ def original_outputs(request: Request, texts: Sequence[tuple[str, ...]]) -> tupl
     the largest number of tokens that its backbone can read.
     """
     backbone, tokenizer = _opened(request)
-    about = _about(request, backbone, tokenizer, (backbone.config.num_hidden_layers,))
-    segments, encoded = build_checked(request, backbone, about).segments(), encode(tokenizer, texts, backbone)
+    known_config = _known_config(request, backbone, tokenizer, (backbone.config.num_hidden_layers,))
+    segments, encoded = build_checked(request, backbone, known_config).segments(), encode(tokenizer, texts, backbone)
     if segments.token_task is None:
         return record(segments, encoded, request.train.batch_size).logits[:, -1], backbone.config.max_tokens
     with segments.running():
@@ -364,12 +364,12 @@ def say_left_out(backbone: nn.Module, folder: Path, say: Say, keeps_head: Any = 
     if is_adapter(folder):
         say(f"{folder}: a PEFT adapter, merged into its base model {model_folder(folder)}.")
     if backbone.foreign:
-        found = some_of(backbone.foreign)
-        say(f"{folder}: {len(backbone.foreign)} tensors belong to no part of the model and are ignored ({found}).")
+        names = some_of(backbone.foreign)
+        say(f"{folder}: {len(backbone.foreign)} tensors belong to no part of the model and are ignored ({names}).")
     if backbone.left_out and not keeps_head:
         why = f"; the masked-LM head is among them, because {UNTIED}" if backbone.untied_head else ""
-        found = some_of(backbone.left_out)
-        say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({found}){why}.")
+        names = some_of(backbone.left_out)
+        say(f"{folder}: {len(backbone.left_out)} tensors of another head were left out ({names}){why}.")
 
 
 def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Say) -> None:
@@ -379,32 +379,36 @@ def say_beyond(tokenizer: Tokenizer, backbone: nn.Module, folder: Path, say: Say
 
 
 def _fit(
-    request: Request, backbone: nn.Module, about: dict, data: TrainingData, saved: Saved
+    request: Request, backbone: nn.Module, known_config: dict, data: TrainingData, saved: Saved
 ) -> tuple[nn.Module, Fitted]:
     """Build the model and train it. Restores the random state of the caller."""
-    begun_with = {key: about[key] for key in ("method", "unit", "exits")} | about["training"] | about["settings"]
-    begun_with |= {"backbone": about["backbone"]["sha256"], "rows": len(data.train)}
-    begun_with |= {key: about.get(key) for key in ("pool", "head", "num_labels")}
+    begun_with = (
+        {key: known_config[key] for key in ("method", "unit", "exits")}
+        | known_config["training"]
+        | known_config["settings"]
+    )
+    begun_with |= {"backbone": known_config["backbone"]["sha256"], "rows": len(data.train)}
+    begun_with |= {key: known_config.get(key) for key in ("pool", "head", "num_labels")}
     begun_with |= {"files": model_sha256s(request.model)}
     saved = saved._replace(settings=begun_with | saved.settings)
     with torch.random.fork_rng(), nullcontext() if ranks.rank() else sole_writer(saved.folder):
         torch.manual_seed(request.seed)
-        model = build_checked(request, backbone, about).to(request.common.device)
+        model = build_checked(request, backbone, known_config).to(request.common.device)
         if not request.method.has_stages:
             return model, Fitted(request.method.search(model, data.train, data.held, request.config), [])
         recipe = with_gate(request.method.recipe(model, request.config), model)
         return model, fit(model, recipe, data.train, data.held, request.train, saved)
 
 
-def build_checked(request: Request, backbone: nn.Module, about: dict) -> nn.Module:
+def build_checked(request: Request, backbone: nn.Module, known_config: dict) -> nn.Module:
     """The method's model. Raises WrongArguments if it cannot be built with this backbone and these settings."""
     try:
-        return build_model(request.method, request.unit.name, backbone, about)
+        return build_model(request.method, request.unit.name, backbone, known_config)
     except ValueError as error:
         raise WrongArguments(str(error)) from None
 
 
-def _about(request: Request, backbone: nn.Module, tokenizer: Tokenizer, exits: tuple[int, ...]) -> dict:
+def _known_config(request: Request, backbone: nn.Module, tokenizer: Tokenizer, exits: tuple[int, ...]) -> dict:
     """The parts of config.json that are known before the training."""
     return {
         "method": request.name,
@@ -414,4 +418,4 @@ def _about(request: Request, backbone: nn.Module, tokenizer: Tokenizer, exits: t
         "exits": list(exits),
         "seed": request.seed,
         "training": asdict(request.train) | {key: v for key, v in vars(request.common).items() if key in OF_TRAINING},
-    } | request.trainer.about(request, backbone, tokenizer)
+    } | request.trainer.config_part(request, backbone, tokenizer)

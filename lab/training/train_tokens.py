@@ -44,7 +44,7 @@ def opened(request: Request, task, source: TextOptions) -> Request:
     return replace(request, texts=source)
 
 
-def about(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
+def config_part(request: Request, backbone: nn.Module, tokenizer: Tokenizer) -> dict:
     """This unit's part of config.json."""
     return {"text": request.texts.to_dict(), "rank": request.texts.rank, "pool": None, "head": request.common.head}
 
@@ -54,14 +54,14 @@ def open_tokenizer(request: Request, backbone: nn.Module) -> Tokenizer:
     return Tokenizer.from_folder(tokenizer_folder(request.model), None)
 
 
-def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dict, say: Say) -> TrainingData:
+def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, known_config: dict, say: Say) -> TrainingData:
     """Texts that the decoder generates, or those of a file."""
-    exits = about["exits"]
+    exits = known_config["exits"]
     if len(exits) < 2 and "exits" not in request.method.lacks:
         raise WrongArguments(f"--exits: expected exits before the last layer, got only {exits[0]}")
     with without_memory():  # a model that cannot be built is refused before texts are generated
-        build_checked(request, empty_backbone(backbone.config.to_dict(), lm_head=True), about)
-    lens = about["head"] == "lens"
+        build_checked(request, empty_backbone(backbone.config.to_dict(), lm_head=True), known_config)
+    lens = known_config["head"] == "lens"
     source = Source(backbone, tokenizer, request.texts, request.seed, GATE_PIECES if lens else HELD_PIECES)
     train, held = texts_to_learn(source)
     learners = f"{len(exits) - 1} heads on {request.model.name} learn"
@@ -71,7 +71,7 @@ def data(request: Request, backbone: nn.Module, tokenizer: Tokenizer, about: dic
         model = SharedExits(backbone, tuple(exits))
         train, held = (_known(request, model, part, name) for part, name in ((train, "train"), (held, "held")))
     digest = json_sha256({"train": [text.ids for text in train.texts], "held": [text.ids for text in held.texts]})
-    return TrainingData(train, held, source, {"text": about["text"], "data": digest})
+    return TrainingData(train, held, source, {"text": known_config["text"], "data": digest})
 
 
 def _known(request: Request, model: SharedExits, data: TextData, name: str) -> TextData:
@@ -86,7 +86,7 @@ def conclude(request: Request, model: nn.Module, fitted: Fitted, data: TrainingD
     """The default rule, and what metrics.json contains."""
     model.fold()
     chosen = (request.method.default_rule or agreement_rule)(model, data.more, data.held)
-    metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(model.exits)} | chosen.about
+    metrics = {"epochs": fitted.epochs, "history": fitted.metrics, "exits": list(model.exits)} | chosen.metrics
     metrics |= {"texts": len(data.train), "tokens": _tokens(data.train)}
     for stage in request.method.recipe(model, request.config) if request.method.has_stages else ():
         metrics |= stage.log_metrics(model, data.held) if stage.log_metrics else {}  # of the best epoch

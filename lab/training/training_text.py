@@ -147,17 +147,17 @@ def texts_to_learn(source: Source) -> tuple[TextData, TextData]:
         return TextData(pieces[held:], True), TextData(pieces[:held], True)
     count = options.texts or 1500
     if options.text is None:
-        found = source.own_stories(count + HELD_STORIES, 0)
+        stories = source.own_stories(count + HELD_STORIES, 0)
     else:
-        found = source.stories()
-        found = found[: len(found) * 9 // 10]
-    if len(found) < 2 * HELD_STORIES:
+        stories = source.stories()
+        stories = stories[: len(stories) * 9 // 10]
+    if len(stories) < 2 * HELD_STORIES:
         raise ValueError(
             f"{options.text or '--texts'}: expected at least {2 * HELD_STORIES} texts, half of them to hold out, "
-            f"found {len(found)}; give more{f' ({BETWEEN_TEXTS})' if options.text else ''}"
+            f"found {len(stories)}; give more{f' ({BETWEEN_TEXTS})' if options.text else ''}"
         )
-    order = np.random.default_rng(source.seed).permutation(len(found))
-    shuffled = [found[row] for row in order]
+    order = np.random.default_rng(source.seed).permutation(len(stories))
+    shuffled = [stories[row] for row in order]
     return TextData(shuffled[HELD_STORIES:][:count]), TextData(shuffled[:HELD_STORIES])
 
 
@@ -165,12 +165,12 @@ def texts_to_calibrate(source: Source) -> list[Text]:
     """Texts for calibration. They are not the training texts, unless --text is the same file."""
     options = source.options
     if options.text is not None:
-        found = source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
-        if not found:
+        texts = source.pieces() if options.kind == "pieces" else source.stories()[: options.texts]
+        if not texts:
             least = f"texts of {GIVEN + source.follow} tokens or more"
             what = "sentences of 4 to 10 words" if options.kind == "copy" else least
             raise ValueError(f"{options.text}: expected {what}, found none; give another text")
-        return found
+        return texts
     return source.written(CALIBRATION_PROMPTS, CALIBRATION_SEED, options.texts or CALIBRATION_PIECES, options.greedy)
 
 
@@ -183,12 +183,12 @@ def texts_to_test(source: Source, count: int) -> list[Text]:
         return [Text(text.ids, len(text.ids) // 2) for text in held.texts[:count]]
     if source.options.text is None:
         return source.own_stories(count, TESTED_SEED)
-    found = source.stories()
-    if len(found) < 10:
+    stories = source.stories()
+    if len(stories) < 10:
         raise ValueError(
-            f"{source.options.text}: expected at least 10 texts, the last tenth to test on, found {len(found)}"
+            f"{source.options.text}: expected at least 10 texts, the last tenth to test on, found {len(stories)}"
         )
-    return found[len(found) * 9 // 10 :][:count]
+    return stories[len(stories) * 9 // 10 :][:count]
 
 
 def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
@@ -208,13 +208,13 @@ def cheapest(recorded: Record, thresholds: Chosen, seed: int) -> Chosen:
 
     The gate has one cut, with the conformal guarantee that EPSILON of new tokens are as the full model's.
     """
-    found = {"thresholds": thresholds}
+    candidates = {"thresholds": thresholds}
     if len(np.unique(recorded.groups)) >= LEAST_GROUPS:
         rule, answer = calibrate_conformal(recorded, EPSILON, POLICY, seed)
         guarantee = {name: answer[name] for name in ("guarantee", "epsilon", "measure")}
-        found["gate"] = Chosen(rule, guarantee, None, {"calibration": answer})
-    flops = {name: float(recorded.replay(each.rule).cost.flops.mean()) for name, each in found.items()}
-    saved = {name: 1 - each / recorded.full_flops for name, each in flops.items()}
+        candidates["gate"] = Chosen(rule, guarantee, None, {"calibration": answer})
+    flops = {name: float(recorded.replay(candidate.rule).cost.flops.mean()) for name, candidate in candidates.items()}
+    saved = {name: 1 - mean_flops / recorded.full_flops for name, mean_flops in flops.items()}
     best = max(saved, key=saved.__getitem__)
-    chosen = found[best] if saved[best] >= LEAST_SAVED else Chosen(Never(), None)
-    return chosen._replace(about=chosen.about | {"net_saved": saved})
+    chosen = candidates[best] if saved[best] >= LEAST_SAVED else Chosen(Never(), None)
+    return chosen._replace(metrics=chosen.metrics | {"net_saved": saved})

@@ -51,17 +51,17 @@ def placed(x: Tensor, there: bool = True) -> Tensor:
         return x.as_subclass(Elsewhere if there else Tensor) if isinstance(x, Elsewhere) != there else x
 
 
-def gathered(values, found: list) -> None:
+def gathered(values, tensors: list) -> None:
     """Append the tensors in `values`."""
-    for each in values:
-        if type(each) in NO_TENSOR:
+    for argument in values:
+        if type(argument) in NO_TENSOR:
             continue
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            gathered(each, found)
-        elif isinstance(each, dict):
-            gathered(each.values(), found)
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            gathered(argument, tensors)
+        elif isinstance(argument, dict):
+            gathered(argument.values(), tensors)
 
 
 def mapped(change, value):
@@ -69,9 +69,9 @@ def mapped(change, value):
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: mapped(change, each) for key, each in value.items()}
+        return {key: mapped(change, entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [mapped(change, each) for each in value]
+        parts = [mapped(change, entry) for entry in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
@@ -81,11 +81,11 @@ def target(name: str, args: tuple, kwargs: dict) -> bool | None:
     if name in ("cpu", "cuda"):
         return name == "cuda"
     others = args[1:] if name in ("to", "type_as") else ()
-    for each in (kwargs.get("device"), *others):
-        if isinstance(each, Tensor):
-            return isinstance(each, Elsewhere)
-        if isinstance(each, (str, torch.device)):
-            return str(each).startswith("cuda")
+    for argument in (kwargs.get("device"), *others):
+        if isinstance(argument, Tensor):
+            return isinstance(argument, Elsewhere)
+        if isinstance(argument, (str, torch.device)):
+            return str(argument).startswith("cuda")
     return None
 
 
@@ -93,11 +93,11 @@ def called(function, args: tuple, kwargs: dict):
     if function in PLAIN:
         with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
-    name, found = getattr(function, "__name__", ""), []
+    name, tensors = getattr(function, "__name__", ""), []
     with torch._C.DisableTorchFunction():
-        gathered(args, found)
-        gathered(kwargs.values(), found)
-        there, to = [isinstance(each, Elsewhere) for each in found], target(name, args, kwargs)
+        gathered(args, tensors)
+        gathered(kwargs.values(), tensors)
+        there, to = [isinstance(tensor, Elsewhere) for tensor in tensors], target(name, args, kwargs)
         if to is None and True not in there:  # the host alone: most calls
             return function(*args, **kwargs)
         if function in SAYS and there[0]:
@@ -110,11 +110,11 @@ def called(function, args: tuple, kwargs: dict):
             here = lambda value: "cpu" if isinstance(value, (str, torch.device)) else value  # noqa: E731
             moves = name in ("to", "cuda", "cpu", "type_as")
             rest = (() if name in ("cuda", "cpu") else tuple(map(here, args[1:]))) if moves else args[1:]
-            output = function(*args[:1], *rest, **{key: here(each) for key, each in kwargs.items()})
+            output = function(*args[:1], *rest, **{key: here(argument) for key, argument in kwargs.items()})
             if moves and there[0] != to and output is args[0]:  # as a real copy is: never the same object
                 output = output.view_as(output) if output.requires_grad else placed(output, False).clone()
-            return mapped(lambda each: placed(each, to), output)
-        host = any(each.dim() for each, far in zip(found, there) if not far)
+            return mapped(lambda tensor: placed(tensor, to), output)
+        host = any(tensor.dim() for tensor, far in zip(tensors, there) if not far)
         if any(there) and host and name not in MAY_MEET and not (name in INDEXED and there[0]):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu")
         output = function(*args, **kwargs)

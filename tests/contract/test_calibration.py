@@ -105,10 +105,10 @@ def test_cuts_are_tested_from_the_strictest_down_and_the_first_that_fails_ends_i
     confidence, groups = np.linspace(1, 0, 400), np.arange(400)
     agrees = np.ones(400, bool)
     agrees[150:200] = False  # beyond them all agree again, and the share rises above epsilon once more
-    found = tau_with_confidence(confidence, agrees, groups, 0.8, DELTA)
+    threshold = tau_with_confidence(confidence, agrees, groups, 0.8, DELTA)
     p = agreement_p_values(agrees, groups, 0.8)
     first = np.flatnonzero(p[150:] > DELTA)[0] + 150
-    assert p[-1] <= DELTA < p[first] and found == confidence[first - 1]
+    assert p[-1] <= DELTA < p[first] and threshold == confidence[first - 1]
 
 
 def test_some_may_disagree_in_the_first_cut_if_there_are_rows_enough():
@@ -133,11 +133,11 @@ def chance_of_a_bad_tau(find, rows, epsilon, shares, agree):
     of = np.minimum(np.searchsorted(np.cumsum(shares), middles), len(shares) - 1)
     bad = np.interp(middles, np.concatenate(([0.0], np.cumsum(shares))), above) < -1e-12
     confidence, total = np.arange(rows, 0, -1.0), 0.0
-    found = {bits: find(confidence, np.array(bits)) for bits in product((True, False), repeat=rows)}
+    cuts = {bits: find(confidence, np.array(bits)) for bits in product((True, False), repeat=rows)}
     for strips in combinations_with_replacement(range(len(sizes)), rows):
         counts = np.bincount(strips, minlength=len(sizes))
         there = factorial(rows) * math.prod(size**n / factorial(n) for size, n in zip(sizes, counts))
-        for bits, at in found.items():
+        for bits, at in cuts.items():
             if math.isfinite(at) and bad[strips[int(rows - at)]]:
                 total += there * math.prod(p if bit else 1 - p for bit, p in zip(bits, agree[of[list(strips)]]))
     return total
@@ -188,8 +188,8 @@ def chance_of_a_bad_tau_with_ties(rows, epsilon, delta, shares, agree):
     cells = np.stack((np.multiply(shares, agree), shares - np.multiply(shares, agree)), axis=1).ravel()
     for drawn in combinations_with_replacement(range(2 * values), rows):
         drawn = np.array(drawn)
-        found = tau_with_confidence(values - drawn // 2.0, drawn % 2 == 0, np.arange(rows), epsilon, delta)
-        if math.isfinite(found) and bad[int(values - found)]:
+        threshold = tau_with_confidence(values - drawn // 2.0, drawn % 2 == 0, np.arange(rows), epsilon, delta)
+        if math.isfinite(threshold) and bad[int(values - threshold)]:
             counts = np.bincount(drawn, minlength=2 * values)
             total += factorial(rows) * math.prod(p**n / factorial(n) for p, n in zip(cells, counts))
     return total
@@ -295,7 +295,7 @@ def test_rows_of_one_text_that_are_counted_as_independent_break_the_guarantee():
 def pool(draw, draws):
     """Two exits, the second one surer, on the rows of many draws together; every text is a group of its own."""
     confidence, agrees, groups = zip(*(draw(np.random.default_rng(seed)) for seed in range(draws)))
-    groups = np.concatenate([each + 10_000 * at for at, each in enumerate(groups)])
+    groups = np.concatenate([group + 10_000 * at for at, group in enumerate(groups)])
     confidence, agrees = np.concatenate(confidence), np.concatenate(agrees)
     return Observed(np.stack((confidence, confidence**0.5), axis=1), np.stack((agrees, agrees), axis=1), groups)
 
@@ -314,9 +314,9 @@ def test_a_guarantee_is_broken_where_the_texts_left_over_agree_too_rarely_at_any
             left = [agree for sure, agree in rows if sure >= rule.threshold[k]]
             below |= bool(left) and sum(left) < 0.8 * len(left)
         broken += below
-    found = broken_guarantees(observed, 0.8, delta, sets=12, seed=3)
-    assert found["paper" if delta is None else "delta"] == broken / 12
-    assert (found["sets"], found["groups_a_set"]) == (12, len(names) // 4)
+    broken_share = broken_guarantees(observed, 0.8, delta, sets=12, seed=3)
+    assert broken_share["paper" if delta is None else "delta"] == broken / 12
+    assert (broken_share["sets"], broken_share["groups_a_set"]) == (12, len(names) // 4)
     assert 0 < broken < 12
 
 
@@ -328,8 +328,8 @@ def test_quarters_are_drawn_of_four_groups_at_least(output):
 
 
 def test_of_sets_drawn_by_text_the_papers_rule_breaks_many_and_delta_few():
-    found = broken_guarantees(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=100)
-    assert found["paper"] > 0.3 and found["delta"] <= DELTA + 2 * (DELTA * (1 - DELTA) / 100) ** 0.5
+    broken_share = broken_guarantees(pool(texts_right_or_wrong, 4), EPSILON, DELTA, sets=100)
+    assert broken_share["paper"] > 0.3 and broken_share["delta"] <= DELTA + 2 * (DELTA * (1 - DELTA) / 100) ** 0.5
     assert "delta" not in broken_guarantees(pool(rows_alone, 2), EPSILON, sets=2)
 
 
@@ -410,13 +410,13 @@ def test_nothing_to_calibrate_is_an_error():
 def test_intervals_resample_groups(monkeypatch):
     confidence, agrees = drawn(0, rows=90)
     observed = Observed(confidence[:, None], agrees[:, None], np.repeat(np.arange(30), 3))
-    found = intervals(observed, 0.8, resamples=50, seed=3)
+    bounds = intervals(observed, 0.8, resamples=50, seed=3)
     random, taus = np.random.default_rng(3), []
     for _ in range(50):
         rows = np.concatenate([np.arange(3 * text, 3 * text + 3) for text in random.integers(30, size=30)])
         taus.append(tau_by_hand(confidence[rows], agrees[rows], 0.8))
     taus.sort()
-    assert found.tolist() == [[taus[1], taus[48]]]  # of 50, the 2nd and the 49th hold the middle 95 %
+    assert bounds.tolist() == [[taus[1], taus[48]]]  # of 50, the 2nd and the 49th hold the middle 95 %
 
 
 def test_an_interval_may_end_at_never():
@@ -427,8 +427,8 @@ def test_an_interval_may_end_at_never():
 def test_intervals_of_correlated_rows_are_wider():
     confidence, agrees, groups = texts_right_or_wrong(np.random.default_rng(0))
     ends = [
-        intervals(Observed(confidence[:, None], agrees[:, None], each), EPSILON, resamples=200)[0]
-        for each in (groups, np.arange(len(groups)))
+        intervals(Observed(confidence[:, None], agrees[:, None], drawn_together), EPSILON, resamples=200)[0]
+        for drawn_together in (groups, np.arange(len(groups)))
     ]
     together, alone = np.minimum(ends, 1.0)
     assert together[1] - together[0] > alone[1] - alone[0]
@@ -471,7 +471,7 @@ def test_a_classifier_is_calibrated_on_one_half_and_judged_on_the_other(delta):
     assert answer["exit_counts"] == np.bincount(replay(observed, rule).exit_index[~half], minlength=4).tolist()
     assert sum(answer["exit_counts"]) == answer["rows_fresh"] == answer["rows_calibration"] == 300
     assert (answer["epsilon"], answer["delta"]) == (0.85, delta)
-    assert [float(each) for each in answer["thresholds"]] == list(rule.threshold[:-1])
+    assert [float(threshold) for threshold in answer["thresholds"]] == list(rule.threshold[:-1])
     assert answer["mean_layers"] == np.dot(answer["exit_counts"], (1, 2, 4, 6)) / 300
 
 

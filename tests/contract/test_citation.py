@@ -18,8 +18,8 @@ OF_PAPERS = 4  # methods whose papers' claims are tested; the first table of the
 
 def field(name: str) -> str:
     """The value of a key of CITATION.cff that is no list."""
-    (found,) = re.findall(rf"^{name}: (.+)$", CITATION, re.M)
-    return found.strip('"')
+    (text,) = re.findall(rf"^{name}: (.+)$", CITATION, re.M)
+    return text.strip('"')
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_the_readme_has_the_size_of_the_core():
 
 def test_the_readmes_bibtex_is_made_from_the_citation():
     (entry,) = re.findall(r"```bibtex\n@software\{mini_ee, (.*?)\}\n```", README, re.S)
-    found = dict(re.findall(r"(\w+) = \{(.*?)\}(?=,|$)", entry))
+    fields = dict(re.findall(r"(\w+) = \{(.*?)\}(?=,|$)", entry))
     (author,) = re.findall(r'^authors:\n  - name: "(.+)"\n(?!  -)', CITATION, re.M)
     released = field("date-released")
-    assert {name: text.replace("\\", "") for name, text in found.items()} == {
+    assert {name: text.replace("\\", "") for name, text in fields.items()} == {
         "title": field("title"),
         "author": f"{{{author}}}",
         "version": field("version"),

@@ -104,13 +104,13 @@ def test_what_sets_keep_is_that_of_loops_over_fresh_texts():
         paper = [calibration.tau(*column, 0.6) for column in columns]
         surer = [tau_with_confidence(*column, some.groups, 0.6, COMPARED_DELTA / 3) for column in columns]
         of_texts = {}
-        for group, output, right in zip(*(each[~inside] for each in (observed.groups, *observed[:2]))):
+        for group, output, right in zip(*(array[~inside] for array in (observed.groups, *observed[:2]))):
             sure = output > conformal_cut(some, 0.6), output >= paper, output >= surer
-            of_texts.setdefault(group, []).append([next((a for s, a in zip(each, right) if s), True) for each in sure])
+            of_texts.setdefault(group, []).append([next((a for s, a in zip(left, right) if s), True) for left in sure])
         shares.append(np.mean([np.mean(rows, axis=0) for rows in of_texts.values()], axis=0))
-    found = agreement_by_sets(observed, 0.6, sets=4, seed=5)
-    assert [found[name] for name in ("conformal", "paper", "delta")] == pytest.approx(np.mean(shares, axis=0))
-    assert found["delta"] < 1
+    agreement = agreement_by_sets(observed, 0.6, sets=4, seed=5)
+    assert [agreement[name] for name in ("conformal", "paper", "delta")] == pytest.approx(np.mean(shares, axis=0))
+    assert agreement["delta"] < 1
 
 
 @pytest.mark.parametrize("measure", ["max_probability", POLICY])

@@ -174,7 +174,7 @@ def decoded(run, rule, prompts=PROMPTS, missing_kv="copy_state", stop=()):
     """(tokens, layers) that each prompt is continued with."""
     ids, settings = ids_of(run, prompts), {"max_new_tokens": NEW_TOKENS, "missing_kv": missing_kv, "stop": stop}
     written = gather(run.model.generate(ids, rule, **settings), len(ids))
-    return [(each.tokens, each.layers_run) for each in written]
+    return [(text.tokens, text.layers_run) for text in written]
 
 
 def greedy(run, k, prompt):
@@ -210,12 +210,12 @@ def test_the_loop_of_the_core_runs_the_segments_of_any_run_and_of_its_export(hou
     run = house.run(method, "rows")
     inputs = run.encode(TEXTS).batch(slice(None))
     for rule in (core.Never(), core.Fixed(0), core.Threshold(0.55), core.Patience(1)):
-        found = loop.early_exit(run.segments(), rule, inputs)
+        result = loop.early_exit(run.segments(), rule, inputs)
         exported = loop.early_exit(house.exported(method, "rows").segments(), rule, inputs)
         lab_rule = rule_from_dict({"name": type(rule).__name__.lower()} | vars(rule))
         expected = early_exit(run.segments(), lab_rule, inputs)
-        assert found.layers.tolist() == exported.layers.tolist() == expected.layers_run.tolist()
-        np.testing.assert_array_equal(found.logits, expected.logits)
+        assert result.layers.tolist() == exported.layers.tolist() == expected.layers_run.tolist()
+        np.testing.assert_array_equal(result.logits, expected.logits)
         np.testing.assert_allclose(exported.logits, expected.logits, atol=ENGINES)
 
 
@@ -285,8 +285,8 @@ def test_a_run_that_is_loaded_is_the_one_that_was_saved(house, method, unit):
 def without_seconds(value):
     """JSON without what the clock said."""
     if isinstance(value, dict):
-        return {key: without_seconds(each) for key, each in value.items() if "seconds" not in key}
-    return [without_seconds(each) for each in value] if isinstance(value, list) else value
+        return {key: without_seconds(entry) for key, entry in value.items() if "seconds" not in key}
+    return [without_seconds(entry) for entry in value] if isinstance(value, list) else value
 
 
 def report(folder):
@@ -316,9 +316,9 @@ def test_onnx_answers_rows_as_torch_does(house, method):
     assert runtime.exits == run.exits
     for rule in (Never(), *(Fixed(k) for k in range(len(run.exits))), run.rule):
         expected, left = answers(run, rule)
-        found = runtime.run(list(TEXTS), rule=None if rule is run.rule else rule)
-        np.testing.assert_allclose([answer.logits for answer in found], expected, atol=ENGINES)
-        assert [answer.exit for answer in found] == [run.exits[k] for k in left]
+        exported = runtime.run(list(TEXTS), rule=None if rule is run.rule else rule)
+        np.testing.assert_allclose([answer.logits for answer in exported], expected, atol=ENGINES)
+        assert [answer.exit for answer in exported] == [run.exits[k] for k in left]
 
 
 @pytest.mark.parametrize("method", TOKENS)
@@ -327,8 +327,8 @@ def test_onnx_writes_tokens_as_torch_does(house, method):
     ids = ids_of(run)
     for rule in (Never(), Fixed(0), run.rule):
         steps = runtime.generate(ids, max_new_tokens=NEW_TOKENS, rule=rule)
-        found = [(each.tokens, each.layers_run) for each in gather(steps, len(ids))]
-        assert found == decoded(run, rule, stop=run.model.backbone.config.stop_tokens)
+        texts = [(text.tokens, text.layers_run) for text in gather(steps, len(ids))]
+        assert texts == decoded(run, rule, stop=run.model.backbone.config.stop_tokens)
 
 
 @pytest.mark.parametrize("method, unit", CASES)
@@ -338,14 +338,16 @@ def test_a_worker_answers_each_request_as_if_it_were_alone(house, method, unit):
     settings = {"max_new_tokens": NEW_TOKENS} if unit == "tokens" else {}
     alone = [runtime.run([text], **settings)[0] for text in texts]
     with Worker(engine_of(runtime), batch=3) as worker:
-        found = [future.result(60) for future in [worker.submit(text, **settings) for text in texts]]
-    assert [each.layers for each in found] == [each.layers for each in alone]
+        served = [future.result(60) for future in [worker.submit(text, **settings) for text in texts]]
+    assert [answer.layers for answer in served] == [answer.layers for answer in alone]
     if unit == "rows":
-        assert [each.label for each in found] == [each.label for each in alone]
-        np.testing.assert_allclose([each.logits for each in found], [each.logits for each in alone], atol=EXACT)
+        assert [answer.label for answer in served] == [answer.label for answer in alone]
+        np.testing.assert_allclose(
+            [answer.logits for answer in served], [answer.logits for answer in alone], atol=EXACT
+        )
         assert len(worker.engine.queues) >= len(runtime.exits)
     else:
-        assert [each.tokens for each in found] == [each.tokens for each in alone]
+        assert [answer.tokens for answer in served] == [answer.tokens for answer in alone]
 
 
 # ---- Bad input is one line ----

@@ -37,7 +37,7 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
 @pytest.mark.slow
 @pytest.mark.parametrize("method, unit", DIFFERENT)
 def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method, unit, task_folder, tmp_path):  # noqa: F811
-    def found():
+    def answered():
         if unit == "rows":
             return answers(run, run.rule)
         return [decoded(run, run.rule, PROMPTS[:2], missing_kv=missing_kv) for missing_kv in MISSING_KV]
@@ -45,15 +45,15 @@ def test_a_run_is_trained_and_answers_on_the_device_as_on_the_host(house, method
     with A_GPU():
         short = SHORT[unit] if method != "raee" else {}
         run = house.train(method, unit, tmp_path / "run", device="cuda", **short)
-        here = found()
+        here = answered()
         run.model.to("cuda")
-        assert {each.device for each in run.model.parameters()} == {DEVICE}
+        assert {parameter.device for parameter in run.model.parameters()} == {DEVICE}
         if unit == "rows":
-            for there, expected in zip(found(), here):
+            for there, expected in zip(answered(), here):
                 np.testing.assert_allclose(there, expected, rtol=1e-4, atol=1e-5)
             command = ("evaluate", "--task", str(task_folder), "--max-rows", "4")
         else:
-            assert found() == here
+            assert answered() == here
             command = ("generate", "--prompt", "the film", "--max-new-tokens", "3")
         assert main([command[0], str(tmp_path / "run"), *command[1:], "--device", "cuda"]) == 0
 
@@ -65,13 +65,13 @@ def test_the_exits_of_an_experiment_are_read_where_it_was_trained_and_timed_on_t
     tmp_path,
     monkeypatch,
 ):
-    found = {"record": set(), "measure_seconds": set()}
+    devices = {"record": set(), "measure_seconds": set()}
 
     def noted(name):
         function = getattr(measures, name)
 
         def called(*args, **settings):
-            found[name] |= {each.device.type for each in run.model.parameters()}
+            devices[name] |= {parameter.device.type for parameter in run.model.parameters()}
             return function(*args, **settings)
 
         return called
@@ -79,8 +79,8 @@ def test_the_exits_of_an_experiment_are_read_where_it_was_trained_and_timed_on_t
     with A_GPU():
         run = house.train("joint", "rows", tmp_path / "run", device="cuda", **SHORT["rows"])
         run.model.to("cuda")
-        for name in found:
+        for name in devices:
             monkeypatch.setattr(measures, name, noted(name))
         figures, _, made = measures.of_rows(run, load_task(task_folder), None)
-    assert found == {"record": {"cuda"}, "measure_seconds": {"cpu"}}
+    assert devices == {"record": {"cuda"}, "measure_seconds": {"cpu"}}
     assert figures["speed-up at one point"] > 0 and len(made.reported.labels) == 20

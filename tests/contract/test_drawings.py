@@ -25,7 +25,7 @@ def test_every_picture_is_the_one_that_its_script_makes(draw):
         assert (draw.FOLDER / f"{name}.svg").read_text() == svg, f"{name}: run python docs/draw.py"
         elements = list(ElementTree.fromstring(svg).iter())
         assert elements[0].get("viewBox") and "prefers-color-scheme: dark" in svg
-        assert not {each.tag.partition("}")[2] for each in elements} & {"script", "image", "foreignObject"}
+        assert not {element.tag.partition("}")[2] for element in elements} & {"script", "image", "foreignObject"}
 
 
 def test_the_map_of_the_field_has_every_method_once(draw):

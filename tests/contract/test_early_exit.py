@@ -204,10 +204,10 @@ def exit_by_hand(logits, rule):
     return K - 1
 
 
-def assert_same(found, logits, exit_index):
-    np.testing.assert_array_equal(found.exit_index, exit_index)
-    np.testing.assert_array_equal(found.layers_run, np.array(EXITS)[exit_index])
-    np.testing.assert_allclose(found.logits, logits, rtol=0, atol=ATOL)
+def assert_same(result, logits, exit_index):
+    np.testing.assert_array_equal(result.exit_index, exit_index)
+    np.testing.assert_array_equal(result.layers_run, np.array(EXITS)[exit_index])
+    np.testing.assert_allclose(result.logits, logits, rtol=0, atol=ATOL)
 
 
 # The contract, and six invariants
@@ -218,9 +218,9 @@ def assert_same(found, logits, exit_index):
     [(core.Threshold(0.85), Threshold(0.85)), (core.Patience(2), Patience(2)), (core.Fixed(1), Fixed(1))],
 )
 def test_the_loop_and_the_rules_of_the_core_need_nothing_of_the_lab(case, rule, same):
-    found, expected = early_exit(case.segments, rule, case.inputs), run(case, same)
-    assert_same(expected, found.logits, found.exit_index)
-    np.testing.assert_array_equal(found.layers, expected.layers_run)
+    result, expected = early_exit(case.segments, rule, case.inputs), run(case, same)
+    assert_same(expected, result.logits, result.exit_index)
+    np.testing.assert_array_equal(result.layers, expected.layers_run)
 
 
 def test_never_exit_equals_the_full_model(case):
@@ -551,15 +551,17 @@ def test_costs_of_rows_are_means_over_rows_though_the_last_batch_is_smaller(rand
 @pytest.mark.parametrize("rule", ["max_probability", "never"])
 def test_what_a_row_has_spent_is_what_it_cost(cases, rule):
     """Where tokens leave within a row, which itself has one exit: its layers, and its operations but for the head."""
-    logits, flops, _ = (each if each is None else each[:, -1:] for each in read_every_exit(*cases["torch mean"][:2]))
+    logits, flops, _ = (
+        array if array is None else array[:, -1:] for array in read_every_exit(*cases["torch mean"][:2])
+    )
     token_cost = np.random.default_rng(0).uniform(1, 2, (B, 1, 2))
     recorded = Recorded(EXITS[-1:], logits, flops, [1], {"token_cost": token_cost})
-    found = loop.early_exit(recorded, RULES[rule](ALL), range(B))
-    np.testing.assert_array_equal(found.logits, logits[:, 0])
-    np.testing.assert_array_equal(found.cost.depth, token_cost[:, 0, 0])
-    np.testing.assert_array_equal(found.cost.layer_passes, token_cost[:, 0, 0])
-    np.testing.assert_allclose(found.cost.flops, token_cost[:, 0, 1] + flops[:, 0, 1], rtol=1e-9)
-    np.testing.assert_array_equal(found.layers_run, EXITS[-1])
+    result = loop.early_exit(recorded, RULES[rule](ALL), range(B))
+    np.testing.assert_array_equal(result.logits, logits[:, 0])
+    np.testing.assert_array_equal(result.cost.depth, token_cost[:, 0, 0])
+    np.testing.assert_array_equal(result.cost.layer_passes, token_cost[:, 0, 0])
+    np.testing.assert_allclose(result.cost.flops, token_cost[:, 0, 1] + flops[:, 0, 1], rtol=1e-9)
+    np.testing.assert_array_equal(result.layers_run, EXITS[-1])
 
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.3])
@@ -616,5 +618,5 @@ def test_the_loop_its_rules_and_the_tasks_import_without_torch():
         except ImportError as error:
             print(error)
     """
-    found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert (found.returncode, found.stdout.strip()) == (0, "torch is blocked"), found.stderr
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert (process.returncode, process.stdout.strip()) == (0, "torch is blocked"), process.stderr

@@ -52,7 +52,7 @@ def by_hand(model, inputs):
     """Logits of exit 0 in numpy, row by row: the mean of the embeddings of its own tokens, then the head."""
     head, embeddings = model.heads[0], model.backbone.embed(inputs)
     embeddings = (embeddings if head.norm is None else head.norm(embeddings)).detach().numpy()
-    dense, out = ((each.weight.detach().numpy(), each.bias.detach().numpy()) for each in (head.dense, head.out))
+    dense, out = ((layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in (head.dense, head.out))
     logits = []
     for row, mask in zip(embeddings, inputs.attention_mask):
         mean = np.mean([state for state, real in zip(row, mask) if real], axis=0)
@@ -68,8 +68,8 @@ def test_exit_0_reads_the_mean_of_the_embeddings_whatever_the_other_exits_read(r
     assert np.ptp(expected, axis=0).min() > 0.01, "texts differ"
     with torch.no_grad():
         np.testing.assert_allclose(model(*tensors(padded_inputs))[0].numpy(), expected, atol=ATOL)
-    found = early_exit(model.segments(), Fixed(0), padded_inputs)
-    np.testing.assert_allclose(found.logits, expected, atol=ATOL)
+    result = early_exit(model.segments(), Fixed(0), padded_inputs)
+    np.testing.assert_allclose(result.logits, expected, atol=ATOL)
 
 
 @pytest.mark.parametrize("rule", [Fixed(0), Threshold(0.0), Planned((0,) * 7)], ids=str)
@@ -81,19 +81,19 @@ def test_an_example_that_exits_at_0_runs_no_layer_and_costs_none(random_model, p
 
     hooks = [layer.register_forward_pre_hook(ran) for layer in model.backbone.layers]
     try:
-        found = early_exit(model.segments(), rule, padded_inputs)
+        result = early_exit(model.segments(), rule, padded_inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    assert not found.layers_run.any() and not found.cost.layer_passes.any() and not found.cost.depth.any()
-    assert found.cost.flops.max() < 0.1 * model.backbone.layer_flops(padded_inputs.input_ids.shape[1])
+    assert not result.layers_run.any() and not result.cost.layer_passes.any() and not result.cost.depth.any()
+    assert result.cost.flops.max() < 0.1 * model.backbone.layer_flops(padded_inputs.input_ids.shape[1])
 
 
 def test_the_layers_above_exit_0_are_those_of_a_model_without_it(random_model, padded_inputs):
     model = random_model((0, 2, 6), 3, "first")
     without = RowExits(model.backbone, (2, 6), 3, "first").eval()
     without.heads = nn.ModuleList(list(model.heads)[1:])
-    mine, theirs = (read_every_exit(each.segments(), padded_inputs) for each in (model, without))
+    mine, theirs = (read_every_exit(row_exits.segments(), padded_inputs) for row_exits in (model, without))
     np.testing.assert_array_equal(mine[0][:, 1:], theirs[0])
     np.testing.assert_array_equal(mine[1][:, 1:], theirs[1])
 
@@ -117,10 +117,12 @@ def test_the_graph_that_stops_by_itself_and_the_chain_of_segments_equal_torch(tr
     layers = early_exit(run.segments(), Threshold(middle), encoded.batch(slice(None))).layers_run
     assert not layers.all() and layers.any()
     for rule in (*map(Fixed, range(3)), Never(), Threshold(middle), Patience(1)):
-        found = [early_exit(each, rule, encoded.batch(slice(None))) for each in (run.segments(), whole, chain)]
-        for each in found[1:]:
-            assert each.layers_run.tolist() == found[0].layers_run.tolist()
-            np.testing.assert_allclose(each.logits, found[0].logits, atol=ATOL)
+        results = [
+            early_exit(runnable, rule, encoded.batch(slice(None))) for runnable in (run.segments(), whole, chain)
+        ]
+        for result in results[1:]:
+            assert result.layers_run.tolist() == results[0].layers_run.tolist()
+            np.testing.assert_allclose(result.logits, results[0].logits, atol=ATOL)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -160,21 +162,21 @@ def test_no_graph_computes_with_a_layer_before_exit_0_has_decided(trained):
     first, later = weights_of(graphs["model"])
     assert not [name for name in first if "layers." in name]
     assert [name for name in later if "layers.0" in name] and [name for name in first if "embeddings" in name]
-    assert not [name for each in weights_of(graphs["segment_0"]) for name in each if "layers." in name]
-    assert [name for each in weights_of(graphs["segment_2"]) for name in each if "layers.0" in name]
+    assert not [name for weights in weights_of(graphs["segment_0"]) for name in weights if "layers." in name]
+    assert [name for weights in weights_of(graphs["segment_2"]) for name in weights if "layers.0" in name]
 
 
 def test_a_server_answers_as_the_runtime_and_counts_zero_layers(trained):
     _, folder = trained
     runtime = Runtime(folder, threads=1)
-    runtime.rule = Threshold(float(np.median([each.confidence for each in runtime.run(TEXTS, rule=Fixed(0))])))
+    runtime.rule = Threshold(float(np.median([answer.confidence for answer in runtime.run(TEXTS, rule=Fixed(0))])))
     alone = [runtime.run([text])[0] for text in TEXTS]
-    assert 0 in [each.layers for each in alone] and len({each.layers for each in alone}) > 1
+    assert 0 in [answer.layers for answer in alone] and len({answer.layers for answer in alone}) > 1
     with Worker(engine_of(runtime), batch=3) as worker:
-        found = [future.result(60) for future in [worker.submit(text) for text in TEXTS]]
+        answers = [future.result(60) for future in [worker.submit(text) for text in TEXTS]]
         counts = worker.metrics.exit_counts
-    assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
-    assert counts[0] == [each.layers for each in alone].count(0)
+    assert [(answer.label, answer.layers) for answer in answers] == [(answer.label, answer.layers) for answer in alone]
+    assert counts[0] == [answer.layers for answer in alone].count(0)
 
 
 def test_over_http_texts_exit_at_0_with_the_runtimes_answers(trained):
@@ -183,10 +185,10 @@ def test_over_http_texts_exit_at_0_with_the_runtimes_answers(trained):
     for rule, layers in ((Fixed(0), 0), (Fixed(1), 2)):
         runtime.rule = rule
         with serving(engine_of(runtime)) as (_, port):
-            status, found, _ = ask(port, {"texts": TEXTS})
+            status, reply, _ = ask(port, {"texts": TEXTS})
         expected = runtime.run(TEXTS)
-        assert status == 200 and [each["layers"] for each in found["answers"]] == [layers] * len(TEXTS)
-        assert [each["label"] for each in found["answers"]] == [each.label for each in expected]
+        assert status == 200 and [answer["layers"] for answer in reply["answers"]] == [layers] * len(TEXTS)
+        assert [answer["label"] for answer in reply["answers"]] == [answer.label for answer in expected]
 
 
 def run_command(capsys, *arguments):
@@ -202,8 +204,8 @@ def test_calibrate_gives_exit_0_a_threshold_of_its_own(trained, task_folder, tmp
     assert answer["exits"] == list(EXITS) and len(answer["thresholds"]) == 2
     chosen = load_run(run).rule
     assert isinstance(chosen, Threshold) and math.isfinite(chosen.threshold[0])
-    found = run_command(capsys, "evaluate", run, "--task", task_folder, "--json")
-    assert found["exit_counts"][0] > 0 and found["mean_layers"] < 3
+    evaluation = run_command(capsys, "evaluate", run, "--task", task_folder, "--json")
+    assert evaluation["exit_counts"][0] > 0 and evaluation["mean_layers"] < 3
 
 
 def test_evaluate_sweep_and_the_picture_begin_at_0(trained, task_folder, tmp_path, capsys):
@@ -217,14 +219,14 @@ def test_evaluate_sweep_and_the_picture_begin_at_0(trained, task_folder, tmp_pat
         assert min(row["mean_layers"] for row in answer["rows"]) == 0
     picture = tmp_path / "exits.png"
     answer = run_command(capsys, "compare", run.folder, *task, "--picture", picture)
-    assert [each["layer"] for each in answer["rows"][0]["by_exit"]] == list(EXITS)
+    assert [by_exit["layer"] for by_exit in answer["rows"][0]["by_exit"]] == list(EXITS)
     assert picture.stat().st_size
 
 
 def test_exit_0_can_be_added_to_a_fine_tuned_classifier(classifier_folder, task_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(self_supervised.METHOD.defaults["rows"], "epochs", 8)
     words = [(thing, first, last) for thing in THINGS for first in GOOD + BAD for last in GOOD + BAD]
-    texts = ["{1} {0} is {2}".format(*each) for each in words]
+    texts = ["{1} {0} is {2}".format(*pair) for pair in words]
     run = mini_ee.add_exits(classifier_folder, texts, tmp_path / "fast", exits=(0, 3), agreement=0.9)
     assert run.exits == (0, 3) and [head.pool for head in run.model.heads] == ["mean", "first"]
     assert read_json(tmp_path / "fast" / "summary.json")["per_exit_agreement"][0] > 0.6

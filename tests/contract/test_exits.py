@@ -68,7 +68,7 @@ def test_on_a_decoder_an_exit_reads_the_mean_of_the_normed_states_of_each_row_al
         for head in model.heads:
             for parameter in head.parameters():
                 torch.nn.init.normal_(parameter, std=0.4)
-    found, *_ = read_every_exit(model.segments(), padded_inputs)
+    logits, *_ = read_every_exit(model.segments(), padded_inputs)
     for row, length in enumerate(padded_inputs.attention_mask.sum(1)):
         ids = torch.from_numpy(padded_inputs.input_ids[row : row + 1, :length])
         with torch.no_grad():
@@ -82,7 +82,7 @@ def test_on_a_decoder_an_exit_reads_the_mean_of_the_normed_states_of_each_row_al
             else:
                 state = state / np.sqrt((state**2).mean(1, keepdims=True) + 1e-6) * (weight + (kind == "gemma"))
             expected = head_by_hand(head, torch.from_numpy(state)[None], [length])
-            np.testing.assert_allclose(found[row, k], expected[0], rtol=0, atol=ATOL)
+            np.testing.assert_allclose(logits[row, k], expected[0], rtol=0, atol=ATOL)
 
 
 def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use(padded_inputs):
@@ -94,9 +94,9 @@ def test_each_exit_that_decides_reads_through_its_own_norm_in_training_as_in_use
     inputs = [
         torch.from_numpy(getattr(padded_inputs, name)) for name in ("input_ids", "attention_mask", "token_type_ids")
     ]
-    found, *_ = read_every_exit(model.segments(), padded_inputs)
+    logits, *_ = read_every_exit(model.segments(), padded_inputs)
     with torch.no_grad():
-        np.testing.assert_allclose(torch.stack(model(*inputs), 1), found, rtol=0, atol=ATOL)
+        np.testing.assert_allclose(torch.stack(model(*inputs), 1), logits, rtol=0, atol=ATOL)
         output = [
             model.heads[k].state(
                 model.backbone.run_layers(
@@ -193,15 +193,15 @@ def test_even_exits_of_common_models(num_layers, count, expected):
 def test_even_exits_are_as_many_as_asked_valid_and_as_even_as_whole_layers_allow():
     for num_layers in range(1, 41):
         for count in range(1, num_layers + 1):
-            found = even_exits(num_layers, count)
-            gaps = np.diff((0, *found))
-            assert len(found) == count and gaps.max() - gaps.min() <= 1, (num_layers, count, found)
-            assert check_exits(found, num_layers) == found
+            exits = even_exits(num_layers, count)
+            gaps = np.diff((0, *exits))
+            assert len(exits) == count and gaps.max() - gaps.min() <= 1, (num_layers, count, exits)
+            assert check_exits(exits, num_layers) == exits
         assert even_exits(num_layers, num_layers + 3) == tuple(range(1, num_layers + 1))
 
 
 @pytest.mark.parametrize(
-    "wrong, found",
+    "wrong, listed",
     [
         ((3, 2, 6), "3,2,6"),
         ((2, 2, 6), "2,2,6"),
@@ -212,8 +212,8 @@ def test_even_exits_are_as_many_as_asked_valid_and_as_even_as_whole_layers_allow
     ],
     ids=["not ascending", "twice", "beyond the last layer", "not up to the last layer", "negative", "empty"],
 )
-def test_exits_that_no_model_can_have_are_refused(random_model, wrong, found):
-    output = "exits must ascend from at least {} and end at the last layer, 6, got " + f"{found}$"
+def test_exits_that_no_model_can_have_are_refused(random_model, wrong, listed):
+    output = "exits must ascend from at least {} and end at the last layer, 6, got " + f"{listed}$"
     with pytest.raises(ValueError, match=output.format(1)):
         check_exits(wrong, 6)
     with pytest.raises(ValueError, match=output.format(0)):
@@ -245,7 +245,7 @@ def arrays(inputs):
 @pytest.mark.parametrize("chosen, num_labels", [((6,), 3), ((1, 2, 4, 6), 3), ((1, 2, 3, 4, 5, 6), 1)])
 def test_forward_gives_the_logits_of_every_exit_in_order(random_model, padded_inputs, pool, chosen, num_labels):
     logits = random_model(chosen, num_labels, pool)(*arrays(padded_inputs))
-    assert [each.shape for each in logits] == [(7, num_labels)] * len(chosen)
+    assert [exit_logits.shape for exit_logits in logits] == [(7, num_labels)] * len(chosen)
 
 
 @each_pool
@@ -255,12 +255,12 @@ def test_forward_reads_head_k_on_the_hidden_state_after_layer_e_k(random_model, 
     ids, mask, types = arrays(padded_inputs)
     with torch.no_grad():
         hidden = model.backbone.hidden_states(ids, mask, types)
-        found = model(ids, mask, types)
+        logits = model(ids, mask, types)
     for k, layer in enumerate(model.exits):
         expected = model.heads[k](hidden[layer], padding_mask(mask))
-        torch.testing.assert_close(found[k], expected, rtol=0, atol=ATOL)
+        torch.testing.assert_close(logits[k], expected, rtol=0, atol=ATOL)
         wrong = model.heads[k](hidden[layer - 1], padding_mask(mask))
-        assert (found[k] - wrong).abs().max() > 100 * ATOL
+        assert (logits[k] - wrong).abs().max() > 100 * ATOL
 
 
 def test_in_training_dropout_is_drawn_exit_by_exit_so_that_a_seed_means_the_same(random_model, padded_inputs):
@@ -268,11 +268,11 @@ def test_in_training_dropout_is_drawn_exit_by_exit_so_that_a_seed_means_the_same
     model, (ids, mask, types) = deepcopy(random_model()).train(), arrays(padded_inputs)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        found = model(ids, mask, types)[0]
+        logits = model(ids, mask, types)[0]
         torch.manual_seed(3)
         hidden = model.backbone.embed(padded_inputs)
         hidden = model.backbone.run_layers(hidden, model.backbone.context(padded_inputs), 0, 1)
-        torch.testing.assert_close(found, model.heads[0](hidden, padding_mask(mask)))
+        torch.testing.assert_close(logits, model.heads[0](hidden, padding_mask(mask)))
 
 
 @each_pool
@@ -282,7 +282,7 @@ def test_a_row_says_the_same_alone_and_in_a_padded_batch(random_model, padded_in
         together = model(*arrays(padded_inputs))
         for row in range(len(padded_inputs)):
             length = padded_inputs.attention_mask[row].sum()
-            alone = model(*(each[[row], :length] for each in arrays(padded_inputs)))
+            alone = model(*(array[[row], :length] for array in arrays(padded_inputs)))
             for one, many in zip(alone, together):
                 torch.testing.assert_close(one[0], many[row], rtol=0, atol=ATOL)
 

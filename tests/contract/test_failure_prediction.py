@@ -32,13 +32,13 @@ def test_auroc_is_the_share_of_pairs_in_order_and_a_tie_counts_half(drawn):
 
 def test_an_exit_fails_where_it_is_wrong_and_a_later_exit_is_right(drawn):
     confidences, right = drawn
-    found = early_exit_failure_prediction(confidences, right)
+    areas = early_exit_failure_prediction(confidences, right)
     expected = []
     for k in range(3):
         fine = [row[k] or not any(row[k + 1 :]) for row in right]
         expected.append(share_in_order(confidences[:, k], fine))
-    np.testing.assert_allclose(found, expected)
-    assert (found > 0.5).all() and len(set(found.round(3))) == 3
+    np.testing.assert_allclose(areas, expected)
+    assert (areas > 0.5).all() and len(set(areas.round(3))) == 3
 
 
 def test_an_order_preserving_change_of_confidence_keeps_eefp_and_changes_the_calibration_error(drawn):

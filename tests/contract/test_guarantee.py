@@ -66,7 +66,7 @@ def chance_by_hand(counts, rows, max_loss, x):
     "worse, better, rows, max_loss", [(0, 0, 12, 0.2), (1, 2, 12, 0.2), (3, 2, 14, 0.3), (0, 2, 14, 0.1)]
 )
 def test_a_p_value_is_the_worst_chance_over_what_the_better_rows_may_be(worse, better, rows, max_loss):
-    found = p_values_of_counts(np.array([worse]), np.array([better]), rows, max_loss)[0]
+    p = p_values_of_counts(np.array([worse]), np.array([better]), rows, max_loss)[0]
     plausible = []  # of the nuisance, by enumeration too
     for x in np.linspace(0, (1 - max_loss) / 2, 60):
         below, above = (
@@ -77,13 +77,13 @@ def test_a_p_value_is_the_worst_chance_over_what_the_better_rows_may_be(worse, b
             plausible.append(x)
     counts = counts_scored_as_low(worse, better, rows, max_loss)
     worst = max(chance_by_hand(counts, rows, max_loss, x) for x in plausible)
-    assert worst <= found <= worst + statistics.GAMMA + 0.02  # cells are a bound: a little above
+    assert worst <= p <= worst + statistics.GAMMA + 0.02  # cells are a bound: a little above
 
 
 def test_rows_that_never_differ_are_tested_as_the_plain_binomial():
     for rows in (100, 298, 299, 302, 1000):
-        found = p_values_of_counts(np.array([0]), np.array([0]), rows, MAX_LOSS)[0]
-        assert found == pytest.approx((1 - MAX_LOSS) ** rows + statistics.GAMMA, abs=statistics.GAMMA / 2)
+        p = p_values_of_counts(np.array([0]), np.array([0]), rows, MAX_LOSS)[0]
+        assert p == pytest.approx((1 - MAX_LOSS) ** rows + statistics.GAMMA, abs=statistics.GAMMA / 2)
 
 
 def test_p_values_rise_with_worse_rows_and_fall_with_better_ones():
@@ -113,8 +113,8 @@ def test_at_the_boundary_a_guarantee_is_made_for_a_share_of_alpha_at_most(rows, 
 def test_a_level_saves_time_and_changes_no_decision():
     for worse, better, rows in ((0, 0, 200), (0, 0, 400), (2, 4, 900), (9, 3, 900), (5, 5, 1500)):
         counts = np.array([worse]), np.array([better]), rows, MAX_LOSS
-        exact, found = p_values_of_counts(*counts)[0], p_values_of_counts(*counts, level=ALPHA)[0]
-        assert found == exact if exact <= ALPHA else ALPHA < found <= exact
+        exact, p = p_values_of_counts(*counts)[0], p_values_of_counts(*counts, level=ALPHA)[0]
+        assert p == exact if exact <= ALPHA else ALPHA < p <= exact
 
 
 def normal_from_the_sample(worse, better, rows, max_loss):
@@ -240,10 +240,11 @@ def rules_that_lose_too_much(rows, seed):
 
 def test_trying_on_after_a_failure_would_break_it():
     tries = [paired_p_values(rules_that_lose_too_much(600, seed), MAX_LOSS) for seed in range(40)]
-    right = np.mean([fixed_sequence(each, ALPHA) > 0 for each in tries])
+    right = np.mean([fixed_sequence(p_values, ALPHA) > 0 for p_values in tries])
     assert right <= ALPHA + 2 * (ALPHA * (1 - ALPHA) / 40) ** 0.5
-    assert np.mean([any_that_passes(each, ALPHA) > 0 for each in tries]) > 0.3
-    assert np.mean([fixed_sequence(np.sort(each), ALPHA) > 0 for each in tries]) > 0.3  # ordered by what was observed
+    assert np.mean([any_that_passes(p_values, ALPHA) > 0 for p_values in tries]) > 0.3
+    in_observed_order = [fixed_sequence(np.sort(p_values), ALPHA) > 0 for p_values in tries]
+    assert np.mean(in_observed_order) > 0.3
 
 
 def test_candidates_and_their_order_come_from_the_selection_part_and_the_figures_from_the_test_part():
@@ -264,8 +265,8 @@ def test_candidates_and_their_order_come_from_the_selection_part_and_the_figures
     p_value = paired_p_values(losses[None], MAX_LOSS)[0]
     assert chosen.guarantee["p_value"] == pytest.approx(p_value) and p_value <= ALPHA
     assert json.loads(json.dumps(chosen.guarantee)) == chosen.guarantee
-    assert chosen.guarantee["of"] == "accuracy" and chosen.rows_needed is None and chosen.about["fallback"] is None
-    message = chosen.about["guaranteed"]
+    assert chosen.guarantee["of"] == "accuracy" and chosen.rows_needed is None and chosen.metrics["fallback"] is None
+    message = chosen.metrics["guaranteed"]
     assert message.startswith("Guaranteed with confidence 95%: the default rule loses at most 0.01 of accuracy")
     assert "the 630 held-out ones that tested it and chose nothing. 70 others chose" in message
     assert "calibrate RUN --task DIR" in message
@@ -288,14 +289,14 @@ def test_without_a_guarantee_a_rule_is_taken_that_loses_less_than_a_twentieth_an
     chosen = chosen_from(record, labels, CLASSES, MAX_LOSS)
     _, test = parts(record, labels)
     assert chosen.guarantee is None and chosen.rule != Never() and loss_of(chosen.rule, test, test.labels) <= MAX_LOSS
-    fallback = chosen.about["fallback"]
+    fallback = chosen.metrics["fallback"]
     assert (fallback["max_loss"], fallback["confidence"], fallback["rows"]) == (0.05, 0.95, 180)
     losses = (predictions(test.logits[:, -1]) == test.labels).astype(int)
     losses -= predictions(test.replay(chosen.rule).logits) == test.labels
     p_value = paired_p_values(losses[None], 0.05)[0]
     assert fallback["p_value"] == pytest.approx(p_value, rel=0.01) and fallback["p_value"] <= 0.05
     assert 300 < chosen.rows_needed < 20_000
-    assert chosen.about["guaranteed"] == (
+    assert chosen.metrics["guaranteed"] == (
         "The default rule loses less than 0.05 of accuracy with confidence 95%, by a test on 180 held-out examples. "
         "A loss of at most 0.01 with confidence 95% is not guaranteed: "
         f"about {chosen.rows_needed} held-out test examples are needed."
@@ -304,7 +305,7 @@ def test_without_a_guarantee_a_rule_is_taken_that_loses_less_than_a_twentieth_an
         default_rule(*parts(*population(chosen.rows_needed + 70, seed), share=70 / (chosen.rows_needed + 70)), CLASSES)
         for seed in range(100, 110)
     ]
-    assert sum(each.guarantee is not None for each in made) >= 8
+    assert sum(choice.guarantee is not None for choice in made) >= 8
 
 
 def alike(rows, worse=0):
@@ -325,10 +326,10 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
     """.95^59 + GAMMA is below .05, .95^58 is not."""
     chosen = default_rule(*alike(rows, worse), CLASSES, 0.02, candidates=lambda some: [Threshold(0.0)])
     assert chosen.guarantee is None and (chosen.rule == Threshold(0.0)) == exits_early
-    message = chosen.about["guaranteed"]
+    message = chosen.metrics["guaranteed"]
     assert "are needed" in message and "lost nothing" not in message
     if not exits_early:
-        assert chosen.rule == Never() and chosen.about["fallback"] is None
+        assert chosen.rule == Never() and chosen.metrics["fallback"] is None
         first = f"The default rule is the full model: on {rows} held-out test examples no other rule is shown to lose"
         assert message.startswith(f"{first} less than 0.05 of accuracy with confidence 95%; about ")
         assert int(message.split("; about ")[1].split()[0]) >= 59
@@ -337,7 +338,7 @@ def test_a_rule_is_taken_from_59_test_rows_that_lose_nothing_and_not_from_fewer(
 def test_a_rule_that_lost_more_than_was_allowed_on_the_test_part_is_not_taken():
     """5 of 400 are worse: surely below .05, but .0125 is above the .01 that may be lost."""
     assert default_rule(*alike(400, worse=5), CLASSES, 0.01, candidates=lambda some: [Threshold(0.0)]).rule == Never()
-    assert default_rule(*alike(400, worse=5), CLASSES, 0.015, candidates=lambda some: [Threshold(0.0)]).about[
+    assert default_rule(*alike(400, worse=5), CLASSES, 0.015, candidates=lambda some: [Threshold(0.0)]).metrics[
         "fallback"
     ]
 
@@ -347,7 +348,7 @@ def test_the_default_rule_never_exits_where_every_early_exit_is_wrong():
     right = np.eye(2)[labels] * 5
     chosen = chosen_from(recorded(np.stack([-right, -right, right], 1), (2, 4, 6)), labels, CLASSES, MAX_LOSS)
     assert chosen.rule == Never() and chosen.guarantee is None
-    assert chosen.about["guaranteed"].startswith("The default rule is the full model")
+    assert chosen.metrics["guaranteed"].startswith("The default rule is the full model")
 
 
 def test_a_guarantee_that_fails_by_bad_luck_names_more_rows_than_there_are(monkeypatch):
@@ -368,7 +369,7 @@ def test_a_single_exit_has_no_rule_and_no_number_of_rows_would_do():
     alone = recorded(record.logits[:, -1:], (3,))
     chosen = chosen_from(alone, labels, CLASSES, MAX_LOSS)
     assert (chosen.rule, chosen.guarantee, chosen.rows_needed) == (Never(), None, None)
-    assert chosen.about["guaranteed"].endswith("no rule of this method can exit before the last of 1 exits.")
+    assert chosen.metrics["guaranteed"].endswith("no rule of this method can exit before the last of 1 exits.")
 
 
 def test_a_rule_under_which_nobody_leaves_is_not_guaranteed():
@@ -390,7 +391,7 @@ def test_no_loss_at_all_cannot_be_guaranteed():
     chosen = chosen_from(record, labels, CLASSES, 0.0)
     _, test = parts(record, labels)
     assert chosen.guarantee is None and chosen.rows_needed is None and loss_of(chosen.rule, test, test.labels) <= 0
-    assert chosen.about["guaranteed"].endswith("A loss of at most 0 with confidence 95% is not guaranteed.")
+    assert chosen.metrics["guaranteed"].endswith("A loss of at most 0 with confidence 95% is not guaranteed.")
 
 
 @pytest.mark.parametrize("settings", [(-0.1, 0.95), (1.0, 0.95), (float("nan"), 0.95), (0.01, 1.0), (0.01, 0.0)])
@@ -432,7 +433,7 @@ def test_losses_of_a_regression_are_scaled_by_a_range_that_the_tested_labels_do_
     labels = np.linspace(0, 5, 900)
     outlier = np.append(labels, 500.0)  # one tested label that lies far away
     losses, with_outlier = (
-        paired_losses(NUMBERS, each, each + 0.5, each, label_range=5.0) for each in (labels, outlier)
+        paired_losses(NUMBERS, truth, truth + 0.5, truth, label_range=5.0) for truth in (labels, outlier)
     )
     np.testing.assert_array_equal(losses, with_outlier[:-1])
     assert losses.mean() == pytest.approx(0.1, abs=0.02)
@@ -455,23 +456,23 @@ def test_a_regression_is_guaranteed_in_mean_absolute_error():
 
 def test_the_guarantees_that_were_measured_hold():
     figures = read_json(RESULTS / "guarantees.json")
-    assert all(each["guaranteed"] and each["exceeded"] <= 0.05 for each in figures["default"])
+    assert all(case["guaranteed"] and case["exceeded"] <= 0.05 for case in figures["default"])
     usual, finer, _ = guarantees.by_kind(figures["repeated"])
-    assert {each["method"] for each in usual} == {"joint", "lora-exits", "consistent", "right-tool"}
-    assert [each["broken"] <= 0.05 * each["trainings"] for each in finer] == [True]
-    for each in usual:
-        assert each["trainings"] >= 100 and each["guaranteed"] > each["trainings"] / 2 and each["interval"][0] <= 0.05
+    assert {measured["method"] for measured in usual} == {"joint", "lora-exits", "consistent", "right-tool"}
+    assert [measured["broken"] <= 0.05 * measured["trainings"] for measured in finer] == [True]
+    for row in usual:
+        assert row["trainings"] >= 100 and row["guaranteed"] > row["trainings"] / 2 and row["interval"][0] <= 0.05
     assert guarantees.together(usual)["broken"] <= 0.05 * guarantees.together(usual)["trainings"]
-    (untested,) = (each for each in figures["repeated"] if each["planted"] == "no test")
+    (untested,) = (measured for measured in figures["repeated"] if measured["planted"] == "no test")
     assert untested["interval"][0] > 0.05, "what is measured can be broken"
     frequent = figures["frequent"]
-    assert {(each["share"], each["texts"]) for each in frequent["cases"]} >= {(0, 0), (0.3, 15), (0.5, 40)}
-    for each in frequent["cases"]:
-        assert each["planted"] or each["violated"] <= 0.05 * frequent["repetitions"] <= each["guaranteed"]
-    assert sum(each["interval"][0] > 0.05 for each in frequent["cases"] if each["planted"]) > 3, "it can be broken"
-    for each in figures["calibrate"]:
-        assert each["kept"]["sets"] == 1000 and each["kept"]["conformal"] >= each["epsilon"]
-        assert each["broken"]["delta"] <= 0.05
+    assert {(planted["share"], planted["texts"]) for planted in frequent["cases"]} >= {(0, 0), (0.3, 15), (0.5, 40)}
+    for case in frequent["cases"]:
+        assert case["planted"] or case["violated"] <= 0.05 * frequent["repetitions"] <= case["guaranteed"]
+    assert sum(row["interval"][0] > 0.05 for row in frequent["cases"] if row["planted"]) > 3, "it can be broken"
+    for calibrated in figures["calibrate"]:
+        assert calibrated["kept"]["sets"] == 1000 and calibrated["kept"]["conformal"] >= calibrated["epsilon"]
+        assert calibrated["broken"]["delta"] <= 0.05
 
 
 def test_frequent_texts_have_their_share_of_the_lines_and_each_line_counts():

@@ -86,6 +86,7 @@ WITHOUT_TORCH = (  # with everything that they import: what is exported runs on 
     "lab.data.values",
     "lab.evaluation.failure_prediction",
     "lab.exits.decoding",
+    "lab.exits.trial_answers",
     "lab.methods.embedding_maps_rule",
     "lab.methods.raee",
     "lab.methods.raee_controls",
@@ -190,14 +191,14 @@ def functions():
 
 def test_imports_go_down_the_floors():
     for path in MODULES:
-        own = room_of(name_of(path))
+        importer = room_of(name_of(path))
         for name in imported(path):
             if (name_of(path), name) == ("train", "mini_ee.export.writer"):
                 continue  # --out of the core's scripts, in a function
             if name.startswith("mini_ee."):
                 room = room_of(name.removeprefix("mini_ee."))
-                level = room == own or own in GROUND and room in GROUND
-                assert level or FLOOR[room] < FLOOR[own], f"{name_of(path)} imports {name}, which is not below it"
+                level = room == importer or importer in GROUND and room in GROUND
+                assert level or FLOOR[room] < FLOOR[importer], f"{name_of(path)} imports {name}, which is not below it"
 
 
 def test_methods_do_not_import_each_other():
@@ -226,8 +227,8 @@ def test_there_are_no_circles():
     """Of what is imported at once. Between folders the floors see to it."""
     loads = {name_of(path): imported(path, inside=False) for path in MODULES}
     graph = {
-        own: {name.removeprefix("mini_ee.") for name in found if name.startswith("mini_ee.")} & NAMES
-        for own, found in loads.items()
+        module: {name.removeprefix("mini_ee.") for name in imports if name.startswith("mini_ee.")} & NAMES
+        for module, imports in loads.items()
     }
     done = set()
     while len(done) < len(graph):
@@ -265,7 +266,7 @@ def test_files_and_functions_are_of_a_size_to_read():
     for path, node in functions():
         length = node.end_lineno - node.lineno + 1
         assert length <= LONGEST_FUNCTION, f"{name_of(path)}: {node.name} has {length} lines"
-        given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        given = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         count = len(set(given) - {"self", "cls"})
         assert count <= MOST_PARAMETERS or node.name in WIDE, f"{name_of(path)}: {node.name} takes {count}"
 

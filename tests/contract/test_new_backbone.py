@@ -259,8 +259,8 @@ def own_tokens(backbone, inputs):
     return torch.from_numpy(inputs.attention_mask[:, : backbone.embed(inputs).shape[1]]).bool()
 
 
-def assert_close(found, expected):
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+def assert_close(hidden, expected):
+    torch.testing.assert_close(hidden, expected, atol=TOLERANCE, rtol=0)
 
 
 # ---- The contract ----
@@ -300,7 +300,9 @@ def test_gradients_reach_every_parameter_and_dropout_acts_in_training_alone(back
         if poolers:
             loss = loss + sum(backbone.pooled(backbone(ids), int(depth)).sum() for depth in poolers)
         loss.backward()
-    without = [name for name, each in backbone.named_parameters() if each.grad is None or not each.grad.any()]
+    without = [
+        name for name, parameter in backbone.named_parameters() if parameter.grad is None or not parameter.grad.any()
+    ]
     assert without == ["biases.table.weight"] * backbone.is_encoder_decoder  # of a decoder that reads one token
     assert torch.equal(backbone(ids), backbone(ids))
     drops = any(value for name, value in vars(backbone.config).items() if "dropout" in name)
@@ -318,8 +320,8 @@ def test_rows_that_are_kept_go_on_as_if_the_others_had_never_been_there(backbone
     real = own_tokens(backbone, inputs)[rows]
     for index in (np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int64)):
         remaining = context.keep(index)
-        found = backbone.run_layers(hidden[rows], remaining, 1, layers)
-        assert_close(found[real], expected[real])
+        states = backbone.run_layers(hidden[rows], remaining, 1, layers)
+        assert_close(states[real], expected[real])
         assert remaining.padding is None or torch.equal(remaining.padding[:, 0, 0], real)
 
 
@@ -375,14 +377,14 @@ def test_adapters_see_every_projection_of_every_layer_that_runs(backbone):
         return y
 
     hidden, context = backbone.embed(inputs), backbone.context(inputs)
-    found = backbone.run_layers(hidden, context, 0, 2, adapt)
-    assert torch.equal(found, backbone.run_layers(hidden, context, 0, 2))
+    states = backbone.run_layers(hidden, context, 0, 2, adapt)
+    assert torch.equal(states, backbone.run_layers(hidden, context, 0, 2))
     maps = {linear for linear, _ in backbone.projections.values()}
     stored = min(2, len(backbone.layers))
     assert set(seen) == {(layer, name) for layer in range(stored) for name in maps}
     assert len(seen) >= 2 * len(maps)  # a map of what is shared is asked again
     other = backbone.run_layers(hidden, context, 0, 2, lambda layer, name, x, y: y + 1 if layer == stored - 1 else y)
-    assert not torch.equal(other, found)
+    assert not torch.equal(other, states)
 
 
 def test_exits_have_heads_with_the_norm_and_the_pools_that_the_backbone_says(backbone):
@@ -455,8 +457,8 @@ def test_the_folder_is_written_under_the_names_of_the_layout(new_house, tmp_path
     save_backbone(new_backbone(), tmp_path / "saved")
     names = load_file(tmp_path / "saved" / "model.safetensors").keys()
     assert {"transformer.wte.weight", "transformer.h.2.attn.k.weight", "lm_head.bias"} <= names
-    about = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert about["architectures"] == ["DistantForMaskedLM"] and about["reach"] == 4
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["DistantForMaskedLM"] and config["reach"] == 4
 
 
 @pytest.mark.parametrize(
@@ -545,20 +547,20 @@ def test_it_is_exported_and_both_engines_run_it_as_torch_runs_the_run(
 ):
     run, out, lines = load_run(trained(method)), tmp_path / "exported", tmp_path / "in.txt"
     lines.write_text("\n".join(LINES) + "\n")
-    sure = np.sort([each.confidence for each in run._replace(rule=Fixed(0)).classify(LINES)])
+    sure = np.sort([classified.confidence for classified in run._replace(rule=Fixed(0)).classify(LINES)])
     rule = f"--threshold={sure[3:5].mean()},inf,0"  # half of them leave at once
     result = answer(capsys, "export", trained(method), "--out", out, rule, *more)
     assert result["verified"]["max_logit_difference"] < 1e-4 and result["verified"]["exit_agreement"] == 1
     run = run._replace(rule=rule_from_dict(result["rule"]))
-    expected = [(each.label, each.layers) for each in run.classify(LINES)]
+    expected = [(classified.label, classified.layers) for classified in run.classify(LINES)]
     assert sorted(layers for _, layers in expected) == [1] * 4 + [3] * 4
     for engine in ("onnxruntime", "torch"):
         answers = tmp_path / f"{engine}.jsonl"
         report = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine, "--batch-size", 3)
         assert (report["rows"], report["failed"]) == (len(LINES), 0)
-        found = [json.loads(line) for line in answers.read_text().splitlines()]
-        assert [(each["label"], each["layers"]) for each in found] == expected
-    one, other = (answer(capsys, "evaluate", each, "--task", task_folder) for each in (out, trained(method)))
+        rows = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert [(row["label"], row["layers"]) for row in rows] == expected
+    one, other = (answer(capsys, "evaluate", folder, "--task", task_folder) for folder in (out, trained(method)))
     assert one["per_exit_accuracy"] == other["per_exit_accuracy"]
 
 
@@ -568,9 +570,9 @@ def test_its_label_words_are_read_in_onnx_as_in_torch(new_house, tmp_path):
     model, inputs = PromptModel(backbone, prompt).eval(), padded_rows(backbone)
     inputs.input_ids[range(4), [3, 5, 0, 8]] = 4
     manifest = write_graphs(model, model.segments(), Never(), tmp_path)
-    found, *_ = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)
+    logits, *_ = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)
     expected, *_ = read_every_exit(model.segments(), inputs)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
 
 
 def reaches_all(patch, kind):

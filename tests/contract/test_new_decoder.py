@@ -135,9 +135,9 @@ def test_a_decoder_family_is_its_file_and_a_line_and_no_graph_is_written_in_it()
 def test_hidden_states_and_logits_are_those_of_the_oracle(folder, length):
     backbone, ids = load_backbone(folder), np.random.default_rng(length).integers(0, 64, length)
     states, logits = oracle(folder, ids)
-    found = backbone.hidden_states(torch.tensor(ids)[None])
-    np.testing.assert_allclose(torch.cat(found).numpy(), states, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(backbone.lm_logits(found[-1])[0].numpy(), logits, rtol=0, atol=10 * TOLERANCE)
+    hidden = backbone.hidden_states(torch.tensor(ids)[None])
+    np.testing.assert_allclose(torch.cat(hidden).numpy(), states, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(backbone.lm_logits(hidden[-1])[0].numpy(), logits, rtol=0, atol=10 * TOLERANCE)
 
 
 @torch.no_grad()
@@ -145,10 +145,10 @@ def test_rows_padded_on_the_left_are_those_of_the_oracle(folder):
     backbone, (ids, mask) = load_backbone(folder), (torch.zeros(3, 5, dtype=torch.int64) for _ in range(2))
     for row, prompt in enumerate(PROMPTS):
         ids[row, 5 - len(prompt) :], mask[row, 5 - len(prompt) :] = torch.tensor(prompt), 1
-    found = torch.stack(backbone.hidden_states(ids, mask))
+    states = torch.stack(backbone.hidden_states(ids, mask))
     for row, prompt in enumerate(PROMPTS):
         expected, _ = oracle(folder, prompt)
-        np.testing.assert_allclose(found[:, row, 5 - len(prompt) :].numpy(), expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(states[:, row, 5 - len(prompt) :].numpy(), expected, rtol=0, atol=TOLERANCE)
 
 
 def test_a_text_that_is_too_long_is_refused(folder):
@@ -160,8 +160,8 @@ def test_a_text_that_is_too_long_is_refused(folder):
 
 def test_it_is_saved_under_the_names_of_its_layout_and_tied(folder, tmp_path):
     save_backbone(load_backbone(folder), tmp_path / "saved")
-    found, given = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
-    assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
+    weights, given = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
+    assert weights.keys() == given.keys() and all(torch.equal(weights[name], given[name]) for name in given)
     save_file(given | {"lm_head.weight": given["transformer.wte.weight"].clone()}, folder / "model.safetensors")
     assert load_backbone(folder).lm_head is None  # a copy of what it is tied to
     save_file(given, folder / "model.safetensors", metadata={"format": "pt"})
@@ -228,8 +228,8 @@ def test_its_heads_learn_to_agree_with_it_and_the_run_writes(trained, folder):
     plain = run._replace(rule=Never()).generate(LINES, max_new_tokens=8)
     ids = [run.tokenizer.ids_of(line) for line in LINES]
     decode = run.tokenizer.backend.decode
-    for prompt, text, found in zip(ids, gather(generate(load_backbone(folder), ids, max_new_tokens=8), 3), plain):
-        assert found == decode(prompt + text.tokens)[len(decode(prompt)) :]
+    for prompt, text, ending in zip(ids, gather(generate(load_backbone(folder), ids, max_new_tokens=8), 3), plain):
+        assert ending == decode(prompt + text.tokens)[len(decode(prompt)) :]
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def runtime(trained, tmp_path_factory):
 def test_the_export_writes_what_the_run_writes(trained, runtime):
     run = load_run(trained)
     run = run._replace(rule=rule_from_dict(runtime.config["rule"]))
-    assert [each.text for each in runtime.run(LINES, max_new_tokens=12)] == run.generate(LINES, max_new_tokens=12)
+    assert [output.text for output in runtime.run(LINES, max_new_tokens=12)] == run.generate(LINES, max_new_tokens=12)
     prompts, settings = [run.tokenizer.ids_of(line) for line in LINES], {"max_new_tokens": 12}
     for rule in (run.rule, Fixed(1)):
         written = gather(runtime.generate(prompts, rule=rule, **settings), 3)
@@ -270,8 +270,10 @@ def test_a_classifier_on_it_is_trained_and_exported(folder, task_folder, tmp_pat
     assert main([*map(str, ("export", tmp_path / "run", "--out", tmp_path / "exported", "--threshold", "0.8,0"))]) == 0
     run, texts = load_run(tmp_path / "run"), ["the film was good", "the book was very very awful", "a dull song"]
     run = run._replace(rule=rule_from_dict(json.loads((tmp_path / "exported" / "manifest.json").read_text())["rule"]))
-    found, expected = Runtime(tmp_path / "exported", threads=1).run(texts), run.classify(texts)
-    assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in expected]
+    answers, expected = Runtime(tmp_path / "exported", threads=1).run(texts), run.classify(texts)
+    assert [(answer.label, answer.layers) for answer in answers] == [
+        (answer.label, answer.layers) for answer in expected
+    ]
 
 
 # ---- A wrong graph is found ----

@@ -98,7 +98,7 @@ def test_its_weights_learn_from_tokens_on_a_frozen_backbone_too(registered, chec
 def test_its_pooling_is_what_an_exit_reads(trained):
     encoded = trained.encode(TEXTS)
     inputs = encoded.batch(np.arange(len(TEXTS)))
-    arrays = [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+    arrays = [torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
     with torch.inference_mode():
         hidden = trained.model.backbone.hidden_states(*arrays)[1].double()
         state = trained.model.states(*arrays)[0]
@@ -127,9 +127,9 @@ def test_the_graph_computes_it(trained, tmp_path, capsys):
     assert main(["export", str(trained.folder), *argv]) == 0
     served = Runtime(out)
     assert served.config["head"] == "attention"
-    expected, found = (early_exit(one.segments(), rule, inputs) for one in (trained, served))
-    assert found.exit_index.tolist() == expected.exit_index.tolist() and len(set(found.exit_index)) > 1
-    np.testing.assert_allclose(found.logits, expected.logits, atol=1e-5)
+    expected, result = (early_exit(one.segments(), rule, inputs) for one in (trained, served))
+    assert result.exit_index.tolist() == expected.exit_index.tolist() and len(set(result.exit_index)) > 1
+    np.testing.assert_allclose(result.logits, expected.logits, atol=1e-5)
 
 
 def test_an_unknown_head_is_one_line(trained, checkpoint_folder, registered):

@@ -99,15 +99,17 @@ def test_it_is_evaluated_calibrated_and_compared(trained, task_folder, tmp_path,
 @pytest.mark.parametrize("engine", ["onnxruntime", "torch"])
 def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, capsys, engine):
     out, lines, answers = tmp_path / "exported", tmp_path / "in.txt", tmp_path / "out.jsonl"
-    found = answer(capsys, "export", trained, "--out", out, "--rule", "policy", "--task", task_folder)
-    assert found["verified"]["exit_agreement"] == 1.0
+    exported = answer(capsys, "export", trained, "--out", out, "--rule", "policy", "--task", task_folder)
+    assert exported["verified"]["exit_agreement"] == 1.0
     lines.write_text("the film was good\nthe book was awful\n")
     result = answer(capsys, "run", out, lines, "--out", answers, "--engine", engine)
     assert (result["rows"], result["failed"]) == (2, 0)
-    run = load_run(trained)._replace(rule=Policy(found["rule"]["cut"]))
+    run = load_run(trained)._replace(rule=Policy(exported["rule"]["cut"]))
     written = [json.loads(line) for line in answers.read_text().splitlines()]
     expected = run.classify(lines.read_text().splitlines())
-    assert [(each["label"], each["layers"]) for each in written] == [(each.label, each.layers) for each in expected]
+    assert [(line["label"], line["layers"]) for line in written] == [
+        (classified.label, classified.layers) for classified in expected
+    ]
 
 
 def test_it_teaches_tokens_too(package, decoder_checkpoint, tmp_path, capsys, monkeypatch):

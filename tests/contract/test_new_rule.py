@@ -73,16 +73,17 @@ NAMED = ("--rule", RULE.name, "--level", RULE.level, "--decay", RULE.decay)
 
 def exits_by_hand(logits, rule):
     """Exit index (N,) of rows whose exits say logits (N, K, C), row by row in float64."""
-    found = []
+    exit_index = []
     for row in logits.astype(np.float64):
-        sure = [max(math.exp(one) for one in each - each.max()) / np.exp(each - each.max()).sum() for each in row]
+        raised = [np.exp(exit_logits - exit_logits.max()) for exit_logits in row]
+        sure = [max(powers) / powers.sum() for powers in raised]
         for k in range(len(row)):
             weights = [rule.decay ** (k - j) for j in range(k + 1)]
-            mean = sum(weight * each for weight, each in zip(weights, sure)) / sum(weights)
+            mean = sum(weight * sureness for weight, sureness in zip(weights, sure)) / sum(weights)
             if k == len(row) - 1 or mean >= rule.level:
-                found.append(k)
+                exit_index.append(k)
                 break
-    return found
+    return exit_index
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +143,8 @@ def test_a_run_whose_own_rule_it_is_is_evaluated_as_by_hand(trained, task_folder
     assert rule_from_dict(trained.rule.to_dict()) == trained.rule and isinstance(trained.rule, MeanConfidence)
     record = recorded(trained, task_folder)
     expected = np.bincount(exits_by_hand(record.logits, trained.rule), minlength=3).tolist()
-    found = answer(capsys, "evaluate", trained.folder, "--task", task_folder)
-    assert found["exit_counts"] == expected and sum(count > 0 for count in expected) >= 2
+    evaluation = answer(capsys, "evaluate", trained.folder, "--task", task_folder)
+    assert evaluation["exit_counts"] == expected and sum(count > 0 for count in expected) >= 2
     assert record.replay(trained.rule).exit_index.tolist() == exits_by_hand(record.logits, trained.rule)
 
 
@@ -170,9 +171,9 @@ def test_it_is_swept_compared_and_calibrated(trained, task_folder, tmp_path, cap
 
 def test_a_training_measures_its_curve(trained, task_folder):
     task, record = load_task(task_folder), recorded(trained, task_folder)
-    own, usual = curves(record, task, record.labels, trained.rule)
-    assert (own["rule"], usual["rule"]["name"]) == (trained.rule.to_dict(), "threshold")
-    values = [float(value) for value, *_ in own["points"]]
+    learned, usual = curves(record, task, record.labels, trained.rule)
+    assert (learned["rule"], usual["rule"]["name"]) == (trained.rule.to_dict(), "threshold")
+    values = [float(value) for value, *_ in learned["points"]]
     assert values == sorted(values) and values[-1] == math.inf and trained.rule.level in values
 
 
@@ -184,18 +185,18 @@ def exported(trained, tmp_path_factory):
 
 
 def expected_of(run, rule=None):
-    return [(each.label, each.layers) for each in run._replace(rule=rule or run.rule).classify(LINES)]
+    return [(classified.label, classified.layers) for classified in run._replace(rule=rule or run.rule).classify(LINES)]
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "torch"])
 def test_it_is_exported_and_run_on_both_engines(trained, task_folder, tmp_path, capsys, engine):
     out, lines, answers = tmp_path / "exported", tmp_path / "in.txt", tmp_path / "out.jsonl"
-    found = answer(capsys, "export", trained.folder, "--out", out, *NAMED, "--task", task_folder)
-    assert found["rule"] == RULE.to_dict() and found["verified"]["exit_agreement"] == 1.0
+    summary = answer(capsys, "export", trained.folder, "--out", out, *NAMED, "--task", task_folder)
+    assert summary["rule"] == RULE.to_dict() and summary["verified"]["exit_agreement"] == 1.0
     lines.write_text("".join(f"{line}\n" for line in LINES))
     assert answer(capsys, "run", out, lines, "--out", answers, "--engine", engine)["failed"] == 0
     written = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert [(each["label"], each["layers"]) for each in written] == expected_of(trained, RULE)
+    assert [(line["label"], line["layers"]) for line in written] == expected_of(trained, RULE)
 
 
 def test_the_graph_remembers_and_takes_other_levels_but_no_other_decay(random_model, padded_inputs, tmp_path):
@@ -206,9 +207,9 @@ def test_the_graph_remembers_and_takes_other_levels_but_no_other_decay(random_mo
     seen = set()
     for level in [0.0, *((levels[1:] + levels[:-1]) / 2).tolist(), math.inf]:
         rule = replace(RULE, level=level)
-        found = early_exit(graph, rule, padded_inputs).exit_index.tolist()
-        assert found == exits_by_hand(logits, rule)
-        seen |= set(found)
+        exit_index = early_exit(graph, rule, padded_inputs).exit_index.tolist()
+        assert exit_index == exits_by_hand(logits, rule)
+        seen |= set(exit_index)
     assert seen == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="expected the rule of model.onnx, mean-confidence"):
         early_exit(graph, replace(RULE, decay=0.75), padded_inputs)
@@ -218,7 +219,7 @@ def test_it_is_served_and_made_stricter(trained, exported):
     expected = expected_of(trained)
     with serving(engine_of(Runtime(exported, threads=1)), max_open=32) as (_, port):
         output = [ask(port, {"text": line}) for line in LINES]
-    assert [(status, found["label"], found["layers"]) for status, found, _ in output] == [(200, *e) for e in expected]
+    assert [(status, reply["label"], reply["layers"]) for status, reply, _ in output] == [(200, *e) for e in expected]
     assert stricter(RULE) == MeanConfidence(0.8, 0.25) and stricter(stricter(replace(RULE, level=0.99999))).level > 1
 
 
@@ -233,7 +234,7 @@ def test_the_web_page_shows_it(trained, exported):
     feeds = {name: getattr(encoded, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
     feeds |= {"threshold": np.array(values, np.float32), "exit_at": np.array([-1])}
     layers = web.run(["layers"], feeds)[0]
-    assert layers.tolist() == [each.layers for each in runtime.run(LINES)]
+    assert layers.tolist() == [classified.layers for classified in runtime.run(LINES)]
     assert page["about"]["words"] == " ".join(MeanConfidence.__doc__.split())
     assert page["about"]["compares"] == {"threshold": "level"} and page["about"]["fixed"] == {"decay": 0.25}
     assert page["about"]["knob"] == "exit if the mean confidence so far is at least"
@@ -250,8 +251,8 @@ def test_the_page_is_told_what_it_compares_at_each_exit(trained, exported, task_
         for level in (0.0, 0.6, np.inf):
             feeds = {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
             feeds |= {"threshold": np.full(2, level, np.float32), "exit_at": np.arange(3)}
-            (found,) = web.run(["compared_threshold"], feeds)
-            np.testing.assert_allclose(found[:2], means(trained.rule, record)[0], atol=1e-5)
+            (compared,) = web.run(["compared_threshold"], feeds)
+            np.testing.assert_allclose(compared[:2], means(trained.rule, record)[0], atol=1e-5)
 
 
 def test_tokens_exit_by_it_and_the_page_of_a_decoder_has_its_curve(registered, decoder_checkpoint, tmp_path):
@@ -266,4 +267,4 @@ def test_tokens_exit_by_it_and_the_page_of_a_decoder_has_its_curve(registered, d
     assert curve["setting"] == "threshold" and len(curve["points"]) > 4 and curve["points"][-1][2] == 3
     runtime = Runtime(tmp_path / "exported", threads=1, max_new_tokens=8)
     written = run.generate(prompts, max_new_tokens=8)
-    assert [each.text for each in runtime.run(prompts)] == written
+    assert [output.text for output in runtime.run(prompts)] == written

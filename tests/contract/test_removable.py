@@ -114,10 +114,10 @@ def test_no_other_file_names_one_of_them():
     paths = [path for room in ("lab", "serve") for path in (ROOT / room).rglob("*.py")]
     names = {dotted(path): set(names_in(path)) for path in paths}
     for module in REMOVABLE:
-        own = set(map(dotted, files_of(module, ROOT)))
-        gone = own | {name for name, where in (METHODS | BACKBONES | ENGINES).items() if where == module}
-        for path, found in names.items():
-            named = found & gone if path not in own | {"mini_ee.lab.registry"} else ()
+        removed = set(map(dotted, files_of(module, ROOT)))
+        gone = removed | {name for name, where in (METHODS | BACKBONES | ENGINES).items() if where == module}
+        for path, words in names.items():
+            named = words & gone if path not in removed | {"mini_ee.lab.registry"} else ()
             assert not named, f"{path} names {sorted(named)}"
 
 

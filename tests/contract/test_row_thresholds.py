@@ -32,15 +32,15 @@ def recorded():
 @pytest.mark.parametrize("name", dict.fromkeys(NAMES))
 def test_32_rows_with_32_thresholds_stop_as_32_batches_of_one(name):
     rule, segments = rule_from_dict({"name": name} | SETTINGS[name]), recorded()
-    own = runtime_values(rule, 1)["threshold"][0]
-    thresholds = (own + np.random.default_rng(1).normal(0, 0.5, (N, 1))).astype(np.float32) * np.ones(2, np.float32)
+    cut = runtime_values(rule, 1)["threshold"][0]
+    thresholds = (cut + np.random.default_rng(1).normal(0, 0.5, (N, 1))).astype(np.float32) * np.ones(2, np.float32)
     thresholds[:3] = np.array([np.inf, -np.inf, np.nan])[:, None]
     alone = []
     for row, (threshold, _) in enumerate(thresholds.tolist()):
-        each = rule if np.isnan(threshold) else with_runtime(rule, {"threshold": threshold})
-        alone += early_exit(segments.take([row]), each, range(1)).exit_index.tolist()
-    found = early_exit(segments, RowThresholds(rule, thresholds), range(N))
-    assert found.exit_index.tolist() == alone and len(set(alone)) > 1
+        row_rule = rule if np.isnan(threshold) else with_runtime(rule, {"threshold": threshold})
+        alone += early_exit(segments.take([row]), row_rule, range(1)).exit_index.tolist()
+    result = early_exit(segments, RowThresholds(rule, thresholds), range(N))
+    assert result.exit_index.tolist() == alone and len(set(alone)) > 1
     assert alone != early_exit(segments, rule, range(N)).exit_index.tolist()
 
 

@@ -58,8 +58,8 @@ def test_minus_infinity_and_the_smallest_threshold_always_exit_and_infinity_neve
 
 def test_infinity_closes_one_exit_and_leaves_the_others_open():
     levels = [math.inf, 0.6, math.inf, *[0.6] * (EXITS - 3)]
-    found = replay(Threshold(levels), random_logits())
-    assert set(found) >= {1, 3} and not set(found) & {0, 2}
+    exit_index = replay(Threshold(levels), random_logits())
+    assert set(exit_index) >= {1, 3} and not set(exit_index) & {0, 2}
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def pcee(logits, t, threshold, measure):
 @pytest.mark.parametrize("measure", MEASURES)
 def test_patience_confidence_stops_after_t_consecutive_confident_exits(t, measure):
     logits, threshold = random_logits(), LEVELS[measure]
-    found = replay(PatienceConfidence(t, threshold, measure), logits)
-    assert found.tolist() == [pcee(row, t, threshold, measure) for row in logits]
-    assert {t - 1, EXITS - 1} <= set(found)
+    exit_index = replay(PatienceConfidence(t, threshold, measure), logits)
+    assert exit_index.tolist() == [pcee(row, t, threshold, measure) for row in logits]
+    assert {t - 1, EXITS - 1} <= set(exit_index)
 
 
 def test_patience_confidence_of_1_is_the_threshold():

@@ -44,17 +44,17 @@ def test_binomial_probabilities_are_those_of_exact_fractions(trials, p):
 def test_of_a_coin_a_count_has_the_share_of_all_sequences_that_have_it():
     ones = [sum(flips) for flips in product((0, 1), repeat=8)]
     for count in range(9):
-        assert float(binomial_cdf(count, 8, 0.5)) == pytest.approx(np.mean([each <= count for each in ones]))
+        assert float(binomial_cdf(count, 8, 0.5)) == pytest.approx(np.mean([heads <= count for heads in ones]))
 
 
 @pytest.mark.parametrize("p", [0.5, 0.9, 0.99])
 def test_tails_of_the_first_trials_are_sums_over_the_counts_above(p):
     for seed in range(5):
         successes = np.random.default_rng(seed).random(80) < 0.8
-        found = binomial_tails(successes, p)
+        tails = binomial_tails(successes, p)
         for n in range(1, 81):
             tail = sum(exact(count, n, p) for count in range(int(successes[:n].sum()), n + 1))
-            assert found[n - 1] == pytest.approx(float(tail), abs=1e-12)
+            assert tails[n - 1] == pytest.approx(float(tail), abs=1e-12)
 
 
 @pytest.mark.parametrize("count, level", [(1, 0.95), (12, 0.95), (30, 0.8)])
@@ -77,7 +77,7 @@ def test_chernoff_bounds_the_chance_of_so_small_a_mean():
     """Bernoulli numbers, the worst there are: P(mean <= m) by the exact binomial sum."""
     for count, limit in ((20, 0.3), (60, 0.1)):
         for ones in range(1, count):
-            chance = sum(exact(each, count, limit) for each in range(ones + 1))
+            chance = sum(exact(successes, count, limit) for successes in range(ones + 1))
             assert chernoff(ones / count, limit, count) >= min(float(chance), 1)
     assert chernoff(0.0, 0.3, 20) == pytest.approx(0.7**20)
     assert chernoff(0.3, 0.3, 20) == chernoff(0.9, 0.3, 20) == 1.0
@@ -111,9 +111,9 @@ def test_larger_groups_are_worth_as_many_rows_as_their_spread_says():
         agrees = np.random.default_rng(seed + 100).random(90) < 0.9
         groups = np.random.default_rng(seed).integers(0, 30, 90)
         for epsilon in (0.3, 0.6, 0.8):
-            found = agreement_p_values(agrees, groups, epsilon)
+            p_values = agreement_p_values(agrees, groups, epsilon)
             for n in range(1, 91):
-                assert found[n - 1] == pytest.approx(p_by_hand(agrees[:n], groups[:n], epsilon), rel=1e-9)
+                assert p_values[n - 1] == pytest.approx(p_by_hand(agrees[:n], groups[:n], epsilon), rel=1e-9)
 
 
 def test_texts_whose_rows_all_agree_or_all_disagree_are_worth_one_row_each():
@@ -133,8 +133,8 @@ def test_texts_that_are_all_alike_are_worth_no_more_than_their_rows():
 @pytest.mark.parametrize("sizes", [[1] * 9, [3] * 9])
 def test_so_many_groups_would_pass_and_one_fewer_would_not(sizes):
     needed = groups_needed(np.array(sizes), 0.8, 0.05)
-    found = []
+    passes = []
     for count in (needed, needed - 1):
         groups = np.repeat(np.arange(count), np.resize(sizes, count))
-        found.append(agreement_p_values(np.ones(len(groups), bool), groups, 0.8)[-1] <= 0.05)
-    assert found == [True, False]
+        passes.append(agreement_p_values(np.ones(len(groups), bool), groups, 0.8)[-1] <= 0.05)
+    assert passes == [True, False]

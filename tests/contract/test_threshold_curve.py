@@ -38,8 +38,8 @@ def test_each_point_is_what_its_threshold_gives(recorded):
     thresholds = [float(threshold) for threshold, *_ in curve["points"]]
     assert curve["rows"] == N and POINTS <= len(thresholds) <= POINTS + 4
     assert thresholds == sorted(thresholds) and curve["points"][-1] == ["inf", 1.0, 0.0, 4.0]
-    for threshold, *found in curve["points"]:
-        assert found == pytest.approx(by_hand(float(threshold)))
+    for threshold, *point in curve["points"]:
+        assert point == pytest.approx(by_hand(float(threshold)))
 
 
 def test_a_policy_s_threshold_is_its_logit_and_rows_without_labels_have_no_loss(recorded):

@@ -59,7 +59,7 @@ def test_the_top_k_is_a_set_and_of_equal_numbers_the_earlier_text_is_better(k):
     scores = random.integers(0, 4, (20, len(rows))).astype(float)
     names = list(dict.fromkeys(query for query, _ in rows))
     places = [[row for row, (first, _) in enumerate(rows) if first == query] for query in names]
-    expected = [[top(each[at], k) == top(labels["score"][at], k) for at in places] for each in scores]
+    expected = [[top(ranking[at], k) == top(labels["score"][at], k) for at in places] for ranking in scores]
     np.testing.assert_array_equal(top_k_kept(scores, labels, k), expected)
     assert top_k_kept(labels["score"], labels, k).all()
 
@@ -77,8 +77,8 @@ def test_a_query_is_kept_or_not_as_a_loop_over_its_texts_says():
 def binomial_tail(lost, queries, share):
     """P(X <= lost), exactly."""
     share = Fraction(share).limit_denominator(1000)
-    each = (math.comb(queries, x) * share**x * (1 - share) ** (queries - x) for x in range(lost + 1))
-    return float(sum(each))
+    chances = (math.comb(queries, x) * share**x * (1 - share) ** (queries - x) for x in range(lost + 1))
+    return float(sum(chances))
 
 
 @pytest.mark.parametrize("epsilon, delta", [(0.8, 0.1), (0.6, 0.2)])
@@ -91,11 +91,11 @@ def test_the_threshold_is_the_loosest_down_to_which_every_one_passes_its_test(ep
     levels = from_loose_to_strict(Threshold(math.inf, "low_score"), record.take(proposes), CANDIDATES)
     others = [row for row, some in zip(rows, proposes) if not some]
     expected = None
-    for each in reversed(levels):
-        unchanged = kept_by_loops(record.take(~proposes), others, each.threshold, 2)
+    for level in reversed(levels):
+        unchanged = kept_by_loops(record.take(~proposes), others, level.threshold, 2)
         if binomial_tail(sum(not of for of in unchanged.values()), len(unchanged), 1 - epsilon) > delta:
             break
-        expected = each
+        expected = level
     assert (rule, tested) == (expected, len(unchanged)) and levels[0] != rule != levels[-1]
 
 
@@ -103,7 +103,7 @@ def test_the_guarantee_is_broken_by_delta_of_the_calibrations_at_most():
     """4,000 queries stand for the new ones. It is broken now and then: tests that are stricter would save less."""
     population, _ = recorded(4_000, seed=1)
     levels = from_loose_to_strict(Threshold(math.inf, "low_score"), population, 60)
-    values, shares = zip(*((each.threshold, queries_kept(population, each, 2).mean()) for each in levels))
+    values, shares = zip(*((level.threshold, queries_kept(population, level, 2).mean()) for level in levels))
     epsilon, delta, repetitions = 0.8, 0.2, 100
     chosen = [
         choose_threshold(recorded(60, seed=100 + seed)[0], 2, epsilon, delta, seed)[0] for seed in range(repetitions)
@@ -149,7 +149,7 @@ def test_all_texts_of_a_query_are_in_one_part():
     task = Task("ranking", (), ("pearson",), {"train": Split(rows, np.arange(len(rows)))}, top_k=1)
     parts = split_rows(task, 0, 30)
     queries = [{query for query, _ in part.texts} for part in parts]
-    assert [len(part) for part in parts] == [4 * len(each) for each in queries] and len(queries[0]) == 30
+    assert [len(part) for part in parts] == [4 * len(names) for names in queries] and len(queries[0]) == 30
     assert sum(map(len, queries)) == len(set.union(*queries)) == 50
 
 

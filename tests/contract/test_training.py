@@ -162,11 +162,13 @@ def test_backbone_and_adapters_learn_at_lr_heads_at_head_lr_and_matrices_alone_d
     config = TrainConfig(lr=0.1, head_lr=0.2, weight_decay=0.3)
     stage = next(iter(made.recipe(model, configured(made, {}))))
     groups = loop.make_optimizer(model, stage, config).param_groups
-    found = {each: (group["peak_lr"], group["weight_decay"]) for group in groups for each in group["params"]}
-    names = {each: name for name, each in model.named_parameters()}
-    for each, report in found.items():
-        assert report == (0.2 if "heads." in names[each] else 0.1, 0.3 if each.dim() > 1 else 0.0), names[each]
-    assert len({rate for rate, _ in found.values()}) == 2
+    lr_and_decay = {
+        trained: (group["peak_lr"], group["weight_decay"]) for group in groups for trained in group["params"]
+    }
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for weight, report in lr_and_decay.items():
+        assert report == (0.2 if "heads." in names[weight] else 0.1, 0.3 if weight.dim() > 1 else 0.0), names[weight]
+    assert len({rate for rate, _ in lr_and_decay.values()}) == 2
 
 
 def test_a_seed_gives_the_same_weights_twice_and_another_seed_others(tmp_path, checkpoint_folder, task_folder):
@@ -234,7 +236,7 @@ def test_the_seconds_of_an_epoch_do_not_hold_what_is_written(tmp_path, checkpoin
     monkeypatch.setattr(state_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(state_module, "write_tensors", slow)
     train(tmp_path / "run", checkpoint_folder, task_folder)
-    assert now[0] > 100 and {each["seconds"] for each in read_json(tmp_path / "run" / "metrics.json")["epochs"]} == {
+    assert now[0] > 100 and {epoch["seconds"] for epoch in read_json(tmp_path / "run" / "metrics.json")["epochs"]} == {
         0.0
     }
 
@@ -375,15 +377,15 @@ def numbered(rows):
 )
 def test_held_out_rows_select_or_test_and_rows_left_over_test_too(rows, max_train, sizes):
     task = numbered(rows)
-    found = split_rows(task, 3, max_train)
-    assert tuple(map(len, found)) == sizes
-    texts = [text for part in found for text in part.texts]
+    parts = split_rows(task, 3, max_train)
+    assert tuple(map(len, parts)) == sizes
+    texts = [text for part in parts for text in part.texts]
     assert len(set(texts)) == len(texts)
-    for part in found:
+    for part in parts:
         numbers = [int(text.split()[1]) for (text,) in part.texts]
         np.testing.assert_array_equal(part.labels, np.array(numbers) % 2)
     again, other = split_rows(task, 3, max_train), split_rows(task, 4, max_train)
-    assert again.test.texts == found.test.texts and (not found.test or other.test.texts != found.test.texts)
+    assert again.test.texts == parts.test.texts and (not parts.test or other.test.texts != parts.test.texts)
 
 
 SHORT = {"consistent": {"policy_epochs": 1, "rounds": 1}, "cat": {"meta_epochs": 1}, "tr-bert": {"policy_epochs": 1}}
@@ -449,9 +451,9 @@ def test_the_rows_to_train_on_are_those_that_the_holdout_leaves(max_train):
     train_part, held = holdout(task.split("train"), 3)
     if max_train:
         train_part, held = subset(train_part, max_train, 3), subset(held, max_train // 9, 3)
-    found = split_rows(task, 3, max_train)
-    assert found.train.texts == train_part.texts
-    assert found.selection.texts == held.texts if max_train == 45 else set(found.selection.texts) < set(held.texts)
+    parts = split_rows(task, 3, max_train)
+    assert parts.train.texts == train_part.texts
+    assert parts.selection.texts == held.texts if max_train == 45 else set(parts.selection.texts) < set(held.texts)
 
 
 # ---- What is asked for ----
@@ -527,15 +529,15 @@ def test_epochs_and_rates_of_a_methods_own_are_those_of_its_stages(
     method, checkpoint_folder, classifier_folder, decoder_checkpoint
 ):
     made = load_method(method)
-    own = [name for name in made.config.__dataclass_fields__ if name.endswith(("_epochs", "_lr"))]
-    given = {name: 50 + at if name.endswith("_epochs") else 0.5 + at / 100 for at, name in enumerate(own)}
+    fields = [name for name in made.config.__dataclass_fields__ if name.endswith(("_epochs", "_lr"))]
+    given = {name: 50 + at if name.endswith("_epochs") else 0.5 + at / 100 for at, name in enumerate(fields)}
     for unit in made.units:
         shape = {"exits": (1, 2, 3), "num_labels": 2, "pool": "mean", "settings": {}, "rank": 2, "normalize": False}
         of_rows = classifier_folder if made.keeps_model else checkpoint_folder
         folder = decoder_checkpoint if unit == "tokens" else of_rows
         stages = list(made.recipe(build_model(made, unit, load_backbone(folder), shape), configured(made, given)))
         taken = {item for stage in stages for item in stage.settings.items()}
-        assert taken >= {("epochs" if name.endswith("_epochs") else "head_lr", given[name]) for name in own}
+        assert taken >= {("epochs" if name.endswith("_epochs") else "head_lr", given[name]) for name in fields}
         for stage in stages:
             if stage.trainable("backbone.layers.0.qkv.weight") and "head_lr" in stage.settings:
                 assert "lr" in stage.settings, "of its own, as its heads have one"
@@ -661,8 +663,8 @@ def test_the_default_rule_computes_fewest_layers_where_an_exit_costs_more_than_i
     cheap, dear = (recorded(logits, (2, 4, 6)) for _ in range(2))
     dear.segments._layer_passes = [2, 6, 6]
     rule = [Threshold(0.9)]
-    taken = [each._replace(labels=np.ones(6, int)).take(np.arange(600) % 6) for each in (cheap, dear)]
-    chosen = [default_rule(each, each, task, candidates=lambda *_: rule).rule for each in taken]
+    taken = [record._replace(labels=np.ones(6, int)).take(np.arange(600) % 6) for record in (cheap, dear)]
+    chosen = [default_rule(record, record, task, candidates=lambda *_: rule).rule for record in taken]
     assert chosen == [Threshold(0.9), Never()]
 
 
@@ -683,11 +685,11 @@ def test_overthinking_shows_the_rows_that_an_exit_gets_right_and_a_later_one_wro
     ]
     texts = tuple((f"row {number}",) for number in range(5))
     task = Task("t", ("a", "b"), ("accuracy",), {"dev": Split(texts, labels)})
-    found = overthinking(recorded(logits, (1, 2, 3)), task, task.split("dev"))
-    assert found["share"] == 2 / 5 and [row["text"] for row in found["rows"]] == ["row 1", "row 3"]
-    assert found["share_at_the_end"] == 1 / 5
-    assert [each["label"] for each in found["rows"][0]["exits"]] == ["b", "a", "b"]
-    output, p = found["rows"][1]["exits"][1], np.exp(3) / (np.exp(3) + 1)
+    counted = overthinking(recorded(logits, (1, 2, 3)), task, task.split("dev"))
+    assert counted["share"] == 2 / 5 and [row["text"] for row in counted["rows"]] == ["row 1", "row 3"]
+    assert counted["share_at_the_end"] == 1 / 5
+    assert [exit_answer["label"] for exit_answer in counted["rows"][0]["exits"]] == ["b", "a", "b"]
+    output, p = counted["rows"][1]["exits"][1], np.exp(3) / (np.exp(3) + 1)
     assert output["confidence"] == pytest.approx(p)
     assert output["entropy"] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p))
     with pytest.raises(ValueError, match="regression"):

@@ -55,12 +55,12 @@ BETTER = {  # a name that is a puzzle -> names that say what it is
 
 def names_in(source: str) -> set[str]:
     """Every identifier that a file binds or reads, without leading underscores."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(source)):
         for attribute in ("id", "name", "attr", "arg", "asname"):
             if isinstance(name := getattr(node, attribute, None), str):
-                found.add(name.lstrip("_"))
-    return found
+                names.add(name.lstrip("_"))
+    return names
 
 
 def test_names_are_the_fields_terms():

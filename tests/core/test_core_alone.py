@@ -48,13 +48,14 @@ sys.exit(main(["train", "joint", "--exits", "6,12", "--epochs", "1", "--max-trai
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FULL, reason="imports the whole lab: set MINI_EE_FULL=1")
 def test_the_lab_trains_without_the_server_and_the_experiments(tmp_path):
     """Every file of it is imported, and the commands that need another ring are not there."""
     folder = copied(tmp_path, ("mini_ee", "weights", "export", "lab"))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     code = [sys.executable, "-c", LAB, str(folder)]
-    found = subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
+    process = subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
 
 
 @pytest.mark.slow
@@ -65,7 +66,7 @@ def test_inner_rings_pass_their_tests_without_the_outer_ones(ring, tmp_path):
     tests = TESTS[ring] if FULL else TESTS[ring][:1]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("MINI_EE_SLOW", None)
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", RUN, str(folder), *tests], cwd=folder, env=environment, capture_output=True, text=True
     )
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]

@@ -32,16 +32,16 @@ def lines(name):
 
 def with_all_it_imports(name):
     """The files of the core that a file loads, in its functions too."""
-    found, new = {"__init__"}, [name]
+    loaded, new = {"__init__"}, [name]
     while new:
-        found.add(name := new.pop())
+        loaded.add(name := new.pop())
         inner = (
             module.removeprefix(f"{PACKAGE}.")
             for module in imported(name, inside=True)
             if module.removeprefix(f"{PACKAGE}.") in FILES
         )
-        new += [other for other in inner if other not in found]
-    return found
+        new += [other for other in inner if other not in loaded]
+    return loaded
 
 
 def test_the_core_is_fourteen_files_of_at_most_2600_lines():

@@ -58,20 +58,21 @@ def logits_of(rows, seed, hard=0.3):
 
 
 def test_the_default_rule_is_the_loosest_threshold_that_passes():
-    found = default_rule((1, 2), logits_of(500, 0), logits_of(2000, 10))
+    default = default_rule((1, 2), logits_of(500, 0), logits_of(2000, 10))
     logits, labels = logits_of(2000, 10)
-    result = early_exit(Table((1, 2), logits), found.rule, range(2000))
+    result = early_exit(Table((1, 2), logits), default.rule, range(2000))
     worse = int((result.logits.argmax(1) != labels).sum())  # the last exit is always right
-    assert (worse, 2000) == (found.worse, found.tested) and found.p_value == binomial_cdf(worse, 2000, 0.02) <= 0.05
+    assert (worse, 2000) == (default.worse, default.tested)
+    assert default.p_value == binomial_cdf(worse, 2000, 0.02) <= 0.05
     assert result.layers.mean() < 1.4
     fresh, fresh_labels = logits_of(20_000, 20)
-    lost = early_exit(Table((1, 2), fresh), found.rule, range(20_000)).logits.argmax(1) != fresh_labels
+    lost = early_exit(Table((1, 2), fresh), default.rule, range(20_000)).logits.argmax(1) != fresh_labels
     assert lost.mean() <= 0.02
 
 
 def test_without_enough_rows_the_default_rule_is_the_full_model():
-    found = default_rule((1, 2), logits_of(500, 0), logits_of(100, 10))
-    assert found.rule == Never() and found.p_value == 1
+    default = default_rule((1, 2), logits_of(500, 0), logits_of(100, 10))
+    assert default.rule == Never() and default.p_value == 1
 
 
 def test_a_default_rule_that_loses_more_is_chosen_in_at_most_delta_of_the_draws():

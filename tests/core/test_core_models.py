@@ -42,12 +42,12 @@ def model(request):
 
 def expected_of(name):
     """(folder of the model, inputs, what transformers computed)."""
-    found = load_file(GOLDEN / name / "expected.safetensors")
+    tensors = load_file(GOLDEN / name / "expected.safetensors")
     if (GOLDEN / name / "model.safetensors").exists():
-        return GOLDEN / name, found
+        return GOLDEN / name, tensors
     if "MINI_EE_SHARED" not in os.environ:
         pytest.skip(f"needs the real {name} (2026-11)")
-    return Path(os.environ["MINI_EE_SHARED"]) / "weights" / name, found
+    return Path(os.environ["MINI_EE_SHARED"]) / "weights" / name, tensors
 
 
 def thinned(x, expected):
@@ -134,8 +134,8 @@ def test_a_prompt_of_a_batch_is_continued_as_it_is_alone(missing, decoder):
 
 def test_never_exiting_a_text_is_that_of_the_full_model_token_by_token(decoder):
     core = decoder
-    found = generate(core, Never(), PROMPTS, 4)
-    for prompt, text in zip(PROMPTS, found):
+    texts = generate(core, Never(), PROMPTS, 4)
+    for prompt, text in zip(PROMPTS, texts):
         for length, token in enumerate(text.ids, len(prompt)):
             with torch.no_grad():
                 logits = core.classify(core.states(torch.tensor([[*prompt, *text.ids][:length]])))

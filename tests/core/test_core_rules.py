@@ -35,9 +35,9 @@ def test_measures_are_those_of_a_wider_dtype(measure):
     """Also of large logits, and of float16."""
     logits = np.array([[1e4, -1e4, 0.0], [3.0, 1.0, 2.0]])
     for dtype in (np.float16, np.float32):
-        found = MEASURES[measure](logits.astype(dtype))
-        np.testing.assert_allclose(found, MEASURES[measure](logits), rtol=1e-5)
-        assert found.dtype == np.float32 and np.isfinite(found).all()
+        confidence = MEASURES[measure](logits.astype(dtype))
+        np.testing.assert_allclose(confidence, MEASURES[measure](logits), rtol=1e-5)
+        assert confidence.dtype == np.float32 and np.isfinite(confidence).all()
 
 
 def test_depth_does_not_grow_as_a_rule_loosens():
@@ -53,9 +53,9 @@ def test_depth_does_not_grow_as_a_rule_loosens():
 
 def test_a_threshold_for_each_exit_may_be_a_list_or_a_tuple():
     taus = [0.9, 0.8, 0.7, 0.0]
-    found = [early_exit(Table((1, 2, 3, 4), LOGITS), Threshold(of), range(50)) for of in (taus, tuple(taus))]
-    assert all((each.exit_index == found[0].exit_index).all() for each in found)
-    assert len(set(found[0].exit_index)) == 4
+    results = [early_exit(Table((1, 2, 3, 4), LOGITS), Threshold(of), range(50)) for of in (taus, tuple(taus))]
+    assert all((result.exit_index == results[0].exit_index).all() for result in results)
+    assert len(set(results[0].exit_index)) == 4
 
 
 def test_the_loop_reads_no_more_heads_than_a_rule_needs():

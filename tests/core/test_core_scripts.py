@@ -164,8 +164,8 @@ def test_the_built_in_reviews_are_a_task():
 
 def test_texts_are_cut_to_pieces_and_short_ones_left_out(tmp_path, bert_folder):
     (tmp_path / "texts.txt").write_text("the film was good\n\na meal\n\nthe book was very bad")
-    found = pieces(read_texts(tmp_path / "texts.txt"), load_tokenizer(bert_folder), 2, 5)
-    assert found.shape == (2, 5) and (found[:, 0] == 2).all()
+    cut = pieces(read_texts(tmp_path / "texts.txt"), load_tokenizer(bert_folder), 2, 5)
+    assert cut.shape == (2, 5) and (cut[:, 0] == 2).all()
 
 
 # ---- Training ----

@@ -39,7 +39,7 @@ def write_leaderboard(folder, tasks, methods, seeds, rows=300, held_out=200):
                 held_random = np.random.default_rng((number, seed))  # the same held-out labels for all methods
                 chances = np.linspace(0.6, 0.9, len(exits)) + more + random.normal(0, 0.01)
                 training = {"seconds": 10.0 + place, "parameters": 100}
-                about = {
+                metadata = {
                     "half": {"speedup": 1.9},
                     "training": training,
                     "megabytes_added": 0.5,
@@ -49,6 +49,6 @@ def write_leaderboard(folder, tasks, methods, seeds, rows=300, held_out=200):
                 made = SeedRecord(
                     drawn_record(chances, rows, random, easy, labels=labels, exits=exits),
                     drawn_record(chances, held_out, random, labels=held_random.integers(0, 2, held_out), exits=exits),
-                    about,
+                    metadata,
                 )
                 write_record(folder / task / f"{method}.npz", seed, made)

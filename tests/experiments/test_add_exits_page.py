@@ -92,9 +92,9 @@ def test_a_repetition_on_known_states_is_that_of_the_command(classifier_folder, 
     read = []
     monkeypatch.setattr(pool, "states_of", lambda *given: read.append(given) or add_exits_guarantee.STATES(*given))
     assert add_exits_guarantee.repetition(pool, tmp_path / "read", 3) == known and read
-    levels = [(each["level"], each["planted"]) for each in known["levels"]]
+    levels = [(level["level"], level["planted"]) for level in known["levels"]]
     assert levels == [(0.9, None), (0.6, None), (0.9, "no test"), (0.6, "no test")]
-    assert min(each["agreement"] for each in known["levels"]) < 1 and known["seed"] == 3
+    assert min(level["agreement"] for level in known["levels"]) < 1 and known["seed"] == 3
 
 
 def test_the_peak_of_a_process_is_its_own():
@@ -117,8 +117,8 @@ def test_a_guarantee_is_violated_if_it_is_given_and_the_agreement_is_lower():
         {"level": 0.99, "planted": None, "guaranteed": given, "agreement": agreement, "saved": 0.5}
         for given, agreement in ((True, 0.995), (True, 0.985), (False, 0.9))
     ]
-    found = summary(rows)
-    assert (found["guaranteed"], found["broken"], found["least"], found["agreement"]) == (2, 1, 0.985, 0.99)
+    counts = summary(rows)
+    assert (counts["guaranteed"], counts["broken"], counts["least"], counts["agreement"]) == (2, 1, 0.985, 0.99)
     assert summary(rows[2:])["agreement"] is None
 
 

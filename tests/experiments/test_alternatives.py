@@ -13,5 +13,5 @@ def test_a_distilbert_of_a_bert_has_its_states():
     bert = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, num_labels=3, **sizes))
     made = _as_distilbert(bert.eval()).eval()
     ids, mask = torch.randint(50, (2, 7)), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    expected, found = (model(ids, mask).last_hidden_state for model in (bert.bert, made.distilbert))
-    assert torch.allclose(found[mask > 0], expected[mask > 0], atol=1e-6) and made.config.num_labels == 3
+    expected, states = (model(ids, mask).last_hidden_state for model in (bert.bert, made.distilbert))
+    assert torch.allclose(states[mask > 0], expected[mask > 0], atol=1e-6) and made.config.num_labels == 3

@@ -121,7 +121,7 @@ def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch, tmp_path
 )
 def test_an_option_that_a_benchmark_does_not_take_is_refused(capsys, decoder_checkpoint, decoder, argv, message):
     names = {"LLAMA": decoder_checkpoint, "EXPORTED": decoder.folder}
-    assert message in refused(capsys, "bench", *(names.get(each, each) for each in argv))
+    assert message in refused(capsys, "bench", *(names.get(word, word) for word in argv))
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_a_model_of_another_depth_has_exits_after_its_own_thirds(capsys, monkeyp
 @pytest.mark.parametrize("method", encoders.OWN_HEADS)
 def test_a_methods_rule_is_evaluated_at_each_exit_and_its_decision_is_not_used(method, random_model, padded_inputs):
     backbone = random_model().backbone
-    about = {"exits": (1, 2, 4, 6), "settings": {}, "pool": "first", "num_labels": 2}
-    model = build_model(load_method(method), "rows", backbone, about).eval()
+    shape = {"exits": (1, 2, 4, 6), "settings": {}, "pool": "first", "num_labels": 2}
+    model = build_model(load_method(method), "rows", backbone, shape).eval()
     rule, exits = encoders.OWN_HEADS[method], []
     judged = encoders._ForcedExits(SimpleNamespace(stop=None, needs=rule.needs), [1] * len(padded_inputs))
     judged.rule.stop = lambda k, read, memory: exits.append(k) or rule.stop(k, read, memory)
@@ -228,8 +228,8 @@ def test_a_benchmark_runs_each_twice_in_its_turn_in_changing_order_and_times_it_
 
     monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(common.time, "sleep", lambda seconds: calls.append("-"))
-    found = common.medians([partial(run, "a"), partial(run, "b")], "case", seconds_a_case=0.0)
-    assert found == [1.0, 20.0]
+    medians = common.medians([partial(run, "a"), partial(run, "b")], "case", seconds_a_case=0.0)
+    assert medians == [1.0, 20.0]
     first, text = 2 * common.WARM_ROUNDS, "".join(calls)
     rounds = [text[at : at + 6] for at in range(first, len(text), 6)]
     assert text[:first] == "ab" * common.WARM_ROUNDS and len(rounds) == common.MIN_ROUNDS
@@ -249,8 +249,8 @@ def test_bench_sgmv_measures_time_and_weights(capsys, monkeypatch):
 def test_forced_decoding_exits_early_except_for_the_last_token():
     decoder = decoders.random_decoder(stories(num_hidden_layers=3), seed=0)
     settings = {"exits": (2, 3), "heads": [VocabularyHead(decoder, "copy")], "rule": decoders._LastGoesOn(5)}
-    (found,) = decoders._decoded(decoder, [[0]], 5, **settings)
-    assert found.layers_run == [2, 2, 2, 2, 3]
+    (text,) = decoders._decoded(decoder, [[0]], 5, **settings)
+    assert text.layers_run == [2, 2, 2, 2, 3]
 
 
 def test_serve_loads_three_servers_alike_and_draws_it(capsys, monkeypatch, tmp_path):
@@ -294,7 +294,9 @@ def test_half_of_the_layers_are_saved_under_the_load(tmp_path, monkeypatch):
 
 
 def test_what_was_measured_of_graphs_and_servers_holds():
-    assert all(each["labels"] == each["layers"] == each["rows"] for each in read_json(RESULTS / "onnx.json")["parity"])
+    assert all(
+        parity["labels"] == parity["layers"] == parity["rows"] for parity in read_json(RESULTS / "onnx.json")["parity"]
+    )
     served = read_json(RESULTS / "serving.json")
     assert all(row["holds"] for name in serving_page.PARTS for row in served[name])
 

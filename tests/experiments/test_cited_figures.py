@@ -33,16 +33,16 @@ def recorded(paper, case, figure):
 def of_add_exits(texts, figure, digits, scale=1.0):
     """The mean over three MiniLMs fine-tuned on SST-2, with exits from so many texts."""
     models = read_json(RESULTS / "add-exits.json", signed="models")["models"]
-    some = [each for each in models if (each["task"], each["model"], each["wanted"]) == ("SST-2", "MiniLM", texts)]
-    return f"{scale * mean(each[figure] for each in some):.{digits}f}"
+    some = [row for row in models if (row["task"], row["model"], row["wanted"]) == ("SST-2", "MiniLM", texts)]
+    return f"{scale * mean(measured[figure] for measured in some):.{digits}f}"
 
 
 def exits_gain():
     """Points by which joint training with its rule is better than its fixed depth, the mean over three tasks."""
     gains = []
     for task in ("TREC", "SST-2", "SICK"):
-        found = task_figures(task, {REFERENCE: read_records(RESULTS / "records" / task / "joint.npz")}, {}).found
-        gains += [found[REFERENCE, HEADLINE].by_seed.mean() - found[CONTROL, HEADLINE].by_seed.mean()]
+        values = task_figures(task, {REFERENCE: read_records(RESULTS / "records" / task / "joint.npz")}, {}).figures
+        gains += [values[REFERENCE, HEADLINE].by_seed.mean() - values[CONTROL, HEADLINE].by_seed.mean()]
     return f"{100 * np.mean(gains):.1f}"
 
 
@@ -76,7 +76,7 @@ SIZES = {"0.2", "0.3", "0.5", "1.2", "3.11"}  # gigabytes of the installation, v
 def numbers(text):
     """Percentages and decimals of the prose, without their unit: no code, no comments of Jinja, no targets of links."""
     text = re.sub(r"```.*?```|`[^`]*`|\{\{.*?\}\}|\{%.*?%\}|\]\([^)]*\)|arXiv:[\d.]+", "", text, flags=re.S)
-    return {each.rstrip("%") for each in re.findall(NUMBER, re.sub(r"(\d) %", r"\1%", text))}
+    return {number.rstrip("%") for number in re.findall(NUMBER, re.sub(r"(\d) %", r"\1%", text))}
 
 
 @pytest.mark.parametrize("printed", README)
@@ -96,9 +96,9 @@ def test_readme_counts_the_verdicts_of_the_records():
     test_reproduce.py compares with the records."""
     known = set(re.findall(r"\d+", (RESULTS / "README.md").read_text().split("**")[1]))
     sentences = re.findall(r"[^.\n]*\b\d+ (?:of \d+ )?hold\b[^.\n]*", (ROOT / "README.md").read_text())
-    assert sentences and all(set(re.findall(r"\d+", re.sub(r"\(.*?\)", "", each))) <= known for each in sentences), (
-        known
-    )
+    assert sentences and all(
+        set(re.findall(r"\d+", re.sub(r"\(.*?\)", "", sentence))) <= known for sentence in sentences
+    ), known
 
 
 @pytest.mark.parametrize("name", [*PAPERS, "README", "judging", "shortest", "estimate", "claims", "tables"])
@@ -115,7 +115,7 @@ def test_a_figure_that_a_document_cites_from_a_page_is_on_that_page(document):
     path = ROOT / document
     for sentence, link in citations(path.read_text()):
         page = (path.parent / link).resolve()
-        texts = [each.read_text() for each in (page, page.with_suffix("") / "tables.md") if each.exists()]
+        texts = [file.read_text() for file in (page, page.with_suffix("") / "tables.md") if file.exists()]
         known = set(re.findall(r"\d[\d,]*(?:\.\d+)?", " ".join(texts)))
         cited = re.findall(r"(?<![\w.])\d[\d,]*\.\d+|\d+(?= ?%)", sentence)
         known |= README.keys() if document == "README.md" else set()
@@ -124,14 +124,14 @@ def test_a_figure_that_a_document_cites_from_a_page_is_on_that_page(document):
 
 def citations(text: str) -> list[tuple[str, str]]:
     """(sentence, page) of each link to a page of results; a sentence ends where its link does."""
-    found = []
+    cited = []
     for paragraph in re.split(r"\n\s*\n", text):
         paragraph = " ".join(paragraph.split())
         for link in re.finditer(r"\]\(((?:\.\./)?results/[\w-]+\.md)", paragraph):
             before = paragraph[: link.end()]
             ends = [end.end() for end in re.finditer(r"(?<=[\w%)`*])[.:!?] (?=[A-Z*`\[-])", before)]
-            found.append((before[max(ends, default=0) :], link[1]))
-    return found
+            cited.append((before[max(ends, default=0) :], link[1]))
+    return cited
 
 
 def test_a_citation_is_the_sentence_before_its_link():

@@ -22,9 +22,9 @@ def test_recall_counts_the_full_models_nearest_documents():
     expected = [len(neighbours(query, 0) & neighbours(query, 1)) / NEIGHBOURS for query in queries]
     pair = [0], [1], [1.0]
     texts = SimpleNamespace(sets={"a": pair}, retrieval={"b": (queries, documents)})
-    found = figures_of(texts, scaled(embeddings[:, 0]), np.ones(60), scaled(embeddings[:, 1]))
-    np.testing.assert_allclose(found["recall"], expected)
-    np.testing.assert_allclose(found["pairs"], [cosine(embeddings[0, 0], embeddings[1, 0])])
+    values = figures_of(texts, scaled(embeddings[:, 0]), np.ones(60), scaled(embeddings[:, 1]))
+    np.testing.assert_allclose(values["recall"], expected)
+    np.testing.assert_allclose(values["pairs"], [cosine(embeddings[0, 0], embeddings[1, 0])])
     assert 0 < np.mean(expected) < 1
 
 
@@ -46,8 +46,8 @@ def test_similarity_is_a_correlation_of_ranks_and_a_rule_is_compared_at_its_own_
     assert figures.over_fixed("plain", "rule", lambda name, seed: curve, 0, 2.0) == 1  # 1, less 0 at two layers
     recall = figures.curve(figures.recalls, "plain", 0, None)
     assert figures.over_fixed("plain", "rule", lambda name, seed: recall, 0, 2.0) == pytest.approx(0.95 - 0.5)
-    found = figures.curve(figures.recalls, "plain", 0, [np.array([0, 0]), np.array([0])])
-    assert found["fixed 1"] == pytest.approx(0.3) and figures.summary("plain", "rule")["recall"] == {
+    points = figures.curve(figures.recalls, "plain", 0, [np.array([0, 0]), np.array([0])])
+    assert points["fixed 1"] == pytest.approx(0.3) and figures.summary("plain", "rule")["recall"] == {
         "b": [0.9],
         "c": [1.0],
     }

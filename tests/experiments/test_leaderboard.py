@@ -93,16 +93,18 @@ def test_rates_are_chosen_with_two_seeds_and_the_third_seed_has_the_chosen_one(b
     assert board.run("--only", "joint", "--seeds", "3") == 0
     assert board.begun[:4] == [("joint", lr, seed) for seed in (0, 1) for lr in (5e-5, 1e-4)]
     state = read_json(board.out / "leaderboard/words/joint.json")
-    scores = {(each["factor"], each["seed"]): each["score"] for each in state["tried"]}
+    scores = {(trial["factor"], trial["seed"]): trial["score"] for trial in state["tried"]}
     assert state["factor"] == searched(lambda *trial: scores[trial])[0]
     assert board.begun[len(scores) :] == [("joint", 5e-5 * state["factor"], 2)]
-    found = read_records(board.out / "records/words/joint.npz")
-    assert [*found] == [0, 1, 2] and not (board.out / "leaderboard/runs").exists()
-    about = found[2].about
-    assert about["rates"]["lr"] == 5e-5 * state["factor"] and "gpu" not in state["tried"][0]
-    assert about["settings"]["epochs"] == 2 and about["settings"]["exits"] == [1, 2, 3]
-    assert about["training"]["seconds"] > 0 and about["megabytes_added"] > 0 and about["one_point"]["speedup"] > 0
-    assert len(found[0].reported.logits) == 50 and about["held_out"]["selection"] == 3
+    records = read_records(board.out / "records/words/joint.npz")
+    assert [*records] == [0, 1, 2] and not (board.out / "leaderboard/runs").exists()
+    metadata = records[2].about
+    assert metadata["rates"]["lr"] == 5e-5 * state["factor"] and "gpu" not in state["tried"][0]
+    assert metadata["settings"]["epochs"] == 2 and metadata["settings"]["exits"] == [1, 2, 3]
+    assert (
+        metadata["training"]["seconds"] > 0 and metadata["megabytes_added"] > 0 and metadata["one_point"]["speedup"] > 0
+    )
+    assert len(records[0].reported.logits) == 50 and metadata["held_out"]["selection"] == 3
 
 
 def test_a_search_with_another_measure_is_done_again(board, two_rates):
@@ -118,8 +120,8 @@ def test_a_search_with_another_measure_is_done_again(board, two_rates):
 def test_the_score_of_a_rate_is_held_out_accuracy_with_half_of_the_flops(board, two_rates):
     board.run("--only", "joint", "--seeds", "2")
     state = read_json(board.out / "leaderboard/words/joint.json")
-    for seed, found in read_records(board.out / "records/words/joint.npz").items():
-        held, full, best = found.held_out, found.held_out.full_flops, 0.0
+    for seed, seed_record in read_records(board.out / "records/words/joint.npz").items():
+        held, full, best = seed_record.held_out, seed_record.held_out.full_flops, 0.0
         for rule in method_rules("joint", held, replace(toy_task(), label_names=("a", "b"))):
             done = held.replay(rule)
             if (done.cost.flops / full).mean() <= 0.5:
@@ -134,7 +136,7 @@ def searched(score):
     while trial := runs.next_trial(tried, (1.0, 2.0), (0, 1)):
         tried.append({"factor": trial[0], "seed": trial[1], "score": score(*trial)})
     means = runs._means(tried)
-    return max(means, key=means.get).factor, [(each["factor"], each["seed"]) for each in tried[4:]]
+    return max(means, key=means.get).factor, [(entry["factor"], entry["seed"]) for entry in tried[4:]]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +164,8 @@ def test_a_record_with_another_rate_than_the_chosen_one_is_made_again(board, two
     write_json(path, state | {"factor": other})
     board.run("--only", "sweet", "--seeds", "2")
     assert board.begun == [("sweet", 5e-5 * other, seed) for seed in (0, 1)]
-    found = read_records(board.out / "records/words/sweet.npz")
-    assert [each.about["rates"]["factor"] for each in found.values()] == [other, other]
+    records = read_records(board.out / "records/words/sweet.npz")
+    assert [seed_record.about["rates"]["factor"] for seed_record in records.values()] == [other, other]
 
 
 def test_a_loss_counts_from_the_full_model_of_joint_training_as_it_is_now(board, two_rates):
@@ -175,9 +177,9 @@ def test_a_loss_counts_from_the_full_model_of_joint_training_as_it_is_now(board,
     state = read_json(board.out / "leaderboard/words/joint.json")
     write_json(board.out / "leaderboard/words/joint.json", state | {"factor": 0.125})
     board.run("--only", "joint", "--seeds", "2")
-    for found in figures.read_task(path.parent, {}).runs["joint"].values():
-        assert found.about["one_point"]["flops_ratio"] == pytest.approx(found.flops_at_one_point, abs=0.02)
-        assert found.flops_at_one_point < 0.9  # no rule would have been good enough for the old one
+    for seed_record in figures.read_task(path.parent, {}).runs["joint"].values():
+        assert seed_record.about["one_point"]["flops_ratio"] == pytest.approx(seed_record.flops_at_one_point, abs=0.02)
+        assert seed_record.flops_at_one_point < 0.9  # no rule would have been good enough for the old one
 
 
 def test_a_finished_record_is_not_made_again_and_a_deleted_one_alone_is(board):
@@ -220,16 +222,16 @@ def test_a_killed_search_goes_on(board, two_rates, monkeypatch):
     board.run("--only", "joint", "--seeds", "2")
     assert board.begun[:2] == [("joint", 5e-5, 1), ("joint", 1e-4, 1)]
     tried = read_json(board.out / "leaderboard/words/joint.json")["tried"]
-    assert [(each["factor"], each["seed"]) for each in tried[:4]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
+    assert [(trial["factor"], trial["seed"]) for trial in tried[:4]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
 
 
 def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "tiny").symlink_to(checkpoint_folder)
-    found = protocol.trainings_of(EXAM._replace(epochs=6), Sources(tmp_path, tmp_path))
-    shared = [training.methods for training in found if len(training.methods) > 1]
+    trainings = protocol.trainings_of(EXAM._replace(epochs=6), Sources(tmp_path, tmp_path))
+    shared = [training.methods for training in trainings if len(training.methods) > 1]
     assert shared == [("joint", "pabee", "pcee-bert"), ("two-stage", "deebert", "adainfer")]
-    options = {training.name: training.options for training in found}
+    options = {training.name: training.options for training in trainings}
     assert options["lora-exits"]["exits"] == [1, 3] and options["consistent"]["exits"] == [1, 2, 3]
     assert "exits" not in options["hashee"]
 
@@ -237,18 +239,19 @@ def test_methods_are_grouped_by_what_is_trained(checkpoint_folder, tmp_path):
 def test_stages_have_the_epochs_of_the_exam_or_those_of_their_authors_and_all_rates_are_searched(tmp_path):
     (exam,) = protocol.QUICK_EXAMS
     searched = exam._replace(factors=(1.0, 2.0), max_train=3000)
-    found = {each.name: each for each in protocol.trainings_of(searched, Sources(tmp_path, tmp_path))}
-    assert {each.options["epochs"] for each in found.values()} == {4}
-    rates = {name: set(each.rates) - {"lr", "head_lr"} for name, each in found.items()}
-    assert {name: each for name, each in rates.items() if each} == {
+    trainings = {training.name: training for training in protocol.trainings_of(searched, Sources(tmp_path, tmp_path))}
+    assert {training.options["epochs"] for training in trainings.values()} == {4}
+    rates = {name: set(training.rates) - {"lr", "head_lr"} for name, training in trainings.items()}
+    assert {name: names for name, names in rates.items() if names} == {
         "consistent": {"policy_lr", "task_lr"},
         "dree": {"adapter_lr"},
         "cat": {"temperature_lr", "meta_lr"},
         "tr-bert": {"policy_lr"},
     }
-    assert found["dree"].at(2.0)["adapter_lr"] == 0.016 and found["dree"].options["adapter_epochs"] == 22  # of 94 steps
-    assert found["consistent"].options["task_epochs"] == 2 and set(found["consistent"].choices) == {"alpha"}
-    assert found["sweet-every-second"].options == found["sweet"].options | {"exits": [2, 4, 6, 8, 10, 12]}
+    dree = trainings["dree"]
+    assert dree.at(2.0)["adapter_lr"] == 0.016 and dree.options["adapter_epochs"] == 22  # of 94 steps
+    assert trainings["consistent"].options["task_epochs"] == 2 and set(trainings["consistent"].choices) == {"alpha"}
+    assert trainings["sweet-every-second"].options == trainings["sweet"].options | {"exits": [2, 4, 6, 8, 10, 12]}
     for name, options in protocol.CHOICES.items():
         config = make_request(name, BUILT_IN_MODEL, toy_task(), tmp_path / "unused", False, {}).config
         assert {option: values[0] for option, values in options.items()}.items() <= asdict(config).items()
@@ -283,7 +286,7 @@ def test_each_method_of_a_training_has_its_own_search_and_nothing_is_trained_twi
     assert sorted(trained) == [(factor, seed) for factor in (0.5, 1.0, 2.0, 4.0) for seed in (0, 1)]
     for name, factor in (("joint", 1.0), ("pabee", 2.0), ("pcee-bert", 1.0)):
         made = read_records(board.out / f"records/words/{name}.npz")
-        assert [each.about["rates"]["factor"] for each in made.values()] == [factor] * 2
+        assert [seed_record.about["rates"]["factor"] for seed_record in made.values()] == [factor] * 2
         assert read_json(board.out / f"leaderboard/words/{name}.json")["factor"] == factor
     (board.out / "leaderboard/words/pcee-bert.json").unlink()
     board.run("--seeds", "2")  # the record of joint training has rate 1, that of PABEE 2
@@ -294,12 +297,12 @@ def test_an_option_is_chosen_with_the_chosen_rates(board, two_rates, scored, mon
     monkeypatch.setitem(registry.METHODS, "consistent", "mini_ee.lab.methods.consistent")
     monkeypatch.setattr(protocol, "CHOICES", {"consistent": {"alpha": (0.07, 5.0)}})
     scored(lambda method, trial: float(trial.factor == 2.0) + float(trial.options == (("alpha", 5.0),)))
-    assert board.run("--only", "consistent", "--seeds", "3") == 0
+    assert board.run("--only", "consistent", "--seeds", "2") == 0
     tried = read_json(board.out / "leaderboard/words/consistent.json")["tried"]
-    assert [(each["factor"], each["seed"]) for each in tried if "options" in each] == [(2.0, 0), (2.0, 1)]
+    assert [(trial["factor"], trial["seed"]) for trial in tried if "options" in trial] == [(2.0, 0), (2.0, 1)]
     made = read_records(board.out / "records/words/consistent.npz")
-    assert [each.about["chosen"] for each in made.values()] == [{"alpha": 5.0}] * 3
-    assert board.run("--only", "consistent", "--seeds", "3") == 0 and not board.begun
+    assert [seed_record.about["chosen"] for seed_record in made.values()] == [{"alpha": 5.0}] * 2
+    assert board.run("--only", "consistent", "--seeds", "2") == 0 and not board.begun
 
 
 def test_methods_that_differ_by_their_rules_alone_share_a_training(board):
@@ -327,18 +330,18 @@ def test_exits_are_read_on_the_device_of_the_training_and_rules_are_timed_on_the
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
     board.run("--only", "joint", "--seeds", "1", "--device", "cuda:1")
     assert moved == ["cuda:1", "read", "cpu", "timed"]
-    about = read_records(board.out / "records/words/joint.npz")[0].about
-    assert about["made"]["gpu"] == "the card cuda:1" and about["made"]["processor"]
+    metadata = read_records(board.out / "records/words/joint.npz")[0].about
+    assert metadata["made"]["gpu"] == "the card cuda:1" and metadata["made"]["processor"]
 
 
 def test_the_default_rule_is_that_of_the_run(board, monkeypatch):
-    found, real = [], runs.trained
-    monkeypatch.setattr(runs, "trained", lambda *args: found.append(real(*args)) or found[-1])
+    trained, real = [], runs.trained
+    monkeypatch.setattr(runs, "trained", lambda *args: trained.append(real(*args)) or trained[-1])
     board.run("--only", "joint", "--seeds", "1")
-    about = read_records(board.out / "records/words/joint.npz")[0].about
-    (run,) = found
-    assert about["default_rule"] == run.config["rule"] and about["guarantee"] == run.config["guarantee"]
-    assert about["guaranteed"] == run.metrics["guaranteed"]
+    metadata = read_records(board.out / "records/words/joint.npz")[0].about
+    (run,) = trained
+    assert metadata["default_rule"] == run.config["rule"] and metadata["guarantee"] == run.config["guarantee"]
+    assert metadata["guaranteed"] == run.metrics["guaranteed"]
 
 
 def test_a_training_of_another_process_is_left_to_it(board, capsys):
@@ -411,16 +414,19 @@ def test_a_method_of_ones_own_needs_no_more_than_its_line(board, monkeypatch, tm
     for methods in (registry.METHODS, method.METHODS):
         monkeypatch.setitem(methods, "own", "own_method")
     assert board.run("--only", "own", "--seeds", "1") == 0
-    about = read_records(board.out / "records/words/own.npz")[0].about
-    assert about["method"] == "own" and about["one_point"]["rule"].get("measure", "entropy") == "entropy"
+    metadata = read_records(board.out / "records/words/own.npz")[0].about
+    assert metadata["method"] == "own" and metadata["one_point"]["rule"].get("measure", "entropy") == "entropy"
 
 
 def test_the_first_exit_of_each_method_costs_less_than_half_of_the_layers(tmp_path):
     """So that there can be an accuracy at 2x, also if an exit starts again from the embeddings."""
     (exam,) = protocol.QUICK_EXAMS
-    found = {each.name: each.options.get("exits") for each in protocol.trainings_of(exam, Sources(tmp_path, tmp_path))}
-    assert found["joint"] == [*range(1, 13)] and found["lora-exits"] == [4, 12]
-    assert all(2 * exits[0] < exits[-1] for exits in found.values() if exits)
+    exits_by_name = {
+        training.name: training.options.get("exits")
+        for training in protocol.trainings_of(exam, Sources(tmp_path, tmp_path))
+    }
+    assert exits_by_name["joint"] == [*range(1, 13)] and exits_by_name["lora-exits"] == [4, 12]
+    assert all(2 * exits[0] < exits[-1] for exits in exits_by_name.values() if exits)
 
 
 # ---- Rules replayed from records ----
@@ -433,10 +439,10 @@ def spread_model(name, folder):
     method, request = load_method(name), make_request(name, folder, toy_task(), folder / "unused", False, {})
     backbone = load_backbone(folder)
     exits = exits_of(request, 3) if "exits" in method.lacks else (1, 2, 3)
-    about = {"exits": exits, "settings": asdict(request.config), "num_labels": 3, "pool": "mean", "head": "dense"}
+    shape = {"exits": exits, "settings": asdict(request.config), "num_labels": 3, "pool": "mean", "head": "dense"}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
-        model = build_model(method, "rows", backbone, about).eval()
+        model = build_model(method, "rows", backbone, shape).eval()
         for label, parameter in model.named_parameters():
             if "backbone." not in label and not label.endswith(FITTED):
                 parameter.normal_(std=0.7)
@@ -459,13 +465,13 @@ def test_rules_replayed_from_a_record_do_what_the_model_does(name, checkpoint_fo
     rules = method_rules(name, read, replace(toy_task(), label_names=("a", "b", "c")))
     same = []
     for rule in [rules[0], *rules[1::9]]:
-        found, replayed = early_exit(segments, rule, encoded.batch(rows)), read.replay(rule)
-        equal = found.exit_index[back] == replayed.exit_index
+        result, replayed = early_exit(segments, rule, encoded.batch(rows)), read.replay(rule)
+        equal = result.exit_index[back] == replayed.exit_index
         same.append(equal.mean())
-        predicted = found.logits[back].argmax(axis=1) == replayed.logits.argmax(axis=1)
+        predicted = result.logits[back].argmax(axis=1) == replayed.logits.argmax(axis=1)
         assert predicted[equal].all()
         for cost in ("depth", "layer_passes", "flops"):
-            one, other = getattr(found.cost, cost)[back], getattr(replayed.cost, cost)
+            one, other = getattr(result.cost, cost)[back], getattr(replayed.cost, cost)
             assert np.allclose(one[equal], other[equal], rtol=1e-5), cost
     assert min(same) >= 0.9 and np.mean(same) >= 0.98  # a confidence that equals its threshold may be rounded
     assert abs(read.full_flops / live.full_flops - 1) < 1e-6

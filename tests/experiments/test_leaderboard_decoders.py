@@ -67,7 +67,7 @@ def sources(tmp_path_factory):
     save_small_llama(folder / "weights" / "tiny", tokenizer, num_hidden_layers=5, max_position_embeddings=64)
     (folder / "data").mkdir()
     letters = np.random.default_rng(0).choice([*LETTERS[:-1]], (130, 60))
-    (folder / "data" / "stories.txt").write_text("\n\n".join("".join(each) for each in letters))
+    (folder / "data" / "stories.txt").write_text("\n\n".join("".join(word) for word in letters))
     return Sources(folder, folder / "made")
 
 
@@ -95,7 +95,7 @@ def exits():
 
 def random_texts(count, length, seed=0):
     ids = np.random.default_rng(seed).integers(1, 60, (count, length)).tolist()
-    return [Text(each, 3) for each in ids]
+    return [Text(row_ids, 3) for row_ids in ids]
 
 
 # ---- What is trained ----
@@ -143,13 +143,16 @@ def test_a_record_names_the_gpu_that_trained(tmp_path, sources, monkeypatch):
 def test_rates_are_chosen_with_the_first_seed_by_ln_p(results, sources):
     (training,) = decoders.trainings(False, "pabee")
     made = read_records(training.record(results))[0]
-    about, tried = made.about, made.about["tried"]
-    chosen = next(each for each in tried if each["rates"] == about["rates"])
+    metadata, tried = made.about, made.about["tried"]
+    chosen = next(trial for trial in tried if trial["rates"] == metadata["rates"])
     assert chosen["score"] == pytest.approx(score_of_rates(made.held_out), abs=2e-3)
-    assert [(each["rates"]["lr"], each["rates"]["head_lr"]) for each in tried] == [*TINY.rates]
-    assert all(each["seed"] == 0 for each in tried)
-    assert about["rates"] == max(tried, key=lambda each: each["score"])["rates"] and about["rates"] in training.rates
-    assert {"search", "training", "recording", "decoding"} == about["cpu_seconds"].keys()
+    assert [(trial["rates"]["lr"], trial["rates"]["head_lr"]) for trial in tried] == [*TINY.rates]
+    assert all(trial["seed"] == 0 for trial in tried)
+    assert (
+        metadata["rates"] == max(tried, key=lambda trial: trial["score"])["rates"]
+        and metadata["rates"] in training.rates
+    )
+    assert {"search", "training", "recording", "decoding"} == metadata["cpu_seconds"].keys()
 
 
 def test_methods_share_a_training_only_if_they_are_trained_alike(monkeypatch):
@@ -188,21 +191,21 @@ def test_a_rule_on_a_record_that_was_read_back_exits_as_in_decoding(tmp_path, ex
     prompts, threshold = [Text(text.ids[:6], 5) for text in random_texts(8, 12)], 0.2
     rule = Threshold((threshold, threshold, -np.inf), GAP)
     written = exits.write(prompts, rule, max_new_tokens=10, missing_kv="recompute", stop=())
-    whole = [Text([*prompt.ids, *each.tokens], 5) for prompt, each in zip(prompts, written)]
+    whole = [Text([*prompt.ids, *continuation.tokens], 5) for prompt, continuation in zip(prompts, written)]
     made = decoders.token_record(exits, whole)
     read = write_record(tmp_path / "a.npz", 0, SeedRecord(made, made, {})).reported
     assert abs(made.confidence(GAP) - threshold).min() > 1e-4  # float16 changes no decision
-    found = outcome(read, rule)
-    assert found.depth.tolist() == [layers for each in written for layers in each.layers_run]
-    assert set(found.depth) == {1, 2, 4}
+    replayed = outcome(read, rule)
+    assert replayed.depth.tolist() == [layers for continuation in written for layers in continuation.layers_run]
+    assert set(replayed.depth) == {1, 2, 4}
     full = record_texts(exits, whole, last=False)
-    exit_index = np.searchsorted(exits.exits, found.depth)
+    exit_index = np.searchsorted(exits.exits, replayed.depth)
     predicted = full.predictions[np.arange(len(exit_index)), exit_index]
-    assert predicted.tolist() == [token for each in written for token in each.tokens]
-    assert found.agreement == (predicted == full.predictions[:, -1]).mean()
-    assert np.allclose(found.log_p, full.logits[np.arange(len(exit_index)), exit_index, 0], rtol=2e-3)
+    assert predicted.tolist() == [token for continuation in written for token in continuation.tokens]
+    assert replayed.agreement == (predicted == full.predictions[:, -1]).mean()
+    assert np.allclose(replayed.log_p, full.logits[np.arange(len(exit_index)), exit_index, 0], rtol=2e-3)
     paid = [costs[: k + 1].sum() for costs, k in zip(read.segments.costs[0], exit_index)]  # layers and heads
-    assert np.allclose(found.flops, paid / read.full, rtol=1e-3) and found.flops.max() > 1 > found.flops.min()
+    assert np.allclose(replayed.flops, paid / read.full, rtol=1e-3) and replayed.flops.max() > 1 > replayed.flops.min()
 
 
 def test_the_rule_at_a_level_saves_most_among_those_that_reach_it(exits):
@@ -210,7 +213,7 @@ def test_the_rule_at_a_level_saves_most_among_those_that_reach_it(exits):
     rules = gap_rules(recorded)
     results = [(outcome(recorded, rule), rule) for rule in rules]
     for level in (0.5, 0.9):
-        reached = [each.depth.mean() for each, _ in results if each.agreement >= level]
+        reached = [result.depth.mean() for result, _ in results if result.agreement >= level]
         chosen = outcome(recorded, rule_at(rules, recorded, level))
         assert chosen.agreement >= level and chosen.depth.mean() == min(reached) < 4
     assert rule_at(rules[:1], recorded, 1.01) == Never()
@@ -218,8 +221,8 @@ def test_the_rule_at_a_level_saves_most_among_those_that_reach_it(exits):
     log_p = [outcome(recorded, rule).log_p.mean() for rule in fixed]
     assert rule_within([], recorded, 0.5) == fixed[int(np.argmax(log_p))]
     assert rule_within([], recorded, 0.25) == fixed[0] and rule_within(fixed, recorded, 0.2) is None
-    within = [each for each, _ in results] + [outcome(recorded, rule) for rule in fixed]
-    assert score_of_rates(recorded) == max(each.log_p.mean() for each in within if each.depth.mean() <= 3)
+    within = [result for result, _ in results] + [outcome(recorded, rule) for rule in fixed]
+    assert score_of_rates(recorded) == max(result.log_p.mean() for result in within if result.depth.mean() <= 3)
     assert own_rules(load_method("pabee"), recorded)[0].name == "patience"
     assert own_rules(load_method("joint"), recorded) == rules
 
@@ -261,8 +264,8 @@ def test_lossless_text_is_the_full_models_whoever_chooses_the_exit(exits):
         torch.manual_seed(2)
         dynamic = DynamicExits(random_decoder("llama", 4), (1, 2, 4)).eval()
     for model, layers in ((exits, (1, 2)), (dynamic, (None,))):
-        found = decoding_figures.lossless_figures(model, random_texts(2, 9), random_texts(4, 12, 1))
-        assert found["equal_texts"] == 1 and found["layer"] in layers and 0 <= found["drafted"] < 1
+        measured = decoding_figures.lossless_figures(model, random_texts(2, 9), random_texts(4, 12, 1))
+        assert measured["equal_texts"] == 1 and measured["layer"] in layers and 0 <= measured["drafted"] < 1
 
 
 def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
@@ -270,13 +273,13 @@ def test_both_fills_are_measured_and_recomputing_agrees_as_the_rule_does(exits):
         backend = type("Backend", (), {"decode": staticmethod(lambda ids: " ".join(map(str, ids)))})
 
     rule, texts = Threshold((0.1, 0.1, -np.inf), GAP), random_texts(6, 16)
-    found = decoding_figures.decoding_figures(exits, rule, texts, Letters)
+    measured = decoding_figures.decoding_figures(exits, rule, texts, Letters)
     written = exits.write(texts, rule, max_new_tokens=12, missing_kv="recompute", stop=())
-    whole = [Text([*text.ids[:4], *each.tokens], 3) for text, each in zip(texts, written)]
+    whole = [Text([*text.ids[:4], *continuation.tokens], 3) for text, continuation in zip(texts, written)]
     again = outcome(decoders.token_record(exits, whole), rule)
-    assert found["recompute"]["agreement"] == pytest.approx(again.agreement)
-    assert found["recompute"]["layers_saved"] == pytest.approx(1 - again.depth.mean() / 4)
-    assert found.keys() == {"copy_state", "recompute"} and found["copy_state"] != found["recompute"]
+    assert measured["recompute"]["agreement"] == pytest.approx(again.agreement)
+    assert measured["recompute"]["layers_saved"] == pytest.approx(1 - again.depth.mean() / 4)
+    assert measured.keys() == {"copy_state", "recompute"} and measured["copy_state"] != measured["recompute"]
     assert decoding_figures.decoding_figures(exits, Never(), texts, Letters) == {}
 
 
@@ -290,15 +293,16 @@ def test_the_rows_are_made_from_records_alone_and_what_is_missing_is_named(resul
     assert shown["missing"] == [] and shown["faster"] == []  # one seed has no interval
     rows = {row[0]: row for row in shown["rows"]}
     csv = {row["method"]: row for row in decoder_tables.decoder_rows(token_figures.read_decoders(results, False))}
-    found = token_figures.read_exam(results, TINY, False)
-    assert rows.keys() == csv.keys() == found.keys() == {"joint", "pabee", "sleb"}
-    for name, each in found.items():
-        made = read_records(results / "records" / "decoders-tiny" / f"{each.abouts[0]['settings']['method']}.npz")[0]
+    exam = token_figures.read_exam(results, TINY, False)
+    assert rows.keys() == csv.keys() == exam.keys() == {"joint", "pabee", "sleb"}
+    for name, of_method in exam.items():
+        method = of_method.abouts[0]["settings"]["method"]
+        made = read_records(results / "records" / "decoders-tiny" / f"{method}.npz")[0]
         rules = made.about["methods"][name]["rules"]
-        own = outcome(made.reported, token_figures.rule_from_dict(rules["0.9"]))
-        saved, flops = 1 - own.depth.mean() / 5, 1 - own.flops.mean()
-        assert each.values["saved 0.9"].mean() == pytest.approx(saved)
-        assert each.values["FLOPs 0.9"].mean() == pytest.approx(flops)
+        at_level = outcome(made.reported, token_figures.rule_from_dict(rules["0.9"]))
+        saved, flops = 1 - at_level.depth.mean() / 5, 1 - at_level.flops.mean()
+        assert of_method.values["saved 0.9"].mean() == pytest.approx(saved)
+        assert of_method.values["FLOPs 0.9"].mean() == pytest.approx(flops)
         candidates = own_rules(load_method(name), made.held_out)
         assert json.loads(json.dumps(rule_at(candidates, made.held_out, 0.9).to_dict())) == rules["0.9"]
         perplexity = np.exp(-made.reported.logits[:, -1, 0].mean())
@@ -311,11 +315,11 @@ def test_the_rows_are_made_from_records_alone_and_what_is_missing_is_named(resul
     hidden, inner, letters = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     tokens = 47 - (TINY.new_tokens - 1) / 2  # that a token attends to, on average
     layer = 2 * (3 * hidden**2 + 3 * hidden * inner + 2 * tokens * hidden)  # keys and values have half of the width
-    assert found["joint"].head_layers == pytest.approx(2 * hidden * letters / layer, rel=1e-6)
+    assert exam["joint"].head_layers == pytest.approx(2 * hidden * letters / layer, rel=1e-6)
     assert csv["joint"]["sha256 of stories.txt"] == file_sha256(sources.folder / "data" / "stories.txt")
-    assert csv["joint"]["processor"] == found["joint"].abouts[0]["how"]["processor"]
+    assert csv["joint"]["processor"] == exam["joint"].abouts[0]["how"]["processor"]
     saved = {name: rows[name][4] for name in ("joint", "pabee") if rows[name][4] != "–"}
-    assert saved and token_figures.flops_saved({TINY: found}) == ("tiny", saved)
+    assert saved and token_figures.flops_saved({TINY: exam}) == ("tiny", saved)
     assert token_figures.flops_saved({}) == ("", {})
     page = page_of("leaderboard/decoders", {"decoders": [shown], "level": 0.9, "share": 0.75} | NO_PICTURE)
     assert all(f"| {' | '.join(row)} |" in page for row in shown["rows"])
@@ -327,10 +331,10 @@ def test_the_rows_are_made_from_records_alone_and_what_is_missing_is_named(resul
 
 def test_seconds_of_trainings_on_a_gpu_are_not_given(results):
     joint = token_figures.read_exam(results, TINY, False)["joint"]
-    on_a_gpu = [about | {"how": about["how"] | {"gpu": "G100"}} for about in joint.abouts]
+    on_a_gpu = [metadata | {"how": metadata["how"] | {"gpu": "G100"}} for metadata in joint.abouts]
     both = [
-        each | {"cpu_seconds": each["cpu_seconds"] | {"training": seconds}}
-        for each, seconds in zip([*on_a_gpu, *joint.abouts], (9, 70))
+        metadata | {"cpu_seconds": metadata["cpu_seconds"] | {"training": seconds}}
+        for metadata, seconds in zip([*on_a_gpu, *joint.abouts], (9, 70))
     ]
     (row,) = decoder_tables.decoder_rows({TINY: {"joint": joint._replace(abouts=both)}})
     assert row["training seconds"] == "70" and row["gpu"] == "G100"
@@ -349,13 +353,13 @@ def drawn_method(name, speed, spread=0.01):
 
 def test_the_faster_fill_counts_and_a_method_is_faster_if_its_interval_is_above_1(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    found = {
+    methods = {
         name: drawn_method(name, *speed) for name, speed in {"slow": (0.8,), "open": (1.1, 0.2), "fast": (1.2,)}.items()
     }
-    speeds = decoder_tables.fastest(TINY, found)
+    speeds = decoder_tables.fastest(TINY, methods)
     assert [*speeds] == ["fast", "open", "slow"] and speeds["fast"].mean == pytest.approx(1.2)
     abouts = [{"original": {"perplexity": 4.5}, "lossless": {}}]
-    every = {name: each._replace(abouts=abouts) for name, each in found.items()}
+    every = {name: of_method._replace(abouts=abouts) for name, of_method in methods.items()}
     monkeypatch.setattr(decoder_tables, "_row", lambda *_: [])
     (shown,) = decoder_tables.decoder_figures({TINY: every}, False)
     assert shown["faster"] == ["fast"] and shown["methods"] == 3 and shown["perplexity"] == 4.5
@@ -363,7 +367,7 @@ def test_the_faster_fill_counts_and_a_method_is_faster_if_its_interval_is_above_
     assert quickest["name"] == "fast" and quickest["after"] == pytest.approx(np.exp(2))
     saved = []
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: saved.append(figure))
-    pictures.draw_decoders(tmp_path / "a.png", {TINY: found})
+    pictures.draw_decoders(tmp_path / "a.png", {TINY: methods})
     (axes,) = saved[0].axes
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [line.get_xdata()[0] for line in dots] == pytest.approx([0.8, 1.1, 1.2]) and len(
@@ -375,15 +379,15 @@ def test_the_faster_fill_counts_and_a_method_is_faster_if_its_interval_is_above_
 def test_a_seed_without_a_rule_decodes_in_full(results, tmp_path):
     (joint, _) = decoders.trainings(False)
     made = read_records(joint.record(results))[0]
-    methods = {name: each | {"decoding": {}} for name, each in made.about["methods"].items()}
-    for seed, each in enumerate((made, made._replace(about=made.about | {"methods": methods}))):
-        write_record(joint.record(tmp_path), seed, each)
-    found, measured = (
+    methods = {name: figures | {"decoding": {}} for name, figures in made.about["methods"].items()}
+    for seed, seed_record in enumerate((made, made._replace(about=made.about | {"methods": methods}))):
+        write_record(joint.record(tmp_path), seed, seed_record)
+    of_joint, measured = (
         token_figures.read_exam(tmp_path, TINY, False)["joint"],
         made.about["methods"]["joint"]["decoding"],
     )
     for fill in ("copy_state", "recompute"):
-        assert found.values[f"speed-up {fill}"].tolist() == [[measured[fill]["speedup"]], [1.0]]
-        assert found.decoding(fill, "rouge_l") == pytest.approx((measured[fill]["rouge_l"] + 1) / 2)
+        assert of_joint.values[f"speed-up {fill}"].tolist() == [[measured[fill]["speedup"]], [1.0]]
+        assert of_joint.decoding(fill, "rouge_l") == pytest.approx((measured[fill]["rouge_l"] + 1) / 2)
     sleb = token_figures.read_exam(results, TINY, False)["sleb"]
     assert sleb.decoding("copy_state", "rouge_l") is None and "speed-up copy_state" not in sleb.values

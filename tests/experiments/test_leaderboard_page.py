@@ -43,15 +43,15 @@ def test_all_rules_at_once_give_what_the_loop_gives(made):
     some = [Threshold(math.inf), Threshold(math.inf, "entropy"), Patience(1), Policy(), QExit()]
     some.append(PatienceConfidence(2, 0.5))
     rules = [Never(), Fixed(1), *sweep(*some)(recorded)[::9], Threshold((0.5, 0.9, 0.7, 0.6, 0.9, 0.5))]
-    found = replay_all(recorded, rules)
+    replays = replay_all(recorded, rules)
     for number, rule in enumerate(rules):
         result = recorded.replay(rule)
         right = result.logits.argmax(axis=1) == recorded.labels
-        assert (found.right[number] == right).all() and (found.depth[number] == result.cost.depth).all()
+        assert (replays.right[number] == right).all() and (replays.depth[number] == result.cost.depth).all()
         passes = result.cost.depth if rule == Never() else result.cost.layer_passes
-        assert (found.passes[number] == passes).all()
+        assert (replays.passes[number] == passes).all()
         share = result.cost.flops.mean() / recorded.full_flops
-        assert found.flops[number] == (1.0 if rule == Never() else pytest.approx(share))
+        assert replays.flops[number] == (1.0 if rule == Never() else pytest.approx(share))
 
 
 def test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops(made):
@@ -79,10 +79,10 @@ def test_rules_are_chosen_on_held_out_examples_within_the_share_of_the_flops(mad
         for score, part, *rules in pairs:
             if score > best - 2 / figures.PARTS:
                 both = [reported.replay(rule) for rule in rules]
-                right.append(mixed(part, [each.logits.argmax(axis=1) == reported.labels for each in both]))
-                flops.append(mixed(part, [each.cost.flops.mean() / reported.full_flops for each in both]))
-        found = [k for k, each in enumerate(right) if np.abs(each - run.at[most]).max() < 2 / figures.PARTS]
-        assert min(abs(flops[k] - run.flops[most]) for k in found) < 2 / figures.PARTS
+                right.append(mixed(part, [replayed.logits.argmax(axis=1) == reported.labels for replayed in both]))
+                flops.append(mixed(part, [replayed.cost.flops.mean() / reported.full_flops for replayed in both]))
+        near = [k for k, rights in enumerate(right) if np.abs(rights - run.at[most]).max() < 2 / figures.PARTS]
+        assert min(abs(flops[k] - run.flops[most]) for k in near) < 2 / figures.PARTS
     assert run.least_flops == pytest.approx(min(point[0] for point in points))
     for passes, least in ((run.passes_at_one_point, 0.84), (run.passes_at_own_point, run.held_out_full - 0.01)):
         cheapest = min((point for point in points if point[1] >= least - 1e-9), key=lambda point: point[0])
@@ -130,8 +130,8 @@ def test_saved_layers_and_area_are_means_over_seeds_and_examples(made):
     saved, area = (figures._figure(runs, "x", name) for name in ("saved", "area"))
     assert saved.seeds == (0, 3) and saved.by_seed[1] == 0
     assert saved.by_seed[0] == pytest.approx(1 - reference.passes_at_one_point.mean() / 6)
-    own = figures._figure({"x": runs["x"]}, "x", "saved own")  # without a reference
-    assert own.by_seed == pytest.approx([1 - reference.passes_at_own_point.mean() / 6] * 2)
+    own_point = figures._figure({"x": runs["x"]}, "x", "saved own")  # without a reference
+    assert own_point.by_seed == pytest.approx([1 - reference.passes_at_own_point.mean() / 6] * 2)
     shares = [share for share in AREA if share in reference.at]
     gain = np.mean([better.at[share].mean() - reference.at[share].mean() for share in shares])
     assert area.by_seed == pytest.approx([gain, 0])
@@ -197,7 +197,7 @@ def pages(plan):
 
 def test_the_first_page_has_the_figures_of_the_records(plan, pages):
     """Means over tasks and seeds; the full model from the logits alone."""
-    text, found = pages["leaderboard.md"], {}
+    text, means = pages["leaderboard.md"], {}
     rows = table_of(text, "method")
     for name in (*METHODS_OF_TEST, CONTROL):
         scores = []
@@ -210,29 +210,29 @@ def test_the_first_page_has_the_figures_of_the_records(plan, pages):
                 full = (made.reported.logits[:, -1].argmax(axis=1) == made.reported.labels).mean()
                 passes = 6 if run.passes_at_one_point is None else run.passes_at_one_point.mean()
                 scores.append([run.at[0.5].mean(), full, 1 - passes / 6, 1 - run.passes_at_own_point.mean() / 6])
-        found[name] = 100 * np.mean(scores, axis=0)
+        means[name] = 100 * np.mean(scores, axis=0)
         _, half, gap, *saved = (cell.split(" ±")[0] for cell in rows[name].values())
-        assert half == f"{found[name][0]:.1f}" and saved == [f"{each:.1f}" for each in found[name][2:]]
-        assert gap == ("–" if name == "joint" else f"{found[name][0] - found['joint'][0]:+.1f}")
-    half, full, saved, _ = (f"{each:.1f} ±" for each in found["joint"])
+        assert half == f"{means[name][0]:.1f}" and saved == [f"{score:.1f}" for score in means[name][2:]]
+        assert gap == ("–" if name == "joint" else f"{means[name][0] - means['joint'][0]:+.1f}")
+    half, full, saved, _ = (f"{score:.1f} ±" for score in means["joint"])
     words = " ".join(text.split())
     assert f"has an accuracy of {half}" in words and f"and {full}" in words and f"it saves {saved}" in words
-    assert f"threshold gains {found['joint'][0] - found[CONTROL][0]:.1f} ±" in words
-    assert "of the 3 other methods, 1 are significantly better and 1 significantly worse" in words
+    assert f"threshold gains {means['joint'][0] - means[CONTROL][0]:.1f} ±" in words
+    assert "of the 3 other methods with such a rule, 1 are significantly better and 1 significantly worse" in words
     assert "**Better than joint training at half of the FLOPs: consistent.**" in words and "Not fair yet" not in words
     best = max(
         ("joint", "consistent"),
-        key=lambda name: figures.read_task(plan.records / EXAM, {}).found[name, "at 2x"].by_seed.mean(),
+        key=lambda name: figures.read_task(plan.records / EXAM, {}).figures[name, "at 2x"].by_seed.mean(),
     )
     assert f"On {EXAM}, `{best}` has the highest accuracy" in words
 
 
 def test_the_tiers_are_those_of_the_significant_differences(board):
-    found = {tier: [row[0] for row in rows] for tier, rows in tables.tiers(board).items()}
+    tiers = {tier: [row[0] for row in rows] for tier, rows in tables.tiers(board).items()}
     expected = {"better": ["consistent"], "open": ["two-stage", "joint"], "control": [CONTROL], "worse": ["pabee"]}
-    assert found == expected | {"without": []}  # lora-exits has no record, so it has no row
-    costly = {name: each for name, each in board.headline.items() if name != "pabee"}
-    ranks = {name: each for name, each in board.ranks.items() if name != "pabee"}
+    assert tiers == expected | {"without": []}  # lora-exits has no record, so it has no row
+    costly = {name: figure for name, figure in board.headline.items() if name != "pabee"}
+    ranks = {name: rank for name, rank in board.ranks.items() if name != "pabee"}
     (row,) = tables.tiers(board._replace(headline=costly, ranks=ranks))["without"]
     assert row[:3] == ["pabee", "–", "–"] and "±" in row[3]
 
@@ -241,9 +241,9 @@ def test_a_method_with_fewer_epochs_than_joint_training_is_named(board):
     runs = {
         name: {
             seed: run._replace(about=run.about | {"settings": {"epochs": 2 if name == "pabee" else 4}})
-            for seed, run in each.items()
+            for seed, run in seeds.items()
         }
-        for name, each in board.tasks["TREC"].runs.items()
+        for name, seeds in board.tasks["TREC"].runs.items()
     }
     runs[CONTROL] = board.tasks["TREC"].runs[CONTROL]
     tasks = board.tasks | {"TREC": board.tasks["TREC"]._replace(runs=runs)}
@@ -312,24 +312,24 @@ def test_marks_are_against_joint_training_and_need_three_seeds(board):
     assert marks["consistent", "full"] == tables.BETTER and ("joint", "full") not in marks
     for changed in (("consistent", "two-stage", "pabee"), ("joint",)):  # of both methods
         drawn = board.drawn["TREC"].items()
-        few = {key: each._replace(seeds=((0, 1),)) if key[0] in changed else each for key, each in drawn}
+        few = {key: value._replace(seeds=((0, 1),)) if key[0] in changed else value for key, value in drawn}
         assert not [key for key in tables.significant(few) if key[1] != "area"]
 
 
 def test_properties_of_exits_are_correlated_with_saved_layers_if_there_are_enough_trainings(board):
     trec = board.tasks["TREC"]
-    runs, found = {CONTROL: trec.runs["joint"]}, {(CONTROL, "saved"): trec.found["joint", "saved"]}
+    runs, values = {CONTROL: trec.runs["joint"]}, {(CONTROL, "saved"): trec.figures["joint", "saved"]}
     order = [3, 1, 2, 6, 5, 4]  # of the saved layers; EEFP has it backwards, ECE is the number of the method
     for number, place in enumerate(order):
         of_method = {"failure": 1 - place / 10, "calibration": number / 10}
         name = f"method {number}"
         runs[name] = {seed: run._replace(**of_method) for seed, run in trec.runs["joint"].items()}
-        found[name, "saved"] = found[CONTROL, "saved"]._replace(values=np.full((3, 1), place / 10), scale=1.0)
-    task = trec._replace(runs=runs, found=found)
+        values[name, "saved"] = values[CONTROL, "saved"]._replace(values=np.full((3, 1), place / 10), scale=1.0)
+    task = trec._replace(runs=runs, figures=values)
     off = sum((number + 1 - place) ** 2 for number, place in enumerate(order))
     expected = [["TREC", "-1.00", f"{1 - 6 * off / (6 * 35):.2f}", "6"]]
     assert tables.prediction_rows(board._replace(tasks={"TREC": task})) == expected
-    fewer = task._replace(runs={name: each for name, each in runs.items() if name != "method 3"})
+    fewer = task._replace(runs={name: seeds for name, seeds in runs.items() if name != "method 3"})
     assert tables.prediction_rows(board._replace(tasks={"TREC": fewer})) == []
 
 
@@ -356,18 +356,18 @@ def test_a_speed_up_at_one_point_is_that_of_the_rule_that_is_chosen_now(board, a
         timed = {"speedup": 1.5 + seed, "flops_ratio": run.flops_at_one_point + apart * (seed == 1)}
         runs[seed] = run._replace(about=run.about | {"one_point": timed})
         assert run.passes_at_one_point is not None
-    found = tables.measured(task._replace(runs=task.runs | {"consistent": runs}), "consistent", "speedup")
-    assert found == (2.5 if shown else None)
+    speedup = tables.measured(task._replace(runs=task.runs | {"consistent": runs}), "consistent", "speedup")
+    assert speedup == (2.5 if shown else None)
 
 
 def test_seconds_are_of_trainings_on_the_cpu(tmp_path):
     write_leaderboard(tmp_path / "records", ["TREC"], {"joint": 0.0, "two-stage": 0.03}, 3, rows=60, held_out=60)
     for name, seeds in (("joint", (0,)), ("two-stage", (0, 1, 2))):
         path = tmp_path / "records" / "TREC" / f"{name}.npz"
-        for seed, each in read_records(path).items():
-            each.about["training"]["seconds"] = 50.0 + seed
-            each.about["made"] |= {"gpu": "G100"} if seed in seeds else {}
-            write_record(path, seed, each)
+        for seed, seed_record in read_records(path).items():
+            seed_record.about["training"]["seconds"] = 50.0 + seed
+            seed_record.about["made"] |= {"gpu": "G100"} if seed in seeds else {}
+            write_record(path, seed, seed_record)
     task = figures.read_task(tmp_path / "records" / "TREC", {})
     assert tables.measured(task, "joint", "seconds") == 51.5 and tables.measured(task, "two-stage", "seconds") is None
     assert tables.measured(task, "joint", "megabytes") == 0.5
@@ -383,25 +383,25 @@ def write_state(out, task, name, tried, diverged=None):
 def test_trainings_are_counted_with_their_hours_exits_and_rates(tmp_path):
     """In hours: joint training takes 1 on TREC and 2 on SST-2; SWEET takes 2 on TREC, on SST-2 a third on a GPU."""
     hours = {("TREC", "joint"): 1, ("TREC", "sweet"): 2, ("SST-2", "joint"): 2, ("SST-2", "sweet"): 1 / 3}
-    for (task, name), each in hours.items():
-        gpu, chosen = {"gpu": "G100"} if each < 1 else {}, 1.0 if (task, name) == ("TREC", "sweet") else 4.0
-        tried = [{"factor": factor, "seed": 0, "seconds": 3600 * each, **gpu} for factor in (1.0, 4.0)]
+    for (task, name), spent_hours in hours.items():
+        gpu, chosen = {"gpu": "G100"} if spent_hours < 1 else {}, 1.0 if (task, name) == ("TREC", "sweet") else 4.0
+        tried = [{"factor": factor, "seed": 0, "seconds": 3600 * spent_hours, **gpu} for factor in (1.0, 4.0)]
         write_state(tmp_path, task, name, tried)
-        about = {"training": {"seconds": 3600 * each}, "rates": {"factor": chosen}}
-        about["made"] = gpu | {"processor": "one" if task == "TREC" else "another"}
+        metadata = {"training": {"seconds": 3600 * spent_hours}, "rates": {"factor": chosen}}
+        metadata["made"] = gpu | {"processor": "one" if task == "TREC" else "another"}
         for seed in (0, 1):
             random, exits = np.random.default_rng(seed), (1, 2, 3) if name == "joint" else (1, 3)
             chances, labels = np.linspace(0.6, 0.9, len(exits)), np.arange(40) % 2
             parts = (drawn_record(chances, 40, random, exits=exits, labels=labels) for _ in range(2))
-            about |= {"trained_as": name, "half": {"flops_ratio": 0.4 if name == "joint" else 0.6}}
-            write_record(tmp_path / "records" / task / f"{name}.npz", seed, SeedRecord(*parts, about))
+            metadata |= {"trained_as": name, "half": {"flops_ratio": 0.4 if name == "joint" else 0.6}}
+            write_record(tmp_path / "records" / task / f"{name}.npz", seed, SeedRecord(*parts, metadata))
     plan = Plan(tmp_path / "records", ("TREC", "SST-2"), ("joint", "sweet"), 2, "a command")
-    found = made_tables.made_figures(tables.read_leaderboard(plan))
-    assert found["trainings"] == 12 and found["exits"] == [["sweet", "3", "1"]] and found["shared"] == []
-    assert found["on_the_cpu"] == {"count": 9, "hours": 15} and found["on_a_gpu"] == {"count": 3, "hours": 1}
-    assert found["records"] == {"count": 8, "on_a_gpu": 2} and found["not_run"] == []
-    assert found["flops"] == {"low": 0.4, "middle": 0.5, "high": 0.6}
-    assert found["rates"] == [["TREC", "1", "1"], ["TREC", "4", "1"], ["SST-2", "4", "2"]]
+    counted = made_tables.made_figures(tables.read_leaderboard(plan))
+    assert counted["trainings"] == 12 and counted["exits"] == [["sweet", "3", "1"]] and counted["shared"] == []
+    assert counted["on_the_cpu"] == {"count": 9, "hours": 15} and counted["on_a_gpu"] == {"count": 3, "hours": 1}
+    assert counted["records"] == {"count": 8, "on_a_gpu": 2} and counted["not_run"] == []
+    assert counted["flops"] == {"low": 0.4, "middle": 0.5, "high": 0.6}
+    assert counted["rates"] == [["joint", "–", "4 of 1, 4", "4 of 1, 4"], ["sweet", "–", "1 of 1, 4", "4 of 1, 4"]]
     write_state(tmp_path, "TREC", "joint", [], {"2": "NaN", "0": "NaN"})
     assert made_tables.made_figures(tables.read_leaderboard(plan._replace(seeds=5)))["not_run"][0][3] == "0, 2"
     assert plan.missing("SICK") == {"joint": "·", "sweet": "·"} and plan.missing("TREC") == {}
@@ -438,7 +438,7 @@ def test_a_panel_shows_the_curve_of_its_method_or_says_that_it_lies_below(tmp_pa
         name, texts = axes.get_title(), [text.get_text() for text in axes.texts]
         seen[name] = axes.get_ylim()[0] < max(curves[name][1]), texts
     assert seen.pop("failed") == (False, ["below: 50.0 % at most"])
-    assert len(seen) == 28 and all(each == (True, []) for each in seen.values())
+    assert len(seen) == 28 and all(panel == (True, []) for panel in seen.values())
 
 
 def test_the_front_names_its_lines_apart_and_has_the_interval_of_joint_training(board, tmp_path, drawn, monkeypatch):
@@ -502,7 +502,8 @@ def test_the_committed_first_page_is_the_mean_of_the_tasks_and_has_joint_trainin
             assert float(gap.split()[0]) == pytest.approx(points, abs=0.11)
     made = [read_records(ROOT / f"results/records/{task}/joint.npz").values() for task in tasks]
     full = [
-        [(each.reported.logits[:, -1].argmax(1) == each.reported.labels).mean() for each in seeds] for seeds in made
+        [(seed_record.reported.logits[:, -1].argmax(1) == seed_record.reported.labels).mean() for seed_record in seeds]
+        for seeds in made
     ]
     assert f" {100 * np.mean(full):.1f} ±" in text.partition("with all layers")[0][-20:]
 
@@ -557,10 +558,10 @@ def test_the_methods_page_has_each_method_of_the_registry_once(pages):
 def test_the_head_of_a_file_gives_name_paper_link_and_deviations():
     text = "X (Li and Ho 2021, EACL): it\nexits.\n\nSee 2021.eacl-main.8.\n\nDeviations, 1 to 2 of them pinned:\n"
     text += "1. a 2.5 b.\n2. c; 3. d"
-    found = methods_page.about(text)
-    assert found == ("X", "Li and Ho 2021", "[EACL](https://aclanthology.org/2021.eacl-main.8)", "it exits", 3)
+    head = methods_page.parse_about(text)
+    assert head == ("X", "Li and Ho 2021", "[EACL](https://aclanthology.org/2021.eacl-main.8)", "it exits", 3)
     with pytest.raises(ValueError, match="expected a docstring that begins with NAME"):
-        methods_page.about("Some words.")
+        methods_page.parse_about("Some words.")
 
 
 def test_lines_of_code_are_neither_docstrings_nor_comments(tmp_path):

@@ -33,14 +33,14 @@ def drawn_of(**named):
 def test_draws_are_those_of_a_loop_over_seeds_and_examples(monkeypatch):
     monkeypatch.setattr(ranking, "DRAWS", 7)
     values = {"a": values_of(), "b": values_of(0.1, seeds=3), "c": values_of(seeds=1)}
-    found = drawn_of(**values)
+    drawn = drawn_of(**values)
     examples = ranking.drawn_numbers("TREC", 30, 30)
     for name, (seeds, numbers, _) in values.items():
         seed_draws = ranking.drawn_numbers(f"TREC, seeds {seeds}", max(1, len(seeds) - 1), len(seeds))
         for draw, chosen in enumerate(seed_draws):
             total = sum(numbers[seed][example] for seed in chosen for example in examples[draw])
-            assert found[name].draws[draw] == pytest.approx(total / len(chosen) / 30)
-        assert found[name].mean == pytest.approx(numbers.mean())
+            assert drawn[name].draws[draw] == pytest.approx(total / len(chosen) / 30)
+        assert drawn[name].mean == pytest.approx(numbers.mean())
 
 
 def test_the_spread_of_the_draws_is_the_standard_error():
@@ -49,9 +49,9 @@ def test_the_spread_of_the_draws_is_the_standard_error():
     values = Values(tuple(range(5)), np.repeat(by_seed[:, None], 10, axis=1))
     (drawn,) = drawn_of(a=values).values()
     error = by_seed.std(ddof=1) / 5**0.5
-    found = ranking.interval(drawn)
+    interval = ranking.interval(drawn)
     assert drawn.draws.std() == pytest.approx(error, rel=0.03)
-    assert found.high - found.mean == pytest.approx(2.776 * drawn.draws.std(), rel=0.02)  # 4 degrees of freedom
+    assert interval.high - interval.mean == pytest.approx(2.776 * drawn.draws.std(), rel=0.02)  # 4 degrees of freedom
 
 
 def test_degrees_of_freedom_are_few_if_seeds_differ_and_many_if_examples_do():
@@ -79,39 +79,39 @@ def test_a_difference_is_of_the_seeds_that_both_have_and_of_all_if_they_share_no
     drawn = drawn_of(
         **{name: Values(seeds, by_seed) for name, seeds in names.items()}, few=Values((0, 1, 2), by_seed[1:4])
     )
-    found = {name: ranking.difference(each, drawn["a"]) for name, each in drawn.items()}
+    differences = {name: ranking.difference(figure, drawn["a"]) for name, figure in drawn.items()}
     error = by_seed[:, 0].std(ddof=1) / 5**0.5
-    assert found["same"].draws.std() == found["overlap"].draws.std() == 0
-    assert found["other"].draws.std() == pytest.approx(error * 2**0.5, rel=0.05)
+    assert differences["same"].draws.std() == differences["overlap"].draws.std() == 0
+    assert differences["other"].draws.std() == pytest.approx(error * 2**0.5, rel=0.05)
     few = by_seed[1:4, 0] - by_seed[:3, 0]  # of seeds 0, 1 and 2
-    assert found["few"].draws.std() == pytest.approx(few.std(ddof=1) / 3**0.5, rel=0.05)
-    assert found["few"].mean == pytest.approx(few.mean()) and found["few"].seeds == ((0, 1, 2),)
+    assert differences["few"].draws.std() == pytest.approx(few.std(ddof=1) / 3**0.5, rel=0.05)
+    assert differences["few"].mean == pytest.approx(few.mean()) and differences["few"].seeds == ((0, 1, 2),)
     back = ranking.difference(drawn["a"], drawn["few"])
-    assert back.mean == pytest.approx(-few.mean()) and (back.draws == -found["few"].draws).all()
+    assert back.mean == pytest.approx(-few.mean()) and (back.draws == -differences["few"].draws).all()
 
 
 def test_a_difference_over_tasks_is_on_each_task_of_the_seeds_that_both_have():
     figures = {"A": ([0.2, 0.4, 0.9], [0.1, 0.2, 0.3]), "B": ([0.5, 0.6], [0.2, 0.1, 0.7])}
     both = []
-    for task, each in figures.items():
-        values = [Values(tuple(range(len(some))), np.repeat(np.array(some)[:, None], 20, axis=1)) for some in each]
-        found = ranking.drawn_figures(TaskFigures(task, {}, {(name, "x"): one for name, one in zip("ab", values)}))
-        both.append([found[name, "x"] for name in "ab"])
+    for task, counts in figures.items():
+        values = [Values(tuple(range(len(some))), np.repeat(np.array(some)[:, None], 20, axis=1)) for some in counts]
+        drawn = ranking.drawn_figures(TaskFigures(task, {}, {(name, "x"): one for name, one in zip("ab", values)}))
+        both.append([drawn[name, "x"] for name in "ab"])
     one, other = (ranking.mean_of([task[at] for task in both]) for at in (0, 1))
-    found = ranking.difference(one, other)
+    difference = ranking.difference(one, other)
     on_a, on_b = np.array([0.1, 0.2, 0.6]), np.array([0.3, 0.5])
-    assert found.mean == pytest.approx((on_a.mean() + on_b.mean()) / 2) and found.seeds == ((0, 1, 2), (0, 1))
-    assert np.concatenate(found.by_seed) == pytest.approx(np.concatenate((on_a, on_b)) / 2)
+    assert difference.mean == pytest.approx((on_a.mean() + on_b.mean()) / 2) and difference.seeds == ((0, 1, 2), (0, 1))
+    assert np.concatenate(difference.by_seed) == pytest.approx(np.concatenate((on_a, on_b)) / 2)
     error = (on_a.var(ddof=1) / 3 + on_b.var(ddof=1) / 2) ** 0.5 / 2
-    assert found.draws.std() == pytest.approx(error, rel=0.05)
+    assert difference.draws.std() == pytest.approx(error, rel=0.05)
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better(seeds):
     drawn = drawn_of(a=values_of(0.4, seeds=seeds), b=values_of(-0.4, seeds=seeds), five=values_of(seeds=5))
-    found = ranking.interval(drawn["a"])
-    assert math.isnan(found.low) and math.isnan(found.high) and found.p_value == 1
-    assert tables.plus_minus(found) == f"{100 * found.mean:.1f} ±?"
+    interval = ranking.interval(drawn["a"])
+    assert math.isnan(interval.low) and math.isnan(interval.high) and interval.p_value == 1
+    assert tables.plus_minus(interval) == f"{100 * interval.mean:.1f} ±?"
     assert ranking.better_pairs(drawn) == set() and not math.isnan(ranking.interval(drawn["five"]).low)
     both = ranking.mean_of([drawn["a"], drawn["b"]])
     assert ranking.has_interval(both) == (seeds == 2)  # two tasks with two seeds each have two degrees of freedom
@@ -121,9 +121,9 @@ def test_with_one_or_two_seeds_nothing_has_an_interval_or_is_better(seeds):
 def test_a_method_with_two_seeds_has_no_interval_against_one_with_five():
     drawn = drawn_of(two=values_of(0.2, seeds=2), five=values_of(seeds=5), other=values_of(seeds=5, seed=1))
     for one, another in (("two", "five"), ("five", "two")):
-        found = ranking.compare(drawn[one], drawn[another])
+        difference = ranking.compare(drawn[one], drawn[another])
         gap = np.mean(drawn[one].by_seed[0][:2]) - np.mean(drawn[another].by_seed[0][:2])
-        assert found.mean == pytest.approx(gap) and math.isnan(found.low) and found.p_value == 1
+        assert difference.mean == pytest.approx(gap) and math.isnan(difference.low) and difference.p_value == 1
     assert not math.isnan(ranking.compare(drawn["five"], drawn["other"]).low)
 
 
@@ -141,7 +141,7 @@ def test_holm_rejects_what_adjusted_p_values_reject():
         for place, number in enumerate(order):
             running = max(running, min(1, (6 - place) * p[number]))
             adjusted[number] = running
-        assert ranking.holm(p.tolist()) == [each <= 0.05 for each in adjusted]
+        assert ranking.holm(p.tolist()) == [p_value <= 0.05 for p_value in adjusted]
 
 
 def test_a_better_method_is_found_and_an_equal_one_is_not():
@@ -153,9 +153,9 @@ def test_a_better_method_is_found_and_an_equal_one_is_not():
         drawn[name] = Drawn(mean, mean + random.normal(0, 0.01, 500), (tuple(mean + noise),), (tuple(range(seeds)),))
     better = ranking.better_pairs(drawn)
     assert better == {("a", "c"), ("b", "c")}  # two seeds decide nothing
-    found = ranking.ranks(drawn, better)
-    assert found["few"] == (1, 1, 4) and found["c"] == (4, 3, 4)
-    assert found["a"] == found["b"] == (2, 1, 3)
+    ranks = ranking.ranks(drawn, better)
+    assert ranks["few"] == (1, 1, 4) and ranks["c"] == (4, 3, 4)
+    assert ranks["a"] == ranks["b"] == (2, 1, 3)
 
 
 # ---- The exam ----
@@ -168,7 +168,7 @@ def exam_task(depth_of, seeds=3):
     for seed in range(seeds):
         depth = np.clip(np.round(depth_of(kind, words) + random.normal(0, 1.5, 400)), 1, 12)
         right = random.random(400) < 0.9 - 0.05 * kind
-        at, depths, flops = ({exam.EXAM_SHARE: each} for each in (right, depth, 0.4))
+        at, depths, flops = ({exam.EXAM_SHARE: values} for values in (right, depth, 0.4))
         full = right | (kind == 6)
         runs[seed] = SeedFigures({}, full, 0.8, at, depths, flops, None, depth, right, 1.0, (12,), 0.5, 0.1, 0.4)
     return TaskFigures(EXAM, {"x": runs}, {}), rows, kind, words
@@ -185,26 +185,26 @@ def exam_task(depth_of, seeds=3):
 )
 def test_the_exam_tells_easy_from_short(depth_of, verdict):
     task, rows, kind, words = exam_task(depth_of)
-    found = exam.exam(task, rows)["x"]
-    assert found.verdict == verdict
+    result = exam.exam(task, rows)["x"]
+    assert result.verdict == verdict
     depths = [run.depth[exam.EXAM_SHARE] for run in task.runs["x"].values()]
-    assert found.correlations["hardness"].mean == pytest.approx(np.mean([spearman(d, kind) for d in depths]))
+    assert result.correlations["hardness"].mean == pytest.approx(np.mean([spearman(d, kind) for d in depths]))
     partial = []
     for depth in depths:  # the partial correlation is that of the residuals of a regression of ranks
-        d, h, w = (exam.double_ranks(each).astype(float) for each in (depth, kind, words))
+        d, h, w = (exam.double_ranks(column).astype(float) for column in (depth, kind, words))
         design = np.column_stack((w, np.ones(400)))
-        residuals = [each - design @ np.linalg.lstsq(design, each, rcond=None)[0] for each in (d, h)]
+        residuals = [column - design @ np.linalg.lstsq(design, column, rcond=None)[0] for column in (d, h)]
         partial.append(np.corrcoef(*residuals)[0, 1])
-    assert found.correlations["hardness at equal length"].mean == pytest.approx(np.mean(partial))
-    assert found.depth[2] == pytest.approx(np.mean([depth[kind == 2].mean() for depth in depths]))
-    assert found.accuracy[6] < found.accuracy[0] and (found.full[6], found.full[0]) == (1.0, found.accuracy[0])
+    assert result.correlations["hardness at equal length"].mean == pytest.approx(np.mean(partial))
+    assert result.depth[2] == pytest.approx(np.mean([depth[kind == 2].mean() for depth in depths]))
+    assert result.accuracy[6] < result.accuracy[0] and (result.full[6], result.full[0]) == (1.0, result.accuracy[0])
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_one_or_two_seeds_decide_nothing_in_the_exam(seeds):
     task, rows, *_ = exam_task(lambda kind, words: 1 + kind, seeds)
-    found = exam.exam(task, rows)["x"]
-    assert found.verdict == exam.OPEN and found.correlations["hardness"].mean > 0.5
+    result = exam.exam(task, rows)["x"]
+    assert result.verdict == exam.OPEN and result.correlations["hardness"].mean > 0.5
 
 
 def test_a_fixed_depth_has_no_correlation():
@@ -215,5 +215,5 @@ def test_a_fixed_depth_has_no_correlation():
 def test_a_fixed_depth_with_one_seed_is_said_to_be_of_that_seed():
     task, rows, *_ = exam_task(lambda kind, words: 1 + kind)
     task.runs["x"][1].depth[exam.EXAM_SHARE][:] = 3
-    found = exam.exam(task, rows)["x"]
-    assert (found.correlations, found.verdict) == ("with 1 of 3 seeds, " + exam.ONE_LAYER, "")
+    result = exam.exam(task, rows)["x"]
+    assert (result.correlations, result.verdict) == ("with 1 of 3 seeds, " + exam.ONE_LAYER, "")

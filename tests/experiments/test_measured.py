@@ -62,10 +62,11 @@ def test_a_measured_page_is_written_once_all_parts_are_measured(measured_page, t
     assert answer["page"] is None and answer["measured"] == ["first"] and not (tmp_path / "shards.md").exists()
     assert main([*command, "--measure", "second"]) == 0
     made = read_json(tmp_path / "shards.json", signed="first")
-    about = made.pop("measured")
-    assert made == {"first": 1, "second": 2} and set(about) == {"first", "second"}
+    how_measured = made.pop("measured")
+    assert made == {"first": 1, "second": 2} and set(how_measured) == {"first", "second"}
     sums = {"one": json_sha256({"a.txt": file_sha256(one / "a.txt")})}
-    assert [about[part]["data"] for part in about] == [sums, {}] and about["first"]["core_hours"] < 0.1
+    assert [how_measured[part]["data"] for part in how_measured] == [sums, {}]
+    assert how_measured["first"]["core_hours"] < 0.1
     text = (tmp_path / "shards.md").read_text()
     assert text == "# Two parts\n\n1 2 3\n"
     capsys.readouterr()

@@ -23,15 +23,15 @@ def test_an_open_load_counts_the_time_that_a_request_waited_to_be_given():
     """The server stands still for 0.2 s; who should have come meanwhile has waited, too."""
     engine = Slow(0.2)
     with Worker(engine, batch=100, max_open=1000) as worker:
-        found = offer(worker, ["xx"], np.linspace(0.001, 0.15, 30))
-    assert len(found.seconds) == 26 and found.seconds.max() > 0.2
-    assert found.quantiles[0] <= found.quantiles[1] <= found.quantiles[2] == found.seconds.max()
+        load = offer(worker, ["xx"], np.linspace(0.001, 0.15, 30))
+    assert len(load.seconds) == 26 and load.seconds.max() > 0.2
+    assert load.quantiles[0] <= load.quantiles[1] <= load.quantiles[2] == load.seconds.max()
 
 
 def test_what_is_refused_or_late_is_not_answered_in_time():
     with Worker(Slow(0.2), batch=1, max_open=2) as worker:
-        found = offer(worker, ["xx"], np.linspace(0.001, 0.02, 20))
-    assert len(found.seconds) == 17 and np.isinf(found.seconds).sum() >= 10  # of 20 the first three are not counted
+        load = offer(worker, ["xx"], np.linspace(0.001, 0.02, 20))
+    assert len(load.seconds) == 17 and np.isinf(load.seconds).sum() >= 10  # of 20 the first three are not counted
     assert Answered(40.0, np.array([0.1, 0.2, 0.3, np.inf])).within(0.2) == 20.0
 
 

@@ -32,9 +32,9 @@ def test_a_rule_gives_the_same_on_a_record_that_was_read_back(tmp_path, rule):
     path, original = tmp_path / "TREC" / "joint.npz", made(0)
     write_record(path, 3, made(1))
     write_record(path, 0, original)
-    found = read_records(path)
-    assert [*found] == [0, 3] and found[0].about == {"lr": 1e-4}
-    for one, other in zip(found[0][:2], original[:2]):
+    records = read_records(path)
+    assert [*records] == [0, 3] and records[0].about == {"lr": 1e-4}
+    for one, other in zip(records[0][:2], original[:2]):
         first, second = one.replay(rule), other.replay(rule)
         assert (first.exit_index == second.exit_index).all() and (one.full == other.full).all()
         assert np.allclose(first.cost.flops, second.cost.flops)
@@ -55,8 +55,8 @@ def test_a_seed_is_replaced_and_others_stay(tmp_path):
     write_record(path, 1, made(1))
     before = read_records(path)[0].reported.logits
     write_record(path, 1, made(2))
-    found = read_records(path)
-    assert (found[1].reported.logits == drawn(40, 2).logits).all() and (found[0].reported.logits == before).all()
+    records = read_records(path)
+    assert (records[1].reported.logits == drawn(40, 2).logits).all() and (records[0].reported.logits == before).all()
     assert not list(tmp_path.glob("*.tmp*"))
 
 
@@ -97,10 +97,10 @@ def test_arrays_that_are_not_in_the_file_are_one_line(tmp_path, kind, shape):
     path = tmp_path / "a.npz"
     write_record(path, 0, made(0))
     with np.load(path) as arrays:
-        about, outputs = json.loads(arrays["about"].tobytes()), arrays["outputs"]
-    assert about["0"]["arrays"]["reported/logits"] == ["<f2", [40, 3, 3]]
-    about["0"]["arrays"]["reported/logits"] = [kind, shape]
-    np.savez(path, about=np.frombuffer(json.dumps(about).encode(), np.uint8), outputs=outputs)
+        metadata, outputs = json.loads(arrays["about"].tobytes()), arrays["outputs"]
+    assert metadata["0"]["arrays"]["reported/logits"] == ["<f2", [40, 3, 3]]
+    metadata["0"]["arrays"]["reported/logits"] = [kind, shape]
+    np.savez(path, about=np.frombuffer(json.dumps(metadata).encode(), np.uint8), outputs=outputs)
     with pytest.raises(ValueError, match="damaged file; remove it"):
         read_records(path)
 
@@ -111,4 +111,4 @@ def test_the_same_records_are_the_same_bytes(tmp_path):
             write_record(tmp_path / name / "joint.npz", seed, made(seed))
     assert (tmp_path / "a" / "joint.npz").read_bytes() == (tmp_path / "b" / "joint.npz").read_bytes()
     with zipfile.ZipFile(tmp_path / "a" / "joint.npz") as file:
-        assert {each.compress_type for each in file.infolist()} == {zipfile.ZIP_LZMA}
+        assert {entry.compress_type for entry in file.infolist()} == {zipfile.ZIP_LZMA}

@@ -123,22 +123,22 @@ def only_counted(monkeypatch):
     """Nothing is trained; the returned list gets the method of each training. All have the same outputs."""
     trained = []
 
-    def train(folder, options, *about):
+    def train(folder, options, *arguments):
         trained.append(options["method"])
         folder.mkdir(parents=True)
         return SimpleNamespace(config={})
 
     monkeypatch.setattr(trainings, "trained", train)
-    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
-    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5}))
+    monkeypatch.setattr(trainings, "_chosen", lambda *arguments: {})
+    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *arguments: recorded({"full": 0.5}))
     return trained
 
 
 @functools.cache
 def committed(paper):
     """The recipe of a page, and the figures that are committed."""
-    found = load_recipe(paper)
-    return found, read_data(RESULTS / paper, found)
+    of_paper = load_recipe(paper)
+    return of_paper, read_data(RESULTS / paper, of_paper)
 
 
 # ---- Recipes ----
@@ -151,9 +151,9 @@ def values_of(option):
 
 @pytest.mark.parametrize(("paper", "quick"), [*((page, False) for page in PAGES), *((paper, True) for paper in PAPERS)])
 def test_a_recipe_names_cases_that_its_experiments_make_and_options_that_methods_have(paper, quick):
-    found = load_recipe(paper, quick)
-    cases = cases_of(found)
-    assert cases_named(found, cases) == cases  # none is trained for nothing
+    of_paper = load_recipe(paper, quick)
+    cases = cases_of(of_paper)
+    assert cases_named(of_paper, cases) == cases  # none is trained for nothing
     order = list(cases)
     assert all(order.index(case.reference or case.name) <= order.index(case.name) for case in cases.values())
     for case in cases.values():
@@ -253,8 +253,8 @@ def test_a_tiny_recipe_to_its_page(tiny, capsys, monkeypatch, checkpoint_folder)
     assert (joint["case"], two_stage["case"], joint["seeds"]) == ("reviews joint", "reviews two-stage", "1")
     assert json.loads(joint["sha256"]) == seed["data"] and joint["processor"] == trainings.processor()
     assert json.loads(joint["chosen"]) == made["chosen"] and joint["test_rows"] == str(seed["test_rows"])
-    assert {each["lr"] for each in made["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
-    assert made["chosen"]["lr"] == max(made["tried"], key=lambda each: each["hold-out"])["lr"]
+    assert {trial["lr"] for trial in made["tried"]} > {1e-4, 4e-4}  # one of two is always an end, beyond which it looks
+    assert made["chosen"]["lr"] == max(made["tried"], key=lambda trial: trial["hold-out"])["lr"]
     assert f"| joint | {100 * figures['full']:.1f} | {100 * figures['saved at one point']:.1f} |" in text
     assert "| the paper | full |" in text and "| joint | 50.0 |" in text
     assert "| one | open |" in text and "| large | untested |" in text
@@ -352,7 +352,7 @@ def test_held_out_examples_select_a_setting_for_each_seed(tmp_path):
     axes = {"alpha": {alpha: {"alpha": float(alpha)} for alpha in figures}}
     options = {"method": "consistent", "task": "reviews"}
     select = {"of": ["{task} alpha 0.1", "{task} alpha 0.2"], "by": "hold-out saved"}
-    own = TINY | {
+    own_recipe = TINY | {
         "experiments": [
             {"name": "reviews alpha {alpha}", "measure": "rows", "axes": axes, "options": options},
             {
@@ -367,15 +367,15 @@ def test_held_out_examples_select_a_setting_for_each_seed(tmp_path):
         "tables": [],
         "pictures": [],
     }
-    cases, about = cases_of(own), MADE | {"core_seconds": 3600, "data": {"reviews": "abc"}}
+    cases, seed_made = cases_of(own_recipe), MADE | {"core_seconds": 3600, "data": {"reviews": "abc"}}
     for alpha, seeds in figures.items():
         case = cases[f"reviews alpha {alpha}"]
         made = {
-            seed: about | {"figures": {"hold-out saved": held_out, "saved": saved}}
+            seed: seed_made | {"figures": {"hold-out saved": held_out, "saved": saved}}
             for seed, (held_out, saved) in seeds.items()
         }
         write_json(trainings.file_of(tmp_path, case.name), trainings.read_case(tmp_path, case) | {"seeds": made})
-    data = read_data(tmp_path, own)
+    data = read_data(tmp_path, own_recipe)
     assert data.values("reviews chosen", "saved") == {"0": 0.1, "1": 0.2, "10": 0.4}
     assert [*data.trained] == ["reviews alpha 0.1", "reviews alpha 0.2"]
     assert [*csv.DictReader(runs_table(data).splitlines())][1]["seeds"] == "3"
@@ -387,8 +387,8 @@ def test_a_selected_case_is_not_trained_but_those_it_is_selected_from_are(tiny, 
     chosen = {key: value for key, value in experiment.items() if key != "reference"}
     chosen |= {"name": "chosen", "axes": {"task": {"reviews": {}}}, "select": select}
     claim = {"name": "one", "text": "One", "paper": "", "compare": [{"more": "chosen", "than": 0.1, "figure": "full"}]}
-    own = TINY | {"experiments": [experiment, chosen], "claims": [claim], "tables": [], "pictures": []}
-    (tiny.parent / "raee.json").write_text(json.dumps(own))
+    own_recipe = TINY | {"experiments": [experiment, chosen], "claims": [claim], "tables": [], "pictures": []}
+    (tiny.parent / "raee.json").write_text(json.dumps(own_recipe))
     ran = []
     monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
     monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
@@ -446,7 +446,7 @@ def test_choices_are_made_one_after_the_other_and_none_is_trained_twice(tmp_path
         (out / "metrics.json").write_text(json.dumps({"per_exit_accuracy": [score]}))
         return Made(out)
 
-    def measured(run, *about):
+    def measured(run, *arguments):
         return {"full": read_json(run.folder / "metrics.json")["per_exit_accuracy"][0]}, {}
 
     monkeypatch.setattr(trainings, "train", train)
@@ -466,7 +466,7 @@ def test_choices_are_made_one_after_the_other_and_none_is_trained_twice(tmp_path
     assert made["seeds"]["0"]["figures"]["full"] == 2.0  # the best of the tried runs is not trained again
     assert made["chosen"] == {"temperature": 10.0, "lr": 4.0, "rank": 8, "alpha": 16.0}
     names = ("lr", "temperature", "rank", "alpha")
-    assert [tuple(each[name] for name in names) for each in made["tried"]] == trained
+    assert [tuple(trial[name] for name in names) for trial in made["tried"]] == trained
 
 
 @pytest.mark.parametrize(
@@ -643,21 +643,21 @@ def test_a_reference_that_is_made_anew_has_its_dependents_measured_anew_in_the_s
 
     def measured(run, task, reference):
         made.append(reference)
-        about = {"full": 0.5, "hold-out full": len(made) / 10}  # as many right of the test, others of the hold-out
+        figures = {"full": 0.5, "hold-out full": len(made) / 10}  # as many right of the test, others of the hold-out
         counted = {"reference": 0.5, "reference hold-out": reference["hold-out full"]} if reference else {}
-        return recorded(about | counted)
+        return recorded(figures | counted)
 
     monkeypatch.setattr(
         trainings, "trained", lambda folder, *_: folder.mkdir(parents=True) or SimpleNamespace(config={})
     )
-    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setattr(trainings, "_chosen", lambda *arguments: {})
     monkeypatch.setitem(trainings.MEASUREMENTS, "rows", measured)
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1", "--json"]
     assert main(command) == 0 and len(made) == 2
     trainings.file_of(tiny / "raee", "reviews joint").unlink()
     capsys.readouterr()
     assert main(command) == 0 and json.loads(capsys.readouterr().out)["ran"] == 2
-    assert [each and each["hold-out full"] for each in made] == [None, 0.1, None, 0.3]
+    assert [full and full["hold-out full"] for full in made] == [None, 0.1, None, 0.3]
     assert main([*command[:-2], "2", "--json"]) == 0  # the second seed is counted from the reference's second
     assert made[5]["hold-out full"] == 0.5
 
@@ -672,15 +672,17 @@ def test_runs_are_trained_and_read_on_the_named_device_and_its_gpu_is_recorded(t
         return SimpleNamespace(config={}, model=model)
 
     monkeypatch.setattr(trainings, "train", train)
-    monkeypatch.setattr(trainings, "_chosen", lambda *about: {})
+    monkeypatch.setattr(trainings, "_chosen", lambda *arguments: {})
     monkeypatch.setattr(trainings, "check_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
-    monkeypatch.setitem(trainings.MEASUREMENTS, "rows", lambda *about: recorded({"full": 0.5, "hold-out full": 0.5}))
+    monkeypatch.setitem(
+        trainings.MEASUREMENTS, "rows", lambda *arguments: recorded({"full": 0.5, "hold-out full": 0.5})
+    )
     command = ["reproduce", "raee", "--out", str(tiny), "--seeds", "1"]
     assert main([*command, "--device", "cuda:1"]) == 0
     assert trained_on == read_on == ["cuda:1", "cuda:1"]
     made = [read_json(path)["seeds"]["0"]["how"] for path in (tiny / "raee").glob("*.json")]
-    assert [each["gpu"] for each in made] == ["the card cuda:1"] * 2
+    assert [entry["gpu"] for entry in made] == ["the card cuda:1"] * 2
     assert [run["gpu"] for run in csv.DictReader((tiny / "raee" / "runs.csv").read_text().splitlines())] == [
         "the card cuda:1"
     ] * 2
@@ -696,8 +698,8 @@ def test_cases_that_need_a_gpu_are_left_out_without_one_and_use_it_also_if_other
     (experiment,) = TINY["experiments"]
     streams = {"name": "streams", "axes": {}, "measure": measures.ON_A_GPU, "options": {"task": "reviews"}}
     claim = {"name": "one", "text": "One", "paper": "", "compare": [{"more": "streams", "than": 0.1, "figure": "full"}]}
-    own = TINY | {"experiments": [experiment, streams], "claims": [*TINY["claims"], claim]}
-    (tiny.parent / "raee.json").write_text(json.dumps(own))
+    own_recipe = TINY | {"experiments": [experiment, streams], "claims": [*TINY["claims"], claim]}
+    (tiny.parent / "raee.json").write_text(json.dumps(own_recipe))
     ran = []
     monkeypatch.setattr(reproduce, "is_done", lambda folder, case, seed: (case.name, seed) in ran)
     monkeypatch.setattr(reproduce, "run_case", lambda folder, case, seed, *rest: ran.append((case.name, seed)))
@@ -709,10 +711,10 @@ def test_cases_that_need_a_gpu_are_left_out_without_one_and_use_it_also_if_other
     assert main(command) == 0 and ran[2:] == [("streams", 0)]
     used = []
     monkeypatch.setattr(
-        trainings, "trained", lambda *about: SimpleNamespace(config={}, model=SimpleNamespace(to=used.append))
+        trainings, "trained", lambda *arguments: SimpleNamespace(config={}, model=SimpleNamespace(to=used.append))
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the card {device}")
-    monkeypatch.setitem(trainings.MEASUREMENTS, measures.ON_A_GPU, lambda *about: ({}, {}))
+    monkeypatch.setitem(trainings.MEASUREMENTS, measures.ON_A_GPU, lambda *arguments: ({}, {}))
     case = Case("streams", measures.ON_A_GPU, {"task": "reviews"})
     (tmp := tiny / "raee" / "runs" / "streams" / trainings.json_sha256(case.options)[:12] / "0").mkdir(parents=True)
     trainings.run_case(tiny / "raee", case, 0, trainings.Sources(tiny, tiny), lambda text: None)
@@ -770,7 +772,7 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
     shutil.rmtree(tmp_path / "made")  # several processes that start together: all find what one makes
     with ThreadPoolExecutor(4) as pool:
         sources = [trainings.Sources(tmp_path, tmp_path / "made") for _ in range(4)]
-        assert set(pool.map(lambda each: each.find("data", "SST-2 sentences"), sources)) == {folder}
+        assert set(pool.map(lambda source: source.find("data", "SST-2 sentences"), sources)) == {folder}
 
 
 # ---- What is committed ----
@@ -778,9 +780,9 @@ def test_sentences_for_sst2_are_sst5s_without_its_neutral_ones(tmp_path):
 
 @pytest.mark.parametrize("paper", PAGES)
 def test_the_command_runs_what_a_page_shows_and_no_more(paper):
-    found, data = committed(paper)
-    cases = cases_of(found)
-    seeds_of = {name: sorted(map(int, data.found[name]["seeds"])) for name in data.trained}
+    of_paper, data = committed(paper)
+    cases = cases_of(of_paper)
+    seeds_of = {name: sorted(map(int, data.records[name]["seeds"])) for name in data.trained}
     assert seeds_of == {name: [*range(case.seeds or LEAST_SEEDS)] for name, case in data.trained.items()}
     assert len([*(RESULTS / paper).glob("*.json")]) == len(data.trained)
     assert all(trainings.is_done(RESULTS / paper, cases[name], seed) for name in seeds_of for seed in seeds_of[name])
@@ -838,9 +840,9 @@ def draw_weights(run):
         torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.3)
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("is_reference", [True, False])
 def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_the_reported_split(
-    tmp_path, monkeypatch, checkpoint_folder, task_folder, own
+    tmp_path, monkeypatch, checkpoint_folder, task_folder, is_reference
 ):
     """A loss is counted from the full model's own score on those rows, or from that of another model."""
     task, given = load_task(task_folder), {"exits": (1, 2, 3), "max_train": 30, "epochs": 1}
@@ -851,11 +853,11 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
     on_others, on_dev, on_fitted = (record(run.segments(), run.encode(rows.texts), 8) for rows in (others, dev, fitted))
     points = row_evaluation.curve(on_others, [Never(), *sweep(Threshold(math.inf))(on_others)], task, others.labels)
     full, there = (exit_scores(some, task, rows.labels)[-1] for some, rows in ((on_others, others), (on_dev, dev)))
-    least = full if own else max(point["score"] for point in points)
+    least = full if is_reference else max(point["score"] for point in points)
     monkeypatch.setattr(measures, "measure_seconds", lambda runs, *_, **more: [1.0] * len(runs))
-    figures, lists, made = measures.of_rows(run, task, None if own else {"full": 1.0, "hold-out full": least})
+    figures, lists, made = measures.of_rows(run, task, None if is_reference else {"full": 1.0, "hold-out full": least})
     assert figures["hold-out full"] == full != there == figures["full"]
-    assert (figures["reference"], figures["reference hold-out"]) == (there if own else 1.0, least)
+    assert (figures["reference"], figures["reference hold-out"]) == (there if is_reference else 1.0, least)
     for name, loss in (("no loss", 0.0), ("one point", 0.01)):
         good = [point for point in points if point["score"] >= least - loss - measures.ROUNDING]
         rule = rule_from_dict(min(good, key=lambda point: point["flops_ratio"])["rule"])
@@ -865,7 +867,7 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
         assert figures[f"hold-out saved at {name}"] == chosen_on["layers_saved"]
     scores = exit_scores(on_others, task, others.labels)
     assert [figures[f"hold-out score after {layer}"] for layer in run.exits] == list(scores)
-    losses = [each["loss"] for each in row_evaluation.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
+    losses = [layer["loss"] for layer in row_evaluation.by_exit(on_fitted, np.zeros(len(fitted), int), fitted.labels)]
     assert [figures[f"loss after {layer}"] for layer in run.exits] == pytest.approx(losses)
     stored = write_record(tmp_path / "one.npz", 0, made)  # figures and curves come from it again, without the model
     for before, after in zip(made[:2], stored[:2]):  # measured on float16 numbers, as they are read back
@@ -881,8 +883,8 @@ def test_rules_are_chosen_on_rows_that_were_not_trained_on_and_figures_are_of_th
         assert example_values(tmp_path / "one.npz", 0, name).mean() == pytest.approx(value, abs=1e-12), name
     rules = map(rule_from_dict, stored.about["curve"])
     again = [summary(stored.reported.replay(rule), stored.reported, task, dev.labels) for rule in rules]
-    assert lists["curve score"] == [each["score"] for each in again] and len(again) > 2
-    assert lists["curve saved"] == [each["layers_saved"] for each in again]
+    assert lists["curve score"] == [point["score"] for point in again] and len(again) > 2
+    assert lists["curve saved"] == [point["layers_saved"] for point in again]
 
 
 def test_savings_are_measured_on_the_reported_split_at_the_held_out_threshold(tmp_path, checkpoint_folder):
@@ -897,9 +899,9 @@ def test_savings_are_measured_on_the_reported_split_at_the_held_out_threshold(tm
         for rows in (held, fitted, dev)
     )
     rules = [savings_estimate.threshold_at(observe(on)) for on in (some, others, there)]
-    found = [savings_estimate.savings_at(observe(there), rule, (1, 2, 3), Costs(0.0, 0.0)) for rule in rules]
-    assert (figures["measured"], figures["agreement"]) == (found[0].saved, found[0].agreement)
-    assert len({each.saved for each in found}) == 3
+    savings = [savings_estimate.savings_at(observe(there), rule, (1, 2, 3), Costs(0.0, 0.0)) for rule in rules]
+    assert (figures["measured"], figures["agreement"]) == (savings[0].saved, savings[0].agreement)
+    assert len({saving.saved for saving in savings}) == 3
     assert figures["full"] == exit_scores(there, task, dev.labels)[-1]
     stored = write_record(tmp_path / "one.npz", 0, made)  # the figures come from it again, without the model
     result = stored.reported.replay(rule_from_dict(stored.about["rules"]["at 95 % agreement"]))
@@ -950,7 +952,7 @@ def test_a_pictures_legend_is_inside_it(tmp_path, monkeypatch, name):
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
     lists = {"x": [0.0, 1.0], "y": [0.5, 0.7]}
     series = {f"{name} {number}": {"case": "one", "x": "x", "y": "y"} for number in range(4)}
-    data = SimpleNamespace(found={"one": {"seeds": {"0": {"lists": lists}}}})
+    data = SimpleNamespace(records={"one": {"seeds": {"0": {"lists": lists}}}})
     pictures.draw(tmp_path / "fig.png", {"x": "saved", "y": "score", "series": series}, data)
     (figure,) = drawn
     figure.draw_without_rendering()
@@ -1002,11 +1004,11 @@ def test_dots_are_means_in_percent_and_stacked_bars_add_up(tmp_path, monkeypatch
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
     seeds = {"0": {"figures": {"full": 0.4, "leave 1": 0.3, "leave 2": 0.7}}, "1": {"figures": {"full": 0.6}}}
     data = PageData({}, {"T one": {"seeds": seeds}, "T two": {"seeds": {}}})
-    about = {"x": "x", "y": "y", "level": {"case": "T one", "figure": "full", "name": "full model"}}
+    picture = {"x": "x", "y": "y", "level": {"case": "T one", "figure": "full", "name": "full model"}}
     rows, dot = {"one": {"of": "one"}, "two": {"of": "two"}}, {"case": "T {of}", "figure": "full"}
-    pictures.draw(tmp_path / "dots.png", about | {"kind": "dots", "rows": rows, "series": {"RAEE": dot}}, data)
+    pictures.draw(tmp_path / "dots.png", picture | {"kind": "dots", "rows": rows, "series": {"RAEE": dot}}, data)
     parts = {f"layer {k}": {"case": "T one", "over": [".5"], "y": f"leave {k}"} for k in (1, 2)}
-    pictures.draw(tmp_path / "bars.png", about | {"kind": "stacked", "series": parts}, data)
+    pictures.draw(tmp_path / "bars.png", picture | {"kind": "stacked", "series": parts}, data)
     (dots,), (bars,) = (figure.axes for figure in drawn)
     ((x,), (y,)) = dots.containers[0].lines[0].get_data()
     assert (x, y) == (pytest.approx(50), 0) and [text.get_text() for text in dots.get_yticklabels()] == ["one", "two"]
@@ -1025,7 +1027,7 @@ def test_each_claim_has_a_square_in_the_colour_of_its_verdict(tmp_path, monkeypa
     pictures.draw_verdicts(tmp_path / "verdicts.png", {"Paper": claims})
     (axes,) = drawn[0].axes
     colours = [to_hex(square.get_facecolor()) for square in axes.patches]
-    assert colours == [pictures.VERDICT_COLOURS[each] for k, each in enumerate(verdicts) if k != 1]
+    assert colours == [pictures.VERDICT_COLOURS[verdict] for k, verdict in enumerate(verdicts) if k != 1]
     names = [text.get_text() for text in axes.texts]
     assert names == ["Paper", *(f"claim {k}" for k in (0, 2, 3, 4, 5, 6))]
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]

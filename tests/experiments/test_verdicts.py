@@ -41,9 +41,9 @@ def one(kind: str) -> Compared | None:
     return compared(*map(list, SEEDS[kind])) if kind in SEEDS else None
 
 
-def result(more, than, **about) -> str:
-    (found,) = judged([compared(more, than, **about)])
-    return found.verdict
+def result(more, than, **settings) -> str:
+    (comparison,) = judged([compared(more, than, **settings)])
+    return comparison.verdict
 
 
 # ---- One comparison ----
@@ -53,9 +53,9 @@ def test_a_comparison_is_students_t_on_the_paired_differences():
     more, than = [0.92, 0.95, 0.91, 0.94], [0.90, 0.92, 0.90, 0.90]
     differences = [a - b for a, b in zip(more, than)]
     half = 3.182 * statistics.stdev(differences) / 2  # t of 3 degrees of freedom, from a printed table
-    found = compared(more, than)
-    assert found.low == pytest.approx(statistics.mean(differences) - half, abs=1e-5)
-    assert found.high == pytest.approx(statistics.mean(differences) + half, abs=1e-5)
+    comparison = compared(more, than)
+    assert comparison.low == pytest.approx(statistics.mean(differences) - half, abs=1e-5)
+    assert comparison.high == pytest.approx(statistics.mean(differences) + half, abs=1e-5)
     assert result(more, than) == ABOVE and result(than, more) == BELOW
     assert result(more, than, by=0.02) == UNDECIDED and result(more, than, by=0.08) == BELOW
 
@@ -99,8 +99,10 @@ def test_the_interval_contains_the_true_difference_often_enough_whatever_the_rat
     of_rows, of_seeds = draws.normal(size=(4000, 1)) * ratio, draws.normal(size=(4000, seeds))
     differences = of_rows + of_seeds
     quantile = student.quantile(LEVEL, seeds - 1)
-    found = Compared(0, 0, 0, 1.0, ratio, seeds)
-    halves = np.hypot(quantile * differences.std(axis=1, ddof=1) / seeds**0.5, found._replace(spread=0).half_width())
+    comparison = Compared(0, 0, 0, 1.0, ratio, seeds)
+    halves = np.hypot(
+        quantile * differences.std(axis=1, ddof=1) / seeds**0.5, comparison._replace(spread=0).half_width()
+    )
     missed = (abs(differences.mean(axis=1)) > halves).mean()
     assert missed <= LEVEL + 3 * (LEVEL * (1 - LEVEL) / 4000) ** 0.5
     some = Compared(0, 0, 0, float(differences[0].std(ddof=1)), ratio, seeds)
@@ -165,13 +167,13 @@ def test_the_papers_size_is_excluded_among_several_with_bonferronis_correction()
     assert verdict_of(judged([close, far._replace(size=None)])) == EXCLUDED
 
 
-def p_value(found: Compared) -> float:
+def p_value(comparison: Compared) -> float:
     """The smallest two-sided level at which the interval lies below what is required; by bisection."""
     low, high = 1e-12, 1.0
     for _ in range(30):
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if found.is_below(found.required, middle) else (middle, high)
-    return high if found.difference < found.required else 1.0
+        low, high = (low, middle) if comparison.is_below(comparison.required, middle) else (middle, high)
+    return high if comparison.difference < comparison.required else 1.0
 
 
 def rejected_by_closed_testing(p_values: list[float], level: float) -> set[int]:
@@ -189,8 +191,8 @@ def test_comparisons_are_below_as_closed_testing_finds_by_brute_force():
         for _ in range(3):
             more = list(draws.normal(-draws.choice([0, 4]), 1, size=draws.choice([3, 5])))
             some.append(compared(more, [0.0] * len(more), row_error=draws.choice([0, 0.5])))
-        below = {k for k, each in enumerate(judged(some)) if each.verdict == BELOW}
-        assert below == rejected_by_closed_testing([p_value(each) for each in some], LEVEL)
+        below = {k for k, comparison in enumerate(judged(some)) if comparison.verdict == BELOW}
+        assert below == rejected_by_closed_testing([p_value(comparison) for comparison in some], LEVEL)
         counts.append(len(below))
     assert {0, 1, 2} <= set(counts)
 
@@ -227,8 +229,8 @@ def test_a_claim_does_not_hold_once_the_other_settings_were_tried(figures, verdi
     seeds = [
         {} if value is None else {s: {"figures": {"x": value + 0.001 * int(s)}} for s in "012"} for value in figures
     ]
-    found = {name: {"seeds": each} for name, each in zip(cases, seeds)}
-    data = PageData(cases, found)
+    values = {name: {"seeds": seed_values} for name, seed_values in zip(cases, seeds)}
+    data = PageData(cases, values)
     compare, tried = [{"more": "first", "than": 0.5, "figure": "x"}], {"cases": list(cases), "figure": "x"}
     claim = {"text": "", "paper": "", "compare": compare, "tried": tried}
     assert judge_claim(claim, data).verdict == verdict
@@ -257,14 +259,14 @@ def test_a_figure_that_seeds_do_not_have_though_they_were_run_cannot_be_seen(hav
 
 def data_of(values: dict[str, dict[str, dict[str, float]]], measure: str = "rows", **rows: int) -> PageData:
     """Case -> figure -> seed -> value; a case is named after its task. rows: test examples of a task."""
-    found = {}
+    measured = {}
     for case, figures in values.items():
-        seeds = sorted({seed for each in figures.values() for seed in each})
-        made = {seed: {"figures": {name: each[seed] for name, each in figures.items()}} for seed in seeds}
+        seeds = sorted({seed for of_seeds in figures.values() for seed in of_seeds})
+        made = {seed: {"figures": {name: of_seeds[seed] for name, of_seeds in figures.items()}} for seed in seeds}
         task_rows = {"test_rows": rows.get(case.split()[0], 0)}
-        found[case] = {"seeds": {seed: each | task_rows for seed, each in made.items()}}
+        measured[case] = {"seeds": {seed: seed_figures | task_rows for seed, seed_figures in made.items()}}
     cases = {name: Case(name, measure, {"task": name.split()[0]}) for name in values}
-    return PageData(cases, found)
+    return PageData(cases, measured)
 
 
 def test_a_comparison_is_the_mean_over_its_settings_on_the_seeds_that_all_have():
@@ -273,9 +275,9 @@ def test_a_comparison_is_the_mean_over_its_settings_on_the_seeds_that_all_have()
     data = data_of({"A ours": {"x": long}, "B ours": {"x": short}, "A base": {"x": other}, "B base": {"x": other}})
     claim = {"over": {"task": ["A", "B"]}, "compare": [{"more": "{task} ours", "than": "{task} base", "figure": "x"}]}
     (compare,) = comparisons_of(claim)
-    found = compare_cases(compare, data)
-    assert found.seeds == 2 and (found.more, found.than) == pytest.approx(((0.45 + 0.4) / 2, 0.3))
-    assert found.spread == pytest.approx(statistics.stdev([0.45 - 0.3, 0.4 - 0.3]))
+    comparison = compare_cases(compare, data)
+    assert comparison.seeds == 2 and (comparison.more, comparison.than) == pytest.approx(((0.45 + 0.4) / 2, 0.3))
+    assert comparison.spread == pytest.approx(statistics.stdev([0.45 - 0.3, 0.4 - 0.3]))
     parts = [compare_cases(part, data) for part in parts_of(compare)]
     assert [part.difference for part in parts] == pytest.approx([0.55 - 0.3, (0.1 + 0.2 + 0.4) / 3 - 0.3])
 
@@ -319,7 +321,7 @@ def test_the_error_from_test_examples_is_that_of_two_independent_shares_and_smal
 def recorded_data(monkeypatch, values: dict[str, np.ndarray], **rows: int) -> PageData:
     """Case -> (seeds, N): whether each example is right. The records contain it as long as `values` do."""
     of_file = {case.replace(" ", "-"): case for case in values}
-    means = {case: {"score": {str(k): one.mean() for k, one in enumerate(each)}} for case, each in values.items()}
+    means = {case: {"score": {str(k): one.mean() for k, one in enumerate(rights)}} for case, rights in values.items()}
 
     def recorded(path: Path, seed: int, figure: str) -> np.ndarray | None:
         return values[case][seed] if (case := of_file[path.stem]) in values else None
@@ -336,27 +338,29 @@ def test_with_records_the_error_is_that_of_the_differences_of_examples(monkeypat
         """Of one task: (seeds, rows) of ours and of the base. A seed changes one example of seven."""
         easy = draws.random(rows) < 0.8
         ours, base = np.tile(easy, (3, 1)), np.tile(easy & (draws.random(rows) < 0.95), (3, 1))
-        return [np.where(draws.random(each.shape) < 0.15, ~each, each).astype(float) for each in (ours, base)]
+        return [np.where(draws.random(rights.shape) < 0.15, ~rights, rights).astype(float) for rights in (ours, base)]
 
     sizes = {"A": 400, "B": 100}
     values = {
-        f"{task} {side}": each for task, rows in sizes.items() for side, each in zip(("ours", "base"), test_set(rows))
+        f"{task} {side}": rights
+        for task, rows in sizes.items()
+        for side, rights in zip(("ours", "base"), test_set(rows))
     }
     compare = {"more": "{task} ours", "than": "{task} base", "figure": "score", "over": {"task": ["A", "B"]}}
     data = recorded_data(monkeypatch, values, **sizes)
-    found = compare_cases(compare, data)
+    comparison = compare_cases(compare, data)
     simulated = [
         np.mean([ours.mean() - base.mean() for ours, base in map(test_set, sizes.values())]) for _ in range(4000)
     ]
-    assert found.row_error == pytest.approx(np.std(simulated), rel=0.25)
+    assert comparison.row_error == pytest.approx(np.std(simulated), rel=0.25)
     without = compare_cases(compare, data._replace(folder=None))
-    assert without.row_error > 2 * found.row_error
+    assert without.row_error > 2 * comparison.row_error
     one_side = compare_cases({**compare, "than": 0.5}, data)
     bound = compare_cases({**compare, "than": 0.5}, data._replace(folder=None))
     assert one_side.row_error < bound.row_error
     values.pop("B base")  # a run of before: the bound for its task alone
     mixed = compare_cases(compare, data)
-    assert found.row_error < mixed.row_error < without.row_error
+    assert comparison.row_error < mixed.row_error < without.row_error
 
 
 def test_a_record_of_another_run_is_refused(monkeypatch):
@@ -383,7 +387,7 @@ def test_a_damaged_record_is_named_with_what_to_remove(tmp_path):
 
 def test_a_selected_case_has_the_examples_of_the_setting_that_was_selected(monkeypatch):
     data = recorded_data(monkeypatch, {"A ours": np.ones((3, 4))}, A=4)
-    data.found["A ours"]["selected"] = {"0": "A alpha 1", "1": "A alpha 2", "2": "A alpha 1"}
+    data.records["A ours"]["selected"] = {"0": "A alpha 1", "1": "A alpha 2", "2": "A alpha 1"}
     files = []
     monkeypatch.setattr(page_data, "example_values", lambda path, seed, _: files.append((path.stem, seed)))
     compare_cases({"more": "A ours", "than": 0.5, "figure": "score"}, data)
@@ -412,7 +416,7 @@ def test_only_shares_of_a_tasks_test_examples_have_an_error_from_them(figure, me
 def test_the_number_of_test_examples_is_the_smallest_of_all_seeds():
     data = data_of({"A ours": {"score": dict.fromkeys("012", 0.8)}}, A=100)
     assert data.rows("A ours", "score") == ("A", 100)
-    data.found["A ours"]["seeds"]["1"]["test_rows"] = 90
+    data.records["A ours"]["seeds"]["1"]["test_rows"] = 90
     assert data.rows("A ours", "score") == ("A", 90)
 
 

@@ -37,8 +37,10 @@ def test_a_file_imports_the_core_the_ring_and_its_libraries_alone(path):
 
 def test_only_out_of_a_script_imports_the_ring_into_the_core():
     """In a function; test_core_fences.py allows no such import at a head."""
-    found = {path.stem: list(imported(path)) for path in (ROOT / "mini_ee").glob("*.py")}
-    inside = {name: [each for each in modules if each.startswith("mini_ee.export")] for name, modules in found.items()}
+    imports = {path.stem: list(imported(path)) for path in (ROOT / "mini_ee").glob("*.py")}
+    inside = {
+        name: [module for module in modules if module.startswith("mini_ee.export")] for name, modules in imports.items()
+    }
     assert {name: modules for name, modules in inside.items() if modules} == {"train": ["mini_ee.export.writer"]}
 
 

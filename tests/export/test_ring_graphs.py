@@ -97,16 +97,16 @@ def test_a_plan_of_each_row_is_an_input(folder, kind):
 def test_thresholds_patience_and_plans_are_inputs_with_defaults(folder):
     session = Runtime(folder("joint", HALF), threads=1).session
     ids = batch_of(rows_of("joint").batch(range(12))).ids
-    own = session.run(["layers"], ids)[0]
+    layers_by_default = session.run(["layers"], ids)[0]
     for same in (TAU, np.nan, [TAU] * 2, [[TAU, np.nan]] * 12):
-        assert (session.run(["layers"], ids | {"threshold": np.array(same, np.float32)})[0] == own).all()
+        assert (session.run(["layers"], ids | {"threshold": np.array(same, np.float32)})[0] == layers_by_default).all()
     by_row = np.full((12, 2), np.inf, np.float32)
     by_row[3], by_row[5, 1] = -1, 0
     layers = session.run(["layers"], ids | {"threshold": by_row})[0]
     assert layers.tolist() == [4, 4, 4, 1, 4, 3, 4, 4, 4, 4, 4, 4]
     plan = np.array([-1, 0] * 6)
     layers = session.run(["layers"], ids | {"exit_at": plan})[0]
-    assert (layers == np.where(plan < 0, own, 1)).all()
+    assert (layers == np.where(plan < 0, layers_by_default, 1)).all()
     with pytest.raises(Exception, match="out of data bounds|indices"):
         session.run(["layers"], ids | {"exit_at": np.array([3])})
 
@@ -135,7 +135,7 @@ def test_pairs_and_label_and_confidence(tmp_path):
     runtime = Runtime(tmp_path / "out", threads=1)
     answers = runtime.run([("A warm film.", "It is good."), ("Dull.", "Bad.")])
     outputs = runtime.session.run(["label", "confidence", "layers"], batch_of(rows.batch(range(2))).ids)
-    assert [each.dtype for each in outputs] == [np.int64, np.float32, np.int64]
+    assert [output.dtype for output in outputs] == [np.int64, np.float32, np.int64]
     encoding = runtime.encode([("A warm film.", "It is good.")])
     logits, label, confidence = runtime.session.run(["logits", "label", "confidence"], runtime.batch(encoding).ids)
     assert answers[0].label == ("bad", "fair", "good")[label[0]]

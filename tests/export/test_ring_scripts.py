@@ -31,7 +31,7 @@ def test_out_exports_what_the_script_trained(module, bert_folder, task_folder, t
     manifest = read_manifest(tmp_path / "exported")
     assert manifest["rule"]["name"] == RULES[module] and manifest["exits"] == [1, 3]
     answers = Runtime(tmp_path / "exported", threads=1).run(TEXTS)
-    assert [each.layers in (1, 3) for each in answers] == [True] * 3
+    assert [answer.layers in (1, 3) for answer in answers] == [True] * 3
     with pytest.raises(SystemExit, match="2"):
         run_script(monkeypatch, module, bert_folder, task_folder, tmp_path)
     assert "is there already" in capsys.readouterr().err

@@ -107,9 +107,9 @@ def compared(kind: str, number: int, ending: str) -> tuple[str, str]:
     )
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        found = model(input_ids=ids, attention_mask=mask)
+        outputs = model(input_ids=ids, attention_mask=mask)
         spans = ending == TOKEN_ENDINGS[1]
-        theirs = torch.stack((found.start_logits, found.end_logits), -1) if spans else found.logits
+        theirs = torch.stack((outputs.start_logits, outputs.end_logits), -1) if spans else outputs.logits
         try:
             backbone = load_backbone(Path(folder))
             depth = backbone.config.num_hidden_layers
@@ -138,12 +138,12 @@ def main(count: int, tokens: bool) -> int:
         if outcome == "different":
             print(kind, line)
     total = sum(counts.values(), Counter())
-    about = {"transformers": transformers.__version__, "torch": torch.__version__, "tolerance": TOLERANCE}
-    about |= {"configurations": count} | {name: total[name] for name in ("equal", "refused", "different")}
-    about |= {"families": {kind: dict(found) for kind, found in counts.items()}, "refusals": dict(refusals)}
+    report = {"transformers": transformers.__version__, "torch": torch.__version__, "tolerance": TOLERANCE}
+    report |= {"configurations": count} | {name: total[name] for name in ("equal", "refused", "different")}
+    report |= {"families": {kind: dict(outcomes) for kind, outcomes in counts.items()}, "refusals": dict(refusals)}
     name = "random_token_heads.json" if tokens else "random_heads.json"
-    Path(__file__).with_name(name).write_text(json.dumps(about, indent=1) + "\n")
-    print({key: about[key] for key in ("configurations", "equal", "refused", "different")})
+    Path(__file__).with_name(name).write_text(json.dumps(report, indent=1) + "\n")
+    print({key: report[key] for key in ("configurations", "equal", "refused", "different")})
     return int(total["different"] > 0)
 
 

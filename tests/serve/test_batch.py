@@ -56,21 +56,21 @@ def inputs(tmp_path):
 
 def test_the_answers_are_those_of_run_in_the_order_of_the_rows(capsys, tmp_path, runtime, inputs):
     summary = answer(capsys, *batch(runtime, tmp_path / "out", f"{inputs}/*"))
-    expected = [each.to_dict() for each in runtime.run(TEXTS, batch_size=1)]
+    expected = [answered.to_dict() for answered in runtime.run(TEXTS, batch_size=1)]
     keys = [{"id": f"n{at}"} for at in range(16)] + [{"file": "b.txt", "row": at} for at in range(1, 8)]
-    found = answers_of(tmp_path / "out")
-    for key, row, one in zip(keys, found, expected + expected[:7], strict=True):
+    rows = answers_of(tmp_path / "out")
+    for key, row, one in zip(keys, rows, expected + expected[:7], strict=True):
         expected_row = key | one | {"confidence": pytest.approx(one["confidence"], abs=1e-6)}
         del expected_row["milliseconds"]
         assert row == expected_row
-    assert len({row["exit"] for row in found}) > 1
+    assert len({row["exit"] for row in rows}) > 1
     sizes = {"a.jsonl": (5, 5, 5, 1), "b.txt": (5, 2)}
-    names = {f"{name}.part-{at:05d}.jsonl": n for name, each in sizes.items() for at, n in enumerate(each)}
+    names = {f"{name}.part-{at:05d}.jsonl": n for name, part_rows in sizes.items() for at, n in enumerate(part_rows)}
     assert {name: content.count(b"\n") for name, content in parts_of(tmp_path / "out").items()} == names
     assert summary["rows"] == 23 and summary["parts"] == 6 and summary["failed"] == 0
-    assert summary["mean_layers"] == pytest.approx(sum(row["layers"] for row in found) / 23)
+    assert summary["mean_layers"] == pytest.approx(sum(row["layers"] for row in rows) / 23)
     assert summary["layers_saved"] == pytest.approx(1 - summary["mean_layers"] / 6)
-    assert summary["exit_counts"] == [sum(row["exit"] == layer for row in found) for layer in runtime.exits]
+    assert summary["exit_counts"] == [sum(row["exit"] == layer for row in rows) for layer in runtime.exits]
 
 
 TABLES = {  # content of a file, texts that are read, (line, beginning of the error) of rows that are not
@@ -113,9 +113,9 @@ def test_a_damaged_row_is_an_error_with_its_line_and_the_rows_around_it_are_read
     content, texts, errors = TABLES[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = list(rows_of(TextReader(path, TaskOptions(), 1)))
-    assert [row.texts[0] for row in found if row.error is None] == texts
-    damaged = [row for row in found if row.error is not None]
+    rows = list(rows_of(TextReader(path, TaskOptions(), 1)))
+    assert [row.texts[0] for row in rows if row.error is None] == texts
+    damaged = [row for row in rows if row.error is not None]
     assert [row.line for row in damaged] == [line for line, _ in errors]
     assert all(row.error.startswith(begin) for row, (_, begin) in zip(damaged, errors))
 
@@ -257,10 +257,10 @@ def test_parquet_is_read_and_written_as_jsonl_is(capsys, tmp_path, runtime, embe
     assert main([*map(str, batch(runtime, tmp_path / "out", f"{inputs}/*")), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["failed"] == 1
     tables = [parquet.read_table(path) for path in sorted((tmp_path / "out").glob("p.parquet.part-*.parquet"))]
-    found = [row for table in tables for row in table.to_pylist()]
+    rows = [row for table in tables for row in table.to_pylist()]
     plain = [row for row in answers_of(tmp_path / "out", ".jsonl") if "id" in row]
-    assert [row | {"id": plain[at]["id"]} for at, row in enumerate(found)] == plain
-    assert [row["id"] for row in found] == ids
+    assert [row | {"id": plain[at]["id"]} for at, row in enumerate(rows)] == plain
+    assert [row["id"] for row in rows] == ids
     assert [table.num_rows for table in tables] == [5, 5, 5, 1]
     encoder = exported_encoder(embedding_run, tmp_path)
     options = ("--no-projection", "--format", "parquet")
@@ -271,7 +271,7 @@ def test_parquet_is_read_and_written_as_jsonl_is(capsys, tmp_path, runtime, embe
 
 
 def block_with(ids):
-    rows = {number: InputRow(number, ("x",), id=each) for number, each in enumerate(ids, start=1)}
+    rows = {number: InputRow(number, ("x",), id=row_id) for number, row_id in enumerate(ids, start=1)}
     return Block("a.part-00000.parquet", "a", rows, True, 0.0, 0)
 
 
@@ -333,8 +333,8 @@ def test_ids_that_python_or_json_cannot_hold_are_texts_and_the_rows_are_answered
         options = ("--no-projection", "--format", form)
         assert answer(capsys, *batch(runtime, tmp_path / form, path, options=options))["rows"] == 3
     (part,) = parts_of(tmp_path / "jsonl").values()
-    found = [json.loads(line, parse_constant=pytest.fail)["id"] for line in part.splitlines()]
-    assert all(str(wanted) in str(each) for wanted, each in zip(expected, found, strict=True)), found
+    ids_written = [json.loads(line, parse_constant=pytest.fail)["id"] for line in part.splitlines()]
+    assert all(str(wanted) in str(row_id) for wanted, row_id in zip(expected, ids_written, strict=True)), ids_written
 
 
 def test_a_value_that_utf_8_cannot_hold_is_the_error_of_its_row_alone(capsys, tmp_path, runtime):

@@ -33,7 +33,7 @@ def values(page, name):
 
 
 def test_each_request_is_answered_by_one_export_and_says_which(runtime, newer):
-    expected = {each.model_id: each.run([(text,) for text in SENTENCES], 1) for each in (runtime, newer)}
+    expected = {model.model_id: model.run([(text,) for text in SENTENCES], 1) for model in (runtime, newer)}
     new = Worker(engine_of(newer))
     with serving(engine_of(runtime), served=lambda old: Canary(old, new, 0.5, Access(Hosts("127.0.0.1")))) as (_, port):
         answered = dict.fromkeys(expected, 0)
@@ -46,10 +46,10 @@ def test_each_request_is_answered_by_one_export_and_says_which(runtime, newer):
         assert ids == expected.keys() and min(answered.values()) >= 5
         assert ask(port, None, "/health", "GET")[1]["model"] == runtime.model_id
         page = ask(port, None, "/metrics", "GET")[1]
-    assert values(page, "mini_ee_model_info") == {f'model="{each}"': 1.0 for each in expected}
+    assert values(page, "mini_ee_model_info") == {f'model="{model_id}"': 1.0 for model_id in expected}
     requests = values(page, "mini_ee_requests_total")
-    own = requests[f'model="{newer.model_id}",outcome="answered"']
-    assert own >= answered[newer.model_id]
+    count = requests[f'model="{newer.model_id}",outcome="answered"']
+    assert count >= answered[newer.model_id]
     assert requests[f'model="{runtime.model_id}",outcome="failed"'] == 0
     agreement = values(page, "mini_ee_canary_agreement")
     assert list(agreement) == [f'end="{end}"' for end in ("low", "mean", "high")]
@@ -88,8 +88,8 @@ def test_a_canary_that_has_ended_gets_no_requests(runtime, newer):
         _,
         port,
     ):
-        found = [ask(port, {"text": SENTENCES[0]}) for _ in range(3)]
-    assert [(status, headers["x-model-id"]) for status, _, headers in found] == [(200, runtime.model_id)] * 3
+        replies = [ask(port, {"text": SENTENCES[0]}) for _ in range(3)]
+    assert [(status, headers["x-model-id"]) for status, _, headers in replies] == [(200, runtime.model_id)] * 3
 
 
 def test_exports_that_answer_other_requests_are_refused(runtime, decoder, tmp_path):

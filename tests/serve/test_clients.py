@@ -54,9 +54,9 @@ def exported(tmp_path_factory):
         run = train("joint", out=tmp_path_factory.mktemp("clients") / "run", epochs=1, max_train=60)
     (curve,) = read_json(run.folder / "metrics.json")["curves"]
     values, _, layers = zip(*curve["points"])
-    own, other = (float(np.float32(values[np.searchsorted(layers, mean)])) for mean in (6, 9))
+    threshold, other = (float(np.float32(values[np.searchsorted(layers, mean)])) for mean in (6, 9))
     folder = run.folder.parent / "exported"
-    export(run._replace(rule=Threshold(own)), folder, web=True)
+    export(run._replace(rule=Threshold(threshold)), folder, web=True)
     return folder, other
 
 
@@ -95,10 +95,10 @@ def test_the_client_in_python_has_the_runtimes_labels_and_layers(exported, thres
     folder, other = exported
     answers = expected(folder, other if threshold else None)
     command = [sys.executable, CLIENTS / "classify.py", folder, *(["--threshold", other] if threshold else [])]
-    found = [json.loads(line) for line in lines_of(command, [*sentences(), ""])]
-    assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
-    confidences = [each.confidence for each in answers]
-    np.testing.assert_allclose([each["confidence"] for each in found], confidences, rtol=0, atol=ATOL)
+    lines = [json.loads(line) for line in lines_of(command, [*sentences(), ""])]
+    assert [(line["label"], line["layers"]) for line in lines] == [(answer.label, answer.layers) for answer in answers]
+    confidences = [answer.confidence for answer in answers]
+    np.testing.assert_allclose([line["confidence"] for line in lines], confidences, rtol=0, atol=ATOL)
 
 
 def test_the_client_in_python_needs_numpy_onnxruntime_and_tokenizers_only():
@@ -128,10 +128,10 @@ def test_node_predicts_what_python_predicts(exported, given_inputs):
     folder, other = exported
     answers = expected(folder, other if given_inputs else None)
     options = ["--threshold", other] if given_inputs else []
-    found = [json.loads(line) for line in lines_of(["node", CLIENTS / "classify.mjs", folder, *options], sentences())]
-    assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
-    confidences = [each.confidence for each in answers]
-    np.testing.assert_allclose([each["confidence"] for each in found], confidences, rtol=0, atol=ATOL)
+    lines = [json.loads(line) for line in lines_of(["node", CLIENTS / "classify.mjs", folder, *options], sentences())]
+    assert [(line["label"], line["layers"]) for line in lines] == [(answer.label, answer.layers) for answer in answers]
+    confidences = [answer.confidence for answer in answers]
+    np.testing.assert_allclose([line["confidence"] for line in lines], confidences, rtol=0, atol=ATOL)
 
 
 @in_node
@@ -140,8 +140,8 @@ def test_node_counts_exits_in_a_row_as_the_run_does(exported, tmp_path):
     export(run._replace(rule=PatienceConfidence(2, 0.6)), tmp_path / "exported", web=True)
     answers = Runtime(tmp_path / "exported").run(sentences(), batch_size=1, rule=PatienceConfidence(2, 0.55))
     command = ["node", CLIENTS / "classify.mjs", tmp_path / "exported", "--threshold", 0.55]
-    found = [json.loads(line) for line in lines_of(command, sentences())]
-    assert [(each["label"], each["layers"]) for each in found] == [(each.label, each.layers) for each in answers]
+    lines = [json.loads(line) for line in lines_of(command, sentences())]
+    assert [(line["label"], line["layers"]) for line in lines] == [(answer.label, answer.layers) for answer in answers]
 
 
 @in_cpp
@@ -151,10 +151,10 @@ def test_cpp_predicts_what_python_predicts(exported, built, given_inputs):
     answers, runtime = expected(folder, other if given_inputs else None), Runtime(folder)
     rows = [" ".join(map(str, ids)) for ids in runtime.encode(sentences()).ids]
     fields = [line.split() for line in lines_of([built, folder, *([repr(other)] if given_inputs else [])], rows)]
-    found = [(runtime.label_names[int(label)], int(layers)) for label, layers, _ in fields]
-    assert found == [(each.label, each.layers) for each in answers]
-    confidences = [each.confidence for each in answers]
-    np.testing.assert_allclose([float(each) for *_, each in fields], confidences, rtol=0, atol=ATOL)
+    printed = [(runtime.label_names[int(label)], int(layers)) for label, layers, _ in fields]
+    assert printed == [(answer.label, answer.layers) for answer in answers]
+    confidences = [answer.confidence for answer in answers]
+    np.testing.assert_allclose([float(confidence) for *_, confidence in fields], confidences, rtol=0, atol=ATOL)
 
 
 @in_node
@@ -192,8 +192,8 @@ def test_cpp_refuses_a_threshold_that_is_no_number(exported, built, threshold):
 @pytest.mark.parametrize("threshold", ["abc", "", "NaN"])
 def test_a_threshold_that_is_no_number_is_one_line(exported, threshold):
     command = ["node", "classify.mjs", str(exported[0]), f"--threshold={threshold}"]
-    found = subprocess.run(command, cwd=CLIENTS, input="fine", capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (2, "--threshold: expected a number\n")
+    process = subprocess.run(command, cwd=CLIENTS, input="fine", capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (2, "--threshold: expected a number\n")
 
 
 @pytest.mark.parametrize("name", ["classify.py", "classify.mjs", "classify.cpp"])

@@ -91,8 +91,8 @@ def test_triton_s_configuration_has_the_inputs_and_outputs_of_the_graph(runtime)
     session = onnxruntime.InferenceSession(runtime.folder / "onnx/model.onnx", options)
     for which, values in (("input", session.get_inputs()), ("output", session.get_outputs())):
         (block,) = re.findall(rf"^{which} \[\n(.*?)\n\]", config, re.M | re.S)
-        found = re.findall(r'{ name: "(\w+)", data_type: (\w+), dims: \[(.*?)\] }', block)
-        axes = [[str(axis) if isinstance(axis, int) else "-1" for axis in each.shape] for each in values]
+        configured = re.findall(r'{ name: "(\w+)", data_type: (\w+), dims: \[(.*?)\] }', block)
+        axes = [[str(axis) if isinstance(axis, int) else "-1" for axis in node.shape] for node in values]
         assert all(batch == "-1" for batch, *_ in axes)  # Triton adds the axis of the batch itself
-        expected = {(each.name, kinds[each.type], ", ".join(own)) for each, (_, *own) in zip(values, axes)}
-        assert set(found) == expected and len(found) == block.count("name:")
+        expected = {(node.name, kinds[node.type], ", ".join(shape)) for node, (_, *shape) in zip(values, axes)}
+        assert set(configured) == expected and len(configured) == block.count("name:")

@@ -33,9 +33,9 @@ def predict_port(classifier):
 
 def test_embed_answers_as_text_embeddings_inference(port, embedding_run):
     expected = embedding_run.embed(TEXTS[:3])
-    status, found, _ = ask(port, {"inputs": list(TEXTS[:3]), "truncate": True, "normalize": True}, "/embed")
+    status, embeddings, _ = ask(port, {"inputs": list(TEXTS[:3]), "truncate": True, "normalize": True}, "/embed")
     assert status == 200
-    np.testing.assert_allclose(found, expected, atol=SAME)
+    np.testing.assert_allclose(embeddings, expected, atol=SAME)
     _, one, _ = ask(port, {"inputs": TEXTS[0]}, "/embed")
     np.testing.assert_allclose(one, expected[:1], atol=SAME)
     _, short, _ = ask(port, {"inputs": list(TEXTS[:3]), "dimensions": 4}, "/embed")
@@ -46,44 +46,44 @@ def test_embed_answers_as_text_embeddings_inference(port, embedding_run):
 def test_embeddings_answers_as_openai(port, encoder, embedding_run):
     expected = embedding_run.embed(TEXTS[:3])
     request = {"input": list(TEXTS[:3]), "model": "any"}
-    status, found, _ = ask(port, request, "/v1/embeddings")
+    status, reply, _ = ask(port, request, "/v1/embeddings")
     tokens = sum(len(embedding_run.tokenizer.ids_of(text)) for text in TEXTS[:3])
-    assert status == 200 and list(found) == ["object", "data", "model", "usage"] and found["object"] == "list"
-    assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens} and found["model"] == encoder.folder.name
-    assert [(each["object"], each["index"]) for each in found["data"]] == [("embedding", k) for k in range(3)]
-    np.testing.assert_allclose([each["embedding"] for each in found["data"]], expected, atol=SAME)
+    assert status == 200 and list(reply) == ["object", "data", "model", "usage"] and reply["object"] == "list"
+    assert reply["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens} and reply["model"] == encoder.folder.name
+    assert [(entry["object"], entry["index"]) for entry in reply["data"]] == [("embedding", k) for k in range(3)]
+    np.testing.assert_allclose([entry["embedding"] for entry in reply["data"]], expected, atol=SAME)
     _, packed, _ = ask(port, {"input": TEXTS[0], "encoding_format": "base64"}, "/v1/embeddings")
     vector = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(vector, expected[0], atol=SAME)
 
 
 def test_predict_answers_as_text_embeddings_inference(predict_port, classifier):
-    (own, other), names = classifier.run(PAIR), classifier.label_names
-    status, found, _ = ask(predict_port, {"inputs": PAIR[0], "parameters": {}}, "/predict")
-    assert status == 200 and found[0]["label"] == own.label and {each["label"] for each in found} == set(names)
-    assert found[0]["score"] == pytest.approx(own.confidence, abs=SAME)
-    assert sum(each["score"] for each in found) == pytest.approx(1, abs=SAME)
+    (first, other), names = classifier.run(PAIR), classifier.label_names
+    status, scored, _ = ask(predict_port, {"inputs": PAIR[0], "parameters": {}}, "/predict")
+    assert status == 200 and scored[0]["label"] == first.label and {label["label"] for label in scored} == set(names)
+    assert scored[0]["score"] == pytest.approx(first.confidence, abs=SAME)
+    assert sum(label["score"] for label in scored) == pytest.approx(1, abs=SAME)
     _, several, _ = ask(predict_port, {"inputs": [[text] for text in PAIR]}, "/predict")
-    assert [each[0]["label"] for each in several] == [own.label, other.label]
+    assert [labels[0]["label"] for labels in several] == [first.label, other.label]
     _, raw, _ = ask(predict_port, {"inputs": PAIR[0], "raw_scores": True}, "/predict")
-    scores = {each["label"]: each["score"] for each in raw}
-    np.testing.assert_allclose([scores[name] for name in names], own.logits, atol=SAME)
+    scores = {label["label"]: label["score"] for label in raw}
+    np.testing.assert_allclose([scores[name] for name in names], first.logits, atol=SAME)
 
 
 @pytest.mark.parametrize("path, key", [("/embed", "inputs"), ("/v1/embeddings", "input")])
 def test_token_ids_of_the_models_tokenizer_are_taken_for_their_text(port, encoder, path, key):
-    ids = [each.tolist() for each in encoder.encode(TEXTS[:3]).ids]
+    ids = [row_ids.tolist() for row_ids in encoder.encode(TEXTS[:3]).ids]
     of_texts, of_ids, mixed = (
         ask(port, {key: given}, path)[1] for given in (list(TEXTS[:3]), ids, [ids[0], TEXTS[1], ids[2]])
     )
-    vectors = [vectors_of(each) for each in (of_texts, of_ids, mixed)]  # requests share batches, which round otherwise
+    vectors = [vectors_of(body) for body in (of_texts, of_ids, mixed)]  # requests share batches, which round otherwise
     assert np.allclose(vectors[0], vectors[1], atol=1e-6) and np.allclose(vectors[0], vectors[2], atol=1e-6)
     one, other = (vectors_of(ask(port, {key: given}, path)[1]) for given in (ids[1], TEXTS[1]))
     assert np.allclose(one, other, atol=1e-6)
 
 
 def vectors_of(answer):
-    return np.array(answer if isinstance(answer, list) else [each["embedding"] for each in answer["data"]])
+    return np.array(answer if isinstance(answer, list) else [entry["embedding"] for entry in answer["data"]])
 
 
 NULLS = dict.fromkeys(("encoding_format", "dimensions", "user"))
@@ -99,7 +99,7 @@ NULLS = dict.fromkeys(("encoding_format", "dimensions", "user"))
 )
 def test_a_field_that_is_null_or_changes_no_answer_is_left_out(port, path, fields):
     key = "input" if path.startswith("/v1/") else "inputs"
-    plain, more = (ask(port, {key: TEXTS[0]} | each, path)[:2] for each in ({}, fields))
+    plain, more = (ask(port, {key: TEXTS[0]} | null_or_not, path)[:2] for null_or_not in ({}, fields))
     assert plain[0] == more[0] == 200 and plain == more
 
 
@@ -109,22 +109,22 @@ def test_thousands_of_texts_are_embedded_in_parts(encoder, embedding_run):
     assert sum(map(len, texts)) > MAX_BODY
     expected = embedding_run.embed(texts[:20])
     with serving(engine_of(encoder)) as (worker, port):
-        status, found, _ = ask(port, {"input": texts}, "/v1/embeddings")
-        usage, data = found["usage"]["prompt_tokens"], found["data"]
-        assert status == 200 and [each["index"] for each in data] == list(range(1030))
-        np.testing.assert_allclose([each["embedding"] for each in data[:20]], expected, atol=SAME)
+        status, reply, _ = ask(port, {"input": texts}, "/v1/embeddings")
+        usage, data = reply["usage"]["prompt_tokens"], reply["data"]
+        assert status == 200 and [entry["index"] for entry in data] == list(range(1030))
+        np.testing.assert_allclose([entry["embedding"] for entry in data[:20]], expected, atol=SAME)
         assert len(ask(port, {"inputs": TEXTS[:1] * 257}, "/embed")[1]) == 257
     assert usage == sum(map(len, encoder.encode(texts).ids)) and not worker.metrics.requests["refused"]
 
 
 def test_models_and_info_name_the_model_and_its_limits(port, predict_port, encoder, classifier):
-    for each, opened in ((port, encoder), (predict_port, classifier)):
-        status, found, _ = ask(each, None, "/v1/models", "GET")
-        (model,) = found["data"]
-        assert status == 200 and found["object"] == "list" and model["id"] == opened.folder.name
+    for at_port, opened in ((port, encoder), (predict_port, classifier)):
+        status, reply, _ = ask(at_port, None, "/v1/models", "GET")
+        (model,) = reply["data"]
+        assert status == 200 and reply["object"] == "list" and model["id"] == opened.folder.name
         assert list(model) == ["id", "object", "created", "owned_by"] and type(model["created"]) is int
-        assert ask(each, None, f"/v1/models/{model['id']}", "GET")[:2] == (200, model)
-        info = ask(each, None, "/info", "GET")[1]
+        assert ask(at_port, None, f"/v1/models/{model['id']}", "GET")[:2] == (200, model)
+        info = ask(at_port, None, "/info", "GET")[1]
         assert info["model_sha"] == opened.model_id and info["max_input_length"] == opened.config["max_length"]
         assert info["max_client_batch_size"] == info["max_concurrent_requests"] == 256 and info["auto_truncate"]
     assert ask(port, None, "/info", "GET")[1]["model_type"] == {"embedding": {"pooling": "mean"}}
@@ -153,33 +153,33 @@ def test_one_label_has_the_sigmoid_as_its_score_and_the_number_if_raw(rerank_por
 
 
 def test_texts_are_ranked_by_their_score_with_the_query(rerank_port, reranker):
-    logits = np.array([each.logits[0] for each in reranker.run([("the film", text) for text in DOCUMENTS])])
+    logits = np.array([answer.logits[0] for answer in reranker.run([("the film", text) for text in DOCUMENTS])])
     order, scores = np.argsort(-logits), 1 / (1 + np.exp(-logits))
     tei = {"query": "the film", "texts": DOCUMENTS}
     for more, of in (({}, scores), ({"raw_scores": True, "truncate": True}, logits)):
-        status, found, _ = ask(rerank_port, tei | more, "/rerank")
-        assert status == 200 and [list(each) for each in found] == [["index", "score"]] * 4
-        assert [each["index"] for each in found] == order.tolist()
-        np.testing.assert_allclose([each["score"] for each in found], of[order], atol=SAME)
-    found = ask(rerank_port, tei | {"return_text": True}, "/rerank")[1]
-    assert [each["text"] for each in found] == [DOCUMENTS[at] for at in order]
+        status, ranking, _ = ask(rerank_port, tei | more, "/rerank")
+        assert status == 200 and [list(ranked) for ranked in ranking] == [["index", "score"]] * 4
+        assert [ranked["index"] for ranked in ranking] == order.tolist()
+        np.testing.assert_allclose([ranked["score"] for ranked in ranking], of[order], atol=SAME)
+    ranking = ask(rerank_port, tei | {"return_text": True}, "/rerank")[1]
+    assert [ranked["text"] for ranked in ranking] == [DOCUMENTS[at] for at in order]
     jina = {
         "model": "any",
         "query": "the film",
-        "documents": [{"text": each} for each in DOCUMENTS],
+        "documents": [{"text": document} for document in DOCUMENTS],
     }
-    status, found, _ = ask(rerank_port, jina, "/v1/rerank")
-    assert status == 200 and [each["index"] for each in found["results"]] == order.tolist()
-    np.testing.assert_allclose([each["relevance_score"] for each in found["results"]], scores[order], atol=SAME)
-    assert [each["document"] for each in found["results"]] == [{"text": DOCUMENTS[at]} for at in order]
+    status, reply, _ = ask(rerank_port, jina, "/v1/rerank")
+    assert status == 200 and [ranked["index"] for ranked in reply["results"]] == order.tolist()
+    np.testing.assert_allclose([ranked["relevance_score"] for ranked in reply["results"]], scores[order], atol=SAME)
+    assert [ranked["document"] for ranked in reply["results"]] == [{"text": DOCUMENTS[at]} for at in order]
     tokens = sum(map(len, reranker.encode([("the film", text) for text in DOCUMENTS]).ids))
-    assert found["usage"]["total_tokens"] == tokens and found["model"] == reranker.folder.name
-    found = ask(rerank_port, jina | {"top_n": 2, "return_documents": False}, "/v1/rerank")[1]["results"]
-    assert [list(each) for each in found] == [["index", "relevance_score"]] * 2
+    assert reply["usage"]["total_tokens"] == tokens and reply["model"] == reranker.folder.name
+    ranking = ask(rerank_port, jina | {"top_n": 2, "return_documents": False}, "/v1/rerank")[1]["results"]
+    assert [list(ranked) for ranked in ranking] == [["index", "relevance_score"]] * 2
     assert ask(rerank_port, jina, "/v2/rerank")[1] == ask(rerank_port, jina, "/v1/rerank")[1]
     many = ask(rerank_port, jina | {"documents": DOCUMENTS * 100}, "/v1/rerank")[1]["results"]
-    assert sorted(each["index"] for each in many) == list(range(400))
-    assert [each["index"] % 4 for each in many[::100]] == order.tolist()
+    assert sorted(ranked["index"] for ranked in many) == list(range(400))
+    assert [ranked["index"] % 4 for ranked in many[::100]] == order.tolist()
     assert ask(rerank_port, None, "/info", "GET")[1]["model_type"]["reranker"]["id2label"] == {"0": "LABEL_0"}
 
 
@@ -230,7 +230,7 @@ def lines_of(package, script, port, texts):
 
 
 def test_coheres_clients_get_the_ranking_of_the_run(rerank_port, reranker):
-    logits = np.array([each.logits[0] for each in reranker.run([("the film", text) for text in DOCUMENTS])])
+    logits = np.array([answer.logits[0] for answer in reranker.run([("the film", text) for text in DOCUMENTS])])
     order = np.argsort(-logits)
     for line in lines_of("cohere", COHERE, rerank_port, ["the film", *DOCUMENTS]):
         expected = [[at, pytest.approx(1 / (1 + np.exp(-logits[at])), abs=SAME)] for at in order.tolist()]

@@ -48,7 +48,7 @@ def run(classifier):
 def external(folder):
     """The places of weights that are not in model.onnx."""
     tensors = tensors_of(onnx.load(folder / MODEL, load_external_data=False).graph)
-    return {entry.value for each in tensors for entry in each.external_data if entry.key == "location"}
+    return {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
 
 
 def test_one_graph_has_its_weights_and_several_share_a_file_that_clients_know(classifier, tmp_path, run):
@@ -67,7 +67,7 @@ def test_a_large_graph_has_its_weights_beside_it(run, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "MOST_INSIDE", 1000)
     export(run, tmp_path / "large")
     assert external(tmp_path / "large") == {"model.onnx_data"} and (tmp_path / "large" / MODEL).stat().st_size < 200_000
-    small, large = ([each.logits for each in Runtime(tmp_path / name).run(ENCODED)] for name in ("small", "large"))
+    small, large = ([answer.logits for answer in Runtime(tmp_path / name).run(ENCODED)] for name in ("small", "large"))
     np.testing.assert_array_equal(small, large)
 
 
@@ -84,18 +84,18 @@ def test_the_configuration_names_labels_and_special_tokens_are_the_originals(run
 
 def test_an_encoder_is_two_modules_with_its_prompts(encoder, embedding_run):
     modules = json.loads((encoder.folder / "modules.json").read_text())
-    assert [(each["path"], each["type"].rpartition(".")[2]) for each in modules] == [
+    assert [(module["path"], module["type"].rpartition(".")[2]) for module in modules] == [
         ("", "Transformer"),
         ("1_Pooling", "Pooling"),
     ]
     pooling = json.loads((encoder.folder / "1_Pooling" / "config.json").read_text())
     assert pooling["word_embedding_dimension"] == 16
-    own = json.loads((encoder.folder / "config_sentence_transformers.json").read_text())
-    assert own["prompts"] == embedding_run.config["prompts"]
+    config = json.loads((encoder.folder / "config_sentence_transformers.json").read_text())
+    assert config["prompts"] == embedding_run.config["prompts"]
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, named",
     [
         ("---\nlicense: apache-2.0\nlanguage: en\n---\n# A model", {"license": "apache-2.0"}),
         ("# A model\nlicense: mit", {}),
@@ -103,10 +103,10 @@ def test_an_encoder_is_two_modules_with_its_prompts(encoder, embedding_run):
         (None, {}),
     ],
 )
-def test_the_license_is_the_one_that_the_originals_card_names(tmp_path, text, found):
+def test_the_license_is_the_one_that_the_originals_card_names(tmp_path, text, named):
     if text is not None:
         (tmp_path / "README.md").write_text(text)
-    assert named_by(tmp_path) == found
+    assert named_by(tmp_path) == named
     cached = tmp_path / "models--org--a-model" / "snapshots" / "0123"
     assert named_by(cached) == {"base_model": "org/a-model"}
 
@@ -128,9 +128,9 @@ def trained(tmp_path_factory):
         patch.setattr(holdout, "TEST_ROWS", 30)
         run = train("joint", out=tmp_path_factory.mktemp("hub") / "run", epochs=1, max_train=60)
     values, _, layers = zip(*read_json(run.folder / "metrics.json")["curves"][0]["points"])
-    own = float(np.float32(values[np.searchsorted(layers, 6)]))
+    threshold = float(np.float32(values[np.searchsorted(layers, 6)]))
     for name, segments in (("one", False), ("several", True)):
-        export(load_run(run.folder)._replace(rule=Threshold(own)), run.folder.parent / name, segments=segments)
+        export(load_run(run.folder)._replace(rule=Threshold(threshold)), run.folder.parent / name, segments=segments)
     return run.folder.parent
 
 
@@ -138,15 +138,15 @@ def texts():
     return [text for (text,) in toy_task().split("test").texts[:COUNT]]
 
 
-def check(found, folder):
+def check(predictions, folder):
     """Label, score and milliseconds of each text, against `mini-ee run`; texts that exit early take less time."""
     expected = Runtime(folder, threads=1).run(texts(), batch_size=1)
-    assert [label for label, *_ in found] == [each.label for each in expected]
-    difference = max(abs(score - each.confidence) for (_, score, _), each in zip(found, expected))
-    layers, times = np.array([each.layers for each in expected]), np.array([each[2] for each in found])
+    assert [label for label, *_ in predictions] == [answer.label for answer in expected]
+    difference = max(abs(score - answer.confidence) for (_, score, _), answer in zip(predictions, expected))
+    layers, times = np.array([answer.layers for answer in expected]), np.array([ms for *_, ms in predictions])
     half = np.median(layers)
     early, late = np.median(times[layers < half]), np.median(times[layers > half])
-    print(f"{len(found)} texts, scores differ by at most {difference:.2g}, early / late {early / late:.2f}")
+    print(f"{len(predictions)} texts, scores differ by at most {difference:.2g}, early / late {early / late:.2f}")
     assert difference < SAME and early < 0.9 * late
 
 
@@ -243,8 +243,8 @@ def test_optimum_and_the_pipeline_of_transformers(trained, name):
 @in_python
 def test_sentence_transformers(encoder):
     given = [*ENCODED, *texts()][:COUNT]
-    found = output_of([PYTHON, "-c", SENTENCE_TRANSFORMERS], encoder.folder, given)
-    np.testing.assert_allclose(found, encoder.embed(given), rtol=0, atol=SAME)
+    embeddings = output_of([PYTHON, "-c", SENTENCE_TRANSFORMERS], encoder.folder, given)
+    np.testing.assert_allclose(embeddings, encoder.embed(given), rtol=0, atol=SAME)
 
 
 @pytest.mark.slow
@@ -259,8 +259,8 @@ def test_transformers_js_in_node(trained, tmp_path, name):
 @in_javascript
 def test_transformers_js_embeds(encoder, tmp_path):
     given = list(ENCODED[:50])
-    found = output_of(in_node(tmp_path, IN_NODE + EMBED), encoder.folder, given)
-    np.testing.assert_allclose(found, encoder.embed(given), rtol=0, atol=SAME)
+    embeddings = output_of(in_node(tmp_path, IN_NODE + EMBED), encoder.folder, given)
+    np.testing.assert_allclose(embeddings, encoder.embed(given), rtol=0, atol=SAME)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -284,7 +284,7 @@ def test_transformers_js_in_a_browser(trained, tmp_path):
     browser, address = Chromium(tmp_path / "profile"), f"http://127.0.0.1:{server.server_port}"
     try:
         browser.open(f"{address}/index.html", "document.title")
-        found = browser.value(f"""(async () => {{
+        predictions = browser.value(f"""(async () => {{
             {TRANSFORMERS_JS}
             const {{ pipeline, env }} = await import("/js/@huggingface/transformers/dist/transformers.min.js");
             Object.assign(env, {{ allowRemoteModels: false, allowLocalModels: true, localModelPath: "/models/" }});
@@ -296,4 +296,4 @@ def test_transformers_js_in_a_browser(trained, tmp_path):
         browser.close()
         server.shutdown()
         server.server_close()
-    check(found, trained / "one")
+    check(predictions, trained / "one")

@@ -35,10 +35,12 @@ F32, BF16 = Engine("openvino", "f32"), Engine("openvino", "bf16")
 GUARANTEE = {"epsilon": 0.9, "delta": 0.1, "measure": "max_probability"}
 
 
-def assert_equal_answers(found, expected, key="logits"):
-    assert [(one.exit, one.layers) for one in found] == [(one.exit, one.layers) for one in expected]
+def assert_equal_answers(answers, expected, key="logits"):
+    assert [(one.exit, one.layers) for one in answers] == [(one.exit, one.layers) for one in expected]
     np.testing.assert_allclose(
-        np.stack([getattr(one, key) for one in found]), np.stack([getattr(one, key) for one in expected]), atol=ENGINES
+        np.stack([getattr(one, key) for one in answers]),
+        np.stack([getattr(one, key) for one in expected]),
+        atol=ENGINES,
     )
 
 
@@ -72,18 +74,18 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_labels_and_exits_equal_those_of_onnx_runtime(runtime, served, rule):
     """The weights are beside these graphs, in onnx/model.onnx_data."""
-    found, expected = served.run(TEXTS, 4, rule=rule), runtime.run(TEXTS, 4, rule=rule)
-    assert_equal_answers(found, expected)
-    assert [one.label for one in found] == [one.label for one in expected]
+    answers, expected = served.run(TEXTS, 4, rule=rule), runtime.run(TEXTS, 4, rule=rule)
+    assert_equal_answers(answers, expected)
+    assert [one.label for one in answers] == [one.label for one in expected]
 
 
 @needs_openvino
 def test_rows_of_a_batch_have_thresholds_of_their_own(runtime, served):
     thresholds = np.random.default_rng(0).uniform(0.3, 1, (len(TEXTS), 3))
     thresholds[0] = np.nan  # that of the rule
-    found = served.run(TEXTS, thresholds=thresholds)
-    assert_equal_answers(found, runtime.run(TEXTS, thresholds=thresholds))
-    assert len({one.exit for one in found}) > 2
+    answers = served.run(TEXTS, thresholds=thresholds)
+    assert_equal_answers(answers, runtime.run(TEXTS, thresholds=thresholds))
+    assert len({one.exit for one in answers}) > 2
 
 
 @needs_openvino
@@ -93,14 +95,14 @@ def test_every_exit_and_the_whole_model_equal_those_of_onnx_runtime(runtime, ser
     expected = read_every_exit(runtime.segments(), inputs)[0]
     for segments in (served.segments(), served.segments().by_segment(Never())):
         np.testing.assert_allclose(read_every_exit(segments, inputs)[0], expected, atol=ENGINES)
-    found = served.whole_model().run_batch(Never(), inputs).logits
-    np.testing.assert_allclose(found, expected[:, -1], atol=ENGINES)
+    logits = served.whole_model().run_batch(Never(), inputs).logits
+    np.testing.assert_allclose(logits, expected[:, -1], atol=ENGINES)
 
 
 @needs_openvino
 def test_embeddings_and_numbers_equal_those_of_onnx_runtime(encoder, reranker):
-    found = F32.open(encoder.folder, threads=1)
-    assert_equal_answers(found.run(ENCODED, 3), encoder.run(ENCODED, 3), "embedding")
+    opened = F32.open(encoder.folder, threads=1)
+    assert_equal_answers(opened.run(ENCODED, 3), encoder.run(ENCODED, 3), "embedding")
     pairs = [(text, other) for text, other in zip(TEXTS, TEXTS[1:])]
     assert_equal_answers(F32.open(reranker.folder, threads=1).run(pairs, 3), reranker.run(pairs, 3))
 
@@ -119,8 +121,8 @@ def test_threads_and_copies_of_other_processes_run_at_the_same_time(runtime, ser
     assert copies[1].segments() is not served.segments() and copies[1].engine == "openvino"
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda at: copies[at % 2].run(TEXTS[at % 3 :]), range(12)))
-    for at, found in enumerate(answers):
-        assert_equal_answers(found, runtime.run(TEXTS[at % 3 :]))
+    for at, answers_from in enumerate(answers):
+        assert_equal_answers(answers_from, runtime.run(TEXTS[at % 3 :]))
 
 
 # ---- Options ----
@@ -180,11 +182,11 @@ def test_a_job_goes_on_in_its_own_engine_alone(capsys, tmp_path, export):
 def test_evaluate_measures_the_engine(capsys, classifier, task_folder):
     """Recorded exits, and the full model that the time is compared with, are of OpenVINO too."""
     words = ("evaluate", classifier.folder, "--task", task_folder, "--max-rows", 40)
-    found, expected = answer(capsys, *words, "--engine", "openvino"), answer(capsys, *words)
-    assert (found["engine"], found["precision"], expected["precision"]) == ("openvino", "f32", None)
-    assert found["versions"].keys() - expected["versions"].keys() <= {"openvino"}
+    measured, expected = answer(capsys, *words, "--engine", "openvino"), answer(capsys, *words)
+    assert (measured["engine"], measured["precision"], expected["precision"]) == ("openvino", "f32", None)
+    assert measured["versions"].keys() - expected["versions"].keys() <= {"openvino"}
     for key in ("accuracy", "mean_layers", "per_exit_accuracy", "exit_counts"):
-        assert found[key] == expected[key]
+        assert measured[key] == expected[key]
 
 
 # ---- The guarantee ----
@@ -192,8 +194,8 @@ def test_evaluate_measures_the_engine(capsys, classifier, task_folder):
 def test_calibration_is_of_the_engine_and_the_precision_that_serve(capsys, export):
     options = ("--engine", "openvino", "--precision", "bf16")
     words = ("calibrate", export, "--text", export.parent / "texts.txt", "--epsilon", ".5", "--delta", ".3")
-    found = answer(capsys, *words, *options)
-    assert (found["engine"], found["precision"]) == ("openvino", "bf16")
+    calibrated = answer(capsys, *words, *options)
+    assert (calibrated["engine"], calibrated["precision"]) == ("openvino", "bf16")
     config = Runtime(export).config
     assert calibrated_engine(config) == BF16 and config["guarantee"]["epsilon"] == 0.5
     page = (export / "README.md").read_text()
@@ -262,9 +264,9 @@ def test_kinds_that_it_does_not_run_are_refused_by_name(capsys, decoder, export)
     manifest = read_json(export / "manifest.json", signed="rule")
     manifest["graphs"]["whole"] = manifest["graphs"]["model"]  # as HashEE's, whose tokens exit within a row
     write_json(export / "manifest.json", manifest)
-    for folder, found in ((decoder.folder, "a decoder"), (export, "tokens that exit within a row")):
+    for folder, kind in ((decoder.folder, "a decoder"), (export, "tokens that exit within a row")):
         line = refused(capsys, "run", folder, "--engine", "openvino", status=2)
-        assert f"expected a classifier or a sentence encoder for --engine openvino, found {found}" in line
+        assert f"expected a classifier or a sentence encoder for --engine openvino, found {kind}" in line
 
 
 @needs_openvino

@@ -184,14 +184,14 @@ def test_a_wrong_request_has_a_status_and_one_line_and_the_next_is_answered(serv
     for path, body, status, *headers, message in REQUESTS[name]:
         method, more = "GET" if body is None else "POST", headers[0] if headers else {}
         body = json.dumps(body).encode() if isinstance(body, dict) else body
-        found, answer, given = ask(port, body, path, method, {"content-type": "application/json"} | more)
+        status_given, answer, given = ask(port, body, path, method, {"content-type": "application/json"} | more)
         line = answer["error"]
         if path.startswith("/v1/"):
             kind = "server_error" if status == 503 else "invalid_request_error"
             assert list(line) == ["message", "type", "param", "code"] and line["type"] == kind
             line = line["message"]
-        where = (path, (body or b"")[:80], found, line)
-        assert (found, list(answer)) == (status, ["error"]) and re.search(message, line), where
+        where = (path, (body or b"")[:80], status_given, line)
+        assert (status_given, list(answer)) == (status, ["error"]) and re.search(message, line), where
         assert line and "\n" not in line and len(line) < 400 and given["x-model-id"], where
         assert given["allow"] == ({"GET": "POST", "POST": "GET"}[method] if status == 405 else None), where
     assert ask(port, None, "/health", "GET")[0] == 200

@@ -13,7 +13,9 @@ from mini_ee.serve.monitoring import Guarantee
 from mini_ee.serve.request_thresholds import RequestThresholds
 
 TEXTS = (SENTENCES * 2)[:32]
-THRESHOLDS = [np.round(each, 4).tolist() for each in np.random.default_rng(0).uniform(0.4, 1, (32, 3))]
+THRESHOLDS = [
+    np.round(row_thresholds, 4).tolist() for row_thresholds in np.random.default_rng(0).uniform(0.4, 1, (32, 3))
+]
 THRESHOLDS[:3] = 0.9, ["inf", 0.5, 0.5], None  # for all exits; never at the first; the rule's own
 POINTS = [[0.4, 0.7, 0.2, 1.5], [0.8, 0.9, 0.05, 2.5], [0.9, 0.97, 0.0, 4.0], ["inf", 1.0, 0.0, 6.0]]
 
@@ -29,23 +31,25 @@ def alone(runtime, text, threshold):
 
 @pytest.mark.parametrize("rebatch", [True, False], ids=["segments", "one graph"])
 def test_32_requests_with_32_thresholds_are_answered_as_32_batches_of_one(runtime, rebatch):
-    expected = [alone(runtime, *each) for each in zip(TEXTS, THRESHOLDS)]
-    assert len({each.layers for each in expected}) > 2
-    assert [each.layers for each in expected] != [each.layers for each in runtime.run(TEXTS)]
-    expected = [(each.label, each.layers) for each in expected]
+    expected = [alone(runtime, *pair) for pair in zip(TEXTS, THRESHOLDS)]
+    assert len({answer.layers for answer in expected}) > 2
+    assert [answer.layers for answer in expected] != [answer.layers for answer in runtime.run(TEXTS)]
+    expected = [(answer.label, answer.layers) for answer in expected]
     bodies = [{"text": text, "threshold": threshold} for text, threshold in zip(TEXTS, THRESHOLDS)]
     with serving(RowEngine(runtime, rebatch=rebatch), max_wait=0.05) as (worker, port):
         apart = together(port, bodies)
-        status, found, _ = ask(port, {"texts": TEXTS, "threshold": THRESHOLDS})
+        status, reply, _ = ask(port, {"texts": TEXTS, "threshold": THRESHOLDS})
         assert worker.metrics.rows.total() > worker.metrics.batches.total(), "some rows should share batches"
-    assert status == 200 and [(each["label"], each["layers"]) for each in found["answers"]] == expected
-    assert [(each["label"], each["layers"]) for _, each, _ in apart] == expected
+    assert status == 200 and [(answer["label"], answer["layers"]) for answer in reply["answers"]] == expected
+    assert [(answer["label"], answer["layers"]) for _, answer, _ in apart] == expected
 
 
 def test_the_runtime_takes_thresholds_by_row(runtime):
-    values = np.array([[np.nan] * 3 if each is None else np.ones(3) * np.float32(each) for each in THRESHOLDS])
-    found = runtime.run(TEXTS, batch_size=8, thresholds=values)
-    assert [each.layers for each in found] == [alone(runtime, *each).layers for each in zip(TEXTS, THRESHOLDS)]
+    values = np.array(
+        [[np.nan] * 3 if threshold is None else np.ones(3) * np.float32(threshold) for threshold in THRESHOLDS]
+    )
+    answers = runtime.run(TEXTS, batch_size=8, thresholds=values)
+    assert [answer.layers for answer in answers] == [alone(runtime, *pair).layers for pair in zip(TEXTS, THRESHOLDS)]
     with pytest.raises(ValueError, match="expected 3 thresholds for each row, one for each exit but the last, found 2"):
         runtime.run(TEXTS, thresholds=values[:, 1:])
     with pytest.raises(

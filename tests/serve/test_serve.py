@@ -65,9 +65,9 @@ def answers(tmp_path, folder, *lines, options=()):
     with pytest.MonkeyPatch.context() as patch, open(lines_of(tmp_path, *lines)) as source:
         patch.setattr(sys, "stdin", source)
         status = main(["run", *map(str, (folder, "--out", out, "--threads", 1, *options))])
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert status == any("error" in each for each in found)
-    return found
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert status == any("error" in row for row in rows)
+    return rows
 
 
 def expected(run, text):
@@ -78,12 +78,12 @@ def expected(run, text):
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_every_line_gets_the_answer_of_the_model_in_the_order_of_the_lines(served, tmp_path, batch_size):
     folder, run = served
-    found = answers(tmp_path, folder, *SENTENCES, options=["--batch-size", batch_size])
-    assert [each["line"] for each in found] == list(range(1, len(SENTENCES) + 1))
-    assert [(each["label"], each["layers"]) for each in found] == [expected(run, text) for text in SENTENCES]
-    assert len({each["layers"] for each in found}) > 1
+    rows = answers(tmp_path, folder, *SENTENCES, options=["--batch-size", batch_size])
+    assert [row["line"] for row in rows] == list(range(1, len(SENTENCES) + 1))
+    assert [(row["label"], row["layers"]) for row in rows] == [expected(run, text) for text in SENTENCES]
+    assert len({row["layers"] for row in rows}) > 1
     keys = {"line", "label", "confidence", "exit", "layers", "milliseconds"}
-    assert all(set(each) == keys and 0 < each["confidence"] <= 1 for each in found)
+    assert all(set(row) == keys and 0 < row["confidence"] <= 1 for row in rows)
 
 
 def test_the_time_of_a_batch_has_the_wait_for_its_plan_in_it(served):
@@ -117,9 +117,9 @@ def test_plain_lines_and_json_may_be_mixed(served, tmp_path):
     ],
 )
 def test_rows_of_two_texts_are_given_with_a_tab_or_as_json(served_pairs, tmp_path, line):
-    (found,) = answers(tmp_path, served_pairs, line)
+    (row,) = answers(tmp_path, served_pairs, line)
     (alone,) = Runtime(served_pairs, threads=1).run([("the film", "the film was good")])
-    assert (found["label"], found["exit"]) == (alone.label, alone.exit)
+    assert (row["label"], row["exit"]) == (alone.label, alone.exit)
 
 
 BAD = [
@@ -140,12 +140,12 @@ BAD = [
 def test_a_bad_line_is_reported_with_its_number_and_the_others_are_answered(served, tmp_path, capsys):
     good = "the film was good"
     lines = [line for bad, _ in BAD for line in (good, bad)] + [good]
-    found = answers(tmp_path, served[0], *lines, options=["--batch-size", 2])
-    assert [each["line"] for each in found] == list(range(1, len(lines) + 1))
-    assert len({each["label"] for each in found[::2]}) == 1
+    rows = answers(tmp_path, served[0], *lines, options=["--batch-size", 2])
+    assert [row["line"] for row in rows] == list(range(1, len(lines) + 1))
+    assert len({row["label"] for row in rows[::2]}) == 1
     printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mini-ee run: line ")]
-    for number, (_, message), each, line in zip(range(2, 99, 2), BAD, found[1::2], printed, strict=False):
-        assert set(each) == {"line", "error"} and message in each["error"]
+    for number, (_, message), answered, line in zip(range(2, 99, 2), BAD, rows[1::2], printed, strict=False):
+        assert set(answered) == {"line", "error"} and message in answered["error"]
         assert line.startswith(f"mini-ee run: line {number}: ") and message in line
     assert len(printed) == len(BAD)
 

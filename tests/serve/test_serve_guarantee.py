@@ -131,20 +131,20 @@ def test_the_page_counts_requests_exits_seconds_and_agreements():
     metrics.count_batch("4", 3)
     metrics.requests["refused"] += 2
     page = metrics.page({"2": 0, "4": 7})
-    found = values(page)
-    assert found['mini_ee_requests_total{outcome="answered"}'] == 4
-    assert found['mini_ee_requests_total{outcome="refused"}'] == 2
-    assert found['mini_ee_exits_total{layers="2"}'] == 3 and found['mini_ee_exits_total{layers="4"}'] == 3
-    assert found['mini_ee_queue_rows{queue="4"}'] == 7 and found['mini_ee_batch_rows_total{queue="4"}'] == 3
+    counts = values(page)
+    assert counts['mini_ee_requests_total{outcome="answered"}'] == 4
+    assert counts['mini_ee_requests_total{outcome="refused"}'] == 2
+    assert counts['mini_ee_exits_total{layers="2"}'] == 3 and counts['mini_ee_exits_total{layers="4"}'] == 3
+    assert counts['mini_ee_queue_rows{queue="4"}'] == 7 and counts['mini_ee_batch_rows_total{queue="4"}'] == 3
     bounds = (0.001, 0.005, 0.025, 10.0, "+Inf")
-    assert [found[f'mini_ee_request_seconds_bucket{{le="{bound}"}}'] for bound in bounds] == [1, 2, 3, 3, 4]
-    assert found["mini_ee_request_seconds_sum"] == pytest.approx(99.0245)
-    ends = [found[f'mini_ee_agreement{{end="{end}"}}'] for end in ("low", "mean", "high")]
+    assert [counts[f'mini_ee_request_seconds_bucket{{le="{bound}"}}'] for bound in bounds] == [1, 2, 3, 3, 4]
+    assert counts["mini_ee_request_seconds_sum"] == pytest.approx(99.0245)
+    ends = [counts[f'mini_ee_agreement{{end="{end}"}}'] for end in ("low", "mean", "high")]
     low, high = share_interval(95, 100)
     assert ends == pytest.approx([low, 0.95, high], abs=1e-5)
-    assert found["mini_ee_guaranteed_agreement"] == 0.9 and found["mini_ee_shadow_total"] == 100
+    assert counts["mini_ee_guaranteed_agreement"] == 0.9 and counts["mini_ee_shadow_total"] == 100
     named = Counter(line.split()[2] for line in page.splitlines() if line[0] == "#")  # HELP and TYPE of each
-    names = {re.sub("_(bucket|sum|count)$", "", name.partition("{")[0]) for name in found}
+    names = {re.sub("_(bucket|sum|count)$", "", name.partition("{")[0]) for name in counts}
     assert set(named) >= names and set(named.values()) == {2}
 
 

@@ -48,9 +48,9 @@ def served(runtime):
 
 
 def test_health_and_metrics_name_the_exported_model(served, runtime, tmp_path):
-    status, found, _ = ask(served[1], None, "/health", "GET")
-    assert status == 200 and found["status"] == "ready" and found["exits"] == [1, 2, 4, 6]
-    assert found["model"] == runtime.model_id
+    status, health, _ = ask(served[1], None, "/health", "GET")
+    assert status == 200 and health["status"] == "ready" and health["exits"] == [1, 2, 4, 6]
+    assert health["model"] == runtime.model_id
     assert ask(served[1], None, "/live", "GET")[:2] == (200, {"status": "ready"})
     for _ in range(20):  # half of them run to full depth beside
         assert ask(served[1], {"text": "the film"})[2]["x-model-id"] == runtime.model_id
@@ -79,18 +79,18 @@ def test_a_server_that_drains_is_unhealthy_and_one_whose_worker_has_failed_is_no
             failed.setattr(type(worker), "state", "dead")
             assert ask(port, None, "/live", "GET")[:2] == (503, {"status": "dead"})
         assert worker.drain(10)
-        status, found, headers = ask(port, None, "/health", "GET")
-        assert (status, found["status"], headers["retry-after"]) == (503, "drained", "1")
+        status, answer, headers = ask(port, None, "/health", "GET")
+        assert (status, answer["status"], headers["retry-after"]) == (503, "drained", "1")
         assert ask(port, None, "/live", "GET")[:2] == (200, {"status": "drained"})
-        status, found, _ = ask(port, {"text": "the film"})
-        assert (status, found) == (503, {"error": "the server is shutting down; send the request to another server"})
+        status, answer, _ = ask(port, {"text": "the film"})
+        assert (status, answer) == (503, {"error": "the server is shutting down; send the request to another server"})
 
 
 def test_a_full_queue_is_503_with_the_reason(runtime):
     with serving(slowed(engine_of(runtime, rule=Fixed(0)), 0.05), max_open=2, batch=1) as (worker, port):
-        found = together(port, [{"text": "the film"}] * 12)
-        assert {status for status, *_ in found} == {200, 503}
-        refused = [(answer, headers) for status, answer, headers in found if status == 503]
+        replies = together(port, [{"text": "the film"}] * 12)
+        assert {status for status, *_ in replies} == {200, 503}
+        refused = [(answer, headers) for status, answer, headers in replies if status == 503]
         assert all("2 requests are open" in answer["error"] and headers["retry-after"] for answer, headers in refused)
     assert worker.metrics.responses[503] == len(refused)
 
@@ -138,8 +138,8 @@ def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runti
     """Above --queue they are refused while none is encoded yet, and one that is given up keeps its place till then."""
     engine, go, most = held_encoding(engine_of(runtime))
     with serving(engine, max_open=4) as (worker, port):
-        found = []
-        asking = threading.Thread(target=lambda: found.extend(together(port, [{"text": LONG_TEXT}] * 20)))
+        replies = []
+        asking = threading.Thread(target=lambda: replies.extend(together(port, [{"text": LONG_TEXT}] * 20)))
         asking.start()
         deadline = time.monotonic() + 10
         while worker.metrics.requests["refused"] < 16 and time.monotonic() < deadline:
@@ -151,7 +151,7 @@ def test_long_texts_take_their_place_before_they_are_encoded_one_at_a_time(runti
         go.set()
         asking.join()
         assert ask(port, {"text": "the film"})[0] == 200
-    assert sorted(status for status, *_ in found if status == 200) == [200] * 3
+    assert sorted(status for status, *_ in replies if status == 200) == [200] * 3
     assert set(most) == {1} and worker._open == 0
 
 
@@ -247,12 +247,12 @@ def test_a_decoder_writes_the_whole_text_or_streams_its_pieces(decoder):
     with serving(engine_of(decoder, room=4)) as (_, port):
         alone = [decoder.run([prompt], max_new_tokens=5)[0] for prompt in PROMPTS]
         bodies = [{"text": prompt, "max_new_tokens": 5} for prompt in PROMPTS]
-        for (status, found, _), expected in zip(together(port, bodies, "/generate"), alone):
-            assert status == 200 and (found["text"], found["tokens"]) == (expected.text, expected.tokens)
-        for (status, found, headers), expected in zip(
+        for (status, body_read, _), expected in zip(together(port, bodies, "/generate"), alone):
+            assert status == 200 and (body_read["text"], body_read["tokens"]) == (expected.text, expected.tokens)
+        for (status, lines, headers), expected in zip(
             together(port, [body | {"stream": True} for body in bodies], "/generate"), alone
         ):
-            *pieces, answer = map(json.loads, found.splitlines())
+            *pieces, answer = map(json.loads, lines.splitlines())
             assert status == 200 and headers["content-type"] == "application/x-ndjson"
             assert "".join(piece["text"] for piece in pieces) == answer["text"] == expected.text
             assert answer["layers"] == expected.layers
@@ -459,29 +459,29 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served)
 
 # ---- Several texts in a request ----
 def test_texts_are_answered_alone_and_together_as_by_the_runtime(runtime, decoder):
-    alone = [each.to_dict() for each in runtime.run(SENTENCES, batch_size=1)]
+    alone = [answered.to_dict() for answered in runtime.run(SENTENCES, batch_size=1)]
     with serving(engine_of(runtime)) as (_, port):
         status, answer, _ = ask(port, {"texts": SENTENCES})
-        found = [ask(port, {"text": text})[1] for text in SENTENCES]
+        of_one = [ask(port, {"text": text})[1] for text in SENTENCES]
         pair = ask(port, {"texts": [[SENTENCES[0]]]})[1]["answers"]
     assert status == 200 and set(answer) == {"answers"} and pair[0]["label"] == alone[0]["label"]
-    for one, other, expected in zip(found, answer["answers"], alone, strict=True):
+    for one, other, expected in zip(of_one, answer["answers"], alone, strict=True):
         assert one["milliseconds"] == round(one["milliseconds"], 3) > 0
-        for each in (one, other):
+        for answered_row in (one, other):
             confidence = pytest.approx(expected["confidence"], abs=1e-5)
-            assert each == expected | {"confidence": confidence, "milliseconds": each["milliseconds"]}
+            assert answered_row == expected | {"confidence": confidence, "milliseconds": answered_row["milliseconds"]}
     with serving(engine_of(decoder, room=4)) as (_, port):
         status, answer, _ = ask(port, {"texts": PROMPTS, "max_new_tokens": 3}, "/generate")
     alone = decoder.run(PROMPTS, max_new_tokens=3)
-    assert status == 200 and [each["text"] for each in answer["answers"]] == [each.text for each in alone]
+    assert status == 200 and [written["text"] for written in answer["answers"]] == [written.text for written in alone]
 
 
 def test_more_texts_than_places_are_answered_in_parts_with_others_in_between(runtime):
     texts = (SENTENCES * 3)[:40]
-    alone = [(each.label, each.layers) for each in runtime.run(texts, batch_size=1)]
+    alone = [(answered.label, answered.layers) for answered in runtime.run(texts, batch_size=1)]
     with serving(slowed(engine_of(runtime), 0.01), max_open=8) as (worker, port):
-        found = []
-        asking = threading.Thread(target=lambda: found.append(ask(port, {"texts": texts})))
+        replies = []
+        asking = threading.Thread(target=lambda: replies.append(ask(port, {"texts": texts})))
         asking.start()
         until(lambda: worker._open)
         between = 0
@@ -490,8 +490,8 @@ def test_more_texts_than_places_are_answered_in_parts_with_others_in_between(run
             between += 1
         asking.join()
         assert ask(port, {"texts": texts, "deadline_ms": 60})[:2] == (503, {"error": LATE})
-    status, answer, _ = found[0]
-    assert status == 200 and [(each["label"], each["layers"]) for each in answer["answers"]] == alone and between > 1
+    status, answer, _ = replies[0]
+    assert status == 200 and [(row["label"], row["layers"]) for row in answer["answers"]] == alone and between > 1
     assert not worker.metrics.requests["refused"] and not worker._open
 
 
@@ -510,13 +510,17 @@ def test_the_texts_of_a_long_request_are_tokenized_beside_the_loop(runtime):
 
 @pytest.mark.slow
 def test_the_texts_of_a_request_all_have_a_place_or_none(runtime):
-    with serving(slowed(engine_of(runtime), 0.3), max_open=4) as (worker, port):
+    engine, gate = engine_of(runtime), threading.Event()
+    run = engine.run
+    engine.run = lambda at, rows: (gate.wait(), time.sleep(0.1), run(at, rows))[-1]
+    with serving(engine, max_open=4) as (worker, port):
         first = threading.Thread(target=ask, args=(port, {"texts": ["the film"] * 3}))
         first.start()
         while worker._open < 3:
             time.sleep(0.01)
         status, answer, _ = ask(port, {"texts": ["a meal"] * 2})
         assert status == 503 and "3 requests are open, with room for 1 more" in answer["error"] and worker._open == 3
+        gate.set()
         first.join()
         assert ask(port, {"texts": ["a meal"] * 4, "deadline_ms": 30})[:2] == (503, {"error": LATE})
 
@@ -538,16 +542,16 @@ def command(folder, *options):
 
 def test_sigterm_drains_and_ends_with_the_summary(runtime):
     with command(runtime.folder, "--json") as (process, port):
-        found = []
-        asking = threading.Thread(target=lambda: found.extend(together(port, [{"text": "the film"}] * 16)))
+        replies = []
+        asking = threading.Thread(target=lambda: replies.extend(together(port, [{"text": "the film"}] * 16)))
         asking.start()
-        while not found and not ask(port, None, "/metrics", "GET")[1].count('outcome="answered"} 1'):
+        while not replies and not ask(port, None, "/metrics", "GET")[1].count('outcome="answered"} 1'):
             time.sleep(0.005)
         process.send_signal(signal.SIGTERM)
         out, error = process.communicate(timeout=20)
         asking.join()
     assert process.returncode == 0 and "Traceback" not in error
-    assert json.loads(out)["requests"]["answered"] == sum(status == 200 for status, *_ in found)
+    assert json.loads(out)["requests"]["answered"] == sum(status == 200 for status, *_ in replies)
     assert "drained" in error
 
 
@@ -556,9 +560,9 @@ def test_a_run_is_served_as_its_export_is(tmp_path, checkpoint_folder, task_fold
     mini_ee.export(run, tmp_path / "exported")
     (expected,) = Runtime(tmp_path / "exported", threads=1).run(["the film was lovely"])
     with command(run.folder) as (_, port):
-        status, found, _ = ask(port, {"text": "the film was lovely"})
-    assert (status, found["label"], found["exit"]) == (200, expected.label, expected.exit)
-    assert found["confidence"] == pytest.approx(expected.confidence)
+        status, answer, _ = ask(port, {"text": "the film was lovely"})
+    assert (status, answer["label"], answer["exit"]) == (200, expected.label, expected.exit)
+    assert answer["confidence"] == pytest.approx(expected.confidence)
 
 
 @pytest.mark.parametrize("kind", ["runtime", "reranker", "decoder", "encoder"])
@@ -594,15 +598,15 @@ def test_clients_of_a_server_that_is_killed_get_an_error_and_its_next_start_serv
                         return
 
             clients = [threading.Thread(target=client) for _ in range(4)]
-            for each in clients:
-                each.start()
+            for started in clients:
+                started.start()
             time.sleep(0.1 + 0.02 * kill)
             os.kill(process.pid, signal.SIGKILL)
-            for each in clients:
-                each.join(5)
-            assert not any(each.is_alive() for each in clients) and time.monotonic() - begin < 5
-        assert set(filter(lambda each: isinstance(each, int), outcomes)) <= {200, 503}
-        assert sum(isinstance(each, Exception) for each in outcomes) == 4
+            for started in clients:
+                started.join(5)
+            assert not any(ended.is_alive() for ended in clients) and time.monotonic() - begin < 5
+        assert set(filter(lambda outcome: isinstance(outcome, int), outcomes)) <= {200, 503}
+        assert sum(isinstance(outcome, Exception) for outcome in outcomes) == 4
 
 
 @pytest.mark.parametrize(
@@ -653,14 +657,16 @@ def test_the_pages_from_a_run_to_a_running_server_run_as_they_stand(tmp_path, mo
     steps = (Path(server.__file__).parents[1] / "export" / "README.md").read_text()
     lines = "".join(re.findall(r"^```bash\n(.*?)^```$", steps, re.M | re.S)).splitlines()
     assert lines[0].startswith("pip install")
-    found = run_lines(lines[1:])
-    assert '"layers": ' in found.stdout and '"status": "ready"' in found.stdout and '"error": ' not in found.stdout
+    process = run_lines(lines[1:])
+    assert (
+        '"layers": ' in process.stdout and '"status": "ready"' in process.stdout and '"error": ' not in process.stdout
+    )
     assert Path("current").readlink() == Path("served-1") and Path("served-int8/onnx/model.onnx").exists()
     shutil.copytree("served-1", "served")  # which the other page exports by the same command
-    install, found = run_block(0)
-    assert install.startswith("pip install") and '"layers": ' in found.stdout
-    assert 'mini_ee_requests_total{outcome="answered"} 1' in found.stdout
-    assert "drained; 1 requests answered" in found.stderr
+    install, process = run_block(0)
+    assert install.startswith("pip install") and '"layers": ' in process.stdout
+    assert 'mini_ee_requests_total{outcome="answered"} 1' in process.stdout
+    assert "drained; 1 requests answered" in process.stderr
     page = (Path(server.__file__).parent / "README.md").read_text()
     (python,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -37,8 +37,8 @@ def line_of(folder, port, *options):
 
 
 def children(process, name):
-    found = subprocess.run(["pgrep", "-P", str(process), "-f", name], capture_output=True, text=True)
-    return [int(number) for number in found.stdout.split()]
+    pgrep = subprocess.run(["pgrep", "-P", str(process), "-f", name], capture_output=True, text=True)
+    return [int(number) for number in pgrep.stdout.split()]
 
 
 class Cluster:
@@ -71,16 +71,16 @@ class Cluster:
     def names(self):
         """Of the replicas, as /metrics shows them, and how many requests each has answered."""
         page = str(ask(self.port, None, "/metrics", "GET")[1])
-        found = re.findall(r'requests_total{replica="(\w+)",outcome="answered"} (\d+)', page)
-        return {name: int(count) for name, count in found}
+        counts = re.findall(r'requests_total{replica="(\w+)",outcome="answered"} (\d+)', page)
+        return {name: int(count) for name, count in counts}
 
     def whole(self, but=()):
         """Wait for two replicas that answer, none of them of these names."""
         end = time.monotonic() + 60
         while time.monotonic() < end:
             with suppress(OSError):  # on busy cores Ray may take a slow proxy for a dead one, and start another
-                if len(found := self.names()) == 2 and not set(found) & set(but):
-                    return found
+                if len(replica_names := self.names()) == 2 and not set(replica_names) & set(but):
+                    return replica_names
             time.sleep(0.2)
         raise AssertionError("".join(self.output))
 
@@ -137,8 +137,8 @@ def load(port, clients=4):
 # ---- What it answers ----
 def test_replicas_answer_as_the_runtime_does_at_batch_1(cluster, runtime):
     alone = runtime.run(SENTENCES, batch_size=1)
-    found = together(cluster.port, [{"text": text} for text in SENTENCES])
-    for (status, answer, _), expected in zip(found, alone):
+    replies = together(cluster.port, [{"text": text} for text in SENTENCES])
+    for (status, answer, _), expected in zip(replies, alone):
         assert status == 200 and (answer["label"], answer["layers"]) == (expected.label, expected.layers)
     counts = cluster.names()
     assert len(counts) == 2 and sum(counts.values()) == len(SENTENCES) and all(counts.values())
@@ -151,8 +151,8 @@ def test_errors_are_those_of_one_process(cluster):
         (b" " * ((1 << 20) + 1), 413, "at most 1048576 bytes"),
         (b'{"text": "a", "deadline_ms": 0.001}', 503, "the deadline passed"),
     ):
-        found, answer, _ = ask(cluster.port, body)
-        assert found == status and message in answer["error"] and "\n" not in answer["error"]
+        status_given, answer, _ = ask(cluster.port, body)
+        assert status_given == status and message in answer["error"] and "\n" not in answer["error"]
     assert ask(cluster.port, None, "/", "GET")[0] == 404
     assert ask(cluster.port, None, "/health", "GET")[1]["status"] == "ready"
 
@@ -191,8 +191,8 @@ def handed_over(cluster, folder, *options):
 def test_another_export_takes_over_without_a_lost_request(cluster, runtime):
     before = cluster.whole()
     with load(cluster.port) as seen:
-        found = handed_over(cluster, runtime.folder)
-        assert found.returncode == 0 and "the cluster serves it now" in found.stderr, found.stderr
+        process = handed_over(cluster, runtime.folder)
+        assert process.returncode == 0 and "the cluster serves it now" in process.stderr, process.stderr
         assert not set(cluster.whole(but=before)) & set(before)
     assert {status for status, _ in seen} == {200}
 
@@ -201,35 +201,35 @@ def test_a_replica_refuses_what_is_above_its_queue(cluster, decoder):
     """By itself: were fewer handed to it at a time, as Ray does by default, its batches would not fill."""
     assert handed_over(cluster, decoder.folder, "--queue", "2").returncode == 0
     cluster.whole()
-    found = together(cluster.port, [{"text": "the film", "max_new_tokens": 12}] * 32, "/generate")
-    assert {status for status, *_ in found} == {200, 503}
-    refused = [answer["error"] for status, answer, _ in found if status == 503]
+    replies = together(cluster.port, [{"text": "the film", "max_new_tokens": 12}] * 32, "/generate")
+    assert {status for status, *_ in replies} == {200, 503}
+    refused = [answer["error"] for status, answer, _ in replies if status == 503]
     assert all(answer.startswith("2 requests are open, with room for 0 more") for answer in refused)
 
 
 def test_a_decoder_streams_through_ray(cluster, decoder):
     for prompt in PROMPTS:
         body = {"text": prompt, "max_new_tokens": 5, "stream": True}
-        status, found, headers = ask(cluster.port, body, "/generate")
-        *pieces, answer = map(json.loads, found.splitlines())
+        status, lines, headers = ask(cluster.port, body, "/generate")
+        *pieces, answer = map(json.loads, lines.splitlines())
         expected = decoder.run([prompt], max_new_tokens=5)[0]
         assert status == 200 and headers["content-type"] == "application/x-ndjson"
         assert "".join(piece["text"] for piece in pieces) == answer["text"] == expected.text
 
 
 def test_sigterm_drains_and_no_process_remains(cluster):
-    found = []
+    replies = []
     body = {"text": "the film", "max_new_tokens": 8}
-    asking = threading.Thread(target=lambda: found.extend(together(cluster.port, [body] * 16, "/generate")))
+    asking = threading.Thread(target=lambda: replies.extend(together(cluster.port, [body] * 16, "/generate")))
     asking.start()
     time.sleep(0.05)
     replicas = cluster.replicas()
     cluster.process.send_signal(signal.SIGTERM)
     asking.join(30)
-    assert {status for status, *_ in found} <= {200, 503}
+    assert {status for status, *_ in replies} <= {200, 503}
     assert cluster.process.wait(60) == 0
     summary = json.loads(cluster.process.stdout.read())
-    assert summary["requests"]["answered"] >= sum(status == 200 for status, *_ in found)
+    assert summary["requests"]["answered"] >= sum(status == 200 for status, *_ in replies)
     assert len(replicas) == 2 and not any(Path(f"/proc/{replica}").exists() for replica in replicas)
     assert any("drained" in output for output in cluster.output)
 
@@ -304,7 +304,7 @@ def test_the_page_from_export_to_two_replicas_runs_as_it_stands(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split("train joint --exits 4,8,12 --max-train 40 --epochs 1 --out run")) == 0
     assert main(shlex.split("export run --segments --out served")) == 0
-    install, found = run_block(1)
-    assert install == "pip install -q -e '.[ray]'" and '"layers": ' in found.stdout
-    assert "1" in re.findall(r'replica="\w+",outcome="answered"} (\d)', found.stdout)
-    assert "drained; 1 requests answered" in found.stderr
+    install, process = run_block(1)
+    assert install == "pip install -q -e '.[ray]'" and '"layers": ' in process.stdout
+    assert "1" in re.findall(r'replica="\w+",outcome="answered"} (\d)', process.stdout)
+    assert "drained; 1 requests answered" in process.stderr

@@ -69,7 +69,7 @@ def test_a_copy_of_a_runtime_opens_its_folder_again_with_its_own_arguments_and_r
     assert type(copied) is Runtime and copied._threads == 1 and copied.rule == opened.rule
     opened.rule = Never()
     for one, other in ((opened, pickle.loads(pickle.dumps(opened))), (copied, deepcopy(copied))):
-        assert [each.layers for each in other.run(SENTENCES)] == [each.layers for each in one.run(SENTENCES)]
+        assert [answer.layers for answer in other.run(SENTENCES)] == [answer.layers for answer in one.run(SENTENCES)]
     texts = pickle.loads(pickle.dumps(decoder))
     assert type(texts) is TokenRuntime and texts.max_new_tokens == decoder.max_new_tokens == 8
     assert texts.run(PROMPTS)[0].tokens == decoder.run(PROMPTS)[0].tokens
@@ -85,10 +85,10 @@ def test_a_copy_of_a_runtime_opens_its_folder_again_with_its_own_arguments_and_r
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_answers_are_those_of_the_runtime_at_batch_1_whoever_shared_the_batches(runtime, rule, rebatch):
     texts = random.Random(3).choices(SENTENCES, k=60) + SENTENCES
-    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=0.002)
+    answers, metrics = all_at_once(RowEngine(runtime, rule, rebatch), texts, batch=4, max_wait=0.002)
     alone = runtime.run(texts, batch_size=1, rule=rule)
-    assert [(each.label, each.layers) for each in found] == [(each.label, each.layers) for each in alone]
-    np.testing.assert_allclose([each.logits for each in found], [each.logits for each in alone], atol=1e-5)
+    assert [(answer.label, answer.layers) for answer in answers] == [(answer.label, answer.layers) for answer in alone]
+    np.testing.assert_allclose([answer.logits for answer in answers], [answer.logits for answer in alone], atol=1e-5)
     assert metrics.requests["answered"] == len(texts)
     assert metrics.exit_counts.total() == len(texts)
     last = str(runtime.exits[-1])
@@ -131,9 +131,9 @@ def test_what_a_rule_keeps_of_a_row_goes_with_it_into_another_batch(runtime):
 
 def test_what_has_no_answer_of_full_depth_is_not_put_in_the_shadow(runtime):
     graphs, task = runtime.config["graphs"] | {"whole": {}}, runtime.config["task"] | {"label_names": []}
-    for about, line in (({"graphs": graphs}, "tokens exit within a row"), ({"task": task}, "found a regression")):
+    for config, line in (({"graphs": graphs}, "tokens exit within a row"), ({"task": task}, "found a regression")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"{line}.*leave out --shadow"):
-            patch.setattr(runtime, "config", runtime.config | about)
+            patch.setattr(runtime, "config", runtime.config | config)
             RowEngine(runtime, guarantee=Guarantee(0.5))
 
 
@@ -150,9 +150,9 @@ class TwoParts(Rule):
 @pytest.mark.parametrize("rule", ["threshold", "patience", "fixed", "halves"])
 def test_shadow_requests_measure_the_agreement_with_the_full_model(runtime, rule, rebatch):
     rule, guarantee = TwoParts() if rule == "halves" else RULES[rule], Guarantee(1.0)
-    found, metrics = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
+    answers, metrics = all_at_once(RowEngine(runtime, rule, rebatch, guarantee), SENTENCES, batch=4)
     full = runtime.run(SENTENCES, batch_size=1, rule=Never())
-    agree = [each.label == other.label for each, other in zip(found, full)]
+    agree = [answer.label == other.label for answer, other in zip(answers, full)]
     assert guarantee.rows == len(SENTENCES) and sum(guarantee.agreements) == sum(agree) < len(agree)
     assert metrics.requests["answered"] == len(SENTENCES)
     if rebatch:
@@ -173,10 +173,10 @@ def test_thresholds_rise_in_a_worker_whose_guarantee_is_broken(runtime):
             for future in [worker.submit(text) for text in SENTENCES]:
                 future.result(30)
         last = [worker.submit(text) for text in SENTENCES]
-        found = [future.result(30) for future in last]
+        answers = [future.result(30) for future in last]
     full = runtime.run(SENTENCES, batch_size=1, rule=Never())
     assert engine.rule.threshold > 0.8 and engine.guarantee.tightened >= 3
-    assert np.mean([each.label == other.label for each, other in zip(found, full)]) >= 0.9
+    assert np.mean([answer.label == other.label for answer, other in zip(answers, full)]) >= 0.9
 
 
 def test_looks_at_a_stricter_rule_are_counted_anew():
@@ -215,10 +215,10 @@ def test_drift_is_from_the_exits_that_the_calibration_counted(runtime, decoder, 
 def test_a_plan_is_made_in_a_stage_of_its_own(runtime, rebatch):
     engine = RowEngine(runtime, TwoParts(), rebatch)
     assert engine.queues[0] == "plan"
-    found, metrics = all_at_once(engine, SENTENCES, batch=4)
+    answers, metrics = all_at_once(engine, SENTENCES, batch=4)
     plan = TwoParts().plan(runtime.encode(SENTENCES).batch(slice(None)))
     alone = [runtime.run([text], rule=Planned([k]))[0] for text, k in zip(SENTENCES, plan)]
-    assert [(each.label, each.exit) for each in found] == [(each.label, each.exit) for each in alone]
+    assert [(answer.label, answer.exit) for answer in answers] == [(answer.label, answer.exit) for answer in alone]
     assert metrics.rows["plan"] == len(SENTENCES)
 
 
@@ -241,12 +241,12 @@ def test_a_wrong_row_is_refused_before_it_is_queued(runtime):
 @pytest.mark.parametrize("room", [1, 3, 16])
 def test_texts_that_begin_and_end_at_any_time_are_those_of_the_runtime_alone(decoder, room):
     alone = [decoder.run([prompt])[0] for prompt in PROMPTS]
-    found, metrics = all_at_once(TextEngine(decoder, room=room), PROMPTS, batch=room)
-    assert [(each.tokens, each.layers, each.text) for each in found] == [
-        (each.tokens, each.layers, each.text) for each in alone
+    texts, metrics = all_at_once(TextEngine(decoder, room=room), PROMPTS, batch=room)
+    assert [(text.tokens, text.layers, text.text) for text in texts] == [
+        (text.tokens, text.layers, text.text) for text in alone
     ]
-    assert len({layers for each in found for layers in each.layers}) > 1
-    assert metrics.batches["texts"] < sum(len(each.tokens) for each in alone) or room == 1
+    assert len({layers for text in texts for layers in text.layers}) > 1
+    assert metrics.batches["texts"] < sum(len(text.tokens) for text in alone) or room == 1
 
 
 def test_a_text_takes_the_place_of_one_that_ended(decoder):
@@ -257,10 +257,10 @@ def test_a_text_takes_the_place_of_one_that_ended(decoder):
     with Worker(engine, max_open=50) as worker:
         counts = [2, 7, 3, 5, 1, 6]
         futures = [worker.submit(prompt, max_new_tokens=count) for prompt, count in zip(PROMPTS, counts)]
-        found = [future.result(30) for future in futures]
+        texts = [future.result(30) for future in futures]
     alone = [decoder.run([prompt], max_new_tokens=count)[0] for prompt, count in zip(PROMPTS, counts)]
-    assert [each.tokens for each in found] == [each.tokens for each in alone]
-    assert max(sizes) == 2 and sum(sizes) == sum(len(each.tokens) for each in found)
+    assert [text.tokens for text in texts] == [text.tokens for text in alone]
+    assert max(sizes) == 2 and sum(sizes) == sum(len(text.tokens) for text in texts)
     assert len(sizes) <= sum(sizes) / 2 + 7, "places stood empty while texts waited"
 
 
@@ -289,7 +289,7 @@ def test_pieces_of_a_text_are_sent_as_they_are_written(decoder):
 def test_a_letter_of_several_tokens_is_sent_when_it_is_complete():
     backend = Tokenizer.from_folder(BUILT_IN_DECODER).backend
     text = "Señor Café’s 🎬 said: “東京” 👩‍👩‍👧 naïve"
-    prompt, ids = ([*backend.encode(each, add_special_tokens=False).ids] for each in ("The film:", text))
+    prompt, ids = ([*backend.encode(words, add_special_tokens=False).ids] for words in ("The film:", text))
     runtime = SimpleNamespace(config={"stop": []}, tokenizer=SimpleNamespace(backend=backend))
     runtime.text_after = lambda *tokens: TokenRuntime.text_after(runtime, *tokens)
     engine = object.__new__(TextEngine)
@@ -514,10 +514,12 @@ def test_above_the_load_that_it_bears_every_request_is_answered_or_refused_once(
     counts = worker.metrics.requests
     assert sum(counts.values()) == len(moments) == len(futures) + refused
     assert counts["refused"] == refused > len(moments) / 8
-    alone = [(each.label, each.layers) for each in runtime.run(SENTENCES, batch_size=1, rule=engine.rule)]
-    good = [(at, each.result()) for at, each in futures if not each.cancelled() and each.exception() is None]
+    alone = [(answer.label, answer.layers) for answer in runtime.run(SENTENCES, batch_size=1, rule=engine.rule)]
+    good = [
+        (at, accepted.result()) for at, accepted in futures if not accepted.cancelled() and accepted.exception() is None
+    ]
     assert len(good) == counts["answered"] > len(moments) / 8
-    assert all((each.label, each.layers) == alone[at % len(SENTENCES)] for at, each in good)
+    assert all((answer.label, answer.layers) == alone[at % len(SENTENCES)] for at, answer in good)
 
 
 def test_nothing_that_a_row_held_outlives_it(runtime):
@@ -552,5 +554,5 @@ import mini_ee.serve.app, mini_ee.serve.command_serve
 with Worker(engine_of(Runtime({str(runtime.folder)!r}, threads=1))) as worker:
     print(worker.submit("the film was good").result(10).layers)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0 and int(found.stdout) in (1, 2, 4, 6), found.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0 and int(process.stdout) in (1, 2, 4, 6), process.stderr

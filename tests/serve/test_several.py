@@ -24,10 +24,10 @@ NAMES = {"words": "runtime", "two": "classifier", "vectors": "encoder", "pairs":
 @pytest.fixture(scope="module")
 def opened(request):
     """The exports by their names in the server."""
-    found = {name: Runtime(request.getfixturevalue(fixture).folder, threads=1) for name, fixture in NAMES.items()}
-    for name, runtime in found.items():
+    runtimes = {name: Runtime(request.getfixturevalue(fixture).folder, threads=1) for name, fixture in NAMES.items()}
+    for name, runtime in runtimes.items():
         runtime.name = name
-    return found
+    return runtimes
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def test_a_request_is_answered_by_the_export_that_it_names(port, opened, path, f
         status, answer, headers = ask(port, fields | {"model": name}, path)
         with serving(engine_of(opened[name])) as (_, alone):
             expected = ask(alone, fields, path)[1]
-        for each in (answer, expected):
-            each.pop("milliseconds", None) if isinstance(each, dict) else None
+        for body in (answer, expected):
+            body.pop("milliseconds", None) if isinstance(body, dict) else None
         assert (status, answer, headers["x-model-id"]) == (200, expected, opened[name].model_id)
 
 
@@ -78,9 +78,9 @@ WRONG = [  # path, fields, status, a part of the line
 
 @pytest.mark.parametrize("path, fields, status, message", WRONG)
 def test_another_name_is_one_clear_error(port, path, fields, status, message):
-    found, answer, _ = ask(port, fields, path, "GET" if fields is None else "POST", JSON)
+    status_given, answer, _ = ask(port, fields, path, "GET" if fields is None else "POST", JSON)
     line = answer["error"]["message"] if path.startswith("/v1/") else answer["error"]
-    assert found == status and re.search(message, line) and "\n" not in line
+    assert status_given == status and re.search(message, line) and "\n" not in line
 
 
 def test_what_is_asked_by_get_is_about_all_exports(port, opened):
@@ -89,7 +89,7 @@ def test_what_is_asked_by_get_is_about_all_exports(port, opened):
     assert ask(port, None, "/v1/models/two", "GET")[1] == models[1]
     status, health, headers = ask(port, None, "/health", "GET")
     assert status == 200 and health["status"] == "ready" and "x-model-id" not in headers
-    assert {name: each["model"] for name, each in health["exports"].items()} == {
+    assert {name: model["model"] for name, model in health["exports"].items()} == {
         name: runtime.model_id for name, runtime in opened.items()
     }
     assert ask(port, None, "/live", "GET")[:2] == (200, {"status": "ready"})
@@ -170,12 +170,12 @@ def test_a_body_in_gzip_is_read(opened):
         for texts in (SENTENCES[:3], [text + " very" * 4000 for text in SENTENCES[:3]]):  # also a large one
             plain = {"texts": texts}
             packed = gzip.compress(json.dumps(plain).encode())
-            found = ask(port, packed, headers=JSON | {"content-encoding": "GZIP"})
+            reply = ask(port, packed, headers=JSON | {"content-encoding": "GZIP"})
             answers, expected = (
-                [(each["label"], each["layers"], each["confidence"]) for each in given[1]["answers"]]
-                for given in (found, ask(port, plain))
+                [(row["label"], row["layers"], row["confidence"]) for row in given[1]["answers"]]
+                for given in (reply, ask(port, plain))
             )
-            assert found[0] == 200 and answers == expected
+            assert reply[0] == 200 and answers == expected
 
 
 def test_what_a_small_body_inflates_to_is_limited_while_it_is_read(opened):
@@ -203,8 +203,8 @@ def test_the_command_serves_several_exports_with_a_key_of_the_environment(opened
         assert "models: a, b" in line and 'Bearer $MINI_EE_API_KEY" --json' in process.stderr.readline()
         key = {"authorization": "Bearer from-the-environment"}
         assert ask(port, {"text": "the film", "model": "b"})[0] == 401
-        found = ask(port, {"text": "the film", "model": "b"}, headers=JSON | key)
-        assert (found[0], found[2]["x-model-id"]) == (200, opened["two"].model_id)
+        reply = ask(port, {"text": "the film", "model": "b"}, headers=JSON | key)
+        assert (reply[0], reply[2]["x-model-id"]) == (200, opened["two"].model_id)
         process.terminate()
         out, error = process.communicate(timeout=20)
     finally:
@@ -213,7 +213,7 @@ def test_the_command_serves_several_exports_with_a_key_of_the_environment(opened
     summary = json.loads(out)
     assert process.returncode == 0 and "drained; 1 requests answered" in error and "environment" not in out + error
     assert summary["export"] == str(opened["words"].folder) and summary["requests"]["answered"] == 0
-    assert [(each["export"], each["requests"]["answered"]) for each in summary["others"]] == [
+    assert [(other["export"], other["requests"]["answered"]) for other in summary["others"]] == [
         (str(opened["two"].folder), 1)
     ]
 

@@ -147,11 +147,11 @@ def assert_says_what_python_says(browser, folder, rows, settings=None, rule=None
     expected, encoded = runtime.run(rows, batch_size=1, rule=rule), runtime.encode(rows)
     shown = answers(browser, rows, settings)
     assert [ids for *_, ids in shown] == [ids.tolist() for ids in encoded.ids]
-    assert [each[:2] for each in shown] == [[answer.label, answer.layers] for answer in expected]
+    assert [row[:2] for row in shown] == [[answer.label, answer.layers] for answer in expected]
     if runtime.label_names:
         expected = [answer.confidence for answer in expected]
-        np.testing.assert_allclose([each[2] for each in shown], expected, rtol=0, atol=ATOL)
-    return [each[1] for each in shown]
+        np.testing.assert_allclose([row[2] for row in shown], expected, rtol=0, atol=ATOL)
+    return [row[1] for row in shown]
 
 
 def reviews():
@@ -168,9 +168,9 @@ def test_fifty_sentences_have_pythons_labels_and_layers(browser, serve, exported
 @in_chromium
 def test_every_value_of_the_slider_exits_as_pythons_rule_does(browser, serve, exported):
     browser.open(serve(exported), LOADED)
-    about, means = read_json(exported / "web.json"), []
-    for value, *_ in about["curve"]["points"][::4]:
-        given_inputs = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 11}}
+    page_data, means = read_json(exported / "web.json"), []
+    for value, *_ in page_data["curve"]["points"][::4]:
+        given_inputs = page_data["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 11}}
         layers = assert_says_what_python_says(browser, exported, reviews()[:10], given_inputs, Threshold(value))
         means.append(np.mean(layers))
     assert means == sorted(means) and means[0] < means[2] < means[-1]
@@ -184,13 +184,14 @@ def test_texts_that_are_odd_or_too_long_have_pythons_tokens(browser, serve, expo
 
 def test_the_page_of_the_built_in_reviews_begins_with_the_sentences_of_the_first_picture(exported, small_exported):
     drawn = re.findall(r'^    \("(.+)", \d+, "\w+"\),$', (ROOT / "docs" / "drawings" / "loop.py").read_text(), re.M)
-    first, own = (read_json(folder / "web.json")["examples"] for folder in (exported, small_exported))
-    assert [row["texts"] for row in first][:3] == [[text] for text in drawn] and len(first) == len(own) == page.EXAMPLES
-    assert not set(drawn) & {text for row in own for text in row["texts"]}
+    first, small = (read_json(folder / "web.json")["examples"] for folder in (exported, small_exported))
+    assert [row["texts"] for row in first][:3] == [[text] for text in drawn]
+    assert len(first) == len(small) == page.EXAMPLES
+    assert not set(drawn) & {text for row in small for text in row["texts"]}
 
 
 def test_the_page_names_a_fixed_exit_by_its_layer():
-    assert page._about(Fixed(1), (2, 4, 6))["fixed"] == {"exit": 4}
+    assert page._rule_text(Fixed(1), (2, 4, 6))["fixed"] == {"exit": 4}
 
 
 @in_chromium
@@ -215,9 +216,9 @@ def test_each_rule_has_its_page(browser, serve, run, tmp_path, rule):
     assert text_of(browser, "#rule-text").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
 
 
-def assert_shows_what_is_compared(browser, run, rule, about):
+def assert_shows_what_is_compared(browser, run, rule, page_data):
     """Of the first example, at every exit that it reaches: what `stop` compares, and what with."""
-    texts = [tuple(about["examples"][0]["texts"])]
+    texts = [tuple(page_data["examples"][0]["texts"])]
     inputs, segments = run.encode(texts).batch([0]), run.segments()
     (at,) = early_exit(segments, rule, inputs).exit_index
     logits, _, _ = read_every_exit(segments, inputs)
@@ -239,8 +240,8 @@ def assert_shows_what_is_compared(browser, run, rule, about):
             object.__setattr__(noted, name, value)
         noted.stop(k, logits[:, k], memory)
         for part, (name, value) in zip(words.split(":")[0].split("; "), wanted.items(), strict=True):
-            found, setting = part.split(f", {name} ")
-            assert float(found) == pytest.approx(value.compared, abs=6e-4)
+            number, setting = part.split(f", {name} ")
+            assert float(number) == pytest.approx(value.compared, abs=6e-4)
             assert float(setting) == pytest.approx(value.value, abs=6e-4)
 
 
@@ -313,12 +314,12 @@ def test_the_page_shows_each_exit_and_follows_the_slider(browser, serve, exporte
     summary = browser.value("document.querySelector('#rule-score').textContent")
     full = read_json(exported / "web.json")["curve"]["points"][-1]
     assert summary != before and f"{full[1]:.3f}" in summary and "12.00 of 12 layers" in summary
-    assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
+    assert not [event for event in browser.events if event.get("method") == "Runtime.exceptionThrown"]
     requests = [
-        each["params"]["request"]["url"] for each in browser.events if each.get("method", "").endswith("BeSent")
+        event["params"]["request"]["url"] for event in browser.events if event.get("method", "").endswith("BeSent")
     ]
-    own = address.removesuffix("index.html")
-    assert len(requests) > 9 and all(url.startswith((own, "data:")) for url in requests), requests
+    folder_address = address.removesuffix("index.html")
+    assert len(requests) > 9 and all(url.startswith((folder_address, "data:")) for url in requests), requests
 
 
 @in_chromium
@@ -442,9 +443,9 @@ def written(browser, prompts, settings=None, count=NEW):
 def assert_writes_what_python_writes(browser, folder, prompts, settings=None, rule=None, count=NEW):
     """Returns the layers."""
     expected = Runtime(folder, threads=1).run(prompts, batch_size=1, rule=rule, max_new_tokens=count)
-    found = written(browser, prompts, settings, count)
-    assert found == [[each.text, each.tokens, each.layers] for each in expected]
-    return [layer for *_, layers in found for layer in layers]
+    texts_written = written(browser, prompts, settings, count)
+    assert texts_written == [[answer.text, answer.tokens, answer.layers] for answer in expected]
+    return [layer for *_, layers in texts_written for layer in layers]
 
 
 @in_chromium
@@ -457,11 +458,11 @@ def test_a_decoder_writes_pythons_text_with_pythons_layers(browser, serve, expor
 @in_chromium
 def test_every_value_of_a_decoders_slider_exits_as_pythons_rule_does(browser, serve, exported_decoder):
     browser.open(serve(exported_decoder), LOADED)
-    about, means = read_json(exported_decoder / "web.json"), []
-    values = [float(value) for value, *_ in about["curve"]["points"]]
+    page_data, means = read_json(exported_decoder / "web.json"), []
+    values = [float(value) for value, *_ in page_data["curve"]["points"]]
     between = (np.array(values[1:]) + values[:-1]) / 2  # a point itself is what some token's confidence is
     for value in [*between[::6].tolist(), "inf"]:
-        given_inputs = about["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 3}}
+        given_inputs = page_data["settings"] | {"threshold": {"dtype": "float32", "values": [value] * 3}}
         rule = Threshold(float(value))
         means.append(np.mean(assert_writes_what_python_writes(browser, exported_decoder, PROMPTS, given_inputs, rule)))
     assert means[0] < means[2] < means[-1] == 12
@@ -486,8 +487,8 @@ def test_a_decoder_has_its_page_under_each_rule(browser, serve, decoder, tmp_pat
     layers = assert_writes_what_python_writes(browser, tmp_path / "exported", PROMPTS)
     assert len(set(layers)) > (rule.needs is not None), "some should leave early, and some later"
     assert text_of(browser, "#rule-text").startswith(" ".join(inspect.getdoc(rule).split("\n\n")[0].split()))
-    own = (read_json(tmp_path / "exported" / "web.json")["curve"] or {}).get("own")
-    assert not own or f"after {own[1]:.2f} of 12 layers" in text_of(browser, "#rule-score")
+    point = (read_json(tmp_path / "exported" / "web.json")["curve"] or {}).get("own")
+    assert not point or f"after {point[1]:.2f} of 12 layers" in text_of(browser, "#rule-score")
 
 
 @in_chromium
@@ -548,7 +549,7 @@ def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, expo
     assert tokens == [f"layer {layer}" for layer in expected.layers]
     colour = "(token) => token.title + getComputedStyle(token).backgroundColor"
     colours = browser.value(f"Array.from(document.querySelectorAll('.generated .token'), {colour})")
-    assert len(set(colours)) == len({each.split("oklch")[1] for each in colours}) == 4
+    assert len(set(colours)) == len({of_token.split("oklch")[1] for of_token in colours}) == 4
     counts = [f"layer {layer} {expected.layers.count(layer)}" for layer in (3, 6, 9, 12)]
     legend = browser.value("Array.from(document.querySelectorAll('.legend li'), (entry) => entry.textContent)")
     assert [entry.split(",")[0] for entry in legend] == counts
@@ -560,7 +561,7 @@ def test_the_page_colours_each_token_and_sums_the_layers_up(browser, serve, expo
         slider.dispatchEvent(new Event("input"));
     })()""")
     browser.wait(f"{DONE} && document.querySelector('.verdict').textContent.startsWith('0%')")
-    assert not [each for each in browser.events if each.get("method") == "Runtime.exceptionThrown"]
+    assert not [event for event in browser.events if event.get("method") == "Runtime.exceptionThrown"]
 
 
 @in_chromium
@@ -603,26 +604,26 @@ def test_a_prompt_that_cannot_be_continued_is_reported_on_the_page(browser, serv
 
 
 def test_a_decoders_curve_ends_with_the_full_model(exported_decoder):
-    about = read_json(exported_decoder / "web.json")
-    values, agreement, layers = zip(*about["curve"]["points"])
+    page_data = read_json(exported_decoder / "web.json")
+    values, agreement, layers = zip(*page_data["curve"]["points"])
     assert (values[-1], agreement[-1], layers[-1]) == ("inf", 1, 12) and list(layers) == sorted(layers)
-    own = values.index(0.5)
-    assert [agreement[own], layers[own]] == about["curve"]["own"] and min(agreement) < 1
+    place = values.index(0.5)
+    assert [agreement[place], layers[place]] == page_data["curve"]["own"] and min(agreement) < 1
 
 
 def test_the_folder_is_whole_and_the_graph_is_the_same_with_plain_inputs(small_exported):
     manifest = read_json(small_exported / "manifest.json")
-    found = {str(path.relative_to(small_exported)) for path in small_exported.rglob("*") if path.is_file()}
-    assert found - {"manifest.json", "README.md"} == set(manifest["files"])
-    about = read_json(small_exported / "web.json")
-    assert about["settings"].keys() == {"threshold", "exit_at"}
-    inputs, outputs = (manifest["graphs"]["model"][each] for each in ("inputs", "outputs"))
+    files = {str(path.relative_to(small_exported)) for path in small_exported.rglob("*") if path.is_file()}
+    assert files - {"manifest.json", "README.md"} == set(manifest["files"])
+    page_data = read_json(small_exported / "web.json")
+    assert page_data["settings"].keys() == {"threshold", "exit_at"}
+    inputs, outputs = (manifest["graphs"]["model"][name] for name in ("inputs", "outputs"))
     web = manifest["graphs"]["model_web"]
     assert web["inputs"] == inputs and web["outputs"].keys() == {*outputs, "compared_threshold"}
     graph = onnx.load(small_exported / "onnx/model_web.onnx", load_external_data=False).graph
-    assert not {each.name for each in graph.initializer} & inputs.keys()
+    assert not {initializer.name for initializer in graph.initializer} & inputs.keys()
     for branch in branches_of(graph):
-        assert all(each.data_location == onnx.TensorProto.DEFAULT for each in branch.initializer)
+        assert all(initializer.data_location == onnx.TensorProto.DEFAULT for initializer in branch.initializer)
 
 
 def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(small_run, small_exported):
@@ -632,8 +633,8 @@ def test_the_curve_is_that_of_the_run_and_ends_with_the_full_model(small_run, sm
     assert curve["of"] == f"{metrics['rows_held']} held-out rows" and values[-1] == "inf"
     assert layers[-1] == 3 and scores[-1] == metrics["per_exit_accuracy"][-1]
     assert list(layers) == sorted(layers)
-    own = values.index(float(np.float32(load_run(small_run.folder).rule.threshold)))
-    assert (scores[own], layers[own]) == (metrics["hold_out"]["accuracy"], metrics["hold_out"]["mean_layers"])
+    place = values.index(float(np.float32(load_run(small_run.folder).rule.threshold)))
+    assert (scores[place], layers[place]) == (metrics["hold_out"]["accuracy"], metrics["hold_out"]["mean_layers"])
 
 
 @pytest.mark.parametrize("rule", [Threshold(-0.5, "entropy"), Svm((1.0,) * 2, (1.0,) * 2, (-0.65,) * 2)], ids=str)

@@ -34,9 +34,9 @@ class Table(loop.Table):
 
 def exits_of(rule, logits, exit_logits=None):
     """The exit index of each example under the loop. Its logits must be those of that exit."""
-    found = loop.early_exit(Table(logits, exit_logits), rule, range(len(logits)))
-    np.testing.assert_array_equal(found.logits, logits[range(len(logits)), found.exit_index])
-    return found.exit_index
+    result = loop.early_exit(Table(logits, exit_logits), rule, range(len(logits)))
+    np.testing.assert_array_equal(result.logits, logits[range(len(logits)), result.exit_index])
+    return result.exit_index
 
 
 def random_logits(examples=400, classes=3, seed=0):
@@ -71,11 +71,11 @@ def test_an_example_stops_in_a_batch_where_it_stops_alone(kind, settings):
 
 def test_an_example_that_stopped_is_neither_run_nor_read_again():
     table = Table(random_logits(7))
-    found = loop.early_exit(table, Threshold(0.8), range(7))
-    assert len(set(found.exit_index)) >= 3
+    result = loop.early_exit(table, Threshold(0.8), range(7))
+    assert len(set(result.exit_index)) >= 3
     for k, ids in (*table.ran, *table.were_read):
-        assert ids == np.flatnonzero(found.exit_index >= k).tolist()
-    assert [k for k, _ in table.ran] == list(range(found.exit_index.max() + 1))
+        assert ids == np.flatnonzero(result.exit_index >= k).tolist()
+    assert [k for k, _ in table.ran] == list(range(result.exit_index.max() + 1))
 
 
 def test_a_plan_beyond_the_last_exit_ends_there():
@@ -111,16 +111,16 @@ THRESHOLDS = {
 @pytest.mark.parametrize("measure", MEASURES)
 def test_threshold_stops_at_the_first_exit_that_reaches_it(measure):
     logits, threshold = random_logits(), THRESHOLDS[measure]
-    found = exits_of(Threshold(threshold, measure), logits)
-    assert found.tolist() == [threshold_by_definition(row, [threshold] * K, measure) for row in logits]
-    assert 0 < found.mean() < K - 1
+    exit_index = exits_of(Threshold(threshold, measure), logits)
+    assert exit_index.tolist() == [threshold_by_definition(row, [threshold] * K, measure) for row in logits]
+    assert 0 < exit_index.mean() < K - 1
 
 
 def test_a_threshold_for_each_exit_is_compared_at_that_exit():
     logits, thresholds = random_logits(), np.linspace(0.95, 0.5, K)
-    found = exits_of(Threshold(thresholds.tolist()), logits)
-    assert found.tolist() == [threshold_by_definition(row, thresholds, "max_probability") for row in logits]
-    assert (found != exits_of(Threshold(float(thresholds[0])), logits)).any()
+    exit_index = exits_of(Threshold(thresholds.tolist()), logits)
+    assert exit_index.tolist() == [threshold_by_definition(row, thresholds, "max_probability") for row in logits]
+    assert (exit_index != exits_of(Threshold(float(thresholds[0])), logits)).any()
 
 
 def test_a_confidence_equal_to_the_threshold_stops():
@@ -147,9 +147,9 @@ def pabee(predictions, t, same=lambda a, b: a == b):
 @pytest.mark.parametrize("classes", [2, 4])
 def test_patience_t_stops_where_pabees_counter_reaches_t(t, classes):
     logits = random_logits(classes=classes)
-    found = exits_of(Patience(t), logits)
-    assert found.tolist() == [pabee(row.argmax(axis=1).tolist(), t) for row in logits]
-    assert {t, K - 1} <= set(found)  # never at the first exit, which has none before it
+    exit_index = exits_of(Patience(t), logits)
+    assert exit_index.tolist() == [pabee(row.argmax(axis=1).tolist(), t) for row in logits]
+    assert {t, K - 1} <= set(exit_index)  # never at the first exit, which has none before it
 
 
 def test_patience_on_sequences_by_hand():
@@ -162,8 +162,8 @@ def test_patience_on_sequences_by_hand():
 @pytest.mark.parametrize("tolerance", [0.1, 0.5, 2.0])
 def test_patience_of_a_regression_counts_predictions_closer_than_the_tolerance(t, tolerance):
     logits = random_logits(classes=1)
-    found = exits_of(Patience(t, tolerance), logits)
-    assert found.tolist() == [pabee(row[:, 0].tolist(), t, lambda a, b: abs(a - b) < tolerance) for row in logits]
+    exit_index = exits_of(Patience(t, tolerance), logits)
+    assert exit_index.tolist() == [pabee(row[:, 0].tolist(), t, lambda a, b: abs(a - b) < tolerance) for row in logits]
 
 
 def test_a_difference_of_exactly_the_tolerance_is_a_change():

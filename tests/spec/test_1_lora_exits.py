@@ -55,7 +55,7 @@ def padded_batch():
 def test_eq2_an_exit_computes_with_w_plus_ab(targets):
     model, inputs = lora_model(targets), padded_batch()
     with torch.no_grad():
-        found = model(inputs)
+        logits = model(inputs)
         for k, depth in enumerate(model.exits):
             bert = deepcopy(model.bert).double()
             for layer, adapters in zip(bert.layers, model.adapters[k]):
@@ -63,7 +63,7 @@ def test_eq2_an_exit_computes_with_w_plus_ab(targets):
                     getattr(layer, target).weight += (pair.A.double() @ pair.B.double()).T * 16.0 / 4
             hidden = bert.run(bert.embed(inputs), inputs.mask, 0, depth)
             expected = deepcopy(model.heads[k]).double()(model.pooled(hidden, inputs.mask))
-            torch.testing.assert_close(found[:, k].double(), expected, rtol=0, atol=ATOL)
+            torch.testing.assert_close(logits[:, k].double(), expected, rtol=0, atol=ATOL)
 
 
 def test_eq2_without_b_an_exit_is_the_frozen_backbone():
@@ -125,14 +125,14 @@ def test_eq4_is_zero_for_equal_distributions():
 @pytest.mark.parametrize("weight", [0.0, 0.2, 1.0])
 def test_eq4_weighs_labels_and_teacher_with_lambda(weight):
     hard, soft = cross_entropy(LOGITS.float(), LABELS), paper.distillation_loss(LOGITS, TEACHER, 10.0)
-    found = paper.exit_loss(LOGITS, LABELS, TEACHER, weight=weight, temperature=10.0)
-    torch.testing.assert_close(found.float(), (1 - weight) * hard + weight * soft)
+    loss = paper.exit_loss(LOGITS, LABELS, TEACHER, weight=weight, temperature=10.0)
+    torch.testing.assert_close(loss.float(), (1 - weight) * hard + weight * soft)
 
 
 def test_a_regression_follows_its_teachers_value():
     """A squared error in place of the divergence."""
-    found = paper.distillation_loss(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.0]]), 2.0)
-    assert found.item() == ((3 - 1) ** 2 + 0) / 2
+    loss = paper.distillation_loss(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.0]]), 2.0)
+    assert loss.item() == ((3 - 1) ** 2 + 0) / 2
 
 
 # ---- Section 3.2: which exit teaches which, and in what order they learn ----
@@ -177,8 +177,8 @@ def test_eq6_adds_to_each_row_the_product_with_the_adapters_of_its_own_exit(leng
     for row, i in enumerate(np.repeat(range(n), lengths)):
         expected[row] += 0.5 * x[row] @ A[i] @ B[i]
     starts = [0, *np.cumsum(lengths).tolist()]
-    found = paper.sgmv(*map(torch.from_numpy, (y, x, A, B)), starts, scale=0.5)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-12)
+    product = paper.sgmv(*map(torch.from_numpy, (y, x, A, B)), starts, scale=0.5)
+    np.testing.assert_allclose(product.numpy(), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,15 @@ ATOL = 1e-6  # float32 against float64
 def test_eq1_position_by_position(penalty, target):
     generator = torch.Generator().manual_seed(0)
     logits, full = 2 * torch.randn(2, 3, 4, 7, generator=generator)
-    found = paper.head_loss(logits, full, penalty, target)
+    losses = paper.head_loss(logits, full, penalty, target)
     for b in range(3):
         for t in range(4):
-            p, p_theta = (np.exp(each[b, t].double().numpy()) for each in (logits, full))
+            p, p_theta = (np.exp(logit_rows[b, t].double().numpy()) for logit_rows in (logits, full))
             p, p_theta = p / p.sum(), p_theta / p_theta.sum()
             y = p_theta if target == "soft" else np.eye(7)[p_theta.argmax()]
             cross_entropy = -sum(y[i] * math.log(p[i]) for i in range(7))
             uncertainty = -sum(p[i] * math.log(p[i]) for i in range(7))
-            assert found[b, t].item() == pytest.approx((1 - penalty) * cross_entropy - penalty * uncertainty, abs=1e-5)
+            assert losses[b, t].item() == pytest.approx((1 - penalty) * cross_entropy - penalty * uncertainty, abs=1e-5)
 
 
 def optimum(penalty, size):

@@ -176,10 +176,10 @@ def test_algorithm_3_2_is_eq_4_to_6_on_the_k_nearest(settings):
     values = (random.uniform(0, 1, (60, 4)) * random.integers(0, 2, (60, 4))).astype(np.float32)
     vectors, queries = random.normal(size=(60, 8)), random.normal(size=(20, 8))
     rule = raee.Retrieval(lambda inputs: queries, vectors, values, **settings)
-    vectors, queries = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (vectors, queries))
+    vectors, queries = (array / np.linalg.norm(array, axis=1, keepdims=True) for array in (vectors, queries))
     expected = []
     for query in queries:
-        distances = [math.dist(query, each) ** 2 for each in vectors]
+        distances = [math.dist(query, vector) ** 2 for vector in vectors]
         nearest = np.argsort(distances)[: settings["k"]]
         votes = raee.passing_values(values[None, nearest], settings["tau"], settings["fallback_top"])[0]
         expected.append(loops_of_eq_4_to_6(votes.tolist(), [distances[row] for row in nearest], 1e-9)[0])

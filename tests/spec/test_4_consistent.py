@@ -94,7 +94,7 @@ def test_eq4_an_example_memorized_at_the_last_layer_pays_nothing_for_depth():
 def enumerate_trajectories(exit_logits):
     """The oracle, (B, K): walk through every sequence of actions, and add its probability to its exit."""
     rows, policies = exit_logits.shape
-    found = np.zeros((rows, policies + 1))
+    chances = np.zeros((rows, policies + 1))
     for row in range(rows):
         for walk in itertools.product([False, True], repeat=policies):
             chance, exit_index = 1.0, policies
@@ -103,15 +103,15 @@ def enumerate_trajectories(exit_logits):
                 chance *= p if stops else 1 - p
                 if stops:
                     exit_index = min(exit_index, k)
-            found[row, exit_index] += chance
-    return found
+            chances[row, exit_index] += chance
+    return chances
 
 
 def test_eq5_the_exit_probability_is_the_sum_over_all_sequences_of_actions():
     exit_logits = 2 * drawn(4, 3)
-    found = paper.log_exit_probabilities(exit_logits).exp()
-    np.testing.assert_allclose(found, enumerate_trajectories(exit_logits), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found.sum(dim=1), 1, rtol=0, atol=1e-12)
+    chances = paper.log_exit_probabilities(exit_logits).exp()
+    np.testing.assert_allclose(chances, enumerate_trajectories(exit_logits), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(chances.sum(dim=1), 1, rtol=0, atol=1e-12)
 
 
 def test_eq5_the_forced_exit_adds_no_log_probability():
@@ -132,12 +132,12 @@ def test_eq5_log_probabilities_are_finite_even_if_probabilities_round_to_zero():
 
 def test_eq5_sampled_trajectories_are_as_frequent_as_actions_drawn_one_by_one():
     exit_logits = drawn(1, 3)
-    found = paper.sample_exits(paper.log_exit_probabilities(exit_logits), 20_000, torch.Generator().manual_seed(0))
+    exits = paper.sample_exits(paper.log_exit_probabilities(exit_logits), 20_000, torch.Generator().manual_seed(0))
     random, walked = np.random.default_rng(0), []
     for _ in range(20_000):
         actions = random.random(3) < 1 / (1 + np.exp(-exit_logits[0].numpy()))
         walked.append(int(np.argmax([*actions, True])))
-    difference = np.bincount(found[0], minlength=4) - np.bincount(walked, minlength=4)
+    difference = np.bincount(exits[0], minlength=4) - np.bincount(walked, minlength=4)
     assert abs(difference / 20_000).max() < 4 * np.sqrt(2 * 0.25 / 20_000)
 
 
@@ -172,10 +172,10 @@ def test_eq5_the_mean_of_10000_sampled_gradients_is_the_enumerated_one_within_it
     trajectories, baseline
 ):
     exit_logits, rewards = drawn(1, 3), random_rewards(1)
-    found = sampled_gradients(exit_logits, rewards, trajectories, baseline)
-    error = found.std(axis=0) / np.sqrt(DRAWS)
+    gradients = sampled_gradients(exit_logits, rewards, trajectories, baseline)
+    error = gradients.std(axis=0) / np.sqrt(DRAWS)
     expected = enumerated_gradient(exit_logits, rewards)[0]
-    assert (abs(found.mean(axis=0) - expected) < 4 * error).all()
+    assert (abs(gradients.mean(axis=0) - expected) < 4 * error).all()
     assert (abs(expected) > 8 * error).any()  # enough draws to distinguish it from 0
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     session = onnxruntime.InferenceSession(args.folder / "onnx/model.onnx", providers=["CPUExecutionProvider"])
     settings = {}
     if args.threshold is not None:  # replaces the default of the graph; (rows, exits - 1) would be one for each row
-        names = {each.name for each in session.get_overridable_initializers()}
+        names = {initializer.name for initializer in session.get_overridable_initializers()}
         if "threshold" not in names or np.isnan(args.threshold):
             parser.error(f"--threshold: expected a number, and a rule with a threshold; found {args.threshold}")
         settings["threshold"] = np.array(args.threshold, np.float32)  # no axes: for all exits
@@ -37,21 +37,21 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(manifest["max_length"], direction=tokenizer.truncation["direction"])  # as in training
-    required, names = {each.name for each in session.get_inputs()}, manifest["task"]["label_names"]
+    required, names = {graph_input.name for graph_input in session.get_inputs()}, manifest["task"]["label_names"]
     for line in filter(str.strip, sys.stdin):
         tokens = tokenizer.encode(line.rstrip("\n"))
         inputs = {"input_ids": tokens.ids, "attention_mask": tokens.attention_mask, "token_type_ids": tokens.type_ids}
         row = {name: np.array([values], np.int64) for name, values in inputs.items() if name in required}
         results = session.run(None, row | settings)
-        found = {output.name: result[0] for output, result in zip(session.get_outputs(), results)}
-        if "labels" in found:  # several labels at once
-            chosen = [name for name, holds in zip(names, found["labels"]) if holds]
-            answer = {"labels": chosen, "confidence": float(found["confidence"])}
+        outputs = {output.name: result[0] for output, result in zip(session.get_outputs(), results)}
+        if "labels" in outputs:  # several labels at once
+            chosen = [name for name, holds in zip(names, outputs["labels"]) if holds]
+            answer = {"labels": chosen, "confidence": float(outputs["confidence"])}
         elif names:
-            answer = {"label": names[found["label"]], "confidence": float(found["confidence"])}
+            answer = {"label": names[outputs["label"]], "confidence": float(outputs["confidence"])}
         else:  # a regression
-            answer = {"label": float(found["label"])}
-        print(json.dumps(answer | {"layers": int(found["layers"])}), flush=True)
+            answer = {"label": float(outputs["label"])}
+        print(json.dumps(answer | {"layers": int(outputs["layers"])}), flush=True)
 
 
 if __name__ == "__main__":

@@ -105,8 +105,10 @@ for command in {commands}:
 def test_the_parser_starts_without_torch():
     commands = [[], *([command] for command in COMMANDS), ["run", "joint"]]  # of a folder that is called as a method
     code = STARTS.format(commands=commands)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert found.returncode == 0 and found.stdout.count("usage: mini-ee") == len(commands), found.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert process.returncode == 0 and process.stdout.count("usage: mini-ee") == len(commands), process.stderr
 
 
 def test_max_rows_of_a_classifiers_task_are_drawn_with_the_seed(capsys, run_folder, task_folder):
@@ -246,8 +248,8 @@ def test_retrieval_over_a_cascade_is_exported_with_the_deepest_models_states(
     answer(capsys, "train", "multi-model", "--model", checkpoint_folder, *task, *FAST, "--out", cascade)
     answer(capsys, "train", "raee", "--model", cascade, *task, "--layer", 2, "--k", 2, "--out", raee)
     answer(capsys, "export", raee, *task, "--out", exported)
-    found, expected = (answer(capsys, "evaluate", folder, *task) for folder in (exported, raee))
-    assert found["exit_counts"] == expected["exit_counts"] and found["score"] == expected["score"]
+    of_export, expected = (answer(capsys, "evaluate", folder, *task) for folder in (exported, raee))
+    assert of_export["exit_counts"] == expected["exit_counts"] and of_export["score"] == expected["score"]
 
 
 @pytest.mark.slow
@@ -283,8 +285,8 @@ def test_evaluate_answers_under_the_keys_of_the_design(capsys, run_folder, task_
     assert depths == sorted(depths) and (depths[0], depths[-1]) == (1, 3)
     assert result["layers_saved"] == pytest.approx(1 - result["mean_layers"] / 3)
     assert result["full_score"] == result["per_exit_score"][-1]
-    for each in (result, *result["rows"]):
-        assert each["speedup"] == pytest.approx(result["full_seconds"] / each["seconds"])
+    for timed in (result, *result["rows"]):
+        assert timed["speedup"] == pytest.approx(result["full_seconds"] / timed["seconds"])
 
 
 @pytest.mark.parametrize(
@@ -357,8 +359,8 @@ def test_the_adaptive_schedule_goes_by_the_calibrated_chance_of_a_refusal(
     )
     monkeypatch.setattr(lora_exits, "measure_costs", lambda *given: calls.append(given[1:]) or measure(*given))
     evaluate = ("evaluate", run, "--task", task_folder, "--schedule", "adaptive")
-    found = answer(capsys, *evaluate)
-    assert sorted(sum(found["schedule"], [])) == [1, 2, 3]
+    evaluated = answer(capsys, *evaluate)
+    assert sorted(sum(evaluated["schedule"], [])) == [1, 2, 3]
     metrics = read_json(run / "metrics.json")
     (batch_size, tokens), reach = calls
     counts = metrics["hold_out"]["exit_counts"]
@@ -375,7 +377,8 @@ def test_every_setting_of_a_rule_is_refused_with_the_adaptive_schedule(capsys, l
     for name, value in (*settings, ("cut", 0.5)):
         line = refused(capsys, "classify", lora_folder, "--text", "x", "--schedule", "adaptive", f"--{name}", value)
         assert f"leave out --{name}" in line
-    refused_settings = {flag_of(each, {}) for each in rule_settings()} - {"--exit", "--threshold", "--least-cosine"}
+    others = {"--exit", "--threshold", "--least-cosine"}
+    refused_settings = {flag_of(setting, {}) for setting in rule_settings()} - others
     assert refused_settings == {f"--{name}" for name, _ in settings[2:]} | {"--cut"}, "a setting that is not tried here"
 
 
@@ -520,10 +523,10 @@ def test_compare_chooses_rules_on_held_out_examples_against_the_best_full_model(
         recorded = record(run.segments(), run.encode(dev.texts), 32)
         for name, loss in (("no_loss", 0.0), ("one_point", 0.01)):
             good = [point for point in points if point["score"] >= best - loss - 1e-9]
-            found = min(good, key=lambda point: point["flops_ratio"], default={})
-            assert row[name].get("rule") == found.get("rule")
-            if found:  # its figures are those of the reported rows
-                replayed = summary(recorded.replay(rule_from_dict(found["rule"])), recorded, task, dev.labels)
+            cheapest = min(good, key=lambda point: point["flops_ratio"], default={})
+            assert row[name].get("rule") == cheapest.get("rule")
+            if cheapest:  # its figures are those of the reported rows
+                replayed = summary(recorded.replay(rule_from_dict(cheapest["rule"])), recorded, task, dev.labels)
                 assert all(row[name][key] == replayed[key] for key in ("score", "mean_layers", "exit_counts"))
 
 
@@ -565,13 +568,13 @@ def test_compare_groups_runs_that_differ_only_in_their_seeds(
     rows = result["rows"][:2]
     (group,) = result["over_seeds"]
     assert (group["method"], group["seeds"], group["runs"]) == ("joint", [0, 7], [row["run"] for row in rows])
-    for found, alone in (
+    for spread, alone in (
         (group["full_score"], [row["full_score"] for row in rows]),
         (group["per_exit_score"][0], [row["per_exit_score"][0] for row in rows]),
         (group["speedup"], [row["speedup"] for row in rows]),
     ):
-        assert found["mean"] == pytest.approx(sum(alone) / 2)
-        assert (found["least"], found["most"]) == (min(alone), max(alone))
+        assert spread["mean"] == pytest.approx(sum(alone) / 2)
+        assert (spread["least"], spread["most"]) == (min(alone), max(alone))
     assert main(["compare", *map(str, runs), "--task", str(task_folder)]) == 0
     assert "joint       2  " in capsys.readouterr().out
     assert answer(capsys, "compare", run_folder, run_folder, "--task", task_folder)["over_seeds"] == []
@@ -580,9 +583,9 @@ def test_compare_groups_runs_that_differ_only_in_their_seeds(
 def test_runs_that_shots_made_of_one_backbone_are_taken_together():
     figures = {"score": 0.5, "full_score": 0.5, "layers_saved": 0.0, "speedup": 1.0, "per_exit_score": [0.5]}
     row = {"method": "raee", "how": "raee", "run": "run", "exits": [1], **figures}
-    about = {"method": "raee", "exits": [1], "pool": "mask", "task": {"name": "words"}}
+    described = {"method": "raee", "exits": [1], "pool": "mask", "task": {"name": "words"}}
     configs = [
-        about
+        described
         | {"seed": seed, "backbone": {"sha256": f"of seed {seed}"}}
         | {"training": {"seed": seed, "shots": 4, "from": {"sha256": begun}}}
         for seed, begun in ((0, "a"), (1, "a"), (2, "b"))
@@ -591,7 +594,7 @@ def test_runs_that_shots_made_of_one_backbone_are_taken_together():
     assert group["seeds"] == [0, 1]
     settings = ({"alpha": 0.02}, {"alpha": 0.1}, {})
     for others in (
-        [config | {"settings": each} for config, each in zip(configs, settings)],
+        [config | {"settings": given} for config, given in zip(configs, settings)],
         [configs[0], configs[1] | {"max_length": 6}],
         [configs[0], configs[1] | {"exit_counts": [3]}],
         [configs[0], configs[1] | {"base": {"method": "sweet"}}],
@@ -655,12 +658,12 @@ def test_evaluate_measures_the_hardness_of_held_out_examples_in_training(
     write_json(copy / "metrics.json", metrics | {"epochs": [epoch | {"wrong": rows} for rows in wrong]})
     config["files"]["metrics.json"] = file_sha256(copy / "metrics.json")
     write_json(copy / "config.json", config)
-    found = answer(capsys, "evaluate", copy, "--task", task_folder, "--hardness")["hardness"]["held_out"]
+    held_out = answer(capsys, "evaluate", copy, "--task", task_folder, "--hardness")["hardness"]["held_out"]
     memorized, losses = hardness(load_run(copy), held)
     events = [1, 1, 1, 1] + [0] * (len(held) - 4)
-    assert (found["rows"], found["epochs"], found["forgotten"]) == (len(held), 4, 4)
-    assert found["spearman"]["loss"] == pytest.approx(spearman(memorized, losses))
-    assert found["spearman"]["forgetting events"] == pytest.approx(spearman(memorized, events))
+    assert (held_out["rows"], held_out["epochs"], held_out["forgotten"]) == (len(held), 4, 4)
+    assert held_out["spearman"]["loss"] == pytest.approx(spearman(memorized, losses))
+    assert held_out["spearman"]["forgetting events"] == pytest.approx(spearman(memorized, events))
     never = [epoch | {"wrong": [1]}] * 3
     write_json(copy / "metrics.json", metrics | {"epochs": never})
     config["files"]["metrics.json"] = file_sha256(copy / "metrics.json")
@@ -683,8 +686,8 @@ def hardness(trained, rows):
         wrong = [layer for layer, row in zip(exits, logits[0]) if row.argmax() != label]
         later = [layer for layer in exits if not wrong or layer > wrong[-1]]
         memorized.append(later[0] if later else exits[-1])
-        each = [np.log(np.exp(row).sum()) - row[label] for row in logits[0].astype(np.float64)]
-        losses.append(sum(layer * loss for layer, loss in zip(exits, each)) / sum(exits))
+        exit_losses = [np.log(np.exp(row).sum()) - row[label] for row in logits[0].astype(np.float64)]
+        losses.append(sum(layer * loss for layer, loss in zip(exits, exit_losses)) / sum(exits))
     return memorized, losses
 
 
@@ -762,13 +765,13 @@ def test_calibrate_reads_the_held_out_rows_that_chose_nothing_of_the_model(
     ],
 )
 def test_calibrate_reports_an_agreement_below_the_requested_one(agreement, end_to_end, more, expected):
-    found = {"epsilon": 0.95, "delta": None, "agreement": agreement, "end_to_end": end_to_end} | more
-    assert calibrating.below_line(found, (2, 4, 6)) == expected
+    measured = {"epsilon": 0.95, "delta": None, "agreement": agreement, "end_to_end": end_to_end} | more
+    assert calibrating.below_line(measured, (2, 4, 6)) == expected
 
 
 def test_the_line_about_too_little_agreement_is_printed(capsys, run_folder, task_folder, tmp_path, monkeypatch):
     copy = shutil.copytree(run_folder, tmp_path / "run")
-    monkeypatch.setattr(calibrating, "below_line", lambda found, exits: f"{found['epsilon']} at {exits}")
+    monkeypatch.setattr(calibrating, "below_line", lambda measured, exits: f"{measured['epsilon']} at {exits}")
     assert main(["calibrate", str(copy), "--task", str(task_folder), "--epsilon", ".8"]) == 0
     assert "\n0.8 at (1, 2, 3)\n" in capsys.readouterr().out
 
@@ -816,10 +819,10 @@ def test_the_demo_writes_a_report_that_the_next_one_replaces(capsys, tmp_path, c
     assert result["report"] == str(out) and (out / "report.md").is_file() and list(out.glob("*.png"))
     assert len(result["curve"]) == 9 and load_run(result["run"]).config["method"] == "joint"
     kinds = toy_task().split("dev").hardness
-    assert {each["hardness"]: each["count"] for each in result["hardness"]} == {
+    assert {group["hardness"]: group["count"] for group in result["hardness"]} == {
         kind: kinds.count(kind) for kind in kinds
     }
-    assert np.sum([each["exit_counts"] for each in result["hardness"]], axis=0).tolist() == result["exit_counts"]
+    assert np.sum([group["exit_counts"] for group in result["hardness"]], axis=0).tolist() == result["exit_counts"]
     monkeypatch.setattr("mini_ee.lab.evaluation.plots.can_draw", lambda: False)
     assert main([*map(str, ("demo", *small, "--out", out))]) == 0
     printed = capsys.readouterr().out
@@ -871,12 +874,12 @@ def test_without_matplotlib_a_picture_is_refused(capsys, run_folder, tmp_path, m
 def test_the_built_in_task_is_no_folder_of_its_name(capsys, run_folder, task_folder, tmp_path, monkeypatch):
     """Nor is a folder of its name the built-in task, where none is named."""
     monkeypatch.chdir(tmp_path)
-    own = shutil.copytree(task_folder, tmp_path / "mine" / "reviews")
+    copy = shutil.copytree(task_folder, tmp_path / "mine" / "reviews")
     (tmp_path / "reviews").mkdir()
-    runs = [SimpleNamespace(config={"task": task.about()}) for task in (toy_task(), load_task(own))]
+    runs = [SimpleNamespace(config={"task": task.to_config()}) for task in (toy_task(), load_task(copy))]
     unnamed = SimpleNamespace(task=None)
     assert tasks.open_task_of(runs[:1], unnamed).name == "reviews"
-    assert tasks.open_task_of(runs[1:], unnamed).folder == str(own)
+    assert tasks.open_task_of(runs[1:], unnamed).folder == str(copy)
     with pytest.raises(WrongArguments, match="trained on different tasks: give that task's folder with --task"):
         tasks.open_task_of(runs, unnamed)
     assert train_run.open_task(None).split("train").sha256() == toy_task().split("train").sha256()
@@ -995,5 +998,5 @@ def test_a_killed_training_is_resumed_to_the_weights_of_one_that_was_not(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert out.exists() or main([*command, "--out", str(out), "--resume"]) == 0
-        found = read_tensors(load_run(out).folder / "model.safetensors")
-        assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+        tensors = read_tensors(load_run(out).folder / "model.safetensors")
+        assert tensors.keys() == expected.keys() and all(tensors[name].equal(expected[name]) for name in expected)

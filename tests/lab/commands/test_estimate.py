@@ -69,21 +69,21 @@ def test_settled_is_the_first_layer_behind_the_last_difference():
 
 def test_layers_and_heads_are_counted_as_by_hand():
     """At .7 the rows leave after layers 1, 2, 2 and 3, through as many heads, and all agree there."""
-    found = savings_estimate.savings_at(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
-    assert found == pytest.approx((1.0, 1 - 2 / 3, 1 - (8 / 4 + 0.5 * 8 / 4) / 3.5))
+    savings = savings_estimate.savings_at(ONE, Threshold((0.7, 0.7, -math.inf)), (1, 2, 3), Costs(0.5, 0.0))
+    assert savings == pytest.approx((1.0, 1 - 2 / 3, 1 - (8 / 4 + 0.5 * 8 / 4) / 3.5))
     wrong = Threshold((0.6, 0.6, -math.inf))  # the third leaves after layer 1, wrongly
-    found = savings_estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
-    assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (7 / 4 + 0.5 * 7 / 4) / 3.5))
-    found = savings_estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before: never saved
-    assert found == pytest.approx((0.75, 1 - 7 / 12, 1 - (6 + 7 / 4 + 0.5 * 7 / 4) / 9.5))
+    savings = savings_estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 0.0))
+    assert savings == pytest.approx((0.75, 1 - 7 / 12, 1 - (7 / 4 + 0.5 * 7 / 4) / 3.5))
+    savings = savings_estimate.savings_at(ONE, wrong, (1, 2, 3), Costs(0.5, 6.0))  # an encoder runs before: never saved
+    assert savings == pytest.approx((0.75, 1 - 7 / 12, 1 - (6 + 7 / 4 + 0.5 * 7 / 4) / 9.5))
 
 
 def test_an_exit_that_is_not_there_costs_its_layers_but_no_head():
     """Exits after layers 2 and 3 alone, at .7: leaving after 3, 2, 2 and 3 layers through 2, 1, 1 and 2 heads."""
-    found = savings_estimate.savings_at(
+    savings = savings_estimate.savings_at(
         savings_estimate.at_exits(ONE, (2, 3)), Threshold((0.7, -math.inf)), (2, 3), Costs(1.0, 0.0)
     )
-    assert found == pytest.approx((1.0, 1 - 10 / 12, 1 - (10 / 4 + 6 / 4) / 4))
+    assert savings == pytest.approx((1.0, 1 - 10 / 12, 1 - (10 / 4 + 6 / 4) / 4))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -94,7 +94,7 @@ def test_the_threshold_keeps_the_level_and_the_next_lower_does_not(seed, level):
     def end_to_end(tau):
         right = []
         for sure, agrees in zip(observed.confidence, observed.agrees):
-            right.append(next((ok for each, ok in zip(sure, agrees) if each >= tau), True))
+            right.append(next((ok for confidence, ok in zip(sure, agrees) if confidence >= tau), True))
         return np.mean(right)
 
     rule = savings_estimate.threshold_at(observed, level)
@@ -135,29 +135,29 @@ def test_a_head_that_costs_more_than_it_saves_is_not_chosen():
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_judged_keeps_the_level(seed):
     """Exits that were chosen on some rows, at a threshold of the same rows, would keep less of others."""
-    found = savings_estimate.suitability(ProbeResult("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
-    for each in (found["estimate"], found["few_exits"]):
-        assert each["agreement"] == 0.95 <= each["kept"] < 1 and len(each["exits"]) > 2
-        assert each["low"] <= each["saved"] <= each["high"]
-    assert f"and {found['few_exits']['kept']:.1%} agree with the last layer" in found["advice"]
+    judged = savings_estimate.suitability(ProbeResult("linear probe", drawn(200, 5, seed), Costs(0.05, 0.0)), seed)
+    for savings in (judged["estimate"], judged["few_exits"]):
+        assert savings["agreement"] == 0.95 <= savings["kept"] < 1 and len(savings["exits"]) > 2
+        assert savings["low"] <= savings["saved"] <= savings["high"]
+    assert f"and {judged['few_exits']['kept']:.1%} agree with the last layer" in judged["advice"]
 
 
 def test_what_exits_save_is_counted_at_their_own_threshold():
     observed, exits, costs = drawn(80, 4, 1), (1, 3, 4), Costs(0.2, 0.0)
     some = Observed(observed.confidence[:, [0, 2]], observed.agrees[:, [0, 2]], observed.groups)
-    found, expected = (
+    savings, expected = (
         savings_estimate.estimate(observed, exits, costs, 0),
         savings_estimate.savings_at(some, savings_estimate.threshold_at(some), exits, costs),
     )
-    assert (found["kept"], found["saved"], found["net_saved"]) == pytest.approx(expected)
+    assert (savings["kept"], savings["saved"], savings["net_saved"]) == pytest.approx(expected)
 
 
 def test_texts_are_drawn_whole():
     """Twenty equal tokens a text say no more than one of them does: the interval stays as wide."""
     one = drawn(100, 4)
-    many = Observed(*(np.repeat(each, 20, axis=0) for each in one))
+    many = Observed(*(np.repeat(row_array, 20, axis=0) for row_array in one))
     apart = many._replace(groups=np.arange(2000))
-    wide, same, narrow = (savings_estimate.estimate(each, (1, 2, 3, 4), FREE, 0) for each in (one, many, apart))
+    wide, same, narrow = (savings_estimate.estimate(observed, (1, 2, 3, 4), FREE, 0) for observed in (one, many, apart))
     assert same.pop("exits") == wide.pop("exits") and same == pytest.approx(wide)
     assert narrow["high"] - narrow["low"] < (wide["high"] - wide["low"]) / 2
     assert wide["low"] <= wide["saved"] <= wide["high"]
@@ -165,16 +165,16 @@ def test_texts_are_drawn_whole():
 
 def test_the_answer_depends_on_the_seed_alone_and_is_json():
     probed = ProbeResult("linear probe", drawn(200, 4), Costs(0.1, 0.0), [0.5, 0.6, 0.7, 0.7], 0.5)
-    found, again, other = (savings_estimate.suitability(probed, seed) for seed in (0, 0, 1))
-    assert found == again != other and json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["agreement"] == [*probed.observed.agrees.mean(axis=0), 1] and sum(found["oracle_counts"]) == 200
-    layers = [layer for layer, count in enumerate(found["oracle_counts"], 1) for _ in range(count)]
-    assert found["oracle_saved"] == pytest.approx(1 - np.mean(layers) / 4)
-    assert found["oracle_net_saved"] <= found["oracle_saved"]
-    assert found["estimate"]["agreement"] == 0.95 and found["estimate"]["exits"] == [1, 2, 3, 4]
+    judged, again, other = (savings_estimate.suitability(probed, seed) for seed in (0, 0, 1))
+    assert judged == again != other and json.loads(json.dumps(judged, allow_nan=False)) == judged
+    assert judged["agreement"] == [*probed.observed.agrees.mean(axis=0), 1] and sum(judged["oracle_counts"]) == 200
+    layers = [layer for layer, count in enumerate(judged["oracle_counts"], 1) for _ in range(count)]
+    assert judged["oracle_saved"] == pytest.approx(1 - np.mean(layers) / 4)
+    assert judged["oracle_net_saved"] <= judged["oracle_saved"]
+    assert judged["estimate"]["agreement"] == 0.95 and judged["estimate"]["exits"] == [1, 2, 3, 4]
 
 
-def about(net, low, oracle, settle=4, accuracy=0.9):
+def estimated(net, low, oracle, settle=4, accuracy=0.9):
     few = {"exits": [1, 3, 4] if net else [4], "kept": 0.951, "net_saved": net, "net_low": low, "net_high": net}
     probes = {"accuracy": [0.5, accuracy], "majority": 0.5}
     return {
@@ -190,23 +190,31 @@ def about(net, low, oracle, settle=4, accuracy=0.9):
 @pytest.mark.parametrize(
     ("given", "begins", "says"),
     [
-        (about(0.3, 0.1, 0.5), "Early exit should pay", "after layer 1 or 3 saves 30% (10% to 30%)"),
-        (about(0.3, 0.09, 0.5), "Early exit may pay once exits are trained", "an oracle would save 50% (cut-off 25%)"),
+        (estimated(0.3, 0.1, 0.5), "Early exit should pay", "after layer 1 or 3 saves 30% (10% to 30%)"),
         (
-            about(0, 0, 0.25),
+            estimated(0.3, 0.09, 0.5),
+            "Early exit may pay once exits are trained",
+            "an oracle would save 50% (cut-off 25%)",
+        ),
+        (
+            estimated(0, 0, 0.25),
             "Early exit may pay once exits are trained",
             "no exit saves more than its head costs (cut-off 10%",
         ),
-        (about(0.3, 0.09, 0.24), "Early exit will hardly pay", "an oracle would save only 24% (cut-off 25%)"),
-        (about(0.3, 0.1, 0.5, settle=2), "Remove the upper layers", "from layer 2 of 4"),
-        (about(0.2, 0.1, 0.5, settle=2) | {"start_layers": 4.0}, "Remove the upper layers", "saves 25% of the FLOPs"),
-        (about(0.3, 0.1, 0.5, settle=3), "Early exit should pay", "and 95.1% agree"),
-        (about(0.3, 0.1, 0.5, accuracy=0.51), "There is no answer", "best probe is 51.0%"),
+        (estimated(0.3, 0.09, 0.24), "Early exit will hardly pay", "an oracle would save only 24% (cut-off 25%)"),
+        (estimated(0.3, 0.1, 0.5, settle=2), "Remove the upper layers", "from layer 2 of 4"),
+        (
+            estimated(0.2, 0.1, 0.5, settle=2) | {"start_layers": 4.0},
+            "Remove the upper layers",
+            "saves 25% of the FLOPs",
+        ),
+        (estimated(0.3, 0.1, 0.5, settle=3), "Early exit should pay", "and 95.1% agree"),
+        (estimated(0.3, 0.1, 0.5, accuracy=0.51), "There is no answer", "best probe is 51.0%"),
     ],
 )
 def test_the_advice_goes_by_the_cut_offs_that_it_names(given, begins, says):
-    found = savings_estimate.advice(given, 100)
-    assert found.startswith(begins) and says in found and found.endswith(".")
+    advice = savings_estimate.advice(given, 100)
+    assert advice.startswith(begins) and says in advice and advice.endswith(".")
 
 
 # ---- What layers say ----
@@ -230,10 +238,10 @@ def test_a_probe_is_at_the_minimum_of_its_loss():
 def test_neighbours_are_cosines_around_the_mean():
     random = np.random.default_rng(0)
     fitted, queries = random.normal(5, 1, (7, 3)), random.normal(5, 1, (4, 3))
-    found, middle = neighbours(fitted, queries), fitted.mean(axis=0)
+    similarity, middle = neighbours(fitted, queries), fitted.mean(axis=0)
     for n, m in np.ndindex(4, 7):
         a, b = queries[n] - middle, fitted[m] - middle
-        assert found[n, m] == pytest.approx(a @ b / math.sqrt(a @ a * (b @ b)))
+        assert similarity[n, m] == pytest.approx(a @ b / math.sqrt(a @ a * (b @ b)))
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
@@ -242,15 +250,15 @@ def test_states_are_the_means_of_each_row_alone(kind, checkpoint_folder):
     backbone = load_backbone(checkpoint_folder) if kind == "bert" else random_decoder("llama", 3)
     texts = [("the film was good",), ("a very dull book",), ("song",)]
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), texts, backbone)
-    found = layer_states(backbone, encoded)
-    assert found.shape == (3, 3, backbone.config.hidden_size)
+    states = layer_states(backbone, encoded)
+    assert states.shape == (3, 3, backbone.config.hidden_size)
     for row, ids in enumerate(encoded.ids):
         with torch.inference_mode():
             layers = backbone.hidden_states(torch.from_numpy(ids)[None])[1:]
         for k, hidden in enumerate(layers):
             if kind == "llama":  # RMSNorm with a weight of ones
                 hidden = hidden / (hidden.square().mean(-1, keepdim=True) + backbone.config.norm_eps).sqrt()
-            np.testing.assert_allclose(found[row, k], hidden[0].mean(0), atol=ATOL)
+            np.testing.assert_allclose(states[row, k], hidden[0].mean(0), atol=ATOL)
 
 
 def texts_of(decoder, count=40, seed=0):
@@ -288,9 +296,9 @@ def planted(count, unused):
 
 
 def test_a_decoder_whose_later_layers_do_nothing_is_settled_at_the_first():
-    found = savings_estimate.suitability(probe_tokens(planted(4, (1, 2, 3)), texts_of(None)))
-    assert found["settle_layer"] == 1 and found["agreement"] == [1] * 4 and found["oracle_saved"] == 0.75
-    assert found["estimate"]["saved"] == found["estimate"]["low"] == 0.75 and found["advice"].startswith(
+    judged = savings_estimate.suitability(probe_tokens(planted(4, (1, 2, 3)), texts_of(None)))
+    assert judged["settle_layer"] == 1 and judged["agreement"] == [1] * 4 and judged["oracle_saved"] == 0.75
+    assert judged["estimate"]["saved"] == judged["estimate"]["low"] == 0.75 and judged["advice"].startswith(
         "Remove the upper layers"
     )
 
@@ -300,10 +308,10 @@ def test_a_decoder_whose_last_layer_is_random_is_not():
     with torch.no_grad():
         for name in ("attention_output", "down"):
             getattr(decoder.layers[3], name).weight.mul_(30)
-    found = savings_estimate.suitability(probe_tokens(decoder, texts_of(None)))
-    assert found["settle_layer"] == 4 and max(found["agreement"][:-1]) < 0.5 and found["oracle_saved"] < 0.4
-    assert found["agreement"][0] == found["agreement"][1] == found["agreement"][2]
-    assert not found["advice"].startswith(("Remove the upper layers", "Early exit should pay"))
+    judged = savings_estimate.suitability(probe_tokens(decoder, texts_of(None)))
+    assert judged["settle_layer"] == 4 and max(judged["agreement"][:-1]) < 0.5 and judged["oracle_saved"] < 0.4
+    assert judged["agreement"][0] == judged["agreement"][1] == judged["agreement"][2]
+    assert not judged["advice"].startswith(("Remove the upper layers", "Early exit should pay"))
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -314,9 +322,9 @@ def test_an_encoder_whose_later_layers_do_nothing_is_settled_at_the_first(labell
             torch.nn.init.zeros_(linear.weight)
     encoded = encode(Tokenizer.from_folder(checkpoint_folder), rows.texts, backbone)
     probed = probe_rows(backbone, encoded, rows.labels if labelled else None, 2, 0)
-    found = savings_estimate.suitability(probed)
-    assert found["settle_layer"] == 1 and found["oracle_saved"] == pytest.approx(2 / 3)
-    assert ("accuracy" in found) == labelled and found["how"] == ("linear probe" if labelled else "nearest neighbour")
+    judged = savings_estimate.suitability(probed)
+    assert judged["settle_layer"] == 1 and judged["oracle_saved"] == pytest.approx(2 / 3)
+    assert ("accuracy" in judged) == labelled and judged["how"] == ("linear probe" if labelled else "nearest neighbour")
 
 
 def test_probes_learn_from_one_half_of_the_rows_and_are_held_against_the_labels_of_the_other(
@@ -332,7 +340,7 @@ def test_probes_learn_from_one_half_of_the_rows_and_are_held_against_the_labels_
     predictions = [
         linear_probe(states[fitted, k], states[tested, k], labels[fitted], 2).argmax(axis=1) for k in range(3)
     ]
-    assert probed.accuracy == [(each == labels[tested]).mean() for each in predictions]
+    assert probed.accuracy == [(predicted == labels[tested]).mean() for predicted in predictions]
 
 
 # ---- The command ----
@@ -368,51 +376,53 @@ NUMBERS = {"exits", "agreement", "kept", "saved", "low", "high", "net_saved", "n
 
 @pytest.mark.slow
 def test_the_built_in_encoder_and_reviews_are_the_defaults(capsys, tmp_path):
-    found = answer(capsys, "estimate", "--max-rows", 80, "--picture", tmp_path / "estimate.png")
-    assert KEYS | {"accuracy", "majority", "rows", "task"} <= found.keys() and NUMBERS == found["estimate"].keys()
-    assert found["model"] == "bert-12x128" and found["unit"] == "rows" and found["rows"] == 80
-    assert found["layers"] == len(found["agreement"]) == len(found["accuracy"]) == 12 and found["task"] == "reviews"
-    assert found["source"] == "reviews, train" and 0 < found["head_layers"] < 0.01
+    report = answer(capsys, "estimate", "--max-rows", 80, "--picture", tmp_path / "estimate.png")
+    assert KEYS | {"accuracy", "majority", "rows", "task"} <= report.keys() and NUMBERS == report["estimate"].keys()
+    assert report["model"] == "bert-12x128" and report["unit"] == "rows" and report["rows"] == 80
+    assert report["layers"] == len(report["agreement"]) == len(report["accuracy"]) == 12 and report["task"] == "reviews"
+    assert report["source"] == "reviews, train" and 0 < report["head_layers"] < 0.01
     assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_agreement_and_advice_are_printed(capsys, checkpoint_folder, words_task):
     argv = ("estimate", checkpoint_folder, "--task", words_task, "--max-rows", 80)
-    found = answer(capsys, *argv)
+    report = answer(capsys, *argv)
     assert main([*map(str, argv)]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1] == found["advice"] and f"{found['agreement'][1]:.3f}" in shown
+    assert shown.splitlines()[-1] == report["advice"] and f"{report['agreement'][1]:.3f}" in shown
 
 
 @pytest.mark.slow
 def test_the_built_in_decoder_reads_what_it_writes(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(Decoder, "room", lambda self, prompts: 9)  # tokens of a text, instead of 64
-    found = answer(capsys, "estimate", "llama-12x256", "--texts", 40, "--picture", tmp_path / "estimate.png")
-    assert KEYS | {"texts", "tokens"} <= found.keys() and "accuracy" not in found
-    assert found["unit"] == "tokens" and found["texts"] == 40 and sum(found["oracle_counts"]) == found["tokens"] > 250
-    assert found["layers"] == 12 and 0.2 < found["head_layers"] < 0.5
-    assert found["estimate"]["net_saved"] < 0 <= found["few_exits"]["net_saved"]
+    report = answer(capsys, "estimate", "llama-12x256", "--texts", 40, "--picture", tmp_path / "estimate.png")
+    assert KEYS | {"texts", "tokens"} <= report.keys() and "accuracy" not in report
+    assert (
+        report["unit"] == "tokens" and report["texts"] == 40 and sum(report["oracle_counts"]) == report["tokens"] > 250
+    )
+    assert report["layers"] == 12 and 0.2 < report["head_layers"] < 0.5
+    assert report["estimate"]["net_saved"] < 0 <= report["few_exits"]["net_saved"]
 
 
 def test_a_decoder_reads_a_file_and_rows(capsys, decoder_checkpoint, words_task, words_text):
-    found = answer(capsys, "estimate", decoder_checkpoint, "--text", words_text, "--texts", 45)
-    assert found["source"] == str(words_text) and found["texts"] == 45 and found["how"] == "logit lens"
+    report = answer(capsys, "estimate", decoder_checkpoint, "--text", words_text, "--texts", 45)
+    assert report["source"] == str(words_text) and report["texts"] == 45 and report["how"] == "logit lens"
     others = answer(capsys, "estimate", decoder_checkpoint, "--text", words_text, "--texts", 45, "--seed", 1)
-    assert others["agreement"] != found["agreement"]  # pieces are drawn, not the file's first
-    found = answer(capsys, "estimate", decoder_checkpoint, "--task", words_task)
-    assert found["unit"] == "rows" and found["how"] == "linear probe" and len(found["accuracy"]) == 3
+    assert others["agreement"] != report["agreement"]  # pieces are drawn, not the file's first
+    report = answer(capsys, "estimate", decoder_checkpoint, "--task", words_task)
+    assert report["unit"] == "rows" and report["how"] == "linear probe" and len(report["accuracy"]) == 3
 
 
 def test_lines_without_labels_are_probed_by_nearest_neighbours(capsys, checkpoint_folder, words_text):
-    found = answer(capsys, "estimate", checkpoint_folder, "--text", words_text, "--max-rows", 120)
-    assert found["how"] == "nearest neighbour" and found["rows"] == 120 and "accuracy" not in found
-    assert sum(found["oracle_counts"]) == 60
+    report = answer(capsys, "estimate", checkpoint_folder, "--text", words_text, "--max-rows", 120)
+    assert report["how"] == "nearest neighbour" and report["rows"] == 120 and "accuracy" not in report
+    assert sum(report["oracle_counts"]) == 60
 
 
 def test_the_split_that_is_reported_is_not_looked_at(capsys, checkpoint_folder, words_task, tmp_path):
     (folder := tmp_path / "words").mkdir()
     shutil.copy(words_task / "train.jsonl", folder)
-    whole, alone = (answer(capsys, "estimate", checkpoint_folder, "--task", each) for each in (words_task, folder))
+    whole, alone = (answer(capsys, "estimate", checkpoint_folder, "--task", task) for task in (words_task, folder))
     assert {**whole, "seconds": 0} == {**alone, "seconds": 0}
 
 
@@ -477,12 +487,12 @@ def test_a_run_is_no_checkpoint(capsys, checkpoint_folder, words_task, tmp_path)
 def test_real_models_settle_at_the_layers_that_were_measured(capsys, tmp_path):
     """MiniLM's layers know TREC early; heads of stories260K cost more than they save (results/self-supervised.md)."""
     weights, data = Path(SHARED) / "weights", Path(SHARED) / "data"
-    found = answer(capsys, "estimate", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 250)
-    assert found["layers"] == 6 and min(found["accuracy"]) > found["majority"] + 0.2
-    assert found["agreement"] == sorted(found["agreement"]) and found["advice"].startswith("Early exit should pay")
+    report = answer(capsys, "estimate", weights / "all-MiniLM-L6-v2", "--task", data / "TREC", "--max-rows", 250)
+    assert report["layers"] == 6 and min(report["accuracy"]) > report["majority"] + 0.2
+    assert report["agreement"] == sorted(report["agreement"]) and report["advice"].startswith("Early exit should pay")
     stories = tmp_path / "stories.txt"
     stories.write_text((data / "TinyStories" / "tinystories_sample.txt").read_text()[:100_000])
-    found = answer(capsys, "estimate", weights / "stories260K", "--text", stories, "--texts", 45)
-    assert found["layers"] == 5 and found["agreement"] == sorted(found["agreement"]) and found["agreement"][3] < 0.6
-    assert 0.5 < found["head_layers"] < 0.8 and found["few_exits"]["exits"] == [5]
-    assert found["advice"].startswith("Early exit will hardly pay")
+    report = answer(capsys, "estimate", weights / "stories260K", "--text", stories, "--texts", 45)
+    assert report["layers"] == 5 and report["agreement"] == sorted(report["agreement"]) and report["agreement"][3] < 0.6
+    assert 0.5 < report["head_layers"] < 0.8 and report["few_exits"]["exits"] == [5]
+    assert report["advice"].startswith("Early exit will hardly pay")

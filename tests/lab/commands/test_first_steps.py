@@ -107,7 +107,7 @@ def test_a_name_on_hugging_face_shows_how_to_download_it(capsys, tmp_path, monke
     for path in ("models/mine/first", tmp_path / "none", "../none"):
         line = refused(capsys, *(path if word == "NAME" else word for word in argv), status=2)
         assert "hf download" not in line and os.path.basename(path) in line
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["texts.txt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["texts.txt"]
 
 
 def test_batch_of_a_run_says_export_it_first(capsys, run_folder):
@@ -121,11 +121,11 @@ def test_run_answers_by_a_run_as_by_its_export(capsys, tmp_path, checkpoint_fold
     answer(capsys, "export", run, "--out", tmp_path / "exported")
     texts, out = load_task(task_folder).split("dev").texts, tmp_path / "out.jsonl"
     (tmp_path / "in.txt").write_text("".join(f"{text}\n" for (text,) in texts))
-    found = []
+    answers = []
     for folder in (run, tmp_path / "exported"):
         assert main(["run", str(folder), str(tmp_path / "in.txt"), "--out", str(out), "--threads", "1"]) == 0
-        found.append([json.loads(line) | {"milliseconds": 0} for line in out.read_text().splitlines()])
-    assert found[0] == found[1] and len(found[0]) == len(texts)
+        answers.append([json.loads(line) | {"milliseconds": 0} for line in out.read_text().splitlines()])
+    assert answers[0] == answers[1] and len(answers[0]) == len(texts)
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"{run} is a run; exporting it to a temporary folder" in error
 

@@ -38,21 +38,21 @@ def decoder_folder(tmp_path_factory):
 
 
 def test_the_json_answer_is_what_the_library_generates(capsys, decoder_folder):
-    found = answer(capsys, "generate", decoder_folder, "--prompt", "a bad cab", "--max-new-tokens", "12")
+    generated = answer(capsys, "generate", decoder_folder, "--prompt", "a bad cab", "--max-new-tokens", "12")
     ids = Tokenizer.from_folder(decoder_folder).backend.encode("a bad cab").ids
     (expected,) = gather(generate(load_backbone(decoder_folder), [ids], max_new_tokens=12), 1)
-    assert found["tokens"] == expected.tokens and found["layers"] == [3] * 12
-    assert (found["mean_layers"], found["layers_saved"], found["prompt_tokens"]) == (3.0, 0.0, 9)
-    assert found["ended"] == "length" and found["tokens_per_second"] > 0
-    assert {"seed", "threads", "versions", "seconds", "model", "prompt"} <= found.keys()
+    assert generated["tokens"] == expected.tokens and generated["layers"] == [3] * 12
+    assert (generated["mean_layers"], generated["layers_saved"], generated["prompt_tokens"]) == (3.0, 0.0, 9)
+    assert generated["ended"] == "length" and generated["tokens_per_second"] > 0
+    assert {"seed", "threads", "versions", "seconds", "model", "prompt"} <= generated.keys()
 
 
 def test_what_streams_is_the_prompt_and_then_the_text_of_the_json_answer(capsys, decoder_folder):
     for seed in range(5):  # drawn bytes are often no character: none may be printed before it is whole
         argv = (decoder_folder, "--prompt", "é ", "--temperature", 2, "--seed", seed)
-        found = answer(capsys, "generate", *argv)
+        generated = answer(capsys, "generate", *argv)
         assert main(["generate", *map(str, argv)]) == 0
-        assert capsys.readouterr().out == "é " + found["text"] + "\n"
+        assert capsys.readouterr().out == "é " + generated["text"] + "\n"
 
 
 def test_without_a_length_the_text_fills_the_context(capsys, decoder_folder):
@@ -69,10 +69,10 @@ def test_the_text_ends_before_the_first_stop_text(capsys, decoder_folder):
     argv = (decoder_folder, "--prompt", "abc", "--temperature", 1.0)
     whole = answer(capsys, "generate", *argv)["text"]
     later, first = whole[9:12], whole[5:8]
-    found = answer(capsys, "generate", *argv, "--stop", later, "--stop", first)
-    assert found["text"] == whole[: whole.index(first)] and found["ended"] == "stop"
+    generated = answer(capsys, "generate", *argv, "--stop", later, "--stop", first)
+    assert generated["text"] == whole[: whole.index(first)] and generated["ended"] == "stop"
     assert main(["generate", *map(str, argv), "--stop", first]) == 0
-    assert capsys.readouterr().out == "abc" + found["text"] + "\n"
+    assert capsys.readouterr().out == "abc" + generated["text"] + "\n"
 
 
 def test_a_prompt_file_gives_the_text_of_its_prompt(capsys, decoder_folder, tmp_path):
@@ -131,9 +131,9 @@ def test_windows_contain_every_token_of_the_stream_once_and_overlap_by_one_token
     monkeypatch.setattr(pretrain_llama, "CONTEXT", 4)
     documents = [[0, 1, 2], [0, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
     rng = pretrain_llama.np.random.default_rng(0)
-    found = pretrain_llama.windows(documents, rng).tolist()
-    assert all(len(window) == 5 for window in found) and found[0][-1] == found[1][0]
-    stream = found[0] + [token for window in found[1:] for token in window[1:]]
+    windows = pretrain_llama.windows(documents, rng).tolist()
+    assert all(len(window) == 5 for window in windows) and windows[0][-1] == windows[1][0]
+    stream = windows[0] + [token for window in windows[1:] for token in window[1:]]
     stories = "".join(map(str, stream)).split("0")[1:-1]
     assert {"".join(map(str, document[1:])) for document in documents} >= set(stories) and stories
 
@@ -163,12 +163,14 @@ def test_sampled_stories_are_those_that_ended_and_are_written_once(monkeypatch, 
             yield step
 
     monkeypatch.setattr(pretrain_llama, "generate", counted)
-    found = pretrain_llama.sampled_stories(tmp_path, tmp_path / "sampled", 16, seed=0)
+    stories = pretrain_llama.sampled_stories(tmp_path, tmp_path / "sampled", 16, seed=0)
     steps = len(written)
-    assert 0 < len(found) < 16 and all(found) and steps
-    assert pretrain_llama.sampled_stories(tmp_path, tmp_path / "sampled", 16, seed=0) == found and len(written) == steps
+    assert 0 < len(stories) < 16 and all(stories) and steps
+    assert (
+        pretrain_llama.sampled_stories(tmp_path, tmp_path / "sampled", 16, seed=0) == stories and len(written) == steps
+    )
     (tmp_path / "sampled" / "000008.txt").unlink()  # killed before the second batch
-    assert pretrain_llama.sampled_stories(tmp_path, tmp_path / "sampled", 16, seed=0) == found
+    assert pretrain_llama.sampled_stories(tmp_path, tmp_path / "sampled", 16, seed=0) == stories
 
 
 def test_held_out_stories_are_of_the_last_tenth_and_none_was_trained_on(tmp_path):
@@ -223,8 +225,8 @@ def test_it_prefers_a_story_to_the_same_words_in_reverse(built_in):
 
 
 def test_it_continues_a_prompt_with_words(capsys):
-    found = answer(capsys, "generate", "--prompt", "Once upon a time, there was a little", "--max-new-tokens", 20)
-    assert found["model"] == str(BUILT_IN_DECODER) and found["text"].count(" ") >= 10
+    generated = answer(capsys, "generate", "--prompt", "Once upon a time, there was a little", "--max-new-tokens", 20)
+    assert generated["model"] == str(BUILT_IN_DECODER) and generated["text"].count(" ") >= 10
 
 
 @pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
@@ -239,5 +241,5 @@ def test_its_loss_on_held_out_stories_is_the_one_in_its_recipe(built_in):
     full = "MINI_EE_FULL" in os.environ
     stories, loss = (held_out, recipe["loss"]) if full else (held_out[:8], 2.0524)
     documents = [tokenizer.encode(text).ids + [0] for text in stories]
-    found = pretrain_llama.held_out_scores(decoder, documents, sum(len(text.encode()) for text in stories))
-    assert found["loss"] == pytest.approx(loss, abs=1e-3)
+    scores = pretrain_llama.held_out_scores(decoder, documents, sum(len(text.encode()) for text in stories))
+    assert scores["loss"] == pytest.approx(loss, abs=1e-3)

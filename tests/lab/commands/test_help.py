@@ -37,17 +37,17 @@ def flags_of(text):
 @pytest.mark.parametrize("method", METHODS)
 def test_help_of_a_method_shows_its_own_options_and_the_common_ones_alone(capsys, method):
     """On each unit: of a classifier no options of a decoder's text, which are parsed all the same."""
-    found = load_method(method)
-    for unit in found.units:
+    made = load_method(method)
+    for unit in made.units:
         text = shown(capsys, "train", method, "--task", TASK_OF[unit], "--help-all")
-        parts = [found.config, TrainOptions, *OPTIONS[unit]]
-        options = {each.name: each.metadata for part in parts for each in fields(part) if each.metadata}
-        flags = {flag_of(name, about) for name, about in options.items() if name not in found.lacks}
+        parts = [made.config, TrainOptions, *OPTIONS[unit]]
+        options = {field.name: field.metadata for part in parts for field in fields(part) if field.metadata}
+        flags = {flag_of(name, metadata) for name, metadata in options.items() if name not in made.lacks}
         assert flags_of(text) | BESIDE == flags | BESIDE
-        others = [other for other in found.units if other in ("rows", "tokens") and other != unit != "prompts"]
+        others = [other for other in made.units if other in ("rows", "tokens") and other != unit != "prompts"]
         commands = [f"  mini-ee train {method} --task {TASK_OF[other]} --help-all" for other in others]
         assert [line for line in text.splitlines() if line.endswith("--help-all")] == commands
-    argv = ["train", method, "--out", "run", *["--rank", "4"] * ("tokens" in found.units and "rank" not in found.lacks)]
+    argv = ["train", method, "--out", "run", *["--rank", "4"] * ("tokens" in made.units and "rank" not in made.lacks)]
     assert parser(argv).parse_args(argv)
 
 
@@ -61,12 +61,12 @@ def test_help_shows_the_defaults_of_this_training(capsys, checkpoint_folder, dec
         text = " ".join(shown(capsys, "train", method, *named, "--task", task, "--help-all").split())
         request = make_request(method, model, task, Path("run"), False, {})
         numbers = [
-            (part, each.name, each.metadata) for part in (request.config, request.train) for each in fields(part)
+            (part, field.name, field.metadata) for part in (request.config, request.train) for field in fields(part)
         ]
-        for part, name, about in numbers:
+        for part, name, metadata in numbers:
             value = getattr(part, name)
-            if about and type(value) in (int, float) and name not in ("seed", *request.method.lacks):
-                default = text.partition(f" {flag_of(name, about)} ")[2].partition("(default ")[2].partition(")")[0]
+            if metadata and type(value) in (int, float) and name not in ("seed", *request.method.lacks):
+                default = text.partition(f" {flag_of(name, metadata)} ")[2].partition("(default ")[2].partition(")")[0]
                 assert default == str(value), name
         layers = 12 if model is None else read_config(model / "config.json").num_hidden_layers
         exits = ",".join(map(str, exits_of(request, layers)))
@@ -111,10 +111,10 @@ def test_the_help_of_train_lists_each_method_on_one_line_with_its_paper_and_year
 
 def parser_of(*argv):
     """The parser of a command, or of a method of `train`."""
-    found = parser([*argv])
+    branch = parser([*argv])
     for name in argv:
-        found = found._subparsers._group_actions[0].choices[name]
-    return found
+        branch = branch._subparsers._group_actions[0].choices[name]
+    return branch
 
 
 def every_parser():

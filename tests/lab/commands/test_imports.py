@@ -30,6 +30,6 @@ def imported(*words):
 
 def test_classifying_one_sentence_imports_at_most_40_files(checkpoint_folder, task_folder, tmp_path):
     run = mini_ee.train("joint", checkpoint_folder, task_folder, tmp_path / "run", epochs=1).folder
-    found = imported("classify", run, "--text", "a good film")
-    assert len(found) <= MOST, "\n".join(map(str, found))
-    assert any(file.name == "run_folder.py" for file in found)
+    files = imported("classify", run, "--text", "a good film")
+    assert len(files) <= MOST, "\n".join(map(str, files))
+    assert any(file.name == "run_folder.py" for file in files)

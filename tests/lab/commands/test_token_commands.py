@@ -95,7 +95,7 @@ def test_a_run_contains_heads_history_rule_and_tokenizer(trained, decoder_folder
     assert {"seed", "versions"} <= config.keys() and config["rank"] is None and config["text"]["kind"] == "pieces"
     assert isinstance(rule, Threshold) and rule.measure == "breaking_ties" and len(rule.threshold) == 4
     history = read_json(trained / "metrics.json")["history"]
-    assert [set(each) for each in history] == [{"stage", "step", "loss", "agreement", "entropy"}] * len(history)
+    assert [set(entry) for entry in history] == [{"stage", "step", "loss", "agreement", "entropy"}] * len(history)
     assert history[0]["step"] == 0 and history[-1]["step"] == 4 * 3 and len(history) > 10
     assert history[-1]["agreement"][0] > history[0]["agreement"][0]
 
@@ -105,10 +105,11 @@ def test_fig1_is_measured_on_texts_that_were_not_trained_on(trained, decoder_fol
     backend = Tokenizer.from_folder(decoder_folder).backend
     prompts = [backend.encode(text).ids for text in TRAINING_PROMPTS]
     held = generated_texts(model.backbone, prompts, 8, 12, stop=[0], seed=10**6)
-    found, expected = read_json(trained / "metrics.json"), metrics(model, TextData(held, every=True))
-    np.testing.assert_allclose(found["agreement"], expected["agreement"], atol=1e-9)
-    np.testing.assert_allclose(found["entropy"], expected["entropy"], atol=1e-5)
-    assert found["agreement"] in [each["agreement"] for each in found["history"]]  # an epoch ends where one is measured
+    figures, expected = read_json(trained / "metrics.json"), metrics(model, TextData(held, every=True))
+    np.testing.assert_allclose(figures["agreement"], expected["agreement"], atol=1e-9)
+    np.testing.assert_allclose(figures["entropy"], expected["entropy"], atol=1e-5)
+    ends = [entry["agreement"] for entry in figures["history"]]
+    assert figures["agreement"] in ends  # an epoch ends where one is measured
 
 
 def test_the_default_rule_is_the_papers_on_half_of_the_calibration_texts(trained, decoder_folder):
@@ -137,14 +138,14 @@ def test_the_default_rule_comes_from_text_that_was_not_learned(decoder_folder, t
 
 def test_train_prints_the_metrics(capsys, decoder_folder, tmp_path):
     argv = ("train", "self-supervised", "--model", decoder_folder, "--exits", "1,3", *BRIEF)
-    found = answer(capsys, *argv, "--out", tmp_path / "run")
+    training = answer(capsys, *argv, "--out", tmp_path / "run")
     metrics = read_json(tmp_path / "run" / "metrics.json")
-    assert found["exits"] == [1, 3, 4] and found["agreement"] == metrics["agreement"]
-    assert found["calibration"] == metrics["calibration"] and found["texts"] == 12
-    assert {"seed", "threads", "versions", "seconds", "rule", "entropy", "loss", "run"} <= found.keys()
+    assert training["exits"] == [1, 3, 4] and training["agreement"] == metrics["agreement"]
+    assert training["calibration"] == metrics["calibration"] and training["texts"] == 12
+    assert {"seed", "threads", "versions", "seconds", "rule", "entropy", "loss", "run"} <= training.keys()
     assert main([*map(str, argv), "--out", str(tmp_path / "again")]) == 0
     shown = capsys.readouterr().out
-    assert f"{found['agreement'][1]:.3f}" in shown and f"{found['entropy'][0]:.3f}" in shown and "95%" in shown
+    assert f"{training['agreement'][1]:.3f}" in shown and f"{training['entropy'][0]:.3f}" in shown and "95%" in shown
 
 
 def test_a_text_file_teaches_instead(capsys, decoder_folder, tmp_path):
@@ -163,17 +164,17 @@ def test_a_text_file_teaches_instead(capsys, decoder_folder, tmp_path):
         "--epochs",
         1,
     )
-    found = answer(capsys, *argv, "--texts", 100, "--out", tmp_path / "run")
+    training = answer(capsys, *argv, "--texts", 100, "--out", tmp_path / "run")
     pieces = len(text.read_text(encoding="utf-8")) // 12
-    assert found["texts"] == pieces - pieces // 10 < 90 and found["tokens"] == 13 * found["texts"]
+    assert training["texts"] == pieces - pieces // 10 < 90 and training["tokens"] == 13 * training["texts"]
     fewer = answer(capsys, *argv, "--texts", 20, "--out", tmp_path / "fewer")
     assert fewer["texts"] == 18
 
 
 def test_greedy_text_is_written_once_from_each_prompt(capsys, decoder_folder, tmp_path):
     argv = ("train", "self-supervised", "--model", decoder_folder, "--greedy", "--exits", "2", *BRIEF)
-    found = answer(capsys, *argv, "--prompt", "ab", "--prompt", "c", "--out", tmp_path / "run")
-    assert found["texts"] == 2
+    training = answer(capsys, *argv, "--prompt", "ab", "--prompt", "c", "--out", tmp_path / "run")
+    assert training["texts"] == 2
     assert read_json(tmp_path / "run" / "config.json")["text"]["prompt"] == ["ab", "c"]
 
 
@@ -251,24 +252,26 @@ def test_an_option_of_tokens_is_not_for_rows_nor_one_of_rows_for_tokens(capsys, 
 def test_generate_writes_what_the_library_writes_with_the_runs_exits_heads_and_rule(
     capsys, trained, decoder_folder, prompt
 ):
-    found = answer(capsys, "generate", trained, "--prompt", prompt, "--max-new-tokens", 20)
+    generated = answer(capsys, "generate", trained, "--prompt", prompt, "--max-new-tokens", 20)
     run = load_run(trained)
     model, rule = run.model, run.rule
     expected = greedy(decoder_folder, prompt, 20, exits=model.exits, heads=model.heads, rule=rule)
-    assert (found["tokens"], found["layers"]) == expected
-    assert found["mean_layers"] == np.mean(expected.layers_run) and found["exits"] == [1, 2, 3, 4]
-    assert found["layers_saved"] == pytest.approx(1 - found["mean_layers"] / 4)
-    assert found["rule"] == rule.to_dict() and found["method"] == "self-supervised"
+    assert (generated["tokens"], generated["layers"]) == expected
+    assert generated["mean_layers"] == np.mean(expected.layers_run) and generated["exits"] == [1, 2, 3, 4]
+    assert generated["layers_saved"] == pytest.approx(1 - generated["mean_layers"] / 4)
+    assert generated["rule"] == rule.to_dict() and generated["method"] == "self-supervised"
 
 
 def test_what_fills_skipped_layers_changes_what_is_written(capsys, trained, decoder_folder):
     model, prompt, texts = load_run(trained).model, "the cat", {}
     settings = {"exits": model.exits, "heads": model.heads, "rule": Threshold(0.05, "breaking_ties")}
     for missing_kv in ("copy_state", "recompute"):
-        found = answer(capsys, "generate", trained, "--prompt", prompt, "--threshold", 0.05, "--missing-kv", missing_kv)
-        expected = greedy(decoder_folder, prompt, 48 - found["prompt_tokens"], **settings, missing_kv=missing_kv)
-        assert (found["tokens"], found["layers"]) == expected and found["missing_kv"] == missing_kv
-        assert len(set(found["layers"])) > 2
+        generated = answer(
+            capsys, "generate", trained, "--prompt", prompt, "--threshold", 0.05, "--missing-kv", missing_kv
+        )
+        expected = greedy(decoder_folder, prompt, 48 - generated["prompt_tokens"], **settings, missing_kv=missing_kv)
+        assert (generated["tokens"], generated["layers"]) == expected and generated["missing_kv"] == missing_kv
+        assert len(set(generated["layers"])) > 2
         texts[missing_kv] = expected
     assert texts["copy_state"] != texts["recompute"]
 
@@ -284,30 +287,32 @@ def test_what_fills_skipped_layers_changes_what_is_written(capsys, trained, deco
 )
 def test_exits_off_is_plain_decoding(capsys, trained, decoder_folder, prompt, rule):
     argv = ("--prompt", prompt, "--max-new-tokens", 16)
-    found, plain = answer(capsys, "generate", trained, *argv, *rule), answer(capsys, "generate", decoder_folder, *argv)
-    assert found["tokens"] == plain["tokens"] == greedy(decoder_folder, prompt, 16).tokens
-    assert set(found["layers"]) == set(plain["layers"]) == {4}
+    generated = answer(capsys, "generate", trained, *argv, *rule)
+    plain = answer(capsys, "generate", decoder_folder, *argv)
+    assert generated["tokens"] == plain["tokens"] == greedy(decoder_folder, prompt, 16).tokens
+    assert set(generated["layers"]) == set(plain["layers"]) == {4}
 
 
 @pytest.mark.parametrize("prompt, layer, draft", list(zip(PROMPTS, (1, 2, 3), (4, 1, 7))))
 def test_lossless_text_is_the_full_models_greedy_text(capsys, trained, decoder_folder, prompt, layer, draft):
     argv = ("generate", trained, "--prompt", prompt, "--lossless", "--layer", layer, "--draft", draft)
-    found = answer(capsys, *argv, "--max-new-tokens", 20)
-    assert found["tokens"] == greedy(decoder_folder, prompt, 20).tokens
+    generated = answer(capsys, *argv, "--max-new-tokens", 20)
+    assert generated["tokens"] == greedy(decoder_folder, prompt, 20).tokens
     model, ids = load_run(trained).model, Tokenizer.from_folder(decoder_folder).backend.encode(prompt).ids
     settings = {"exit_layer": layer, "head": model.heads[layer - 1], "draft": draft, "stop": [0]}
     (expected,) = gather(generate_lossless(model.backbone, [ids], max_new_tokens=20, **settings), 1)
-    assert found["layers"] == expected.layers_run and (found["draft_layer"], found["draft"]) == (layer, draft)
-    assert not {"mean_layers", "layers_saved", "rule"} & found.keys()
+    assert generated["layers"] == expected.layers_run
+    assert (generated["draft_layer"], generated["draft"]) == (layer, draft)
+    assert not {"mean_layers", "layers_saved", "rule"} & generated.keys()
 
 
 def test_a_fixed_layer_and_a_threshold_for_each_exit(capsys, trained):
-    found = answer(capsys, "generate", trained, "--prompt", "abc", "--layer", "2")
-    assert set(found["layers"]) == {2}
-    found = answer(capsys, "generate", trained, "--prompt", "abc", "--threshold", "1,0,1,1")
-    assert set(found["layers"]) == {2} and found["rule"]["measure"] == "breaking_ties"
-    found = answer(capsys, "generate", trained, "--prompt", "abc", "--threshold=-inf", "--measure", "entropy")
-    assert set(found["layers"]) == {1} and found["rule"]["measure"] == "entropy"
+    generated = answer(capsys, "generate", trained, "--prompt", "abc", "--layer", "2")
+    assert set(generated["layers"]) == {2}
+    generated = answer(capsys, "generate", trained, "--prompt", "abc", "--threshold", "1,0,1,1")
+    assert set(generated["layers"]) == {2} and generated["rule"]["measure"] == "breaking_ties"
+    generated = answer(capsys, "generate", trained, "--prompt", "abc", "--threshold=-inf", "--measure", "entropy")
+    assert set(generated["layers"]) == {1} and generated["rule"]["measure"] == "entropy"
 
 
 def test_a_prompt_is_read_whole_however_long(capsys, trained):
@@ -331,17 +336,17 @@ def coloured(text):
 @pytest.mark.parametrize("prompt", PROMPTS[:2])
 def test_show_exits_colours_each_token_by_its_layer_and_counts_them(capsys, trained, prompt):
     argv = ("generate", str(trained), "--prompt", prompt, "--threshold", ".05")
-    found = answer(capsys, *argv)
-    assert len(set(found["layers"])) > 2 and main([*argv, "--show-exits"]) == 0
+    generated = answer(capsys, *argv)
+    assert len(set(generated["layers"])) > 2 and main([*argv, "--show-exits"]) == 0
     text, legend = capsys.readouterr().out.rstrip("\n").split("\n")
     colours = colours_of((1, 2, 3, 4))
     letters = coloured(text)
     assert letters[: len(prompt)] == [(letter, None) for letter in prompt]
-    spoken = [layer for token, layer in zip(found["tokens"], found["layers"]) if token]  # a token is a letter
-    written = list(found["text"])
+    spoken = [layer for token, layer in zip(generated["tokens"], generated["layers"]) if token]  # a token is a letter
+    written = list(generated["text"])
     assert letters[len(prompt) :] == [(letter, colours[layer]) for letter, layer in zip(written, spoken, strict=True)]
     for layer, colour in colours.items():
-        counted = f"after layer {layer}: {found['layers'].count(layer)}"
+        counted = f"after layer {layer}: {generated['layers'].count(layer)}"
         assert counted in ESCAPE.sub("", legend)
         assert colour is None or f"\033[38;5;{colour}mafter layer {layer}" in legend
 
@@ -374,9 +379,9 @@ def test_exits_are_green_to_red_and_the_full_model_has_no_colour(exits):
 @pytest.mark.parametrize("measure", ["breaking_ties", "max_probability", "entropy", "breaking_ties_logits"])
 def test_calibrate_keeps_the_guarantee_on_its_half_and_writes_the_rule(capsys, run_folder, decoder_folder, measure):
     argv = ("calibrate", run_folder, "--epsilon", 0.6, "--measure", measure, "--texts", 20, "--new-tokens", 8)
-    found = answer(capsys, *argv)
+    calibrated = answer(capsys, *argv)
     model, rule = load_run(run_folder).model, load_run(run_folder).rule
-    assert rule.measure == measure and rule.to_dict()["threshold"][:-1] == found["thresholds"]
+    assert rule.measure == measure and rule.to_dict()["threshold"][:-1] == calibrated["thresholds"]
     backend = Tokenizer.from_folder(decoder_folder).backend
     prompts = [backend.encode(text).ids for text in CALIBRATION_PROMPTS]
     texts = generated_texts(model.backbone, prompts, 20, 8, stop=[0], seed=2 * 10**6)
@@ -387,9 +392,9 @@ def test_calibrate_keeps_the_guarantee_on_its_half_and_writes_the_rule(capsys, r
         sure = observed.confidence[:, k] >= threshold
         assert not (taken & sure).any() or observed.agrees[taken & sure, k].mean() >= 0.6
         fresh = observed.agrees[~taken & sure, k]
-        assert found["agreement"][k] == (pytest.approx(fresh.mean()) if len(fresh) else None)
-    assert found["rows_fresh"] == (~taken).sum() == sum(found["exit_counts"])
-    assert {"epsilon", "delta", "end_to_end", "mean_layers", "tau_intervals"} <= found.keys()
+        assert calibrated["agreement"][k] == (pytest.approx(fresh.mean()) if len(fresh) else None)
+    assert calibrated["rows_fresh"] == (~taken).sum() == sum(calibrated["exit_counts"])
+    assert {"epsilon", "delta", "end_to_end", "mean_layers", "tau_intervals"} <= calibrated.keys()
 
 
 def test_a_stricter_epsilon_runs_more_layers(capsys, run_folder):
@@ -421,9 +426,11 @@ def test_a_text_too_short_for_epsilon_and_delta_is_an_error_with_a_size_that_is_
     needed = re.search(r"at least (\d+) texts like these, (\d+) tokens, are needed .*, got 6; give more", line)
     assert needed and read_json(run_folder / "config.json") == before
     texts, tokens = map(int, needed.groups())
-    found = answer(capsys, *argv, texts + 10)
-    assert tokens == pytest.approx((found["rows_calibration"] + found["rows_fresh"]) * texts / (texts + 10), rel=0.1)
-    assert found["delta"] == 0.2
+    calibrated = answer(capsys, *argv, texts + 10)
+    assert tokens == pytest.approx(
+        (calibrated["rows_calibration"] + calibrated["rows_fresh"]) * texts / (texts + 10), rel=0.1
+    )
+    assert calibrated["delta"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -533,10 +540,10 @@ def test_generate_refuses_exits_of_a_plain_decoder(capsys, decoder_folder, argv,
 )
 def test_generate_takes_every_rule_that_the_heads_can_answer(capsys, trained, decoder_folder, setting, rule):
     argv = ("generate", trained, "--prompt", "abc", "--max-new-tokens", 20)
-    found, model = answer(capsys, *argv, *setting), load_run(trained).model
+    generated, model = answer(capsys, *argv, *setting), load_run(trained).model
     settings = {"exits": model.exits, "heads": model.heads, "rule": rule}
-    assert (found["tokens"], found["layers"]) == greedy(decoder_folder, "abc", 20, **settings)
-    assert found["rule"] == rule.to_dict() and len(set(found["layers"])) > 1
+    assert (generated["tokens"], generated["layers"]) == greedy(decoder_folder, "abc", 20, **settings)
+    assert generated["rule"] == rule.to_dict() and len(set(generated["layers"])) > 1
 
 
 def test_classify_refuses_a_decoders_run_and_generate_a_classifiers(

@@ -78,8 +78,8 @@ def test_the_wheel_contains_every_module_and_every_other_file(installed):
         for folder, inside in folders.items()
         if name.startswith(folder) and (ROOT / name).exists()
     }
-    found = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
-    assert sorted(expected - found) == []
+    files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
+    assert sorted(expected - files) == []
 
 
 README = (ROOT / "README.md").read_text()

@@ -27,7 +27,7 @@ def written(delimiter=",", rows=ROWS, end="\n", header=("text", "label"), **styl
 
 
 def lines(*objects):
-    return "".join(json.dumps(each) + "\n" for each in objects).encode()
+    return "".join(json.dumps(line) + "\n" for line in objects).encode()
 
 
 def parquet(rows):

@@ -81,10 +81,10 @@ def test_the_tokens_of_a_cut_text_are_those_of_the_whole_text(normalizer, splitt
         tokenizer = trained(chance, normalizer, splitter)
         for size in (300, 1200):
             text = "\x07" * chance.choice([0, 0, 900]) + drawn(chance, size) + "x"
-            (whole,), found = tokenizer.backend.encode_batch([text]), tokenizer.encode([text])
+            (whole,), encoded = tokenizer.backend.encode_batch([text]), tokenizer.encode([text])
             cut += len(tokenizer._head(text)) < len(text)
-            assert found.ids[0].tolist() == whole.ids and found.type_ids[0].tolist() == whole.type_ids
-            assert found.truncated == bool(whole.overflowing) and found.texts == ((text,),)
+            assert encoded.ids[0].tolist() == whole.ids and encoded.type_ids[0].tolist() == whole.type_ids
+            assert encoded.truncated == bool(whole.overflowing) and encoded.texts == ((text,),)
     assert not cut or "none" != splitter != "one word" and normalizer != "sentencepiece"
 
 
@@ -96,9 +96,9 @@ def test_a_long_text_costs_no_more_than_its_head(folder, monkeypatch):
         Tokenizer, "_encode_batch", lambda self, texts, *of, **so: given.extend(texts) or encode(self, texts, *of, **so)
     )
     text = "the film was not good, and very long. " * 2_000
-    found = tokenizer.encode([text])
-    assert given and max(map(len, given)) < 2 * HEAD * 16 and found.truncated == 1
-    assert found.ids[0].tolist() == tokenizer.backend.encode(text).ids
+    encoded = tokenizer.encode([text])
+    assert given and max(map(len, given)) < 2 * HEAD * 16 and encoded.truncated == 1
+    assert encoded.ids[0].tolist() == tokenizer.backend.encode(text).ids
 
 
 def test_marks_and_ideographs_end_a_head_if_they_are_words():
@@ -120,9 +120,9 @@ def test_a_cut_pair_has_the_tokens_of_the_pair_of_whole_texts(max_length, sizes,
     for _ in range(2):
         words = [chance.choice((["a"], ["!", "b"], ["wonderful", "unforgettable"])) for _ in sizes]
         pair = tuple(" ".join(chance.choice(some) for _ in range(size)) for some, size in zip(words, sizes))
-        whole, found = tokenizer.backend.encode(*pair), tokenizer.encode([pair])
-        assert found.ids[0].tolist() == whole.ids and found.type_ids[0].tolist() == whole.type_ids
-        assert found.truncated == bool(whole.overflowing)
+        whole, encoded = tokenizer.backend.encode(*pair), tokenizer.encode([pair])
+        assert encoded.ids[0].tolist() == whole.ids and encoded.type_ids[0].tolist() == whole.type_ids
+        assert encoded.truncated == bool(whole.overflowing)
 
 
 def test_two_long_texts_take_no_time_that_grows_with_their_product(monkeypatch):

@@ -53,17 +53,17 @@ def characters(text):
 
 
 def test_hellaswag_scores_four_endings_of_one_context(tmp_path):
-    found = load_benchmark(json_lines(tmp_path, "hellaswag_val.jsonl", HELLASWAG))
-    (question,) = found.questions
+    benchmark = load_benchmark(json_lines(tmp_path, "hellaswag_val.jsonl", HELLASWAG))
+    (question,) = benchmark.questions
     assert set(question.contexts) == {"A man sits. he"} and question.options[1] == " sits down."
-    assert (question.answer, found.choice) == (1, "log_p per character")
+    assert (question.answer, benchmark.choice) == (1, "log_p per character")
 
 
 def test_winogrande_scores_what_follows_the_blank_after_either_name(tmp_path):
-    found = load_benchmark(json_lines(tmp_path, "winogrande_val.jsonl", WINOGRANDE))
-    (question,) = found.questions
+    benchmark = load_benchmark(json_lines(tmp_path, "winogrande_val.jsonl", WINOGRANDE))
+    (question,) = benchmark.questions
     assert question.contexts == ("Ann met Bo so Ann", "Ann met Bo so Bo") and set(question.options) == {" smiled."}
-    assert (question.answer, found.choice) == (0, "log_p")
+    assert (question.answer, benchmark.choice) == (0, "log_p")
 
 
 def test_mmlu_scores_letters_after_the_subjects_answered_questions(mmlu):
@@ -81,13 +81,13 @@ def test_mmlu_scores_letters_after_the_subjects_answered_questions(mmlu):
 
 def test_the_cloze_asks_for_the_last_word_of_every_sentence_but_the_first(tmp_path):
     (tmp_path / "tinystories.txt").write_text(END.join(["x" * 4000, *STORIES, "cut off here"]))
-    found = load_benchmark(tmp_path)
-    questions = [(question.contexts[0], question.options[0], question.source) for question in found.questions]
+    benchmark = load_benchmark(tmp_path)
+    questions = [(question.contexts[0], question.options[0], question.source) for question in benchmark.questions]
     assert questions[:2] == [
         ("One day, a cat sat. It saw a", " dog", 0),
         ("One day, a cat sat. It saw a dog. The", " end", 0),
     ]
-    assert [source for *_, source in questions] == [0, 0, 1, 1, 2, 2, 3, 3] and found.choice == "greedy"
+    assert [source for *_, source in questions] == [0, 0, 1, 1, 2, 2, 3, 3] and benchmark.choice == "greedy"
 
 
 def test_held_out_are_whole_stories_of_the_last_tenth_that_are_not_before_it(tmp_path):
@@ -111,9 +111,9 @@ QUESTION = {"context": "The sky is", "choices": ["blue", "a dog"], "answer": 0}
 @pytest.mark.parametrize("answer", [1, "a dog"])
 def test_any_other_file_has_a_context_choices_and_the_answer(tmp_path, answer):
     rows = QUESTION | {"answer": answer}, QUESTION | {"context": "Say:\n", "choices": ["x", "y", "z"]}
-    found = load_benchmark(json_lines(tmp_path / "mine", "questions.jsonl", *rows))
-    first, second = found.questions
-    assert (found.name, found.split, found.choice) == ("mine", "questions", "log_p per character")
+    benchmark = load_benchmark(json_lines(tmp_path / "mine", "questions.jsonl", *rows))
+    first, second = benchmark.questions
+    assert (benchmark.name, benchmark.split, benchmark.choice) == ("mine", "questions", "log_p per character")
     assert first == Question(("The sky is",) * 2, (" blue", " a dog"), 1, 0)
     assert second == Question(("Say:\n",) * 3, ("x", "y", "z"), 0, 1)
 
@@ -125,9 +125,9 @@ def test_lambada_asks_for_the_last_word_of_a_passage(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "lambada_test_plain_text.txt").write_text("\n".join(map(str.strip, passages)) + "\n")
     for folder in (as_json, tmp_path / "b"):
-        found = load_benchmark(folder)
-        assert [(question.contexts, question.options) for question in found.questions] == expected
-        assert (found.name, found.split, found.choice) == ("LAMBADA", "test", "greedy")
+        benchmark = load_benchmark(folder)
+        assert [(question.contexts, question.options) for question in benchmark.questions] == expected
+        assert (benchmark.name, benchmark.split, benchmark.choice) == ("LAMBADA", "test", "greedy")
 
 
 def test_of_several_text_files_none_is_chosen(tmp_path):
@@ -153,11 +153,11 @@ def test_a_byte_order_mark_is_no_text(mmlu, tmp_path):
 def test_of_several_files_the_validation_file_is_read_then_the_test_file_and_never_train(tmp_path):
     for number, name in enumerate(("train", "hellaswag_train", "test", "val")):
         json_lines(tmp_path, f"{name}.jsonl", *[QUESTION] * (number + 1))
-    found = load_benchmark(tmp_path)
-    assert (len(found.questions), found.split) == (4, "validation")
+    benchmark = load_benchmark(tmp_path)
+    assert (len(benchmark.questions), benchmark.split) == (4, "validation")
     (tmp_path / "val.jsonl").unlink()
-    found = load_benchmark(tmp_path)
-    assert (len(found.questions), found.split) == (3, "test")
+    benchmark = load_benchmark(tmp_path)
+    assert (len(benchmark.questions), benchmark.split) == (3, "test")
     json_lines(tmp_path, "other_test.jsonl", QUESTION)
     message = "expected one .jsonl file, found other_test.jsonl, test.jsonl; call the one to read dev.jsonl"
     with pytest.raises(ValueError, match=message):

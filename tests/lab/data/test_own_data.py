@@ -323,8 +323,8 @@ RESULTS = {  # labels of train and of the held-out set, predictions of these -> 
 def test_doubts_about_a_result_are_printed_after_it(case):
     train, held, predictions, expected = RESULTS[case]
     task = Task("mine", ("no", "yes"), ("accuracy",), {})
-    found = doubts.of_result(task, train, held, predictions)
-    assert len(found) == len(expected) and all(part in line for part, line in zip(expected, found))
+    doubted = doubts.of_result(task, train, held, predictions)
+    assert len(doubted) == len(expected) and all(part in line for part, line in zip(expected, doubted))
 
 
 def test_a_regression_has_no_majority_and_no_single_answer():
@@ -376,15 +376,15 @@ def test_commands_without_a_task_read_what_training_read(capsys, own_run, kunden
     dev = len(
         load_task(kunden, TaskOptions(split_file=0, text_column="Kommentar", label_column="Bewertung")).split("dev")
     )
-    found = answer(capsys, "evaluate", run)
-    assert (found["task"], found["split"], sum(found["exit_counts"])) == ("kunden", "dev", dev)
+    evaluated = answer(capsys, "evaluate", run)
+    assert (evaluated["task"], evaluated["split"], sum(evaluated["exit_counts"])) == ("kunden", "dev", dev)
     named = answer(capsys, "evaluate", run, "--task", kunden)
-    assert named["per_exit_accuracy"] == found["per_exit_accuracy"]
+    assert named["per_exit_accuracy"] == evaluated["per_exit_accuracy"]
     assert answer(capsys, "compare", run, own_run)["task"] == "kunden"
     assert answer(capsys, "calibrate", run, "--epsilon", 0.5)["split"] == "hold-out"
     answer(capsys, "export", run, "--task", kunden, "--out", tmp_path / "exported")
     exported = answer(capsys, "evaluate", tmp_path / "exported")
-    assert exported["per_exit_accuracy"] == found["per_exit_accuracy"]
+    assert exported["per_exit_accuracy"] == evaluated["per_exit_accuracy"]
 
 
 def test_a_task_that_moved_or_changed_has_to_be_named(capsys, own_run, kunden, tmp_path, checkpoint_folder):

@@ -138,10 +138,10 @@ def logits_by_hand(model, tokenizer, ids):
 def test_every_exit_has_the_lm_logits_of_its_layer_at_the_mask_or_the_last_token(pair):
     model, tokenizer = pair
     encoded = tokenizer.encode(TEXTS)
-    found, *_ = read_every_exit(model.segments(), encoded.batch(slice(None)))
-    assert found.shape == (4, 3, 3) and model.exits == (1, 2, 3)
+    logits, *_ = read_every_exit(model.segments(), encoded.batch(slice(None)))
+    assert logits.shape == (4, 3, 3) and model.exits == (1, 2, 3)
     for row, ids in enumerate(encoded.ids):
-        np.testing.assert_allclose(found[row], logits_by_hand(model, tokenizer, ids)[1:], atol=ATOL)
+        np.testing.assert_allclose(logits[row], logits_by_hand(model, tokenizer, ids)[1:], atol=ATOL)
 
 
 def test_p_is_the_softmax_over_the_vocabulary_restricted_to_the_label_words_and_renormalised(pair):
@@ -201,7 +201,7 @@ def test_with_embeddings_layer_0_is_an_exit_that_costs_no_layer(pair):
     inputs = tokenizer.encode(TEXTS).batch(slice(None))
     first = early_exit(more.segments(), Fixed(0), inputs)
     assert (first.layers_run == 0).all() and (first.cost.layer_passes == 0).all()
-    ends = [early_exit(each.segments(), Never(), inputs) for each in (more, model)]
+    ends = [early_exit(either.segments(), Never(), inputs) for either in (more, model)]
     np.testing.assert_allclose(ends[0].logits, ends[1].logits, atol=ATOL)
     assert (ends[0].cost.layer_passes == 3).all() and (ends[0].cost.flops == ends[1].cost.flops).all()
 
@@ -220,10 +220,10 @@ def test_queries_of_a_decoder_are_the_means_over_the_tokens_of_the_row_alone(lay
     model, tokenizer = decoder_model()
     encoded, embed = tokenizer.encode(TEXTS), OwnStates(model.backbone, layer)
     inputs = encoded.batch(slice(None))
-    found, tokens = embed(inputs), inputs.input_ids.shape[1]
+    embeddings, tokens = embed(inputs), inputs.input_ids.shape[1]
     for row, ids in enumerate(encoded.ids):
         expected = states_of_one(model, ids)[layer].double().mean(0).numpy()
-        np.testing.assert_allclose(found[row], expected, atol=ATOL)
+        np.testing.assert_allclose(embeddings[row], expected, atol=ATOL)
     assert embed.flops(inputs) == layer * (2 * tokens * (4 * 16 * 16 + 3 * 16 * 32) + 4 * tokens * tokens * 16)
 
 
@@ -578,9 +578,9 @@ def test_a_checkpoint_on_disk_reads_as_its_backbone_does(checkpoint_folder):
     tokenizer = PromptTokenizer(Tokenizer.from_folder(checkpoint_folder).backend, 24, prompt)
     model = PromptModel(load_backbone(checkpoint_folder), tokenizer)
     encoded = tokenizer.encode(["the film", "a very poor meal"])
-    found, *_ = read_every_exit(model.segments(), encoded.batch(slice(None)))
+    logits, *_ = read_every_exit(model.segments(), encoded.batch(slice(None)))
     for row, ids in enumerate(encoded.ids):
-        np.testing.assert_allclose(found[row], logits_by_hand(model, tokenizer, ids)[1:], atol=ATOL)
+        np.testing.assert_allclose(logits[row], logits_by_hand(model, tokenizer, ids)[1:], atol=ATOL)
 
 
 def test_logits_that_are_no_numbers_are_one_line(pair):

@@ -145,7 +145,7 @@ def test_the_lexicon_is_broad_and_no_word_has_both_polarities():
 
 
 def slots(template, sign):
-    return Counter(slot + number for found, slot, number in SLOT.findall(template) if found == sign)
+    return Counter(slot + number for slot_sign, slot, number in SLOT.findall(template) if slot_sign == sign)
 
 
 @pytest.mark.parametrize("kind", HARD)
@@ -160,8 +160,8 @@ def test_each_polar_word_occurs_equally_often_under_both_labels(split, kind):
     rows = of_kind(splits(0)[split], kind)
     joined = [f" {'  '.join(word for row in rows if row.label == label for word in words(row.text))} " for label in (0, 1)]
     for word in polar_words():
-        found = [each.count(f" {word.replace(' ', '  ')} ") for each in joined]
-        assert found[0] == found[1], word
+        counts = [text.count(f" {word.replace(' ', '  ')} ") for text in joined]
+        assert counts[0] == counts[1], word
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -269,7 +269,7 @@ def test_the_grammar_gives_the_example_the_label_that_a_reader_gives_it(kind, st
     [entry] = [entry for entry in GRAMMAR[kind] if (entry if isinstance(entry, str) else entry[0]).startswith(start)]
     lexicon = polar_words()
     for text, label in ((positive, 1), (negative, 0)):
-        found = set()
+        labels = set()
         for template in dict.fromkeys((entry,) if isinstance(entry, str) else entry):
             pieces = re.split(r"(\{[+-]?[a-z]+\d?\})", template.replace("a {", "@ {").replace(" was", " W"))
             pattern = "".join("(.+)" if piece[:1] == "{" else re.escape(piece) for piece in pieces)
@@ -278,8 +278,8 @@ def test_the_grammar_gives_the_example_the_label_that_a_reader_gives_it(kind, st
             signs = [piece[1] for piece in pieces if piece[:1] == "{"]
             for sign, word in zip(signs, match.groups() if match else ()):
                 if sign in "+-" and word.lower() in lexicon:
-                    found.add(lexicon[word.lower()] if sign == "+" else 1 - lexicon[word.lower()])
-        assert found == {label}, (text, found)
+                    labels.add(lexicon[word.lower()] if sign == "+" else 1 - lexicon[word.lower()])
+        assert labels == {label}, (text, labels)
 
 
 @pytest.mark.parametrize(

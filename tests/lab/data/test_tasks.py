@@ -277,7 +277,7 @@ def test_a_test_file_may_lack_the_label_column(tmp_path):
 
 def test_labels_that_are_one_number_have_one_order(tmp_path):
     labels = [spelled for number in range(1, 9) for spelled in (f"0{number}", str(number))]
-    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "".join(f"text\t{each}\n" for each in labels[::-1]))
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "".join(f"text\t{label}\n" for label in labels[::-1]))
     assert list(load_task(tmp_path).label_names) == labels
 
 
@@ -310,8 +310,8 @@ def test_labels_that_differ_in_form_alone_are_one(tmp_path):
     lines = [{"text": "a", "label": 1}, {"text": "b", "label": 1.0}, {"text": "c", "label": 0.5}]
     task = load_task(folder(tmp_path, "other", train_jsonl="\n".join(map(json.dumps, lines))))
     assert task.label_names == ("0.5", "1") and task.split("train").labels.tolist() == [1, 1, 0]
-    for name, found in (("NaN", "nan"), ("Infinity", "inf")):
-        with pytest.raises(ValueError, match=f"train.jsonl:1: expected a label in label, found {found}; fill it in"):
+    for name, written in (("NaN", "nan"), ("Infinity", "inf")):
+        with pytest.raises(ValueError, match=f"train.jsonl:1: expected a label in label, found {written}; fill it in"):
             load_task(folder(tmp_path, name, train_jsonl=f'{{"text": "a", "label": {name}}}'))
     assert (
         load_task(folder(tmp_path, "long", train_tsv=table("sentence|label", "a|1", "b|" + "9" * 5000))).num_labels == 2

@@ -73,7 +73,7 @@ def decoder_folder(tmp_path_factory):
 def write_run(folder, decoder_folder, exits, rule, settings=None, metrics=None):
     """A run of heads that are copies of the model's own."""
     model, tokenizer = TokenExits(load_backbone(decoder_folder), exits), Tokenizer.from_folder(decoder_folder)
-    about = {
+    config = {
         "method": "self-supervised",
         "unit": "tokens",
         "settings": {"penalty": 0.95, "target": "soft", "init": "copy"} | (settings or {}),
@@ -83,7 +83,7 @@ def write_run(folder, decoder_folder, exits, rule, settings=None, metrics=None):
         "seed": 0,
         "training": {},
     }
-    save_run(folder, model, tokenizer, Chosen(rule, None), about, metrics or {})
+    save_run(folder, model, tokenizer, Chosen(rule, None), config, metrics or {})
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_accuracy_is_that_of_a_loop_over_options_one_by_one_under_every_rule(wit
             alone[k].append(int(np.argmax(scores_at[k])) == question.answer)
     assert answer["accuracy"] == np.mean(rights) and answer["mean_layers"] == pytest.approx(np.mean(layers))
     assert answer["exit_counts"] == [layers.count(1), layers.count(2), layers.count(3)]
-    assert answer["per_exit_accuracy"] == [np.mean(each) for each in alone]
+    assert answer["per_exit_accuracy"] == [np.mean(rights_of_exit) for rights_of_exit in alone]
     assert answer["log_likelihood"] == pytest.approx(np.mean(right_log_p), abs=1e-3)
     assert answer["shots"] == [3, 0, 1, 0] and answer["rows_truncated"] == 0 and answer["rows"] == 4
     assert answer["rule"] == rule.to_dict()
@@ -252,7 +252,7 @@ def swept(opened):
 
 def test_the_sweep_takes_thresholds_from_one_text_and_checks_them_on_another(swept):
     answer, calibration, fresh, held = swept
-    taken, checked = (observe(each, "breaking_ties") for each in (calibration, fresh))
+    taken, checked = (observe(recorded, "breaking_ties") for recorded in (calibration, fresh))
     assert [row["epsilon"] for row in answer["rows"]] == [0.1, 0.5, 0.9, 1.0]
     for row in answer["rows"]:
         rule = calibrate(taken, row["epsilon"], measure="breaking_ties")
@@ -306,8 +306,8 @@ def test_each_way_is_decoded_with_its_rule_and_its_fill(opened, monkeypatch):
 
 def test_the_depth_of_written_texts_is_that_of_a_mean_token(opened):
     written = [Generated([5, 6, 7], [3, 3, 3]), Generated([8], [1])]
-    found = measure_texts.quality(opened, written, ["", ""], ["", ""])
-    assert (found["mean_layers"], found["layers_saved"]) == (10 / 4, pytest.approx(1 - 10 / 4 / 3))
+    quality = measure_texts.quality(opened, written, ["", ""], ["", ""])
+    assert (quality["mean_layers"], quality["layers_saved"]) == (10 / 4, pytest.approx(1 - 10 / 4 / 3))
 
 
 def test_of_written_texts_the_median_of_the_rounds_that_are_warm_is_their_time(monkeypatch):
@@ -336,11 +336,11 @@ def test_without_exits_the_text_is_wholly_the_full_models(opened):
 def test_measures_are_compared_at_the_epsilon_that_reaches_the_level(swept):
     answer, calibration, fresh, _ = swept
     assert [row["measure"] for row in answer["measures"]] == [
-        each for each in COMPARED_MEASURES for _ in AGREEMENT_LEVELS
+        measure for measure in COMPARED_MEASURES for _ in AGREEMENT_LEVELS
     ]
     strict = set()
     for row in at_equal_agreement(calibration, fresh, COMPARED_MEASURES, (0.9, 0.99, 1.0)):
-        taken, checked = (observe(each, row["measure"]) for each in (calibration, fresh))
+        taken, checked = (observe(recorded, row["measure"]) for recorded in (calibration, fresh))
         rule = calibrate(taken, row["epsilon"], measure=row["measure"])
         assert end_to_end(taken, rule) >= row["level"] and row["end_to_end"] == end_to_end(checked, rule)
         below = EPSILON_GRID[EPSILON_GRID < row["epsilon"]]
@@ -369,12 +369,16 @@ def hellaswag(tmp_path):
 
 
 def test_evaluate_scores_a_benchmark_under_the_runs_own_rule_or_another(capsys, run_folder, hellaswag):
-    own = answer(capsys, "evaluate", run_folder, "--task", hellaswag)
-    assert own["rule"]["threshold"][:2] == [0.015, 0.012] and own["method"] == "self-supervised" and own["rows"] == 6
-    assert sum(own["exit_counts"]) == 6 * (6 + 9) and 1 < own["mean_layers"] < 3
-    assert own["layers_saved"] == pytest.approx(1 - own["mean_layers"] / 3) and "speedup" not in own
+    evaluated = answer(capsys, "evaluate", run_folder, "--task", hellaswag)
+    assert (
+        evaluated["rule"]["threshold"][:2] == [0.015, 0.012]
+        and evaluated["method"] == "self-supervised"
+        and evaluated["rows"] == 6
+    )
+    assert sum(evaluated["exit_counts"]) == 6 * (6 + 9) and 1 < evaluated["mean_layers"] < 3
+    assert evaluated["layers_saved"] == pytest.approx(1 - evaluated["mean_layers"] / 3) and "speedup" not in evaluated
     fixed = answer(capsys, "evaluate", run_folder, "--task", hellaswag, "--layer", 2)
-    assert fixed["mean_layers"] == 2 and fixed["accuracy"] == own["per_exit_accuracy"][1]
+    assert fixed["mean_layers"] == 2 and fixed["accuracy"] == evaluated["per_exit_accuracy"][1]
     loose = answer(
         capsys, "evaluate", run_folder, "--task", hellaswag, "--threshold", 0, "--measure", "max_probability"
     )
@@ -414,9 +418,9 @@ def test_the_sweep_prints_a_table_and_draws(capsys, monkeypatch, tmp_path, run_f
     out = capsys.readouterr().out
     assert "epsilon" in out and "HellaSwag" in out and "perplexity" in out and "breaking_ties_logits" in out
     assert picture.stat().st_size > 10_000
-    found = answer(capsys, "evaluate", run_folder, "--sweep", "--measure", "entropy")
-    assert found["measure"] == "entropy" and [row["epsilon"] for row in found["rows"]] == [0.5, 0.9]
-    assert not {"perplexity", "accuracy"} & set(found["rows"][0])
+    entropy = answer(capsys, "evaluate", run_folder, "--sweep", "--measure", "entropy")
+    assert entropy["measure"] == "entropy" and [row["epsilon"] for row in entropy["rows"]] == [0.5, 0.9]
+    assert not {"perplexity", "accuracy"} & set(entropy["rows"][0])
 
 
 def test_a_name_is_no_formula(tmp_path):
@@ -439,14 +443,14 @@ def test_compare_shows_runs_on_one_decoder_as_fig_1_does(capsys, monkeypatch, tm
     write_run(other, decoder_folder, (2, 3), Never(), {"penalty": 0.5}, metrics)
     argv = ["compare", str(run_folder), str(other), "--picture", str(picture), "--max-rows", "2", "--json"]
     assert main(argv) == 0
-    found = json.loads(capsys.readouterr().out)
-    first, second = found["heads"]
-    assert found["level"] == 0.1 and (found["texts"], found["task"]) == (2, "pieces")
-    assert [(row["run"], row["measure"]) for row in found["rows"]] == [
+    compared = json.loads(capsys.readouterr().out)
+    first, second = compared["heads"]
+    assert compared["level"] == 0.1 and (compared["texts"], compared["task"]) == (2, "pieces")
+    assert [(row["run"], row["measure"]) for row in compared["rows"]] == [
         *((str(run_folder), "full model"), (str(run_folder), "threshold")),
         *((str(other), "full model"), (str(other), "never")),
     ]
-    assert all(row["rouge_l"] == 1 for row in found["rows"] if row["mean_layers"] == 3)
+    assert all(row["rouge_l"] == 1 for row in compared["rows"] if row["mean_layers"] == 3)
     assert (first["agreement"], first["entropy"], first["init"]) == ([0.2, 0.4], [2.0, 1.0], "copy")
     assert (second["entropy"], second["init"], second["penalty"]) == ([2.0], "copy", 0.5)
     opened = load_run(other)
@@ -470,8 +474,8 @@ def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(
     (other / "tokenizer.json").write_bytes((decoder_folder / "tokenizer.json").read_bytes())
     write_run(tmp_path / "run", other, (1, 3), Never())
     assert main(["compare", str(run_folder), str(tmp_path / "run"), "--max-rows", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["heads"] == [] and len(found["rows"]) == 4
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["heads"] == [] and len(compared["rows"]) == 4
     for argv, message, status in (
         ([run_folder, decoder_folder], "give a folder that `mini-ee train` wrote", 1),
         ([run_folder, run_folder, "--task", "x"], "--task is not for decoders", 2),
@@ -516,13 +520,13 @@ def test_what_pieces_are_tested_on_was_not_learned(tmp_path, opened, text):
     train, held = texts_to_learn(source)
     tested = texts_to_test(source, 50)
     assert len(tested) == (6 if text else 50) and len(train) == (54 if text else 60)
-    assert not {tuple(each.ids) for each in tested} & {tuple(each.ids) for each in train.texts}
-    assert all(0 < each.start < len(each.ids) for each in tested)
+    assert not {tuple(piece.ids) for piece in tested} & {tuple(piece.ids) for piece in train.texts}
+    assert all(0 < piece.start < len(piece.ids) for piece in tested)
     if text:  # the first half of each is given
-        assert tested == [Text(each.ids, 4) for each in held.texts]
+        assert tested == [Text(piece.ids, 4) for piece in held.texts]
     else:
         parts = [
-            {tuple(each.ids) for each in some} for some in (train.texts, held.texts, tested, texts_to_calibrate(source))
+            {tuple(one.ids) for one in some} for some in (train.texts, held.texts, tested, texts_to_calibrate(source))
         ]
         assert len(set().union(*parts)) == sum(map(len, parts))
     assert texts_to_learn(source)[0].texts == train.texts != texts_to_learn(source._replace(seed=4))[0].texts
@@ -537,11 +541,11 @@ def test_what_stories_are_tested_on_was_neither_learned_nor_held_out(tmp_path, o
     options = TextOptions(kind=kind, text=text and tmp_path / "text.txt", new_tokens=8, texts=30)
     source = Source(opened.model.backbone, opened.tokenizer, options, 3)
     (train, held), others = texts_to_learn(source), texts_to_learn(source._replace(seed=4))
-    parts = [{tuple(each.ids) for each in some} for some in (train.texts, held.texts, texts_to_test(source, 40))]
+    parts = [{tuple(story.ids) for story in some} for some in (train.texts, held.texts, texts_to_test(source, 40))]
     assert [len(part) for part in parts] == [30, 6, 4 if text else 40]
     assert len(set().union(*parts)) == sum(map(len, parts))
     assert texts_to_learn(source)[1].texts == held.texts != others[1].texts
-    assert text or not parts[0] & {tuple(each.ids) for each in others[0].texts}
+    assert text or not parts[0] & {tuple(story.ids) for story in others[0].texts}
 
 
 @pytest.mark.parametrize(
@@ -585,5 +589,5 @@ def test_wrong_input_is_one_line(
 @pytest.mark.skipif(not SHARED, reason="needs MINI_EE_SHARED, the folder with the real data (2026-11)")
 def test_the_cloze_is_above_chance_on_a_real_decoder(capsys):
     folder, data = Path(SHARED) / "weights" / "stories260K", Path(SHARED) / "data" / "TinyStories"
-    found = answer(capsys, "evaluate", folder, "--task", data, "--max-rows", 30)
-    assert found["accuracy"] > 0.05
+    evaluated = answer(capsys, "evaluate", folder, "--task", data, "--max-rows", 30)
+    assert evaluated["accuracy"] > 0.05

@@ -46,9 +46,9 @@ def few_epochs_and_no_picture():
 
 def gradients(loss, model):
     """Of every parameter that the loss reaches."""
-    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    found = torch.autograd.grad(loss, list(learning.values()), retain_graph=True, allow_unused=True)
-    return {name: each for name, each in zip(learning, found) if each is not None}
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    derivatives = torch.autograd.grad(loss, list(learning.values()), retain_graph=True, allow_unused=True)
+    return {name: gradient for name, gradient in zip(learning, derivatives) if gradient is not None}
 
 
 @pytest.fixture(params=["rows", "tokens"])

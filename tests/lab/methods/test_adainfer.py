@@ -68,8 +68,8 @@ def test_two_points_have_a_closed_form():
 
 def test_each_class_has_half_of_the_weight_however_rare_it_is():
     y = np.array([1.0] * 2 + [-1.0] * 98)
-    found = bounds(y, 10.0)
-    assert found[y > 0].sum() == pytest.approx(5) and found[y < 0].sum() == pytest.approx(5)
+    weights = bounds(y, 10.0)
+    assert weights[y > 0].sum() == pytest.approx(5) and weights[y < 0].sum() == pytest.approx(5)
     x, y = drawn(1000, share=0.03)
     w, _ = fit_svm(x, y)
     output = x @ w > 0
@@ -93,18 +93,18 @@ def test_of_two_classes_it_is_a_threshold_on_the_largest_probability():
         slope = 2 * rule.gap[k] + rule.top[k]
         assert slope > 0
         at.append(float(np.clip((rule.gap[k] - rule.bias[k]) / slope, 0, 1)))
-    expected, found = (recorded.replay(each).exit_index for each in (Threshold((*at, 0.0)), rule))
-    assert (expected == found).all() and len(set(found)) > 2
+    expected, exit_index = (recorded.replay(exit_rule).exit_index for exit_rule in (Threshold((*at, 0.0)), rule))
+    assert (expected == exit_index).all() and len(set(exit_index)) > 2
 
 
 def left_at(rule, logits):
     """The first exit with a decision above the margin, unit by unit."""
-    found = []
+    exit_index = []
     for row in logits:
-        p = [np.sort(np.exp(each) / np.exp(each).sum())[::-1] for each in row]
+        p = [np.sort(np.exp(exit_logits) / np.exp(exit_logits).sum())[::-1] for exit_logits in row]
         values = [rule.gap[k] * (q[0] - q[1]) + rule.top[k] * q[0] + rule.bias[k] for k, q in enumerate(p[:-1])]
-        found.append(next((k for k, value in enumerate(values) if value > rule.margin), len(values)))
-    return found
+        exit_index.append(next((k for k, value in enumerate(values) if value > rule.margin), len(values)))
+    return exit_index
 
 
 @pytest.mark.parametrize("margin", [-np.inf, -0.5, 0.0, 0.4, np.inf])
@@ -127,12 +127,12 @@ def test_right_is_of_the_label_or_of_the_last_exit_and_without_labels_of_the_las
     logits = DRAWN.normal(size=(40, 3, 3))
     labels, recorded = DRAWN.integers(0, 3, 40), of_exits(logits)
     assert right_of(recorded).keys() == {"final"}
-    found = right_of(recorded._replace(labels=labels))
+    correct = right_of(recorded._replace(labels=labels))
     for row in range(40):
         for k in range(2):
             prediction = logits[row, k].argmax()
-            assert found["gold"][row, k] == (prediction == labels[row])
-            assert found["final"][row, k] == (prediction == logits[row, 2].argmax())
+            assert correct["gold"][row, k] == (prediction == labels[row])
+            assert correct["final"][row, k] == (prediction == logits[row, 2].argmax())
     some = recorded._replace(labels=labels).take(np.arange(5))
     assert (some.labels == labels[:5]).all()
 
@@ -140,18 +140,18 @@ def test_right_is_of_the_label_or_of_the_last_exit_and_without_labels_of_the_las
 def test_of_tokens_the_rule_is_that_of_the_token_that_follows():
     texts = calm_texts(30)
     recorded = record_texts(calm_model(), texts, last=False)
-    found, at = right_of(recorded), 0
+    correct, at = right_of(recorded), 0
     model = calm_model()
     for text in texts:
         with torch.no_grad():
             states = model.backbone.hidden_states(torch.tensor([text.ids]))
         for position in range(text.start, len(text.ids) - 1):
             predictions = [int(model.heads[k](states[k + 1][0, position]).argmax()) for k in range(2)]
-            assert found["gold"][at].tolist() == [token == text.ids[position + 1] for token in predictions]
+            assert correct["gold"][at].tolist() == [token == text.ids[position + 1] for token in predictions]
             at += 1
-    assert at == len(found["gold"]) and (found["gold"] != found["final"]).any()
+    assert at == len(correct["gold"]) and (correct["gold"] != correct["final"]).any()
     chosen = svm_of_texts(model, None, TextData(texts))
-    assert chosen.rule == svm(recorded, found["gold"]) != svm(recorded, found["final"])
+    assert chosen.rule == svm(recorded, correct["gold"]) != svm(recorded, correct["final"])
 
 
 def test_candidates_are_the_svms_as_they_are_and_with_other_margins():
@@ -176,10 +176,10 @@ def test_one_graph_and_segments_leave_where_torch_leaves(random_model, padded_in
     left = set()
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
         for margin in (-np.inf, -0.3, 0.05, 0.3, np.inf):
-            each = Svm(rule.gap, rule.top, rule.bias, margin)
-            expected, found = (early_exit(one, each, padded_inputs) for one in (model.segments(), engine))
-            assert found.exit_index.tolist() == expected.exit_index.tolist()
-            np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=1e-5)
+            rule_of_margin = Svm(rule.gap, rule.top, rule.bias, margin)
+            expected, result = (early_exit(one, rule_of_margin, padded_inputs) for one in (model.segments(), engine))
+            assert result.exit_index.tolist() == expected.exit_index.tolist()
+            np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=1e-5)
             left |= set(expected.exit_index.tolist())
     assert len(left) > 2
 

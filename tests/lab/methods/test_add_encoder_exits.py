@@ -37,17 +37,17 @@ def test_the_cosines_are_those_of_the_exported_graph_on_texts_that_trained_nothi
     test = split_rows(encoder_exits.encoder_task([(text,) for text in TEXTS]), 0, None).test
     texts = [text for (text,) in test.texts]
     full = added.exported.embed(texts, rule=Never())
-    for k, each in enumerate(added.summary["depths"]):
-        found = added.exported.embed(texts, rule=Fixed(k))
-        cosines = (found * full).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(full, axis=1)
-        assert each["cosine"] == pytest.approx(cosines.mean(), abs=1e-5) and each["layers"] == k + 1
-        assert each["low_cosine"] == pytest.approx(np.quantile(cosines, 0.1), abs=1e-5) and each["speedup"] > 0
+    for k, depth in enumerate(added.summary["depths"]):
+        embeddings = added.exported.embed(texts, rule=Fixed(k))
+        cosines = (embeddings * full).sum(1) / np.linalg.norm(embeddings, axis=1) / np.linalg.norm(full, axis=1)
+        assert depth["cosine"] == pytest.approx(cosines.mean(), abs=1e-5) and depth["layers"] == k + 1
+        assert depth["low_cosine"] == pytest.approx(np.quantile(cosines, 0.1), abs=1e-5) and depth["speedup"] > 0
     assert added.summary["depths"][-1]["cosine"] == pytest.approx(1, abs=1e-5)
     assert sum(added.summary["texts"].values()) == len(TEXTS) and added.summary["texts"]["tested"] == len(texts)
 
 
 def test_the_depth_is_the_shallowest_with_the_cosine_and_that_of_the_export(added):
-    enough = [each["layers"] for each in added.summary["depths"] if each["cosine"] >= 0.2]
+    enough = [depth["layers"] for depth in added.summary["depths"] if depth["cosine"] >= 0.2]
     assert added.summary["depth"] == enough[0] < 3 and added.summary["layers_saved"] == 1 - enough[0] / 3
     assert added.exported.rule == Fixed(enough[0] - 1)
 
@@ -111,4 +111,4 @@ def test_a_reranker_with_modules_json_is_a_classifier(encoder_folder, classifier
     modules = [{"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}]
     (folder / "modules.json").write_text(json.dumps(modules))
     kinds = (encoder_folder, folder, classifier_folder, checkpoint_folder)
-    assert [is_sentence_encoder(each) for each in kinds] == [True, False, False, False]
+    assert [is_sentence_encoder(kind) for kind in kinds] == [True, False, False, False]

@@ -52,8 +52,8 @@ def test_what_does_not_exit_early_gets_the_models_own_logits(added, classifier_f
         pooled = backbone.pooled(backbone(ids, mask, types))
         expected = (pooled @ weights["out.weight"].T + weights["out.bias"]).numpy()
     for segments in (added.run.segments(), Runtime(added.run.folder.parent / "exported").segments()):
-        found = early_exit(segments, Never(), inputs).logits
-        np.testing.assert_allclose(found, expected, atol=EXACT if segments.engine == "torch" else 1e-5)
+        logits = early_exit(segments, Never(), inputs).logits
+        np.testing.assert_allclose(logits, expected, atol=EXACT if segments.engine == "torch" else 1e-5)
 
 
 def test_the_model_is_not_written_again_and_its_head_is_not_trained(added, classifier_folder):
@@ -120,19 +120,25 @@ def few(folder, count=3, content=None):
 
 
 REFUSED = [
-    (lambda tmp, own, plain: [plain, "--text", few(tmp, 200)], "expected a fine-tuned classifier"),
+    (lambda tmp, classifier, plain: [plain, "--text", few(tmp, 200)], "expected a fine-tuned classifier"),
     (
-        lambda tmp, own, plain: [own, "--text", few(tmp)],
+        lambda tmp, classifier, plain: [classifier, "--text", few(tmp)],
         "expected at least 100 different texts .* found 3; about",
     ),
-    (lambda tmp, own, plain: [own, "--text", few(tmp, content="\n")], "expected texts, found none"),
-    (lambda tmp, own, plain: [own, "--text", tmp / "none.txt"], "none.txt"),
+    (lambda tmp, classifier, plain: [classifier, "--text", few(tmp, content="\n")], "expected texts, found none"),
+    (lambda tmp, classifier, plain: [classifier, "--text", tmp / "none.txt"], "none.txt"),
     (
-        lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--agreement", "1.5"],
+        lambda tmp, classifier, plain: [classifier, "--text", few(tmp, 200), "--agreement", "1.5"],
         "agreement must be a number above 0 and of at most 1",
     ),
-    (lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--agreement", "1"], "agreement 1 .* no test on texts"),
-    (lambda tmp, own, plain: [own, "--text", few(tmp, 200), "--exits", "2"], "exits must ascend .* end at the last"),
+    (
+        lambda tmp, classifier, plain: [classifier, "--text", few(tmp, 200), "--agreement", "1"],
+        "agreement 1 .* no test on texts",
+    ),
+    (
+        lambda tmp, classifier, plain: [classifier, "--text", few(tmp, 200), "--exits", "2"],
+        "exits must ascend .* end at the last",
+    ),
 ]
 
 
@@ -158,8 +164,8 @@ def test_numbers_agree_within_the_tolerance(numbers):
         add_exits_module._task((), tuple((text,) for text in TEXTS)), 0, int(0.6 * len(TEXTS))
     ).test.texts
     full = early_exit(runtime.segments(), Never(), runtime.encode(texts).batch(slice(None))).logits[:, 0]
-    found = np.array([answer.label for answer in runtime.run(texts)])
-    assert summary["agreement"] == pytest.approx(np.mean(abs(found - full) <= 0.24), abs=1 / len(texts))
+    early = np.array([answer.label for answer in runtime.run(texts)])
+    assert summary["agreement"] == pytest.approx(np.mean(abs(early - full) <= 0.24), abs=1 / len(texts))
     assert (
         "within 0.24" in line_of(summary) and line_of(summary) in (numbers.run.folder.parent / "README.md").read_text()
     )
@@ -167,12 +173,12 @@ def test_numbers_agree_within_the_tolerance(numbers):
 
 def test_by_default_the_tolerance_is_a_tenth_of_the_deviation_of_the_numbers(regression_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(add_exits_module, "LEAST_SAVED", 1.0)  # nothing is exported
-    found = call(regression_folder, tmp_path / "fast", 0.8)
+    result = call(regression_folder, tmp_path / "fast", 0.8)
     task = add_exits_module._task((), tuple((text,) for text in TEXTS))
     texts = split_rows(task, 0, int(0.6 * len(TEXTS))).train.texts
-    rows = found.run.encode(texts).batch(slice(None))
-    outputs = early_exit(found.run.segments(), Never(), rows).logits[:, 0]
-    assert found.summary["tolerance"] == pytest.approx(0.1 * outputs.std(), rel=1e-4)
+    rows = result.run.encode(texts).batch(slice(None))
+    outputs = early_exit(result.run.segments(), Never(), rows).logits[:, 0]
+    assert result.summary["tolerance"] == pytest.approx(0.1 * outputs.std(), rel=1e-4)
 
 
 def test_a_tolerance_for_classes_is_refused(classifier_folder, tmp_path):

@@ -31,8 +31,8 @@ def labels(classifier_folder, tmp_path_factory):
     backbone = load_backbone(classifier_folder)
     model = FrozenClassifier(backbone.without_heads(), (3,), 2, backbone.poolings[0])
     inputs = Tokenizer.from_folder(classifier_folder, 30).encode([(text,) for text in TEXTS]).batch(slice(None))
-    own = early_exit(model.segments(), Never(), inputs).logits.argmax(1)
-    return [("bad", "good")[each ^ (number % 7 == 0)] for number, each in enumerate(own)]
+    predictions = early_exit(model.segments(), Never(), inputs).logits.argmax(1)
+    return [("bad", "good")[prediction ^ (number % 7 == 0)] for number, prediction in enumerate(predictions)]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,11 @@ def test_accuracy_and_its_loss_are_counted_on_the_labels_of_texts_that_chose_not
     task = add_exits_module._task(("bad", "good"), tuple((text,) for text in TEXTS), False, numbers)
     test = split_rows(task, 0, int(0.6 * len(TEXTS))).test
     full = early_exit(added.exported.segments(), Never(), added.exported.encode(test.texts).batch(slice(None)))
-    found = np.array([("bad", "good").index(answer.label) for answer in added.exported.run(test.texts)])
+    predictions = np.array([("bad", "good").index(answer.label) for answer in added.exported.run(test.texts)])
     summary, near = added.summary, 1.5 / len(test)
     assert summary["full_accuracy"] == pytest.approx(np.mean(full.logits.argmax(1) == test.labels), abs=near)
-    assert summary["accuracy"] == pytest.approx(np.mean(found == test.labels), abs=near)
-    assert summary["agreement"] == pytest.approx(np.mean(found == full.logits.argmax(1)), abs=near)
+    assert summary["accuracy"] == pytest.approx(np.mean(predictions == test.labels), abs=near)
+    assert summary["agreement"] == pytest.approx(np.mean(predictions == full.logits.argmax(1)), abs=near)
     assert 0.8 < summary["full_accuracy"] < 0.9 and summary["layers_saved"] > 0
 
 
@@ -104,8 +104,9 @@ def test_a_text_with_several_labels_counts_with_each_of_them(classifier_folder, 
         add_exits_module._task(task, tuple((t,) for t in TEXTS * 2), False, numbers), 0, int(0.6 * len(twice))
     ).test
     label_of = {text: label for text, label in zip(TEXTS, labels)}
-    own = np.array([task.index(label_of[text]) ^ (TEXTS.index(text) % 7 == 0) for (text,) in test.texts])
-    assert summary["full_accuracy"] == pytest.approx(np.mean(own == test.labels)) and summary["full_accuracy"] < 0.6
+    predicted = np.array([task.index(label_of[text]) ^ (TEXTS.index(text) % 7 == 0) for (text,) in test.texts])
+    accuracy = summary["full_accuracy"]
+    assert accuracy == pytest.approx(np.mean(predicted == test.labels)) and accuracy < 0.6
     most = np.bincount(test.labels).max() / len(test)
     assert (summary["full_accuracy"] <= most) == any("no better than a constant" in line for line in lines)
 

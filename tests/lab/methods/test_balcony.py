@@ -69,11 +69,11 @@ def logits_of(decoder, ids):
 def test_an_exit_is_a_decoder_with_one_layer_more_than_the_exit(kind):
     model, texts = drawn(random_decoder(kind, 4), EXITS), [Text([*prompt, 3, 4], 0) for prompt in PROMPTS]
     inputs, labels = TextData(texts, every=True).batch(np.arange(3), "cpu")
-    *found, full = model(*inputs)
+    *exits, full = model(*inputs)
     expected = torch.cat([logits_of(model.backbone, text.ids) for text in texts])
     torch.testing.assert_close(full, expected, rtol=0, atol=EXACT)
     recorded = record_texts(model, texts)
-    for k, logits in enumerate(found):
+    for k, logits in enumerate(exits):
         decoder = balcony_as_decoder(model, k)
         expected = torch.cat([logits_of(decoder, text.ids) for text in texts])
         torch.testing.assert_close(logits, expected, rtol=0, atol=EXACT)
@@ -88,8 +88,8 @@ def test_a_balcony_begins_as_the_last_layer_and_the_final_norm_and_the_model_is_
     for head in model.heads:
         theirs = {f"layer.{name}": value for name, value in decoder.layers[-1].state_dict().items()}
         theirs |= {f"norm.{name}": value for name, value in decoder.norm.state_dict().items()}
-        own = head.state_dict()
-        assert own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
+        weights = head.state_dict()
+        assert weights.keys() == theirs.keys() and all(torch.equal(weights[name], theirs[name]) for name in weights)
     trained = {name for name, _ in model.named_parameters() if stage.trainable(name) and model.is_trainable(name)}
     assert trained == {name for name in model.state_dict() if name.startswith("heads.")} == set(model.own_state())
     assert stage.score(np.array([0.2, 0.4, 1.0])) == pytest.approx(0.3)
@@ -98,11 +98,13 @@ def test_a_balcony_begins_as_the_last_layer_and_the_final_norm_and_the_model_is_
 @torch.no_grad()
 def test_the_loss_is_the_mean_divergence_from_the_full_model(model):
     inputs, labels = TextData([Text([5, 9, 33, 2], 0), Text([7, 1], 0)], every=True).batch(np.arange(2), "cpu")
-    logits = [each.double().numpy() for each in model(*inputs)]
-    p, *exits = (np.exp(each) / np.exp(each).sum(1, keepdims=True) for each in (logits[-1], *logits[:-1]))
+    logits = [exit_logits.double().numpy() for exit_logits in model(*inputs)]
+    p, *exits = (
+        np.exp(exit_logits) / np.exp(exit_logits).sum(1, keepdims=True) for exit_logits in (logits[-1], *logits[:-1])
+    )
     divergences = [(p * np.log(p / q)).sum(1).mean() for q in exits]
-    found = self_distillation_loss(model, Batch(inputs, labels, None, None))
-    assert len(p) == 6 and found.item() == pytest.approx(np.mean(divergences), rel=1e-4)
+    loss = self_distillation_loss(model, Batch(inputs, labels, None, None))
+    assert len(p) == 6 and loss.item() == pytest.approx(np.mean(divergences), rel=1e-4)
 
 
 def test_the_full_model_does_not_learn(model):
@@ -127,16 +129,16 @@ class Drawn(Rule):
 
 def written(model, missing_kv, plans):
     """Logits (steps, B, V) and tokens (B, steps) under drawn exits."""
-    found = []
+    step_logits = []
 
     def choose(logits, rows):
-        found.append(logits)
+        step_logits.append(logits)
         return logits.argmax(-1).tolist()
 
     segments = token_segments(model, missing_kv, len(PROMPTS), 32)
     with torch.inference_mode():
         steps = [step.tokens for step in decode(segments, PROMPTS, len(plans), Drawn(plans), choose)]
-    return np.array(found), np.array(steps).T.tolist()
+    return np.array(step_logits), np.array(steps).T.tolist()
 
 
 def defined(model, ids, start, exit_of):
@@ -151,11 +153,11 @@ def defined(model, ids, start, exit_of):
         depth = model.exits[exit_k] if exit_k is not None else layers
         states = [model.backbone.embed(Tensors(torch.tensor([[token]])))]
         for layer in range(depth):
-            read = torch.cat([each[layer] for each in inputs] + [states[-1]], dim=1)
+            read = torch.cat([token_inputs[layer] for token_inputs in inputs] + [states[-1]], dim=1)
             block = model.backbone.block(torch.arange(read.shape[1])[None])
             states.append(model.backbone.run_layers(read, block, layer, layer + 1)[:, -1:])
         if exit_k is not None and exit_k < len(model.heads):
-            read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
+            read = torch.cat([token_inputs[depth] for token_inputs in inputs] + [states[-1]], dim=1)
             block = model.backbone.block(torch.arange(read.shape[1])[None])
             logits.append(model.heads[exit_k](model.heads[exit_k].layer(read, block, last_balcony)[0, -1]))
         elif exit_k is not None:
@@ -169,25 +171,25 @@ PLANS = np.random.default_rng(0).integers(0, 3, (9, 3))
 
 @torch.no_grad()
 def test_with_recompute_each_token_has_the_logits_of_its_exit_in_the_whole_text(model):
-    found, tokens = written(model, "recompute", PLANS)
+    logits, tokens = written(model, "recompute", PLANS)
     for row, prompt in enumerate(PROMPTS):
         text = torch.tensor([[*prompt, *tokens[row][:-1]]])
         states = model.states(text, torch.ones_like(text, dtype=torch.bool))
         for step, k in enumerate(PLANS[:, row]):
             expected = model.classify(k, states[k][len(prompt) - 1 + step])
-            np.testing.assert_allclose(found[step, row], expected.numpy(), atol=EXACT)
+            np.testing.assert_allclose(logits[step, row], expected.numpy(), atol=EXACT)
 
 
 @torch.no_grad()
 def test_with_copy_state_a_balcony_reads_the_state_at_which_a_token_exited(model):
-    found, tokens = written(model, "copy_state", PLANS)
+    logits, tokens = written(model, "copy_state", PLANS)
     for row, prompt in enumerate(PROMPTS):
         first = len(prompt) - 1
         exit_of = lambda at, row=row, first=first: None if at < first else PLANS[at - first, row]  # noqa: E731
         expected = defined(model, [*prompt, *tokens[row][:-1]], first, exit_of)
-        np.testing.assert_allclose(found[:, row], expected, atol=EXACT)
+        np.testing.assert_allclose(logits[:, row], expected, atol=EXACT)
     recomputed, _ = written(model, "recompute", PLANS)
-    assert abs(recomputed - found).max() > 0.01
+    assert abs(recomputed - logits).max() > 0.01
 
 
 def test_the_layer_of_an_exit_counts_as_a_part_of_its_head(model):
@@ -233,12 +235,12 @@ def test_a_balcony_drafts_what_its_exit_predicts_in_the_whole_text(model, k, mon
     monkeypatch.setattr(BalconySegments, "draft_logits", lambda *given: (logits.append(right(*given)), logits[-1])[1])
     prompt, last = PROMPTS[0], EXITS[-1]
     (full,) = gather(model.generate([prompt], Never(), max_new_tokens=12, stop=()), 1)
-    (found,) = gather(model.generate_lossless([prompt], 12, EXITS[k], 1, ()), 1)
-    assert found.tokens == full.tokens
-    text = torch.tensor([[*prompt, *found.tokens]])
+    (lossless,) = gather(model.generate_lossless([prompt], 12, EXITS[k], 1, ()), 1)
+    assert lossless.tokens == full.tokens
+    text = torch.tensor([[*prompt, *lossless.tokens]])
     states = model.states(text, torch.ones_like(text, dtype=torch.bool))
     # A round begins after each token of the full model; the last one has no room for a draft.
-    begins = [0, *(at for at, layer in enumerate(found.layers_run, start=1) if layer == last and at < 11)]
+    begins = [0, *(at for at, layer in enumerate(lossless.layers_run, start=1) if layer == last and at < 11)]
     for at, drafted in zip(begins, logits, strict=True):
         expected = model.classify(k, states[k][len(prompt) - 1 + at])
         torch.testing.assert_close(drafted[0], expected, rtol=0, atol=EXACT)

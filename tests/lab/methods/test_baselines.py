@@ -91,8 +91,8 @@ def test_self_distillation_is_the_divergence_of_each_student_from_the_teacher_st
     for row in range(7):
         for k in range(3):
             expected += sum(p[row, k, c] * np.log(p[row, k, c] / p[row, 3, c]) for c in range(3)) / 7
-    found = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
-    assert found.item() == pytest.approx(expected, rel=1e-4)
+    loss = self_distillation_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_self_distillation_never_sees_a_label_and_never_moves_the_teacher(random_model, padded_inputs):
@@ -122,9 +122,9 @@ def test_the_temperature_is_the_one_that_makes_the_labels_likeliest(true):
     random = np.random.default_rng(0)
     logits = random.normal(0, 2, (1000, 3))
     labels = (logits / true + random.gumbel(size=logits.shape)).argmax(axis=1)  # a draw from softmax(logits / true)
-    found = fit_temperature(logits, labels)
+    fitted = fit_temperature(logits, labels)
     best = min(np.exp(np.linspace(-2, 2, 101)), key=lambda temperature: cross_entropy(logits / temperature, labels))
-    assert found == pytest.approx(best, rel=0.041) and found == pytest.approx(true, rel=0.15)
+    assert fitted == pytest.approx(best, rel=0.041) and fitted == pytest.approx(true, rel=0.15)
 
 
 def test_labels_that_are_always_or_never_right_take_a_temperature_at_the_end_of_the_range():
@@ -171,25 +171,25 @@ def berxit_model(random_model, num_labels=3):
 def certainty_by_hand(model, inputs):
     """(B, K - 1): a sigmoid of one linear map, the same for all exits, of the mean of the tokens."""
     weight, bias = (p.detach().double().numpy() for p in (model.policy.linear.weight[0], model.policy.linear.bias[0]))
-    found = np.zeros((len(inputs), 3))
+    certainties = np.zeros((len(inputs), 3))
     with torch.no_grad():
         hidden = model.backbone.hidden_states(*tensors(inputs))
     for k, row in np.ndindex(3, len(inputs)):
         length = inputs.attention_mask[row].sum()
         state = hidden[model.exits[k]][row, :length].double().numpy().mean(axis=0)
-        found[row, k] = 1 / (1 + np.exp(-(state @ weight + bias)))
-    return found
+        certainties[row, k] = 1 / (1 + np.exp(-(state @ weight + bias)))
+    return certainties
 
 
 def test_even_steps_pay_for_the_last_exit_and_odd_ones_for_all_and_for_the_certainty(random_model, padded_inputs):
     model = berxit_model(random_model)
     logits, certainty = logits_of(model, padded_inputs), certainty_by_hand(model, padded_inputs)
     right = logits.argmax(axis=2)[:, :3] == LABELS.numpy()[:, None]
-    each = [cross_entropy(logits[:, k], LABELS) for k in range(4)]
+    losses = [cross_entropy(logits[:, k], LABELS) for k in range(4)]
     for step in range(4):
-        found = alternating_loss(model, Batch(tensors(padded_inputs), LABELS, None, None, step))
-        expected = sum(each) + sum(((certainty - right) ** 2).mean(axis=0)) if step % 2 else each[3]
-        assert found.item() == pytest.approx(expected, rel=1e-4)
+        loss = alternating_loss(model, Batch(tensors(padded_inputs), LABELS, None, None, step))
+        expected = sum(losses) + sum(((certainty - right) ** 2).mean(axis=0)) if step % 2 else losses[3]
+        assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_training_counts_its_steps_for_the_turns(tmp_path, checkpoint_folder, words):
@@ -209,8 +209,8 @@ def test_training_counts_its_steps_for_the_turns(tmp_path, checkpoint_folder, wo
 def test_the_truth_of_a_certainty_is_right_or_wrong_and_for_numbers_how_near():
     logits = torch.tensor([[2.0, 1.0], [0.0, 1.0]])
     assert true_certainty(logits, torch.tensor([0, 0])).tolist() == [1.0, 0.0]
-    found = true_certainty(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 1.5]))
-    assert found.tolist() == pytest.approx([1.0, 1 - np.tanh(1.5)])
+    truth = true_certainty(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 1.5]))
+    assert truth.tolist() == pytest.approx([1.0, 1 - np.tanh(1.5)])
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
@@ -235,23 +235,23 @@ def test_berxit_needs_two_exits(checkpoint_folder):
 
 def test_sweet_teaches_each_layer_by_the_loss_of_the_first_exit_above_it_alone(learner):  # noqa: F811
     model, batch = learner
-    found = gradients(separate_loss(model, batch), model)
-    own = [gradients(task_loss(logits, batch.labels), model) for logits in model(*batch.inputs)]
-    assert found.keys() == set().union(*own)
-    for name, gradient in found.items():
+    gradient_of = gradients(separate_loss(model, batch), model)
+    exit_gradients = [gradients(task_loss(logits, batch.labels), model) for logits in model(*batch.inputs)]
+    assert gradient_of.keys() == set().union(*exit_gradients)
+    for name, gradient in gradient_of.items():
         kind, number, *_ = f"{name.removeprefix('backbone.')}.".split(".")
         if kind in ("layers", "adapters"):
             k = next(k for k, layer in enumerate(model.exits) if layer > int(number))
         else:
             k = int(number) if kind == "heads" else 0
-        torch.testing.assert_close(gradient, own[k][name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, exit_gradients[k][name], rtol=1e-4, atol=1e-6)
 
 
 def test_sweet_pays_for_all_exits_the_same(random_model, padded_inputs):
     model = random_model()
     logits = logits_of(model, padded_inputs)
-    found = separate_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
-    assert found.item() == pytest.approx(sum(cross_entropy(logits[:, k], LABELS) for k in range(4)), rel=1e-4)
+    loss = separate_loss(model, Batch(tensors(padded_inputs), LABELS, None, None))
+    assert loss.item() == pytest.approx(sum(cross_entropy(logits[:, k], LABELS) for k in range(4)), rel=1e-4)
 
 
 # Mixed training
@@ -262,10 +262,10 @@ def test_mixed_training_teaches_the_backbone_by_the_last_exit_and_then_all_weigh
 ):
     model = random_model()
     logits, batch = logits_of(model, padded_inputs), Batch(tensors(padded_inputs), LABELS, None, None)
-    each, names = [cross_entropy(logits[:, k], LABELS) for k in range(4)], dict(model.named_parameters())
+    losses, names = [cross_entropy(logits[:, k], LABELS) for k in range(4)], dict(model.named_parameters())
     first, second = mixed.recipe(model)
-    assert first.loss(model, batch).item() == pytest.approx(each[3], rel=1e-4)
-    assert second.loss(model, batch).item() == pytest.approx(np.mean(each), rel=1e-4)
+    assert first.loss(model, batch).item() == pytest.approx(losses[3], rel=1e-4)
+    assert second.loss(model, batch).item() == pytest.approx(np.mean(losses), rel=1e-4)
     assert {name for name in names if not first.trainable(name)} == {
         name for name in names if name.startswith(("heads.0.", "heads.1.", "heads.2."))
     }

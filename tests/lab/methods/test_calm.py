@@ -49,7 +49,7 @@ def measured_by_hand(model, ids, k, measure):
         state, layer = hidden[model.exits[k]], model.exits[k - 1] if k else 0
         normed = model.heads[k].norm(state)
         if measure == "saturation":
-            now, before = (each.double().numpy() for each in (state, hidden[layer]))
+            now, before = (hidden_state.double().numpy() for hidden_state in (state, hidden[layer]))
             return now @ before / math.sqrt((now @ now) * (before @ before))
         if measure == "classifier":
             weight, bias = (parameter.detach().double().numpy() for parameter in model.policy.linear.parameters())
@@ -63,13 +63,13 @@ def measured_by_hand(model, ids, k, measure):
 @pytest.mark.parametrize("measure", MEASURE_RULES)
 def test_a_recorded_measure_is_the_one_computed_token_by_token(kind, measure):
     model, texts = calm_model(kind), calm_texts(3)
-    found = confidence(record_texts(model, texts, last=False), MEASURE_RULES[measure])
+    confidences = confidence(record_texts(model, texts, last=False), MEASURE_RULES[measure])
     expected = [
         [measured_by_hand(model, text.ids[: at + 1], k, measure) for k in range(2)]
         for text in texts
         for at in range(text.start, len(text.ids) - 1)
     ]
-    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(confidences, expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("measure", MEASURE_RULES)
@@ -77,14 +77,14 @@ def test_the_loop_reads_the_recorded_measure(measure):
     """A token leaves in generation where its measure, computed at once over the whole text, passes the threshold."""
     model = calm_model()
     rule = passing(record_texts(model, calm_texts()), MEASURE_RULES[measure])[PASSING.index(0.5)]
-    found = set()
+    layers = set()
     for prompt in (text.ids[:5] for text in calm_texts()):
         (text,) = model.write([Text(prompt, 4)], rule, max_new_tokens=1)
         passed = [measured_by_hand(model, prompt, k, measure) for k in range(2)]
         passed = [value > rule.cut if measure == "classifier" else value >= rule.threshold for value in passed]
         assert text.layers_run == [next((layer for layer, leaves in zip(model.exits, passed) if leaves), 3)]
-        found |= set(text.layers_run)
-    assert len(found) > 1
+        layers |= set(text.layers_run)
+    assert len(layers) > 1
 
 
 def test_a_rule_that_looks_at_states_alone_reads_no_head_before_the_exit():
@@ -143,11 +143,11 @@ def test_saturation_decides_on_both_engines_where_there_is_a_policy_too(tmp_path
     for segments in (token_segments(model, "copy_state", 3, 16), graph):
         with torch.inference_mode():
             written = gather(decode(segments, PROMPTS, 6, rule), 3)
-        layers.append([each.layers_run for each in written])
+        layers.append([text.layers_run for text in written])
     assert (
         layers[0]
         == layers[1]
-        == [each.layers_run for each in gather(model.generate(PROMPTS, plain, max_new_tokens=6), 3)]
+        == [text.layers_run for text in gather(model.generate(PROMPTS, plain, max_new_tokens=6), 3)]
     )
     assert len({layer for row in layers[0] for layer in row}) > 1
 
@@ -213,14 +213,14 @@ def test_of_rows_the_classifier_reads_the_pooled_state_and_learns_where_classes_
     model = RowExits(backbone, (1, 2, 4, 6), 3, policy=OneForAll).eval()
     model.heads = random_model().heads
     ids, mask, types, _ = vars(padded_inputs).values()
-    inputs = [torch.from_numpy(each) for each in (ids, mask, types)]
+    inputs = [torch.from_numpy(array) for array in (ids, mask, types)]
     with torch.no_grad():
         states, logits = model.states(*inputs), model(*inputs)
         weight, bias = model.policy.linear.parameters()
         expected = torch.stack([state @ weight[0] + bias for state in states[:-1]], dim=1)
         torch.testing.assert_close(model.exit_logits(states), expected, atol=ATOL, rtol=0)
     data = States(torch.stack(states, dim=1), torch.zeros(7, dtype=torch.long), None, None)
-    predictions = np.stack([each.argmax(1).numpy() for each in logits], axis=1)
+    predictions = np.stack([exit_logits.argmax(1).numpy() for exit_logits in logits], axis=1)
     assert (agreement(model, data) == (predictions[:, :-1] == predictions[:, -1:])).all()
 
 
@@ -247,7 +247,7 @@ def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(mon
     source = SimpleNamespace(follow=4, tokenizer=SimpleNamespace(backend=backend))
 
     def risk(rule):
-        written, full = (model.write(tested, each, max_new_tokens=4) for each in (rule, Never()))
+        written, full = (model.write(tested, exit_rule, max_new_tokens=4) for exit_rule in (rule, Never()))
         pairs = [[backend.decode(text.tokens) for text in pair] for pair in zip(written, full)]
         return np.mean([1 - rouge_l(*pair) for pair in pairs])
 
@@ -256,11 +256,11 @@ def test_the_default_rule_keeps_its_guarantee_on_texts_that_proposed_no_rule(mon
     tested = [text for text in texts if text not in read]
     assert read and chosen.guarantee["rows"] == len(tested) == len(texts) - len(read)
     assert (chosen.guarantee["max_loss"], chosen.guarantee["confidence"]) == (0.5, 0.95)
-    assert chosen.about["own"]["gap"] == chosen.rule.to_dict() != Never().to_dict()
+    assert chosen.metrics["own"]["gap"] == chosen.rule.to_dict() != Never().to_dict()
     assert chernoff(risk(chosen.rule), 0.5, len(tested)) <= 0.05
-    for measure, rules in chosen.about["sweep"].items():
-        own, rules = chosen.about["own"][measure], [rule_from_dict(rule) for rule in rules]
-        remaining = rules.index(rule_from_dict(own)) + 1 if own["name"] != "never" else 0
+    for measure, rules in chosen.metrics["sweep"].items():
+        chosen_rule, rules = chosen.metrics["own"][measure], [rule_from_dict(rule) for rule in rules]
+        remaining = rules.index(rule_from_dict(chosen_rule)) + 1 if chosen_rule["name"] != "never" else 0
         assert remaining == len(rules) or chernoff(risk(rules[remaining]), 0.5, len(tested)) > 0.05
     monkeypatch.setattr(calm, "calibrate_texts", lambda *_: None)  # none passes
     chosen = guaranteed_rule(model, source, TextData(texts))
@@ -281,8 +281,8 @@ def test_a_sweep_lets_these_shares_pass_the_strictest_first():
     recorded = record_texts(calm_model(), calm_texts())
     for rule in MEASURE_RULES.values():
         values, rules = confidence(recorded, rule).astype(np.float64), passing(recorded, rule)
-        for each, share in zip(rules, PASSING, strict=True):
-            threshold = each.cut if isinstance(rule, Policy) else each.threshold
+        for candidate, share in zip(rules, PASSING, strict=True):
+            threshold = candidate.cut if isinstance(rule, Policy) else candidate.threshold
             assert (values >= threshold).mean() == pytest.approx(share, abs=2 / values.size)
 
 

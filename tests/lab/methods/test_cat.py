@@ -57,7 +57,7 @@ def by_hand(model, inputs):
     """Logits (B, K, C) and exit_logits (B, K - 1) in float64, row by row and number by number."""
     weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
     with torch.no_grad():
-        hidden = [each.double().numpy() for each in model.backbone.hidden_states(*tensors(inputs))]
+        hidden = [state.double().numpy() for state in model.backbone.hidden_states(*tensors(inputs))]
     count = len(model.exits) - 1
     logits, exit_logits = np.zeros((len(inputs), count + 1, C)), np.zeros((len(inputs), count))
     for row in range(len(inputs)):
@@ -89,8 +89,8 @@ def test_exits_and_meta_classifiers_are_those_of_the_paper(pool, shared, padded_
     model = made(pool=pool, settings=Config(shared=shared))
     assert len(model.policy.networks) == (1 if shared else len(EXITS) - 1)
     logits, exit_logits = by_hand(model, padded_inputs)
-    found, _, output = read_every_exit(model.segments(), padded_inputs)
-    np.testing.assert_allclose(found, logits, atol=1e-5)
+    read_logits, _, output = read_every_exit(model.segments(), padded_inputs)
+    np.testing.assert_allclose(read_logits, logits, atol=1e-5)
     np.testing.assert_allclose(output, exit_logits, atol=1e-5)
     with torch.no_grad():
         states = model.states(*tensors(padded_inputs))
@@ -129,8 +129,8 @@ def test_where_heads_are_named_no_other_is_computed(padded_inputs, monkeypatch):
 
 # ---- Learning ----
 def test_parts_of_train_are_apart_and_the_same_in_every_stage():
-    found = parts(None, range(1000), 0.2)
-    assert np.bincount(found).tolist() == [800, 100, 100] and (found == parts(None, range(1000), 0.2)).all()
+    part = parts(None, range(1000), 0.2)
+    assert np.bincount(part).tolist() == [800, 100, 100] and (part == parts(None, range(1000), 0.2)).all()
     for stage in cat.recipe(made(), Config(apart=0.5)):
         np.testing.assert_array_equal(stage.make_targets(None, range(200)), cat.parts(None, range(200), 0.5))
 
@@ -138,15 +138,15 @@ def test_parts_of_train_are_apart_and_the_same_in_every_stage():
 def test_losses_count_the_rows_of_their_part_alone():
     logits = [torch.randn(7, C) for _ in range(2)]
     rows = torch.tensor([True, False, True, True, False, False, False])
-    expected = [-each.double().log_softmax(1)[row, LABELS[row]] for each in logits for row in (0, 2, 3)]
+    expected = [-exit_logits.double().log_softmax(1)[row, LABELS[row]] for exit_logits in logits for row in (0, 2, 3)]
     assert part_loss(logits, LABELS, rows).item() == pytest.approx(np.mean(expected), rel=1e-5)
     assert part_loss(logits, LABELS, ~rows & rows) == 0
 
 
 def test_either_class_of_agreement_weighs_the_same():
     logits, agrees = torch.randn(10), torch.arange(10) < 7
-    each = [np.log1p(np.exp(-x if yes else x)) for x, yes in zip(logits.double().tolist(), agrees)]
-    expected = (np.mean(each[:7]) + np.mean(each[7:])) / 2
+    losses = [np.log1p(np.exp(-x if yes else x)) for x, yes in zip(logits.double().tolist(), agrees)]
+    expected = (np.mean(losses[:7]) + np.mean(losses[7:])) / 2
     assert balanced_loss(logits, agrees).item() == pytest.approx(expected, rel=1e-5)
     assert balanced_loss(logits, agrees | True).item() == pytest.approx(
         np.mean([np.log1p(np.exp(-x)) for x in logits.tolist()]), rel=1e-5
@@ -189,7 +189,7 @@ def test_meta_classifiers_learn_from_states_and_hidden_values_with_dropout(padde
         states = model.states(*tensors(padded_inputs))
     monkeypatch.setattr(cat.F, "dropout", lambda x, p, training=True: x * x.abs().gt(0.3) if training else x)
     model.policy.train()
-    found = meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META_PART)))
+    loss = meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META_PART)))
     before, expected, last = None, 0.0, model.classify(4, states[4]).argmax(1)
     for k, head in enumerate(model.heads[:-1]):
         inner = torch.tanh(head.dense(states[k] * states[k].abs().gt(0.3)))
@@ -197,9 +197,9 @@ def test_meta_classifiers_learn_from_states_and_hidden_values_with_dropout(padde
         read = features(logits, inner * inner.abs().gt(0.3), before, k, 4)
         expected += balanced_loss(model.policy.networks[k](read)[:, 0], logits.argmax(1) == last) / 4
         before = cat.remember(before, logits, k)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(loss, expected)
     model.policy.eval()
-    assert (found - meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META_PART)))).abs() > 1e-3
+    assert (loss - meta_loss(model, Batch((), LABELS, states, torch.full((7,), cat.META_PART)))).abs() > 1e-3
 
 
 def test_each_stage_teaches_its_own_and_together_they_teach_all():
@@ -216,14 +216,16 @@ def test_inner_exits_may_learn_what_the_last_one_says(padded_inputs):
     batch = Batch(tensors(padded_inputs), LABELS, None, torch.zeros(7))
     logits, _ = by_hand(model, padded_inputs)
     for target, labels in (("label", LABELS.numpy()), ("last", logits[:, -1].argmax(axis=1))):
-        each = np.logaddexp.reduce(logits, axis=2) - np.take_along_axis(logits, labels[:, None, None], axis=2)[:, :, 0]
+        losses = (
+            np.logaddexp.reduce(logits, axis=2) - np.take_along_axis(logits, labels[:, None, None], axis=2)[:, :, 0]
+        )
         loss = cat.inner_loss(model, batch, cat.HEADS_PART, Config(target=target))
-        assert loss.item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
+        assert loss.item() == pytest.approx(losses[:, :-1].mean(), rel=1e-4)
         scaled = batch._replace(
             inputs=(), states=model.states(*batch.inputs), targets=torch.full((7,), cat.TEMPERATURES_PART)
         )
-        (stage,) = [each for each in cat.recipe(model, Config(target=target)) if each.name == "temperatures"]
-        assert stage.loss(model, scaled).item() == pytest.approx(each[:, :-1].mean(), rel=1e-4)
+        (stage,) = [part for part in cat.recipe(model, Config(target=target)) if part.name == "temperatures"]
+        assert stage.loss(model, scaled).item() == pytest.approx(losses[:, :-1].mean(), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -275,17 +277,17 @@ def test_graphs_whole_and_by_segment_answer_as_torch_does(settings, exits, padde
     plan = Planned(tuple(row % (last + 1) for row in range(7)))
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
         for rule in (Policy(0.3), Policy(0.7), Policy(0.95), Threshold(0.6), plan, Fixed(0), Never()):
-            found, expected = (early_exit(each, rule, padded_inputs) for each in (engine, model.segments()))
-            np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
-            assert (found.exit_index == expected.exit_index).all()
+            result, expected = (early_exit(segments, rule, padded_inputs) for segments in (engine, model.segments()))
+            np.testing.assert_allclose(result.logits, expected.logits, atol=ONNX)
+            assert (result.exit_index == expected.exit_index).all()
 
 
 def test_a_carried_value_costs_no_more_than_it_does(padded_inputs):
     model, T = made(), padded_inputs.input_ids.shape[1]
     layer, head = model.backbone.layer_flops(T), 2 * 32 * (D + C)
     meta = 2 * 32 * (C + 32 + 2 + 2 + 1 + 1)
-    found = early_exit(model.segments(), Policy(0.0), padded_inputs).cost.flops
-    assert found == pytest.approx(layer + (meta + head + 1) + (head + T * D))
+    flops = early_exit(model.segments(), Policy(0.0), padded_inputs).cost.flops
+    assert flops == pytest.approx(layer + (meta + head + 1) + (head + T * D))
 
 
 def test_an_exported_folder_runs_on_both_engines(run, tmp_path):
@@ -297,5 +299,5 @@ def test_an_exported_folder_runs_on_both_engines(run, tmp_path):
         expected = early_exit(run.segments(), rule, run.encode(texts).batch(slice(None)))
         for engine in engines:
             answers = engine.run(texts, rule=rule)
-            np.testing.assert_allclose([each.logits for each in answers], expected.logits, atol=ONNX)
-            assert [each.exit for each in answers] == [run.exits[k] for k in expected.exit_index]
+            np.testing.assert_allclose([answer.logits for answer in answers], expected.logits, atol=ONNX)
+            assert [answer.exit for answer in answers] == [run.exits[k] for k in expected.exit_index]

@@ -71,7 +71,7 @@ def enumerate_trajectories(exit_logits, epsilon):
     At each exit a coin comes up with probability epsilon; then exiting has probability 1/2, else that of the policy.
     """
     rows, policies = exit_logits.shape
-    found = np.zeros((rows, policies + 1))
+    chances = np.zeros((rows, policies + 1))
     for row in range(rows):
         for walk in itertools.product(itertools.product([False, True], repeat=2), repeat=policies):
             chance, exit_index = 1.0, policies
@@ -80,8 +80,8 @@ def enumerate_trajectories(exit_logits, epsilon):
                 chance *= (epsilon if coin else 1 - epsilon) * (p if stops else 1 - p)
                 if stops:
                     exit_index = min(exit_index, k)
-            found[row, exit_index] += chance
-    return found
+            chances[row, exit_index] += chance
+    return chances
 
 
 def random_rewards(rows, exits=4):
@@ -91,9 +91,9 @@ def random_rewards(rows, exits=4):
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
 def test_the_probability_of_an_exit_is_the_sum_over_all_sequences_of_coins_and_actions(epsilon):
     exit_logits = 2 * drawn(4, 3)
-    found = paper.log_exit_probabilities(with_coins(exit_logits, epsilon)).exp()
-    np.testing.assert_allclose(found, enumerate_trajectories(exit_logits, epsilon), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found.sum(dim=1), 1, rtol=0, atol=1e-12)
+    chances = paper.log_exit_probabilities(with_coins(exit_logits, epsilon)).exp()
+    np.testing.assert_allclose(chances, enumerate_trajectories(exit_logits, epsilon), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(chances.sum(dim=1), 1, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0])
@@ -139,7 +139,7 @@ def test_sampled_losses_are_on_average_those_of_the_coins(loss):
     gradients = []
     for estimator in ("reinforce", "exact"):
         config = Config(epsilon=0.3, trajectories=2, estimator=estimator)
-        z, rewards = (each.expand(DRAWS, -1).clone().requires_grad_() for each in (drawn(1, 3), random_rewards(1)))
+        z, rewards = (tensor.expand(DRAWS, -1).clone().requires_grad_() for tensor in (drawn(1, 3), random_rewards(1)))
         given = (z, rewards) if loss is policy_loss else (rewards, z)
         gradients.append(torch.autograd.grad(DRAWS * loss(*given, config), given[0])[0])
     sampled, exact = gradients
@@ -216,8 +216,8 @@ def test_the_classifiers_are_those_of_a_model_without_policies_on_the_state_that
     plain = RowExits(model.backbone, EXITS, 3, pool).eval()
     plain.heads = model.heads
     with torch.no_grad():
-        for found, expected in zip(model(*tensors(padded_inputs)), plain(*tensors(padded_inputs)), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
+        for logits, expected in zip(model(*tensors(padded_inputs)), plain(*tensors(padded_inputs)), strict=True):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("pool", ["first", "mean"])
@@ -261,10 +261,10 @@ def test_the_cut_is_a_knob_of_speed_from_always_to_never(padded_inputs):
 def test_a_replay_costs_what_the_loop_costs(rule, padded_inputs):
     """Under a policy heads are read where rows leave, and nowhere else."""
     segments = policy_model().segments()
-    found = record(segments, EncodedInputs(padded_inputs), 7).take(np.arange(7)).replay(rule)
+    replayed = record(segments, EncodedInputs(padded_inputs), 7).take(np.arange(7)).replay(rule)
     expected = early_exit(segments, rule, padded_inputs)
-    np.testing.assert_array_equal(found.exit_index, expected.exit_index)
-    np.testing.assert_array_equal(found.cost.flops, expected.cost.flops)
+    np.testing.assert_array_equal(replayed.exit_index, expected.exit_index)
+    np.testing.assert_array_equal(replayed.cost.flops, expected.cost.flops)
 
 
 def test_policies_begin_with_all_exits_equally_likely(padded_inputs, checkpoint_folder):
@@ -362,11 +362,11 @@ def test_step_3_reaches_policies_only_and_step_4_everything_else(estimator, padd
 
 def every_stage(stages):
     """The stages of a recipe that is told that each was better than the one before: -100, -99, ..."""
-    found, scores = [next(stages)], itertools.count(-100)
+    stages_run, scores = [next(stages)], itertools.count(-100)
     with suppress(StopIteration):
         while True:
-            found.append(stages.send(next(scores)))
-    return found
+            stages_run.append(stages.send(next(scores)))
+    return stages_run
 
 
 def test_the_stages_learn_what_their_losses_reach():
@@ -383,41 +383,42 @@ def test_the_stages_learn_what_their_losses_reach():
 def test_states_are_those_of_each_row_in_its_place(padded_inputs, monkeypatch):
     monkeypatch.setattr(rows_module, "STATES_BATCH", 3)
     model = policy_model()
-    found = states_of(model, padded_inputs)
-    assert found.states.shape == (7, 3, 24) and found.states.dtype == torch.float32
-    assert found.labels.tolist() == LABELS.tolist()
+    data = states_of(model, padded_inputs)
+    assert data.states.shape == (7, 3, 24) and data.states.dtype == torch.float32
+    assert data.labels.tolist() == LABELS.tolist()
     with torch.no_grad():
         for row in range(7):
             alone = model.states(*tensors(padded_inputs.take(slice(row, row + 1))))
-            torch.testing.assert_close(found.states[row], torch.cat(alone), rtol=0, atol=ATOL)
+            torch.testing.assert_close(data.states[row], torch.cat(alone), rtol=0, atol=ATOL)
 
 
 def test_the_reward_of_rows_held_out_is_that_of_the_exits_that_inference_takes(padded_inputs):
     model, config = policy_model(), Config(alpha=0.2)
-    found = held_out_reward(model, states_of(model, padded_inputs), config)
+    judged = held_out_reward(model, states_of(model, padded_inputs), config)
     result = early_exit(model.segments(), Policy(), padded_inputs)
-    logits = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1)
+    logits = np.stack([exit_logits.detach().numpy() for exit_logits in model(*tensors(padded_inputs))], axis=1)
     expected = []
     for row, k in enumerate(result.exit_index):
         p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
         expected.append(np.log(p[LABELS[row]]) - 0.2 * EXITS[k])
-    assert found["score"] == pytest.approx(np.mean(expected), abs=1e-5)
-    assert found["mean_layers"] == pytest.approx(result.layers_run.mean())
+    assert judged["score"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert judged["mean_layers"] == pytest.approx(result.layers_run.mean())
 
 
 def test_the_judge_may_take_the_reward_that_is_learned(padded_inputs):
     """Eq. 4, enumerated: the price of a layer falls with the memorized layer."""
     model, config = policy_model(), Config(alpha=0.2, selection="learned")
-    found = held_out_reward(model, states_of(model, padded_inputs), config)
+    judged = held_out_reward(model, states_of(model, padded_inputs), config)
     result = early_exit(model.segments(), Policy(), padded_inputs)
-    logits, expected = np.stack([each.detach().numpy() for each in model(*tensors(padded_inputs))], axis=1), []
+    logits = np.stack([exit_logits.detach().numpy() for exit_logits in model(*tensors(padded_inputs))], axis=1)
+    expected = []
     for row, k in enumerate(result.exit_index):
         right = [bool(output.argmax() == LABELS[row]) for output in logits[row]]
         first = min((at for at in range(len(EXITS)) if all(right[at:])), default=len(EXITS) - 1)
         p = np.exp(logits[row, k]) / np.exp(logits[row, k]).sum()
         expected.append(np.log(p[LABELS[row]]) - 0.2 * (1 - EXITS[first] / EXITS[-1]) * EXITS[k])
-    assert found["score"] == pytest.approx(np.mean(expected), abs=1e-5)
-    assert found["score"] > held_out_reward(model, states_of(model, padded_inputs), Config(alpha=0.2))["score"]
+    assert judged["score"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert judged["score"] > held_out_reward(model, states_of(model, padded_inputs), Config(alpha=0.2))["score"]
 
 
 def test_a_row_that_the_last_exit_unlearns_is_worth_no_more_than_before_to_the_judge(monkeypatch):
@@ -511,19 +512,19 @@ def judged(verdicts):
 @pytest.fixture(scope="module")
 def weights_after(checkpoint_folder, words, tmp_path_factory):
     """The weights after each stage of four rounds, if each stage betters the one before."""
-    found = []
+    weights = []
 
     def recorded(stage):
         def finish(model, held):
             if stage.finish:
                 stage.finish(model, held)
-            found.append({name: value.clone() for name, value in model.state_dict().items()})
+            weights.append({name: value.clone() for name, value in model.state_dict().items()})
 
         return stage._replace(finish=finish)
 
     stages = list(map(recorded, every_stage(judged(range(8)))))
     train_model(checkpoint_folder, words, tmp_path_factory.mktemp("stages"), stages=stages)
-    return found
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -664,15 +665,15 @@ def learn(model, stage, train):
 @pytest.mark.parametrize("reward", ["vanilla", "hardness-guided"])
 def test_the_reward_of_every_token_is_eq_3_or_4(tuned, reward):
     model, _, held = tuned
-    found = rewards_of_all(model, held, replace(TOKENS, alpha=0.3, reward=reward))
+    rewards = rewards_of_all(model, held, replace(TOKENS, alpha=0.3, reward=reward))
     with torch.no_grad():
         for row, (states, label) in enumerate(zip(held.states, held.labels)):
             p = [model.classify(k, state).double().softmax(-1) for k, state in enumerate(states)]
-            right = [each.argmax() == label for each in p]
+            right = [probabilities.argmax() == label for probabilities in p]
             memorized = min((depth for k, depth in enumerate(model.exits) if all(right[k:])), default=3)
             for k, depth in enumerate(model.exits):
                 price = 0.3 * (1 - memorized / 3 if reward == "hardness-guided" else 1)
-                assert found[row, k].item() == pytest.approx(math.log(p[k][label]) - price * depth, abs=1e-4)
+                assert rewards[row, k].item() == pytest.approx(math.log(p[k][label]) - price * depth, abs=1e-4)
 
 
 @pytest.mark.parametrize("estimator", ["reinforce", "exact"])
@@ -750,37 +751,37 @@ def test_exits_are_scored_anew_after_every_task_step(tuned, tmp_path):
     model, config, verdicts = copy_of(tuned[0]), replace(TOKENS, task_epochs=3, task_lr=0.05), itertools.count()
     stage = list(recipe(model, config))[2]._replace(validate=lambda *_: {"score": next(verdicts)})
     history = fit_tokens(model, [stage], tmp_path)
-    found, _ = TextData(counting(12, 8)).scores(model, 4)
-    assert history[-1]["exit_scores"] == found
+    scores, _ = TextData(counting(12, 8)).scores(model, 4)
+    assert history[-1]["exit_scores"] == scores
     assert len({tuple(epoch["exit_scores"]) for epoch in history}) == 3
 
 
 def test_held_out_tokens_leave_at_the_first_policy_above_one_half(tuned):
     model, _, held = tuned
     config, other = replace(TOKENS, alpha=0.1), mixed(model)
-    found, rewards = held_out_reward(other, held, config), rewards_of_all(other, held, config)
+    judged, rewards = held_out_reward(other, held, config), rewards_of_all(other, held, config)
     with torch.no_grad():
         p = other.exit_logits(held.states.unbind(1)).sigmoid()
     left = [next((k for k in range(2) if row[k] > 0.5), 2) for row in p]
     assert len(set(left)) > 1
-    assert found["mean_layers"] == pytest.approx(np.mean([model.exits[k] for k in left]))
-    assert found["score"] == pytest.approx(float(np.mean([rewards[row, k] for row, k in enumerate(left)])), abs=1e-5)
+    assert judged["mean_layers"] == pytest.approx(np.mean([model.exits[k] for k in left]))
+    assert judged["score"] == pytest.approx(float(np.mean([rewards[row, k] for row, k in enumerate(left)])), abs=1e-5)
 
 
 def test_a_written_token_leaves_where_its_policy_first_says_more_than_the_cut(tuned):
     """With the cache, and by the definition of state copying without one, for the first token behind a prompt."""
     model, texts = mixed(tuned[0]), counting(20, 6, 4)
-    written, found = model.write(texts, Policy(), max_new_tokens=1), set()
+    written, exits = model.write(texts, Policy(), max_new_tokens=1), set()
     with torch.no_grad():
-        for text, each in zip(texts, written):
+        for text, continuation in zip(texts, written):
             hidden = model.backbone.hidden_states(torch.tensor([text.ids[:5]]))
             states = [hidden[layer][0, -1] for layer in model.exits]
             normed = [head.norm(state) for head, state in zip(model.heads, states)]
             k = next((k for k in range(2) if model.policy.networks[k](normed[k]).sigmoid() > 0.5), 2)
-            assert each.layers_run == [model.exits[k]]
-            assert each.tokens == [int(model.classify(k, states[k]).argmax())]
-            found.add(k)
-    assert len(found) > 1
+            assert continuation.layers_run == [model.exits[k]]
+            assert continuation.tokens == [int(model.classify(k, states[k]).argmax())]
+            exits.add(k)
+    assert len(exits) > 1
 
 
 PAPER = Sampling(temperature=1.0, top_k=40, top_p=0.75)

@@ -46,12 +46,12 @@ def full(model, prompts, new=24, stop=()):
 # ---- The equations ----
 def test_tokens_per_layer_are_the_expected_tokens_over_the_layers_that_are_loaded():
     alpha, layers = np.array([0.0, 0.4, 0.9, 1.0]), (2, 3, 5, 7, 9)
-    found = tokens_per_layer(alpha, layers, 6)
+    rates = tokens_per_layer(alpha, layers, 6)
     for c, a in enumerate(alpha):
         for d in range(7):
             # Of d drafts exactly i are accepted with probability a^i (1 - a), all of them with a^d.
             tokens = sum((i + 1) * a**i * (1 - a) for i in range(d)) + (d + 1) * a**d
-            assert found[c, d] == pytest.approx(tokens / (d * layers[c] + 9))
+            assert rates[c, d] == pytest.approx(tokens / (d * layers[c] + 9))
 
 
 def test_acceptance_is_a_decayed_share_and_the_threshold_lies_between_the_two_confidences():
@@ -74,19 +74,19 @@ def test_acceptance_is_a_decayed_share_and_the_threshold_lies_between_the_two_co
 def test_the_text_is_the_full_models_whatever_is_drafted(model, draft):
     expected = full(model, PROMPTS)
     steps, drafter = model.draft_dynamically(PROMPTS, 24, draft, ())
-    found = gather(steps, 3)
-    assert [text.tokens for text in found] == expected
-    assert {layer for text in found for layer in text.layers_run} > {6}  # some drafts were right
+    texts = gather(steps, 3)
+    assert [text.tokens for text in texts] == expected
+    assert {layer for text in texts for layer in text.layers_run} > {6}  # some drafts were right
     stop = [expected[0][5]]
-    found = gather(model.generate_lossless(PROMPTS, 24, draft=draft, stop=stop), 3)
-    assert [text.tokens for text in found] == full(model, PROMPTS, stop=stop)
+    texts = gather(model.generate_lossless(PROMPTS, 24, draft=draft, stop=stop), 3)
+    assert [text.tokens for text in texts] == full(model, PROMPTS, stop=stop)
 
 
 def test_the_text_of_an_encoder_decoder_is_the_full_models():
     decoder = load_backbone(GOLDEN / "t5")
     model = DynamicExits(decoder, tuple(range(1, decoder.config.num_hidden_layers + 1))).eval()
-    found = gather(model.generate_lossless(PROMPTS, 12, stop=()), 3)
-    assert [text.tokens for text in found] == full(model, PROMPTS, 12)
+    texts = gather(model.generate_lossless(PROMPTS, 12, stop=()), 3)
+    assert [text.tokens for text in texts] == full(model, PROMPTS, 12)
 
 
 @torch.no_grad()
@@ -97,13 +97,13 @@ def test_shadow_tokens_are_those_of_every_exit_where_the_full_model_has_read_its
     (text,) = gather(model.generate_lossless([prompt], new, stop=()), 1)
     ids = torch.tensor([[*prompt, *text.tokens]])
     states = model.states(ids, torch.ones_like(ids, dtype=torch.bool))
-    each = torch.stack([model.classify(k, state) for k, state in enumerate(states)]).softmax(-1)
-    matched, confidence = (each.argmax(-1) == each[-1].argmax(-1))[:-1], each.amax(-1)[:-1]
+    probabilities = torch.stack([model.classify(k, state) for k, state in enumerate(states)]).softmax(-1)
+    matched, confidence = (probabilities.argmax(-1) == probabilities[-1].argmax(-1))[:-1], probabilities.amax(-1)[:-1]
     ends = [len(prompt) + at for at, layer in enumerate(text.layers_run) if layer == 6]
     spans = [(len(prompt) - 1 - CONTEXT, len(prompt) - 1), *zip((len(prompt) - 1, *ends), ends)]
     assert len(rounds) == len(spans)
-    for (found, certain), (begin, end) in zip(rounds, spans):
-        assert (found == matched[:, begin:end].numpy()).all()
+    for (shadow, certain), (begin, end) in zip(rounds, spans):
+        assert (shadow == matched[:, begin:end].numpy()).all()
         np.testing.assert_allclose(certain, confidence[:, begin:end].numpy(), atol=1e-5)
 
 

@@ -75,7 +75,7 @@ class ByHand:
         query, key, value = np.split(self.linear(f"{name}.qkv", h), 3, axis=1)
         attended, size = [], D // 3
         for head in range(3):
-            q, k, v = (each[:, head * size : (head + 1) * size] for each in (query, key, value))
+            q, k, v = (projection[:, head * size : (head + 1) * size] for projection in (query, key, value))
             weights = np.exp(q @ k.T / math.sqrt(size))
             attended.append(weights / weights.sum(axis=1, keepdims=True) @ v)
         a = self.norm(f"{name}.attention_norm", h + self.linear(f"{name}.attention_output", np.hstack(attended)))
@@ -85,15 +85,15 @@ class ByHand:
 
     def states(self, h):
         """What each exit reads of one row, (T, D): z of the inner exits, the last layer's output."""
-        found, last = [], self.model.exits[-1]
+        read_by_exits, last = [], self.model.exits[-1]
         for depth in range(last):
             a, added = self.layer(depth, h)
             h = self.norm(f"backbone.layers.{depth % len(self.model.backbone.layers)}.output_norm", added + a)
             if depth + 1 in self.model.exits[:-1]:
                 branch = f"heads.{self.model.exits.index(depth + 1)}.task_branch"
                 adapted = self.linear(f"{branch}.up", np.maximum(self.linear(f"{branch}.down", a), 0))
-                found.append(self.norm(f"{branch}.norm", 3 * adapted + added + a))
-        return [*found, h]
+                read_by_exits.append(self.norm(f"{branch}.norm", 3 * adapted + added + a))
+        return [*read_by_exits, h]
 
     def classify(self, k, z):
         state = z.mean(axis=0) if self.model.pool == "mean" else z[0]
@@ -106,7 +106,7 @@ class ByHand:
         """h_0 of each row without its padding, (T, D)."""
         with torch.no_grad():
             embedded = self.model.backbone.embed(inputs).double().numpy()
-        return [each[:length] for each, length in zip(embedded, inputs.attention_mask.sum(axis=1))]
+        return [row[:length] for row, length in zip(embedded, inputs.attention_mask.sum(axis=1))]
 
 
 def by_hand(model, inputs):
@@ -149,8 +149,8 @@ def test_exits_are_the_equations_in_training_and_in_segments(kind, pool, padded_
     model = made(kind, pool)
     expected = by_hand(model, padded_inputs)
     with torch.no_grad():
-        found = torch.stack(model(*tensors(padded_inputs)), 1).numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+        logits = torch.stack(model(*tensors(padded_inputs)), 1).numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
     np.testing.assert_allclose(read_every_exit(model.segments(), padded_inputs)[0], expected, atol=1e-5)
 
 
@@ -179,7 +179,7 @@ def test_every_layer_is_run_once_up_to_the_exit_and_no_branch_that_is_not_read(p
     monkeypatch.setattr(dree.TaskBranch, "forward", lambda self, x: calls.append(("read", len(x))) or read(self, x))
     result = early_exit(model.segments(), Planned((1, 2, 1, 2, 2, 2, 2)), padded_inputs)
     assert result.layers_run.tolist() == [2, 4, 2, 4, 4, 4, 4]
-    layers = [[("attend", each), ("mlp", each)] for each in range(4)]
+    layers = [[("attend", depth), ("mlp", depth)] for depth in range(4)]
     assert calls == layers[0] + layers[1] + [("read", 2)] + layers[2] + layers[3]
 
 
@@ -188,29 +188,29 @@ def test_operations_are_those_of_whole_layers_and_the_exit_that_is_read(padded_i
     T = padded_inputs.input_ids.shape[1]
     layer, head = 2 * T * (4 * D * D + 2 * D * 48) + 4 * T * T * D, 2 * D * (D + C) + T * D
     for k, depth in enumerate(EXITS):
-        found = early_exit(model.segments(), Fixed(k), padded_inputs).cost.flops
-        assert found == pytest.approx(depth * layer + head + (4 * T * D * 5 if depth < 4 else 0))
+        flops = early_exit(model.segments(), Fixed(k), padded_inputs).cost.flops
+        assert flops == pytest.approx(depth * layer + head + (4 * T * D * 5 if depth < 4 else 0))
 
 
 def test_operations_are_those_that_torch_counts(padded_inputs):
-    one = [each[1:2] for each in tensors(padded_inputs)]
+    one = [tensor[1:2] for tensor in tensors(padded_inputs)]
     model, one = made(), Inputs(*map(np.asarray, one), padded_inputs.texts[1:2])
     assert one.attention_mask.all()
     for k in range(3):
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            found = early_exit(model.segments(), Fixed(k), one).cost.flops
+            flops = early_exit(model.segments(), Fixed(k), one).cost.flops
         averaged = one.input_ids.size * D  # additions, which torch does not count
-        assert found - averaged == pytest.approx(counter.get_total_flops())
+        assert flops - averaged == pytest.approx(counter.get_total_flops())
 
 
 # ---- Batch norm ----
 def test_batch_norm_is_torchs(padded_inputs):
-    own, theirs = BatchNorm(D), nn.BatchNorm1d(D)
+    ours, theirs = BatchNorm(D), nn.BatchNorm1d(D)
     for _ in range(3):
         x = torch.randn(9, D) * 3 + 1
-        torch.testing.assert_close(own(x), theirs(x))
-    torch.testing.assert_close(own.eval()(x), theirs.eval()(x))
-    torch.testing.assert_close(own.mean.data, theirs.running_mean)
+        torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+    torch.testing.assert_close(ours.mean.data, theirs.running_mean)
 
 
 def test_a_batch_of_one_row_can_be_learned_from():
@@ -273,8 +273,8 @@ def test_norms_are_copied_with_weight_and_bias_at_every_exit():
     dree.recipe(model, Config())[0].finish(model, None)
     for layer, head in zip(EXITS[:-1], model.heads):
         norm = model.backbone.layers[layer - 1].output_norm
-        own = head.task_branch.norm
-        assert torch.equal(own.bias, norm.bias) and torch.equal(own.weight, norm.weight)
+        branch_norm = head.task_branch.norm
+        assert torch.equal(branch_norm.bias, norm.bias) and torch.equal(branch_norm.weight, norm.weight)
         assert norm.bias.any()
 
 
@@ -329,10 +329,10 @@ def test_graphs_whole_and_by_segment_are_the_equations(kind, pool, padded_inputs
     for engine in (OrtModel(tmp_path, manifest, threads=1), OrtSegments(tmp_path, manifest, threads=1)):
         np.testing.assert_allclose(read_every_exit(engine, padded_inputs)[0], hand, atol=ONNX)
         for rule in (Patience(1), Planned((0, 1, 2, 1, 0, 2, 2)), Fixed(0), Never()):
-            found, expected = (early_exit(each, rule, padded_inputs) for each in (engine, model.segments()))
-            np.testing.assert_allclose(found.logits, hand[range(7), expected.exit_index], atol=ONNX)
-            assert (found.exit_index == expected.exit_index).all()
-            np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
+            result, expected = (early_exit(segments, rule, padded_inputs) for segments in (engine, model.segments()))
+            np.testing.assert_allclose(result.logits, hand[range(7), expected.exit_index], atol=ONNX)
+            assert (result.exit_index == expected.exit_index).all()
+            np.testing.assert_allclose(result.cost.flops, expected.cost.flops)
 
 
 def test_rows_of_two_batches_go_on_as_one(padded_inputs, tmp_path):
@@ -343,7 +343,7 @@ def test_rows_of_two_batches_go_on_as_one(padded_inputs, tmp_path):
     states = {}
     for rows in ([0, 3], [5, 2]):
         lengths = padded_inputs.attention_mask[rows].sum(axis=1)
-        ids = [each[rows, : lengths.max()] for each in tensors(padded_inputs)]
+        ids = [tensor[rows, : lengths.max()] for tensor in tensors(padded_inputs)]
         inputs = Inputs(*map(np.ascontiguousarray, ids), tuple(padded_inputs.texts[row] for row in rows))
         state = engine.advance(0, engine.start(inputs))
         states |= {row: (state, at) for at, row in enumerate(rows)}
@@ -362,5 +362,5 @@ def test_an_exported_folder_runs_on_both_engines(run_folder, tmp_path):
         expected = early_exit(run.segments(), rule, run.encode(texts).batch(slice(None)))
         for engine in engines:
             answers = engine.run(texts, rule=rule)
-            np.testing.assert_allclose([each.logits for each in answers], expected.logits, atol=ONNX)
-            assert [each.exit for each in answers] == [run.exits[k] for k in expected.exit_index]
+            np.testing.assert_allclose([answer.logits for answer in answers], expected.logits, atol=ONNX)
+            assert [answer.exit for answer in answers] == [run.exits[k] for k in expected.exit_index]

@@ -19,16 +19,16 @@ def apart(model, batch):
 
 def test_a_layer_learns_from_the_mean_of_the_exits_above_it_and_a_head_from_its_own(learner):  # noqa: F811
     model, batch = learner
-    found, own = gradients(equilibrium_loss(model, batch), model), apart(model, batch)
-    assert found.keys() == set().union(*own)
-    for name, gradient in found.items():
+    gradient_of, exit_gradients = gradients(equilibrium_loss(model, batch), model), apart(model, batch)
+    assert gradient_of.keys() == set().union(*exit_gradients)
+    for name, gradient in gradient_of.items():
         kind, number, *_ = f"{name.removeprefix('backbone.')}.".split(".")
         if kind == "heads":
-            expected = own[int(number)][name]
+            expected = exit_gradients[int(number)][name]
         else:
             first = next(k for k, e in enumerate(model.exits) if e > int(number)) if number.isdigit() else 0
             above = range(first, len(model.exits))
-            expected = sum(own[k].get(name, torch.zeros_like(gradient)) for k in above) / len(above)
+            expected = sum(exit_gradients[k].get(name, torch.zeros_like(gradient)) for k in above) / len(above)
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -44,8 +44,8 @@ def test_the_loss_is_the_unweighted_sum_and_equilibrium_changes_no_value(random_
     for row in range(7):
         for k in range(4):
             expected += (np.logaddexp.reduce(logits[row, k]) - logits[row, k, LABELS[row]]) / 7
-    found = equilibrium_loss(model, Batch(inputs, LABELS, None, None))
-    assert found.item() == pytest.approx(expected, rel=1e-5)
+    loss = equilibrium_loss(model, Batch(inputs, LABELS, None, None))
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_row_leaves_by_entropy_or_patience_and_a_number_by_patience_alone():

@@ -38,9 +38,9 @@ def arrays(encoded):
 
 
 def test_the_full_embedding_is_the_mean_of_the_last_hidden_states(run, encoder_folder):
-    found = run._replace(rule=Never()).embed(TEXTS[:9], batch_size=4)
+    embeddings = run._replace(rule=Never()).embed(TEXTS[:9], batch_size=4)
     with torch.no_grad():
-        for text, embedding in zip(TEXTS, found):
+        for text, embedding in zip(TEXTS, embeddings):
             hidden = load_backbone(encoder_folder)(*arrays(run.encode([text]).batch(slice(None))))
             expected = hidden[0].mean(dim=0)
             np.testing.assert_allclose(embedding, expected / expected.norm(), atol=1e-6)

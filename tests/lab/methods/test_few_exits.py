@@ -63,10 +63,10 @@ def test_fewer_exits_of_a_record_are_a_model_without_the_others():
 
 
 def test_the_curve_goes_from_the_strictest_to_the_loosest_threshold():
-    found = savings_curve(of_margins(*HALF_AT_1), CLASSES, Threshold(0.9), 0.5)
-    assert found["agreement"] == 1 and found["layers_saved"] == 0.5
-    assert [point["layers_saved"] for point in found["curve"]][-1] == 0.75
-    assert [point["agreement"] for point in found["curve"]][-1] == 0.5
+    savings = savings_curve(of_margins(*HALF_AT_1), CLASSES, Threshold(0.9), 0.5)
+    assert savings["agreement"] == 1 and savings["layers_saved"] == 0.5
+    assert [point["layers_saved"] for point in savings["curve"]][-1] == 0.75
+    assert [point["agreement"] for point in savings["curve"]][-1] == 0.5
 
 
 def test_numbers_within_the_tolerance_agree_like_classes():

@@ -67,14 +67,14 @@ def cross_entropy(logits, labels):
 # ---- The loss ----
 def nearest_from_the_top(apart):
     """Every teacher's student, by a loop."""
-    below, found = len(apart[0]), {}
+    below, student_of = len(apart[0]), {}
     for teacher in reversed(range(len(apart))):
         best = 0
         for student in range(below):
             if apart[teacher][student] < apart[teacher][best]:
                 best = student
-        found[teacher] = below = best
-    return [found[teacher] for teacher in range(len(apart))]
+        student_of[teacher] = below = best
+    return [student_of[teacher] for teacher in range(len(apart))]
 
 
 def distilled_by_hand(states, shallow, match):
@@ -122,11 +122,11 @@ def loss_by_hand(model, texts, config):
             hidden = model.backbone.hidden_states(torch.tensor([text.ids]))[1:]
         for at in range(text.start, len(text.ids) - 1):
             labels.append(text.ids[at + 1])
-            for layer, each in enumerate(hidden, start=1):
+            for layer, layer_hidden in enumerate(hidden, start=1):
                 with torch.no_grad():
-                    states[layer - 1].append(model.backbone.norm(each[0, at]).numpy())
+                    states[layer - 1].append(model.backbone.norm(layer_hidden[0, at]).numpy())
                     if layer in logits:
-                        logits[layer].append(model.backbone.lm_logits(each[0, at]).numpy())
+                        logits[layer].append(model.backbone.lm_logits(layer_hidden[0, at]).numpy())
     losses = {layer: cross_entropy(np.array(some, np.float64), labels) for layer, some in logits.items()}
     weighted = (shallow * losses[shallow] + deep * losses[deep]) / (shallow + deep)
     return weighted + config.alpha * distilled_by_hand([np.array(some) for some in states], shallow, config.match)
@@ -139,8 +139,8 @@ def test_the_loss_is_that_of_loops_over_texts_and_tokens(model, match):
     inputs, labels = TextData(texts).batch(np.arange(3), torch.device("cpu"))
     config = Config(match=match, alpha=0.7)
     with torch.no_grad():
-        found = float(shallow_deep_loss(model, Batch(inputs, labels, None, None), config))
-    assert found == pytest.approx(loss_by_hand(model, texts, config), abs=EXACT)
+        loss = float(shallow_deep_loss(model, Batch(inputs, labels, None, None), config))
+    assert loss == pytest.approx(loss_by_hand(model, texts, config), abs=EXACT)
 
 
 def test_padding_teaches_rows_nothing(random_model):
@@ -168,9 +168,9 @@ def beta_density(x, a, b):
 def test_a_beta_is_found_again_by_its_moments(a, b):
     x = (np.arange(200_000) + 0.5) / 200_000
     density = Beta(a, b).density(x[::1000])
-    np.testing.assert_allclose(density, [beta_density(each, a, b) for each in x[::1000]], rtol=1e-9)
-    found = Beta(1.0, 1.0).fitted(x, beta_density(x, a, b))
-    np.testing.assert_allclose(found, (a, b), rtol=2e-3)
+    np.testing.assert_allclose(density, [beta_density(point, a, b) for point in x[::1000]], rtol=1e-9)
+    beta = Beta(1.0, 1.0).fitted(x, beta_density(x, a, b))
+    np.testing.assert_allclose(beta, (a, b), rtol=2e-3)
     assert Beta(a, b).fitted(np.full(4, 0.5), np.ones(4)) == (a, b)  # nothing varies
 
 
@@ -186,13 +186,13 @@ def fitted_by_hand(gaps, agrees, trust=0.8):
     for gap, label in zip(gaps, agrees):
         yes, no = beta_density(gap, 2, 1), beta_density(gap, 1, 2)
         weights.append(trust * yes / (yes + no) + (1 - trust) * label)
-    found = []
+    betas = []
     for some in ([1 - weight for weight in weights], weights):
         m = sum(w * x for w, x in zip(some, gaps)) / sum(some)
         v = sum(w * (x - m) ** 2 for w, x in zip(some, gaps)) / sum(some)
         a = m * (m * (1 - m) / v - 1)
-        found.append((a, a * (1 - m) / m))
-    return found
+        betas.append((a, a * (1 - m) / m))
+    return betas
 
 
 def test_a_step_of_em_is_that_of_a_loop():
@@ -251,9 +251,9 @@ def test_what_deep_passes_tell_is_what_a_plain_forward_pass_says(model):
                 p = model.classify(0, shallow).softmax(-1).topk(2)
                 agrees = int(p.indices[0]) == int(model.classify(1, deep).argmax())
                 expected.append((float(p.values[0] - p.values[1]), agrees))
-    found = sorted(zip(segments.gaps, segments.agrees))
-    assert [agrees for _, agrees in found] == [agrees for _, agrees in sorted(expected)]
-    np.testing.assert_allclose([gap for gap, _ in found], [gap for gap, _ in sorted(expected)], atol=2e-6)
+    observed = sorted(zip(segments.gaps, segments.agrees))
+    assert [agrees for _, agrees in observed] == [agrees for _, agrees in sorted(expected)]
+    np.testing.assert_allclose([gap for gap, _ in observed], [gap for gap, _ in sorted(expected)], atol=2e-6)
 
 
 def test_lambda_moves_between_texts_by_all_that_was_told():
@@ -261,9 +261,9 @@ def test_lambda_moves_between_texts_by_all_that_was_told():
     with torch.no_grad():
         model.backbone.lm_head.weight.mul_(4)  # so that gaps are as wide as the grid
     texts = [Text(list(prompt), len(prompt) - 1) for prompt in PROMPTS]
-    found = generate_adapting(model, texts, 10)
+    adapted = generate_adapting(model, texts, 10)
     mixture, level, levels, gaps, agrees = Mixture(), free.FIRST_LAMBDA, [free.FIRST_LAMBDA], [], []
-    for text, written in zip(texts, found.written):
+    for text, written in zip(texts, adapted.written):
         segments = OnlineCalibrationSegments(model, 1, 20)
         with torch.inference_mode():
             steps = decode(segments, [text.ids], 10, Threshold(level, "breaking_ties"))
@@ -272,7 +272,7 @@ def test_lambda_moves_between_texts_by_all_that_was_told():
         mixture = mixture.fitted(gaps, agrees)
         level = mixture.threshold()
         levels.append(level)
-    assert found.thresholds == levels and found.observed == len(gaps)
+    assert adapted.thresholds == levels and adapted.observed == len(gaps)
     chosen = free.adapted_rule(model, SimpleNamespace(follow=10), TextData(texts))
     assert chosen.rule == Threshold(levels[-1], "breaking_ties") and len(set(levels)) > 1
 

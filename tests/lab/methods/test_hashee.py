@@ -61,7 +61,7 @@ def output(model, inputs):
 def rows_of(inputs):
     """Each row on its own, without padding."""
     for row, length in enumerate(inputs.attention_mask.sum(axis=1)):
-        one = [np.ascontiguousarray(each[row : row + 1, :length]) for each in tensors(inputs)]
+        one = [np.ascontiguousarray(tensor[row : row + 1, :length]) for tensor in tensors(inputs)]
         yield Inputs(*map(np.asarray, one), inputs.texts[row : row + 1])
 
 
@@ -73,11 +73,11 @@ def states_by_hand(model, one):
     """h_L (T, D) of one row in float64, token by token; only the embeddings are the model's."""
     with torch.no_grad():
         h = model.backbone.embed(one)[0].double().numpy()
-    weights, eps = {name: each.detach().double().numpy() for name, each in model.named_parameters()}, 1e-12
+    weights, eps = {name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()}, 1e-12
     leaves_after = [L, *(int(model.table[token]) for token in one.input_ids[0, 1:])]
     for depth in range(L):
         stored = f"backbone.layers.{depth % len(model.backbone.layers)}."
-        w = {name.removeprefix(stored): each for name, each in weights.items() if name.startswith(stored)}
+        w = {name.removeprefix(stored): weight for name, weight in weights.items() if name.startswith(stored)}
         qkv = h @ w["qkv.weight"].T + w["qkv.bias"]
         after = h.copy()
         for token, leaves in enumerate(leaves_after):
@@ -149,13 +149,13 @@ def test_the_first_token_runs_all_layers_whatever_the_table_says(padded_inputs):
 
 def test_gradients_are_those_of_the_equation(padded_inputs):
     model = made()
-    found = []
+    gradients = []
     for way in (model.run_reduced, model.run_all):
         model.zero_grad()
         left = way(padded_inputs)
         model.heads[0](left.hidden, left.mask).square().sum().backward()
-        found.append(model.backbone.layers[0].qkv.weight.grad)
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+        gradients.append(model.backbone.layers[0].qkv.weight.grad)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 # ---- Tables ----
@@ -194,8 +194,8 @@ def test_the_commonest_types_leave_first_and_groups_are_as_in_the_published_code
 @pytest.mark.parametrize("table", ["frequency", "mi", "random"])
 def test_special_tokens_run_all_layers_under_every_table(table):
     """[UNK] is as common as any word here; the published code sends it to the last layer, too."""
-    found = exit_layers(rows(), VOCABULARY, 12, Config(table=table))
-    assert found[[0, 1, 2, 3]].tolist() == [12] * 4 and min(found) == 1
+    layers = exit_layers(rows(), VOCABULARY, 12, Config(table=table))
+    assert layers[[0, 1, 2, 3]].tolist() == [12] * 4 and min(layers) == 1
 
 
 def test_special_tokens_are_those_of_the_tokenizer(checkpoint_folder):
@@ -203,7 +203,7 @@ def test_special_tokens_are_those_of_the_tokenizer(checkpoint_folder):
     for declared in ([], ["[MASK]", "[EXTRA]"]):
         tokenizer = Tokenizer.from_folder(checkpoint_folder)
         tokenizer.backend.add_special_tokens(declared)
-        names = {tokenizer.backend.id_to_token(each) for each in tokenizer.special_ids}
+        names = {tokenizer.backend.id_to_token(token) for token in tokenizer.special_ids}
         assert names == {"[CLS]", "[SEP]", "[UNK]", *declared}
         assert tokenizer.encode(["a film"]).special_ids == tokenizer.special_ids
 
@@ -219,8 +219,8 @@ def test_mutual_information_counts_every_occurrence():
         for label in (0, 1):
             both, of, at = (n / len(tokens) for n in (pairs[token, label], tokens.count(token), sum(labels == label)))
             expected[token] += both * log(both / (of * at)) if both else 0.0
-    found = hashee.mutual_information(np.array(tokens), labels, VOCABULARY)
-    assert all(found[token] == pytest.approx(expected.get(token, 0.0)) for token in range(VOCABULARY))
+    information = hashee.mutual_information(np.array(tokens), labels, VOCABULARY)
+    assert all(information[token] == pytest.approx(expected.get(token, 0.0)) for token in range(VOCABULARY))
     table = exit_layers(rows(), VOCABULARY, 6, Config(table="mi", groups=3))
     most = sorted(set(tokens) - set(SPECIAL), key=lambda token: (-round(expected[token], 12), token))
     assert [table[token] for token in most] == [1, 1, 3, 3, 5, 5, 6]
@@ -290,8 +290,8 @@ def test_an_evaluation_says_the_score_with_all_tokens_in_all_layers(padded_input
     encoded = Encoded(ids, types, padded_inputs.texts, 0, 0)
     one = SimpleNamespace(segments=model.segments, whole_model=lambda: model.segments().whole())
     task = Task("words", ("a", "b", "c"), ("accuracy",), {})
-    found = evaluate(one, Never(), read_rows(one, encoded, labels, 4), task, encoded, 4)
-    assert found["all_tokens_score"] == 1 and found["score"] < 1
+    scores = evaluate(one, Never(), read_rows(one, encoded, labels, 4), task, encoded, 4)
+    assert scores["all_tokens_score"] == 1 and scores["score"] < 1
 
 
 # ---- ONNX ----
@@ -303,10 +303,10 @@ def test_graphs_whole_and_by_segment_answer_and_cost_as_torch_does(kind, pool, p
     for inputs in (padded_inputs, *rows_of(padded_inputs)):
         expected = early_exit(model.segments(), Never(), inputs)
         for engine in engines:
-            found = early_exit(engine, Never(), inputs)
-            np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
-            np.testing.assert_allclose(found.cost.depth, expected.cost.depth, rtol=1e-6)
-            np.testing.assert_allclose(found.cost.flops, expected.cost.flops, rtol=1e-6)
+            result = early_exit(engine, Never(), inputs)
+            np.testing.assert_allclose(result.logits, expected.logits, atol=ONNX)
+            np.testing.assert_allclose(result.cost.depth, expected.cost.depth, rtol=1e-6)
+            np.testing.assert_allclose(result.cost.flops, expected.cost.flops, rtol=1e-6)
     whole = early_exit(engines[0].whole(), Never(), padded_inputs)
     np.testing.assert_allclose(whole.logits, output(model, padded_inputs), atol=ONNX)
     expected = early_exit(model.segments().whole(), Never(), padded_inputs)
@@ -327,27 +327,27 @@ def test_it_is_trained_evaluated_compared_and_exported(checkpoint_folder, task_f
     assert trained["layers_saved"] > 0.2 and trained["exits"] == [3] and trained["rule"] == {"name": "never"}
     model = load_run(run).model
     assert set(model.table.tolist()) == {1, 2, 3} and load_run(run).config["settings"]["table"] == "frequency"
-    found = answer("evaluate", run, *data)
-    assert found["mean_layers"] == found["layer_passes"] == pytest.approx(3 * (1 - found["layers_saved"]))
-    assert found["layers_saved"] > 0.2 and found["flops_ratio"] < 0.95 and found["exit_counts"] == [20]
+    evaluated = answer("evaluate", run, *data)
+    assert evaluated["mean_layers"] == evaluated["layer_passes"] == pytest.approx(3 * (1 - evaluated["layers_saved"]))
+    assert evaluated["layers_saved"] > 0.2 and evaluated["flops_ratio"] < 0.95 and evaluated["exit_counts"] == [20]
     capsys.readouterr()
     assert main(["evaluate", str(run), *map(str, data)]) == 0
-    line = f"If every token runs all 3 layers: accuracy {found['all_tokens_score']:.3f}."
+    line = f"If every token runs all 3 layers: accuracy {evaluated['all_tokens_score']:.3f}."
     assert line in capsys.readouterr().out
     (row,) = answer("compare", run, *data, "--sweep")["rows"]
-    assert row["no_loss"]["layers_saved"] == row["layers_saved"] == found["layers_saved"]
+    assert row["no_loss"]["layers_saved"] == row["layers_saved"] == evaluated["layers_saved"]
     for precision in ((), ("--fp16",), ("--int8",)):
         folder = tmp_path / f"exported{''.join(precision)}"
         assert answer("export", run, "--out", folder, "--segments", *precision, *data)["verified"]["texts"] == 20
     out, texts = tmp_path / "exported", ["the film was good", "a very very awful book"]
     exported = answer("evaluate", out, *data)
-    assert exported["layers_saved"] == pytest.approx(found["layers_saved"])
-    assert exported["flops_ratio"] == pytest.approx(found["flops_ratio"])
+    assert exported["layers_saved"] == pytest.approx(evaluated["layers_saved"])
+    assert exported["flops_ratio"] == pytest.approx(evaluated["flops_ratio"])
     both = [Runtime(out, threads=1), Runtime(out, segments=torch_segments(out))]
-    answers, others = (each.run(texts) for each in both)
-    np.testing.assert_allclose([each.logits for each in others], [each.logits for each in answers], atol=ONNX)
+    answers, others = (runtime.run(texts) for runtime in both)
+    np.testing.assert_allclose([row.logits for row in others], [row.logits for row in answers], atol=ONNX)
     expected = load_run(run).classify(texts)
-    for each, other in zip((*answers, *others), expected * 2):
-        assert each.layers == pytest.approx(other.layers) and 1 < other.layers < 3
+    for answered, other in zip((*answers, *others), expected * 2):
+        assert answered.layers == pytest.approx(other.layers) and 1 < other.layers < 3
     result = answer("classify", run, "--text", texts[0])
     assert result["layers"] == 3 and result["layers_saved"] == pytest.approx(1 - expected[0].layers / 3)

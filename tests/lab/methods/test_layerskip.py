@@ -102,8 +102,8 @@ def passed_by_hand(model, ids, config, batch):
     layers = model.backbone.config.num_hidden_layers
     drawn = [torch.rand(len(ids)) for _ in range(layers)]
     rows = []
-    for row, each in enumerate(ids):
-        inputs = Tensors(each[None])
+    for row, row_ids in enumerate(ids):
+        inputs = Tensors(row_ids[None])
         hidden, states = model.backbone.embed(inputs), []
         for layer in range(layers):
             if drawn[layer][row] >= layer_dropout(layer, layers, batch, config):
@@ -122,9 +122,9 @@ def test_a_row_passes_over_layers_as_drawn(model, dropout):
         expected = passed_by_hand(model, ids, config, batch)
         torch.manual_seed(5)
         states = model.states(ids, torch.ones_like(ids, dtype=bool), run=leaving_out(model.backbone, batch, config))
-    for k, found in enumerate(states):
+    for k, state in enumerate(states):
         wanted = torch.cat([row[k] for row in expected])
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_padded_rows_pass_over_layers_with_their_padding(random_model):
@@ -154,8 +154,8 @@ def test_the_loss_is_the_weighted_sum_and_reads_only_heads_whose_turn_it_is(mode
     for layer, weight in weights.items():
         with torch.no_grad():
             logits = model.backbone.lm_logits(hidden[layer]).flatten(0, 1).double().numpy()
-        each = [np.log(np.exp(row).sum()) - row[label] for row, label in zip(logits, labels.tolist())]
-        expected += weight / sum(weights.values()) * np.mean(each)
+        losses = [np.log(np.exp(row).sum()) - row[label] for row, label in zip(logits, labels.tolist())]
+        expected += weight / sum(weights.values()) * np.mean(losses)
     assert loss == pytest.approx(expected, abs=1e-5)
 
 
@@ -164,8 +164,8 @@ def test_the_first_layer_always_runs(model):
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(5)
         run = leaving_out(model.backbone, at(0), Config(dropout=0.99))
-        found = model.states(ids, torch.ones_like(ids, dtype=bool), run=run)[0]
-    assert not torch.equal(found, model.backbone.embed(Tensors(ids)).flatten(0, 1))
+        states = model.states(ids, torch.ones_like(ids, dtype=bool), run=run)[0]
+    assert not torch.equal(states, model.backbone.embed(Tensors(ids)).flatten(0, 1))
 
 
 # ---- Drafts ----
@@ -176,7 +176,7 @@ def test_its_exits_draft_the_full_models_own_text_in_batches(model, layer):
     settings = {"max_new_tokens": 12, "exit_layer": layer, "head": model.heads[layer - 1]}
     drafted = gather(generate_lossless(model.backbone, prompts, **settings), 3)
     assert [text.tokens for text in drafted] == [text.tokens for text in full]
-    assert {each for text in drafted for each in text.layers_run} <= {layer, 5}
+    assert {depth for text in drafted for depth in text.layers_run} <= {layer, 5}
 
 
 def test_a_run_tells_what_its_exits_draft(tmp_path, decoder_checkpoint, monkeypatch):

@@ -68,7 +68,7 @@ def test_before_it_is_fitted_a_lens_is_the_models_own_head(kind):
     head = LensHead(decoder)
     torch.testing.assert_close(head(hidden), decoder.lm_logits(hidden), atol=1e-3, rtol=1e-3)
     width = decoder.config.hidden_size
-    assert [tuple(each.shape) for each in head.parameters()] == [(width, width)] == [(len(hidden[0, 0]),) * 2]
+    assert [tuple(parameter.shape) for parameter in head.parameters()] == [(width, width)] == [(len(hidden[0, 0]),) * 2]
 
 
 def test_the_closed_form_is_the_least_squares_of_the_stacked_problem():
@@ -109,8 +109,8 @@ def test_lenses_are_the_default_where_the_vocabulary_is_large():
 
 @pytest.mark.skipif("MINI_EE_MODELS" not in os.environ, reason="needs MINI_EE_MODELS, the folder of real models")
 def test_they_are_that_of_smollm2():
-    found = defaults_of(load_method("self-supervised"), "tokens", Path(os.environ["MINI_EE_MODELS"]) / "smollm2")
-    assert (found["head"], found["epochs"], found["target"]) == ("lens", 1, "soft")
+    defaults = defaults_of(load_method("self-supervised"), "tokens", Path(os.environ["MINI_EE_MODELS"]) / "smollm2")
+    assert (defaults["head"], defaults["epochs"], defaults["target"]) == ("lens", 1, "soft")
 
 
 # ---- Eq. 1 with sparse targets ----
@@ -179,11 +179,11 @@ def run(decoder_checkpoint, text, tmp_path_factory):
 
 def test_a_run_has_two_maps_and_a_gate_and_nothing_of_the_model(run):
     width = run.model.backbone.config.hidden_size
-    own = run.model.own_state()
-    assert run.config["head"] == "lens" and {name.split(".")[0] for name in own} == {"heads", "policy"}
-    assert sum(value.numel() for name, value in own.items() if name.startswith("heads.")) == 2 * width**2
+    weights = run.model.own_state()
+    assert run.config["head"] == "lens" and {name.split(".")[0] for name in weights} == {"heads", "policy"}
+    assert sum(value.numel() for name, value in weights.items() if name.startswith("heads.")) == 2 * width**2
     again = mini_ee.load_run(run.folder)
-    assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in own.items())
+    assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in weights.items())
 
 
 def test_eq_1_starts_from_the_closed_form_and_lowers_the_loss(run):
@@ -221,9 +221,9 @@ def test_the_text_is_read_once_into_a_file_that_a_killed_training_goes_on_with(
     assert sizes == [20 * 10 * 3 * 24 * 2, 180 * 10 * 3 * 24 * 2]  # float16; a piece begins with two special tokens
     read.clear()
     monkeypatch.setattr(train_tokens, "json_sha256", lambda *of: "key")
-    found = trained(decoder_checkpoint, text, tmp_path / "again", epochs=1).model.own_state()
+    weights = trained(decoder_checkpoint, text, tmp_path / "again", epochs=1).model.own_state()
     assert sum(read) < 40  # the first batch of each part, which tells the size of a state
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "whole"]
 
 
@@ -251,8 +251,10 @@ def test_any_method_with_heads_learns_with_lenses(method, tmp_path, stories):
     stages = [epoch["stage"] for epoch in run.metrics["epochs"]]
     assert (stages[-1] == "gate") is run.model.gated
     prompts = [run.tokenizer.ids_of(prompt) for prompt in PROMPTS]
-    found, expected = (gather(each.model.generate(prompts, each.rule, max_new_tokens=4), 3) for each in (run, again))
-    assert found == expected
+    written, expected = (
+        gather(of_run.model.generate(prompts, of_run.rule, max_new_tokens=4), 3) for of_run in (run, again)
+    )
+    assert written == expected
 
 
 # ---- The gate ----
@@ -294,7 +296,7 @@ def test_the_rule_is_the_cheapest_heads_included():
         for network in model.policy.networks:
             network[2].bias.fill_(-50.0)  # exits nowhere, so both only pay
     chosen = cheapest(record_texts(model, data.texts), never, 0)
-    saved = chosen.about["net_saved"]
+    saved = chosen.metrics["net_saved"]
     assert isinstance(chosen.rule, Never) and chosen.guarantee is None
     layer = (recorded.full_flops - 2 * 24 * 60) / 3
     assert saved["thresholds"] == pytest.approx(-(2 * 2 * 24 * 60 + 2 * 5 * 2) / (3 * layer + 2 * 24 * 60), rel=1e-3)
@@ -325,18 +327,18 @@ def test_the_estimate_reads_lenses_through_a_gate_and_one_head_a_token(monkeypat
     monkeypatch.setattr(probes, "MIN_PROBED", 32)
     texts = drawn_texts(128, 12).texts
     probed = probe_tokens(decoder, texts)
-    own = record_texts(Lens(decoder).eval(), texts[3::4])
+    unfitted = record_texts(Lens(decoder).eval(), texts[3::4])
     assert probed.probe == "lens and gate" and probed.costs.read_once and len(probed.observed.groups) == 32 * 12
-    logit_lens = observe(own).agrees.mean(axis=0)
+    logit_lens = observe(unfitted).agrees.mean(axis=0)
     assert (probed.observed.agrees.mean(axis=0) > logit_lens).all()
     for confidence, agrees in zip(probed.observed.confidence.T, probed.observed.agrees.T):
         assert confidence[agrees].mean() > confidence[~agrees].mean()
     assert (0 <= probed.observed.confidence).all() and (probed.observed.confidence <= 1).all()
     head, rule = probed.costs.head, Threshold((*np.median(probed.observed.confidence, axis=0), -np.inf))
-    found = savings_at(probed.observed, rule, (1, 2, 3), probed.costs)
+    savings = savings_at(probed.observed, rule, (1, 2, 3), probed.costs)
     every = savings_at(probed.observed, rule, (1, 2, 3), probed.costs._replace(read_once=False))
-    assert found.net_saved == pytest.approx(found.saved * 3 / (3 + head)) and every.net_saved < found.net_saved
-    assert head == pytest.approx(24 * 600 / (own.segments.costs[0][:, 0, 0].mean() / 2), rel=1e-6)
+    assert savings.net_saved == pytest.approx(savings.saved * 3 / (3 + head)) and every.net_saved < savings.net_saved
+    assert head == pytest.approx(24 * 600 / (unfitted.segments.costs[0][:, 0, 0].mean() / 2), rel=1e-6)
     with pytest.raises(WrongArguments, match="--texts: expected at least 128 for a vocabulary of 600 words"):
         probe_tokens(decoder, texts[:127])
 
@@ -369,12 +371,12 @@ def read_numbers(folder):
     from onnx import numpy_helper
 
     model = onnx.load(folder / "onnx" / "model.onnx")
-    found, graphs = {}, [model.graph]
+    numbers, graphs = {}, [model.graph]
     while graphs:
         graph = graphs.pop()
-        found |= {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+        numbers |= {initializer.name: numpy_helper.to_array(initializer) for initializer in graph.initializer}
         graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
-    return found
+    return numbers
 
 
 # ---- Refusals ----

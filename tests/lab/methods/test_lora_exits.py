@@ -61,19 +61,19 @@ def with_adapted_weights(model, inputs, k):
 @pytest.mark.parametrize("targets", [("query", "value"), ("value",), TARGETS], ids=len)
 def test_an_exit_of_every_family_computes_with_w_plus_ab(model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
-    found = all_exits(model, padded_inputs)
+    logits = all_exits(model, padded_inputs)
     for k in range(len(model.exits)):
         expected = with_adapted_weights(model, padded_inputs, k)
-        np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
+        np.testing.assert_allclose(logits[:, k], expected, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_the_exits_of_decoders_compute_with_w_plus_ab(kind, padded_inputs):
     model = lora_model(kind, TARGETS if kind == "phi" else (*TARGETS, "gate"))
-    found = all_exits(model, padded_inputs)
+    logits = all_exits(model, padded_inputs)
     for k in range(len(model.exits)):
         expected = with_adapted_weights(model, padded_inputs, k)
-        np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
+        np.testing.assert_allclose(logits[:, k], expected, rtol=0, atol=ATOL)
 
 
 def test_before_a_training_an_exit_is_the_frozen_backbone(padded_inputs):
@@ -105,8 +105,8 @@ def test_every_schedule_gives_every_exit_the_logits_that_it_has_alone(schedule, 
 
 
 def same_as_alone(model, schedule, inputs, expected):
-    found, *_ = read_every_exit(model.segments(schedule), inputs)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
+    logits, *_ = read_every_exit(model.segments(schedule), inputs)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
@@ -172,8 +172,8 @@ RAGGED = [
 @pytest.mark.parametrize("targets", [("query", "value"), TARGETS], ids=len)
 def test_a_ragged_batch_equals_each_exits_rows_apart(exit_of_row, model_type, targets, padded_inputs):
     model = lora_model(model_type, targets)
-    found = ragged(model, padded_inputs, exit_of_row)
-    np.testing.assert_allclose(found, each_exit_alone(model, padded_inputs, exit_of_row), rtol=0, atol=RAGGED_ATOL)
+    logits = ragged(model, padded_inputs, exit_of_row)
+    np.testing.assert_allclose(logits, each_exit_alone(model, padded_inputs, exit_of_row), rtol=0, atol=RAGGED_ATOL)
 
 
 @pytest.mark.parametrize(
@@ -202,19 +202,19 @@ def test_a_ragged_batch_of_other_exits_or_rows_is_refused(exit_of_row, padded_in
 
 def storages(root):
     """Bytes of the storages of all tensors that can be reached from an object, by address."""
-    todo, seen, found = [root], {}, {}
+    todo, seen, sizes = [root], {}, {}
     while todo:
         thing = todo.pop()
         if id(thing) in seen or isinstance(thing, type | ModuleType):
             continue
         seen[id(thing)] = thing
         if torch.is_tensor(thing):
-            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            sizes[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
         elif isinstance(thing, FunctionType):
             todo += [cell.cell_contents for cell in thing.__closure__ or ()]
         else:
             todo += gc.get_referents(thing)
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("schedule", all_schedules(3), ids=str)
@@ -224,9 +224,9 @@ def test_bytes_held_are_those_of_the_weights_that_can_be_reached(schedule, model
     model = lora_model(model_type, targets)
     segments = model.segments(schedule)
     early_exit(segments, Never(), padded_inputs)
-    found = storages(segments)
-    tables = sum(found[buffer.untyped_storage().data_ptr()] for buffer in model.buffers())  # of a decoder's positions
-    assert segments.bytes_held == sum(found.values()) - tables
+    sizes = storages(segments)
+    tables = sum(sizes[buffer.untyped_storage().data_ptr()] for buffer in model.buffers())  # of a decoder's positions
+    assert segments.bytes_held == sum(sizes.values()) - tables
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     adapters = sum(parameter.nbytes for parameter in model.adapters.parameters())
     if schedule == restart(3):
@@ -253,8 +253,8 @@ def test_merged_weights_are_the_exit_in_a_model_of_its_depth(model_type, padded_
     for k, layer in enumerate(EXITS):
         merged = model.merged(k)
         assert merged.exits == (layer,) and merged.backbone.config.num_hidden_layers == layer
-        found, *_ = read_every_exit(merged.segments(), padded_inputs)
-        np.testing.assert_allclose(found[:, 0], all_exits(model, padded_inputs)[:, k], rtol=0, atol=ATOL)
+        logits, *_ = read_every_exit(merged.segments(), padded_inputs)
+        np.testing.assert_allclose(logits[:, 0], all_exits(model, padded_inputs)[:, k], rtol=0, atol=ATOL)
 
 
 def test_gradients_through_a_stream_are_those_of_eq2_in_float64(padded_inputs):
@@ -391,11 +391,11 @@ def test_the_layout_is_pefts(tmp_path):
     save_adapters(model, tmp_path, "base")
     config = json.loads((tmp_path / "exit_2" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 16.0)
-    found = load_file(tmp_path / "exit_2" / "adapter_model.safetensors")
+    adapter = load_file(tmp_path / "exit_2" / "adapter_model.safetensors")
     stem = "base_model.model.encoder.layer.1.attention.self.value"
-    assert len(found) == 2 * 2 * 2 and found[f"{stem}.lora_A.weight"].shape == (4, 24)
+    assert len(adapter) == 2 * 2 * 2 and adapter[f"{stem}.lora_A.weight"].shape == (4, 24)
     pair = model.adapters[1][1]["value"]
-    torch.testing.assert_close(found[f"{stem}.lora_B.weight"] @ found[f"{stem}.lora_A.weight"], (pair.A @ pair.B).T)
+    torch.testing.assert_close(adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"], (pair.A @ pair.B).T)
 
 
 def test_adapters_in_float16_are_computed_in_float32(tmp_path, padded_inputs):

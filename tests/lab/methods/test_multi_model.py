@@ -39,8 +39,8 @@ def inputs(padded_inputs):
 
 def test_model_k_is_the_first_layers_of_the_backbone(model, checkpoint_folder):
     backbone = load_backbone(checkpoint_folder).state_dict()
-    for layer, each in zip(EXITS, model.models, strict=True):
-        state = each.backbone.state_dict()
+    for layer, cascaded in zip(EXITS, model.models, strict=True):
+        state = cascaded.backbone.state_dict()
         assert {name.split(".")[1] for name in state if name.startswith("layers.")} == set(map(str, range(layer)))
         for name, value in state.items():
             assert torch.equal(value, backbone[name])
@@ -55,8 +55,8 @@ def test_the_cascade_says_what_each_model_says_alone(model, inputs):
     arrays = inputs.input_ids, inputs.attention_mask, inputs.token_type_ids
     with torch.no_grad():
         expected = torch.stack(model(*map(torch.from_numpy, arrays)), dim=1).numpy()
-    found, *_ = read_every_exit(model.segments(), inputs)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
+    logits, *_ = read_every_exit(model.segments(), inputs)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("rule", [Never(), Fixed(1), Patience(1), Planned((2, 0, 1, 2, 1, 0, 2))])
@@ -77,7 +77,7 @@ def test_each_stage_trains_one_model(model):
     names = [name for name, _ in model.named_parameters()]
     learn = [[name for name in names if stage.trainable(name)] for stage in recipe(model, METHOD.config())]
     assert sorted(sum(learn, [])) == sorted(names)
-    assert all(name.startswith(f"models.{k}.") for k, own in enumerate(learn) for name in own)
+    assert all(name.startswith(f"models.{k}.") for k, trained in enumerate(learn) for name in trained)
 
 
 @pytest.mark.slow

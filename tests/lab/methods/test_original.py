@@ -148,14 +148,14 @@ def test_the_largest_difference_is_a_thousandth_of_what_outputs_differ_by(
     fake()
     expected = np.array([[least, least], [most, least]], np.float32)
     monkeypatch.setattr(original, "_logits", lambda *given: expected)
-    found = expected + np.array([[0, 0], [error, 0]], np.float32)
+    outputs = expected + np.array([[0, 0], [error, 0]], np.float32)
     if equal:
-        assert "Equal to transformers on 2 of" in compare(tmp_path, [("a",), ("b",)], found, 40, False)
+        assert "Equal to transformers on 2 of" in compare(tmp_path, [("a",), ("b",)], outputs, 40, False)
     else:
         with pytest.raises(WrongArguments, match="in another way than by transformers 9.9: .* for 'b'; nothing was"):
-            compare(tmp_path, [("a",), ("b",)], found, 40, False)
+            compare(tmp_path, [("a",), ("b",)], outputs, 40, False)
     with pytest.raises(WrongArguments, match="as from transformers 9.9, 2 outputs for a text, found 1 here"):
-        compare(tmp_path, [("a",), ("b",)], found[:, :1], 40, False)
+        compare(tmp_path, [("a",), ("b",)], outputs[:, :1], 40, False)
 
 
 # ---- The libraries themselves ----

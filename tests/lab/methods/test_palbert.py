@@ -34,22 +34,22 @@ def sigmoid(x):
 
 def probabilities(logits):
     """p by the process itself: (K - 1,) -> K numbers."""
-    found, still = [], 1.0
+    chances, still = [], 1.0
     for logit in logits:
-        found.append(still * sigmoid(logit))
+        chances.append(still * sigmoid(logit))
         still *= 1 - sigmoid(logit)
-    return [*found, still]
+    return [*chances, still]
 
 
 def geometric(exits, chance):
     """The prior, layer by layer."""
-    found = [0.0] * len(exits)
+    prior = [0.0] * len(exits)
     still = 1.0
     for layer in range(1, exits[-1] + 1):
         k = next(k for k, e in enumerate(exits) if e >= layer)
-        found[k] += still * chance if layer < exits[-1] else still
+        prior[k] += still * chance if layer < exits[-1] else still
         still *= 1 - chance
-    return found
+    return prior
 
 
 # ---- The equations ----
@@ -63,8 +63,8 @@ def test_the_loss_is_the_expected_loss_and_the_divergence_from_the_prior(kl):
         expected.append(
             sum(a * b for a, b in zip(p, LOSSES[row].tolist())) + 0.7 * sum(a * np.log(a / b) for a, b in pair)
         )
-    found = pondering_loss(LOSSES, LOGITS, log_prior(exits, 0.2), Config(beta=0.7, kl=kl))
-    assert found.item() == pytest.approx(np.mean(expected), rel=1e-6)
+    loss = pondering_loss(LOSSES, LOGITS, log_prior(exits, 0.2), Config(beta=0.7, kl=kl))
+    assert loss.item() == pytest.approx(np.mean(expected), rel=1e-6)
 
 
 def test_probabilities_sum_to_one_however_early_or_late_rows_leave():
@@ -79,16 +79,16 @@ def test_probabilities_sum_to_one_however_early_or_late_rows_leave():
 
 
 def test_without_prior_the_loss_is_minus_the_exact_reward_of_a_policy():
-    found = pondering_loss(LOSSES, LOGITS, log_prior((1, 2, 3, 4), 0.1), Config(beta=0.0))
+    loss = pondering_loss(LOSSES, LOGITS, log_prior((1, 2, 3, 4), 0.1), Config(beta=0.0))
     expected = exact_loss(paper.log_exit_probabilities(LOGITS), paper.vanilla_rewards(LOSSES, torch.arange(4), 0.0))
-    assert found.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("kl", ["forward", "reverse"])
 def test_the_divergence_vanishes_where_every_lambda_is_the_priors(kl):
     logits = torch.full((2, 4), float(np.log(0.1 / 0.9)), dtype=torch.float64)
-    found = pondering_loss(torch.zeros(2, 5).double(), logits, log_prior((1, 2, 3, 4, 5), 0.1), Config(kl=kl))
-    assert abs(found.item()) < 1e-7
+    loss = pondering_loss(torch.zeros(2, 5).double(), logits, log_prior((1, 2, 3, 4, 5), 0.1), Config(kl=kl))
+    assert abs(loss.item()) < 1e-7
 
 
 def best_p(losses, g, beta, kl):
@@ -150,18 +150,18 @@ def said_by_hand(model, inputs):
 
 def test_a_chance_is_read_from_this_exit_and_the_one_before_and_from_nothing_at_first(model, padded_inputs):
     logits, decisions = said_by_hand(model, padded_inputs)
-    found, _, exit_logits = read_every_exit(model.segments(), padded_inputs)
-    np.testing.assert_allclose(found, logits, rtol=0, atol=ATOL)
+    read_logits, _, exit_logits = read_every_exit(model.segments(), padded_inputs)
+    np.testing.assert_allclose(read_logits, logits, rtol=0, atol=ATOL)
     np.testing.assert_allclose(exit_logits, decisions, rtol=0, atol=ATOL)
     with torch.no_grad():
         np.testing.assert_allclose(
             model.exit_logits(model.states(*tensors(padded_inputs))), decisions, rtol=0, atol=ATOL
         )
         batch = Batch(tensors(padded_inputs), LABELS, None, None)
-        found = palbert.loss(model, batch, Config())
+        loss = palbert.loss(model, batch, Config())
     losses = np.logaddexp.reduce(logits, axis=2) - logits[np.arange(7)[:, None], np.arange(4), LABELS[:, None].numpy()]
     of = pondering_loss(torch.from_numpy(losses), torch.from_numpy(decisions), log_prior(model.exits, 0.1), Config())
-    assert found.item() == pytest.approx(of.item(), rel=1e-4)
+    assert loss.item() == pytest.approx(of.item(), rel=1e-4)
 
 
 def left_at(decisions, q):
@@ -231,13 +231,13 @@ def test_one_graph_and_segments_leave_where_torch_leaves(model, padded_inputs, t
     for rule in (middle, QExit(0.9), QExit(1.0), QExit(0.0), Never(), Fixed(1), Threshold(0.6)):
         expected = early_exit(model.segments(), rule, padded_inputs)
         for engine in engines:
-            found = early_exit(engine, rule, padded_inputs)
-            assert found.exit_index.tolist() == expected.exit_index.tolist()
-            np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=ATOL)
+            result = early_exit(engine, rule, padded_inputs)
+            assert result.exit_index.tolist() == expected.exit_index.tolist()
+            np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=ATOL)
     expected = read_every_exit(model.segments(), padded_inputs)
     for engine in engines:
-        found = read_every_exit(engine, padded_inputs)
-        for one, other in ((found[0], expected[0]), (found[2], expected[2])):
+        every_exit = read_every_exit(engine, padded_inputs)
+        for one, other in ((every_exit[0], expected[0]), (every_exit[2], expected[2])):
             np.testing.assert_allclose(one, other, rtol=0, atol=ATOL)
 
 

@@ -55,7 +55,7 @@ def collect(out, model, task_folder, **options):
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory, base, task_folder):
+def collected(tmp_path_factory, base, task_folder):
     out = tmp_path_factory.mktemp("own") / "raee"
     collect(out, base, task_folder, **THREE)
     return out
@@ -66,8 +66,8 @@ def encoder(tmp_path, checkpoint_folder):
     return shutil.copytree(checkpoint_folder, tmp_path / "encoder")
 
 
-def test_the_datastore_holds_the_rows_held_out_with_what_each_exit_says_of_them(base, own, task):
-    store, trained = load_run(own).rule.datastore, load_run(base)
+def test_the_datastore_holds_the_rows_held_out_with_what_each_exit_says_of_them(base, collected, task):
+    store, trained = load_run(collected).rule.datastore, load_run(base)
     _, held = holdout(task.split("train"), trained.config["seed"])
     assert sorted(store.texts) == sorted(held.texts)
     label_of = dict(zip(held.texts, held.labels))
@@ -79,12 +79,13 @@ def test_the_datastore_holds_the_rows_held_out_with_what_each_exit_says_of_them(
         np.testing.assert_allclose(store.values[row], np.where(right, p.max(axis=1), 0), atol=1e-5)
 
 
-def test_the_model_is_the_runs_and_the_rule_is_given(base, own):
-    of_base, of_own = load_run(base), load_run(own)
-    assert (own / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
-    assert of_own.config["method"] == "raee" and of_base.config["method"] == "joint"
+def test_the_model_is_the_runs_and_the_rule_is_given(base, collected):
+    of_base, of_collected = load_run(base), load_run(collected)
+    assert (collected / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    assert of_collected.config["method"] == "raee" and of_base.config["method"] == "joint"
     assert (
-        of_own.rule.to_dict() == Retrieval(k=3, tau=0.5, fallback_top=3).to_dict() and not training_folder(own).exists()
+        of_collected.rule.to_dict() == Retrieval(k=3, tau=0.5, fallback_top=3).to_dict()
+        and not training_folder(collected).exists()
     )
 
 
@@ -115,8 +116,8 @@ def test_the_datastore_holds_all_rows_that_a_training_with_max_train_left(
     assert sorted(store.texts) == sorted(set(train) - set(fitted.texts))
 
 
-def test_a_collected_run_can_be_collected_again(tmp_path, own, task_folder):
-    again = collect(tmp_path / "out", own, task_folder, k=1, layer=2)
+def test_a_collected_run_can_be_collected_again(tmp_path, collected, task_folder):
+    again = collect(tmp_path / "out", collected, task_folder, k=1, layer=2)
     assert again.rule.k == 1 and again.rule.datastore.encoder.startswith("layer 2 of ")
     assert len(list((tmp_path / "out" / "datastore").iterdir())) == 3
 
@@ -124,14 +125,14 @@ def test_a_collected_run_can_be_collected_again(tmp_path, own, task_folder):
 # Durability
 
 
-def test_a_run_is_not_written_over(own, base, task_folder):
+def test_a_run_is_not_written_over(collected, base, task_folder):
     with pytest.raises(FileExistsError, match="is there already; name another folder or remove it"):
-        collect(own, base, task_folder)
+        collect(collected, base, task_folder)
 
 
 @pytest.mark.parametrize("step", ["Datastore", "write_json"])
 def test_a_collection_that_was_killed_leaves_no_run_and_the_same_call_ends_as_if_it_had_not(
-    tmp_path, base, own, task_folder, monkeypatch, step
+    tmp_path, base, collected, task_folder, monkeypatch, step
 ):
     def killed(*arguments, **options):
         raise KeyboardInterrupt
@@ -141,22 +142,22 @@ def test_a_collection_that_was_killed_leaves_no_run_and_the_same_call_ends_as_if
         with pytest.raises(KeyboardInterrupt):
             collect(tmp_path / "out", base, task_folder, **THREE)
     assert not (tmp_path / "out").exists()
-    run, whole = collect(tmp_path / "out", base, task_folder, **THREE), load_run(own)
+    run, whole = collect(tmp_path / "out", base, task_folder, **THREE), load_run(collected)
     np.testing.assert_array_equal(run.rule.datastore.values, whole.rule.datastore.values)
     np.testing.assert_array_equal(run.rule.datastore.embeddings, whole.rule.datastore.embeddings)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_without_its_datastore_is_told(tmp_path, own):
-    shutil.copytree(own, tmp_path / "run")
+def test_a_run_without_its_datastore_is_told(tmp_path, collected):
+    shutil.copytree(collected, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "datastore")
     with pytest.raises(FileNotFoundError, match="datastore: no datastore here"):
         load_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["rows.safetensors", "manifest.json"])
-def test_a_changed_byte_in_the_datastore_is_told(tmp_path, own, name):
-    shutil.copytree(own, tmp_path / "run")
+def test_a_changed_byte_in_the_datastore_is_told(tmp_path, collected, name):
+    shutil.copytree(collected, tmp_path / "run")
     path = tmp_path / "run" / "datastore" / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -165,10 +166,10 @@ def test_a_changed_byte_in_the_datastore_is_told(tmp_path, own, name):
         load_run(tmp_path / "run")
 
 
-def test_a_datastore_of_another_layer_is_told(tmp_path, base, own, task_folder):
+def test_a_datastore_of_another_layer_is_told(tmp_path, base, collected, task_folder):
     collect(tmp_path / "other", base, task_folder, layer=1)
     shutil.rmtree(tmp_path / "other" / "datastore")
-    shutil.copytree(own / "datastore", tmp_path / "other" / "datastore")
+    shutil.copytree(collected / "datastore", tmp_path / "other" / "datastore")
     with pytest.raises(ValueError, match=r"encoder: expected layer 1 of \w+, found layer 0 of \w+; give that encoder"):
         load_run(tmp_path / "other")
 
@@ -204,12 +205,12 @@ def test_a_regression_is_refused(tmp_path, base):
 
 
 @pytest.fixture(scope="module")
-def drawn(own, task):
+def drawn(collected, task):
     """The run with values drawn, and a record of logits drawn: exits that differ, the middle one best of the collected.
 
     The model of this small task is right at every exit, and would not tell one control from another.
     """
-    run, random = load_run(own), np.random.default_rng(1)
+    run, random = load_run(collected), np.random.default_rng(1)
     values = run.rule.datastore.values
     values[:] = random.uniform(0.4, 1, values.shape) * (random.random(values.shape) < (0.5, 0.9, 0.6))
     recorded = record(run.segments(), run.encode(task.split("dev").texts), 8)
@@ -221,7 +222,7 @@ def scores_by_hand(run, recorded, task):
     """Accuracy of each control, row by row."""
     texts, labels = task.split("dev").texts, task.split("dev").labels
     store = run.rule.datastore
-    found = {name: [] for name in ("knn_labels", "knn_weighted", "best_single_layer", "oracle", "full_model")}
+    right_by = {name: [] for name in ("knn_labels", "knn_weighted", "best_single_layer", "oracle", "full_model")}
     best = max(range(3), key=lambda k: (sum(row[k] > 0 for row in store.values), -k))
     for row, (text, label) in enumerate(zip(texts, labels)):
         predictions = recorded.logits[row].argmax(axis=1).tolist()
@@ -229,13 +230,13 @@ def scores_by_hand(run, recorded, task):
         distances = ((store.embeddings - query / np.linalg.norm(query)) ** 2).sum(axis=1)
         order = np.argsort(distances, kind="stable")[: run.rule.k]
         near, far = store.labels[order].tolist(), distances[order]
-        votes = {each: sum(far[0] / d for other, d in zip(near, far) if other == each) for each in near}
-        found["knn_labels"].append(max(near, key=lambda each: (near.count(each), -near.index(each))) == label)
-        found["knn_weighted"].append(max(near, key=votes.get) == label)
-        found["best_single_layer"].append(predictions[best] == label)
-        found["oracle"].append(label in predictions)
-        found["full_model"].append(predictions[-1] == label)
-    return {name: float(np.mean(right)) for name, right in found.items()}
+        votes = {voted: sum(far[0] / d for other, d in zip(near, far) if other == voted) for voted in near}
+        right_by["knn_labels"].append(max(near, key=lambda voted: (near.count(voted), -near.index(voted))) == label)
+        right_by["knn_weighted"].append(max(near, key=votes.get) == label)
+        right_by["best_single_layer"].append(predictions[best] == label)
+        right_by["oracle"].append(label in predictions)
+        right_by["full_model"].append(predictions[-1] == label)
+    return {name: float(np.mean(right)) for name, right in right_by.items()}
 
 
 def controls_of(run, recorded, task):
@@ -244,10 +245,10 @@ def controls_of(run, recorded, task):
 
 
 def test_controls_are_those_of_loops_over_rows(drawn, task):
-    found, expected = controls_of(*drawn, task), scores_by_hand(*drawn, task)
-    assert {name: found[name]["accuracy"] for name in expected} == pytest.approx(expected)
-    assert found["best_single_layer"]["mean_layers"] == found["best_single_layer"]["layer"] == 2
-    assert found["full_model"]["mean_layers"] == 3 and found["knn_labels"]["mean_layers"] == 0
+    measured, expected = controls_of(*drawn, task), scores_by_hand(*drawn, task)
+    assert {name: measured[name]["accuracy"] for name in expected} == pytest.approx(expected)
+    assert measured["best_single_layer"]["mean_layers"] == measured["best_single_layer"]["layer"] == 2
+    assert measured["full_model"]["mean_layers"] == 3 and measured["knn_labels"]["mean_layers"] == 0
 
 
 def test_the_layers_of_a_vote_are_those_of_its_queries(tmp_path, base, task, task_folder, encoder):
@@ -255,10 +256,10 @@ def test_the_layers_of_a_vote_are_those_of_its_queries(tmp_path, base, task, tas
         run = collect(tmp_path / name, base, task_folder, **options)
         encoded = run.encode(task.split("dev").texts)
         recorded = record(run.segments(), encoded, 8)
-        found = controls(run.rule, recorded, encoded, task, task.split("dev").labels, 8)
+        measured = controls(run.rule, recorded, encoded, task, task.split("dev").labels, 8)
         for vote in ("knn_labels", "knn_weighted"):
-            assert found[vote]["mean_layers"] == pytest.approx(layers, rel=0.01)
-            assert found[vote]["flops_ratio"] == pytest.approx(layers / 3, rel=0.01)
+            assert measured[vote]["mean_layers"] == pytest.approx(layers, rel=0.01)
+            assert measured[vote]["flops_ratio"] == pytest.approx(layers / 3, rel=0.01)
 
 
 def test_random_layers_have_the_plans_mean_and_a_spread_over_lots(drawn, task):
@@ -290,19 +291,19 @@ def test_train_evaluate_and_compare_answer(capsys, tmp_path, base, task_folder):
     assert rows[1]["mean_layers"] == result["mean_layers"] and rows[1]["accuracy"] == result["accuracy"]
 
 
-def test_evaluate_prints_the_controls_beside_the_figure(capsys, own, task_folder):
-    assert called("evaluate", own, "--task", task_folder) == 0
+def test_evaluate_prints_the_controls_beside_the_figure(capsys, collected, task_folder):
+    assert called("evaluate", collected, "--task", task_folder) == 0
     printed = capsys.readouterr().out
     for line in ("kNN label vote", "best single layer", "random layers", "oracle", "full model"):
         assert line in printed
 
 
-def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
-    opened, rows = load_run(own), task.split(task.default_split)
+def test_neighbours_are_as_far_from_a_row_as_their_values_are(collected, task):
+    opened, rows = load_run(collected), task.split(task.default_split)
     encoded, store = opened.encode(rows.texts), opened.rule.datastore
     recorded = record(opened.segments(), encoded, 8)
     queries, _ = embed_all(opened.rule, encoded, 8)
-    found = retrieval_measures.profile_distances(opened, recorded, queries, rows.labels)
+    distances = retrieval_measures.profile_distances(opened, recorded, queries, rows.labels)
     apart, by_lot = [], []
     lot = np.random.default_rng(0).integers(len(store), size=(len(rows), min(8, len(store))))
     for row, label in enumerate(rows.labels):
@@ -310,9 +311,10 @@ def test_neighbours_are_as_far_from_a_row_as_their_values_are(own, task):
         values = np.where(p.argmax(1) == label, p[:, label], 0)
         near = store.search(opened.rule.embed(encoded.batch([row])), 8).rows[0]
         for some, report in ((near, apart), (lot[row], by_lot)):
-            report.append(np.abs(np.mean([store.values[each] for each in some], axis=0) - values).mean())
-    assert found["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
-    assert found["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6) and found["by lot"] != found["neighbours"]
+            report.append(np.abs(np.mean([store.values[neighbour] for neighbour in some], axis=0) - values).mean())
+    assert distances["neighbours"] == pytest.approx(np.mean(apart), abs=1e-6)
+    assert distances["by lot"] == pytest.approx(np.mean(by_lot), abs=1e-6)
+    assert distances["by lot"] != distances["neighbours"]
 
 
 def test_figures_of_a_page_are_those_of_evaluate_and_the_means_of_single_rows(monkeypatch, tuned, task):
@@ -344,21 +346,21 @@ def test_figures_of_a_page_are_those_of_evaluate_and_the_means_of_single_rows(mo
     assert len({tuple(values[name]) for name in ("score", "full", "kNN votes", "oracle")}) == 4
 
 
-def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(capsys, base, own, task_folder, task):
-    given = ("evaluate", own, "--task", task_folder, "--neighbours", 2)
-    output, opened = answer(capsys, *given)["neighbours"], load_run(own)
+def test_evaluate_shows_the_rows_that_the_store_has_nearest_and_their_votes(capsys, base, collected, task_folder, task):
+    given = ("evaluate", collected, "--task", task_folder, "--neighbours", 2)
+    output, opened = answer(capsys, *given)["neighbours"], load_run(collected)
     store, rows = opened.rule.datastore, task.split(task.default_split)
     inputs = opened.encode(rows.texts[:2]).batch(slice(None))
     queries = np.asarray(opened.rule.embed(inputs))
     near = exact_search(store.embeddings, queries / np.linalg.norm(queries, axis=1, keepdims=True), 3)
     plan = opened.rule.plan(inputs)
-    assert [each["text"] for each in output] == [" / ".join(text) for text in rows.texts[:2]]
-    assert [each["layer"] for each in output] == [opened.exits[k] for k in plan]
-    for each, stored, distances in zip(output, near.rows, near.distances):
-        assert [one["text"] for one in each["neighbours"]] == [" / ".join(store.texts[row]) for row in stored]
-        assert [one["label"] for one in each["neighbours"]] == [task.label_names[store.labels[row]] for row in stored]
-        assert [one["weight"] for one in each["neighbours"]] == pytest.approx(list(distances[0] / distances), rel=1e-4)
-        for one, row in zip(each["neighbours"], stored):
+    assert [entry["text"] for entry in output] == [" / ".join(text) for text in rows.texts[:2]]
+    assert [entry["layer"] for entry in output] == [opened.exits[k] for k in plan]
+    for query, stored, distances in zip(output, near.rows, near.distances):
+        assert [one["text"] for one in query["neighbours"]] == [" / ".join(store.texts[row]) for row in stored]
+        assert [one["label"] for one in query["neighbours"]] == [task.label_names[store.labels[row]] for row in stored]
+        assert [one["weight"] for one in query["neighbours"]] == pytest.approx(list(distances[0] / distances), rel=1e-4)
+        for one, row in zip(query["neighbours"], stored):
             passing = store.values[row] >= 0.5
             best = store.values[row] >= sorted(store.values[row])[-3]
             votes = passing if passing.any() else best & (store.values[row] > 0)
@@ -390,10 +392,10 @@ def test_a_missing_index_is_told_before_a_row_is_read(tmp_path, monkeypatch, bas
         collect(tmp_path / "raee", base, task_folder, **THREE)
 
 
-def test_all_that_evaluate_says_of_rows_comes_from_reading_them_once(capsys, monkeypatch, own, task_folder):
+def test_all_that_evaluate_says_of_rows_comes_from_reading_them_once(capsys, monkeypatch, collected, task_folder):
     read = []
     monkeypatch.setattr(evaluating, "record", lambda *given: read.append(given) or record(*given))
-    result = answer(capsys, "evaluate", own, "--task", task_folder, "--overthinking")
+    result = answer(capsys, "evaluate", collected, "--task", task_folder, "--overthinking")
     assert len(read) == 1 and {"overthinking", "controls"} <= result.keys()
 
 
@@ -404,20 +406,32 @@ def test_a_collected_run_expects_no_exits_of_its_bases_rule(tmp_path, base, task
     assert "exit_counts" not in collect(tmp_path / "raee", copy, task_folder, **THREE).config
 
 
-def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, own, task_folder):
+def test_settings_of_the_rule_can_be_given_at_evaluation(capsys, collected, task_folder):
     result = answer(
-        capsys, "evaluate", own, "--task", task_folder, "--k", 1, "--tau", "0", "--fallback-top", 2, "--batch-size", 8
+        capsys,
+        "evaluate",
+        collected,
+        "--task",
+        task_folder,
+        "--k",
+        1,
+        "--tau",
+        "0",
+        "--fallback-top",
+        2,
+        "--batch-size",
+        8,
     )
     expected = {"name": "raee", "k": 1, "tau": 0.0, "fallback_top": 2, "include_embeddings": False}
-    assert result["rule"] == expected and read_json(own / "config.json")["rule"]["k"] == 3
+    assert result["rule"] == expected and read_json(collected / "config.json")["rule"]["k"] == 3
 
 
-def test_settings_of_raee_for_another_rule_are_refused(capsys, base, own, task_folder):
+def test_settings_of_raee_for_another_rule_are_refused(capsys, base, collected, task_folder):
     assert "unrecognized arguments for a classifier: --k 3" in refused(
         capsys, "evaluate", base, "--task", task_folder, "--k", 3
     )
     message = "--k is for a run of raee under its own rule"
-    assert message in refused(capsys, "evaluate", own, "--task", task_folder, "--rule", "never", "--k", 3)
+    assert message in refused(capsys, "evaluate", collected, "--task", task_folder, "--rule", "never", "--k", 3)
 
 
 def test_a_missing_model_and_a_wrong_tau_are_told(capsys, tmp_path, base, task_folder):
@@ -455,7 +469,7 @@ def p_of_label_words(backbone, tokenizer, ids):
         states = backbone.hidden_states(torch.from_numpy(ids)[None])[1:]
         at = ids.tolist().index(tokenizer.mask_token_id)
         p = [backbone.lm_logits(state[0, at]).double().softmax(0)[list(tokenizer.label_tokens)] for state in states]
-    return np.array([each / each.sum() for each in p])
+    return np.array([logits / logits.sum() for logits in p])
 
 
 def test_zero_shot_every_row_of_train_is_collected_through_the_checkpoints_own_head(prompted, checkpoint_folder, task):
@@ -485,7 +499,7 @@ def test_a_run_without_shots_names_the_checkpoint_and_holds_no_weights(prompted,
 
 def test_adainfer_reads_the_same_model_through_the_same_prompt(tuned, task):
     run = load_run(tuned)
-    found, _, made = retrieval_measures.of_compared(run, task, None)
+    figures, _, made = retrieval_measures.of_compared(run, task, None)
     rows, known = task.split("dev"), collecting.untrained_rows(run, task)
     fitted = record(run.segments(), run.encode(known.texts), 8)
     rule = svm(fitted, fitted.predictions[:, :-1] == known.labels[:, None])
@@ -497,19 +511,19 @@ def test_adainfer_reads_the_same_model_through_the_same_prompt(tuned, task):
                 break
         right.append(p.argmax() == label)
         layers.append(k + 1)
-    assert found["AdaInfer"] == pytest.approx(np.mean(right)) and found["AdaInfer layers"] == np.mean(layers)
-    assert found["SLEB layers"] == 2 and found["RAEE index megabytes"] > 0
+    assert figures["AdaInfer"] == pytest.approx(np.mean(right)) and figures["AdaInfer layers"] == np.mean(layers)
+    assert figures["SLEB layers"] == 2 and figures["RAEE index megabytes"] > 0
     assert made.about["values"]["AdaInfer"] == right  # of each row, not only their mean
-    assert all(np.mean(values) == pytest.approx(found[name]) for name, values in made.about["values"].items())
+    assert all(np.mean(values) == pytest.approx(figures[name]) for name, values in made.about["values"].items())
 
 
 def test_calm_through_a_prompt_runs_as_many_layers_as_sleb_on_rows_that_it_may_see(tuned, task):
     run = load_run(tuned)
-    found, _, made = retrieval_measures.of_compared(run, task, None)
+    figures, _, made = retrieval_measures.of_compared(run, task, None)
 
     def left(split):
         output = [list(p_of_label_words(run.model.backbone, run.tokenizer, ids)) for ids in run.encode(split.texts).ids]
-        return output, np.array([[abs(p[0] - p[1]) for p in each[:-1]] for each in output])
+        return output, np.array([[abs(p[0] - p[1]) for p in row_p[:-1]] for row_p in output])
 
     def depth(gaps, gap):
         return np.where((gaps >= gap).any(axis=1), (gaps >= gap).argmax(axis=1), 2) + 1
@@ -518,21 +532,21 @@ def test_calm_through_a_prompt_runs_as_many_layers_as_sleb_on_rows_that_it_may_s
     output, gaps = left(task.split("dev"))
     gap = min(np.percentile(seen, range(101)), key=lambda gap: abs(depth(seen, gap).mean() - 2))
     layers = depth(gaps, gap)
-    right = [each[at - 1].argmax() == label for each, at, label in zip(output, layers, task.split("dev").labels)]
-    assert found["CALM layers"] == layers.mean() and made.about["values"]["CALM"] == right
+    right = [row_p[at - 1].argmax() == label for row_p, at, label in zip(output, layers, task.split("dev").labels)]
+    assert figures["CALM layers"] == layers.mean() and made.about["values"]["CALM"] == right
 
 
 def test_with_shots_the_backbone_is_the_runs_own_and_its_shots_are_not_in_the_datastore(tuned, checkpoint_folder, task):
     run, train = load_run(tuned), task.split("train")
     shots, held, rest = draw_shots(train, 2, 4, seed=5)
     assert sorted(run.rule.datastore.texts) == sorted(rest.texts) and len(rest) == 60 - 16
-    own, before = load_backbone(tuned / "backbone"), load_backbone(checkpoint_folder)
-    assert not torch.equal(own.embeddings.word.weight, before.embeddings.word.weight)
-    assert torch.equal(own.embeddings.word.weight, run.model.backbone.embeddings.word.weight)
+    backbone, before = load_backbone(tuned / "backbone"), load_backbone(checkpoint_folder)
+    assert not torch.equal(backbone.embeddings.word.weight, before.embeddings.word.weight)
+    assert torch.equal(backbone.embeddings.word.weight, run.model.backbone.embeddings.word.weight)
     text = rest.texts[0]
     logits, *_ = read_every_exit(run.segments(), run.encode([text]).batch(slice(None)))
     p = torch.from_numpy(logits[0]).double().softmax(dim=1).numpy()
-    np.testing.assert_allclose(p, p_of_label_words(own, run.tokenizer, run.encode([text]).ids[0]), atol=1e-5)
+    np.testing.assert_allclose(p, p_of_label_words(backbone, run.tokenizer, run.encode([text]).ids[0]), atol=1e-5)
     assert [epoch["epoch"] for epoch in read_json(tuned / "metrics.json")["epochs"]] == [1, 2]
     assert read_json(tuned / "config.json")["training"]["from"]["folder"] == str(checkpoint_folder)
 
@@ -701,8 +715,8 @@ def test_a_killed_few_shot_training_goes_on_to_the_same_weights(
     done[:] = ["another"]
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
     expected = load_run(tuned).model.state_dict()
-    found = collect(*arguments, **options).model.state_dict()
-    assert done == ["another", "a step"] and all(torch.equal(found[name], expected[name]) for name in expected)
+    weights = collect(*arguments, **options).model.state_dict()
+    assert done == ["another", "a step"] and all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,11 @@ def test_rerank_batches_the_pairs_of_a_query_and_lets_each_exit_alone(exported):
     with serving(engine_of(runtime), max_wait=0.05) as (worker, port):
         for query in QUERIES[:20]:
             texts = [text for first, text in PAIRS if first == query]
-            found = ask(port, {"query": query, "texts": texts, "raw_scores": True}, "/rerank")[1]
+            ranking = ask(port, {"query": query, "texts": texts, "raw_scores": True}, "/rerank")[1]
             numbers = [alone[query, text].label for text in texts]
             expected = sorted(range(TEXTS), key=lambda at: (-numbers[at], at))
-            assert [each["index"] for each in found] == expected
-            np.testing.assert_allclose([each["score"] for each in found], sorted(numbers)[::-1], atol=1e-5)
+            assert [ranked["index"] for ranked in ranking] == expected
+            np.testing.assert_allclose([ranked["score"] for ranked in ranking], sorted(numbers)[::-1], atol=1e-5)
     counts = worker.metrics.exit_counts
     assert counts == Counter(answer.layers for answer in alone.values()) and len(counts) > 1
     assert worker.metrics.rows["model"] == len(alone) > worker.metrics.batches["model"]  # the first may run alone

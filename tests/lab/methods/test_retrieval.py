@@ -69,22 +69,22 @@ def of_one(values, exits=(0, 1, 2)):
 def sentences(texts):
     """Encoded rows of one token and a text each, lengths in turn 1, 2, 3."""
     ids = [np.full(1 + i % 3, 7) for i in range(len(texts))]
-    return Encoded(ids, [0 * each for each in ids], tuple((text,) for text in texts), 0, 0)
+    return Encoded(ids, [0 * row_ids for row_ids in ids], tuple((text,) for text in texts), 0, 0)
 
 
 def assert_whole(store):
     """Index, values, labels and texts are of the same rows: each text's direction leads to its own row."""
-    found = store.search(np.stack([embedding_of(text) for (text,) in store.texts]), 1)
-    np.testing.assert_array_equal(found.rows[:, 0], np.arange(len(store)))
-    np.testing.assert_array_equal(found.distances, 0)
+    nearest = store.search(np.stack([embedding_of(text) for (text,) in store.texts]), 1)
+    np.testing.assert_array_equal(nearest.rows[:, 0], np.arange(len(store)))
+    np.testing.assert_array_equal(nearest.distances, 0)
 
 
 def assert_equal(store, other):
     for name in ("encoder", "exits", "texts", "shards"):
         assert getattr(store, name) == getattr(other, name)
     queries = np.random.default_rng(5).normal(size=(10, store.dimension))
-    found = zip(store.search(queries, 5), other.search(queries, 5))
-    for one, two in ((store.values, other.values), (store.labels, other.labels), *found):
+    matches = zip(store.search(queries, 5), other.search(queries, 5))
+    for one, two in ((store.values, other.values), (store.labels, other.labels), *matches):
         np.testing.assert_array_equal(one, two)
 
 
@@ -96,13 +96,13 @@ def test_the_nearest_of_all_shards_are_those_of_loops_over_all_rows(shards):
     store = filled(500, shards=shards)
     queries = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
     unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
-    found = store.search(queries, 12)
-    expected = np.array([[math.dist(query, each) ** 2 for each in store.embeddings] for query in unit])
-    np.testing.assert_array_equal(found.rows, expected.argsort(axis=1)[:, :12])
-    np.testing.assert_allclose(found.distances, np.sort(expected, axis=1)[:, :12], atol=1e-6)
+    nearest = store.search(queries, 12)
+    expected = np.array([[math.dist(query, embedding) ** 2 for embedding in store.embeddings] for query in unit])
+    np.testing.assert_array_equal(nearest.rows, expected.argsort(axis=1)[:, :12])
+    np.testing.assert_allclose(nearest.distances, np.sort(expected, axis=1)[:, :12], atol=1e-6)
     exact = exact_search(store.embeddings, unit, 12)
-    np.testing.assert_array_equal(found.rows, exact.rows)
-    np.testing.assert_allclose(found.distances, exact.distances, atol=1e-6)
+    np.testing.assert_array_equal(nearest.rows, exact.rows)
+    np.testing.assert_allclose(nearest.distances, exact.distances, atol=1e-6)
     assert_whole(store)
 
 
@@ -114,9 +114,9 @@ def test_the_length_of_an_embedding_does_not_matter():
 @pytest.mark.parametrize(("count", "shards"), [(1, 1), (2, 4), (60, 1), (60, 3)])
 @pytest.mark.parametrize("more", [0, 1, 1000])
 def test_k_of_the_datastore_and_larger_finds_every_row_once(count, shards, more):
-    found = filled(count, shards=shards).search(np.ones((3, 8)), count + more)
-    np.testing.assert_array_equal(np.sort(found.rows, axis=1), np.tile(np.arange(count), (3, 1)))
-    assert (np.diff(found.distances, axis=1) >= 0).all()
+    nearest = filled(count, shards=shards).search(np.ones((3, 8)), count + more)
+    np.testing.assert_array_equal(np.sort(nearest.rows, axis=1), np.tile(np.arange(count), (3, 1)))
+    assert (np.diff(nearest.distances, axis=1) >= 0).all()
 
 
 def test_rows_that_the_graph_does_not_lead_to_are_found_by_looking_at_all():
@@ -130,17 +130,17 @@ def test_rows_that_the_graph_does_not_lead_to_are_found_by_looking_at_all():
     store = Datastore(ENCODER, store.exits, vectors, *rest, indexes=[sparse])
     with pytest.raises(RuntimeError, match="contiguous"):  # or this test would show nothing
         sparse.knn_query(copy[None], size)
-    found = store.search(copy[None], size)
-    assert set(found.rows[0, :count]) == set(range(20, size)) and set(found.rows[0]) == set(range(size))
-    np.testing.assert_array_equal(found.distances[0, :count], 0)
+    nearest = store.search(copy[None], size)
+    assert set(nearest.rows[0, :count]) == set(range(20, size)) and set(nearest.rows[0]) == set(range(size))
+    np.testing.assert_array_equal(nearest.distances[0, :count], 0)
 
 
 def test_distances_within_an_encoders_rounding_are_zero():
     store = filled(10)
     queries = np.stack([embedding_of("row 3")]).astype(np.float64)
     queries[0, 0] += 1e-6
-    found = store.search(queries, 2)
-    assert found.rows[0, 0] == 3 and found.distances[0, 0] == 0 < found.distances[0, 1]
+    nearest = store.search(queries, 2)
+    assert nearest.rows[0, 0] == 3 and nearest.distances[0, 0] == 0 < nearest.distances[0, 1]
 
 
 @pytest.mark.parametrize(
@@ -373,9 +373,9 @@ def test_the_votes_that_are_shown_are_those_that_count_where_layer_0_is_no_exit(
     store = of_one([0.95, 0.6, 0.7])
     rule = bound(store, fallback_top=3)
     inputs = Inputs(*3 * [np.ones((1, 2), np.int64)], (("row",),))
-    (found,) = retrieved(rule, Encoded([np.ones(2, int)], [np.zeros(2, int)], (("row",),), 0, 0), 1)
-    assert found["layer"] == store.exits[rule.plan(inputs)[0]] == 2
-    assert found["neighbours"][0]["votes"] == [1, 2]
+    (shown,) = retrieved(rule, Encoded([np.ones(2, int)], [np.zeros(2, int)], (("row",),), 0, 0), 1)
+    assert shown["layer"] == store.exits[rule.plan(inputs)[0]] == 2
+    assert shown["neighbours"][0]["votes"] == [1, 2]
 
 
 def test_the_rules_settings_stand_in_json_and_its_datastore_does_not():
@@ -532,7 +532,9 @@ def test_each_figure_of_the_tables_is_the_rule_on_its_part_of_the_datastore(rand
     store, logits, labels, texts, points, made = ablation_of(random_model, monkeypatch, seed=0)
     assert len(points) == 4 * len(KS)
     queries = [embedding_of(text) / np.linalg.norm(embedding_of(text)) for text in texts]
-    all_distances = np.array([[math.dist(query, each) ** 2 for each in store.embeddings] for query in queries])
+    all_distances = np.array(
+        [[math.dist(query, embedding) ** 2 for embedding in store.embeddings] for query in queries]
+    )
     for point in points:
         rows = made.get(point["rows"], np.arange(60))
         exits = []
@@ -571,6 +573,6 @@ def test_recall_at_12_on_real_sentences_is_at_least_99_percent():
     rows = unit_length(embeddings[:400]), np.zeros((400, 1)), np.zeros(400), encoded.texts[:400]
     store = Datastore(ENCODER, (1,), *rows)
     queries = embeddings[400:] / np.linalg.norm(embeddings[400:], axis=1, keepdims=True)
-    found, exact = store.search(queries, 12), exact_search(store.embeddings, queries, 12)
-    recall = np.mean([len(set(a) & set(b)) / 12 for a, b in zip(found.rows, exact.rows)])
+    nearest, exact = store.search(queries, 12), exact_search(store.embeddings, queries, 12)
+    recall = np.mean([len(set(a) & set(b)) / 12 for a, b in zip(nearest.rows, exact.rows)])
     assert recall >= 0.99

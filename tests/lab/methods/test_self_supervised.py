@@ -123,14 +123,14 @@ def test_heads_learn_to_say_what_the_full_model_says(target, tmp_path):
     """Fig. 1 is measured before the first step and 20 times on the way."""
     model = model_of()
     texts = texts_of(model)
-    found = train_heads(model, texts, texts, tmp_path, replace(QUICK, epochs=20), target=target)
-    history = found.metrics
-    assert [each["step"] for each in history] == list(range(0, 61, 3)) and history[0]["loss"] is None
+    trained = train_heads(model, texts, texts, tmp_path, replace(QUICK, epochs=20), target=target)
+    history = trained.metrics
+    assert [entry["step"] for entry in history] == list(range(0, 61, 3)) and history[0]["loss"] is None
     assert history[-1]["loss"] < history[1]["loss"]
     assert min(history[-1]["agreement"]) > 0.4 > 0.1 > max(history[0]["agreement"])
-    best = max(range(20), key=lambda epoch: found.epochs[epoch]["score"])  # whose heads are kept
+    best = max(range(20), key=lambda epoch: trained.epochs[epoch]["score"])  # whose heads are kept
     assert metrics(model, TextData(texts, True))["agreement"] == history[best + 1]["agreement"]
-    assert found.epochs[best]["score"] == pytest.approx(np.mean(history[best + 1]["agreement"]))
+    assert trained.epochs[best]["score"] == pytest.approx(np.mean(history[best + 1]["agreement"]))
 
 
 def test_each_entry_of_the_metrics_has_the_mean_loss_since_the_one_before(monkeypatch, tmp_path):
@@ -141,10 +141,10 @@ def test_each_entry_of_the_metrics_has_the_mean_loss_since_the_one_before(monkey
     model = model_of()
     texts = texts_of(model)
     history = train_heads(model, texts, texts, tmp_path).metrics
-    steps = [each["step"] for each in history]
+    steps = [entry["step"] for entry in history]
     assert steps == [0, 2, 4, 6, 8, 10, 12]
     expected = [np.mean(losses[begin:end]) for begin, end in zip(steps, steps[1:])]
-    assert [each["loss"] for each in history[1:]] == pytest.approx(expected)
+    assert [entry["loss"] for entry in history[1:]] == pytest.approx(expected)
 
 
 def test_the_penalty_keeps_heads_unsure(tmp_path):
@@ -152,8 +152,8 @@ def test_the_penalty_keeps_heads_unsure(tmp_path):
     for penalty in (0.0, 0.5, 0.95):
         model = model_of()
         texts = texts_of(model)
-        found = train_heads(model, texts, texts, tmp_path / str(penalty), replace(QUICK, epochs=5), penalty=penalty)
-        entropies.append(found.metrics[-1]["entropy"])
+        trained = train_heads(model, texts, texts, tmp_path / str(penalty), replace(QUICK, epochs=5), penalty=penalty)
+        entropies.append(trained.metrics[-1]["entropy"])
     assert np.all(np.diff(entropies, axis=0) > 0.05)
 
 
@@ -192,26 +192,26 @@ def test_fig1_agreement_and_entropy_are_means_over_all_positions(batch_size):
                 p = logits[position].double().softmax(-1)
                 agrees[k].append(bool(p.argmax() == full[position].argmax()))
                 entropies[k].append(-float((p * p.log()).sum()))
-    found = metrics(model, TextData(UNEVEN, True), batch_size)
-    np.testing.assert_allclose(found["agreement"], np.mean(agrees, axis=1))
-    np.testing.assert_allclose(found["entropy"], np.mean(entropies, axis=1), atol=ATOL)
+    measured = metrics(model, TextData(UNEVEN, True), batch_size)
+    np.testing.assert_allclose(measured["agreement"], np.mean(agrees, axis=1))
+    np.testing.assert_allclose(measured["entropy"], np.mean(entropies, axis=1), atol=ATOL)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_confidence_and_agreement_are_observed_at_every_token_that_counts(measure):
     """A text is a group: its tokens are not independent."""
     model, row = model_of(init="copy"), 0
-    found = observe(record_texts(model, UNEVEN, batch_size=2), measure)
-    assert found.groups.tolist() == [0] * 4 + [1] * 2 + [2]
+    observed = observe(record_texts(model, UNEVEN, batch_size=2), measure)
+    assert observed.groups.tolist() == [0] * 4 + [1] * 2 + [2]
     for text in UNEVEN:
         each_logits, full = every_position(model, text)
         for position in range(text.start, len(text.ids)):
             for k, logits in enumerate(each_logits):
                 confidence = MEASURES[measure][0](logits[position : position + 1].numpy())[0]
-                assert found.confidence[row, k] == pytest.approx(confidence, abs=ATOL)
-                assert found.agrees[row, k] == (logits[position].argmax() == full[position].argmax())
+                assert observed.confidence[row, k] == pytest.approx(confidence, abs=ATOL)
+                assert observed.agrees[row, k] == (logits[position].argmax() == full[position].argmax())
             row += 1
-    assert row == len(found.groups)
+    assert row == len(observed.groups)
 
 
 # ---- The text ----
@@ -317,5 +317,5 @@ def test_heads_on_stories260k_agree_more_often_the_deeper_they_sit(tmp_path):
     model = TokenExits(decoder, (1, 2, 3, 4, 5), "copy")
     config = TrainConfig(epochs=4, head_lr=2e-3, batch_size=16)
     history = train_heads(model, texts, fresh, tmp_path, config, penalty=0.0).metrics
-    found = history[-1]["agreement"]
-    assert found == sorted(found) and found[-1] > 0.6 > 0.4 > history[0]["agreement"][0]
+    last_agreement = history[-1]["agreement"]
+    assert last_agreement == sorted(last_agreement) and last_agreement[-1] > 0.6 > 0.4 > history[0]["agreement"][0]

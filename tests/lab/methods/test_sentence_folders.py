@@ -55,19 +55,19 @@ def modules_of(kinds, transformer="", style=OLD):
 
 def described(folder, *after, transformer="", pooling=MEAN, style=OLD, bert=None, model=None, limit=None):
     """Writes the side files. after: "Normalize", or the config of a Dense, whose weights are drawn."""
-    kinds = ["Transformer", "Pooling", *("Dense" if isinstance(each, dict) else each for each in after)]
+    kinds = ["Transformer", "Pooling", *("Dense" if isinstance(entry, dict) else entry for entry in after)]
     write(folder / "modules.json", modules_of(kinds, transformer, style))
     write(folder / "1_Pooling" / "config.json", pooling)
-    for number, each in enumerate(after, 2):
-        if isinstance(each, dict):
-            write(folder / f"{number}_Dense" / "config.json", each)
+    for number, module in enumerate(after, 2):
+        if isinstance(module, dict):
+            write(folder / f"{number}_Dense" / "config.json", module)
             draw = torch.Generator().manual_seed(number)
             names = {
-                "linear.weight": (each["out_features"], each["in_features"]),
-                "linear.bias": (each["out_features"],),
+                "linear.weight": (module["out_features"], module["in_features"]),
+                "linear.bias": (module["out_features"],),
             }
             drawn = {name: 0.4 * torch.randn(shape, generator=draw) for name, shape in names.items()}
-            drawn = drawn if each.get("bias", True) else {"linear.weight": drawn["linear.weight"]}
+            drawn = drawn if module.get("bias", True) else {"linear.weight": drawn["linear.weight"]}
             save_file(drawn, folder / f"{number}_Dense" / "model.safetensors")
     for name, content in (
         (f"{transformer or '.'}/sentence_bert_config.json", bert),
@@ -299,16 +299,18 @@ def test_dense_modules_prompts_and_lower_case_reach_the_run_and_the_export(encod
                 pooled = backbone(*tensors)[0].mean(dim=0).numpy()
             expected = second["linear.weight"] @ np.tanh(first["linear.weight"] @ pooled + first["linear.bias"])
             expected /= np.linalg.norm(expected)
-            for found in (load_run(tmp_path / "run"), Runtime(tmp_path / "exported")):
-                np.testing.assert_allclose(full(found, [text], prompt_name=prompt_name)[0], expected, atol=2e-6)
+            for either in (load_run(tmp_path / "run"), Runtime(tmp_path / "exported")):
+                np.testing.assert_allclose(full(either, [text], prompt_name=prompt_name)[0], expected, atol=2e-6)
 
 
 def test_the_encoders_own_size_cuts_after_its_norm_and_size_before(encoder_folder, texts_file, tmp_path):
     folder = described(copied(encoder_folder, tmp_path / "st"), "Normalize", model={"truncate_dim": 5})
     plain = trained(described(copied(encoder_folder, tmp_path / "plain")), texts_file, tmp_path / "full")
     expected = full(plain, PROBES)
-    own = full(trained(folder, texts_file, tmp_path / "own"), PROBES)
-    np.testing.assert_allclose(own, (expected / np.linalg.norm(expected, axis=1, keepdims=True))[:, :5], atol=1e-6)
+    embeddings = full(trained(folder, texts_file, tmp_path / "own"), PROBES)
+    np.testing.assert_allclose(
+        embeddings, (expected / np.linalg.norm(expected, axis=1, keepdims=True))[:, :5], atol=1e-6
+    )
     cut = full(trained(folder, texts_file, tmp_path / "cut", size=4), PROBES)
     np.testing.assert_allclose(cut, expected[:, :4] / np.linalg.norm(expected[:, :4], axis=1, keepdims=True), atol=1e-6)
 

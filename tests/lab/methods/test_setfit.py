@@ -44,10 +44,10 @@ def encoder(tmp_path, checkpoint_folder):
     return folder
 
 
-def with_head(folder, rows=3, config=None, **about):
+def with_head(folder, rows=3, config=None, **metadata):
     torch.manual_seed(0)
     tensors = {"coef": torch.randn(rows, load_backbone(folder).config.hidden_size), "intercept": torch.randn(rows)}
-    save_file(tensors, folder / "model_head.safetensors", ABOUT | about)
+    save_file(tensors, folder / "model_head.safetensors", ABOUT | metadata)
     config = {"normalize_embeddings": False, "labels": ["bad", "so so", "good"]} | (config or {})
     (folder / "config_setfit.json").write_text(json.dumps(config))
     return tensors
@@ -68,9 +68,9 @@ def test_the_last_exit_is_the_logistic_regression_on_the_embedding(encoder, rows
         expected = embedding @ head["coef"].T + head["intercept"]
         layers = backbone.config.num_hidden_layers
         model = FrozenClassifier(backbone.without_heads(), (1, layers), max(2, rows), "mean").eval()
-        found = model(*inputs)[-1]
+        logits = model(*inputs)[-1]
     torch.testing.assert_close(
-        found[:, 1] - found[:, 0] if rows == 1 else found, expected[:, 0] if rows == 1 else expected
+        logits[:, 1] - logits[:, 0] if rows == 1 else logits, expected[:, 0] if rows == 1 else expected
     )
 
 
@@ -84,9 +84,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "about", "message"), REFUSED)
-def test_another_head_is_refused_by_name(encoder, config, about, message):
-    with_head(encoder, 3, config, **about)
+@pytest.mark.parametrize(("config", "metadata", "message"), REFUSED)
+def test_another_head_is_refused_by_name(encoder, config, metadata, message):
+    with_head(encoder, 3, config, **metadata)
     with pytest.raises(WrongArguments, match=message):
         label_names(encoder)
 

@@ -106,18 +106,20 @@ def test_answers_are_sets_of_labels_with_their_sigmoids_in_torch_and_in_the_grap
 def test_the_graph_returns_the_labels_as_booleans(added):
     session = onnxruntime.InferenceSession(added.out / "exported" / "onnx/model.onnx")
     inputs = added.exported.encode(TEXTS[:30]).batch(slice(None))
-    feeds = {each.name: getattr(inputs, each.name) for each in session.get_inputs()}
+    feeds = {node.name: getattr(inputs, node.name) for node in session.get_inputs()}
     logits, labels, confidence = session.run(["logits", "labels", "confidence"], feeds)
     np.testing.assert_array_equal(labels, logits > 0)
     np.testing.assert_allclose(confidence, weakest_label(logits), atol=1e-6)
-    assert labels.shape == (30, 3) and "label" not in {each.name for each in session.get_outputs()}
+    assert labels.shape == (30, 3) and "label" not in {node.name for node in session.get_outputs()}
 
 
 def test_the_client_in_python_prints_the_labels(added):
     client = Path(__file__).parents[3] / "lab" / "export" / "clients" / "classify.py"
     command = [sys.executable, client, added.out / "exported"]
-    found = subprocess.run(command, input="\n".join(TEXTS[:3]), capture_output=True, text=True, timeout=60, check=True)
-    labels = [set(json.loads(line)["labels"]) for line in found.stdout.splitlines()]
+    process = subprocess.run(
+        command, input="\n".join(TEXTS[:3]), capture_output=True, text=True, timeout=60, check=True
+    )
+    labels = [set(json.loads(line)["labels"]) for line in process.stdout.splitlines()]
     assert labels == [set(answer.label) for answer in added.exported.run(TEXTS[:3], batch_size=1)]
 
 
@@ -136,8 +138,8 @@ def test_a_set_of_labels_has_a_number_of_its_own():
     task = Task("texts", ("a",) * 63, ("accuracy",), {}, multi_label=True)
     decisions = np.random.default_rng(0).random((40, 2, 63)) > 0.5
     decisions[1, 0, :62] = decisions[0, 0, :62]
-    found = predictions(np.where(decisions, 1.0, -1.0), task)
-    assert len(np.unique(found)) == len(np.unique(decisions.reshape(80, 63), axis=0)) == 80
+    numbers = predictions(np.where(decisions, 1.0, -1.0), task)
+    assert len(np.unique(numbers)) == len(np.unique(decisions.reshape(80, 63), axis=0)) == 80
     assert named(np.array([[-1.0, -2.0]]), ["a", "b"], True)[0] == [{}]
 
 
@@ -147,15 +149,15 @@ def test_heads_learn_by_the_binary_cross_entropy_of_each_label(target, penalty):
     wanted = full.sigmoid() if target == "soft" else (full > 0).float()
     entropy = torch.distributions.Bernoulli(logits=logits).entropy().mean()
     expected = (1 - penalty) * F.binary_cross_entropy_with_logits(logits, wanted) - penalty * entropy
-    found = row_loss(logits, full, partial(head_loss, penalty=penalty, target=target), multi_label=True)
-    torch.testing.assert_close(found, expected)
+    loss = row_loss(logits, full, partial(head_loss, penalty=penalty, target=target), multi_label=True)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_a_server_gives_the_sigmoid_of_every_label_and_counts_the_same_set_as_agreement(added):
     answer = added.exported.run(TEXTS[:1])[0]
     reply = formats_of(added.exported)["/predict"].reply(added.exported, {"inputs": TEXTS[0]}, [], [answer], 0)
     expected = dict(zip(NAMES, 1 / (1 + np.exp(-answer.logits))))
-    assert {each["label"]: each["score"] for each in reply} == pytest.approx(expected)
+    assert {scored["label"]: scored["score"] for scored in reply} == pytest.approx(expected)
     assert answer.agrees(answer._replace(label={name: 0.9 for name in reversed(answer.label)}))
     assert not answer.agrees(answer._replace(label={}))
     assert engine_of(added.exported).rule == added.exported.rule
@@ -166,10 +168,10 @@ def test_calibrating_its_export_counts_equal_sets_of_labels(added, tmp_path, cap
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     options = ("--text", tmp_path / "texts.txt", "--epsilon", "1", "--out", tmp_path / "new", "--json")
     assert main(["calibrate", *map(str, (added.out / "exported", *options))]) == 0
-    found, exported = json.loads(capsys.readouterr().out), Runtime(tmp_path / "new", threads=1)
+    report, exported = json.loads(capsys.readouterr().out), Runtime(tmp_path / "new", threads=1)
     pairs = zip(exported.run(TEXTS), exported.run(TEXTS, rule=Never()), strict=True)
     wrong = sum(not early.agrees(full) for early, full in pairs)
-    assert found["exit_counts"][0] and found["end_to_end"] == pytest.approx(1 - wrong / found["rows_fresh"])
+    assert report["exit_counts"][0] and report["end_to_end"] == pytest.approx(1 - wrong / report["rows_fresh"])
 
 
 def test_classify_prints_the_labels_with_their_probabilities(added, capsys):

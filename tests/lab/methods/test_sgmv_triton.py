@@ -50,11 +50,11 @@ def test_every_type_is_summed_in_float32(dtype):
 @pytest.mark.parametrize("lengths", [[1, 20, 3], [0, 4, 2]])
 def test_gradients_are_those_of_the_loop(lengths):
     *tensors, starts = segments_of(lengths, dtype=torch.float32)
-    found, expected = ([part.clone().to(device).requires_grad_() for part in tensors] for device in (DEVICE, "cpu"))
+    on_device, expected = ([part.clone().to(device).requires_grad_() for part in tensors] for device in (DEVICE, "cpu"))
     weights = torch.randn(sum(lengths), 10, generator=torch.Generator().manual_seed(1))
-    (shrink_and_expand(*found, starts) * weights.to(DEVICE)).sum().backward()
+    (shrink_and_expand(*on_device, starts) * weights.to(DEVICE)).sum().backward()
     (paper.sgmv(zeros(expected[0], expected[2]), *expected, starts) * weights).sum().backward()
-    for ours, theirs in zip(found, expected):
+    for ours, theirs in zip(on_device, expected):
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-4)
 
 
@@ -70,10 +70,10 @@ def test_a_models_ragged_batch_goes_through_the_kernel(monkeypatch, padded_input
 
         monkeypatch.setattr(paper, "sgmv", through_the_kernel)
     with torch.no_grad():
-        found = model.to(DEVICE).ragged(exit_of_row, *(tensor.to(DEVICE) for tensor in tensors(padded_inputs)))
+        logits = model.to(DEVICE).ragged(exit_of_row, *(tensor.to(DEVICE) for tensor in tensors(padded_inputs)))
     tokens = padded_inputs.input_ids.shape[1]
     assert (0, 3 * tokens, 4 * tokens, 7 * tokens) in launched
-    torch.testing.assert_close(found.cpu(), torch.from_numpy(expected), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits.cpu(), torch.from_numpy(expected), rtol=0, atol=1e-4)
 
 
 COMPILE = """

@@ -72,9 +72,9 @@ def searched_by_hand(decoder, data, count):
     remaining, losses = list(range(LAYERS)), []
     for _ in range(count):
         options = [[*remaining[:at], *remaining[at + 1 :]] for at in range(1, len(remaining) - 1)]
-        found = [loss_by_hand(decoder, data, option) for option in options]
-        remaining = options[int(np.argmin(found))]
-        losses.append(min(found))
+        option_losses = [loss_by_hand(decoder, data, option) for option in options]
+        remaining = options[int(np.argmin(option_losses))]
+        losses.append(min(option_losses))
     return remaining, losses
 
 
@@ -117,9 +117,9 @@ def test_a_layer_that_adds_nothing_goes_first_unless_it_is_the_first_or_the_last
     with torch.no_grad():
         layer.attention_output.weight.zero_()
         layer.down.weight.zero_()
-    own = TextData(generated_texts(decoder, [[1], [2]], 16, 30), every=True)
+    texts = TextData(generated_texts(decoder, [[1], [2]], 16, 30), every=True)
     model = ShortDecoder(decoder)
-    records = search(model, own, own, Config(share=0.2))
+    records = search(model, texts, texts, Config(share=0.2))
     if unused in (0, LAYERS - 1):
         assert unused in model.kept_layers
     else:
@@ -150,13 +150,13 @@ def test_a_run_is_shorter_and_told_against_the_full_model(trained, decoder_check
     answer = json.loads(capsys.readouterr().out)
     assert answer["layers"] == [2] * len(answer["tokens"]) and answer["layers_saved"] == pytest.approx(1 / 3)
     assert main(["compare", str(trained.folder), "--max-rows", "2", "--json"]) == 0
-    full, own = json.loads(capsys.readouterr().out)["rows"]
+    full, shortened = json.loads(capsys.readouterr().out)["rows"]
     assert main(["compare", str(trained.folder), "--max-rows", "2", "--picture", "picture.png"]) == 2
     assert "draws savings and losses of these decoders: give --sweep too" in capsys.readouterr().err
     assert main(["calibrate", str(trained.folder), "--epsilon", ".9"]) == 2
     assert "has one exit, so there is nothing to calibrate" in capsys.readouterr().err
     assert (full["mean_layers"], full["layers_saved"], full["rouge_l"]) == (3, 0, 1)
-    assert own["mean_layers"] == 2 and own["layers_saved"] == pytest.approx(1 / 3)
+    assert shortened["mean_layers"] == 2 and shortened["layers_saved"] == pytest.approx(1 / 3)
     ids = [trained.tokenizer.backend.encode("the film").ids]
     full = gather(trained.model.whole.generate(ids, Never(), max_new_tokens=6), 1)
     again = gather(generate(load_backbone(decoder_checkpoint), ids, max_new_tokens=6), 1)
@@ -192,8 +192,8 @@ def test_its_export_writes_the_same(trained, tmp_path):
     (expected,) = gather(trained.model.generate(ids, Never(), max_new_tokens=8), 1)
     for engine in (None, torch_segments(tmp_path / "exported")):
         runtime = Runtime(tmp_path / "exported", threads=1, segments=engine)
-        (found,) = gather(runtime.generate(ids, max_new_tokens=8), 1)
-        assert found == expected and set(found.layers_run) == {2}
+        (text,) = gather(runtime.generate(ids, max_new_tokens=8), 1)
+        assert text == expected and set(text.layers_run) == {2}
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,9 @@ def test_a_training_on_states_in_a_file_is_the_same_to_the_bit(classifier_folder
         return fit(*given)
 
     monkeypatch.setattr(train_run, "fit", watched)
-    found = trained(classifier_folder, tmp_path / "disk")
+    result = trained(classifier_folder, tmp_path / "disk")
     assert seen == [len(TEXTS) * 3 * 16 * 4]
-    assert without_seconds(found) == without_seconds(expected)
+    assert without_seconds(result) == without_seconds(expected)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory"]
 
 
@@ -89,9 +89,9 @@ def test_a_killed_call_reads_no_text_again_whose_states_are_in_the_file(
         patch.setattr(Stored, "wrote", killed)
         trained(classifier_folder, tmp_path / "killed")
     batch_sizes.clear()
-    found = trained(classifier_folder, tmp_path / "killed")
+    result = trained(classifier_folder, tmp_path / "killed")
     assert batches > 2 and len(batch_sizes) == 2  # the first, by which the width is known, and the last
-    assert without_seconds(found) == without_seconds(expected)
+    assert without_seconds(result) == without_seconds(expected)
 
 
 def test_states_of_other_texts_or_exits_are_not_taken_from_the_file(tmp_path, on_disk):
@@ -141,11 +141,11 @@ def read(classifier_folder, task_folder):
 def test_what_is_recorded_from_known_states_is_what_the_model_computes(read):
     model, data, known = read
     expected = record(model.segments(), data.encoded, 8, whole=model.segments().whole())
-    for found in (data.recorded(model, 8, "rows"), known.recorded(model, 8, "rows")):
-        np.testing.assert_allclose(found.logits, expected.logits, atol=EXACT)
-        np.testing.assert_array_equal(found.segments._flops, expected.segments._flops)
-        assert (found.full == expected.full).all() and found.segments.exits == expected.segments.exits
-        np.testing.assert_array_equal(found.labels, data.labels)
+    for recorded in (data.recorded(model, 8, "rows"), known.recorded(model, 8, "rows")):
+        np.testing.assert_allclose(recorded.logits, expected.logits, atol=EXACT)
+        np.testing.assert_array_equal(recorded.segments._flops, expected.segments._flops)
+        assert (recorded.full == expected.full).all() and recorded.segments.exits == expected.segments.exits
+        np.testing.assert_array_equal(recorded.labels, data.labels)
 
 
 def test_known_states_are_found_by_their_layer(read):

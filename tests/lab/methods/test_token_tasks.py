@@ -80,7 +80,7 @@ def logits_of(added, rows, k):
 def decided(added, logits, row):
     """What these logits (T, C) decide about a row, in plain loops."""
     ids = added.run.tokenizer.encode([row]).ids[0].tolist()
-    counts = [at for at, each in enumerate(ids) if each not in (CLS, SEP)]
+    counts = [at for at, token in enumerate(ids) if token not in (CLS, SEP)]
     if added.kind == LABELS:
         return [TAGS[logits[at].argmax()] for at in counts]
     counts = [at for at in counts if at > ids.index(SEP)]
@@ -91,7 +91,7 @@ def decided(added, logits, row):
 
 
 def shown(answer):
-    return answer.label.answer if isinstance(answer.label, Span) else [each.label for each in answer.label]
+    return answer.label.answer if isinstance(answer.label, Span) else [label.label for label in answer.label]
 
 
 def test_what_does_not_exit_early_has_the_labels_of_the_original(added):
@@ -127,24 +127,24 @@ def test_torch_and_the_graph_exit_alike_in_any_batch(added):
 def test_the_graph_has_the_outputs_that_clients_of_transformers_read(added):
     session = onnxruntime.InferenceSession(added.out / "exported" / "onnx/model.onnx")
     inputs = added.exported.encode(ROWS[added.kind][:5]).batch(slice(None))
-    feeds = {each.name: getattr(inputs, each.name) for each in session.get_inputs()}
-    found = dict(zip([each.name for each in session.get_outputs()], session.run(None, feeds)))
+    feeds = {node.name: getattr(inputs, node.name) for node in session.get_inputs()}
+    outputs = dict(zip([node.name for node in session.get_outputs()], session.run(None, feeds)))
     config = read_json(added.out / "exported" / "config.json")
     assert config["architectures"] == [f"Bert{ENDINGS[added.kind]}"]
     if added.kind == LABELS:
         assert config["id2label"] == {str(at): tag for at, tag in enumerate(TAGS)}
-        np.testing.assert_array_equal(found["label"], found["logits"].argmax(-1))
+        np.testing.assert_array_equal(outputs["label"], outputs["logits"].argmax(-1))
     else:
-        ends = np.stack((found["start_logits"], found["end_logits"]), -1)
-        np.testing.assert_array_equal(found["logits"], ends)
-    assert found["confidence"].shape == found["layers"].shape == (5,) and "label" in found or added.kind == SPAN
+        ends = np.stack((outputs["start_logits"], outputs["end_logits"]), -1)
+        np.testing.assert_array_equal(outputs["logits"], ends)
+    assert outputs["confidence"].shape == outputs["layers"].shape == (5,) and "label" in outputs or added.kind == SPAN
 
 
 def test_answers_are_json(added):
     answer = json.loads(json.dumps(added.exported.run(ROWS[added.kind][:1])[0].to_dict()))
     if added.kind == LABELS:
         assert answer["label"][0].keys() == {"token", "label", "score", "start", "end"}
-        assert [TEXTS[0][each["start"] : each["end"]] for each in answer["label"]] == TEXTS[0].split()
+        assert [TEXTS[0][span["start"] : span["end"]] for span in answer["label"]] == TEXTS[0].split()
     else:
         label = answer["label"]
         assert TEXTS[0][label["start"] : label["end"]] == label["answer"] and 0 < label["score"] <= 1
@@ -177,10 +177,13 @@ else:
 def test_optimum_and_the_pipelines_of_transformers_give_the_same_answers(added):
     rows = ROWS[added.kind][:40]
     command = [os.environ["MINI_EE_HUGGING_FACE"], "-c", CLIENT, added.out / "exported", added.kind, json.dumps(rows)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-    for theirs, answer in zip(found, added.exported.run(rows)):
+    piped = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    for theirs, answer in zip(piped, added.exported.run(rows)):
         labels = answer.label if added.kind == LABELS else [answer.label]
-        ours = [(each.label, each.score) if added.kind == LABELS else (each.answer, each.score) for each in labels]
+        ours = [
+            (labelled.label, labelled.score) if added.kind == LABELS else (labelled.answer, labelled.score)
+            for labelled in labels
+        ]
         assert [label for label, _ in theirs] == [label for label, _ in ours]
         np.testing.assert_allclose([score for _, score in theirs], [score for _, score in ours], atol=1e-5)
 
@@ -263,11 +266,13 @@ def test_a_server_answers_as_text_embeddings_inference(added):
     answers = added.exported.run(rows)
     reply = form.reply(added.exported, fields, rows, answers, 0)
     first = added.exported.tokenizer.encode(TEXTS[:1]).ids[0][1:-1]
-    assert [each["token_id"] for each in reply[0]] == first.tolist()
-    assert [list(each["results"]) for each in reply[0]] == [[each.label] for each in answers[0].label]
+    assert [token["token_id"] for token in reply[0]] == first.tolist()
+    assert [list(token["results"]) for token in reply[0]] == [[label.label] for label in answers[0].label]
     raw = form.reply(added.exported, fields | {"raw_scores": True}, rows, answers, 0)
     assert raw[0][0]["results"] == pytest.approx(dict(zip(TAGS, answers[0].logits[1])))
-    assert all("O" not in each["results"] for each in form.reply(added.exported, {"inputs": "x"}, rows, answers, 0)[0])
+    assert all(
+        "O" not in token["results"] for token in form.reply(added.exported, {"inputs": "x"}, rows, answers, 0)[0]
+    )
 
 
 def test_neighbours_of_one_entity_are_one_group():
@@ -279,12 +284,12 @@ def test_neighbours_of_one_entity_are_one_group():
         ("B", "B-PER", 0.6),
     ]
     text = " ".join(token for token, *_ in named)
-    labels = [TokenLabel(*each, text.index(each[0]), text.index(each[0]) + len(each[0])) for each in named]
+    labels = [TokenLabel(*token, text.index(token[0]), text.index(token[0]) + len(token[0])) for token in named]
     answer = SimpleNamespace(label=labels)
     runtime = SimpleNamespace(embeds=False, generates=False, token_task=TokenTask(LABELS, ()))
     fields = {"inputs": [text], "aggregation_strategy": "simple"}
-    (found,) = formats_of(runtime)["/predict_tokens"].reply(runtime, fields, [(text,)], [answer], 0)
-    assert [(each["token"], each["results"]) for each in found] == [
+    (groups,) = formats_of(runtime)["/predict_tokens"].reply(runtime, fields, [(text,)], [answer], 0)
+    assert [(group["token"], group["results"]) for group in groups] == [
         ("EU 's", {"ORG": pytest.approx(0.8)}),
         ("A", {"PER": pytest.approx(0.8)}),
         ("B", {"PER": pytest.approx(0.6)}),
@@ -313,8 +318,8 @@ def test_conll_and_squad_files_are_read(added, tmp_path, capsys):
     assert main(["run", str(added.out / "exported"), str(path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = ["the film", "good meal"] if added.kind == LABELS else [("the film is", "the film is good")]
-    assert [shown(each) for each in added.exported.run(expected)] == [
-        line["label"]["answer"] if added.kind == SPAN else [each["label"] for each in line["label"]] for line in lines
+    assert [shown(answer) for answer in added.exported.run(expected)] == [
+        line["label"]["answer"] if added.kind == SPAN else [token["label"] for token in line["label"]] for line in lines
     ]
 
 
@@ -368,7 +373,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "message"), REFUSED, ids=lambda each: each[0] if isinstance(each, list) else "")
+@pytest.mark.parametrize(("argv", "message"), REFUSED, ids=lambda case: case[0] if isinstance(case, list) else "")
 def test_what_is_for_one_label_of_a_text_is_refused_in_one_line(argv, message, added, folders, tmp_path, capsys):
     rows = [row if isinstance(row, str) else "\t".join(row) for row in ROWS[added.kind]]
     (tmp_path / "rows.txt").write_text("\n".join(rows))
@@ -398,10 +403,10 @@ def test_an_export_is_calibrated_with_a_guarantee_about_all_labels(added, tmp_pa
     (tmp_path / "rows.txt").write_text("\n".join(rows))
     options = ("--text", tmp_path / "rows.txt", "--epsilon", "1", "--out", tmp_path / "new", "--json")
     assert main(["calibrate", *map(str, (added.out / "exported", *options))]) == 0
-    found, exported = json.loads(capsys.readouterr().out), Runtime(tmp_path / "new", threads=1)
+    report, exported = json.loads(capsys.readouterr().out), Runtime(tmp_path / "new", threads=1)
     pairs = zip(exported.run(ROWS[added.kind]), exported.run(ROWS[added.kind], rule=Never()), strict=True)
     wrong = sum(not early.agrees(full) for early, full in pairs)
-    assert found["measure"] == WEAKEST and found["end_to_end"] == pytest.approx(1 - wrong / found["rows_fresh"])
+    assert report["measure"] == WEAKEST and report["end_to_end"] == pytest.approx(1 - wrong / report["rows_fresh"])
 
 
 def test_places_of_tokens_are_counted_in_the_whole_text_also_when_it_is_cut_on_the_left(folders):

@@ -54,7 +54,7 @@ def rows_of(inputs):
     """Each row on its own, without padding."""
     for row, length in enumerate(inputs.attention_mask.sum(axis=1)):
         arrays = (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
-        one = [np.ascontiguousarray(each[row : row + 1, :length]) for each in arrays]
+        one = [np.ascontiguousarray(array[row : row + 1, :length]) for array in arrays]
         yield Inputs(*one, inputs.texts[row : row + 1])
 
 
@@ -103,10 +103,10 @@ def test_a_rows_answer_does_not_depend_on_its_batch(kind, pool, padded_inputs):
 def test_all_tokens_in_all_layers_say_the_same(kind, pool, padded_inputs):
     """Those that leave are masked instead: what a speed-up is measured against."""
     model = made(kind, pool)
-    found = run_through(model, padded_inputs)
+    result = run_through(model, padded_inputs)
     whole = early_exit(model.segments().whole(), Never(), padded_inputs)
-    np.testing.assert_allclose(found.logits, whole.logits, atol=ATOL)
-    assert (whole.cost.depth == L).all() and (whole.cost.flops > found.cost.flops).all()
+    np.testing.assert_allclose(result.logits, whole.logits, atol=ATOL)
+    assert (whole.cost.depth == L).all() and (whole.cost.flops > result.cost.flops).all()
 
 
 @pytest.mark.parametrize(("kind", "pool"), KINDS)
@@ -117,9 +117,9 @@ def test_before_policies_have_learned_it_is_the_full_model(kind, pool, padded_in
         nn.init.constant_(network[2].bias, 2.0)
     full = RowExits(model.backbone, (L,), C, pool).eval()
     full.heads = model.heads
-    found = run_through(model, padded_inputs)
-    np.testing.assert_allclose(found.logits, run_through(full, padded_inputs).logits, atol=ATOL)
-    assert (found.cost.depth == L).all()
+    result = run_through(model, padded_inputs)
+    np.testing.assert_allclose(result.logits, run_through(full, padded_inputs).logits, atol=ATOL)
+    assert (result.cost.depth == L).all()
     fresh = ReducedExits(model.backbone, (L,), C, pool, Config()).eval()
     assert (run_through(fresh, padded_inputs).cost.depth == L).all()
 
@@ -193,16 +193,16 @@ def forced(*paths):
 
 def chances_by_hand(model, path):
     """(pi_d(a), n_d) of both depths, the tokens being taken out of a list."""
-    hidden, found, start = model.backbone.embed(Tensors(IDS)), [], 0
+    hidden, choices, start = model.backbone.embed(Tensors(IDS)), [], 0
     for number, (stop, keeps) in enumerate(zip((1, 2), path)):
         hidden = model.backbone.layers[start](hidden, None)
         chances = torch.sigmoid(model.selectors[number](hidden[0].detach())[1:, 0])
         p = torch.ones((), dtype=torch.float64)
         for chance, remaining in zip(chances, keeps):
             p = p * (chance if remaining else 1 - chance)
-        found.append((p, hidden.shape[1]))
+        choices.append((p, hidden.shape[1]))
         hidden, start = hidden[:, [0, *(t for t, remaining in enumerate(keeps, start=1) if remaining)]], stop
-    return found
+    return choices
 
 
 def test_chances_are_those_of_the_policies_and_sum_to_one(padded_inputs):
@@ -212,8 +212,8 @@ def test_chances_are_those_of_the_policies_and_sum_to_one(padded_inputs):
     for path in selections():
         (p, n), (q, m) = chances_by_hand(model, path)
         assert (n, m) == (3, 1 + sum(path[0]))
-        found = model.through(row, forced(path))
-        torch.testing.assert_close(found.log_p, (p.log() / n + q.log() / m)[None], atol=1e-9, rtol=0)
+        passed = model.through(row, forced(path))
+        torch.testing.assert_close(passed.log_p, (p.log() / n + q.log() / m)[None], atol=1e-9, rtol=0)
         total += (p * q).item()
     assert total == pytest.approx(1.0) and len(list(selections())) == 9
     alone = [made().through(one, tr_bert.likely).log_p.item() for one in rows_of(padded_inputs)]
@@ -226,11 +226,11 @@ def test_the_gradient_is_that_of_the_reward(monkeypatch):
     """
     model, row = short()
     config, label = Config(alpha=0.7, samples=2), torch.tensor([1])
-    weights = [each for network in model.selectors for each in network.parameters()]
+    weights = [parameter for network in model.selectors for parameter in network.parameters()]
     paths, wanted, chances = list(selections()), 0.0, []
     for path in paths:
-        found = model.through(row, forced(path))
-        loss = nn.functional.cross_entropy(model.logits_of(found), label)
+        passed = model.through(row, forced(path))
+        loss = nn.functional.cross_entropy(model.logits_of(passed), label)
         layers = (3 + (1 + sum(path[0])) + 2 * (1 + sum(path[1]))) / 3
         (p, n), (q, m) = chances_by_hand(model, path)
         chances.append((p * q).item())
@@ -241,17 +241,19 @@ def test_the_gradient_is_that_of_the_reward(monkeypatch):
         losses, of_policies = explore(model, Batch(row, label, None, None), config)
         assert losses.shape == (1, 2)
         total = total + chances[one] * chances[other] * of_policies
-    for found, wanted in zip(torch.autograd.grad(total, weights), expected):
-        torch.testing.assert_close(found, wanted, atol=1e-8, rtol=1e-5)
+    for gradient, wanted in zip(torch.autograd.grad(total, weights), expected):
+        torch.testing.assert_close(gradient, wanted, atol=1e-8, rtol=1e-5)
 
 
 def test_the_policies_loss_teaches_policies_alone(padded_inputs):
     """In step 3, too, where all learns."""
     model = made()
     _, of_policies = explore(model, Batch(tensors(padded_inputs), torch.arange(7) % 3, None, None), Config())
-    names, weights = zip(*((name, each) for name, each in model.named_parameters() if each.requires_grad))
-    found = torch.autograd.grad(of_policies, weights, allow_unused=True)
-    reached = {name.split(".")[0] for name, gradient in zip(names, found) if gradient is not None}
+    names, weights = zip(
+        *((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    )
+    gradients = torch.autograd.grad(of_policies, weights, allow_unused=True)
+    reached = {name.split(".")[0] for name, gradient in zip(names, gradients) if gradient is not None}
     assert reached == {"selectors"}
 
 
@@ -263,9 +265,9 @@ def test_the_best_epoch_is_that_of_the_reward(padded_inputs):
     result = run_through(model, padded_inputs)
     logits = result.logits.astype(np.float64)
     losses = np.logaddexp.reduce(logits, axis=1) - logits[range(7), labels]
-    found = tr_bert.held_out_reward(model, held, Config(alpha=0.5))
-    assert found["score"] == pytest.approx(np.mean(-losses - 0.5 * result.cost.depth / L), abs=1e-5)
-    assert found["mean_layers"] == pytest.approx(result.cost.depth.mean(), rel=1e-5)
+    judged = tr_bert.held_out_reward(model, held, Config(alpha=0.5))
+    assert judged["score"] == pytest.approx(np.mean(-losses - 0.5 * result.cost.depth / L), abs=1e-5)
+    assert judged["mean_layers"] == pytest.approx(result.cost.depth.mean(), rel=1e-5)
 
 
 # ---- ONNX ----
@@ -277,10 +279,10 @@ def test_graphs_whole_and_by_segment_answer_and_cost_as_torch_does(kind, pool, p
     for inputs in (padded_inputs, *rows_of(padded_inputs)):
         expected = run_through(model, inputs)
         for engine in engines:
-            found = early_exit(engine, Never(), inputs)
-            np.testing.assert_allclose(found.logits, expected.logits, atol=ONNX)
-            np.testing.assert_allclose(found.cost.depth, expected.cost.depth, rtol=1e-6)
-            np.testing.assert_allclose(found.cost.flops, expected.cost.flops, rtol=1e-6)
+            result = early_exit(engine, Never(), inputs)
+            np.testing.assert_allclose(result.logits, expected.logits, atol=ONNX)
+            np.testing.assert_allclose(result.cost.depth, expected.cost.depth, rtol=1e-6)
+            np.testing.assert_allclose(result.cost.flops, expected.cost.flops, rtol=1e-6)
     whole = early_exit(engines[0].whole(), Never(), padded_inputs)
     np.testing.assert_allclose(whole.logits, run_through(model, padded_inputs).logits, atol=ONNX)
     expected = early_exit(model.segments().whole(), Never(), padded_inputs)
@@ -299,14 +301,14 @@ def test_it_is_trained_evaluated_compared_and_exported(checkpoint_folder, task_f
     trained = answer("train", "tr-bert", *made, "--samples", 4)
     assert trained["layers_saved"] > 0.2 and trained["exits"] == [3] and trained["rule"] == {"name": "never"}
     epochs = json.loads((run / "metrics.json").read_text())["epochs"]
-    assert [each["stage"] for each in epochs] == ["fine-tune", *["policies"] * 3, "everything"]
+    assert [epoch["stage"] for epoch in epochs] == ["fine-tune", *["policies"] * 3, "everything"]
     assert load_run(run).config["settings"]["samples"] == 4
-    found = answer("evaluate", run, *data)
-    assert found["mean_layers"] == found["layer_passes"] == pytest.approx(3 * (1 - found["layers_saved"]))
-    assert found["layers_saved"] > 0.2 and found["flops_ratio"] < 0.95
+    evaluated = answer("evaluate", run, *data)
+    assert evaluated["mean_layers"] == evaluated["layer_passes"] == pytest.approx(3 * (1 - evaluated["layers_saved"]))
+    assert evaluated["layers_saved"] > 0.2 and evaluated["flops_ratio"] < 0.95
     (row,) = answer("compare", run, *data, "--sweep")["rows"]
-    assert row["no_loss"]["layers_saved"] == pytest.approx(found["layers_saved"])
+    assert row["no_loss"]["layers_saved"] == pytest.approx(evaluated["layers_saved"])
     answer("export", run, "--out", out, "--segments", *data)
     exported = answer("evaluate", out, *data)
     for name in ("layers_saved", "flops_ratio", "score"):
-        assert exported[name] == pytest.approx(found[name])
+        assert exported[name] == pytest.approx(evaluated[name])

@@ -37,11 +37,11 @@ def expected_loss(embeddings, labels):
     """The loss of an exit, example by example in numpy."""
     if labels.ndim == 2:
         return float(np.mean([1 - cosine for cosine in cosines(embeddings, labels[:, : embeddings.shape[1]])]))
-    found = cosines(*np.split(embeddings, 2))
+    similarities = cosines(*np.split(embeddings, 2))
     total = 1.0
     for i, more in enumerate(labels):
         for j, less in enumerate(labels):
-            total += math.exp(20 * (found[j] - found[i])) if more > less else 0
+            total += math.exp(20 * (similarities[j] - similarities[i])) if more > less else 0
     return math.log(total)
 
 
@@ -64,7 +64,7 @@ def given(encoder, encoder_folder):
     """Inputs of six texts, and the embeddings of all exits in float32, as the losses read them."""
     inputs = Tokenizer.from_folder(encoder_folder, 32).encode([(text,) for text in TEXTS[:6]]).batch(slice(None))
     tensors = arrays(inputs)
-    return tensors, [each.float().detach().numpy().astype(np.float64) for each in encoder(*tensors)]
+    return tensors, [embeddings.float().detach().numpy().astype(np.float64) for embeddings in encoder(*tensors)]
 
 
 TEACHER = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 16))).float()
@@ -78,10 +78,10 @@ def test_2dmse_trains_the_last_layer_and_one_that_is_drawn(encoder, given, label
     config = matryoshka_2d.Config(sizes=SIZES, align=2.0)
     draws = {2: 1, 3: 0}  # of two layers the second; of three sizes the first
     monkeypatch.setattr(matryoshka_2d, "drawn", draws.__getitem__)
-    found = matryoshka_2d.two_dimensional_loss(encoder, Batch(inputs, labels, None, None), config)
+    loss = matryoshka_2d.two_dimensional_loss(encoder, Batch(inputs, labels, None, None), config)
     values = labels.double().numpy()
-    expected = sum(expected_loss(each[:, :size], values) for each in (last, second) for size in (16, 4))
-    assert found.item() == pytest.approx(expected + 2 * 0.3 * expected_kl(second, last, 0.3), rel=1e-5)
+    expected = sum(expected_loss(embeddings[:, :size], values) for embeddings in (last, second) for size in (16, 4))
+    assert loss.item() == pytest.approx(expected + 2 * 0.3 * expected_kl(second, last, 0.3), rel=1e-5)
 
 
 def test_every_layer_but_the_last_is_drawn():
@@ -92,11 +92,11 @@ def test_every_layer_but_the_last_is_drawn():
 @LABELS
 def test_starbucks_trains_every_layer_with_its_own_size(encoder, given, labels):
     inputs, embeddings = given
-    found = starbucks.starbucks_loss(encoder, Batch(inputs, labels, None, None), starbucks.Config(sizes=SIZES))
-    cut = [each[:, :size] for each, size in zip(embeddings, SIZES)]
-    expected = sum(expected_loss(each, labels.double().numpy()) for each in cut)
-    expected += 0.3 * sum(expected_kl(each, embeddings[-1][:, : each.shape[1]], 1.0) for each in cut[:-1])
-    assert found.item() == pytest.approx(expected, rel=1e-5)
+    loss = starbucks.starbucks_loss(encoder, Batch(inputs, labels, None, None), starbucks.Config(sizes=SIZES))
+    cut = [whole[:, :size] for whole, size in zip(embeddings, SIZES)]
+    expected = sum(expected_loss(small, labels.double().numpy()) for small in cut)
+    expected += 0.3 * sum(expected_kl(small, embeddings[-1][:, : small.shape[1]], 1.0) for small in cut[:-1])
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @LABELS
@@ -150,8 +150,8 @@ def test_a_run_contains_its_encoder_as_a_checkpoint(text_runs, tmp_path):
     np.testing.assert_array_equal(again.embed(TEXTS[:4]), run.embed(TEXTS[:4]))
     hidden = load_backbone(run.folder / "backbone")(*arrays(run.encode([(TEXTS[0],)]).batch(slice(None))))
     expected = hidden[0].mean(dim=0).detach()
-    found = run._replace(rule=Never()).embed(TEXTS[:1])[0]
-    np.testing.assert_allclose(found, expected / expected.norm(), atol=1e-6)
+    embedding = run._replace(rule=Never()).embed(TEXTS[:1])[0]
+    np.testing.assert_allclose(embedding, expected / expected.norm(), atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_the_loss_of_the_predictor_is_a_squared_error(embedding_run):
     targets, logits = torch.randn(5, 16), torch.randn(5, 2)
     model.exit_logits = lambda given: logits
     try:
-        found = cosine_predictor.prediction_loss(model, Batch((), targets, states, targets)).item()
+        loss = cosine_predictor.prediction_loss(model, Batch((), targets, states, targets)).item()
     finally:
         del model.exit_logits
     expected = 0.0
@@ -226,7 +226,7 @@ def test_the_loss_of_the_predictor_is_a_squared_error(embedding_run):
         embeddings = model.classify(k, states[k]).detach().double().numpy()
         real = np.array(cosines(embeddings, targets.double().numpy()))
         expected += np.mean((1 / (1 + np.exp(-logits[:, k].double().numpy())) - real) ** 2)
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_sizes_are_refused_in_one_line(encoder_folder, tmp_path):

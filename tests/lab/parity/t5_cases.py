@@ -20,8 +20,8 @@ ENGINES = 1e-5
 """Logits of ONNX Runtime against torch's; measured maximum 1.3e-6."""
 
 
-def assert_close(found, expected, tolerance=TOLERANCE):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+def assert_close(output, expected, tolerance=TOLERANCE):
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
 def golden(kind):

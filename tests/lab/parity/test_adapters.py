@@ -58,12 +58,12 @@ def query_of(backbone):
 def test_the_factors_are_added_with_their_scale(tmp_path, keys, scale):
     folder = adapter(tmp_path, **keys)
     tensors = load_file(folder / "adapter_model.safetensors")
-    found, base = load_backbone(folder), load_backbone(tmp_path / "base")
+    adapted, base = load_backbone(folder), load_backbone(tmp_path / "base")
     delta = tensors[f"{QUERY}.lora_B.weight"] @ tensors[f"{QUERY}.lora_A.weight"] * scale
-    torch.testing.assert_close(query_of(found), query_of(base) + delta)
+    torch.testing.assert_close(query_of(adapted), query_of(base) + delta)
     assert label_names(folder) == tuple(f"LABEL_{number}" for number in range(5))
     torch.testing.assert_close(
-        found.classification_head.weights["out.weight"], tensors["base_model.model.classifier.weight"]
+        adapted.classification_head.weights["out.weight"], tensors["base_model.model.classifier.weight"]
     )
 
 

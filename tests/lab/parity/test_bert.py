@@ -44,8 +44,8 @@ def golden(kind):
     return load_backbone(GOLDEN / kind), tuple(expected.pop(name) for name in names), expected
 
 
-def assert_close(found, expected, tolerance=TOLERANCE):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+def assert_close(output, expected, tolerance=TOLERANCE):
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,13 +53,13 @@ def test_hidden_states_pooled_outputs_and_logits_are_those_of_transformers(kind)
     model, inputs, expected = golden(kind)
     states, real = model.hidden_states(*inputs), inputs[1].bool()
     assert len(states) == model.config.num_hidden_layers + 1
-    found = {f"hidden.{depth}": state for depth, state in enumerate(states)}
-    found |= {f"pooled.{depth}": model.pooled(states[int(depth)], int(depth)) for depth in model.poolers}
-    found["lm_logits"] = model.lm_logits(states[-1])
-    assert found.keys() == expected.keys()
+    outputs = {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    outputs |= {f"pooled.{depth}": model.pooled(states[int(depth)], int(depth)) for depth in model.poolers}
+    outputs["lm_logits"] = model.lm_logits(states[-1])
+    assert outputs.keys() == expected.keys()
     for name, tensor in expected.items():
         rows = slice(None) if name.startswith("pooled") else real
-        assert_close(found[name][rows], tensor[rows])
+        assert_close(outputs[name][rows], tensor[rows])
 
 
 @pytest.mark.skipif("MINI_EE_SHARED" not in os.environ, reason="needs the real all-MiniLM-L6-v2 (2026-11)")

@@ -193,8 +193,8 @@ def test_onnx_equals_torch(kind, tmp_path):
     for engine in engines(model, model.segments(), tmp_path):
         for lengths in ((12, 7, 1, 12, 9), (1,), (30, 29), (5, 5)):
             inputs = drawn_inputs(kind, lengths)
-            expected, found = (read_every_exit(each, inputs)[0] for each in (model.segments(), engine))
-            np.testing.assert_allclose(found, expected, rtol=0, atol=ENGINES)
+            expected, logits = (read_every_exit(segments, inputs)[0] for segments in (model.segments(), engine))
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=ENGINES)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_other_precisions_are_near(kind, precision, tmp_path):
     model, inputs = random_exits(kind), drawn_inputs(kind)
     expected = read_every_exit(model.segments(), inputs)[0]
     manifest = write_graphs(model, model.segments(), Never(), tmp_path, precision)
-    found = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)[0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol={"float16": 0.02, "int8": 0.2}[precision])
+    logits = read_every_exit(OrtModel(tmp_path, manifest, threads=1), inputs)[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol={"float16": 0.02, "int8": 0.2}[precision])
 
 
 def lora_model(kind, targets):
@@ -226,13 +226,13 @@ def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets):
     model, inputs = lora_model(kind, targets), drawn_inputs(kind)
     expected = torch.stack(model(*tensors(inputs)), 1).numpy()
     for schedule in all_schedules(3):
-        found, *_ = read_every_exit(model.segments(schedule), inputs)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+        logits, *_ = read_every_exit(model.segments(schedule), inputs)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
     for k in range(3):
         np.testing.assert_allclose(model.merged(k)(*tensors(inputs))[0], expected[:, k], rtol=0, atol=TOLERANCE)
     exits = [2, 0, 1, 2, 0]
-    found = model.ragged(exits, *tensors(inputs)).numpy()
-    np.testing.assert_allclose(found, expected[range(5), exits], rtol=0, atol=TOLERANCE)
+    logits = model.ragged(exits, *tensors(inputs)).numpy()
+    np.testing.assert_allclose(logits, expected[range(5), exits], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["electra", "mpnet"])
@@ -258,8 +258,8 @@ def test_peft_computes_what_we_compute(kind, tmp_path):
         base = transformers.AutoModel.from_pretrained(tmp_path / "base").eval()
         adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / f"exit_{EXITS[k]}")).eval()
         hidden = adapted(ids, attention_mask=mask, output_hidden_states=True).hidden_states[EXITS[k]]
-        found = model.heads[k](hidden, mask.bool()[:, None, None, :])
-        torch.testing.assert_close(found, logits, atol=TOLERANCE, rtol=TOLERANCE)
+        exit_logits = model.heads[k](hidden, mask.bool()[:, None, None, :])
+        torch.testing.assert_close(exit_logits, logits, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -273,12 +273,12 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_folder, ta
         trained = mini_ee.train("lora-exits", folder, task_folder, tmp_path / "run", epochs=1, exits=(1, 3))
     texts = ["the film was good", "a very very dull song"]
     inputs, loaded = trained.encode(texts).batch(slice(None)), load_run(tmp_path / "run")
-    expected, found = (read_every_exit(each.segments(), inputs)[0] for each in (trained, loaded))
-    assert np.array_equal(found, expected)
+    expected, logits = (read_every_exit(opened.segments(), inputs)[0] for opened in (trained, loaded))
+    assert np.array_equal(logits, expected)
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json"]) == 0
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert verified["max_logit_difference"] < ENGINES and verified["exit_agreement"] == 1
     answers = Runtime(tmp_path / "out", threads=1).run(texts)
-    classified = [(each.label, each.layers) for each in loaded.classify(texts)]
-    assert [(each.label, each.exit) for each in answers] == classified
+    classified = [(answer.label, answer.layers) for answer in loaded.classify(texts)]
+    assert [(answer.label, answer.exit) for answer in answers] == classified

@@ -39,10 +39,10 @@ def test_a_parameter_of_another_model_is_told():
 
 def where_weights_stand(graph, depth=0):
     """Name -> how many branches deep."""
-    found = {tensor.name: depth for tensor in graph.initializer}
+    depths = {tensor.name: depth for tensor in graph.initializer}
     for branch in branches_of(graph):
-        found |= where_weights_stand(branch, depth + 1)
-    return found
+        depths |= where_weights_stand(branch, depth + 1)
+    return depths
 
 
 def test_a_constant_has_one_value():
@@ -73,21 +73,21 @@ def test_a_weight_stands_in_the_branch_that_alone_uses_it_and_outside_of_two(tmp
         "2.weight": 0,
     }
     for number, is_first in ((0, True), (1, False)):
-        (found,) = session.run(None, {"x": values, "first": np.array(is_first)})
-        np.testing.assert_allclose(found, maps[2](maps[number](torch.ones(1, 2))).detach(), rtol=0, atol=1e-6)
+        (output,) = session.run(None, {"x": values, "first": np.array(is_first)})
+        np.testing.assert_allclose(output, maps[2](maps[number](torch.ones(1, 2))).detach(), rtol=0, atol=1e-6)
 
 
 def test_what_is_rounded_in_one_branch_is_rounded_anew_in_the_other(tmp_path):
     maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-    g = Graph(parameters_of(maps), rounded={id(each.weight) for each in maps})
+    g = Graph(parameters_of(maps), rounded={id(linear.weight) for linear in maps})
     x, first = g.input("x", "batch", 4, dtype=np.float32), g.input("first", dtype=bool)
     branches = [lambda k=k: [g.value(through(g, x, maps[k]), "batch", 4)] for k in range(2)]
     (y,) = g.either(first, *branches)
     g.output("y", y.name, "batch", 4)
     session, values = opened(g, tmp_path), torch.linspace(-1, 1, 8).view(2, 4)
     for number, is_first in ((0, True), (1, False)):
-        (found,) = session.run(None, {"x": values.numpy(), "first": np.array(is_first)})
-        np.testing.assert_allclose(found, maps[number](values).detach(), rtol=0, atol=0.03)
+        (output,) = session.run(None, {"x": values.numpy(), "first": np.array(is_first)})
+        np.testing.assert_allclose(output, maps[number](values).detach(), rtol=0, atol=0.03)
 
 
 def test_int8_weights_leave_room_for_the_sum_of_two_products_in_16_bits(tmp_path):
@@ -98,8 +98,8 @@ def test_int8_weights_leave_room_for_the_sum_of_two_products_in_16_bits(tmp_path
     g = Graph(parameters_of(layer), rounded={id(layer.weight)})
     g.output("y", through(g, g.input("x", "batch", 64, dtype=np.float32), layer), "batch", 2)
     assert 2 * 255 * int(abs(g.weights["weight_int8"].astype(int)).max()) < 2**15
-    (found,) = opened(g, tmp_path).run(None, {"x": np.ones((1, 64), np.float32)})
-    np.testing.assert_allclose(found, [[64, -64]], rtol=1e-3)
+    (output,) = opened(g, tmp_path).run(None, {"x": np.ones((1, 64), np.float32)})
+    np.testing.assert_allclose(output, [[64, -64]], rtol=1e-3)
 
 
 def test_a_weight_that_float16_does_not_hold_is_told():

@@ -226,12 +226,14 @@ def test_tensors_of_no_module_are_named_and_buffers_ignored(folder):
 )
 def test_the_prefix_of_a_wrapper_is_stripped(tmp_path, kind, wrapper):
     folder = shutil.copytree(GOLDEN / kind, tmp_path / kind)
-    rewrite(folder, lambda tensors: {wrapper + name: each for name, each in tensors.items()} | {"loss": torch.ones(1)})
+    rewrite(
+        folder, lambda tensors: {wrapper + name: tensor for name, tensor in tensors.items()} | {"loss": torch.ones(1)}
+    )
     assert loads_as_before(folder, kind) and load_backbone(folder).foreign == ("loss",)
 
 
 def test_a_part_that_was_compiled_alone_has_its_plain_names(folder):
-    rewrite(folder, lambda t: {name.replace("encoder.", "encoder._orig_mod."): each for name, each in t.items()})
+    rewrite(folder, lambda t: {name.replace("encoder.", "encoder._orig_mod."): tensor for name, tensor in t.items()})
     assert loads_as_before(folder)
 
 
@@ -522,7 +524,7 @@ OTHERS = ("deberta-v2", "modernbert", "distilbert", "electra", "mpnet", "phi")
 NO_CONFIGS += [(kind, value) for kind in OTHERS for value in NO_VALUES[:3]]
 
 
-@pytest.mark.parametrize("kind, value", NO_CONFIGS, ids=lambda each: str(each)[:9])
+@pytest.mark.parametrize("kind, value", NO_CONFIGS, ids=lambda parameter: str(parameter)[:9])
 def test_a_value_that_no_config_has_is_one_short_line_or_changes_nothing(tmp_path, kind, value):
     folder, report = shutil.copytree(GOLDEN / kind, tmp_path / "model"), 0
     keys = json.loads((folder / "config.json").read_text()).keys()

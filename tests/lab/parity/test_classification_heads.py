@@ -31,8 +31,8 @@ def logits_of(folder, depth=None):
     labels = expected["logits"].shape[1]
     model = FrozenClassifier(backbone.without_heads(), (1, layers), labels, backbone.poolings[0]).eval()
     with torch.no_grad():
-        each = model(*Tensors(expected["input_ids"], expected["attention_mask"]))
-    return each[-1], expected["logits"]
+        logits = model(*Tensors(expected["input_ids"], expected["attention_mask"]))
+    return logits[-1], expected["logits"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,13 +43,13 @@ def test_the_logits_of_every_family_are_those_of_transformers(kind):
 
 def test_every_kind_of_head_is_among_them():
     """One token or the last, with a dense map or without, one number or classes, with a bias or without."""
-    found = [load_backbone(GOLDEN / kind).classification_head for kind in KINDS]
-    assert {head.layout.pool for head in found} == {"first", "last", "mean"}
+    heads = [load_backbone(GOLDEN / kind).classification_head for kind in KINDS]
+    assert {head.layout.pool for head in heads} == {"first", "last", "mean"}
     assert (
-        {head.layout.dense is None for head in found} == {True, False} == {"out.bias" in head.weights for head in found}
+        {head.layout.dense is None for head in heads} == {True, False} == {"out.bias" in head.weights for head in heads}
     )
-    assert {head.layout.activation for head in found} == {"tanh", "gelu", "relu"}
-    assert {len(head.weights["out.weight"]) for head in found} == {1, 2, 3}
+    assert {head.layout.activation for head in heads} == {"tanh", "gelu", "relu"}
+    assert {len(head.weights["out.weight"]) for head in heads} == {1, 2, 3}
 
 
 def test_which_classifiers_give_several_labels_at_once_is_read_from_config_json():
@@ -172,8 +172,8 @@ def pad_cases(folder, pad):
     row = expected["input_ids"][0][expected["attention_mask"][0].bool()].tolist()
     rows = [row, [*row, pad], [*row[:2], pad, *row[2:], pad, pad], [pad, pad], [*row[:3], pad]]
     longest = max(map(len, rows))
-    ids = torch.tensor([[*each, *[0] * (longest - len(each))] for each in rows])
-    return rows, Tensors(ids, torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in rows]))
+    ids = torch.tensor([[*row_ids, *[0] * (longest - len(row_ids))] for row_ids in rows])
+    return rows, Tensors(ids, torch.tensor([[1] * len(row_ids) + [0] * (longest - len(row_ids)) for row_ids in rows]))
 
 
 def frozen(folder):

@@ -131,7 +131,7 @@ def opened(path):
 @pytest.fixture(scope="module")
 def oracle(random_model, tmp_path_factory):
     """The session of the graph that PyTorch exports; sizes in the sample are none of those that are tested."""
-    ids, mask, types = (torch.from_numpy(each) for each in random_rows(5, seed=0))
+    ids, mask, types = (torch.from_numpy(array) for array in random_rows(5, seed=0))
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=40)
     sizes = {0: batch, 1: length}
     path = tmp_path_factory.mktemp("oracle") / "cond.onnx"

@@ -49,8 +49,8 @@ def no_grad():
         yield
 
 
-def assert_close(found, expected, tolerance=TOLERANCE):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+def assert_close(output, expected, tolerance=TOLERANCE):
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
 def golden(kind):
@@ -64,11 +64,11 @@ def golden(kind):
 def test_hidden_states_and_logits_are_those_of_transformers(kind):
     model, inputs, expected = golden(kind)
     states, real = model.hidden_states(*inputs), inputs[1].bool()
-    found = {f"hidden.{depth}": state for depth, state in enumerate(states)}
-    found["lm_logits"] = model.lm_logits(states[-1])
-    assert found.keys() == expected.keys()
+    outputs = {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    outputs["lm_logits"] = model.lm_logits(states[-1])
+    assert outputs.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert_close(found[name][real], tensor[real])
+        assert_close(outputs[name][real], tensor[real])
 
 
 # ---- Random configs, all switches ----
@@ -171,17 +171,17 @@ def attention_by_loops(file, layer, table, hidden, heads):
     keys, queries = table @ get["pos_proj.weight"].T, table @ get["pos_q_proj.weight"].T + get["pos_q_proj.bias"]
     read = np.zeros((tokens, width))
     for h in range(heads):
-        own = slice(h * d, (h + 1) * d)
+        of_head = slice(h * d, (h + 1) * d)
         rows = get["in_proj.weight"][3 * h * d : 3 * (h + 1) * d]
-        q = hidden @ rows[:d].T + get["q_bias"][own]
-        k, v = hidden @ rows[d : 2 * d].T, hidden @ rows[2 * d :].T + get["v_bias"][own]
+        q = hidden @ rows[:d].T + get["q_bias"][of_head]
+        k, v = hidden @ rows[d : 2 * d].T, hidden @ rows[2 * d :].T + get["v_bias"][of_head]
         for i in range(tokens):
             scores = np.zeros(tokens)
             for j in range(tokens):
                 row = min(max(i - j + span, 0), 2 * span - 1)
-                scores[j] = (q[i] @ k[j] + q[i] @ keys[row, own] + k[j] @ queries[row, own]) / np.sqrt(3 * d)
+                scores[j] = (q[i] @ k[j] + q[i] @ keys[row, of_head] + k[j] @ queries[row, of_head]) / np.sqrt(3 * d)
             powers = np.exp(scores - scores.max())
-            read[i, own] = powers / powers.sum() @ v
+            read[i, of_head] = powers / powers.sum() @ v
     return read
 
 
@@ -195,9 +195,9 @@ def test_v1_reads_by_the_equation_in_loops_in_float64(monkeypatch):
     )
     states = model.hidden_states(ids[:1])
     for layer in range(3):
-        found = seen[layer][0].transpose(0, 1).flatten(1).numpy()
+        attended = seen[layer][0].transpose(0, 1).flatten(1).numpy()
         expected = attention_by_loops(file, layer, table, states[layer][0].numpy(), model.config.num_attention_heads)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(attended, expected, rtol=0, atol=1e-12)
 
 
 def v2_attention_by_loops(file, hidden, table, config, layer):
@@ -211,9 +211,9 @@ def v2_attention_by_loops(file, hidden, table, config, layer):
     tokens, heads = len(hidden), config.num_attention_heads
     read, d = np.zeros_like(hidden), config.head_width
     for h in range(heads):
-        own = slice(h * d, (h + 1) * d)
-        q, k, v = (project(kind, hidden)[:, own] for kind in ("query", "key", "value"))
-        queries, keys = (project(kind, table)[:, own] for kind in ("query", "key"))
+        of_head = slice(h * d, (h + 1) * d)
+        q, k, v = (project(kind, hidden)[:, of_head] for kind in ("query", "key", "value"))
+        queries, keys = (project(kind, table)[:, of_head] for kind in ("query", "key"))
         for i in range(tokens):
             scores = np.zeros(tokens)
             for j in range(tokens):
@@ -221,7 +221,7 @@ def v2_attention_by_loops(file, hidden, table, config, layer):
                 row = min(max(row, 0), 2 * config.position_buckets - 1)
                 scores[j] = (q[i] @ k[j] + q[i] @ keys[row] + k[j] @ queries[row]) / math.sqrt(3 * d)
             powers = np.exp(scores - scores.max())
-            read[i, own] = powers / powers.sum() @ v
+            read[i, of_head] = powers / powers.sum() @ v
     return read
 
 
@@ -255,13 +255,13 @@ def test_far_distances_share_rows_as_a_plain_formula_and_transformers_say(bucket
     content = json.loads((GOLDEN / "deberta-v2" / "config.json").read_text())
     content |= {"position_buckets": buckets, "max_relative_positions": most, "max_position_embeddings": longest}
     config, distances = DebertaConfig.from_hugging_face(content), torch.arange(1 - longest, longest)
-    found = table_rows(distances, config).tolist()
+    rows_read = table_rows(distances, config).tolist()
     by_hand = [bucket(distance, buckets, most) + buckets for distance in distances.tolist()]
-    assert found == [min(max(row, 0), 2 * buckets - 1) for row in by_hand]
+    assert rows_read == [min(max(row, 0), 2 * buckets - 1) for row in by_hand]
     theirs = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
     matrix = theirs.build_relative_position(torch.empty(longest, 1), torch.empty(longest, 1), buckets, most)[0]
     rows = (matrix + buckets).clamp(0, 2 * buckets - 1)
-    assert found == [*rows[0].flip(0).tolist(), *rows[1:, 0].tolist()]
+    assert rows_read == [*rows[0].flip(0).tolist(), *rows[1:, 0].tolist()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -305,9 +305,9 @@ def microsoft(tensors):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_as_it_is_downloaded_is_read_head_and_all(kind, tmp_path):
     model, inputs, expected = golden(kind)
-    found = load_backbone(changed(kind, tmp_path, microsoft))
-    assert_close(found.lm_logits(found(*inputs))[inputs[1].bool()], expected["lm_logits"][inputs[1].bool()])
-    assert not found.left_out
+    downloaded = load_backbone(changed(kind, tmp_path, microsoft))
+    assert_close(downloaded.lm_logits(downloaded(*inputs))[inputs[1].bool()], expected["lm_logits"][inputs[1].bool()])
+    assert not downloaded.left_out
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -316,9 +316,9 @@ def test_of_a_fine_tuned_classifier_the_backbone_is_taken(kind, tmp_path):
         plain = {name: value for name, value in tensors.items() if not name.startswith("cls.")}
         return plain | {"pooler.dense.bias": torch.zeros(16), "classifier.weight": torch.zeros(2, 16)}
 
-    found = load_backbone(changed(kind, tmp_path, classifier))
-    assert found.left_out == ("classifier.weight",) and not found.has_lm_head
-    assert torch.equal(found(golden(kind)[1][0]), golden(kind)[0](golden(kind)[1][0]))
+    backbone = load_backbone(changed(kind, tmp_path, classifier))
+    assert backbone.left_out == ("classifier.weight",) and not backbone.has_lm_head
+    assert torch.equal(backbone(golden(kind)[1][0]), golden(kind)[0](golden(kind)[1][0]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -327,15 +327,16 @@ def test_silu_is_an_activation_like_the_others(kind, tmp_path):
         return x / (1 + torch.exp(-x))
 
     keys = {"hidden_act": "silu"} | ({"conv_act": "silu"} if kind == "deberta-v2" else {})
-    found, (expected, inputs, _) = load_backbone(changed(kind, tmp_path, lambda tensors: tensors, **keys)), golden(kind)
-    for each in (*expected.layers, expected.lm_head):
-        each.activation = by_hand
+    loaded = load_backbone(changed(kind, tmp_path, lambda tensors: tensors, **keys))
+    expected, inputs, _ = golden(kind)
+    for module in (*expected.layers, expected.lm_head):
+        module.activation = by_hand
     if kind == "deberta-v2":
         expected.layers[0].conv.activation = by_hand
-    states, real = found.hidden_states(*inputs), inputs[1].bool()
+    states, real = loaded.hidden_states(*inputs), inputs[1].bool()
     for state, other in zip(states, expected.hidden_states(*inputs), strict=True):
         assert_close(state[real], other[real])
-    assert_close(found.lm_logits(states[-1]), expected.lm_logits(states[-1]))
+    assert_close(loaded.lm_logits(states[-1]), expected.lm_logits(states[-1]))
 
 
 UNTIED = r"\(cls\.predictions.*\) because its decoder is not tied to the word embeddings: load .* with a tied one$"
@@ -344,13 +345,13 @@ UNTIED = r"\(cls\.predictions.*\) because its decoder is not tied to the word em
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untied_masked_lm_head_is_left_out_and_it_is_said_why(kind, tmp_path):
     words = "deberta.embeddings.word_embeddings.weight"
-    own = {"cls.predictions.decoder.weight": torch.ones(64, 16), "cls.predictions.decoder.bias": torch.zeros(64)}
-    folder = changed(kind, tmp_path, lambda tensors: tensors | own, tie_word_embeddings=False)
-    found, (whole, inputs, _), lines = load_backbone(folder), golden(kind), []
-    assert torch.equal(found(*inputs), whole(*inputs)) and not found.has_lm_head and found.untied_head
+    untied = {"cls.predictions.decoder.weight": torch.ones(64, 16), "cls.predictions.decoder.bias": torch.zeros(64)}
+    folder = changed(kind, tmp_path, lambda tensors: tensors | untied, tie_word_embeddings=False)
+    loaded, (whole, inputs, _), lines = load_backbone(folder), golden(kind), []
+    assert torch.equal(loaded(*inputs), whole(*inputs)) and not loaded.has_lm_head and loaded.untied_head
     with pytest.raises(ValueError, match=f"no masked-LM head, the file's was left out {UNTIED}") as error:
-        found.lm_logits(found(*inputs))
-    say_left_out(found, folder, lines.append)
+        loaded.lm_logits(loaded(*inputs))
+    say_left_out(loaded, folder, lines.append)
     assert "\n" not in str(error.value) and lines[0].endswith(
         "; the masked-LM head is among them, because its decoder is not tied to the word embeddings."
     )
@@ -501,9 +502,9 @@ def test_onnx_equals_torch(kind, change, tmp_path):
     model = RowExits(random_deberta(kind, **change), EXITS, 3).eval()
     for head in model.heads:
         head.dense.weight.normal_(std=0.3), head.out.weight.normal_(std=0.5)
-    expected, *found = logits_of_engines(model, tmp_path, segments=not change)
-    for each in found:
-        np.testing.assert_allclose(each, expected, rtol=0, atol=ENGINES)
+    expected, *logits = logits_of_engines(model, tmp_path, segments=not change)
+    for engine_logits in logits:
+        np.testing.assert_allclose(engine_logits, expected, rtol=0, atol=ENGINES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -575,7 +576,7 @@ ADAPTED = [
 @pytest.mark.parametrize("kind, targets, change", ADAPTED, ids=str)
 def test_adapters_fold_into_the_weights_and_into_the_tables(kind, targets, change):
     model, inputs = lora_model(kind, targets, **change), drawn_inputs()
-    tensors = [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+    tensors = [torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
     plain = RowExits(model.backbone, EXITS, 3)
     plain.heads = model.heads
     for k, (logits, without) in enumerate(zip(model(*tensors), plain(*tensors))):
@@ -588,17 +589,17 @@ def test_adapters_fold_into_the_weights_and_into_the_tables(kind, targets, chang
 @pytest.mark.parametrize("kind, targets, change", ADAPTED, ids=str)
 def test_every_schedule_gives_every_exit_what_it_has_alone(kind, targets, change):
     model, inputs = lora_model(kind, targets, **change), drawn_inputs()
-    tensors = [torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
+    tensors = [torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)]
     expected = torch.stack(model(*tensors), 1).numpy()
     for schedule in all_schedules(3):
-        found, *_ = read_every_exit(model.segments(schedule), inputs)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+        logits, *_ = read_every_exit(model.segments(schedule), inputs)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
     exits = [2, 0, 1, 2, 0]
     np.testing.assert_allclose(model.ragged(exits, *tensors).numpy(), expected[range(5), exits], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    "kind, targets, change, schedule", [(*each, SCHEDULES[n % 2]) for n, each in enumerate(ADAPTED[2:])], ids=str
+    "kind, targets, change, schedule", [(*adapted, SCHEDULES[n % 2]) for n, adapted in enumerate(ADAPTED[2:])], ids=str
 )
 def test_onnx_equals_torch_with_adapters(kind, targets, change, schedule, tmp_path):
     model, inputs = lora_model(kind, targets, **change), drawn_inputs()
@@ -639,7 +640,7 @@ def test_peft_computes_what_we_compute(kind, targets, change, tmp_path):
     peft = pytest.importorskip("peft", reason="pip install transformers peft")
     model, inputs = lora_model(kind, targets, **change), drawn_inputs()
     ids, mask, types = (
-        torch.from_numpy(each) for each in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
+        torch.from_numpy(array) for array in (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids)
     )
     save_backbone(model.backbone, tmp_path / "base")
     save_adapters(model, tmp_path, str(tmp_path / "base"))
@@ -665,14 +666,14 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, method, checkpoint_fo
         trained = mini_ee.train(method, folder, task_folder, tmp_path / "run", epochs=1, exits=(1, 3), **more)
     texts = ["the film was good", "a very very dull song"]
     inputs, loaded = trained.encode(texts).batch(slice(None)), load_run(tmp_path / "run")
-    message, found = (read_every_exit(each.segments(), inputs)[0] for each in (trained, loaded))
-    assert np.array_equal(found, message)
+    message, logits = (read_every_exit(opened.segments(), inputs)[0] for opened in (trained, loaded))
+    assert np.array_equal(logits, message)
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json"]) == 0
     message = json.loads(capsys.readouterr().out)["verified"]
     assert message["max_logit_difference"] < ENGINES and message["exit_agreement"] == 1
-    expected = [(each.label, each.layers) for each in loaded.classify(texts)]
+    expected = [(answer.label, answer.layers) for answer in loaded.classify(texts)]
     answers = Runtime(tmp_path / "out", threads=1).run(texts)
-    assert [(each.label, each.exit) for each in answers] == expected
+    assert [(answer.label, answer.exit) for answer in answers] == expected
     again = read_every_exit(torch_segments(tmp_path / "out", "cpu"), inputs)[0]
-    np.testing.assert_allclose(again, found, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(again, logits, rtol=0, atol=TOLERANCE)

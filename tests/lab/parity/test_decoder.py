@@ -38,8 +38,8 @@ def golden(kind):
     return load_backbone(GOLDEN / kind), expected.pop("input_ids"), expected.pop("attention_mask"), expected
 
 
-def assert_close(found, expected, tolerance=SELF_TOLERANCE):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+def assert_close(output, expected, tolerance=SELF_TOLERANCE):
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "phi3-long"])
@@ -47,10 +47,10 @@ def test_hidden_states_and_logits_are_those_of_transformers(kind):
     model, ids, mask, expected = golden(kind)
     states, real = model.hidden_states(ids, mask), mask.bool()
     assert len(states) == model.config.num_hidden_layers + 1
-    found = {f"hidden.{depth}": state for depth, state in enumerate(states[:-1])}
-    found |= {"normed": model.norm(states[-1]), "lm_logits": model.lm_logits(states[-1])}
-    assert found.keys() == expected.keys() - {"greedy"}
-    for name, tensor in found.items():
+    outputs = {f"hidden.{depth}": state for depth, state in enumerate(states[:-1])}
+    outputs |= {"normed": model.norm(states[-1]), "lm_logits": model.lm_logits(states[-1])}
+    assert outputs.keys() == expected.keys() - {"greedy"}
+    for name, tensor in outputs.items():
         assert_close(tensor[real], expected[name][real], TOLERANCE)
 
 
@@ -72,7 +72,7 @@ def test_llama3_keeps_quick_frequencies_divides_slow_ones_and_goes_over_between(
     scaling, seen = config.rope_scaling, set()
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     longest, shortest = original / scaling["low_freq_factor"], original / scaling["high_freq_factor"]
-    for i, found in enumerate(config.rope_frequencies().tolist()):
+    for i, scaled in enumerate(config.rope_frequencies().tolist()):
         frequency = config.rope_theta ** (-2 * i / config.rotary_width)
         wavelength = 2 * math.pi / frequency
         if wavelength < shortest:
@@ -85,7 +85,7 @@ def test_llama3_keeps_quick_frequencies_divides_slow_ones_and_goes_over_between(
             )
             expected = (1 - smooth) * frequency / factor + smooth * frequency
         seen.add((wavelength < shortest, wavelength > longest))
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert scaled == pytest.approx(expected, rel=1e-5)
     assert len(seen) == 3  # all three cases
 
 
@@ -93,7 +93,7 @@ def test_attention_reads_what_loops_over_tokens_heads_and_groups_read():
     model = load_backbone(GOLDEN / "llama").double()
     layer, config, tokens = model.layers[0], model.config, 5
     normed = torch.randn(1, tokens, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = layer.attention(normed, model.block(torch.arange(tokens)[None]), None, None)[0]
+    attended = layer.attention(normed, model.block(torch.arange(tokens)[None]), None, None)[0]
 
     width, group = config.head_width, config.num_attention_heads // config.key_value_heads
     weights = layer.qkv.weight.split(layer.qkv.sizes)
@@ -118,7 +118,7 @@ def test_attention_reads_what_loops_over_tokens_heads_and_groups_read():
             mixed = sum(share / sum(shares) * head(value, s, h // group, turn=False) for s, share in enumerate(shares))
             read.append(mixed)
         rows.append(torch.cat(read))
-    assert_close(found, torch.stack(rows) @ layer.attention_output.weight.T, 1e-6)  # cos and sin are float32
+    assert_close(attended, torch.stack(rows) @ layer.attention_output.weight.T, 1e-6)  # cos and sin are float32
 
 
 def test_positions_count_tokens_and_padding_on_either_side_has_none():
@@ -157,12 +157,14 @@ def test_padding_on_either_side_changes_nothing_and_a_batch_is_its_rows_alone(ki
     model, ids, mask, _ = golden(kind)
     whole = model.hidden_states(ids, mask)
     for row in range(len(ids)):
-        own = ids[row, mask[row].bool()][None]
-        alone = model.hidden_states(own)
-        right = model.hidden_states(torch.nn.functional.pad(own, (0, 3)), torch.tensor([[1] * own.shape[1] + [0] * 3]))
+        row_ids = ids[row, mask[row].bool()][None]
+        alone = model.hidden_states(row_ids)
+        right = model.hidden_states(
+            torch.nn.functional.pad(row_ids, (0, 3)), torch.tensor([[1] * row_ids.shape[1] + [0] * 3])
+        )
         for padded, plain, after in zip(whole, alone, right):
             assert_close(padded[row, mask[row].bool()], plain[0])
-            assert_close(after[0, : own.shape[1]], plain[0])
+            assert_close(after[0, : row_ids.shape[1]], plain[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,10 +175,10 @@ def test_rows_are_named_by_index_and_those_that_left_keep_their_cache(kind):
     before, place = cache.keys.clone(), cache.keys.data_ptr()
     token, last = torch.tensor([[7], [9]]), positions[[2, 0], -1:]
     block = model.block(last + 1, cache, rows=[2, 0])
-    found = model.run_layers(model.embed(Tensors(token)), block, 0, layers)[:, 0]
+    states = model.run_layers(model.embed(Tensors(token)), block, 0, layers)[:, 0]
     for i, row in enumerate((2, 0)):
         longer = torch.cat((ids[row, mask[row].bool()], token[i]))[None]
-        assert_close(found[i], model(longer)[0, -1])
+        assert_close(states[i], model(longer)[0, -1])
     assert cache.keys.data_ptr() == place
     torch.testing.assert_close(cache.keys[:, 1], before[:, 1], atol=0, rtol=0)
 
@@ -186,8 +188,8 @@ def test_a_rejected_draft_leaves_nothing_behind():
     ids, layers, cache = ids[:1], len(model.layers), Cache(model, 1, 12)
     for draft, start in ((ids, 0), (torch.tensor([[5, 6]]), 9), (torch.tensor([[8, 3, 2]]), 9)):
         block = model.block(torch.arange(start, start + draft.shape[1])[None], cache)
-        found = model.run_layers(model.embed(Tensors(draft)), block, 0, layers)
-    assert_close(found, model(torch.cat((ids, torch.tensor([[8, 3, 2]])), dim=1))[:, 9:])
+        states = model.run_layers(model.embed(Tensors(draft)), block, 0, layers)
+    assert_close(states, model(torch.cat((ids, torch.tensor([[8, 3, 2]])), dim=1))[:, 9:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,8 +257,8 @@ def copy_of(kind, tmp_path):
 
 
 def loads_as_before(folder, kind):
-    found, expected = load_backbone(folder).state_dict(), load_backbone(GOLDEN / kind).state_dict()
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    weights, expected = load_backbone(folder).state_dict(), load_backbone(GOLDEN / kind).state_dict()
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def test_names_may_lack_the_prefix_and_old_files_hold_frequencies(tmp_path):
@@ -320,8 +322,8 @@ def test_a_decoder_that_was_saved_without_head_is_taken_and_says_so_where_one_is
             ask()
     save_backbone(model, tmp_path / "saved")
     assert torch.equal(load_backbone(tmp_path / "saved")(ids, mask), whole(ids, mask))
-    about = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert about["architectures"] == ["LlamaModel"]
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaModel"]
 
 
 def test_the_shares_of_a_stack_are_told_apart(tmp_path):
@@ -452,6 +454,6 @@ def test_the_real_stories260k_computes_what_it_does_in_transformers():
     expected = read_tensors(GOLDEN / "stories260K" / "expected.safetensors")
     model = checkpoint.load_backbone(Path(os.environ["MINI_EE_SHARED"]) / "weights" / "stories260K")
     *states, last = model.hidden_states(expected["input_ids"])
-    found = {f"hidden.{depth}": state for depth, state in enumerate(states)}
-    for name, tensor in (found | {"normed": model.norm(last), "lm_logits": model.lm_logits(last)}).items():
+    states_by_name = {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    for name, tensor in (states_by_name | {"normed": model.norm(last), "lm_logits": model.lm_logits(last)}).items():
         assert_close(tensor[..., ::8], expected[name], TOLERANCE)

@@ -73,9 +73,9 @@ class Made(NamedTuple):
     def save(self, folder, checkpoint):
         """A run on disk."""
         source = {"folder": str(checkpoint), "sha256": backbone_sha256(checkpoint)}
-        about = {"method": self.method, "unit": "tokens", "settings": {}, "backbone": source, "rank": self.model.rank}
-        about |= {"text": {}, "seed": 0, "training": {}}
-        save_run(folder, self.model, self.tokenizer, Chosen(self.rule, None, None, {}), about, {})
+        config = {"method": self.method, "unit": "tokens", "settings": {}, "backbone": source, "rank": self.model.rank}
+        config |= {"text": {}, "seed": 0, "training": {}}
+        save_run(folder, self.model, self.tokenizer, Chosen(self.rule, None, None, {}), config, {})
 
 
 def words():
@@ -149,7 +149,9 @@ each_missing_kv = pytest.mark.parametrize("missing_kv", MISSING_KV)  # of graphs
 ENGINES = (MODEL, *MISSING_KV)
 BY_DEFINITION = {(kind, ENGINES[number % 3]) for number, kind in enumerate(KINDS)} | {("llama", e) for e in ENGINES}
 """Compared with their definition, logit by logit; every other pair by the text and its exits."""
-AS_TORCH = [(kind, each) for kind in KINDS for each in ENGINES if kind == "llama" or (kind, each) not in BY_DEFINITION]
+AS_TORCH = [
+    (kind, engine) for kind in KINDS for engine in ENGINES if kind == "llama" or (kind, engine) not in BY_DEFINITION
+]
 
 
 # What is written
@@ -178,7 +180,7 @@ def logits_by_definition(model, prompt, tokens, layers, missing_kv):
     for at, token in enumerate(text):
         states = [model.backbone.embed(Tensors(torch.tensor([[token]])))]
         for depth in range(3):
-            read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
+            read = torch.cat([token_inputs[depth] for token_inputs in inputs] + [states[-1]], dim=1)
             block = model.backbone.block(torch.arange(at + 1)[None])
             states.append(model.backbone.run_layers(read, block, depth, depth + 1)[:, -1:])
         step = at - len(prompt) + 1
@@ -201,11 +203,11 @@ def assert_every_exit_says_what_its_definition_says(case, missing_kv):
 
     written = gather(decode(case.segments(missing_kv), PROMPTS, NEW, Drawn(), choose), B)
     with torch.no_grad():
-        for prompt, found, (tokens, layers) in zip(PROMPTS, output, written):
+        for prompt, graph_logits, (tokens, layers) in zip(PROMPTS, output, written):
             expected = logits_by_definition(
                 case.opened.model, prompt, tokens, layers, "copy_state" if missing_kv == MODEL else missing_kv
             )
-            np.testing.assert_allclose(np.array(found), expected, rtol=0, atol=ATOL)
+            np.testing.assert_allclose(np.array(graph_logits), expected, rtol=0, atol=ATOL)
     assert {layer for text in written for layer in text.layers_run} == set(EXITS)
 
 
@@ -264,7 +266,7 @@ def with_policies(method):
 @pytest.mark.parametrize("method", POLICIES)
 def test_policies_decide_as_in_torch(tmp_path, method):
     case = make_case(tmp_path / "exported", with_policies(method))
-    model, found = case.opened.model, []
+    model, texts = case.opened.model, []
     for cut, missing_kv in ((0.3, "copy_state"), (0.5, "recompute"), (0.7, "copy_state")):
         rule = Policy(cut)
         settings = {
@@ -279,8 +281,8 @@ def test_policies_decide_as_in_torch(tmp_path, method):
         assert gather(decode(torch_segments(case.folder)(missing_kv, B, 40), PROMPTS, NEW, rule), B) == expected
         if missing_kv == "copy_state":
             assert case.write(PROMPTS, rule, MODEL) == expected
-        found += expected
-    assert {layers for text in found for layers in text.layers_run} == set(EXITS)
+        texts += expected
+    assert {layers for text in texts for layers in text.layers_run} == set(EXITS)
 
 
 # What it costs
@@ -394,13 +396,13 @@ def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, missing_kv)
     runtime = Runtime(case.folder, missing_kv=missing_kv, threads=1)
     answers = runtime.run(TEXTS, max_new_tokens=NEW, batch_size=3)
     stop = set(runtime.config["stop"])
-    for expected, found in zip(case.torch_writes(PROMPTS, MIXED, missing_kv), answers, strict=True):
+    for expected, answer in zip(case.torch_writes(PROMPTS, MIXED, missing_kv), answers, strict=True):
         length = next((i + 1 for i, token in enumerate(expected.tokens) if token in stop), NEW)
-        assert found.tokens == expected.tokens[:length] and found.layers == expected.layers_run[:length]
-        assert found.text.split() == [f"w{token}" for token in found.tokens] and found.milliseconds > 0
+        assert answer.tokens == expected.tokens[:length] and answer.layers == expected.layers_run[:length]
+        assert answer.text.split() == [f"w{token}" for token in answer.tokens] and answer.milliseconds > 0
     decoded = runtime.tokenizer.backend.decode
-    for prompt, found in zip(PROMPTS, answers):  # the text is what stands behind the prompt, its first space too
-        assert decoded(prompt) + found.text == decoded([*prompt, *found.tokens])
+    for prompt, answer in zip(PROMPTS, answers):  # the text is what stands behind the prompt, its first space too
+        assert decoded(prompt) + answer.text == decoded([*prompt, *answer.tokens])
     with pytest.raises(ValueError, match="max_new_tokens"):
         runtime.run(TEXTS, max_new_tokens=0)
 
@@ -409,25 +411,25 @@ def test_the_runtime_answers_texts_in_order_whatever_the_batch(case, missing_kv)
 def test_the_torch_engine_writes_the_same(case, missing_kv):
     through = Runtime(case.folder, missing_kv=missing_kv, segments=torch_segments(case.folder))
     assert (through.engine, through.provider) == ("torch", None)
-    found = [answer._replace(milliseconds=0) for answer in through.run(TEXTS, max_new_tokens=NEW)]
+    torch_answers = [answer._replace(milliseconds=0) for answer in through.run(TEXTS, max_new_tokens=NEW)]
     onnx_answers = Runtime(case.folder, missing_kv=missing_kv, threads=1).run(TEXTS, max_new_tokens=NEW)
-    assert found == [answer._replace(milliseconds=0) for answer in onnx_answers]
+    assert torch_answers == [answer._replace(milliseconds=0) for answer in onnx_answers]
 
 
 def test_threads_that_share_a_runtime_do_not_disturb_each_other(case):
     runtime = Runtime(case.folder, threads=1)
-    expected, found = [answer.tokens for answer in runtime.run(TEXTS, max_new_tokens=NEW)], []
+    expected, tokens_of_threads = [answer.tokens for answer in runtime.run(TEXTS, max_new_tokens=NEW)], []
 
     def serve():
         for _ in range(3):
-            found.append([answer.tokens for answer in runtime.run(TEXTS, max_new_tokens=NEW)])
+            tokens_of_threads.append([answer.tokens for answer in runtime.run(TEXTS, max_new_tokens=NEW)])
 
     threads = [threading.Thread(target=serve) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [expected] * 12
+    assert tokens_of_threads == [expected] * 12
 
 
 def test_the_runtime_and_the_command_need_no_torch(case):
@@ -444,10 +446,10 @@ def test_the_runtime_and_the_command_need_no_torch(case):
         runpy.run_module("mini_ee", run_name="__main__", alter_sys=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(case.folder)]
-    found = subprocess.run(command, input=TEXTS[0], capture_output=True, text=True, timeout=60)
-    assert (found.returncode, found.stderr) == (0, "")
+    process = subprocess.run(command, input=TEXTS[0], capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
     expected = Runtime(case.folder, threads=1).run(TEXTS[:1], max_new_tokens=NEW)[0]
-    answer = json.loads(found.stdout)
+    answer = json.loads(process.stdout)
     assert (answer["tokens"], answer["layers"], answer["text"]) == (expected.tokens, expected.layers, expected.text)
 
 
@@ -625,10 +627,10 @@ def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_p
     right = case_of(kind)
     half = make_case(tmp_path / "exported", right.opened, "float16")
     for missing_kv in (MODEL, *MISSING_KV):
-        found, expected = (
-            verification.drawn_text(each.segments(missing_kv), PROMPTS, NEW, 0, FORCED)[0] for each in (half, right)
+        halved, expected = (
+            verification.drawn_text(opened.segments(missing_kv), PROMPTS, NEW, 0, FORCED)[0] for opened in (half, right)
         )
-        difference = max(abs(mine - theirs).max() for mine, theirs in zip(found, expected, strict=True))
+        difference = max(abs(mine - theirs).max() for mine, theirs in zip(halved, expected, strict=True))
         assert 1e-5 < difference < 0.1
     weights = [(folder / WEIGHTS).stat().st_size for folder in (tmp_path / "exported", right.folder)]
     assert weights[0] < 0.6 * weights[1]
@@ -692,8 +694,8 @@ def test_200_tokens_of_the_real_stories260k_are_those_of_transformers_and_with_e
     Made("self-supervised", model, tokenizer, rule).export(tmp_path / "exits", REAL_TEXTS, segments=True)
     for missing_kv in MISSING_KV:
         runtime = Runtime(tmp_path / "exits", missing_kv=missing_kv, threads=1)
-        found = gather(runtime.generate(prompts, max_new_tokens=200), 3)
+        texts = gather(runtime.generate(prompts, max_new_tokens=200), 3)
         settings = {"exits": model.exits, "heads": model.heads, "rule": rule, "missing_kv": missing_kv}
         steps = generate(model.backbone, prompts, max_new_tokens=200, stop=runtime.config["stop"], **settings)
-        assert found == gather(steps, 3)
-        assert {layers for text in found for layers in text.layers_run} == {2, 4, 5}
+        assert texts == gather(steps, 3)
+        assert {layers for text in texts for layers in text.layers_run} == {2, 4, 5}

@@ -48,8 +48,8 @@ def no_grad():
         yield
 
 
-def assert_close(found, expected, tolerance=TOLERANCE):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+def assert_close(output, expected, tolerance=TOLERANCE):
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=0)
 
 
 # ---- Random configs, all switches ----
@@ -164,16 +164,18 @@ def test_random_configs_are_equal_to_transformers_cached_and_not_and_written_as_
     model, ours = theirs(tmp_path / "theirs", config, seed), load_backbone(tmp_path / "theirs")
     (ids, mask), L = drawn_batch(seed), config["num_hidden_layers"]
     states = ours.hidden_states(ids, mask)
-    found = [*states[:L], ours.norm(states[L]), ours.lm_logits(states[L])]
+    outputs = [*states[:L], ours.norm(states[L]), ours.lm_logits(states[L])]
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
         for row, real in enumerate(mask.bool()):
-            for tensor, expected in zip(found, said_of(model, ids[row, real]), strict=True):
+            for tensor, expected in zip(outputs, said_of(model, ids[row, real]), strict=True):
                 assert_close(tensor[row, real], expected[0])
     for row, real in enumerate(mask.bool()):
-        own = ids[row, real][None]
-        if own.shape[1] <= ours.max_written:
-            assert_close(cached(ours, own, torch.ones_like(own), range(1, own.shape[1])), states[L][row, real][None])
+        row_ids = ids[row, real][None]
+        if row_ids.shape[1] <= ours.max_written:
+            assert_close(
+                cached(ours, row_ids, torch.ones_like(row_ids), range(1, row_ids.shape[1])), states[L][row, real][None]
+            )
     if TOKENS <= ours.max_written:
         assert_close(cached(ours, ids, mask, (5, 8, 9))[mask.bool()], states[L][mask.bool()])
 
@@ -188,10 +190,10 @@ def test_random_configs_are_equal_to_transformers_cached_and_not_and_written_as_
 @pytest.mark.parametrize("window", [None, 1, 2, 5])
 def test_a_window_shows_a_token_itself_and_the_nearest_before_it(window):
     at, reads = torch.tensor([[3, 4, 5], [0, 1, 2]]), torch.arange(6)[None]
-    found = readable(at, reads, window)
+    shown = readable(at, reads, window)
     for b, t, s in product(range(2), range(3), range(6)):
         behind = int(at[b, t]) - s  # how many tokens it stands behind the reader
-        assert bool(found[b, 0, t, s]) == (behind in range(6 if window is None else window))
+        assert bool(shown[b, 0, t, s]) == (behind in range(6 if window is None else window))
 
 
 def config_of(kind, **change):
@@ -306,12 +308,12 @@ def test_of_long_and_short_rows_transformers_agrees_on_each_alone_and_not_on_the
     save_backbone(model, tmp_path / "saved")
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     ids, mask = ids[[0, 0]], torch.stack((mask[0], (torch.arange(TOKENS) < 4).long()))
-    found, real = model.lm_logits(model(ids, mask)), mask.bool()
+    logits, real = model.lm_logits(model(ids, mask)), mask.bool()
     for row in range(2):
-        assert_close(found[row, real[row]], other(ids[row, real[row]][None]).logits[0])
+        assert_close(logits[row, real[row]], other(ids[row, real[row]][None]).logits[0])
     batch = other(ids, attention_mask=mask).logits
-    assert_close(found[0], batch[0])
-    assert (found[1, :4] - batch[1, :4]).abs().max() > 1e-2  # the long row's factors turn the short one too
+    assert_close(logits[0], batch[0])
+    assert (logits[1, :4] - batch[1, :4]).abs().max() > 1e-2  # the long row's factors turn the short one too
 
 
 def test_what_would_turn_anew_is_not_written():
@@ -447,8 +449,8 @@ def test_a_bin_checkpoint_is_refused_with_the_line_that_converts_it(tmp_path):
     _, flag, code = shlex.split(str(info.value).split("convert the .bin file: ")[1])
     assert flag == "-c" and "\n" not in str(info.value)
     exec(code, {})
-    found, expected = load_backbone(folder).state_dict(), load_backbone(GOLDEN / "phi3").state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    state, expected = load_backbone(folder).state_dict(), load_backbone(GOLDEN / "phi3").state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 # ---- Tokenizers, and from a checkpoint to an export ----
@@ -546,7 +548,7 @@ def test_it_is_trained_exported_and_run_as_any_other(kind, checkpoint_of, task_f
     run, runtime = load_run(tmp_path / "run"), Runtime(tmp_path / "out", threads=1)
     texts = ["the film was good", "a dull"]
     if method == "self-supervised":
-        assert [each.text for each in runtime.run(texts, max_new_tokens=9)] == run.generate(texts, max_new_tokens=9)
+        assert [answer.text for answer in runtime.run(texts, max_new_tokens=9)] == run.generate(texts, max_new_tokens=9)
     else:
-        expected = [(each.label, each.layers) for each in run.classify(texts)]
-        assert [(each.label, each.exit) for each in runtime.run(texts)] == expected
+        expected = [(answer.label, answer.layers) for answer in run.classify(texts)]
+        assert [(answer.label, answer.exit) for answer in runtime.run(texts)] == expected

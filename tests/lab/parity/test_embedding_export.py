@@ -48,7 +48,7 @@ def adaptive(embedding_run, rule, tmp_path_factory):
 
 def test_the_graph_returns_embedding_and_layers(exported, embedding_run):
     session = onnxruntime.InferenceSession(exported.folder / "onnx/model.onnx")
-    assert [each.name for each in session.get_outputs()] == ["sentence_embedding", "layers", "last_hidden_state"]
+    assert [node.name for node in session.get_outputs()] == ["sentence_embedding", "layers", "last_hidden_state"]
     encoded = exported.encode(TEXTS[:5]).batch(slice(None))
     inputs = {name: getattr(encoded, name) for name in ("input_ids", "attention_mask", "token_type_ids")}
     for k, layer in enumerate(embedding_run.exits):
@@ -72,8 +72,8 @@ def test_the_runtime_embeds_as_the_run_does(exported, embedding_run):
 def test_similarity_compares_the_embeddings_of_two_exits(embedding_run, rule):
     """The oracle is a loop over the exits of one text."""
     result = early_exit(embedding_run.segments(), rule, embedding_run.encode(TEXTS).batch(slice(None)))
-    each = np.stack([embedding_run._replace(rule=Fixed(k)).embed(TEXTS) for k in range(3)], axis=1)
-    for text, (first, second, last) in enumerate(each):
+    embeddings = np.stack([embedding_run._replace(rule=Fixed(k)).embed(TEXTS) for k in range(3)], axis=1)
+    for text, (first, second, last) in enumerate(embeddings):
         k = 1 if first @ second >= rule.least_cosine else 2
         assert result.exit_index[text] == k
         np.testing.assert_allclose(result.logits[text], (first, second, last)[k], atol=1e-6)
@@ -86,10 +86,10 @@ def test_adaptive_depth_is_in_the_graph_and_in_graphs_by_segment(adaptive, embed
     inputs = adaptive.encode(TEXTS).batch(slice(None))
     expected = early_exit(embedding_run.segments(), rule, inputs)
     for segments in (adaptive.segments(), adaptive.segments().by_segment(rule)):
-        found = early_exit(segments, rule, inputs)
-        same = found.exit_index == expected.exit_index
+        result = early_exit(segments, rule, inputs)
+        same = result.exit_index == expected.exit_index
         assert same.mean() > 0.95  # rounding decides at the threshold, which is the median of these texts
-        np.testing.assert_allclose(found.logits[same], expected.logits[same], atol=ENGINES)
+        np.testing.assert_allclose(result.logits[same], expected.logits[same], atol=ENGINES)
     stricter = early_exit(adaptive.segments(), Similarity(np.inf), inputs)
     assert set(stricter.exit_index) == {2}
 
@@ -104,9 +104,9 @@ def test_a_learned_predictor_is_in_the_graph(embedding_run, encoder_folder, tmp_
     expected = early_exit(run.segments(), run.rule, inputs)
     assert len(set(expected.exit_index)) > 1
     mini_ee.export(run, tmp_path / "exported")
-    found = early_exit(Runtime(tmp_path / "exported", threads=1).segments(), run.rule, inputs)
-    np.testing.assert_array_equal(found.exit_index, expected.exit_index)
-    np.testing.assert_allclose(found.logits, expected.logits, atol=ENGINES)
+    result = early_exit(Runtime(tmp_path / "exported", threads=1).segments(), run.rule, inputs)
+    np.testing.assert_array_equal(result.exit_index, expected.exit_index)
+    np.testing.assert_allclose(result.logits, expected.logits, atol=ENGINES)
 
 
 def test_embed_writes_an_array_or_lines(exported, embedding_run, tmp_path, capsys):
@@ -119,8 +119,8 @@ def test_embed_writes_an_array_or_lines(exported, embedding_run, tmp_path, capsy
             answer = json.loads(capsys.readouterr().out)
             assert answer["rows"] == 5 and answer["size"] == 16
         lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-        for found in (np.load(tmp_path / "a.npy"), np.array([line["embedding"] for line in lines], np.float32)):
-            np.testing.assert_allclose(found, expected, atol=ENGINES)
+        for embeddings in (np.load(tmp_path / "a.npy"), np.array([line["embedding"] for line in lines], np.float32)):
+            np.testing.assert_allclose(embeddings, expected, atol=ENGINES)
     deepest = ["embed", str(exported.folder), str(tmp_path / "texts.txt"), "--out", str(tmp_path / "b.npy")]
     assert main([*deepest, "--rule", "fixed", "--layer", "3"]) == 0
     full = embedding_run._replace(rule=Never()).embed(TEXTS[:5])
@@ -140,7 +140,7 @@ def test_refusals_are_one_line_and_leave_no_file(exported, embedding_run, tmp_pa
     good.write_text("a film\n")
     bad.write_text("a film\n\nthe film\n")
     run, out = str(embedding_run.folder), str(tmp_path / "a.npy")
-    for argv, found in (
+    for argv, problem in (
         (["embed", run, str(bad), "--out", out], "bad.txt:2: expected text, found a blank line"),
         (["embed", run, str(good), "--out", str(tmp_path / "a.csv")], "ends with .npy or .jsonl"),
         (["classify", run, "--text", "a film"], "use mini-ee embed"),
@@ -151,7 +151,7 @@ def test_refusals_are_one_line_and_leave_no_file(exported, embedding_run, tmp_pa
     ):
         assert main(argv) != 0
         line = capsys.readouterr().err.strip()
-        assert found in line and "\n" not in line, line
+        assert problem in line and "\n" not in line, line
     with pytest.raises(WrongArguments, match="gives embeddings"):
         mini_ee.export(embedding_run, tmp_path / "never", web=True)
     assert not (tmp_path / "a.npy").exists() and not (tmp_path / "never").exists()

@@ -32,11 +32,11 @@ def mean_states_of_one(backbone, inputs, row, layer):
 @pytest.mark.parametrize("layer", [0, 2, 6])
 def test_own_states_are_the_mean_over_the_tokens_of_the_row_after_the_layer(random_model, padded_inputs, layer):
     backbone = random_model().backbone
-    found = OwnStates(backbone, layer)(padded_inputs)
-    assert found.shape == (7, 24) and found.dtype == np.float32
+    states = OwnStates(backbone, layer)(padded_inputs)
+    assert states.shape == (7, 24) and states.dtype == np.float32
     for row in range(7):
         np.testing.assert_allclose(
-            found[row], mean_states_of_one(backbone, padded_inputs, row, layer), atol=ATOL, rtol=ATOL
+            states[row], mean_states_of_one(backbone, padded_inputs, row, layer), atol=ATOL, rtol=ATOL
         )
 
 

@@ -175,9 +175,9 @@ def case(request, case_of):
 def assert_says_what_torch_says(case, lengths):
     inputs = make_inputs(lengths, case.model.backbone.config.pad_token_id, seed=7)
     expected = torch_logits(case.model, inputs)
-    found, *_ = read_every_exit(case.segments, inputs)
-    assert found.dtype == np.float32 and found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
+    logits, *_ = read_every_exit(case.segments, inputs)
+    assert logits.dtype == np.float32 and logits.shape == expected.shape
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=ATOL)
     np.testing.assert_allclose(early_exit(case.whole, Never(), inputs).logits, expected[:, -1], rtol=0, atol=ATOL)
 
 
@@ -191,11 +191,11 @@ def test_every_exit_says_what_torch_says_at_any_batch_size_and_length(case_of, s
 def test_what_stands_under_padding_is_not_read(case_of, kind):
     case = case_of(kind, "gelu", "mean")
     junk = np.random.default_rng(1).integers(5, 60, case.inputs.input_ids.shape) * (1 - case.inputs.attention_mask)
-    found, *_ = read_every_exit(
+    logits, *_ = read_every_exit(
         case.segments,
         dataclasses.replace(case.inputs, input_ids=case.inputs.input_ids * case.inputs.attention_mask + junk),
     )
-    np.testing.assert_allclose(found, case.logits, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(logits, case.logits, rtol=0, atol=ATOL)
 
 
 # The invariants of the loop
@@ -228,10 +228,10 @@ RULES = {
 each_rule = pytest.mark.parametrize("rule", RULES)
 
 
-def assert_same(found, logits, exit_index):
-    np.testing.assert_array_equal(found.exit_index, exit_index)
-    np.testing.assert_array_equal(found.layers_run, np.array(EXITS)[exit_index])
-    np.testing.assert_allclose(found.logits, logits, rtol=0, atol=ATOL)
+def assert_same(result, logits, exit_index):
+    np.testing.assert_array_equal(result.exit_index, exit_index)
+    np.testing.assert_array_equal(result.layers_run, np.array(EXITS)[exit_index])
+    np.testing.assert_allclose(result.logits, logits, rtol=0, atol=ATOL)
 
 
 def test_never_exit_equals_the_full_model(case):
@@ -258,11 +258,11 @@ def test_rows_leave_where_the_logits_of_torch_say_and_with_what_they_say(case, r
 
 @each_rule
 def test_the_torch_engine_exits_and_predicts_the_same(case, rule):
-    found = early_exit(case.segments, RULES[rule](ALL), case.inputs)
+    result = early_exit(case.segments, RULES[rule](ALL), case.inputs)
     expected = early_exit(RowSegments(case.model), RULES[rule](ALL), case.inputs)
-    assert_same(found, expected.logits, expected.exit_index)
-    assert found.logits.argmax(1).tolist() == expected.logits.argmax(1).tolist()
-    np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
+    assert_same(result, expected.logits, expected.exit_index)
+    assert result.logits.argmax(1).tolist() == expected.logits.argmax(1).tolist()
+    np.testing.assert_allclose(result.cost.flops, expected.cost.flops)
 
 
 @pytest.mark.parametrize("rule", ["threshold", "one threshold an exit", "patience", "planned"])
@@ -324,18 +324,18 @@ def prompt_inputs(kind="bert"):
 def test_each_layer_says_of_the_label_words_what_the_masked_lm_head_says(tmp_path, kind, exits):
     model, inputs = prompt_model(kind, exits), prompt_inputs(kind)
     ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), Never(), tmp_path, segments=True))
-    found, *_ = read_every_exit(ours, inputs)
+    logits, *_ = read_every_exit(ours, inputs)
     ids, mask, types = map(torch.from_numpy, (inputs.input_ids, inputs.attention_mask, inputs.token_type_ids))
     with torch.no_grad():
         states = model.backbone.hidden_states(ids, mask, types)
         for k, layer in enumerate(model.exits):
             expected = model.backbone.lm_logits(states[layer])[ids == MASK][:, LABEL_TOKENS]
-            np.testing.assert_allclose(found[:, k], expected, rtol=0, atol=ATOL)
-    assert model.exits == (exits or (1, 2, 3, 4)) and found.std(axis=0).min() > 0.1
-    np.testing.assert_allclose(early_exit(whole, Never(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
+            np.testing.assert_allclose(logits[:, k], expected, rtol=0, atol=ATOL)
+    assert model.exits == (exits or (1, 2, 3, 4)) and logits.std(axis=0).min() > 0.1
+    np.testing.assert_allclose(early_exit(whole, Never(), inputs).logits, logits[:, -1], rtol=0, atol=ATOL)
     plan = ALL % len(model.exits)
     result = early_exit(ours, Planned(plan), inputs)  # rows are dropped on the way, and masks with them
-    np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(result.logits, logits[ALL, plan], rtol=0, atol=ATOL)
 
 
 # Decoders that are read through a prompt: whole rows at their last token
@@ -348,17 +348,17 @@ def test_each_layer_of_a_decoder_says_of_the_label_words_what_its_head_says(tmp_
     model = PromptModel(backbone, prompt, tuple(range(first, backbone.config.num_hidden_layers + 1))).eval()
     inputs = make_inputs(LENGTHS)
     ours, whole = engines_of(tmp_path, write_graphs(model, model.segments(), Never(), tmp_path, segments=True))
-    found, *_ = read_every_exit(ours, inputs)
+    logits, *_ = read_every_exit(ours, inputs)
     with torch.no_grad():
         for row, length in enumerate(LENGTHS):  # alone, without padding, through decoder.py's own forward
             states = backbone.hidden_states(torch.from_numpy(inputs.input_ids[row : row + 1, :length]))
             for k, layer in enumerate(model.exits):
                 expected = backbone.lm_logits(states[layer][0, -1])[list(LABEL_TOKENS)]
-                np.testing.assert_allclose(found[row, k], expected, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(early_exit(whole, Never(), inputs).logits, found[:, -1], rtol=0, atol=ATOL)
+                np.testing.assert_allclose(logits[row, k], expected, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(early_exit(whole, Never(), inputs).logits, logits[:, -1], rtol=0, atol=ATOL)
     plan = ALL % len(model.exits)
     result = early_exit(ours, Planned(plan), inputs)
-    np.testing.assert_allclose(result.logits, found[ALL, plan], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(result.logits, logits[ALL, plan], rtol=0, atol=ATOL)
 
 
 def instead(monkeypatch, owner, name, wrong):
@@ -399,8 +399,8 @@ def assert_engines_agree(model, folder, inputs, rules, schedule=None):
     theirs = model.segments(schedule) if schedule else model.segments()
     manifest = write_graphs(model, theirs, Never(), folder, segments=True)
     ours, whole = engines_of(folder, manifest)
-    (found, costs, _), (expected, expected_costs, _) = read_every_exit(ours, inputs), read_every_exit(theirs, inputs)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
+    (logits, costs, _), (expected, expected_costs, _) = read_every_exit(ours, inputs), read_every_exit(theirs, inputs)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=ATOL)
     policies = [theirs.state_flops(k) or 0.0 for k in range(len(theirs.exits))]
     expected_costs[:, :, 1] += policies  # a graph asks a policy too
     np.testing.assert_allclose(costs, expected_costs)
@@ -424,22 +424,22 @@ ADAPTED = [
 @pytest.mark.parametrize(
     "kind, targets, schedule",
     [(*adapted, schedule) for adapted, schedule in zip(ADAPTED, all_schedules(K))],
-    ids=lambda each: str(len(each)) if isinstance(each, tuple) else str(each),
+    ids=lambda setting: str(len(setting)) if isinstance(setting, tuple) else str(setting),
 )
 def test_lora_streams_under_every_schedule_say_what_torch_says(tmp_path, kind, targets, schedule):
     """Each schedule once, each model once; test_bert_family.py has adapters of every kind on other encoders."""
     rules = [Planned(PLAN), Threshold(0.7), Fixed(1)]
     manifest = assert_engines_agree(lora_model(kind, targets), tmp_path, make_inputs(LENGTHS), rules, schedule)
-    live = {k: [each for each in group if each >= k] for group in schedule for k in group}
+    live = {k: [member for member in group if member >= k] for group in schedule for k in group}
     begins = {group[0] for group in schedule}
     by_hand = [len(live[k]) * (EXITS[k] - (0 if k in begins else EXITS[k - 1])) for k in range(K)]
     assert manifest["by_segment"]["layer_passes"] == by_hand and manifest["schedule"] == schedule
     assert manifest["layer_passes"] == list(EXITS), "model.onnx runs the stream of the exit that is asked"
     one, theirs, inputs = OrtModel(tmp_path, manifest, threads=1), lora_model(kind, targets), make_inputs(LENGTHS)
-    found, expected = (early_exit(each, Planned(PLAN), inputs) for each in (one, theirs.segments()))
-    np.testing.assert_array_equal(found.cost.flops, expected.cost.flops)
+    result, expected = (early_exit(segments, Planned(PLAN), inputs) for segments in (one, theirs.segments()))
+    np.testing.assert_array_equal(result.cost.flops, expected.cost.flops)
     unheld = early_exit(one, Patience(1), inputs), early_exit(theirs.segments(schedule), Patience(1), inputs)
-    np.testing.assert_array_equal(*(each.cost.layer_passes for each in unheld))
+    np.testing.assert_array_equal(*(answered.cost.layer_passes for answered in unheld))
 
 
 def test_a_cascade_of_models_says_what_torch_says(tmp_path):
@@ -590,8 +590,11 @@ def test_transformers_reads_the_config_and_the_tokenizer_of_the_folder(exported,
     with pytest.raises(ValueError, match="holds an export; expected a checkpoint"):
         load_backbone(exported)
     transformers = pytest.importorskip("transformers")
-    own = transformers.AutoConfig.from_pretrained(exported)
-    assert (own.architectures, own.id2label[0]) == (["BertForSequenceClassification"], run.label_names[0])
+    theirs = transformers.AutoConfig.from_pretrained(exported)
+    assert (theirs.architectures, theirs.id2label[0]) == (
+        ["BertForSequenceClassification"],
+        run.label_names[0],
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert tokenizer.model_max_length == run.tokenizer.max_length
     assert [tokenizer(text).input_ids for text in texts] == [run.tokenizer.ids_of(text) for text in texts]
@@ -622,9 +625,9 @@ def test_the_manifest_says_what_was_exported(exported, run):
 
 
 def test_a_guarantee_stays_with_the_rule_that_was_guaranteed(run, tmp_path):
-    about = {"guarantee": {"max_loss": 0.01, "confidence": 0.95, "rows": 6}, "exit_counts": [3, 2, 1]}
-    about |= {"curve": {"rows": 6}, "rule": run.rule.to_dict()}
-    guaranteed = run._replace(config=run.config | about)
+    chosen = {"guarantee": {"max_loss": 0.01, "confidence": 0.95, "rows": 6}, "exit_counts": [3, 2, 1]}
+    chosen |= {"curve": {"rows": 6}, "rule": run.rule.to_dict()}
+    guaranteed = run._replace(config=run.config | chosen)
     for name, rule, remaining in (("own", run.rule, True), ("another", Threshold(0.5), False)):
         assert export(guaranteed._replace(rule=rule), tmp_path / name)
         manifest = read_json(tmp_path / name / "manifest.json", signed="format_version")
@@ -643,12 +646,12 @@ def test_a_guarantee_stays_with_the_rule_that_was_guaranteed(run, tmp_path):
     ids=["never", "0", "1", "planned", "threshold"],
 )
 def test_a_graph_passes_over_a_head_that_nobody_reads(by_segment, run, rule, read):
-    segments, found = OrtSegments(by_segment, read_json(by_segment / "manifest.json"), threads=1), []
+    segments, reads = OrtSegments(by_segment, read_json(by_segment / "manifest.json"), threads=1), []
     for session in segments.sessions:
-        session.run = lambda inputs, *read, run=session.run: found.append(inputs.get("read")) or run(inputs, *read)
+        session.run = lambda inputs, *read, run=session.run: reads.append(inputs.get("read")) or run(inputs, *read)
     inputs = run.encode(TEXTS[:3]).batch(slice(None))
     result = early_exit(segments, rule, inputs)
-    assert [each.item() for each in found if each is not None] == read  # the last graph is not asked
+    assert [head_read.item() for head_read in reads if head_read is not None] == read  # the last graph is not asked
     expected = early_exit(run.segments(), rule, inputs)
     np.testing.assert_array_equal(result.exit_index, expected.exit_index)
     np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=ATOL)
@@ -667,8 +670,8 @@ def test_the_interface_in_the_manifest_is_that_of_the_graphs_and_its_axes_are_dy
     for name, interface in read_json(by_segment / "manifest.json")["graphs"].items():
         session = onnxruntime.InferenceSession(by_segment / f"onnx/{name}.onnx", providers=[CPU])
         given = [*session.get_inputs(), *session.get_overridable_initializers()]
-        for kind, found in (("inputs", given), ("outputs", session.get_outputs())):
-            expected = {each.name: {"dtype": types[each.type], "axes": each.shape} for each in found}
+        for kind, nodes in (("inputs", given), ("outputs", session.get_outputs())):
+            expected = {node.name: {"dtype": types[node.type], "axes": node.shape} for node in nodes}
             assert interface[kind] == expected
             assert expected.pop("read", no_axes) == no_axes
             if kind == "inputs" and name == "model":
@@ -699,7 +702,7 @@ def test_every_graph_passes_the_checker_and_holds_no_weight(case_of, shape):
     for name in NAMES:
         onnx.checker.check_model(case.folder / name, full_check=True)
         graph = onnx.load(case.folder / name, load_external_data=False)
-        assert [(each.domain, each.version) for each in graph.opset_import] == [("", OPSET)]
+        assert [(opset.domain, opset.version) for opset in graph.opset_import] == [("", OPSET)]
         for tensor in initializers(graph.graph):
             if tensor.name in weights:
                 assert {entry.key: entry.value for entry in tensor.external_data}["location"] == "model.onnx_data"
@@ -717,10 +720,10 @@ def assert_weights_are_those_of(folder, model):
     expected = {
         name: value.detach().numpy() for name, value in model.named_parameters() if not name.startswith("backbone.pool")
     }
-    found = weights_of(folder)
-    assert found.keys() == expected.keys()
+    stored = weights_of(folder)
+    assert stored.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == np.float32 and found[name].tobytes() == value.tobytes()
+        assert stored[name].dtype == np.float32 and stored[name].tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -751,8 +754,8 @@ def test_the_torch_engine_reads_the_same_folder(exported, run):
 def test_torch_segments_of_a_folder_say_what_the_model_says(case_of, kind):
     case = case_of(kind, "gelu_new" if kind == "bert" else "gelu", "mean")
     write_json(case.folder / "manifest.json", case.manifest | WITHOUT_RUN)
-    found, *_ = read_every_exit(torch_segments(case.folder), case.inputs)
-    np.testing.assert_allclose(found, case.logits, rtol=0, atol=ATOL)
+    logits, *_ = read_every_exit(torch_segments(case.folder), case.inputs)
+    np.testing.assert_allclose(logits, case.logits, rtol=0, atol=ATOL)
 
 
 @pytest.fixture(scope="module")
@@ -772,10 +775,10 @@ def precisions(tmp_path_factory, wide_run):
 def test_what_is_no_number_is_no_answer(exported, monkeypatch):
     opened = Runtime(exported, threads=1)
     inputs = opened.encode(TEXTS[:2]).batch(slice(None))
-    found = {"logits": np.array([[0.5, np.nan, 0], [1, 2, 3]]), "layers": np.array([4, 4])}
-    monkeypatch.setattr(sessions.Session, "run", lambda *_: found)
+    outputs = {"logits": np.array([[0.5, np.nan, 0], [1, 2, 3]]), "layers": np.array([4, 4])}
+    monkeypatch.setattr(sessions.Session, "run", lambda *_: outputs)
     for answer in (
-        lambda: opened.answers(found["logits"], None, [0], [1.0]),
+        lambda: opened.answers(outputs["logits"], None, [0], [1.0]),
         lambda: opened.run(TEXTS[:2]),
         lambda: early_exit(opened.segments(), opened.rule, inputs),
         lambda: early_exit(opened.whole_model(), Never(), inputs),
@@ -806,8 +809,8 @@ def test_int8_stores_matrices_in_a_byte_a_weight_and_says_how_far_it_agrees(prec
     manifest, answers = read_json(precisions / "int8" / "manifest.json"), Runtime(precisions / "int8").run(TEXTS)
     expected = list(torch_answers(wide_run, TEXTS))
     output = [(answer.label, answer.exit) for answer in answers]
-    labels = np.mean([answer[0] == each[0] for answer, each in zip(output, expected)])
-    exits = np.mean([answer[1] == each[1] for answer, each in zip(output, expected)])
+    labels = np.mean([answer[0] == wanted[0] for answer, wanted in zip(output, expected)])
+    exits = np.mean([answer[1] == wanted[1] for answer, wanted in zip(output, expected)])
     assert manifest["precision"] == "int8" and min(labels, exits) > 0.7
     assert manifest["verified"]["prediction_agreement"] == pytest.approx(labels, abs=0.1)
     assert manifest["verified"]["exit_agreement"] == pytest.approx(exits, abs=0.1)
@@ -822,8 +825,8 @@ def test_the_torch_engine_refuses_an_int8_folder_in_one_line(precisions):
 
 def test_the_torch_engine_runs_a_float16_folder(precisions, wide_run):
     folder = precisions / "float16"
-    found = Runtime(folder, segments=torch_segments(folder))
-    for answer, other in zip(found.run(TEXTS, rule=Fixed(1)), Runtime(folder).run(TEXTS, rule=Fixed(1))):
+    float16 = Runtime(folder, segments=torch_segments(folder))
+    for answer, other in zip(float16.run(TEXTS, rule=Fixed(1)), Runtime(folder).run(TEXTS, rule=Fixed(1))):
         np.testing.assert_allclose(answer.logits, other.logits, rtol=0, atol=HALF_ATOL)
 
 
@@ -870,7 +873,7 @@ def test_a_rule_that_retrieves_is_served_with_its_encoder_and_datastore(
     expected = list(torch_answers(run, TEXTS))
     for batch_size in (1, 8):
         answers = opened.run(TEXTS, batch_size)
-        assert [(answer.label, answer.exit) for answer in answers] == [each[:2] for each in expected]
+        assert [(answer.label, answer.exit) for answer in answers] == [wanted[:2] for wanted in expected]
     assert len({answer.exit for answer in answers}) == K
     theirs = Runtime(tmp_path / "out", segments=torch_segments(tmp_path / "out"))
     assert [answer.exit for answer in theirs.run(TEXTS)] == [answer.exit for answer in answers]
@@ -1142,27 +1145,27 @@ def as_symbolic_links(source, folder):
 
 @pytest.mark.parametrize("make", [as_config_map, as_symbolic_links])
 def test_a_folder_of_links_answers_as_the_one_that_they_lead_to(by_segment, run, tmp_path, make):
-    links, plain = (Runtime(each, threads=1) for each in (make(by_segment, tmp_path / "links"), by_segment))
+    links, plain = (Runtime(path, threads=1) for path in (make(by_segment, tmp_path / "links"), by_segment))
     assert_answers_like_torch(links.run(TEXTS), run, TEXTS)
-    by_the_segments = ([answer.exit for answer in each.run(TEXTS, rule=Patience(1))] for each in (links, plain))
+    by_the_segments = ([answer.exit for answer in opened.run(TEXTS, rule=Patience(1))] for opened in (links, plain))
     assert next(by_the_segments) == next(by_the_segments)
 
 
 @pytest.mark.parametrize(
-    "make, found",
+    "make, cause",
     [
         (lambda source, folder: linked(source, folder, lambda a, b: b.hardlink_to(a)), "has several hard links"),
         (as_hub_cache, "is a symbolic link to .*/blobs/[0-9a-f]{64}"),
     ],
     ids=["cp -l", "the hub's cache"],
 )
-def test_links_that_cannot_be_read_are_told_and_the_advice_works(exported, by_segment, run, tmp_path, make, found):
+def test_links_that_cannot_be_read_are_told_and_the_advice_works(exported, by_segment, run, tmp_path, make, cause):
     """Of weights beside the graphs; a graph that has its weights is read through links."""
     copy = shutil.copytree(by_segment, tmp_path / "copy")
     assert_answers_like_torch(Runtime(make(exported, tmp_path / "one"), threads=1).run(TEXTS), run, TEXTS)
     links = make(copy, tmp_path / "links")
     with pytest.raises(
-        ValueError, match=f"model.onnx_data: .*this one {found}: copy the folder with `cp -rL`"
+        ValueError, match=f"model.onnx_data: .*this one {cause}: copy the folder with `cp -rL`"
     ) as error:
         Runtime(links, threads=1)
     assert str(links) in str(error.value) and "\n" not in str(error.value)
@@ -1352,7 +1355,7 @@ def python(code, *arguments, **options):
 
 
 def test_the_runtime_needs_no_torch_and_sessions_share_one_pool_of_threads_where_the_program_says_so(exported, run):
-    found = python(
+    process = python(
         """
         import onnxruntime
         from mini_ee.lab.export.runtime import Runtime
@@ -1374,18 +1377,18 @@ def test_the_runtime_needs_no_torch_and_sessions_share_one_pool_of_threads_where
     )
     texts = [("the film was lovely",), ("a dull song",)]
     expected = [f"{label} {exit}" for label, exit, _ in torch_answers(run, texts)]
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()  # onnxruntime prints some of its own
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()  # onnxruntime prints some of its own
     assert lines[:2] == expected and lines[-2] == "others are refused" and lines[-1].endswith("is blocked")
 
 
 def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_them(exported, monkeypatch, capsys):
-    def requested(*words, own=True):
+    def requested(*words, from_words=True):
         pools, words = [], list(map(str, words))
         monkeypatch.setattr(sessions, "share_threads", pools.append)
         monkeypatch.setattr(sys, "argv", ["mini-ee", *words])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a dull song\n")))
-        assert main(None if own else words) == 0
+        assert main(None if from_words else words) == 0
         return pools
 
     monkeypatch.setattr("mini_ee.experiments.bench.onnx.bench_onnx", lambda *_, **__: iter(()))
@@ -1394,7 +1397,7 @@ def test_graphs_share_threads_in_the_commands_that_run_no_torch_model_beside_the
     assert requested("run", exported, "--threads", threads) == requested("bench", "onnx") == [threads]
     assert requested("classify", exported, "--text", "a dull song") == [0]
     assert requested("run", exported, "--engine", "torch") == requested("bench", "batch") == []
-    assert requested("run", exported, own=False) == requested("bench", "onnx", own=False) == []
+    assert requested("run", exported, from_words=False) == requested("bench", "onnx", from_words=False) == []
 
 
 def test_the_command_run_needs_no_torch_and_shares_threads_in_a_process_of_its_own(exported, run):
@@ -1410,11 +1413,11 @@ def test_the_command_run_needs_no_torch_and_shares_threads_in_a_process_of_its_o
         from mini_ee.lab.export.sessions import Session
         print(Session.shares_threads)
     """
-    found = python(code, exported, input="the film was lovely\n")
-    assert (found.returncode, found.stderr) == (0, "")
+    process = python(code, exported, input="the film was lovely\n")
+    assert (process.returncode, process.stderr) == (0, "")
     (label, exit, _) = next(torch_answers(run, [("the film was lovely",)]))
-    assert f'"label": "{label}"' in found.stdout and f'"exit": {exit}' in found.stdout
-    assert found.stdout.endswith("True\n")
+    assert f'"label": "{label}"' in process.stdout and f'"exit": {exit}' in process.stdout
+    assert process.stdout.endswith("True\n")
 
 
 # Real weights and sentences

@@ -70,9 +70,9 @@ def in_full(model, prompts, new=24, **settings):
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_that_of_transformers_token_for_token(kind):
     model, prompts, expected = golden(kind)
-    found = in_full(model, prompts)
-    assert [text.tokens for text in found] == expected
-    assert all(text.layers_run == [3] * 24 for text in found)
+    texts = in_full(model, prompts)
+    assert [text.tokens for text in texts] == expected
+    assert all(text.layers_run == [3] * 24 for text in texts)
 
 
 def test_tokens_stream_one_step_at_a_time(monkeypatch):
@@ -135,19 +135,19 @@ def test_probabilities_are_those_of_a_loop_over_tokens(temperature, top_k, top_p
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty)
     seen = torch.zeros(1, len(LOGITS), dtype=torch.bool)
     seen[0, [1, 3]] = True
-    found = sampling.probabilities(torch.tensor([LOGITS]), seen)[0]
+    probabilities = sampling.probabilities(torch.tensor([LOGITS]), seen)[0]
     expected = torch.tensor(shares(LOGITS, temperature, top_k, top_p, penalty, seen=(1, 3)))
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(probabilities, expected, atol=1e-6, rtol=0)
 
 
 def test_a_uniform_number_draws_each_token_with_its_probability():
     sampling, draws = Sampling(temperature=1.0, top_p=0.9), 10_000
     uniform = (torch.arange(draws) + 0.5) / draws
     tokens = sampling.choose(torch.tensor([LOGITS]).expand(draws, -1), uniform)
-    found = torch.bincount(tokens, minlength=len(LOGITS)) / draws
+    frequencies = torch.bincount(tokens, minlength=len(LOGITS)) / draws
     expected = torch.tensor(shares(LOGITS, top_p=0.9))
-    assert (found - expected).abs().max() <= 1 / draws + 1e-6
-    assert not found[expected == 0].any()
+    assert (frequencies - expected).abs().max() <= 1 / draws + 1e-6
+    assert not frequencies[expected == 0].any()
     assert sampling.choose(torch.tensor([LOGITS]), torch.tensor([1 - 2**-24])).item() == 6
 
 
@@ -199,8 +199,8 @@ def test_a_sampling_that_cannot_be_is_told(settings, message):
 def test_exits_off_is_plain_decoding(kind, missing_kv):
     model, prompts, expected = golden(kind)
     for rule in (Never(), Threshold(math.inf))[: 2 if kind == "llama" else 1]:
-        found = with_exits(model, prompts, rule, missing_kv, new=24)
-        assert [text.tokens for text in found] == expected
+        texts = with_exits(model, prompts, rule, missing_kv, new=24)
+        assert [text.tokens for text in texts] == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])  # mistral: within a window
@@ -227,7 +227,7 @@ def defined(model, prompt, rule, missing_kv, new):
         """Hidden state 1 .. `left_at` of a token, each layer reading what came before."""
         states = [model.embed(Tensors(torch.tensor([[token]])))]
         for depth in range(left_at):
-            read = torch.cat([each[depth] for each in inputs] + [states[-1]], dim=1)
+            read = torch.cat([token_inputs[depth] for token_inputs in inputs] + [states[-1]], dim=1)
             block = model.block(torch.arange(read.shape[1])[None])
             states.append(model.run_layers(read, block, depth, depth + 1)[:, -1:])
         return states
@@ -255,15 +255,15 @@ DEFINED += [(MISSING_KV[number % 2], kind, MIXED) for number, kind in enumerate(
 DEFINED += [("copy_state", "llama", Threshold(0.15, "breaking_ties"))]
 
 
-@pytest.mark.parametrize("missing_kv, kind, rule", DEFINED, ids=lambda each: getattr(each, "measure", each))
+@pytest.mark.parametrize("missing_kv, kind, rule", DEFINED, ids=lambda setting: getattr(setting, "measure", setting))
 def test_copy_state_and_recompute_are_what_their_definitions_say(missing_kv, kind, rule):
     """Each decoder in one of the two ways; its graphs are compared in both, in test_decoder_export.py."""
     model, prompts, _ = golden(kind)
     depths, new = set(), 12 if kind == "llama" else 8
     with torch.no_grad():
-        for prompt, found in zip(prompts, with_exits(model, prompts, rule, missing_kv=missing_kv, new=new)):
-            assert defined(model, prompt, rule, missing_kv, new) == (found.tokens, found.layers_run)
-            depths |= set(found.layers_run)
+        for prompt, text in zip(prompts, with_exits(model, prompts, rule, missing_kv=missing_kv, new=new)):
+            assert defined(model, prompt, rule, missing_kv, new) == (text.tokens, text.layers_run)
+            depths |= set(text.layers_run)
     assert depths == {1, 2, 3} or rule is not MIXED and len(depths) > 1
 
 
@@ -284,8 +284,8 @@ def test_what_no_token_asks_for_is_never_computed(monkeypatch, missing_kv):
         model, "run_layers", lambda h, block, start, *rest: (ran.append(start), right(h, block, start, *rest))[1]
     )
     monkeypatch.setattr(model, "copy_state", lambda *args: pytest.fail("nothing reads above exit 1"))
-    found = with_exits(model, prompts, Fixed(0), missing_kv)
-    assert all(text.layers_run == [1] * 12 for text in found)
+    texts = with_exits(model, prompts, Fixed(0), missing_kv)
+    assert all(text.layers_run == [1] * 12 for text in texts)
     assert ran == [0] * 13  # the prompt through all layers, then the first alone
 
 
@@ -301,8 +301,8 @@ def test_a_tokens_operations_equal_what_torch_counts(kind):
     for k in range(len(exits)):
         for step in (segments.advance, segments.read):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-                found = step(k, state)
-            state = found if step == segments.advance else state
+                output = step(k, state)
+            state = output if step == segments.advance else state
             counted.append(counter.get_total_flops())
     expected = np.concatenate([np.hstack(segments.flops(k, inputs)) for k in range(len(exits))])
     np.testing.assert_array_equal(counted, expected)
@@ -366,8 +366,8 @@ def test_a_head_that_is_always_right_saves_all_passes_but_one_a_round(threshold,
         return (5.0 if at % 3 == 0 else 50.0) * F.one_hot(torch.tensor([token]), 64)  # every third: p = .7 of 64 tokens
 
     settings = {"exit_layer": 1, "head": head, "draft": 5, "confidence_threshold": threshold}
-    (found,) = gather(generate_lossless(model, prompts[:1], max_new_tokens=24, **settings), 1)
-    assert found.tokens == expected[0] and found.layers_run == layers and upper == widths
+    (lossless,) = gather(generate_lossless(model, prompts[:1], max_new_tokens=24, **settings), 1)
+    assert lossless.tokens == expected[0] and lossless.layers_run == layers and upper == widths
 
 
 def test_lossless_rows_end_at_their_stop_tokens():

@@ -119,7 +119,7 @@ def sure(model, inputs, measure):
     """Thresholds that some rows reach at each exit but the last."""
     logits, *_ = read_every_exit(model.segments(), inputs)
     confidences = [model_graph_measure(logits[:, k], measure) for k in range(len(model.exits))]
-    return tuple(float(np.median(each)) for each in confidences)
+    return tuple(float(np.median(exit_confidence)) for exit_confidence in confidences)
 
 
 def model_graph_measure(logits, measure):
@@ -169,10 +169,10 @@ def written(model, rule, folder):
     return OrtModel(folder, write_graphs(model, model.segments(), rule, folder), threads=1)
 
 
-def assert_same(found, expected):
-    np.testing.assert_array_equal(found.exit_index, expected.exit_index)
-    np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(found.cost.flops, expected.cost.flops)
+def assert_same(result, expected):
+    np.testing.assert_array_equal(result.exit_index, expected.exit_index)
+    np.testing.assert_allclose(result.logits, expected.logits, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(result.cost.flops, expected.cost.flops)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -202,22 +202,22 @@ def test_rows_leave_where_the_loop_lets_them_leave_with_what_it_says(tmp_path, n
 def assert_rows_stop_by_their_own_thresholds(model, graph, rule, inputs):
     """A batch of rows with different thresholds equals batches of one, in torch and in the graph."""
     drawn, count = np.random.default_rng(1), len(model.exits) - 1
-    own = runtime_values(rule, count)["threshold"]
-    found = np.where(np.isfinite(own), own, 0.5) + drawn.normal(0, 0.3, (B, count if type(rule) is Threshold else 1))
-    found[:4] = np.array([-np.inf, np.inf, np.nan, np.nan])[:, None]
-    thresholds = found.astype(np.float32) * np.ones(count, np.float32)
+    cuts = runtime_values(rule, count)["threshold"]
+    moved = np.where(np.isfinite(cuts), cuts, 0.5) + drawn.normal(0, 0.3, (B, count if type(rule) is Threshold else 1))
+    moved[:4] = np.array([-np.inf, np.inf, np.nan, np.nan])[:, None]
+    thresholds = moved.astype(np.float32) * np.ones(count, np.float32)
     alone = []
-    for row, values in enumerate(np.where(np.isnan(thresholds), own, thresholds).tolist()):
+    for row, values in enumerate(np.where(np.isnan(thresholds), cuts, thresholds).tolist()):
         value = (*values, 0.0) if type(rule) is Threshold else values[0]
-        each = with_runtime(rule, {"threshold": value})
-        alone.append(early_exit(model.segments(), each, inputs.take([row])))
-    exit_index = np.concatenate([each.exit_index for each in alone])
+        row_rule = with_runtime(rule, {"threshold": value})
+        alone.append(early_exit(model.segments(), row_rule, inputs.take([row])))
+    exit_index = np.concatenate([result.exit_index for result in alone])
     assert len(set(exit_index.tolist())) > 1
     several = RowThresholds(rule, thresholds)
     for engine in (model.segments(), graph):
         batch = early_exit(engine, several, inputs)
         np.testing.assert_array_equal(batch.exit_index, exit_index)
-        np.testing.assert_allclose(batch.logits, np.concatenate([each.logits for each in alone]), rtol=0, atol=ATOL)
+        np.testing.assert_allclose(batch.logits, np.concatenate([result.logits for result in alone]), rtol=0, atol=ATOL)
 
 
 @pytest.fixture(scope="module")
@@ -236,26 +236,26 @@ def written_bert(tmp_path_factory):
 
 
 def output(case, **feeds):
-    names = [each.name for each in case.session.get_outputs()]
+    names = [node.name for node in case.session.get_outputs()]
     return SimpleNamespace(**dict(zip(names, case.session.run(None, case.feeds | feeds))))
 
 
 def test_it_says_label_confidence_and_layers_and_stops_by_the_runs_own_thresholds(written_bert):
     case = written_bert
-    expected, found = early_exit(case.model.segments(), case.rule, case.inputs), output(case)
-    np.testing.assert_array_equal(found.layers, expected.layers_run)
-    np.testing.assert_array_equal(found.label, expected.logits.argmax(1))
+    expected, outputs = early_exit(case.model.segments(), case.rule, case.inputs), output(case)
+    np.testing.assert_array_equal(outputs.layers, expected.layers_run)
+    np.testing.assert_array_equal(outputs.label, expected.logits.argmax(1))
     powers = np.exp(expected.logits)
-    np.testing.assert_allclose(found.confidence, powers.max(1) / powers.sum(1), rtol=0, atol=1e-6)
-    assert {each.name for each in case.session.get_overridable_initializers()} == {"threshold", "exit_at"}
+    np.testing.assert_allclose(outputs.confidence, powers.max(1) / powers.sum(1), rtol=0, atol=1e-6)
+    assert {node.name for node in case.session.get_overridable_initializers()} == {"threshold", "exit_at"}
 
 
 def test_other_thresholds_may_be_fed(written_bert):
     case = written_bert
     for values in ((0.4, 0.9), (0.9, 0.4), (-np.inf, 0.0), (np.inf, 0.5), (np.inf, np.inf)):
-        found = output(case, threshold=np.array(values, np.float32))
+        outputs = output(case, threshold=np.array(values, np.float32))
         expected = early_exit(case.model.segments(), Threshold((*values, 0.0)), case.inputs)
-        np.testing.assert_array_equal(found.layers, expected.layers_run)
+        np.testing.assert_array_equal(outputs.layers, expected.layers_run)
 
 
 @pytest.mark.parametrize("unplanned", [-1, -7])
@@ -264,10 +264,10 @@ def test_a_plan_may_be_fed_for_some_rows_and_the_rule_decides_of_the_others(writ
     plan[plan < 0] = unplanned
     by_rule = early_exit(case.model.segments(), case.rule, case.inputs).exit_index
     exit_index = np.where(plan < 0, by_rule, plan)
-    found = output(case, exit_at=plan)
-    np.testing.assert_array_equal(found.layers, np.array(EXITS)[exit_index])
+    outputs = output(case, exit_at=plan)
+    np.testing.assert_array_equal(outputs.layers, np.array(EXITS)[exit_index])
     logits, *_ = read_every_exit(case.model.segments(), case.inputs)
-    np.testing.assert_allclose(found.logits, logits[np.arange(B), exit_index], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(outputs.logits, logits[np.arange(B), exit_index], rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_head_that_nobody_asks_is_not_read(written_bert, tmp_path, feeds, head
     types = {"exit_at": np.int64, "threshold": np.float32}
     session.run(None, case.feeds | {name: np.array(value, types[name]) for name, value in feeds.items()})
     with open(session.end_profiling()) as file:
-        names = [each["name"] for each in json.load(file) if each["name"].endswith("_kernel_time")]
+        names = [event["name"] for event in json.load(file) if event["name"].endswith("_kernel_time")]
     assert sum("heads." in name and ".out.weight" in name for name in names) == heads
 
 
@@ -317,8 +317,8 @@ def test_bad_input_is_an_error_and_no_answer(written_bert, feeds):
 def test_no_rows_and_a_thousand_rows(written_bert):
     case = written_bert
     many = {name: np.tile(value, (1_000 // B + 1, 1))[:1_000] for name, value in case.feeds.items()}
-    found = output(case, **many)
-    np.testing.assert_array_equal(found.layers, np.tile(output(case).layers, 1_000 // B + 1)[:1_000])
+    outputs = output(case, **many)
+    np.testing.assert_array_equal(outputs.layers, np.tile(output(case).layers, 1_000 // B + 1)[:1_000])
     with pytest.raises(Exception, match="empty set"):
         output(case, **{name: value[:0] for name, value in case.feeds.items()})
 
@@ -334,9 +334,9 @@ assert not {"torch", "mini_ee", "onnx", "tokenizers"} & sys.modules.keys()
     case, given, answer = written_bert, tmp_path / "given.npz", tmp_path / "answer.npz"
     np.savez(given, **case.feeds)
     subprocess.run([sys.executable, "-c", code, case.folder, given, answer], check=True, capture_output=True)
-    found, expected = np.load(answer), output(case)
-    np.testing.assert_array_equal(found["arr_0"], expected.logits)
-    np.testing.assert_array_equal(found["arr_1"], expected.layers)
+    outputs, expected = np.load(answer), output(case)
+    np.testing.assert_array_equal(outputs["arr_0"], expected.logits)
+    np.testing.assert_array_equal(outputs["arr_1"], expected.layers)
 
 
 def test_a_weight_stands_in_the_branch_that_uses_it(written_bert):
@@ -349,9 +349,9 @@ def test_a_weight_stands_in_the_branch_that_uses_it(written_bert):
 def test_other_precisions_leave_near_where_torch_leaves(tmp_path, precision):
     model, inputs = made("bert"), rows()
     manifest = write_graphs(model, model.segments(), Threshold(0.6), tmp_path, precision)
-    found = early_exit(OrtModel(tmp_path, manifest, threads=1), Threshold(0.6), inputs)
+    result = early_exit(OrtModel(tmp_path, manifest, threads=1), Threshold(0.6), inputs)
     expected = early_exit(model.segments(), Threshold(0.6), inputs)
-    assert (found.exit_index == expected.exit_index).mean() > 0.8
+    assert (result.exit_index == expected.exit_index).mean() > 0.8
 
 
 @pytest.mark.parametrize("name", ["bert", "policy", "lora"])
@@ -416,6 +416,8 @@ def test_a_rule_remembers_what_an_exit_says_at_which_nobody_may_leave(tmp_path, 
     means = (max_probability(logits[:, 0]) + max_probability(logits[:, 1])) / 2
     rule = Mean((np.inf, float(np.quantile(means, 0.5)) + 1e-4, 0.0))
     manifest = write_graphs(model, model.segments(), rule, tmp_path)
-    found, expected = (early_exit(each, rule, inputs) for each in (OrtModel(tmp_path, manifest), model.segments()))
+    result, expected = (
+        early_exit(segments, rule, inputs) for segments in (OrtModel(tmp_path, manifest), model.segments())
+    )
     assert set(expected.exit_index.tolist()) == {1, 2}
-    assert_same(found, expected)
+    assert_same(result, expected)

@@ -47,8 +47,8 @@ def no_grad():
         yield
 
 
-def assert_close(found, expected, tolerance=TOLERANCE):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+def assert_close(output, expected, tolerance=TOLERANCE):
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
 def golden():
@@ -60,12 +60,12 @@ def golden():
 def test_hidden_states_and_logits_are_those_of_transformers():
     model, inputs, expected = golden()
     *states, last = model.hidden_states(*inputs)
-    found = {f"hidden.{depth}": state for depth, state in enumerate(states)}
-    found |= {"normed": model.norm(last), "lm_logits": model.lm_logits(last)}
-    assert found.keys() == expected.keys()
+    outputs = {f"hidden.{depth}": state for depth, state in enumerate(states)}
+    outputs |= {"normed": model.norm(last), "lm_logits": model.lm_logits(last)}
+    assert outputs.keys() == expected.keys()
     real = inputs[1].bool()
     for name, tensor in expected.items():
-        assert_close(found[name][real], tensor[real])
+        assert_close(outputs[name][real], tensor[real])
 
 
 def test_a_sentence_encoder_reads_the_last_states_behind_the_final_norm():
@@ -249,9 +249,9 @@ def test_in_bfloat16_far_positions_turn_as_in_float32():
     model = ModernBert(replace(load_backbone(GOLDEN).config, max_position_embeddings=4000), lm_head=False)
     inputs = Tensors(torch.full((1, 2000), 5))
     expected = model.context(inputs)
-    found = model.bfloat16().context(inputs)
-    assert found.cos.dtype == found.sin.dtype == model.embed(inputs).dtype == torch.bfloat16
-    assert_close(found.cos.float(), expected.cos, 0.005)
+    context = model.bfloat16().context(inputs)
+    assert context.cos.dtype == context.sin.dtype == model.embed(inputs).dtype == torch.bfloat16
+    assert_close(context.cos.float(), expected.cos, 0.005)
 
 
 @pytest.mark.parametrize("name", ["embedding_dropout", "attention_dropout", "mlp_dropout"])
@@ -311,8 +311,8 @@ def test_onnx_equals_torch(change, tmp_path):
     for engine in engines(model, model.segments(), tmp_path, chained=not change):
         for lengths in ((12, 7, 1, 12, 9), (2, 3), (1,), (40,), (30, 30)):
             inputs = drawn_inputs(lengths)
-            expected, found = (read_every_exit(each, inputs)[0] for each in (model.segments(), engine))
-            np.testing.assert_allclose(found, expected, rtol=0, atol=ENGINES)
+            expected, logits = (read_every_exit(segments, inputs)[0] for segments in (model.segments(), engine))
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=ENGINES)
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
@@ -320,8 +320,8 @@ def test_other_precisions_are_near(precision, tmp_path):
     model, inputs = random_exits(random_modernbert()), drawn_inputs()
     expected = read_every_exit(model.segments(), inputs)[0]
     atol = {"float16": 0.05, "int8": 0.5}[precision]
-    found = read_every_exit(engines(model, model.segments(), tmp_path, precision, chained=False)[0], inputs)[0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    logits = read_every_exit(engines(model, model.segments(), tmp_path, precision, chained=False)[0], inputs)[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=atol)
 
 
 def test_queries_and_keys_turn_in_one_node_a_layer(tmp_path):
@@ -357,8 +357,8 @@ def test_every_schedule_gives_every_exit_what_it_has_alone(targets):
     model, inputs = lora_model(targets), drawn_inputs()
     expected = torch.stack(model(*tensors(inputs)), 1).numpy()
     for schedule in all_schedules(3):
-        found, *_ = read_every_exit(model.segments(schedule), inputs)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+        logits, *_ = read_every_exit(model.segments(schedule), inputs)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
     exits = [2, 0, 1, 2, 0]
     np.testing.assert_allclose(
         model.ragged(exits, *tensors(inputs)).numpy(), expected[range(5), exits], rtol=0, atol=TOLERANCE
@@ -411,14 +411,14 @@ def test_it_is_trained_exported_and_run_as_any_other(checkpoint_folder, task_fol
         trained = mini_ee.train("lora-exits", folder, task_folder, tmp_path / "run", epochs=1, exits=EXITS)
     texts = ["the film was good", "a very very dull song"]
     inputs, loaded = trained.encode(texts).batch(slice(None)), load_run(tmp_path / "run")
-    expected, found = (read_every_exit(each.segments(), inputs)[0] for each in (trained, loaded))
-    assert np.array_equal(found, expected)
+    expected, logits = (read_every_exit(opened.segments(), inputs)[0] for opened in (trained, loaded))
+    assert np.array_equal(logits, expected)
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json"]) == 0
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert verified["max_logit_difference"] < ENGINES and verified["exit_agreement"] == 1
     answers = Runtime(tmp_path / "out", threads=1).run(texts)
-    classified = [(each.label, each.layers) for each in loaded.classify(texts)]
-    assert [(each.label, each.exit) for each in answers] == classified
+    classified = [(answer.label, answer.layers) for answer in loaded.classify(texts)]
+    assert [(answer.label, answer.exit) for answer in answers] == classified
     again = read_every_exit(torch_segments(tmp_path / "out", "cpu"), inputs)[0]
-    np.testing.assert_allclose(again, found, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(again, logits, rtol=0, atol=TOLERANCE)

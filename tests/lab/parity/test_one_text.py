@@ -116,7 +116,10 @@ def oracle(engine):
     """What each good text gets alone."""
     runtime = engine.runtime
     answers = [runtime.run([text], 1, engine.rule)[0] for text in GOOD]
-    return [(each.tokens, each.layers) if hasattr(each, "tokens") else (each.label, each.layers) for each in answers]
+    return [
+        (answer.tokens, answer.layers) if hasattr(answer, "tokens") else (answer.label, answer.layers)
+        for answer in answers
+    ]
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -132,8 +135,11 @@ def test_of_a_batch_only_the_texts_that_fail_alone_fail(rows, decoder, overflow,
         wait(futures, 60)
         assert worker.state == "ready" and worker._open == 0
     good = [future.result() for future in futures if future.exception() is None]
-    found = [(each.tokens, each.layers) if hasattr(each, "tokens") else (each.label, each.layers) for each in good]
-    assert found == expected
+    outcomes = [
+        (answer.tokens, answer.layers) if hasattr(answer, "tokens") else (answer.label, answer.layers)
+        for answer in good
+    ]
+    assert outcomes == expected
     errors = [future.exception() for future in futures if future.exception() is not None]
     wrong = [str(error) for error in errors if isinstance(error, WrongRow)]
     failed = [str(error) for error in errors if not isinstance(error, WrongRow)]
@@ -172,9 +178,9 @@ def test_what_a_text_made_nan_is_wiped_before_the_next_takes_its_place(decoder, 
 def test_answers_over_http_are_those_alone_and_the_culprits_get_their_line(rows, overflow, caplog):
     bodies = [{"text": text} for text in (*GOOD, WITH_BEYOND, WITH_HUGE) * 2]
     with serving(engine_of(rows), max_wait=0.05) as (_, port):
-        found = together(port, bodies)
+        replies = together(port, bodies)
     alone = {text: rows.run([text], 1)[0] for text in GOOD}
-    for body, (status, message, _) in zip(bodies, found):
+    for body, (status, message, _) in zip(bodies, replies):
         if body["text"] == WITH_BEYOND:
             assert status == 400 and message["error"].startswith(NOT_KNOWN)
         elif body["text"] == WITH_HUGE:
@@ -188,8 +194,8 @@ def test_answers_over_http_are_those_alone_and_the_culprits_get_their_line(rows,
 def test_of_several_texts_in_a_request_each_has_its_answer_or_its_line(rows, overflow):
     with serving(engine_of(rows)) as (_, port):
         status, result, _ = ask(port, {"texts": [GOOD[0], WITH_BEYOND, GOOD[1], WITH_HUGE, ""]})
-    assert status == 200 and [set(each) == {"error"} for each in result["answers"]] == [False, True, False, True, True]
-    assert [each["label"] for each in result["answers"][:3:2]] == [each.label for each in rows.run(GOOD[:2])]
+    assert status == 200 and [set(line) == {"error"} for line in result["answers"]] == [False, True, False, True, True]
+    assert [answer["label"] for answer in result["answers"][:3:2]] == [answer.label for answer in rows.run(GOOD[:2])]
 
 
 @pytest.mark.parametrize("which", ["rows", "decoder"])
@@ -200,12 +206,17 @@ def test_run_reports_a_bad_line_with_its_number_and_answers_the_others(
     runtime = request.getfixturevalue(which)
     (tmp_path / "lines.txt").write_text(f"{GOOD[0]}\nthe film was very {word}\n{GOOD[1]}\n")
     words = ["run", runtime.folder, tmp_path / "lines.txt", "--out", tmp_path / "out.jsonl", "--threads", 1]
-    assert main([str(each) for each in words] + (["--max-new-tokens", "4"] if which == "decoder" else [])) == 1
+    assert (
+        main([str(word_or_path) for word_or_path in words] + (["--max-new-tokens", "4"] if which == "decoder" else []))
+        == 1
+    )
     first, bad, last = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     key = "label" if which == "rows" else "text"
     assert [first[key], last[key]] == [getattr(runtime.run([text])[0], key) for text in GOOD[:2]]
     assert set(bad) == {"line", "error"} and bad["line"] == 2 and bad["error"].startswith(line)
-    (error,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("mini-ee run: line")]
+    (error,) = [
+        reported for reported in capsys.readouterr().err.splitlines() if reported.startswith("mini-ee run: line")
+    ]
     assert error == f"mini-ee run: line 2: {bad['error']}"
 
 
@@ -239,7 +250,7 @@ def test_a_padding_token_beyond_the_vocabulary_pads_all_the_same(rows, tmp_path)
     write_json(folder / "manifest.json", manifest)
     padded = Runtime(folder, threads=1)
     assert padded.tokenizer.pad_token_id == 60
-    assert [each.label for each in padded.run(GOOD, 8)] == [rows.run([text])[0].label for text in GOOD]
+    assert [answer.label for answer in padded.run(GOOD, 8)] == [rows.run([text])[0].label for text in GOOD]
 
 
 def test_an_export_without_the_size_of_its_vocabulary_is_refused_with_advice(rows, tmp_path):

@@ -62,5 +62,5 @@ def logits_through_peft(model, folder, inputs):
 
 def test_peft_computes_what_we_compute(saved, padded_inputs):
     model, folder = saved
-    found = logits_through_peft(model, folder, padded_inputs)
-    np.testing.assert_allclose(found, all_exits(model, padded_inputs), rtol=0, atol=ATOL)
+    logits = logits_through_peft(model, folder, padded_inputs)
+    np.testing.assert_allclose(logits, all_exits(model, padded_inputs), rtol=0, atol=ATOL)

@@ -28,21 +28,21 @@ def no_grad():
 def states_of(model, inputs):
     """What the encoder and the decoder make of texts and answers, by the names of the golden files."""
     depth, context, hidden = len(model.encoder), model.context(inputs), model.embed(inputs)
-    found = {f"encoder.{layer}": model.encode(inputs, layer)[0] for layer in range(depth)}
-    found |= {f"encoder.{depth}": context.memory, "hidden.0": hidden}
+    states = {f"encoder.{layer}": model.encode(inputs, layer)[0] for layer in range(depth)}
+    states |= {f"encoder.{depth}": context.memory, "hidden.0": hidden}
     for layer in range(model.config.num_hidden_layers):
         hidden = model.run_layers(hidden, context, layer, layer + 1)
-        found[f"hidden.{layer + 1}"] = hidden
-    last = found.pop(f"hidden.{model.config.num_hidden_layers}")
-    return found | {"normed": model.norm(last) / model.norm.scale, "lm_logits": model.lm_logits(last)}
+        states[f"hidden.{layer + 1}"] = hidden
+    last = states.pop(f"hidden.{model.config.num_hidden_layers}")
+    return states | {"normed": model.norm(last) / model.norm.scale, "lm_logits": model.lm_logits(last)}
 
 
 def assert_states(model, inputs, expected, tolerance=TOLERANCE):
-    found, real = states_of(model, inputs), inputs.attention_mask.bool()
-    assert found.keys() == expected.keys()
+    states, real = states_of(model, inputs), inputs.attention_mask.bool()
+    assert states.keys() == expected.keys()
     for name, tensor in expected.items():
-        own = real if name.startswith("encoder") else ...
-        assert_close(found[name][own], tensor[own], tolerance)
+        counted = real if name.startswith("encoder") else ...
+        assert_close(states[name][counted], tensor[counted], tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,13 +162,13 @@ def bucket(r, both, count=32, most=128):
 @pytest.mark.parametrize("both", [True, False])
 def test_buckets_are_those_of_the_formula(both):
     config, distances = load_backbone(GOLDEN / "t5").config, torch.arange(-600, 601)
-    found = buckets(
+    bucket_numbers = buckets(
         distances, both, replace(config, relative_attention_num_buckets=32, relative_attention_max_distance=128)
     )
-    assert found.tolist() == [bucket(r, both) for r in distances.tolist()]
+    assert bucket_numbers.tolist() == [bucket(r, both) for r in distances.tolist()]
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     attention = transformers.models.t5.modeling_t5.T5Attention
-    assert torch.equal(found, attention._relative_position_bucket(distances, both, 32, 128))
+    assert torch.equal(bucket_numbers, attention._relative_position_bucket(distances, both, 32, 128))
 
 
 def by_loops(file, config, text, answer):
@@ -188,18 +188,18 @@ def by_loops(file, config, text, answer):
         for i in range(len(x)):
             read = np.zeros(heads * d)
             for h in range(heads):
-                own, scores = slice(h * d, (h + 1) * d), []
+                of_head, scores = slice(h * d, (h + 1) * d), []
                 for j in range(len(others)):
                     bias = 0.0 if table is None else get[table][bucket(j - i, both, *sizes), h]
-                    scores.append(-math.inf if table and not both and j > i else q[i][own] @ k[j][own] + bias)
+                    scores.append(-math.inf if table and not both and j > i else q[i][of_head] @ k[j][of_head] + bias)
                 powers = [math.exp(score - max(scores)) for score in scores]
                 for j, power in enumerate(powers):
-                    read[own] += power / sum(powers) * v[j][own]
+                    read[of_head] += power / sum(powers) * v[j][of_head]
             out.append(get[f"{name}.o.weight"] @ read)
         return out
 
     def feed(x, name):
-        found = []
+        outputs = []
         for row in x:
             if f"{name}.wi.weight" in get:
                 inner = np.maximum(get[f"{name}.wi.weight"] @ row, 0)
@@ -207,8 +207,8 @@ def by_loops(file, config, text, answer):
                 g = get[f"{name}.wi_0.weight"] @ row
                 gelu = 0.5 * g * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
                 inner = gelu * (get[f"{name}.wi_1.weight"] @ row)
-            found.append(get[f"{name}.wo.weight"] @ inner)
-        return found
+            outputs.append(get[f"{name}.wo.weight"] @ inner)
+        return outputs
 
     def add(x, y):
         return [a + b for a, b in zip(x, y)]
@@ -219,13 +219,13 @@ def by_loops(file, config, text, answer):
             f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
         )
         for layer in range(layers):
-            own = f"{name}.block.{layer}.layer"
-            normed = norm(x, f"{own}.0.layer_norm")
-            x = add(x, attention(normed, normed, f"{own}.0.SelfAttention", table, name == "encoder"))
+            stem = f"{name}.block.{layer}.layer"
+            normed = norm(x, f"{stem}.0.layer_norm")
+            x = add(x, attention(normed, normed, f"{stem}.0.SelfAttention", table, name == "encoder"))
             if memory is not None:
-                x = add(x, attention(norm(x, f"{own}.1.layer_norm"), memory, f"{own}.1.EncDecAttention", None, False))
+                x = add(x, attention(norm(x, f"{stem}.1.layer_norm"), memory, f"{stem}.1.EncDecAttention", None, False))
             last = 1 if memory is None else 2
-            x = add(x, feed(norm(x, f"{own}.{last}.layer_norm"), f"{own}.{last}.DenseReluDense"))
+            x = add(x, feed(norm(x, f"{stem}.{last}.layer_norm"), f"{stem}.{last}.DenseReluDense"))
         return norm(x, f"{name}.final_layer_norm")
 
     memory = stack("encoder", text, config.num_encoder_layers, None)
@@ -240,9 +240,9 @@ def test_it_computes_its_equations_in_loops_in_float64(kind):
     file, model = load_file(GOLDEN / kind / "model.safetensors"), model.double()
     one = Pairs(inputs.input_ids[1:2, :6], None, inputs.decoder_input_ids[1:2, :5])
     hidden = model.run_layers(model.embed(one), model.context(one), 0, 3)
-    found = F.linear(model.norm(hidden), model.get_parameter(model.vocabulary["weight"]))[0].numpy()  # in float64
+    logits = F.linear(model.norm(hidden), model.get_parameter(model.vocabulary["weight"]))[0].numpy()  # in float64
     expected = by_loops(file, model.config, one.input_ids[0].tolist(), one.decoder_input_ids[0].tolist())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12)
 
 
 def test_what_the_encoder_makes_of_a_text_does_not_depend_on_its_padding():
@@ -271,8 +271,8 @@ def folder(tmp_path):
         folder.mkdir(exist_ok=True)
         keys = json.loads((GOLDEN / kind / "config.json").read_text()) | (config or {})
         (folder / "config.json").write_text(json.dumps({key: v for key, v in keys.items() if v != "absent"}))
-        found = load_file(GOLDEN / kind / "model.safetensors") | (tensors or {})
-        save_file({name: tensor for name, tensor in found.items() if tensor is not None}, folder / "model.safetensors")
+        stored = load_file(GOLDEN / kind / "model.safetensors") | (tensors or {})
+        save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, folder / "model.safetensors")
         return folder
 
     return changed
@@ -301,10 +301,10 @@ def test_of_a_classifier_the_backbone_is_taken_and_the_head_is_left_out(folder, 
     file = load_file(GOLDEN / kind / "model.safetensors")
     renamed = dict.fromkeys(file) | {f"transformer.{name}": t for name, t in file.items() if name != "lm_head.weight"}
     keys = {"architectures": ["T5ForSequenceClassification"], "tie_word_embeddings": kind == "t5"}
-    found, (whole, inputs, _) = load_backbone(folder(kind, keys, renamed | CLASSIFIER)), golden(kind)
-    assert found.left_out == tuple(sorted(CLASSIFIER)) and not found.untied_head
-    assert found.has_lm_head == (kind == "t5")  # v1.1 has a head of its own, which is not in this file
-    for state, expected in zip(found.hidden_states(*inputs[:2]), whole.hidden_states(*inputs[:2]), strict=True):
+    classifier, (whole, inputs, _) = load_backbone(folder(kind, keys, renamed | CLASSIFIER)), golden(kind)
+    assert classifier.left_out == tuple(sorted(CLASSIFIER)) and not classifier.untied_head
+    assert classifier.has_lm_head == (kind == "t5")  # v1.1 has a head of its own, which is not in this file
+    for state, expected in zip(classifier.hidden_states(*inputs[:2]), whole.hidden_states(*inputs[:2]), strict=True):
         assert torch.equal(state, expected)
 
 
@@ -408,8 +408,8 @@ def test_a_new_one_is_drawn_as_hugging_face_draws_it():
         "layers.0.cross_query.weight": (64 * 25) ** -0.5,
         "layers.0.cross_key_value.weight": 64**-0.5,
     }
-    found = {name: float(model.get_parameter(name).std()) for name in wanted}
-    assert found == pytest.approx(wanted, rel=0.1)
+    deviations = {name: float(model.get_parameter(name).std()) for name in wanted}
+    assert deviations == pytest.approx(wanted, rel=0.1)
     query, key, _ = model.encoder[1].qkv.weight.split(100)
     assert float(query.std()) == pytest.approx((64 * 25) ** -0.5, rel=0.1) and float(key.std()) > 4 * float(query.std())
     assert isinstance(model.norm, HeadNorm) and isinstance(model.biases, Biases)

@@ -38,20 +38,20 @@ def tokenizer(t5_folder):  # noqa: F811
 
 
 def test_the_tokenizer_ends_texts_with_its_mark_and_knows_words_with_their_space(t5_folder, tokenizer):  # noqa: F811
-    own = Tokenizer.from_folder(t5_folder)
-    ids = own.encode(["the film was good", ("the film", "a song")]).ids
-    assert [own.backend.id_to_token(token) for token in ids[0]] == ["▁the", "▁film", "▁was", "▁good", "</s>"]
-    assert [token for token, each in enumerate(ids[1]) if each == 1] == [2, 5] and own.pad_token_id == 0
-    assert own.mask_token_id is None
-    assert [own.backend.id_to_token(token) for token in tokenizer.label_tokens] == ["▁bad", "▁good", "▁fine"]
+    of_folder = Tokenizer.from_folder(t5_folder)
+    ids = of_folder.encode(["the film was good", ("the film", "a song")]).ids
+    assert [of_folder.backend.id_to_token(token) for token in ids[0]] == ["▁the", "▁film", "▁was", "▁good", "</s>"]
+    assert [token for token, type_id in enumerate(ids[1]) if type_id == 1] == [2, 5] and of_folder.pad_token_id == 0
+    assert of_folder.mask_token_id is None
+    assert [of_folder.backend.id_to_token(token) for token in tokenizer.label_tokens] == ["▁bad", "▁good", "▁fine"]
     with pytest.raises(ValueError, match="no .mask.: a decoder continues the prompt"):
-        PromptModel(load_backbone(t5_folder), PromptTokenizer_with_mask(own))
+        PromptModel(load_backbone(t5_folder), PromptTokenizer_with_mask(of_folder))
 
 
-def PromptTokenizer_with_mask(own):
+def PromptTokenizer_with_mask(of_folder):
     """One that an encoder would be given."""
-    own.prompt, own.label_tokens = Prompt("{text} was {mask}", ("bad", "good")), (8, 16)
-    return own
+    of_folder.prompt, of_folder.label_tokens = Prompt("{text} was {mask}", ("bad", "good")), (8, 16)
+    return of_folder
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -63,18 +63,18 @@ def test_label_words_are_read_at_the_first_token_of_the_answer_as_transformers_r
     with torch.no_grad():
         logits = theirs(ids, attention_mask=mask, decoder_input_ids=torch.zeros(3, 1, dtype=torch.int64)).logits[:, 0]
         model = PromptModel(load_backbone(t5_folder), tokenizer)
-        found = early_exit(model.segments(), Never(), inputs).logits
-    assert_close(torch.from_numpy(found), logits[:, list(tokenizer.label_tokens)])
+        word_logits = early_exit(model.segments(), Never(), inputs).logits
+    assert_close(torch.from_numpy(word_logits), logits[:, list(tokenizer.label_tokens)])
 
 
 def test_every_exit_is_the_head_on_that_layer_and_a_batch_is_its_rows_alone(t5_folder, tokenizer):  # noqa: F811
     model, inputs = PromptModel(load_backbone(t5_folder), tokenizer), tokenizer.encode(TEXTS).batch(slice(None))
     segments = model.segments()
-    found, *_ = read_every_exit(segments, inputs)
+    exit_logits, *_ = read_every_exit(segments, inputs)
     for row in range(3):
         states = model.backbone.hidden_states(torch.from_numpy(tokenizer.encode(TEXTS[row : row + 1]).ids[0])[None])
         expected = [model.backbone.lm_logits(state)[0, 0, list(tokenizer.label_tokens)] for state in states[1:]]
-        assert_close(torch.from_numpy(found[row]), torch.stack(expected).detach())
+        assert_close(torch.from_numpy(exit_logits[row]), torch.stack(expected).detach())
     for threshold in (0.0, 0.36, 0.4, 1.0):
         together = early_exit(segments, Threshold(threshold), inputs)
         for row in range(3):
@@ -119,8 +119,8 @@ def test_the_encoder_runs_once_and_what_is_skipped_makes_no_keys_of_it(t5_folder
 
 
 def test_whether_exits_pay_is_asked_with_the_encoder_that_runs_before_them(t5_folder):  # noqa: F811
-    backbone, own = load_backbone(t5_folder), Tokenizer.from_folder(t5_folder)
-    rows = own.encode(["the film was good", "the meal was bad"] * 8)
+    backbone, of_folder = load_backbone(t5_folder), Tokenizer.from_folder(t5_folder)
+    rows = of_folder.encode(["the film was good", "the meal was bad"] * 8)
     labels = np.array([0, 1] * 8)
     probed = probe_rows(backbone, rows, labels, 2, 0)
     segments = RowExits(backbone, (1, 2, 3), 2, "first").segments()
@@ -189,16 +189,16 @@ def test_one_graph_and_segments_say_what_torch_says(kind, step, tmp_path):
             segments = engine(folder, manifest, threads=1)
             np.testing.assert_allclose(read_every_exit(segments, inputs)[0], expected, atol=ENGINES)
             for threshold in (0.36, 0.5):
-                found, wanted = (early_exit(each, Threshold(threshold), inputs) for each in (segments, source))
-                np.testing.assert_allclose(found.logits, wanted.logits, atol=ENGINES)
-                assert found.layers_run.tolist() == wanted.layers_run.tolist()
+                result, wanted = (early_exit(either, Threshold(threshold), inputs) for either in (segments, source))
+                np.testing.assert_allclose(result.logits, wanted.logits, atol=ENGINES)
+                assert result.layers_run.tolist() == wanted.layers_run.tolist()
             theirs = source if engine is OrtSegments else model.segments()  # the one graph restarts
             assert [segments.flops(k, inputs)[0] for k in range(2)] == [theirs.flops(k, inputs)[0] for k in range(2)]
         if segments.can_join():  # as a server has them: rows of several batches go on as one
             alone = [segments.advance(0, segments.start(inputs.take(np.array([row])))) for row in range(len(inputs))]
-            state = segments.joined(inputs, [(each, 0) for each in alone])
-            found = segments.read(1, segments.advance(1, state))
-            np.testing.assert_allclose(found, expected[:, 1], atol=ENGINES)
+            state = segments.joined(inputs, [(row_state, 0) for row_state in alone])
+            logits = segments.read(1, segments.advance(1, state))
+            np.testing.assert_allclose(logits, expected[:, 1], atol=ENGINES)
 
 
 @pytest.mark.parametrize("method", ["palbert", "cat"])
@@ -223,8 +223,8 @@ def test_the_encoder_is_in_the_graph_of_the_first_segment_alone(tmp_path):
         write_graphs(model, source, Threshold(0.5), folder, segments=True)
         names = ("model", "segment_1", "segment_2", "segment_3")
         graphs = {name: onnx.load(folder / f"onnx/{name}.onnx", load_external_data=False).graph for name in names}
-        found = {name: buckets_of_a_graph(graph) for name, graph in graphs.items()}
-        assert found == {"model": 1, "segment_1": 1, "segment_2": 0, "segment_3": again}  # the streams restart there
+        counts = {name: buckets_of_a_graph(graph) for name, graph in graphs.items()}
+        assert counts == {"model": 1, "segment_1": 1, "segment_2": 0, "segment_3": again}  # the streams restart there
 
 
 # ---- Adapters ----

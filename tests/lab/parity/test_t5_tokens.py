@@ -60,7 +60,7 @@ def exits_of(kind, init="copy"):
 
 def written(model, rule, prompts=PROMPTS, **settings):
     settings = {"max_new_tokens": NEW_TOKENS, "stop": ()} | settings
-    return [(each.tokens, each.layers_run) for each in gather(model.generate(prompts, rule, **settings), len(prompts))]
+    return [(text.tokens, text.layers_run) for text in gather(model.generate(prompts, rule, **settings), len(prompts))]
 
 
 def output(model, k, prompt, tokens):
@@ -74,8 +74,8 @@ def output(model, k, prompt, tokens):
 def test_greedy_text_is_that_of_transformers(kind):
     model, inputs, expected = golden(kind)
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs[:2])]
-    found = gather(generate(model, prompts, max_new_tokens=24), 3)
-    assert [row.tokens for row in found] == expected["greedy"].tolist()
+    texts = gather(generate(model, prompts, max_new_tokens=24), 3)
+    assert [row.tokens for row in texts] == expected["greedy"].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,11 +95,11 @@ def test_blocks_over_a_cache_are_the_whole_answer(kind):
     model.read_prompts(prompts, cache)
     positions = torch.tensor([[-1, 0, 1], [0, 1, 2]])
     ids = inputs.decoder_input_ids[rows].gather(1, positions.clamp(min=0))
-    found = model.lm_logits(
+    logits = model.lm_logits(
         model.run_layers(model.embed_written(ids, positions), model.block(positions, cache, rows), 0, 3)
     )
-    assert_close(found[0, 1:], expected["lm_logits"][2, :2])
-    assert_close(found[1], expected["lm_logits"][0, :3])
+    assert_close(logits[0, 1:], expected["lm_logits"][2, :2])
+    assert_close(logits[1], expected["lm_logits"][0, :3])
     with pytest.raises(ValueError, match="expected at most 10 tokens, got 11: ask for fewer tokens"):
         model.block(torch.tensor([[10]] * 3), cache)
 
@@ -120,8 +120,8 @@ def with_copied_states(model, prompt, tokens, layers):
     """Logits of each step by loops: a token that left after layer e stands in, with that state, above it."""
     backbone, states, answers = model.backbone, [], []
     for count in range(len(tokens)):
-        own = [0, *tokens][: count + 1]
-        pairs = Pairs(torch.tensor([prompt]), None, torch.tensor([own]))
+        decoder_ids = [0, *tokens][: count + 1]
+        pairs = Pairs(torch.tensor([prompt]), None, torch.tensor([decoder_ids]))
         context, hidden = backbone.context(pairs), backbone.embed(pairs)
         for depth in range(layers[count]):
             hidden = backbone.run_layers(hidden, context, depth, depth + 1)
@@ -162,9 +162,9 @@ def test_lossless_text_is_the_full_models():
     full = written(model, Never())
     options = {"exit_layer": 2, "head": model.heads[1], "confidence_threshold": 0.0}
     steps = generate_lossless(model.backbone, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
-    found = gather(steps, 3)
-    assert [each.tokens for each in found] == [tokens for tokens, _ in full]
-    assert any(2 in each.layers_run for each in found)
+    texts = gather(steps, 3)
+    assert [text.tokens for text in texts] == [tokens for tokens, _ in full]
+    assert any(2 in text.layers_run for text in texts)
 
 
 def test_the_encoder_runs_once_and_keys_of_its_output_are_made_once_where_a_token_comes(monkeypatch):
@@ -185,7 +185,7 @@ def test_the_encoder_runs_once_and_keys_of_its_output_are_made_once_where_a_toke
     assert made == [(0, 3), (1, 3), (2, 3)]
     made.clear()
     written(model, Threshold(MIXED["t5"]))
-    assert max(sum(rows for depth, rows in made if depth == each) for each in range(3)) <= 3
+    assert max(sum(rows for depth, rows in made if depth == layer) for layer in range(3)) <= 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,8 +211,8 @@ def test_the_repetition_penalty_weakens_what_was_written_alone_as_in_transformer
     settings = {"max_new_tokens": 12, "do_sample": False, "use_cache": False, "repetition_penalty": 1.5}
     sampling = Sampling(repetition_penalty=1.5)
     for prompt in PROMPTS:
-        (found,) = gather(generate(load_backbone(GOLDEN / kind), [prompt], max_new_tokens=12, sampling=sampling), 1)
-        assert found.tokens == theirs.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
+        (text,) = gather(generate(load_backbone(GOLDEN / kind), [prompt], max_new_tokens=12, sampling=sampling), 1)
+        assert text.tokens == theirs.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
 
 
 def test_wrong_prompts_are_told():
@@ -283,8 +283,8 @@ def test_sleb_and_free_look_at_the_tokens_of_the_answers(monkeypatch):
     matched = []
     monkeypatch.setattr(free, "distillation", lambda states, *config: matched.extend(states) or 0.0)
     free.shallow_deep_loss(free.FreeTokens(model.backbone, (1, 3)), Batch(inputs, labels, None, None), free.Config())
-    for found, state in zip(matched, model.states(*inputs), strict=True):
-        assert_close(found, model.backbone.norm(state))
+    for normed, state in zip(matched, model.states(*inputs), strict=True):
+        assert_close(normed, model.backbone.norm(state))
 
 
 # ---- From a checkpoint to a text ----
@@ -348,8 +348,8 @@ def test_calm_learns_from_stories_whose_beginnings_the_encoder_reads(
     monkeypatch.setattr("mini_ee.lab.training.training_text.HELD_STORIES", 16)
     options = ("--model", t5_folder, "--exits", "1,3", "--out", tmp_path / "run", "--epochs", 1, "--text", stories)
     with torch.enable_grad():
-        found = answer(capsys, "train", "calm", *options, "--new-tokens", 4, "--texts", 40)
-    assert found["exits"] == [1, 3] and load_run(tmp_path / "run").model.policy is not None
+        report = answer(capsys, "train", "calm", *options, "--new-tokens", 4, "--texts", 40)
+    assert report["exits"] == [1, 3] and load_run(tmp_path / "run").model.policy is not None
 
 
 def test_texts_that_begin_with_nothing_are_refused_in_one_line(t5_folder, stories, tmp_path, capsys):  # noqa: F811
@@ -380,11 +380,11 @@ def test_every_exit_says_in_onnx_what_it_says_in_torch_wherever_tokens_leave(kin
     for missing_kv in ("copy_state", "recompute"):
         expected, tokens = drawn_text(token_segments(model, missing_kv, 3, 12), PROMPTS, NEW_TOKENS, 0)
         for segments in opened(tmp_path, model, manifest, missing_kv):
-            found, _ = drawn_text(segments, PROMPTS, NEW_TOKENS, 0, tokens)
-            assert max(abs(mine - theirs).max() for mine, theirs in zip(expected, found, strict=True)) < ENGINES
+            logits, _ = drawn_text(segments, PROMPTS, NEW_TOKENS, 0, tokens)
+            assert max(abs(mine - theirs).max() for mine, theirs in zip(expected, logits, strict=True)) < ENGINES
         for segments in opened(tmp_path, model, manifest, missing_kv):
             texts = gather(decode(segments, PROMPTS, NEW_TOKENS, Threshold(MIXED[kind])), 3)
-            assert [tuple(each) for each in texts] == written(model, Threshold(MIXED[kind]), missing_kv=missing_kv)
+            assert [tuple(text) for text in texts] == written(model, Threshold(MIXED[kind]), missing_kv=missing_kv)
 
 
 def test_heads_from_scratch_are_drawn_as_t5_draws_its_own():
@@ -414,15 +414,15 @@ def test_it_is_exported_and_served_by_both_engines(run_folder, tmp_path, capsys)
     with pytest.raises(ValueError, match="a value of a wrong type for 'begins_with'"):
         _check_values(runtime.config | {"begins_with": "0"}, tmp_path)
     ids = [runtime.encode(text, 6) for text in ("the film was good", "a very very dull song")]
-    found = gather(runtime.generate(ids, max_new_tokens=6), 2)
-    assert [tuple(each) for each in found] == written(run.model, run.rule, ids, max_new_tokens=6, stop=(1,))
+    answered = gather(runtime.generate(ids, max_new_tokens=6), 2)
+    assert [tuple(text) for text in answered] == written(run.model, run.rule, ids, max_new_tokens=6, stop=(1,))
     texts = ["the film was good", "a very very dull song", "the film"] * 2
     with Worker(engine_of(runtime)) as worker:
-        served = [each.result(60) for each in [worker.submit(text, max_new_tokens=6) for text in texts]]
+        served = [future.result(60) for future in [worker.submit(text, max_new_tokens=6) for text in texts]]
         with pytest.raises(ValueError, match="expected a prompt of at most 512 tokens"):
             worker.submit("film " * 600).result(60)  # attention over what is read apart grows with its square
     alone = [runtime.run([text], max_new_tokens=6)[0] for text in texts]
-    assert [(each.tokens, each.layers) for each in served] == [(each.tokens, each.layers) for each in alone]
+    assert [(text.tokens, text.layers) for text in served] == [(text.tokens, text.layers) for text in alone]
     with pytest.raises(ValueError, match="prompt and continuation together, got 1 and 512"):
         runtime.generate([[5, 1]], max_new_tokens=512)
     (tmp_path / "long").write_text("the film\n" + "film " * 600 + "\na song\n")

@@ -86,7 +86,7 @@ PROMPTS = [[1, 5, 9], [3], [7, 8, 9, 10, 11, 15], [4, 4], [10, 17]]
 @pytest.mark.parametrize("tau", [0.05, 0.3])
 def test_prompts_of_any_lengths_are_continued_as_the_lab_does(tau, missing, decoder):
     core, lab, heads = decoder
-    found = generate(core, Threshold(tau, "breaking_ties"), PROMPTS, 8, missing)
+    texts = generate(core, Threshold(tau, "breaking_ties"), PROMPTS, 8, missing)
     rule = LabThreshold(tau, "breaking_ties")
     expected = gather(
         generate_with_the_lab(
@@ -94,8 +94,8 @@ def test_prompts_of_any_lengths_are_continued_as_the_lab_does(tau, missing, deco
         ),
         len(PROMPTS),
     )
-    assert [(text.ids, text.layers) for text in found] == [(text.tokens, text.layers_run) for text in expected]
-    assert len({layer for text in found for layer in text.layers}) > 1
+    assert [(text.ids, text.layers) for text in texts] == [(text.tokens, text.layers_run) for text in expected]
+    assert len({layer for text in texts for layer in text.layers}) > 1
 
 
 def test_the_flops_of_a_token_are_the_labs(decoder):
@@ -125,10 +125,10 @@ def test_the_binomial_tail_is_the_projects(trials, p):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("epsilon, delta", [(0.8, 0.05), (0.9, 0.1), (0.85, 0.01)])
 def test_tau_with_confidence_is_the_projects_for_single_rows(epsilon, delta, ties):
-    found = set()
+    cuts = set()
     for seed in range(20):
         confidence, agrees = draw(400, seed, ties)
         given = confidence, agrees, np.arange(400), epsilon, delta
-        found.add(tau_with_confidence(*given))
+        cuts.add(tau_with_confidence(*given))
         assert tau_with_confidence(*given) == calibration.tau_with_confidence(*given)
-    assert len(found) > 3
+    assert len(cuts) > 3

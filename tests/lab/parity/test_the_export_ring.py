@@ -40,8 +40,8 @@ def test_the_lab_opens_what_the_ring_exports(folder):  # noqa: F811
         for expected, answer in zip(ring, engine.run(TEXTS)):
             assert (expected.label, expected.exit, expected.layers) == (answer.label, answer.exit, answer.layers)
             np.testing.assert_allclose(answer.logits, expected.logits, atol=1e-4)
-    exits = [[each.exit for each in engine.run(TEXTS, rule=lab_rules.Patience(1))] for engine in (runtime, in_torch)]
-    assert exits[0] == exits[1] == [each.exit for each in Runtime(folder, threads=1).run(TEXTS, rule=Patience(1))]
+    exits = [[reply.exit for reply in engine.run(TEXTS, rule=lab_rules.Patience(1))] for engine in (runtime, in_torch)]
+    assert exits[0] == exits[1] == [reply.exit for reply in Runtime(folder, threads=1).run(TEXTS, rule=Patience(1))]
 
 
 def test_its_costs_are_the_labs(folder):  # noqa: F811

@@ -25,9 +25,9 @@ def test_ids_and_types_are_those_of_transformers(kind):
     encoded = Tokenizer.from_folder(GOLDEN / kind, own_max_length(GOLDEN / kind)).encode(
         [tuple(row["texts"]) for row in rows]
     )
-    assert [each.tolist() for each in encoded.ids] == [row["input_ids"] for row in rows]
+    assert [row_ids.tolist() for row_ids in encoded.ids] == [row["input_ids"] for row in rows]
     typed = [row for row in rows if "token_type_ids" in row]
-    assert [each.tolist() for each in encoded.type_ids[: len(typed)]] == [row["token_type_ids"] for row in typed]
+    assert [types.tolist() for types in encoded.type_ids[: len(typed)]] == [row["token_type_ids"] for row in typed]
     assert encoded.truncated >= 5 and {len(row["texts"]) for row in rows} == {1, 2}
 
 
@@ -39,8 +39,8 @@ def test_the_types_are_compared_for_the_models_that_have_some():
 def test_types_are_0_if_transformers_gives_the_model_none():
     rows = json.loads((GOLDEN / "generic" / "expected.json").read_text(encoding="utf-8"))["rows"]
     assert not any("token_type_ids" in row for row in rows)
-    found, other = (Tokenizer.from_folder(GOLDEN / kind).encode([("a", "song")]) for kind in ("generic", "bert"))
-    assert not found.type_ids[0].any() and other.type_ids[0].any()
+    generic, other = (Tokenizer.from_folder(GOLDEN / kind).encode([("a", "song")]) for kind in ("generic", "bert"))
+    assert not generic.type_ids[0].any() and other.type_ids[0].any()
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_the_input_names_of_tokenizer_config_json_decide(tmp_path, post_processo
     expected = [backend.encode(*pair).ids, backend.encode(*one).ids]
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = Tokenizer.from_folder(tmp_path).encode([pair])
+    encoded = Tokenizer.from_folder(tmp_path).encode([pair])
     alone = Tokenizer.from_folder(tmp_path).encode([one])
-    assert [found.ids[0].tolist(), alone.ids[0].tolist()] == expected
-    assert bool(found.type_ids[0].any()) == has_types and not alone.type_ids[0].any()
+    assert [encoded.ids[0].tolist(), alone.ids[0].tolist()] == expected
+    assert bool(encoded.type_ids[0].any()) == has_types and not alone.type_ids[0].any()
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_what_may_change_a_token_is_refused_by_name(tmp_path, without_transforme
     ],
 )
 def test_what_changes_no_token_is_read(tmp_path, without_transformers, kind, config, files):
-    own = Tokenizer.from_folder(changed(tmp_path / "model", kind, config, **files))
+    of_folder = Tokenizer.from_folder(changed(tmp_path / "model", kind, config, **files))
     rows = [tuple(row["texts"]) for row in json.loads((GOLDEN / kind / "expected.json").read_text())["rows"]]
     expected = Tokenizer.from_folder(GOLDEN / kind).encode(rows)
-    assert [each.tolist() for each in own.encode(rows).ids] == [each.tolist() for each in expected.ids]
+    assert [ids.tolist() for ids in of_folder.encode(rows).ids] == [ids.tolist() for ids in expected.ids]
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,9 @@ def test_the_side_on_which_texts_are_cut_stays_in_the_saved_file(tmp_path, where
     whole.enable_truncation(8, direction="left")
     for length in (None, 8):  # None: as for decoders, whose runs are saved without a length
         Tokenizer.from_folder(folder, length).save(tmp_path / "tokenizer.json")
-        found = Tokenizer.from_file(tmp_path / "tokenizer.json", 8).encode([text, pair])
-        assert found.ids[0].tolist() == [cls, *ids[-6:], sep] and found.truncated == 2
-        assert found.ids[1].tolist() == whole.encode(*pair).ids
+        encoded = Tokenizer.from_file(tmp_path / "tokenizer.json", 8).encode([text, pair])
+        assert encoded.ids[0].tolist() == [cls, *ids[-6:], sep] and encoded.truncated == 2
+        assert encoded.ids[1].tolist() == whole.encode(*pair).ids
 
 
 # ---- Against transformers ----
@@ -292,13 +292,13 @@ def test_random_folders_are_read_as_transformers_reads_them_or_refused(tmp_path,
         for find_spec in (installed, lambda name: None):
             monkeypatch.setattr(tokenizer_config, "find_spec", find_spec)
             try:
-                own = Tokenizer.from_folder(folder, 12)
+                of_folder = Tokenizer.from_folder(folder, 12)
             except WrongArguments as error:
                 assert find_spec is not installed or "split_special_tokens" in str(error)
                 continue
-            found, read = own.encode(ROWS), read + 1
+            encoded, read = of_folder.encode(ROWS), read + 1
             assert (own_max_length(folder) or 10**30) == min(theirs.model_max_length, 10**30)
-            for ids, types, row in zip(found.ids, found.type_ids, expected):
+            for ids, types, row in zip(encoded.ids, encoded.type_ids, expected):
                 assert ids.tolist() == row["input_ids"], (kind, keys)
                 assert types.tolist() == (row.get("token_type_ids") or [0] * len(ids)), (kind, keys)
     assert read > 150

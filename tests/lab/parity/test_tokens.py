@@ -96,19 +96,19 @@ def test_every_epoch_takes_every_text_once_in_an_order_of_its_own():
 def test_states_are_those_of_each_text_alone(kind, monkeypatch):
     monkeypatch.setattr(tokens, "TEXTS_BATCH", 2)
     model = model_of(kind)
-    found = TextData(UNEVEN).states(model)
+    data = TextData(UNEVEN).states(model)
     states = [alone(model, text)[0][text.start : -1] for text in UNEVEN]
-    torch.testing.assert_close(found.states, torch.cat(states), atol=ATOL, rtol=1e-5)
-    assert found.labels.tolist() == [token for text in UNEVEN for token in text.ids[text.start + 1 :]]
-    units = np.concatenate(list(found.order(1, seed=3)))
-    assert sorted(units) == list(range(len(found))) and len(list(found.order(1, seed=3))) == found.steps(1)
+    torch.testing.assert_close(data.states, torch.cat(states), atol=ATOL, rtol=1e-5)
+    assert data.labels.tolist() == [token for text in UNEVEN for token in text.ids[text.start + 1 :]]
+    units = np.concatenate(list(data.order(1, seed=3)))
+    assert sorted(units) == list(range(len(data))) and len(list(data.order(1, seed=3))) == data.steps(1)
 
 
 def test_a_step_on_states_holds_at_least_as_many_tokens_as_a_step_is_worth(monkeypatch):
-    found = TextData(counting(60)).states(model_of())
-    assert found.steps(4) == 2 and [len(units) for units in found.order(4, 0)] == [210, 210]
+    data = TextData(counting(60)).states(model_of())
+    assert data.steps(4) == 2 and [len(units) for units in data.order(4, 0)] == [210, 210]
     monkeypatch.setattr(tokens, "TOKENS_A_STEP", 3)
-    assert found.steps(100) == 5 and found.steps(1) == 140
+    assert data.steps(100) == 5 and data.steps(1) == 140
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -118,8 +118,8 @@ def test_scores_are_shares_of_right_tokens_or_of_those_that_agree_with_the_last_
         predictions = alone(model, text)[1].argmax(-1)
         for at in range(len(text.ids)) if every else range(text.start, len(text.ids) - 1):
             right.append((predictions[at] == (predictions[at, -1] if every else text.ids[at + 1])).tolist())
-    found, _ = TextData(UNEVEN, every).scores(model, batch_size=3)
-    np.testing.assert_allclose(found, np.mean(right, axis=0))
+    scores, _ = TextData(UNEVEN, every).scores(model, batch_size=3)
+    np.testing.assert_allclose(scores, np.mean(right, axis=0))
 
 
 # ---- Adapters ----
@@ -154,7 +154,7 @@ def test_folded_adapters_are_w_plus_scale_times_a_b_on_query_and_value_alone(kin
 @pytest.mark.parametrize("kind", KINDS)
 def test_folding_changes_no_state_and_what_is_saved_stays(kind):
     model = adapted(kind)
-    (inputs, _), own = TextData(UNEVEN).batch(np.arange(4), "cpu"), model.own_state()
+    (inputs, _), weights = TextData(UNEVEN).batch(np.arange(4), "cpu"), model.own_state()
     with torch.no_grad():
         before = model.states(*inputs)
         plain = model_of(kind).states(*inputs)
@@ -163,9 +163,9 @@ def test_folding_changes_no_state_and_what_is_saved_stays(kind):
     for with_adapters, without, folded in zip(before, plain, after):
         torch.testing.assert_close(with_adapters, folded, atol=ATOL, rtol=1e-5)
         assert (with_adapters - without).abs().max() > 100 * ATOL
-    assert model.adapters is None and own.keys() == model.own_state().keys()
-    assert all(torch.equal(value, own[name]) for name, value in model.own_state().items())
-    assert {name.split(".")[0] for name in own} == {"adapters", "heads"}
+    assert model.adapters is None and weights.keys() == model.own_state().keys()
+    assert all(torch.equal(value, weights[name]) for name, value in model.own_state().items())
+    assert {name.split(".")[0] for name in weights} == {"adapters", "heads"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,7 +199,7 @@ TEXTS = [*UNEVEN, UNEVEN[2], Text(UNEVEN[3].ids, 2), *counting(3)]  # texts that
 
 def by_hand(model, texts=TEXTS, last=True):
     """Every token that counts, read text by text: the true logits, and what else a rule may ask for, in float64."""
-    found = {"logits": [], "answers": [], "exit_logit": [], "saturation": [], "groups": []}
+    columns = {"logits": [], "answers": [], "exit_logit": [], "saturation": [], "groups": []}
     for group, text in enumerate(texts):
         states, logits = alone(model, text)
         embedded = model.backbone.embed(Tensors(torch.tensor([text.ids])))
@@ -207,20 +207,19 @@ def by_hand(model, texts=TEXTS, last=True):
         for at in range(text.start, len(text.ids) - (not last)):
             following = text.ids[at + 1] if at + 1 < len(text.ids) else None
             log_p = logits[at].double().log_softmax(-1).numpy()
-            predictions = [each.argmax() == following for each in log_p]
-            found["logits"].append(logits[at].numpy())
-            found["answers"].append(
-                [(math.nan if following is None else each[following], one) for each, one in zip(log_p, predictions)]
-            )
+            predictions = [exit_log_p.argmax() == following for exit_log_p in log_p]
+            columns["logits"].append(logits[at].numpy())
+            of_label = [math.nan if following is None else exit_log_p[following] for exit_log_p in log_p]
+            columns["answers"].append(list(zip(of_label, predictions)))
             cosine = torch.cosine_similarity(before[at], states[at].double(), dim=-1)
-            found["saturation"].append(cosine[:-1].tolist())
+            columns["saturation"].append(cosine[:-1].tolist())
             if model.policy is not None:
                 with torch.no_grad():
-                    found["exit_logit"].append(
+                    columns["exit_logit"].append(
                         [float(decide(states[at, k])) for k, decide in enumerate(model.policies)]
                     )
-            found["groups"].append(group)
-    return {name: np.array(values) for name, values in found.items()}
+            columns["groups"].append(group)
+    return {name: np.array(values) for name, values in columns.items()}
 
 
 @pytest.mark.parametrize("kind, last", [("llama", True), ("llama", False), ("gemma", False), ("phi", True)])
@@ -229,12 +228,12 @@ def test_a_record_is_what_each_text_says_alone(kind, last):
     model = model_of(kind, policy=PolicyNetworks)
     expected = by_hand(model, last=last)
     for batch_size in (1, 3, 16):
-        found = record_texts(model, TEXTS, batch_size, last=last)
-        np.testing.assert_allclose(found.logits, expected["answers"], atol=ATOL, rtol=0)
-        assert found.predictions.tolist() == expected["logits"].argmax(-1).tolist()
-        assert found.groups.tolist() == expected["groups"].tolist()
+        recorded = record_texts(model, TEXTS, batch_size, last=last)
+        np.testing.assert_allclose(recorded.logits, expected["answers"], atol=ATOL, rtol=0)
+        assert recorded.predictions.tolist() == expected["logits"].argmax(-1).tolist()
+        assert recorded.groups.tolist() == expected["groups"].tolist()
         for name in ("exit_logit", "saturation"):
-            np.testing.assert_allclose(found.confidence(name), expected[name], atol=ATOL, rtol=ATOL)
+            np.testing.assert_allclose(recorded.confidence(name), expected[name], atol=ATOL, rtol=ATOL)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -247,9 +246,9 @@ def test_every_measure_is_that_of_confidence_py_on_the_logits(measure):
 
 def full_record(model):
     """The same tokens with their whole logits, as rows are recorded: measures are computed from these."""
-    found = by_hand(model)
-    logits, passes = found["logits"], np.diff(model.exits, prepend=0).tolist()
-    handed = {name: found[name] for name in ("exit_logit", "saturation")}
+    columns = by_hand(model)
+    logits, passes = columns["logits"], np.diff(model.exits, prepend=0).tolist()
+    handed = {name: columns[name] for name in ("exit_logit", "saturation")}
     return Record(Recorded(model.exits, logits, np.zeros((*logits.shape[:2], 2)), passes, handed), logits, 0.0)
 
 
@@ -274,11 +273,11 @@ def test_every_rule_replayed_on_a_record_lets_tokens_leave_as_on_their_logits(ki
     short, whole, used = record_texts(model, TEXTS), full_record(model), set()
     answers = by_hand(model)["answers"]
     for rule in rules_of(short):
-        found, expected = short.replay(rule), early_exit(whole.segments, rule, range(len(whole.logits)))
-        assert found.exit_index.tolist() == expected.exit_index.tolist(), rule
-        assert found.layers_run.tolist() == [model.exits[k] for k in expected.exit_index]
+        replayed, expected = short.replay(rule), early_exit(whole.segments, rule, range(len(whole.logits)))
+        assert replayed.exit_index.tolist() == expected.exit_index.tolist(), rule
+        assert replayed.layers_run.tolist() == [model.exits[k] for k in expected.exit_index]
         exit_index = answers[np.arange(len(answers)), expected.exit_index]
-        np.testing.assert_allclose(found.logits, exit_index, atol=ATOL, rtol=0)
+        np.testing.assert_allclose(replayed.logits, exit_index, atol=ATOL, rtol=0)
         used |= {(rule.name, k) for k in expected.exit_index.tolist()}
     for name, k in itertools.product(("threshold", "policy"), range(3)):
         assert (name, k) in used
@@ -289,16 +288,16 @@ def test_a_rule_replayed_is_the_rule_while_decoding_where_skipped_layers_are_rec
     given = [Text(text.ids[: text.start + 1], text.start) for text in counting(8)]
     for rule in rules_of(record_texts(model, TEXTS)):
         written = model.write(given, rule, max_new_tokens=6, missing_kv="recompute")
-        whole = [Text([*text.ids, *each.tokens], text.start) for text, each in zip(given, written)]
-        found = record_texts(model, whole, last=False).replay(rule)
-        assert found.layers_run.tolist() == [layers for each in written for layers in each.layers_run], rule
-        assert found.logits[:, 1].all()  # what was written is the likeliest token of the exit
+        whole = [Text([*text.ids, *ending.tokens], text.start) for text, ending in zip(given, written)]
+        replayed = record_texts(model, whole, last=False).replay(rule)
+        assert replayed.layers_run.tolist() == [layers for ending in written for layers in ending.layers_run], rule
+        assert replayed.logits[:, 1].all()  # what was written is the likeliest token of the exit
 
 
 def test_texts_that_are_sampled_from_one_prompt_in_several_batches_differ():
     options = {"max_new_tokens": 8, "sampling": Sampling(temperature=1.0)}
     written = model_of().write([UNEVEN[0]] * 3, Never(), batch_size=1, **options)
-    assert len({tuple(each.tokens) for each in written}) == 3
+    assert len({tuple(continuation.tokens) for continuation in written}) == 3
     assert written == model_of().write([UNEVEN[0]] * 3, Never(), batch_size=1, **options)
 
 
@@ -319,15 +318,15 @@ def weighted_sum_by_hand(model, texts):
             count += 1
             for k in range(len(model.exits)):
                 sums[k] -= float(logits[at, k, text.ids[at + 1]])
-    return sum(depth * each / count for depth, each in zip(model.exits, sums)) / sum(model.exits)
+    return sum(depth * total / count for depth, total in zip(model.exits, sums)) / sum(model.exits)
 
 
 def fitted(name, texts, folder, held=None, config=CONFIG, stages=None, rank=8, **settings):
     """A model of a method on the small golden decoder, after its first stages; and what was measured."""
-    method, about = load_method(name), {"exits": [1, 2, 3], "settings": settings, "rank": rank}
+    method, shape = load_method(name), {"exits": [1, 2, 3], "settings": settings, "rank": rank}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = build_model(method, "tokens", load_backbone(GOLDEN / "llama"), about)
+        model = build_model(method, "tokens", load_backbone(GOLDEN / "llama"), shape)
         recipe = list(method.recipe(model, method.config(**settings)))[:stages]
         return model, fit(model, recipe, TextData(texts), TextData(held or texts[:5]), config, Saved(folder, {})).epochs
 
@@ -359,9 +358,9 @@ def test_two_stage_heads_learn_behind_adapters_that_stay(tmp_path):
     state = before.own_state()
     changed = {key.split(".")[0] for key, value in after.own_state().items() if not torch.equal(value, state[key])}
     assert changed == {"heads"}
-    assert [each["stage"] for each in history] == ["fine-tune"] * 6 + ["heads"] * 6
+    assert [epoch["stage"] for epoch in history] == ["fine-tune"] * 6 + ["heads"] * 6
     fine_tuned, heads = history[:6], history[6:]
-    assert len({each["exit_scores"][-1] for each in heads}) == 1
+    assert len({epoch["exit_scores"][-1] for epoch in heads}) == 1
     assert fine_tuned[-1]["loss"] < 0.8 * fine_tuned[0]["loss"] and heads[-1]["loss"] < 0.8 * heads[0]["loss"]
 
 
@@ -374,10 +373,10 @@ def test_sweets_adapters_of_a_layer_learn_from_the_next_exit_alone():
     for k, reached in ((0, {"0"}), (1, {"1", "2"})):
         model.zero_grad()
         torch.nn.functional.cross_entropy(model(*inputs, cut_off)[k], labels).backward()
-        found = {
+        layers = {
             name.split(".")[1] for name, p in model.named_parameters() if "adapters" in name and p.grad is not None
         }
-        assert found == reached
+        assert layers == reached
 
 
 def test_berxits_certainty_of_a_token_becomes_that_of_its_head(tmp_path):

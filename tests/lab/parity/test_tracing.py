@@ -50,9 +50,9 @@ def assert_traced(compute, tmp_path, module=None, numpy=False, atol=1e-6):
         given = drawn(*sizes)
         with torch.no_grad():
             expected = compute(**{name: given[name].numpy() if numpy else given[name] for name in names})
-        (found,) = session.run(None, {name: given[name].numpy() for name in names})
-        assert found.shape == tuple(expected.shape)
-        np.testing.assert_allclose(found, np.asarray(expected), rtol=0, atol=atol)
+        (output,) = session.run(None, {name: given[name].numpy() for name in names})
+        assert output.shape == tuple(expected.shape)
+        np.testing.assert_allclose(output, np.asarray(expected), rtol=0, atol=atol)
 
 
 TORCH = {

@@ -80,8 +80,8 @@ def test_products_and_rows_are_those_of_the_dequantised_matrix(bits, inputs, tmp
     given = draw.integers(-127, 128, (3, inputs)).astype(np.float32)
     given[:, ::BLOCK] = 127
     session = onnxruntime.InferenceSession(g.model("graph", {}).SerializeToString())
-    found, taken = session.run(None, {"x": given, "ids": np.array([3, 47, 0])})
-    np.testing.assert_allclose(found, given @ matrix.T + layer.bias.detach().numpy(), rtol=0, atol=1e-3)
+    products, taken = session.run(None, {"x": given, "ids": np.array([3, 47, 0])})
+    np.testing.assert_allclose(products, given @ matrix.T + layer.bias.detach().numpy(), rtol=0, atol=1e-3)
     np.testing.assert_allclose(taken, matrix[[3, 47, 0]], rtol=0, atol=1e-6)
 
 
@@ -95,10 +95,10 @@ def test_a_decoder_writes_what_torch_writes_with_the_rounded_weights(model, tmp_
     assert {"heads.0.map.weight", "backbone.layers.2.down.weight"} < set(names)
     assert all(name in weights for name in rounded if name.startswith("policy."))
     sizes = {name: rounded[name].shape[1] for name in names if name in rounded}
-    own = {name: torch.from_numpy(dequantised(weights, name, bits, width)) for name, width in sizes.items()}
+    replaced = {name: torch.from_numpy(dequantised(weights, name, bits, width)) for name, width in sizes.items()}
     other = TokenExits(random_decoder("llama", 3), EXITS)
     other.use_heads("lens")
-    other.load_state_dict(rounded | own)
+    other.load_state_dict(rounded | replaced)
     runtime = Runtime(tmp_path / "out", threads=1)
     for rounded_model, least, most in ((other.eval(), 0.0, 0.05), (model, 0.003, 0.5)):
         engines = (
@@ -106,8 +106,8 @@ def test_a_decoder_writes_what_torch_writes_with_the_rounded_weights(model, tmp_
             lambda: runtime.segments(2, 14),
         )
         expected, tokens = verification.drawn_text(engines[0](), PROMPTS, 6, 0)
-        found, _ = verification.drawn_text(engines[1](), PROMPTS, 6, 0, tokens)
-        assert least < relative_difference(np.stack(expected), np.stack(found)) < most
+        actual, _ = verification.drawn_text(engines[1](), PROMPTS, 6, 0, tokens)
+        assert least < relative_difference(np.stack(expected), np.stack(actual)) < most
     verified = manifest["verified"]
     assert (
         verified["allowed_relative_difference"] == verification.ROUNDED[f"int{bits}"] > verified["relative_difference"]
@@ -134,13 +134,13 @@ def test_the_record_of_a_graph_is_that_of_torch(model, tmp_path):
     exported(model, tmp_path / "out", "float32")
     draw = np.random.default_rng(0)
     texts = [Text(draw.integers(0, 60, 7).tolist()) for _ in range(5)]
-    found, expected = record_tokens(Runtime(tmp_path / "out", threads=1), texts, 2), record_texts(model, texts)
-    np.testing.assert_array_equal(found.groups, expected.groups)
-    np.testing.assert_array_equal(found.predictions, expected.predictions)
+    actual, expected = record_tokens(Runtime(tmp_path / "out", threads=1), texts, 2), record_texts(model, texts)
+    np.testing.assert_array_equal(actual.groups, expected.groups)
+    np.testing.assert_array_equal(actual.predictions, expected.predictions)
     for name in ("exit_logit", "breaking_ties", "entropy", "max_probability"):
-        values = found.segments.measures[name], expected.segments.measures[name]
+        values = actual.segments.measures[name], expected.segments.measures[name]
         np.testing.assert_allclose(*values, rtol=1e-3, atol=1e-4, err_msg=name)
-    np.testing.assert_allclose(found.full, expected.full)
+    np.testing.assert_allclose(actual.full, expected.full)
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,9 @@ def test_without_end_tokens_blank_lines_stand_between_the_texts(tmp_path):
 def test_a_continuation_gives_the_beginning_and_asks_for_what_follows(decoder_folder):
     backend = Tokenizer.from_folder(decoder_folder).backend
     backend.no_truncation()
-    found = continuations(backend, ["abcdefgh", "abc", "ABCDEFGHIJ"], 3, 5)
+    texts = continuations(backend, ["abcdefgh", "abc", "ABCDEFGHIJ"], 3, 5)
     assert [
-        (backend.decode(each.ids[: each.start + 1]), backend.decode(each.ids[each.start + 1 :])) for each in found
+        (backend.decode(text.ids[: text.start + 1]), backend.decode(text.ids[text.start + 1 :])) for text in texts
     ] == [
         ("abc", "defgh"),
         ("ABC", "DEFGH"),
@@ -148,20 +148,20 @@ def test_a_continuation_gives_the_beginning_and_asks_for_what_follows(decoder_fo
 def test_a_copy_gives_a_sentence_and_asks_for_it_again(decoder_folder, folder):
     backend = Tokenizer.from_folder(decoder_folder if folder == "tiny" else BUILT_IN_DECODER, 512).backend
     backend.no_truncation()
-    found = copies(
+    texts = copies(
         backend, ["A cat sat down. No! The dog ran off again.", "A cat sat down. Too long a sentence"], 0, (3, 5)
     )
-    given = [backend.decode(each.ids[: each.start + 1]) for each in found]
+    given = [backend.decode(text.ids[: text.start + 1]) for text in texts]
     assert given == ["A cat sat down.\n", "The dog ran off again.\n"]
-    for each, sentence in zip(found, given):
-        assert backend.decode(each.ids[each.start + 1 : -1]) == sentence.strip() and each.ids[-1] == 0
+    for copied, sentence in zip(texts, given):
+        assert backend.decode(copied.ids[copied.start + 1 : -1]) == sentence.strip() and copied.ids[-1] == 0
 
 
 def test_a_copy_by_a_tokenizer_that_ends_texts_asks_for_the_whole_sentence_and_ends_once():
     backend = unigram()
-    (found,) = copies(backend, ["the film was good."], 1, (3, 5))
-    pieces = [backend.id_to_token(token) for token in found.ids]
-    assert pieces[: found.start + 1] == pieces[found.start + 1 : -1] and pieces.count("</s>") == 1
+    (copied,) = copies(backend, ["the film was good."], 1, (3, 5))
+    pieces = [backend.id_to_token(token) for token in copied.ids]
+    assert pieces[: copied.start + 1] == pieces[copied.start + 1 : -1] and pieces.count("</s>") == 1
 
 
 # ---- Commands ----
@@ -227,9 +227,9 @@ def test_rouge_l_against_the_full_model_is_the_mean_over_texts(runs, capsys, mon
     monkeypatch.setattr(measure_texts, "rouge_l", lambda *pair: (pairs.append(pair), rouge_l(*pair))[1])
     status, answer = ask(capsys, "compare", runs / "consistent", "--max-rows", 3)
     assert status == 0
-    found = [rouge_l(*pair) for pair in pairs]  # of two rules, against the full model and the references, three each
+    rouge = [rouge_l(*pair) for pair in pairs]  # of two rules, against the full model and the references, three each
     rows = [(row["rouge_l"], row["rouge_l_reference"]) for row in answer["rows"]]
-    np.testing.assert_allclose(rows, np.reshape(found, (2, 2, 3)).mean(2))
+    np.testing.assert_allclose(rows, np.reshape(rouge, (2, 2, 3)).mean(2))
     run = load_run(runs / "consistent")
     some, _ = measure_compare._cases(run, None, 3, Sampling())
     for text, (_, reference) in zip(some, pairs[3:6], strict=True):
@@ -257,8 +257,8 @@ def test_calm_tests_its_rules_on_held_out_texts_that_did_not_propose_them(runs, 
     assert len(proposing) == 3 and len(tested) == 9 and not proposing & tested
     assert chosen.guarantee is None or (chosen.guarantee["rows"], chosen.guarantee["max_loss"]) == (9, 0.9)
     assert (
-        list(chosen.about["own"]) == ["gap", "saturation", "classifier"]
-        and chosen.rule.to_dict() == chosen.about["own"]["gap"]
+        list(chosen.metrics["own"]) == ["gap", "saturation", "classifier"]
+        and chosen.rule.to_dict() == chosen.metrics["own"]["gap"]
     )
 
 
@@ -321,11 +321,11 @@ def test_wrong_arguments_of_train_are_one_line(decoder_folder, text_file, capsys
     texts = () if "--text" in argv else ("--text", str(text_file))
     command = ["train", "consistent", "--model", str(decoder_folder), *texts, *argv, "--out", str(tmp_path / "run")]
     try:
-        found = main(command)
+        exit_status = main(command)
     except SystemExit as error:
-        found = error.code
+        exit_status = error.code
     err = capsys.readouterr().err.strip().splitlines()
-    assert found == status and message in err[-1]
+    assert exit_status == status and message in err[-1]
     assert not list(tmp_path.glob("run*"))
 
 
@@ -353,8 +353,8 @@ def test_a_training_that_was_killed_behind_its_fine_tuning_goes_on(
     assert not (tmp_path / "run").exists()
     assert main([*command, str(tmp_path / "run")]) == 2, "an unfinished training is there"
     assert main([*command, str(tmp_path / "run"), "--resume"]) == main([*command, str(tmp_path / "whole")]) == 0
-    found, expected = (read_tensors(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
-    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+    weights, expected = (read_tensors(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
+    assert weights.keys() == expected.keys() and all(weights[name].equal(expected[name]) for name in expected)
     assert not list(tmp_path.glob("*.training"))
 
 

@@ -200,8 +200,8 @@ def test_answers_that_a_full_disk_does_not_take_name_the_file():
 def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, read):
     (tmp_path / "folder").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
-    for name, found in (("folder", "a folder"), ("zero", "a device")):
-        with pytest.raises(ValueError, match=f"{name}: expected a file, found {found}; name a file") as error:
+    for name, kind in (("folder", "a folder"), ("zero", "a device")):
+        with pytest.raises(ValueError, match=f"{name}: expected a file, found {kind}; name a file") as error:
             read(tmp_path / name)
         assert isinstance(error.value, WrongArguments) == (read is read_text)
 
@@ -241,8 +241,8 @@ def test_tensors_are_read_back_and_compared_with_the_checksum_that_was_given(tmp
         "d": torch.tensor(3),
     }
     digest = write_tensors(tmp_path / "x.safetensors", tensors)
-    found = read_tensors(tmp_path / "x.safetensors", digest)
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    read = read_tensors(tmp_path / "x.safetensors", digest)
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
     write_tensors(tmp_path / "x.safetensors", tensors | {"b": torch.tensor([False])})
     with pytest.raises(ValueError, match="x.safetensors: damaged"):
         read_tensors(tmp_path / "x.safetensors", digest)

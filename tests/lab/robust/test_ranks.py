@@ -117,9 +117,9 @@ def as_rank(rank, world, port, job, *given):
 
 def on_ranks(world, job, *given):
     """Run a job on so many ranks; returns their exit codes."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as connection:
+        connection.bind(("127.0.0.1", 0))
+        port = connection.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch._dynamo", "mini_ee.lab.methods.raee_collect"]
@@ -127,11 +127,11 @@ def on_ranks(world, job, *given):
     started = [
         context.Process(target=as_rank, args=(rank, world, port, job, *given), daemon=True) for rank in range(world)
     ]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join(120)
-    return [each.exitcode for each in started]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+    return [ended.exitcode for ended in started]
 
 
 # Equal to one process
@@ -152,10 +152,10 @@ def test_so_many_ranks_give_the_weights_of_one_process(tmp_path, models, task_fo
     train_each(methods, alone, models, task_folder)
     assert on_ranks(world, train_each, methods, several, models, task_folder) == [0] * world
     for method in methods:
-        expected, found = weights(alone / method), weights(several / method)
-        assert expected.keys() == found.keys()
+        expected, of_ranks = weights(alone / method), weights(several / method)
+        assert expected.keys() == of_ranks.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=SAME, msg=f"{method}: {name}")
+            torch.testing.assert_close(of_ranks[name], tensor, rtol=0, atol=SAME, msg=f"{method}: {name}")
         for one, other in zip(*(read_json(folder / method / "metrics.json")["epochs"] for folder in (alone, several))):
             assert one["loss"] == pytest.approx(other["loss"], abs=SAME), method
 
@@ -164,10 +164,10 @@ def test_so_many_ranks_give_the_weights_of_one_process(tmp_path, models, task_fo
 def test_raee_tunes_on_all_ranks_and_the_first_collects(tmp_path, models, task_folder):
     assert on_ranks(2, collect, tmp_path / "run", models[0], task_folder) == [0, 0]
     collect(tmp_path / "alone", models[0], task_folder)
-    expected, found = weights(tmp_path / "alone"), weights(tmp_path / "run")
-    assert expected.keys() == found.keys() and "backbone/model.safetensors" in " ".join(expected)
+    expected, of_ranks = weights(tmp_path / "alone"), weights(tmp_path / "run")
+    assert expected.keys() == of_ranks.keys() and "backbone/model.safetensors" in " ".join(expected)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=SAME, msg=name)
+        torch.testing.assert_close(of_ranks[name], tensor, rtol=0, atol=SAME, msg=name)
 
 
 def test_ranks_share_the_examples_and_all_have_all_if_there_are_fewer_than_ranks(monkeypatch):
@@ -287,5 +287,5 @@ def test_bf16_is_for_the_steps_alone_and_its_losses_are_within_noise(tmp_path, m
     exact, rough = (weights(run.folder) for run in runs.values())
     assert all(tensor.dtype == torch.float32 for tensor in rough.values())
     assert not any(torch.equal(tensor, rough[name]) for name, tensor in exact.items() if name.endswith("out.weight"))
-    losses = [[each["loss"] for each in read_json(run.folder / "metrics.json")["epochs"]] for run in runs.values()]
+    losses = [[epoch["loss"] for epoch in read_json(run.folder / "metrics.json")["epochs"]] for run in runs.values()]
     np.testing.assert_allclose(*losses, atol=NOISE)

@@ -52,9 +52,9 @@ def test_a_run_contains_the_files_of_the_design_and_nothing_else(run_folder, tas
     config = json.loads((run_folder / "config.json").read_text())
     assert (config["format_version"], config["unit"], config["method"]) == (2, "rows", "joint")
     assert config["exits"] == [1, 2, 3]
-    about = {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
-    about |= {"folder": str(task_folder), "options": {}}
-    assert config["task"] == about | {"train_sha256": load_task(task_folder).split("train").sha256()}
+    task = {"name": "words", "label_names": ["bad", "good"], "metrics": ["accuracy"], "texts": 1}
+    task |= {"folder": str(task_folder), "options": {}}
+    assert config["task"] == task | {"train_sha256": load_task(task_folder).split("train").sha256()}
     assert {"backbone", "rule", "seed", "versions", "pool", "max_length", "training", "files"} <= config.keys()
 
 
@@ -193,11 +193,11 @@ def test_a_run_of_0_1_0_has_its_guarantee_under_the_new_name(run_folder, copy):
     config = read_json(run_folder / "config.json")
     guarantee = config.pop("guarantee")
     write_json(copy / "config.json", config | {"promise": guarantee or {"epsilon": 0.9}})
-    found = load_run(copy).config
-    assert found["guarantee"] == (guarantee or {"epsilon": 0.9}) and "promise" not in found
+    run_config = load_run(copy).config
+    assert run_config["guarantee"] == (guarantee or {"epsilon": 0.9}) and "promise" not in run_config
     write_rule(copy, load_run(copy).rule, {"epsilon": 0.8}, [1, 2, 3])
-    found = load_run(copy).config
-    assert found["guarantee"] == {"epsilon": 0.8} and "promise" not in found
+    run_config = load_run(copy).config
+    assert run_config["guarantee"] == {"epsilon": 0.8} and "promise" not in run_config
 
 
 def test_an_unfinished_training_is_pointed_to(tmp_path):
