@@ -326,7 +326,8 @@ class Builder:
         graph.input.extend(info for info in self._inputs.values() if info.name in used)
         values = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
         values |= {weight: stored(weight, array, offsets.get(weight)) for weight, array in self.weights.items()}
-        _own_copies(graph, values)
+        if not self.flat:
+            _copy_into_branches(graph, values)
         _place(graph, values, self.weights if self.flat else ())
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
         opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(MICROSOFT, 1)] if self.bits else [])]
@@ -381,10 +382,10 @@ def _used(graph: GraphProto) -> set[str]:
     return inputs.union(*map(_used, branches_of(graph)))
 
 
-def _own_copies(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
+def _copy_into_branches(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
     """A matrix in blocks that several branches use becomes one initialiser in each, of the same bytes beside the graph.
 
-    In nested branches ONNX Runtime packs no weight of a graph around them, and MatMulNBits is 60 times slower without.
+    ONNX Runtime packs it only for nodes of the same branch, and unpacked it multiplies many times slower.
     """
     users = [(part, node) for part in _parts(graph) for node in part.node if node.op_type == "MatMulNBits"]
     count = Counter(name for _, node in users for name in {*node.input[1:4]})

@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 from conftest import WORDS, random_decoder, weights_of, words_tokenizer
 from torch import nn
 
+from mini_ee.export.manifest import WEIGHTS
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.cli.open import plain_decoder
 from mini_ee.lab.data.decoder_texts import Text
@@ -17,13 +19,14 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.token_exits import TokenExits, record_texts
 from mini_ee.lab.export import verification
-from mini_ee.lab.export.builder import BLOCK, parameters_of
+from mini_ee.lab.export.builder import BLOCK, branches_of, parameters_of
 from mini_ee.lab.export.card import card
 from mini_ee.lab.export.graph import Graph
 from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.token_record import record_tokens
 from mini_ee.lab.export.verification import relative_difference
-from mini_ee.lab.export.writer import export
+from mini_ee.lab.export.writer import export, write_graphs
 from mini_ee.lab.rules import Never, Policy, Threshold
 from mini_ee.lab.training.run_folder import Run
 
@@ -48,6 +51,8 @@ def model():
         torch.manual_seed(0)
         model = TokenExits(random_decoder("llama", 3), EXITS)
         model.use_heads("lens")
+        for head in model.heads:
+            head.map.weight.data += 0.1 * torch.randn_like(head.map.weight)
         return model.eval()
 
 
@@ -74,15 +79,60 @@ def test_products_and_rows_are_those_of_the_dequantised_matrix(bits, inputs, tmp
         g.output("y", layer(g.tensor(x, "batch", inputs)).name, "batch", 48)
         rows = torch.nn.functional.embedding(g.tensor(ids, "batch", dtype=np.int64), layer.weight)
         g.output("rows", rows.name, "batch", inputs)
+        some = torch.nn.functional.linear(g.tensor(x, "batch", inputs), layer.weight[16:40], layer.bias[16:40])
+        g.output("some", some.name, "batch", 24)
     matrix, (draw, weight) = dequantised(g.weights, "weight", bits, inputs), (np.random.default_rng(0), layer.weight)
     scales = g.weights[f"weight_int{bits}_scales"].repeat(BLOCK, axis=1)[:, :inputs]
     assert (abs(matrix - weight.detach().numpy()) <= 0.51 * abs(scales)).all() and abs(scales).max() < 2 / (2**bits - 2)
     given = draw.integers(-127, 128, (3, inputs)).astype(np.float32)
     given[:, ::BLOCK] = 127
     session = onnxruntime.InferenceSession(g.model("graph", {}).SerializeToString())
-    products, taken = session.run(None, {"x": given, "ids": np.array([3, 47, 0])})
+    products, taken, some = session.run(None, {"x": given, "ids": np.array([3, 47, 0])})
     np.testing.assert_allclose(products, given @ matrix.T + layer.bias.detach().numpy(), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(some, products[:, 16:40], rtol=0, atol=1e-6)
     np.testing.assert_allclose(taken, matrix[[3, 47, 0]], rtol=0, atol=1e-6)
+
+
+# ---- The graph ----
+def products_of(graph, around=()):
+    """(its weight, depth of branches, the graph or branch it stands in) of all MatMulNBits."""
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            yield node.input[1], len(around), graph
+    for branch in branches_of(graph):
+        yield from products_of(branch, (*around, graph))
+
+
+def graphs_of(model, rule, folder):
+    """The graph of a token, and that of the page."""
+    write_graphs(model, TokenGraphs(model), rule, folder, "int4", web=True)
+    paths = (folder / "onnx/model.onnx", folder / "onnx/model_web.onnx")
+    return [onnx.load(path, load_external_data=False).graph for path in paths]
+
+
+@pytest.mark.parametrize("rule, depths", [(Policy(0.5), [0]), (Threshold(0.4), [1, 2, 2])], ids=["gate", "threshold"])
+def test_lenses_read_the_vocabulary_once_after_the_exit_unless_the_rule_reads_logits(model, tmp_path, rule, depths):
+    """A head that the rule reads stands in an If of its own, and the last exit in the branch of the rows that go on."""
+    graph, _ = graphs_of(model, rule, tmp_path)
+    products = [(name, depth) for name, depth, _ in products_of(graph)]
+    assert sorted(depth for name, depth in products if "embeddings" in name or "lm_head" in name) == depths
+    assert sum(".map." in name for name, _ in products) == len(EXITS) - 1
+
+
+def test_every_product_has_its_matrix_in_its_own_branch_and_the_file_has_it_once(model, tmp_path):
+    graph, page = graphs_of(model, Threshold(0.4), tmp_path)
+    file_size = (tmp_path / WEIGHTS).stat().st_size
+    places, sizes = {}, {}
+    for name, _, branch in products_of(graph):
+        (tensor,) = (initializer for initializer in branch.initializer if initializer.name == name)
+        entries = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
+        places.setdefault(name.partition("@")[0], set()).add(entries["offset"])
+        sizes[entries["offset"]] = entries["length"]
+    assert all(len(offsets) == 1 for offsets in places.values()) and sum(sizes.values()) < file_size
+    shared = [name for name, _, _ in products_of(graph) if "@" in name]
+    assert len(shared) > 2 and file_size < sum(sizes.values()) + 40_000
+    declared = {initializer.name for initializer in page.initializer}  # onnxruntime-web opens no file for a branch
+    assert all(name in declared and "@" not in name for name, _, _ in products_of(page))
 
 
 # ---- The export ----
