@@ -45,13 +45,10 @@ def check_calibratable(runtime: Runtime, conformal: bool, ranks: bool) -> None:
         raise WrongArguments(f"{folder}: its page contains the thresholds; calibrate the run, then export again")
     rule = rule_from_dict(config["rule"])
     if not config.get("rule_in_graph", True) or THRESHOLD not in runtime_values(rule, len(runtime.exits) - 1):
-        actual, options = (
-            f"found the rule {rule.name}",
-            "--threshold 0 --measure low_score" if ranks else "--threshold .9",
-        )
-        raise WrongArguments(
-            f"{folder}: expected a graph with thresholds, {actual}; export the run with {options}, then calibrate"
-        )
+        options = "--rule policy" if config.get("decides") else "--threshold .9"  # a policy or gate reads no head
+        options = "--threshold 0 --measure low_score" if ranks else options
+        expected = f"expected a graph with thresholds, found the rule {rule.name}"
+        raise WrongArguments(f"{folder}: {expected}; export the run with {options}, then calibrate")
     if isinstance(rule, Policy) and not conformal:
         raise WrongArguments(
             f"{folder}: expected the rule threshold, found policy; calibrate it with --guarantee conformal"

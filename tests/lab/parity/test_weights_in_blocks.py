@@ -215,6 +215,16 @@ def test_a_rounded_decoder_has_the_guarantee_of_its_own_graph(model, tmp_path, c
     assert "give running text like that in service, with --text FILE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("head, options", [("lens", "--rule policy"), ("own", "--threshold .9")])
+def test_a_graph_without_thresholds_is_told_the_rule_that_its_heads_pay_for(tmp_path, capsys, head, options):
+    model = TokenExits(random_decoder("llama", 2), (1, 2))
+    model.use_heads(head)
+    exported(model.eval(), tmp_path / "out", "int8", Never())
+    assert main(["calibrate", str(tmp_path / "out"), "--text", "none", "--epsilon", ".5", "--delta", ".1"]) == 2
+    expected = f"found the rule never; export the run with {options}, then calibrate"
+    assert expected in capsys.readouterr().err
+
+
 # ---- SmolLM2 ----
 @pytest.mark.skipif("MINI_EE_MODELS" not in os.environ, reason="needs MINI_EE_MODELS, the folder of real models")
 @pytest.mark.parametrize("precision, least", [("float32", 1), ("int8", 0.95), ("int4", 0.75)])
