@@ -28,7 +28,11 @@ def add(sub: ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="folder of the weights of MiniLM, or of stories260k for decode (default random weights)",
+        help="folder of the weights of MiniLM, or of stories260k for onnx; for decode of any decoder, whose exported "
+        "graphs are then measured (default random weights)",
+    )
+    sub.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="file of the same decoder for llama.cpp, for decode; needs xllamacpp"
     )
     sub.add_argument(
         "--task", metavar="DIR", help="folder of a task with sentences, for serve (default built-in reviews)"
@@ -52,6 +56,8 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
         raise WrongArguments(f"--large is for retrieval; {args.name} has no larger case")
     if (args.task or args.picture) and "serve" not in names:
         raise WrongArguments(f"--task and --picture are for serve; {args.name} reads no sentences")
+    if args.gguf and (names != ["decode"] or not args.model):
+        raise WrongArguments("--gguf is for decode with --model; leave it out")
     if args.model and names == ["sgmv"]:
         raise WrongArguments("--model: sgmv measures adapters of a random BERT-base; leave it out")
     if args.alone and {"onnx", "serve"} & set(names):
@@ -63,6 +69,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     for name in names:
         settings = {"large": True} if args.large and name == "retrieval" else {}
         settings |= {"task": args.task} if name == "serve" else {}
+        settings |= {"gguf": args.gguf} if args.gguf else {}
         settings |= {"device": args.device} if name in ON_A_GPU else {}
         bench = getattr(import_module(BENCHES[name]), f"bench_{name.replace('-', '_')}")
         for row in bench(args.model, args.seed, **settings):
@@ -95,5 +102,7 @@ def _more(row: dict):
         yield f"at every load at least {row['least']:.2f} of the whole graph's answers in time"
     if row.get("loads"):
         yield from loads_table(row["loads"]).splitlines()
+    if "load_seconds" in row:
+        yield f"opened in {row['load_seconds']:.2f} s"
     if "against_bytes" in row:
         yield f"weights: {row['bytes'] / 1e6:.1f} MB, {row['against_bytes'] / 1e6:.1f} MB"

@@ -25,7 +25,7 @@ from mini_ee.lab.data.tokenizer import Inputs, Tokenizer
 from mini_ee.lab.evaluation import plots, row_evaluation
 from mini_ee.lab.exits.row_exits import RowExits
 from mini_ee.lab.exits.token_exits import TokenExits
-from mini_ee.lab.export import sessions, writer
+from mini_ee.lab.export import sessions, verification, writer
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import Session
 from mini_ee.lab.methods.lora_exits import LoRAExits
@@ -85,8 +85,8 @@ def few_candidates():
 def short_verifications():
     """An export in int8, and of a decoder, compares fewer texts and tokens; tests of graphs compare their own."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, count in {"ROUNDED_TEXTS": 64, "VERIFIED_TOKENS": 8}.items():
-            patch.setattr(writer, name, count)
+        patch.setattr(writer, "ROUNDED_TEXTS", 64)
+        patch.setattr(verification, "VERIFIED_TOKENS", 8)
         yield
 
 
@@ -409,7 +409,7 @@ def decoder(tmp_path_factory, decoder_checkpoint):
     run = Run(Path("run"), config, model, Tokenizer.from_folder(tokenizer, 30), Threshold((0.25, 0.3, 0.0)))
     folder = tmp_path_factory.mktemp("serving") / "decoder"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 4)
+        patch.setattr(verification, "VERIFIED_TOKENS", 4)
         writer.export(run, folder, ["the film was", "a meal", "the"])
     return Runtime(folder, threads=1, max_new_tokens=8)
 

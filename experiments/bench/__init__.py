@@ -12,7 +12,8 @@ onnx        the graph that stops by itself, compared with the model without exit
 sgmv        parallel LoRA streams compared with one pass per stream, with a loop over the adapters, with the bare
             backbone and with independent models; rows at different exits in one batch compared with a batch per exit
 decode      cached greedy decoding compared with that of transformers; tokens forced to exit after layer e compared with
-            the sum of the parts; lossless decoding compared with full decoding; in seconds per token
+            the sum of the parts; lossless decoding compared with full decoding; in seconds per token. With --model of
+            a decoder its exported graphs by precision, with and without exits, transformers and llama.cpp
 retrieval   RAEE: embedding and retrieval compared with one forward pass; groups of rows with the same planned exit
             compared with single rows; recall and build time of the datastore
 serve       the load that keeps p99 within a limit: the whole graph compared with the graph that stops by itself and

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mini_ee.experiments.bench.common import forced_out, from_transformers, medians, row_of
+from mini_ee.experiments.bench.one_decoder import bench_one_decoder
 from mini_ee.lab.backbones.backbone import Tensors
 from mini_ee.lab.backbones.cache import Cache
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, generates, load_backbone, read_config
@@ -40,17 +41,14 @@ LLAMA = replace(
 LOSSLESS_PROMPTS, TIMED_PROMPTS = 50, 4  # prompts of one token whose texts are compared; those that are timed
 
 
-def bench_decode(model: Path | None, seed: int) -> Iterator[dict]:
+def bench_decode(model: Path | None, seed: int, gguf: Path | None = None) -> Iterator[dict]:
     """Cases: `stories260k|llama-12x768 bB transformers`, `llama-12x768 b1 eE copy_state|recompute`,
-    `llama-12x256 b1 lossless`.
-
-    model: the weights of stories260k, if it is a decoder (default: random weights).
+    `llama-12x256 b1 lossless`; of a decoder in the folder `model` those of one_decoder.py instead.
     """
-    is_decoder = model is not None and generates(read_config(model / "config.json").model_type)
-    stories, llama = (
-        load_backbone(model) if is_decoder else random_decoder(STORIES, seed),
-        random_decoder(LLAMA, seed),
-    )
+    if model is not None and generates(read_config(model / "config.json").model_type):
+        yield from bench_one_decoder(model, gguf)
+        return
+    stories, llama = random_decoder(STORIES, seed), random_decoder(LLAMA, seed)
     for name, decoder, new_tokens in (("stories260k", stories, 64), ("llama-12x768", llama, 12)):
         yield from _over_transformers(name, decoder, new_tokens, seed)
     for layer in (3, 6, 9):

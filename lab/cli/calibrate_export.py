@@ -24,20 +24,25 @@ from mini_ee.lab.cli.guarantee_options import (
 )
 from mini_ee.lab.cli.task_options import OF_LABELS, add_task, columns_given, refuse_task_options, task_options
 from mini_ee.lab.data.columns import TaskOptions
+from mini_ee.lab.data.decoder_texts import cut_text
+from mini_ee.lab.data.files import read_text
 from mini_ee.lab.data.rankings import rankable, ranked
 from mini_ee.lab.data.tasks import Task, load_task
 from mini_ee.lab.data.text_files import Row, read_texts
 from mini_ee.lab.errors import WrongArguments
 
 if TYPE_CHECKING:
-    from mini_ee.lab.export.runtime import Runtime
+    from mini_ee.lab.export.runtime import Runtime, TokenRuntime
+    from mini_ee.lab.recording import Record
+
+PIECE = 64  # tokens of a piece of a decoder's running text
 
 
 def add(sub: ArgumentParser) -> None:
     group = sub.add_argument_group("an export", "its graph in an engine gives the thresholds and the guarantee")
     add_task(sub, "folder of a task with texts like those in service, whose labels are not read")
     group.add_argument("--split", help="split of --task (default train)")
-    text = "file: one text per line, or a table, for an export; running text for a decoder (default generated text)"
+    text = "file: one text per line, or a table, for an export; running text for a decoder's export"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
     add_guarantee(group)
     top = "number of best texts of a query, the first text of a pair, that stay the best, if EXPORTED is a reranker"
@@ -52,7 +57,6 @@ def add(sub: ArgumentParser) -> None:
 def run(args: Namespace, say: Callable[[str], None]) -> dict:
     """Record every exit of the graph, calibrate, write the rule into the export, and print what other texts show."""
     from mini_ee.lab.export.calibrated import check_calibratable, write_calibrated
-    from mini_ee.lab.recording import predictions, record
     from mini_ee.lab.threshold_curve import threshold_curve
 
     check_epsilon(args)
@@ -67,35 +71,63 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     engine = chosen_engine(args)
     runtime = engine.open(args.run, args.device, args.threads or 0)
     check_calibratable(runtime, args.guarantee == "conformal", args.top_k is not None)
-    texts, source = _texts(args, runtime)
-    if args.top_k is not None:
-        texts = [*compress(texts, rankable(texts, args.top_k, say))]
     size = args.batch_size or BATCH
-    recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
-    names, kind = tuple(runtime.label_names), runtime.token_task.kind if runtime.token_task else ""
-    kinds = {"multi_label": runtime.multi_label, "token_kind": kind, "top_k": args.top_k}
-    labels = Task(runtime.config["method"], names, (), {}, **kinds)
-    predicted = predictions(recorded.logits, labels)
+    read = _read_tokens if runtime.generates else _read_rows
+    recorded, task, source = read(args, runtime, size, say)
     if args.top_k is not None:
-        recorded = recorded._replace(labels=ranked(predicted[:, -1], texts))
         rule, answer, guarantee = calibrated_top_k(args, recorded)
     else:
-        recorded.segments.measures["prediction"] = predicted  # of several labels, their set
         rule, answer, guarantee = calibrated(args, runtime, recorded)
     fields = ("rows_calibration", "rows_fresh", "end_to_end", "mean_layers", "agreement", "queries_fresh")
     computed = {"batch_size": size, **engine._asdict(), "provider": runtime.provider}
+    computed["weights"] = runtime.config["precision"]
     measured = source | {key: answer[key] for key in fields if key in answer} | computed
     out = args.out or args.run
-    curve = threshold_curve(recorded, rule, labels, None)
+    curve = threshold_curve(recorded, rule, task, None) if task else None
     model_id = write_calibrated(runtime, out, rule, guarantee, answer["exit_counts"], measured, curve)
     name = ", ".join(source.values())
     if args.top_k is not None:
         say(top_k_lines(answer, name, runtime.exits[-1]))
     else:
-        report(args, runtime.exits, answer, f"rows of {name}", say)
+        report(args, runtime.exits, answer, f"{'tokens' if runtime.generates else 'rows'} of {name}", say)
     say(f"The rule of {out} is now these thresholds; its model id is {model_id}.")
     answer = source | answer | computed | {"model": model_id}
     return {"method": runtime.config["method"], "exits": list(runtime.exits), "run": str(out)} | answer
+
+
+def _read_rows(args: Namespace, runtime: "Runtime", size: int, say: Callable) -> tuple["Record", Task, dict]:
+    """The record of rows of texts, the task that they would have, and where they come from."""
+    from mini_ee.lab.recording import predictions, record
+
+    texts, source = _texts(args, runtime)
+    if args.top_k is not None:
+        texts = [*compress(texts, rankable(texts, args.top_k, say))]
+    recorded = record(runtime.segments(), runtime.encode(texts), size, progress="reading")
+    names, kind = tuple(runtime.label_names), runtime.token_task.kind if runtime.token_task else ""
+    kinds = {"multi_label": runtime.multi_label, "token_kind": kind, "top_k": args.top_k}
+    task = Task(runtime.config["method"], names, (), {}, **kinds)
+    predicted = predictions(recorded.logits, task)
+    if args.top_k is not None:
+        return recorded._replace(labels=ranked(predicted[:, -1], texts)), task, source
+    recorded.segments.measures["prediction"] = predicted  # of several labels, their set
+    return recorded, task, source
+
+
+def _read_tokens(args: Namespace, runtime: "TokenRuntime", size: int, say: Callable) -> tuple["Record", None, dict]:
+    """The record of the tokens of a file, in pieces, and where they come from."""
+    from mini_ee.lab.export.token_record import record_tokens
+
+    refuse(args, ("task", "split"), f"is for classifiers; {args.run} is a decoder")
+    refuse_task_options(args, "is for classifiers, found a decoder")
+    if args.text is None:
+        raise WrongArguments(f"{args.run} is an export: give running text like that in service, with --text FILE")
+    first = runtime.tokenizer.ids_of("")
+    length = min(PIECE, runtime.config["max_tokens"] - len(first))
+    ids = runtime.tokenizer.ids_of(read_text(args.text), special=False)
+    if len(ids) < 2 * length:
+        expected = f"expected at least {2 * length} tokens, two pieces of {length}"
+        raise WrongArguments(f"{args.text}: {expected}, found {len(ids)}; give a longer text")
+    return record_tokens(runtime, cut_text(ids, length, first), size), None, {"task": args.text.name}
 
 
 def _texts(args: Namespace, runtime: "Runtime") -> tuple[list[Row], dict]:

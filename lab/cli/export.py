@@ -9,7 +9,7 @@ from mini_ee.lab.cli.task_options import add_task, refuse_task_options
 
 HELP = "export a run to ONNX, verified against torch"
 EXAMPLE = "mini-ee export mini-ee-demo/run --out exported"
-USUAL = "--segments", "--int8", "--web"
+USUAL = "--segments", "--int8", "--int4", "--web"
 
 
 def add(sub: ArgumentParser) -> None:
@@ -25,7 +25,12 @@ def add(sub: ArgumentParser) -> None:
     add_task(sub, texts)
     precision = sub.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="export in half precision, for GPUs")
-    precision.add_argument("--int8", action="store_true", help="export with dynamic quantisation, for CPUs")
+    precision.add_argument(
+        "--int8", action="store_true", help="export in 8 bits, for CPUs: weights and inputs of linear maps are rounded"
+    )
+    precision.add_argument(
+        "--int4", action="store_true", help="export a decoder's weights in 4 bits, for CPUs (inputs in 8 bits)"
+    )
     sub.add_argument(
         "--segments", action="store_true", help="also export a graph per segment, for other rules and re-batching"
     )
@@ -55,7 +60,10 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     args.device = "cpu"
     opened = open_run(args.run, args, plain=True)
     opened = opened._replace(rule=chosen_rule(args, opened))
-    precision, begin, texts = "float16" if args.fp16 else "int8" if args.int8 else "float32", time.perf_counter(), None
+    begin, texts = time.perf_counter(), None
+    precision = "float16" if args.fp16 else "int8" if args.int8 else "int4" if args.int4 else "float32"
+    if args.int4 and not opened.generates:
+        raise WrongArguments(f"--int4 is for decoders that generate text, found {args.run}; give --int8")
     if args.task is None:
         refuse_task_options(args)
         texts = None if precision == "float32" else _held_out(opened, args)
@@ -69,7 +77,7 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
     manifest = mini_ee.export(opened, args.out, texts=texts, precision=precision, seed=args.seed, **parts)
     verified = manifest["verified"]
     what = f"{verified['tokens']} tokens after each of {verified['prompts']} prompts" if "tokens" in verified else ""
-    equal = verified.get("token_agreement", verified.get("prediction_agreement"))
+    equal = verified["token_agreement" if what and precision == "float32" else "prediction_agreement"]
     say(
         f"{len(manifest['graphs'])} graphs in {precision}, against torch on "
         f"{what or str(verified.get('texts')) + ' texts'}: logits within {verified['max_logit_difference']:.2g}, "

@@ -48,7 +48,11 @@ class LensHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> logits (..., V) float32."""
-        return self.decoder.lm_logits(self.map(self.norm(hidden)))
+        return self.decoder.lm_logits(self.mapped(hidden))
+
+    def mapped(self, hidden: Tensor) -> Tensor:
+        """What the model's own LM head reads, (..., D)."""
+        return self.map(self.norm(hidden))
 
 
 @torch.no_grad()

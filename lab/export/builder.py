@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import torch
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnxruntime.capi._pybind_state import quantize_matmul_4bits, quantize_matmul_8bits
 from torch import Tensor, nn
 
 from mini_ee.export.graph import stored
@@ -22,6 +23,10 @@ from mini_ee.export.graph import stored
 OPSET, IR_VERSION = 23, 11  # read by ONNX Runtime 1.23 and newer
 
 INT8_LARGEST = np.float32(63)  # largest absolute value of an int8 weight, see linear_int8
+
+MICROSOFT, BLOCK = "com.microsoft", 32  # domain of ONNX Runtime's own operators; weights that share a scale
+IN_INT8 = 4  # accuracy_level of MatMulNBits: inputs are rounded to int8, in blocks too. With others it is slower
+PACKERS = {4: quantize_matmul_4bits, 8: quantize_matmul_8bits}  # those of onnxruntime's MatMulNBitsQuantizer
 
 Parameters = dict[int, tuple[str, Tensor]]
 """id of a parameter -> its name, and the parameter itself: while it is referenced, no other object has its id."""
@@ -31,6 +36,14 @@ def int8_maps(model: nn.Module) -> set[int]:
     """The ids of the weights that can be rounded to int8: of the linear maps that a module names in `int8_maps`."""
     modules = ((module, getattr(module, "int8_maps", ())) for module in model.modules())
     return {id(getattr(module, name).weight) for module, names in modules for name in names}
+
+
+def block_maps(model: nn.Module) -> set[int]:
+    """The ids of the weights of a decoder that are rounded in blocks: all linear maps of its layers and heads, and the
+    embeddings. The policy, which is small and decides, is not rounded."""
+    parts = (model.backbone, model.heads)
+    maps = (module for part in parts for module in part.modules() if isinstance(module, nn.Linear))
+    return {id(model.backbone.embeddings.weight), *(id(linear.weight) for linear in maps)}
 
 
 def parameters_of(model: nn.Module, prefix: str = "") -> Parameters:
@@ -62,20 +75,22 @@ def whole_tables(model: nn.Module) -> Iterator[None]:
 class Builder:
     """One graph.
 
-    dtype: of all weights and hidden states. int8: ids of the weights to round to int8, see `int8_maps`. plain: inputs
-    with a default become required inputs, for callers that cannot override a default: JavaScript, and I/O binding.
-    flat: all weights are declared in the main graph, because onnxruntime-web cannot load external data of a branch.
+    dtype: of all weights and hidden states. rounded: ids of the weights to round to int8, see `int8_maps`; with `bits`,
+    4 or 8, to that many bits in blocks, see `block_maps`. plain: inputs with a default become required inputs, for
+    callers that cannot override a default: JavaScript, and I/O binding. flat: all weights are declared in the main
+    graph, because onnxruntime-web cannot load external data of a branch.
     """
 
     def __init__(
         self,
         parameters: Parameters,
         dtype: type = np.float32,
-        int8: Collection[int] = (),
+        rounded: Collection[int] = (),
+        bits: int | None = None,
         plain: bool = False,
         flat: bool = False,
     ):
-        self.dtype, self.int8, self.plain, self.flat = np.dtype(dtype), int8, plain, flat
+        self.dtype, self.rounded, self.bits, self.plain, self.flat = np.dtype(dtype), rounded, bits, plain, flat
         self.weights: dict[str, np.ndarray] = {}  # those that the graph uses so far
         self._parameters, self._constants = parameters, {}
         self._nodes: list[NodeProto] = []  # of the graph or branch being written
@@ -212,7 +227,46 @@ class Builder:
         """x (N, I), weight (O, I), bias (O,) -> (N, O)."""
         return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
 
-    def linear_int8(self, x: str, weight: Tensor, bias: Tensor | None) -> str:
+    def linear_rounded(self, x: str, weight: Tensor, bias: str | None) -> str:
+        """A linear map whose weights are rounded: x (N, I) float32 -> (N, O)."""
+        return self.linear_in_blocks(x, weight, bias) if self.bits else self.linear_int8(x, weight, bias)
+
+    def linear_in_blocks(self, x: str, weight: Tensor, bias: str | None, rows: slice = slice(None)) -> str:
+        """The same for some rows of a weight that is rounded in blocks."""
+        name, (outputs, inputs) = self.packed(weight, rows), weight.shape
+        rest = [f"{name}_scales", f"{name}_zeros", *([] if bias is None else ["", bias])]
+        sizes = {"N": len(range(outputs)[rows]), "K": inputs, "bits": self.bits, "block_size": BLOCK}
+        return self.op("MatMulNBits", x, name, *rest, domain=MICROSOFT, accuracy_level=IN_INT8, **sizes)
+
+    def embedding_rounded(self, ids: str, weight: Tensor) -> str:
+        """The rows of `ids` of embeddings that are rounded in blocks, which the LM head may share."""
+        name, width = self.packed(weight), weight.shape[1]
+        rows = self.op("Reshape", name, self.integers(len(weight), -1))
+        settings = {"bits": self.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        rest = f"{name}_scales", f"{name}_zeros"
+        embedded = self.op("GatherBlockQuantized", rows, ids, *rest, domain=MICROSOFT, **settings)
+        whole = width % BLOCK == 0  # else the last block is filled up with numbers that no row has
+        return embedded if whole else self.op("Slice", embedded, *map(self.integers, (0, width, -1)))
+
+    def packed(self, weight: Tensor, rows: slice = slice(None)) -> str:
+        """The name of rows of a matrix (O, I) in blocks, as MatMulNBits reads it: (O, I / BLOCK, bytes of a block)
+        uint8. With _scales (O, I / BLOCK) and _zeros, the blocks' whole numbers of 0, packed as the weights are."""
+        name, weight = self._named(weight)
+        packed = f"{name}_int{self.bits}" if rows == slice(None) else f"{name}[{rows.start}:{rows.stop}]_int{self.bits}"
+        if packed not in self.weights:
+            matrix = self._array(weight)[rows]
+            (outputs, inputs), numbers = matrix.shape, 8 // self.bits  # of a byte
+            blocks = -(-inputs // BLOCK)
+            columns = np.zeros((blocks * BLOCK, outputs), np.float32)
+            columns[:inputs] = matrix.T
+            values = np.zeros((outputs, blocks, BLOCK // numbers), np.uint8)
+            scales = np.zeros((outputs, blocks), np.float32)
+            zeros = np.zeros((outputs, -(-blocks // numbers)), np.uint8)
+            PACKERS[self.bits](values, columns, scales, zeros, BLOCK, outputs, inputs, False)
+            self.weights |= {packed: values, f"{packed}_scales": scales, f"{packed}_zeros": zeros}
+        return packed
+
+    def linear_int8(self, x: str, weight: Tensor, bias: str | None) -> str:
         """A linear map with int8 weights and a scale per output; x is quantised to uint8 when the graph runs.
 
         ONNX Runtime fuses these nodes. Weights are rounded to -63 .. 63: a processor without VNNI adds two products in
@@ -227,7 +281,7 @@ class Builder:
         rounded, step, zero = self.several(3, "DynamicQuantizeLinear", x)
         product = self.cast(self.op("MatMulInteger", rounded, whole, zero), np.float32)
         y = self.op("Mul", product, self.op("Mul", step, scale))
-        return y if bias is None else self.op("Add", y, self.parameter(bias))
+        return y if bias is None else self.op("Add", y, bias)
 
     # ---- Parts ----
     def cast(self, x: str, dtype: type) -> str:
@@ -272,10 +326,12 @@ class Builder:
         graph.input.extend(info for info in self._inputs.values() if info.name in used)
         values = {name: numpy_helper.from_array(values, name) for name, values in self._constants.items()}
         values |= {weight: stored(weight, array, offsets.get(weight)) for weight, array in self.weights.items()}
+        if not self.flat:
+            _copy_into_branches(graph, values)
         _place(graph, values, self.weights if self.flat else ())
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
-        opset = helper.make_opsetid("", OPSET)
-        return helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="mini_ee")
+        opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(MICROSOFT, 1)] if self.bits else [])]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="mini_ee")
 
 
 SOME_ROWS = "[rows]"
@@ -324,6 +380,29 @@ def _used(graph: GraphProto) -> set[str]:
     """All names that nodes of a graph or of its branches take."""
     inputs = {name for node in graph.node for name in node.input}
     return inputs.union(*map(_used, branches_of(graph)))
+
+
+def _copy_into_branches(graph: GraphProto, tensors: dict[str, TensorProto]) -> None:
+    """A matrix in blocks that several branches use becomes one initialiser in each, of the same bytes beside the graph.
+
+    ONNX Runtime packs it only for nodes of the same branch, and unpacked it multiplies many times slower.
+    """
+    users = [(part, node) for part in _parts(graph) for node in part.node if node.op_type == "MatMulNBits"]
+    count = Counter(name for _, node in users for name in {*node.input[1:4]})
+    for part, node in users:
+        for at, name in enumerate(node.input[1:4], start=1):
+            if count[name] > 1 and part is not graph:
+                node.input[at] = f"{name}@{part.name}"
+                copy = TensorProto.FromString(tensors[name].SerializeToString())
+                copy.name = node.input[at]
+                tensors[copy.name] = copy
+
+
+def _parts(graph: GraphProto) -> Iterator[GraphProto]:
+    """A graph and all its branches."""
+    yield graph
+    for branch in branches_of(graph):
+        yield from _parts(branch)
 
 
 def _place(graph: GraphProto, tensors: dict[str, TensorProto], outside: Collection[str] = ()) -> None:

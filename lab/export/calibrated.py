@@ -30,12 +30,13 @@ def check_calibratable(runtime: Runtime, conformal: bool, ranks: bool) -> None:
     config, folder = runtime.config, runtime.folder
     if not find_spec("onnx"):
         raise WrongArguments("mini-ee calibrate EXPORTED needs onnx: pip install onnx")
-    if runtime.generates or runtime.embeds:
-        kind = "a decoder" if runtime.generates else "a sentence encoder"
-        raise WrongArguments(f"{folder}: expected a classifier, found {kind}; calibrate its run, then export again")
-    if ranks and (runtime.label_names or runtime.num_texts != 2):
+    if runtime.embeds or "begins_with" in config:
+        kind = "a sentence encoder" if runtime.embeds else "a decoder whose encoder reads prompts"
+        expected = "expected a classifier or a decoder of running text"
+        raise WrongArguments(f"{folder}: {expected}, found {kind}; calibrate its run, then export again")
+    if ranks and (runtime.generates or runtime.label_names or runtime.num_texts != 2):
         raise WrongArguments(f"{folder}: --top-k is for a reranker, which gives a pair of texts one number")
-    if not ranks and not runtime.label_names:
+    if not ranks and not runtime.generates and not runtime.label_names:
         advice = "; give --top-k if it ranks texts" if runtime.num_texts == 2 else ""
         raise WrongArguments(f"{folder}: expected a classifier, found a regression, which has no confidence{advice}")
     if len(runtime.exits) == 1:
@@ -44,13 +45,10 @@ def check_calibratable(runtime: Runtime, conformal: bool, ranks: bool) -> None:
         raise WrongArguments(f"{folder}: its page contains the thresholds; calibrate the run, then export again")
     rule = rule_from_dict(config["rule"])
     if not config.get("rule_in_graph", True) or THRESHOLD not in runtime_values(rule, len(runtime.exits) - 1):
-        actual, options = (
-            f"found the rule {rule.name}",
-            "--threshold 0 --measure low_score" if ranks else "--threshold .9",
-        )
-        raise WrongArguments(
-            f"{folder}: expected a graph with thresholds, {actual}; export the run with {options}, then calibrate"
-        )
+        options = "--rule policy" if config.get("decides") else "--threshold .9"  # a policy or gate reads no head
+        options = "--threshold 0 --measure low_score" if ranks else options
+        expected = f"expected a graph with thresholds, found the rule {rule.name}"
+        raise WrongArguments(f"{folder}: {expected}; export the run with {options}, then calibrate")
     if isinstance(rule, Policy) and not conformal:
         raise WrongArguments(
             f"{folder}: expected the rule threshold, found policy; calibrate it with --guarantee conformal"
@@ -80,7 +78,8 @@ def write_calibrated(
     rule_fields = {"rule": rule.to_dict(), "guarantee": guarantee, "exit_counts": exit_counts, "calibration": measured}
     with atomic_folder(out, replace=out.resolve() == runtime.folder.resolve()) as partial:
         shutil.copytree(runtime.folder, partial, dirs_exist_ok=True)
-        _set_thresholds(partial / MODEL, runtime_values(rule, len(runtime.exits) - 1)[THRESHOLD])
+        if not runtime.generates:  # the graph of a token has no defaults: it gets the thresholds at each call
+            _set_thresholds(partial / MODEL, runtime_values(rule, len(runtime.exits) - 1)[THRESHOLD])
         manifest = read_json(partial / MANIFEST, signed="format_version") | rule_fields
         manifest["curve"] = curve
         manifest["files"][MODEL] = file_sha256(partial / MODEL)

@@ -171,12 +171,17 @@ def guarantee_line(manifest: dict) -> str:
         what += f", with confidence {terms['confidence']:.0%}, by a test on {terms['rows']} held-out examples"
     engine = calibrated_engine(manifest)
     where = "" if engine == Engine() else f" with `{engine.options}`"
+    if (weights := manifest.get("calibration", {}).get("weights", "float32")) != "float32":
+        where += f" and weights in {weights}" if where else f" with weights in {weights}"
     return f"{what[0].upper()}{what[1:]}. It holds for texts like those that gave it{where}."
 
 
 def _no_guarantee(manifest: dict) -> str:
     """How to get a guarantee; calibrated.check_calibratable refuses other exports."""
     graphs, row_unit = manifest["graphs"], manifest["unit"] not in ("tokens", "embeddings")
+    if manifest["unit"] == "tokens" and "begins_with" not in manifest and "threshold" in graphs["model"]["inputs"]:
+        kind = "--guarantee conformal" if manifest["rule"]["name"] == "policy" else "--delta .05"
+        return f"None: `mini-ee calibrate DIR --text FILE --epsilon .95 {kind}` gives one."
     ranks = _ranks(manifest) and manifest["rule"].get("measure") in NUMBER_MEASURES
     if row_unit and not manifest["task"]["label_names"] and not ranks or len(manifest["exits"]) == 1:
         return "None."
@@ -190,11 +195,12 @@ def _measured(manifest: dict) -> list[str]:
     lines = []
     if calibration := manifest.get("calibration"):
         source = ", ".join(str(calibration[key]) for key in ("task", "split") if calibration.get(key))
-        others, what = f"{calibration['rows_fresh']} other rows", "have the prediction of the last exit"
+        noun = "tokens" if manifest["unit"] == "tokens" else "rows"
+        others, what = f"{calibration['rows_fresh']} other {noun}", "have the prediction of the last exit"
         if "queries_fresh" in calibration:
             others, what = f"{calibration['queries_fresh']} other queries", "keep the best texts of the last exit"
         lines.append(
-            f"Calibrated on this graph with {calibration['rows_calibration']} rows of {source}, in batches of "
+            f"Calibrated on this graph with {calibration['rows_calibration']} {noun} of {source}, in batches of "
             f"{calibration['batch_size']}, with `{calibrated_engine(manifest).options}`. Of {others}, "
             f"{calibration['end_to_end']:.1%} {what}, after {calibration['mean_layers']:.2f} layers on average."
         )

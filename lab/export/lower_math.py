@@ -307,11 +307,15 @@ def _asarray(x: Value, *_, **__) -> Value:
 # ---- Maps, norms, attention ----
 @lowers(F.linear)
 def linear(x: Value, weight, bias=None) -> Value:
-    """A Gemm on the flat value, which also adds the bias; in int8 if the Builder rounds this weight."""
+    """A Gemm on the flat value, which also adds the bias; or what the Builder has for a weight that it rounds."""
     shape = [*x.shape[:-1], weight.shape[0]]
-    if id(weight) in x.g.int8:
-        return x.flat_like(x.g.linear_int8(x.flat, weight, bias), shape)
-    names = [name_of(operand, x) for operand in (weight, bias) if operand is not None]
+    bias = None if bias is None else name_of(bias, x)
+    if id(weight) in x.g.rounded:
+        return x.flat_like(x.g.linear_rounded(x.flat, weight, bias), shape)
+    matrix, *part = getattr(weight, "rows", None) or (None,)
+    if x.g.bits and id(matrix) in x.g.rounded:  # some of the outputs, such as keys and values without queries
+        return x.flat_like(x.g.linear_in_blocks(x.flat, matrix, bias, slice(*part)), shape)
+    names = [name_of(weight, x), *([] if bias is None else [bias])]
     return x.flat_like(x.g.gemm(x.flat, *names), shape)
 
 

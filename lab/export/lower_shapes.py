@@ -280,8 +280,12 @@ def _sliced(x: Value, part: slice, axis: int) -> Value:
     ends = [
         x.g.integers(end) if isinstance(end, int) else end.read() for end in (start, 2**62 if stop is None else stop)
     ]
-    name = x.g.op("Slice", x.name, *ends, x.g.integers(axis))
-    return x.like(name, [*x.shape[:axis], length, *x.shape[axis + 1 :]])
+    shape, g = [*x.shape[:axis], length, *x.shape[axis + 1 :]], x.g
+    if getattr(x, "parameter", None) is not None and not axis:  # a rounded parameter is not written as a whole
+        sliced = type(x)(g, shape, x.kind, lambda: g.op("Slice", x.name, *ends, g.integers(axis)))
+        sliced.rows = x.parameter, start, stop
+        return sliced
+    return x.like(g.op("Slice", x.name, *ends, g.integers(axis)), shape)
 
 
 @lowers(torch.nonzero, Tensor.nonzero)
@@ -344,6 +348,8 @@ def _gather(x: Value, dim: int, at: Value) -> Value:
 def _embedding(ids: Value, weight, *_, **__) -> Value:
     like = ids if isinstance(ids, Value) else weight
     kind = weight.kind if isinstance(weight, Value) else like.g.dtype
+    if like.g.bits and id(weight) in like.g.rounded:
+        return like.like(like.g.embedding_rounded(ids.name, weight), [*ids.shape, weight.shape[1]], kind)
     return like.like(
         like.g.op("Gather", name_of(weight, like), name_of(ids, like)), [*ids.shape, weight.shape[1]], kind
     )

@@ -71,6 +71,12 @@ class _ModelGraph:
         self.classes = segments.model.backbone.config.vocab_size if self.tokens else segments.model.num_labels
         self.token_task = segments.token_task
         self.axes = (self.classes,) if self.token_task is None else ("tokens", self.classes)  # of a row's logits
+        self.read, self.dtype = segments.read, np.float32
+        # The rule reads no logits, so the vocabulary is read once, in the main graph, of the states that exited.
+        self.reads_once = self.tokens and segments.shares_head and not (self.decides and rule.needs == "logits")
+        if self.reads_once:
+            self.axes, self.read = (segments.model.backbone.config.hidden_size,), segments.mapped
+            self.dtype = g.dtype
         memory: dict = {}
         if self.decides and rule.needs == "logits":  # one call in numpy shows whether the rule remembers earlier exits
             rule.stop(0, np.zeros((1, self.classes), np.float32), memory)
@@ -80,6 +86,10 @@ class _ModelGraph:
         g, segments = self.g, self.segments
         with g.tracing():
             values = self._from_exit(0, segments.start(g.inputs()), self._plan(), self._memory())
+            if self.reads_once:
+                states = g.tensor(values[0].name, "batch", *self.axes)
+                logits = segments.model.backbone.lm_logits(states)
+                values[0] = g.value(logits.name, "batch", self.classes, dtype=np.float32)
         names = [output_of(segments.model.unit), "layers", *["spent"] * segments.tokens_exit, *self.extra]
         for name, value in zip(names, values):
             g.output(name, value.name, "batch", *value.axes[1:], dtype=value.dtype)
@@ -176,7 +186,7 @@ class _ModelGraph:
         if k == self.last:  # every row that reaches the last exit exits there
             nothing = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), rows)
             state = segments.advance(k, state) if self.starts_anew else state
-            here = self._exit_values(k, segments.read(k, state).name, rows, [nothing] * len(self.extra))
+            here = self._exit_values(k, self.read(k, state).name, rows, [nothing] * len(self.extra))
             if segments.tokens_exit:
                 here.insert(2, g.value(segments.token_cost(k, state).name, f"rows_{k}", 2, dtype=np.float32))
             return here + written
@@ -236,24 +246,25 @@ class _ModelGraph:
     def _exit_values(self, k: int, logits: str, rows: str, extra: list[str]) -> list:
         g, axis = self.g, f"rows_{k}"
         layers = g.op("Expand", g.integers(self.segments.exits[k]), rows)
-        values = [g.value(logits, axis, *self.axes, dtype=np.float32), g.value(layers, axis, dtype=np.int64)]
+        values = [g.value(logits, axis, *self.axes, dtype=self.dtype), g.value(layers, axis, dtype=np.int64)]
         return values + [g.value(name, axis, dtype=np.float32) for name in extra]
 
     def _logits_if(self, condition: str, k: int, state, rows: str) -> str:
-        """Logits (B, C), or (B, T, C), of exit k if the condition () holds; else zeros, which nothing reads.
+        """Logits (B, C), or (B, T, C), or what a shared head reads (B, D), of exit k if the condition () holds; else
+        zeros, which nothing reads.
 
         If every exit starts from the embeddings, its layers run only here, together with its head.
         """
         g, segments = self.g, self.segments
 
         def read() -> list:
-            logits = segments.read(k, segments.advance(k, state) if self.starts_anew else state)
-            return [g.value(logits.name, "rows_read", *self.axes, dtype=np.float32)]
+            logits = self.read(k, segments.advance(k, state) if self.starts_anew else state)
+            return [g.value(logits.name, "rows_read", *self.axes, dtype=self.dtype)]
 
         def nothing() -> list:
             tokens = [] if self.token_task is None else [g.shape(g.input("input_ids", "batch", "tokens"), 1, 2)]
-            shape = g.op("Concat", rows, *tokens, g.integers(self.classes), axis=0)
-            zeros = g.op("Expand", g.constant("zero", np.zeros(1, np.float32)), shape)
-            return [g.value(zeros, "rows_read", *self.axes, dtype=np.float32)]
+            shape = g.op("Concat", rows, *tokens, g.integers(self.axes[-1]), axis=0)
+            zeros = g.op("Expand", g.constant("zero", np.zeros(1, self.dtype)), shape)
+            return [g.value(zeros, "rows_read", *self.axes, dtype=self.dtype)]
 
         return g.either(condition, read, nothing)[0].name

@@ -368,10 +368,14 @@ class TokenRuntime(Runtime):
             return self._segments(missing_kv, num_rows, capacity)
         in_graph = self._graph_rule.feeds(rule, None) is not None
         if in_graph and missing_kv == "copy_state":
-            return OrtTokenModel(self._model, self._graph_rule, self.config, num_rows, capacity, self._prompts)
+            return self.one_graph(num_rows, capacity)
         if not self.by_segment:
             raise self._graph_rule.unsupported(rule) if not in_graph else ValueError(f"{self.folder}: {RECOMPUTE}")
         return self._segments(missing_kv, num_rows, capacity)
+
+    def one_graph(self, num_rows: int, capacity: int) -> OrtTokenModel:
+        """model.onnx in ONNX Runtime, for one batch of texts."""
+        return OrtTokenModel(self._model, self._graph_rule, self.config, num_rows, capacity, self._prompts)
 
     def encode(self, text: str, max_new_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt. Raises ValueError if it is empty, or too long for the context with max_new_tokens."""

@@ -71,6 +71,16 @@ class TokenGraphs(Segments):
     def read(self, k: int, state: GraphTokens) -> np.ndarray:
         return self.model.classify(k, self.model.head_input(k, state.hidden, state.block)[:, -1]).numpy()
 
+    @property
+    def shares_head(self) -> bool:
+        """Whether all exits have the LM head, each after a map of its own."""
+        return self.model.head == "lens"
+
+    def mapped(self, k: int, state: GraphTokens) -> np.ndarray:
+        """What the shared LM head reads at exit k, (B, D)."""
+        hidden = self.model.head_input(k, state.hidden, state.block)[:, -1]
+        return (self.model.heads[k].mapped(hidden) if k < len(self.model.heads) else hidden).numpy()
+
     def exit_logit(self, k: int, state: GraphTokens) -> np.ndarray:
         if self.model.policy is None:
             return super().exit_logit(k, state)

@@ -96,17 +96,22 @@ class OrtTokenModel(OrtTokens):
         feeds = self._graph_rule.feeds(rule, plan)
         if feeds is None:
             raise self._graph_rule.unsupported(rule)
-        logits, layers = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
-        return BatchResult(logits.copy(), *self._graph_rule.exits_of(rule, plan, layers))
+        outputs = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
+        return BatchResult(outputs["logits"].copy(), *self._graph_rule.exits_of(rule, plan, outputs["layers"]))
 
-    def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Logits (B, V) and layers (B,). The next call overwrites the logits."""
+    def read_at(self, k: int, inputs: Tokens) -> tuple[np.ndarray, np.ndarray | None]:
+        """The logits (B, V) of exit k, and its exit_logit (B,) if the rule of the graph is a policy."""
+        outputs = self._run(inputs.ids, inputs.rows, inputs.positions, {"exit_at": np.array([k])})
+        return outputs["logits"].copy(), outputs["exit_logit"].copy() if "exit_logit" in outputs else None
+
+    def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Logits (B, V), layers (B,) and, of a policy, exit_logit (B,). The next call overwrites them."""
         inputs = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
         inputs |= {"rows": np.array(rows, np.int64)} | self._graph_rule.defaults | feeds
         shapes = tuple((name, value.shape) for name, value in inputs.items())
         if shapes not in self._bound:  # the next token most often has the shapes of this one
             self._bound = {shapes: self._binding(inputs)}
-        binding, buffers, *outputs = self._bound[shapes]
+        binding, buffers, outputs = self._bound[shapes]
         for name, value in inputs.items():
             buffers[name][...] = value
             if self._session.provider != CPU:  # a binding reads the host's memory here and not when the graph runs
@@ -118,13 +123,15 @@ class OrtTokenModel(OrtTokens):
         binding, buffers = self._session.io_binding(), {name: value.copy() for name, value in inputs.items()}
         for name, value in buffers.items():
             binding.bind_cpu_input(name, value)
-        logits = np.empty((len(buffers["rows"]), self._vocabulary), np.float32)
-        layers = np.empty(len(logits), np.int64)
-        for name, value in (("logits", logits), ("layers", layers)):
+        rows = len(buffers["rows"])
+        outputs = {"logits": np.empty((rows, self._vocabulary), np.float32), "layers": np.empty(rows, np.int64)}
+        if "exit_logit" in self._session.widths:
+            outputs["exit_logit"] = np.empty(rows, np.float32)
+        for name, value in outputs.items():
             binding.bind_output(name, "cpu", 0, value.dtype, value.shape, value.ctypes.data)
         bind_caches(binding, self._caches)
         bind_inputs(binding, self._memory)
-        return binding, buffers, logits, layers
+        return binding, buffers, outputs
 
 
 def cache_names(exits: Sequence[int], own_layers: bool) -> list[str]:

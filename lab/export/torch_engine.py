@@ -23,14 +23,14 @@ from mini_ee.lab.training.run_folder import build_model
 def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callable[[str, int, int], Segments]:
     """The engine, for the argument `segments` of Runtime.
 
-    Raises ValueError for an int8 folder, whose weights only ONNX Runtime can use, and what read_manifest raises.
+    Raises ValueError for weights in int8 or int4, which only ONNX Runtime can use, and what read_manifest raises.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     with blaming_manifest(folder):
-        if manifest["precision"] == "int8":
+        if (precision := manifest["precision"]).startswith("int"):
             raise ValueError(
-                f"{folder}: expected float weights for --engine torch, found int8; export the run in float32"
+                f"{folder}: expected float weights for --engine torch, found {precision}; export the run in float32"
             )
         model = _empty_model(folder, manifest)
         tensors = _whole(read_weights(folder), model)

@@ -230,6 +230,7 @@ class TensorValue(Value):
     device = torch.device("cpu")
     requires_grad = False
     parameter: torch.nn.Parameter | None = None  # the parameter that this is, unchanged
+    rows: tuple[torch.nn.Parameter, int, int] | None = None  # the parameter of which this is the rows from .. to
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

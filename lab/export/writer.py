@@ -34,28 +34,25 @@ from mini_ee.export.graph import write_beside
 from mini_ee.export.manifest import FORMAT_VERSION, WEIGHTS
 from mini_ee.lab.data.files import MANIFEST, atomic_folder, file_sha256, write_bytes, write_json
 from mini_ee.lab.data.tasks import toy_task
-from mini_ee.lab.data.tokenizer import Inputs, in_order
+from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.exits.decoding import MISSING_KV, DecoderSegments, decode, gather, greedy
-from mini_ee.lab.exits.generation import token_segments, token_weights
-from mini_ee.lab.export.builder import OPSET, int8_maps, parameters_of, whole_tables
+from mini_ee.lab.exits.generation import token_weights
+from mini_ee.lab.export.builder import OPSET, block_maps, int8_maps, parameters_of, whole_tables
 from mini_ee.lab.export.card import CARD, card
 from mini_ee.lab.export.graph import Graph
 from mini_ee.lab.export.hugging_face import named_by, original_of, write_hugging_face
 from mini_ee.lab.export.model_graph import write_model_graph
-from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.segment_graphs import segment_graphs
-from mini_ee.lab.export.sessions import CPU
 from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.tracing import NotTraceable
+from mini_ee.lab.export.verification import verify
 from mini_ee.lab.export.web_page import check_page, write_page
-from mini_ee.lab.recording import plan_rows, predictions, record
 from mini_ee.lab.rules import STATE_MEASURES, Never, Rule
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.run_folder import Run, versions
 from mini_ee.self_supervised import CALIBRATION_PROMPTS
 
-PRECISIONS = ("float32", "float16", "int8")
+PRECISIONS = ("float32", "float16", "int8", "int4")
 
 OF_THE_RUN = ("task", "prompt", "prompts", "default_prompt_name", "num_labels", "settings", "base")
 """Keys that the manifest copies from config.json."""
@@ -70,17 +67,7 @@ WEB = "model_web"  # the graph of the page, see web_page.py
 
 VERIFIED_TEXTS, ROUNDED_TEXTS = 64, 256  # compared with torch in float32, and in int8 or float16
 
-ROUNDED_AGREEMENT = 0.98  # share of equal predictions in int8 or float16 below which an export warns
-
-VERIFIED_TOKENS = 32  # generated after each prompt
-
-AGREEMENT = 0.9  # least share of equal exits, float32 compared with torch; rounding decides for a row at a threshold
-
 log = logging.getLogger("mini_ee.lab.export")
-
-TOLERANCE = 1e-4  # of any logit, float32 compared with torch; measured at most 2e-6 on MiniLM and SST-2
-
-RELATIVE = 1e-5  # the same as a share of the largest logit, which may be a number of any scale
 
 
 def export(
@@ -96,14 +83,16 @@ def export(
 
     texts: rows of one or two sentences, or prompts of a decoder (default: built-in ones). On VERIFIED_TEXTS of them the
     logits of every exit are compared with torch, in batches of one and of many, and the text that a decoder generates.
-    precision: float32, float16, or int8 for the linear maps within the layers (default float32). segments: also write
+    precision: float32, float16, or int8 for the linear maps within the layers (default float32); of a decoder int8 or
+    int4 in blocks, for all matrices, and then no guarantee of the run holds. segments: also write
     one graph per segment. They are for rules that model.onnx does not contain, for servers that form new batches after
     each exit, and for recomputing caches; a decoder that was trained with "recompute" always gets them. web: also write
     a page that runs the model in a browser, see web_page.py. Warns if the tokenizer has tokens that the
     model lacks.
     Raises FileExistsError if `out` exists; WrongArguments if the rule reads hidden states and `segments` is given;
-    ValueError if a weight is NaN, infinite or too large for the precision, if the rule cannot be exported, or if
-    float32 graphs differ from torch by more than TOLERANCE, or RELATIVE of large logits. Then no folder is written.
+    ValueError if a weight is NaN, infinite or too large for the precision, if the rule cannot be exported, if
+    the model cannot be rounded so, or if graphs differ from torch by more than verification.py allows. Then no folder
+    is written.
     """
     tokens = run.unit == "tokens"
     segments = segments or tokens and run.model.missing_kv == "recompute"
@@ -113,6 +102,7 @@ def export(
     if web:
         check_page(run)
     unchanged = run.rule.to_dict() == run.config.get("rule")
+    unchanged &= precision == "float32" or not tokens  # the guarantee is that of the graph that gave it
     keys = (*OF_THE_RUN, *OF_ITS_RULE) if unchanged else OF_THE_RUN
     if line := run.tokenizer.beyond(run.model.backbone.config.vocab_size):
         log.warning("%s: %s", run.folder, line)
@@ -136,7 +126,7 @@ def export(
         write_json(partial_folder / MANIFEST, manifest)
         count = VERIFIED_TEXTS if tokens or precision == "float32" else ROUNDED_TEXTS
         chosen = np.random.default_rng(seed).permutation(len(texts))[:count]
-        manifest["verified"] = _verify(run, partial_folder, [texts[row] for row in chosen], precision, seed)
+        manifest["verified"] = verify(run, partial_folder, [texts[row] for row in chosen], precision, seed)
         write_bytes(partial_folder / CARD, card(manifest).encode())
         write_json(partial_folder / MANIFEST, manifest)
     return manifest
@@ -177,10 +167,7 @@ def write_graphs(
     source: the segments of a model of rows, or the TokenGraphs of a model of tokens. web: also write model_web.onnx.
     Raises ValueError for an unknown precision, and for a rule that cannot be exported if `segments` is false.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    rounded = int8_maps(model) if precision == "int8" else ()
-    settings = {"dtype": np.float16 if precision == "float16" else np.float32, "int8": rounded}
+    settings = _rounding(model, precision)
     parameters, made, tokens = parameters_of(model), {}, model.unit == "tokens"
     metadata = {} if tokens else {key: getattr(source.model, key) for key in OF_ROWS}
     metadata |= source.metadata
@@ -205,7 +192,7 @@ def write_graphs(
             _write_encoder(encoder, made["encoder"])
     weights, graphs = {name: values for builder in made.values() for name, values in builder.weights.items()}, {}
     (folder / WEIGHTS).parent.mkdir(exist_ok=True)
-    offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1)
+    offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1 or "bits" in settings)
     for name, builder in made.items():
         graph, path = builder.model(name, offsets), (folder / WEIGHTS).with_name(f"{name}.onnx")
         onnx.save(graph, path)
@@ -221,6 +208,19 @@ def write_graphs(
         **(_costs(source, segments) if not tokens else {"weights": token_weights(model.backbone)._asdict()}),
         "graphs": graphs,
     }
+
+
+def _rounding(model: nn.Module, precision: str) -> dict:
+    """What a Builder is told of a precision. Raises ValueError if the model does not have it."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if not precision.startswith("int"):
+        return {"dtype": np.dtype(precision).type}
+    if model.unit == "tokens":
+        return {"dtype": np.float32, "rounded": block_maps(model), "bits": int(precision.removeprefix("int"))}
+    if precision == "int4":
+        raise ValueError("int4 is for decoders that generate text, found another model; export it in int8")
+    return {"dtype": np.float32, "rounded": int8_maps(model)}
 
 
 def _graphs(source, rule: Rule, segments: bool, web: bool) -> dict[str, Callable]:
@@ -318,133 +318,3 @@ def _interface(graph: onnx.ModelProto) -> dict:
         }
 
     return {"inputs": values(graph.graph.input), "outputs": values(graph.graph.output)}
-
-
-# ---- Verification: the runtime compared with torch ----
-def _verify(run: Run, folder: Path, texts: list, precision: str, seed: int) -> dict:
-    """The manifest's entry `verified`. Raises ValueError if the graphs differ from torch."""
-    served = Runtime(folder, [CPU])
-    tokens = served.config["unit"] == "tokens"
-    comparison, largest = _compare_texts(run, served, texts, seed) if tokens else _compare_rows(run, served, texts)
-    difference, allowed = comparison["max_logit_difference"], max(TOLERANCE, RELATIVE * largest)
-    exact = difference <= allowed and comparison["exit_agreement"] >= AGREEMENT
-    if not np.isfinite(difference) or (precision == "float32" and not exact):
-        raise ValueError(
-            f"the {precision} graphs differ from torch by {difference:.2g} (logits; {allowed:.2g} allowed in float32), "
-            f"{comparison['exit_agreement']:.1%} of the exits are equal; no folder was written"
-        )
-    equal = comparison.get("prediction_agreement", 1.0)
-    if equal < ROUNDED_AGREEMENT:
-        log.warning(
-            "%.1f%% of the predictions for %d texts in %s are those in float32, fewer than %.0f%%; compare both on "
-            "your own texts, and calibrate this export on them",
-            *(100 * equal, comparison["texts"], precision, 100 * ROUNDED_AGREEMENT),
-        )
-    return comparison
-
-
-def _compare_rows(run: Run, served: Runtime, texts: list[tuple[str, ...]]) -> tuple[dict, float]:
-    """Compare the logits of every exit on every row, in batches of one and of many; also the largest logit."""
-    encoded, segments, theirs = run.encode(texts), served.segments(), run.segments()
-    expected, actual = record(theirs, encoded, 8), record(segments, encoded, 8)
-    compared, alone = [(expected.logits, actual.logits)], [[row] for row in range(min(8, len(texts)))]
-    if run.token_task is not None:  # then records have no logits
-        compared, alone = [], [*in_order(len(texts), 8), *alone]
-    compared += [[_logits(side, encoded.batch(rows)) for side in (theirs, segments)] for rows in alone]
-    if f"segment_{served.exits[0]}" in served.config["graphs"]:
-        compared.append((expected.logits, record(segments.by_segment(Never()), encoded, 8).logits))
-    differences = [abs(mine - other).max() for mine, other in compared]
-    rules = [plan_rows(rule, encoded, 8) if rule.plans_from_texts else rule for rule in (run.rule, served.rule)]
-    results = [recorded.replay(rule) for recorded, rule in zip((expected, actual), rules)]
-    largest = float(max(abs(mine).max() for mine, _ in compared))
-    return {
-        "texts": len(texts),
-        "max_logit_difference": float(np.max(differences)),
-        "prediction_agreement": _equal(*(result.logits for result in results), run),
-        "exit_agreement": float((results[0].exit_index == results[1].exit_index).mean()),
-    }, largest
-
-
-def _logits(segments: Segments, inputs: Inputs) -> np.ndarray:
-    """The logits of all exits, (N, K, C); for tokens (N, K, T, C), 0 at padding."""
-    logits = []
-    with segments.running():
-        state = segments.start(inputs)
-        for k in range(len(segments.exits)):
-            state = segments.advance(k, state)
-            logits.append(segments.read(k, state))
-    stacked = np.stack(logits, axis=1)
-    return stacked if segments.token_task is None else stacked * inputs.attention_mask[:, None, :, None]
-
-
-def _equal(expected: np.ndarray, actual: np.ndarray, run: Run) -> float:
-    """Share of rows (N, C) with equal predictions; without labels, of numbers at most TOLERANCE apart."""
-    if run.token_task is not None:  # numbers of all decisions
-        return float((expected == actual).mean())
-    if run.multi_label:
-        return float(((expected > 0) == (actual > 0)).all(axis=1).mean())
-    if run.label_names:
-        return float((predictions(expected) == predictions(actual)).mean())
-    return float((abs(expected - actual) <= TOLERANCE * max(1.0, abs(expected).max())).mean())
-
-
-def _compare_texts(run: Run, served: Runtime, prompts: list[str], seed: int) -> tuple[dict, float]:
-    """Compare both engines on one batch of all prompts, padded on the left, with each available missing_kv.
-
-    Logits are compared while exits are drawn at random and both engines read the same tokens; generated texts and exit
-    layers are compared with the rule and greedy decoding. Also returns the largest logit.
-    """
-    ids = [run.tokenizer.ids_of(prompt) for prompt in prompts]
-    longest = max(map(len, ids))
-    count = max(1, min(VERIFIED_TOKENS, served.config["max_tokens"] - longest))
-    differences, largest, equal = [], [], []
-    for missing_kv in MISSING_KV if served.by_segment else ("copy_state",):
-        engines = [
-            partial(token_segments, run.model, missing_kv, len(ids), longest + count),
-            partial(served.segments, len(ids), longest + count, missing_kv),
-        ]
-        expected, tokens = drawn_text(engines[0](), ids, count, seed)
-        actual, _ = drawn_text(engines[1](), ids, count, seed, tokens)
-        largest += [abs(mine).max() for mine in expected]
-        differences += [abs(mine - theirs).max() for mine, theirs in zip(expected, actual, strict=True)]
-        with torch.inference_mode():
-            texts = [gather(decode(engine(), ids, count, run.rule), len(ids)) for engine in engines]
-        equal.append([np.array(mine) == np.array(theirs) for mine, theirs in zip(*texts)])
-    tokens, layers = np.array(equal).mean(axis=(0, 1, 3))  # of (way, prompt, token or layer, step)
-    return {
-        "prompts": len(ids),
-        "tokens": count,
-        "max_logit_difference": float(np.max(differences)),
-        "token_agreement": float(tokens),
-        "exit_agreement": float(layers),
-    }, float(np.max(largest))
-
-
-class _Drawn(Rule):
-    """Exits drawn at random: every head is evaluated, and all combinations of missing keys and values occur."""
-
-    needs = None
-
-    def __init__(self, num_exits: int, seed: int):
-        self.num_exits, self.random = num_exits, np.random.default_rng(seed)
-
-    def plan(self, inputs) -> np.ndarray:
-        return self.random.integers(0, self.num_exits, len(inputs))
-
-
-@torch.inference_mode()
-def drawn_text(
-    segments: DecoderSegments,
-    prompts: list[list[int]],
-    count: int,
-    seed: int,
-    forced: list[list[int]] | None = None,
-) -> tuple[list[np.ndarray], list[list[int]]]:
-    """The logits of each step, and the tokens: the likeliest ones, or `forced`, those of another engine."""
-    rule, drawn_logits = _Drawn(len(segments.exits), seed), []
-
-    def choose(logits: np.ndarray, rows: list[int]) -> list[int]:
-        drawn_logits.append(logits)
-        return greedy(logits, rows) if forced is None else forced[len(drawn_logits) - 1]
-
-    return drawn_logits, [step.tokens for step in decode(segments, prompts, count, rule, choose)]

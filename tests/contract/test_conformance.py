@@ -28,7 +28,7 @@ from mini_ee.lab.data.files import read_json
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.token_exits import record_texts
-from mini_ee.lab.export import writer
+from mini_ee.lab.export import verification
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.registry import METHODS
 from mini_ee.lab.rules import Fixed, Never, Policy, Threshold, rule_from_dict
@@ -137,7 +137,7 @@ def house(tmp_path_factory, checkpoint_folder, classifier_folder, decoder_checkp
     def exported(method, unit):
         out = root / f"{method}-{unit}.onnx"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writer, "VERIFIED_TOKENS", 4)
+            patch.setattr(verification, "VERIFIED_TOKENS", 4)
             texts = [(text,) for text in TEXTS[:2]] if unit == "rows" else PROMPTS[:2]
             mini_ee.export(mini_ee.load_run(folder(method, unit)), out, texts=texts, segments=unit == "rows")
         return Runtime(out, threads=1)

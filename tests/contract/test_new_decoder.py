@@ -22,7 +22,7 @@ from mini_ee.lab.cli.main import main
 from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import generate
 from mini_ee.lab.exits.token_exits import TokenExits
-from mini_ee.lab.export import writer
+from mini_ee.lab.export import verification
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Fixed, Never, Threshold, rule_from_dict
 from mini_ee.lab.training.run_folder import load_run
@@ -237,7 +237,7 @@ def runtime(trained, tmp_path_factory):
     """The run as an export, which writes with three exit layers. The export itself compares it with torch."""
     out = tmp_path_factory.mktemp("exported") / "exported"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 8)
+        patch.setattr(verification, "VERIFIED_TOKENS", 8)
         assert main([*map(str, ("export", trained, "--out", out, "--threshold", "0.9,0.5,0", "--segments"))]) == 0
     return Runtime(out, threads=1)
 

@@ -27,7 +27,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.evaluation.row_evaluation import read_rows
 from mini_ee.lab.exits.token_exits import TokenExits
-from mini_ee.lab.export import writer
+from mini_ee.lab.export import verification, writer
 from mini_ee.lab.export.row_segments import OrtModel
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import Record, Recorded, read_every_exit
@@ -261,7 +261,7 @@ def test_tokens_exit_by_it_and_the_page_of_a_decoder_has_its_curve(registered, d
     run = Run(Path("run"), config, model, Tokenizer.from_folder(decoder_checkpoint, 30), MeanConfidence(0.2, 0.25))
     prompts = ["the film was", "a meal", "the"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 4)
+        patch.setattr(verification, "VERIFIED_TOKENS", 4)
         writer.export(run, tmp_path / "exported", prompts, web=True)
     curve = read_json(tmp_path / "exported" / "web.json")["curve"]
     assert curve["setting"] == "threshold" and len(curve["points"]) > 4 and curve["points"][-1][2] == 3

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import refused
+from conftest import refused, save_small_llama, words_tokenizer
 
-from mini_ee.experiments.bench import common, decoders, encoders, retrieval, serving, streams
+from mini_ee.experiments.bench import common, decoders, encoders, one_decoder, retrieval, serving, streams
 from mini_ee.experiments.bench import onnx as exported
 from mini_ee.experiments.measured import onnx_page, serving_page
 from mini_ee.experiments.trainings import Sources
@@ -23,6 +23,7 @@ from mini_ee.lab.data.files import read_json
 from mini_ee.lab.data.tasks import toy_task
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.heads import VocabularyHead
+from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.rules import Threshold
 from mini_ee.lab.training.method import load_method
@@ -31,7 +32,7 @@ from mini_ee.lab.training.run_folder import build_model
 pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"
 OF_ENCODERS = ("backbone", "exit-tax", "batch")
-MODULES = (common, encoders, streams, decoders, retrieval, exported, serving)
+MODULES = (common, encoders, streams, decoders, one_decoder, retrieval, exported, serving)
 
 
 def rows_and_lines(capsys, *argv):
@@ -114,6 +115,7 @@ def test_retrieval_takes_an_encoder_of_fewer_words(capsys, monkeypatch, tmp_path
         (("decode", "--device", "cuda"), "--device cuda is for onnx and sgmv; decode runs on a CPU"),
         (("exit-tax", "--task", "x"), "--task and --picture are for serve"),
         (("exit-tax", "--picture", "x.png"), "--task and --picture are for serve"),
+        (("decode", "--gguf", "x"), "--gguf is for decode with --model; leave it out"),
         (("sgmv", "--model", "x"), "--model: sgmv measures adapters of a random BERT-base; leave it out"),
     ],
 )
@@ -163,6 +165,28 @@ def test_a_benchmark_runs_its_cases_and_compares_each_with_its_limit(capsys, mon
             assert row["holds"] == (row["excess"] <= row["excess_bar"])
     exits = [case for case in rows if name == "exit-tax" and "head_share" in rows[case]]
     assert lines.count("one head and its rule") == len(exits)
+
+
+def test_a_given_decoder_is_measured_by_precision_with_and_without_exits(capsys, monkeypatch, tmp_path):
+    folder = save_small_llama(tmp_path / "small", words_tokenizer(), max_position_embeddings=64)
+    called = []
+
+    def of_transformers(decoder, prompt):
+        plain = TokenExits(decoder, (3,)).eval()
+        return lambda **more: called.append(more) or one_decoder._written(plain, prompt)
+
+    quickly(monkeypatch)
+    put(monkeypatch, NEW_TOKENS=4, _of_transformers=of_transformers)
+    rows, lines = rows_and_lines(capsys, "decode", "--model", str(folder))
+    cases = ("torch", "float32", "float16", "int8", "int4", "int8 never", "int8 e2", "assistant_early_exit 2")
+    assert [*rows] == [f"small {case}" for case in cases] and {"assistant_early_exit": 2} in called
+    float32, int8, int4 = (rows[f"small {case}"]["bytes"] for case in ("float32", "int8", "int4"))
+    assert float32 > int8 > int4 and "opened in" in lines
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    argv = ("bench", "decode", "--model", str(folder), "--gguf", "x.gguf")
+    assert "--gguf needs llama.cpp, which is not installed: pip install xllamacpp" in refused(capsys, *argv)
+    put(monkeypatch, _of_transformers=lambda decoder, prompt: lambda **more: [0] * 4)
+    assert "expected the same greedy text of torch, transformers, float32" in refused(capsys, *argv[:-2])
 
 
 @pytest.mark.parametrize("name", ["backbone", "decode", "onnx"])

@@ -17,7 +17,7 @@ from http_server import SENTENCES, THINGS, WORDS
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.lines import row_of_line, row_of_object
 from mini_ee.lab.data.tokenizer import Tokenizer
-from mini_ee.lab.export import calibrated, writer
+from mini_ee.lab.export import calibrated, verification, writer
 from mini_ee.lab.export.card import card, guarantee_line
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import record
@@ -125,8 +125,12 @@ def test_the_card_advises_only_a_calibration_that_is_possible(runtime, decoder):
     none = {"guarantee": None}
     graphs = copy.deepcopy(runtime.config["graphs"])
     del graphs["model"]["inputs"]["threshold"]
-    for config in (decoder.config, runtime.config | {"graphs": graphs}):
+    reads_prompts = decoder.config | {"begins_with": [0]}
+    for config in (reads_prompts, runtime.config | {"graphs": graphs}):
         assert "gives its run one; then export the run again" in guarantee_line(config | none)
+    assert "calibrate DIR --text FILE --epsilon .95 --delta .05` gives one" in guarantee_line(decoder.config | none)
+    policy = decoder.config | {"rule": {"name": "policy", "least_logit": 0.0}}
+    assert "--epsilon .95 --guarantee conformal` gives one" in guarantee_line(policy | none)
     for other in ({"exits": [6]}, {"task": runtime.config["task"] | {"label_names": []}}):
         assert guarantee_line(runtime.config | none | other) == "None."
 
@@ -157,7 +161,7 @@ def test_every_export_has_a_card_that_may_be_edited(export, decoder):
 
 def test_an_export_in_int8_warns_if_too_few_predictions_are_those_in_float32(run, tmp_path, monkeypatch, caplog):
     agreement = writer.export(run, tmp_path / "one", [("the film",)], "int8")["verified"]["prediction_agreement"]
-    assert agreement >= writer.ROUNDED_AGREEMENT and not caplog.text
-    monkeypatch.setattr(writer, "ROUNDED_AGREEMENT", 1.01)
+    assert agreement >= verification.ROUNDED_AGREEMENT["int8"] and not caplog.text
+    monkeypatch.setitem(verification.ROUNDED_AGREEMENT, "int8", 1.01)
     writer.export(run, tmp_path / "two", [("the film",)], "int8")
     assert "100.0% of the predictions for 1 texts in int8 are those in float32, fewer than 101%" in caplog.text

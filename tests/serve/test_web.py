@@ -20,7 +20,6 @@ import torch
 from chromium import CHROMIUM, Chromium
 
 import mini_ee.lab.export.web_page as page
-import mini_ee.lab.export.writer as writer
 import mini_ee.lab.rules as rules
 from mini_ee import load_run, train
 from mini_ee.lab.backbones.bert import Bert, BertConfig
@@ -34,6 +33,7 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export import verification
 from mini_ee.lab.export.builder import branches_of
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
@@ -408,7 +408,7 @@ def decoder_run(model, tokenizer, rule):
 
 def export_decoder(run, folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 3)  # the pages below write more
+        patch.setattr(verification, "VERIFIED_TOKENS", 3)  # the pages below write more
         patch.setattr(page, "CURVE_TOKENS", 16)
         export(run, folder, PROMPTS, web=True)
     return folder

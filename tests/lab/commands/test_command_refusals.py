@@ -80,6 +80,7 @@ COMMANDS = [
     ("compare {run} --sweep --picture dev.tsv", "--picture: expected a file NAME.png in a folder that"),
     ("calibrate {run} --task {task} --epsilon .1 --model no", "--model is for a run without its backbone"),
     ("export {run} --task {task} --out out --model no", "--model is for a run without its backbone"),
+    ("export {run} --int4 --out out", "--int4 is for decoders that generate text, found"),
     ("export {run} --out file/out", "file: expected a folder, found a file; name another"),
     ("export {lora} --schedule parallel --out out", "--schedule needs --segments, because model.onnx restarts"),
     ("calibrate {run} --task {task} --epsilon 0", "epsilon must be above 0"),

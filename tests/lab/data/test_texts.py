@@ -488,11 +488,9 @@ def test_runs_on_other_decoders_are_compared_by_what_they_write_alone(
 def test_an_exported_decoder_is_refused_if_a_run_is_expected(capsys, tmp_path, run_folder, hellaswag):
     assert main(["export", str(run_folder), "--out", str(tmp_path / "exported")]) == 0
     a_run = "expected a run, found an export; give the run that it came from"
-    a_classifier = "expected a classifier, found a decoder; calibrate its run, then export again"
     for command, message in (
         (["evaluate", "--task", str(hellaswag)], a_run),
         (["compare"], a_run),
-        (["calibrate", "--epsilon", ".9"], a_classifier),
     ):
         capsys.readouterr()
         assert main([command[0], str(tmp_path / "exported"), *command[1:]]) == 2

@@ -18,7 +18,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import token_segments
 from mini_ee.lab.exits.token_exits import TextData, record_texts
-from mini_ee.lab.export import writer
+from mini_ee.lab.export import verification
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.rules import Fixed, Never, Rule
@@ -216,7 +216,7 @@ def test_all_engines_write_the_same_text_with_both_ways_to_fill_keys(tmp_path, d
     monkeypatch.setattr("mini_ee.lab.training.training_text.HELD_STORIES", 8)
     options = {"text": text, "epochs": 1, "texts": 32, "new_tokens": 6, "exits": (1, 2, 3), "head_lr": 0.1}
     run = mini_ee.train("balcony", decoder_checkpoint, None, tmp_path / "run", **options)
-    monkeypatch.setattr(writer, "VERIFIED_TOKENS", 8)
+    monkeypatch.setattr(verification, "VERIFIED_TOKENS", 8)
     mini_ee.export(run, tmp_path / "out", segments=True)  # compares texts under exits that are drawn
     ids = [[5, 9, 13], [7]]
     runtimes = [Runtime(tmp_path / "out", segments=engine) for engine in (None, torch_segments(tmp_path / "out"))]

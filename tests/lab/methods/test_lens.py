@@ -27,6 +27,7 @@ from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.lens import EPS, RIDGE, LensHead, fit_in_closed_form, reads_much
 from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
 from mini_ee.lab.export.runtime import Runtime
+from mini_ee.lab.export.token_record import record_tokens
 from mini_ee.lab.export.torch_engine import torch_segments
 from mini_ee.lab.methods import self_supervised
 from mini_ee.lab.methods.self_supervised import Config, heads_loss, sparse_loss, sparse_targets
@@ -364,6 +365,20 @@ def test_the_graphs_decide_by_the_gate_and_write_as_torch_does(run, tmp_path):
             recomputed = run.model.generate(ids, rule, max_new_tokens=6, missing_kv=missing_kv)
             expected = gather(recomputed, 3)
             assert gather(engine.generate(ids, max_new_tokens=6, rule=rule), 3) == expected
+
+
+@pytest.mark.parametrize(
+    "precision, ending, most", [("float16", "", 0.02), ("int8", "_int8", 0.2), ("int4", "_int4", 1)]
+)
+def test_an_export_in_fewer_bits_rounds_the_maps_and_not_the_gate(run, tmp_path, precision, ending, most):
+    manifest = mini_ee.export(run._replace(rule=Policy(0.5)), tmp_path / "out", texts=PROMPTS[:2], precision=precision)
+    assert manifest["verified"]["relative_difference"] < manifest["verified"]["allowed_relative_difference"]
+    numbers = read_numbers(tmp_path / "out")
+    assert f"heads.0.map.weight{ending}" in numbers and "policy.networks.0.0.weight" in numbers
+    ids = np.array([run.tokenizer.ids_of(PROMPTS[1])])
+    expected = record_texts(run.model, [Text(ids[0].tolist(), 0)]).segments.exit_logits
+    recorded = record_tokens(Runtime(tmp_path / "out", threads=1), [Text(ids[0].tolist())], 1)
+    np.testing.assert_allclose(recorded.segments.measures["exit_logit"], expected, rtol=0, atol=most)
 
 
 def read_numbers(folder):

@@ -79,7 +79,7 @@ def test_a_weight_stands_in_the_branch_that_alone_uses_it_and_outside_of_two(tmp
 
 def test_what_is_rounded_in_one_branch_is_rounded_anew_in_the_other(tmp_path):
     maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-    g = Graph(parameters_of(maps), int8={id(linear.weight) for linear in maps})
+    g = Graph(parameters_of(maps), rounded={id(linear.weight) for linear in maps})
     x, first = g.input("x", "batch", 4, dtype=np.float32), g.input("first", dtype=bool)
     branches = [lambda k=k: [g.value(through(g, x, maps[k]), "batch", 4)] for k in range(2)]
     (y,) = g.either(first, *branches)
@@ -95,7 +95,7 @@ def test_int8_weights_leave_room_for_the_sum_of_two_products_in_16_bits(tmp_path
     layer = nn.Linear(64, 2, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, 64))
-    g = Graph(parameters_of(layer), int8={id(layer.weight)})
+    g = Graph(parameters_of(layer), rounded={id(layer.weight)})
     g.output("y", through(g, g.input("x", "batch", 64, dtype=np.float32), layer), "batch", 2)
     assert 2 * 255 * int(abs(g.weights["weight_int8"].astype(int)).max()) < 2**15
     (output,) = opened(g, tmp_path).run(None, {"x": np.ones((1, 64), np.float32)})

@@ -18,7 +18,6 @@ import tokenizers
 import torch
 from conftest import weights_of
 
-import mini_ee.lab.export.writer as writer
 from mini_ee.export.manifest import WEIGHTS
 from mini_ee.lab.backbones.backbone import Tensors
 from mini_ee.lab.backbones.hub import BUILT_IN_DECODER, backbone_sha256, load_backbone, save_backbone
@@ -32,6 +31,7 @@ from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import generate
 from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.token_exits import TokenExits
+from mini_ee.lab.export import verification
 from mini_ee.lab.export.builder import Builder
 from mini_ee.lab.export.decoder_blocks import GraphBlock
 from mini_ee.lab.export.runtime import Runtime, TokenRuntime
@@ -135,7 +135,7 @@ def make_case(folder, opened, precision="float32"):
 def verified_in_short():
     """Fewer tokens are written to verify an export; the tests write their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 3)
+        patch.setattr(verification, "VERIFIED_TOKENS", 3)
         yield
 
 
@@ -628,7 +628,7 @@ def test_float16_halves_the_weights_and_says_nearly_the_same_at_every_exit(tmp_p
     half = make_case(tmp_path / "exported", right.opened, "float16")
     for missing_kv in (MODEL, *MISSING_KV):
         halved, expected = (
-            writer.drawn_text(opened.segments(missing_kv), PROMPTS, NEW, 0, FORCED)[0] for opened in (half, right)
+            verification.drawn_text(opened.segments(missing_kv), PROMPTS, NEW, 0, FORCED)[0] for opened in (half, right)
         )
         difference = max(abs(mine - theirs).max() for mine, theirs in zip(halved, expected, strict=True))
         assert 1e-5 < difference < 0.1
@@ -642,7 +642,7 @@ def test_int8_of_the_built_in_decoder_writes_nearly_the_same(tmp_path):
     model = TokenExits(load_backbone(BUILT_IN_DECODER), (6, 12), "copy").eval()
     made = Made("self-supervised", model, Tokenizer.from_folder(BUILT_IN_DECODER), Threshold(0.7))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 8)
+        patch.setattr(verification, "VERIFIED_TOKENS", 8)
         manifest = made.export(tmp_path / "exported", REAL_TEXTS, "int8")
     verified = manifest["verified"]
     assert (

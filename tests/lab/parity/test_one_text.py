@@ -20,7 +20,7 @@ from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.token_exits import TokenExits
-from mini_ee.lab.export import writer
+from mini_ee.lab.export import verification, writer
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import Session
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments
@@ -66,7 +66,7 @@ def decoder(tmp_path_factory, checkpoint_folder):
     config, tokenizer = {"method": "joint", "unit": "tokens", "settings": {}}, with_a_word_more(checkpoint_folder, None)
     folder = tmp_path_factory.mktemp("one") / "decoder"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "VERIFIED_TOKENS", 4)
+        patch.setattr(verification, "VERIFIED_TOKENS", 4)
         run = Run(Path("run"), config, model, tokenizer, Threshold((0.25, 0.3, 0.0)))
         writer.export(run, folder, GOOD[:3], segments=True)
     return Runtime(folder, threads=1, max_new_tokens=4)

@@ -31,7 +31,8 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU, GraphRule, Session
 from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.token_segments import OrtTokenModel, OrtTokenSegments, open_sessions
-from mini_ee.lab.export.writer import drawn_text, write_graphs
+from mini_ee.lab.export.verification import drawn_text
+from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.rules import Fixed, Never, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.stages import Batch
