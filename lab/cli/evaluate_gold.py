@@ -29,8 +29,8 @@ def evaluate(opened: "Runtime", args: Namespace, say: Callable[[str], None]) -> 
     from mini_ee.lab.rules import Fixed, rule_from_dict
 
     rule, (rows, gold) = chosen_rule(args, opened), _rows(opened, args)
-    texts, kind = [row.texts for row in rows], opened.token_task.kind
-    task = Task(Path(args.task).name, tuple(opened.label_names), ("accuracy",), {}, token_kind=kind)
+    texts, kind, names = [row.texts for row in rows], opened.token_task.kind, tuple(opened.label_names)
+    task = Task(Path(args.task).name, names, ("accuracy",), {}, token_kind=kind)
     encoded = opened.encode(texts)
     recorded = record(opened.segments(), encoded, args.batch_size, "reading", opened.whole_model())
     recorded = recorded._replace(labels=predictions(recorded.logits[:, -1], task))
@@ -44,9 +44,9 @@ def evaluate(opened: "Runtime", args: Namespace, say: Callable[[str], None]) -> 
         """Scores under a rule, and the share of rows whose labels, or span, are those of the full model."""
         exits = recorded.replay(rule_from_dict(point["rule"])).exit_index
         labels = [of_exits[k][row] for row, k in enumerate(exits)]
-        return {"scores": gold_scores(opened, texts, gold, labels), "agreement": point["accuracy"]}
+        return {"scores": gold_scores(kind, names, texts, gold, labels), "agreement": point["accuracy"]}
 
-    scores = [gold_scores(opened, texts, gold, labels) for labels in of_exits]
+    scores = [gold_scores(kind, names, texts, gold, labels) for labels in of_exits]
     answer = {"method": opened.config["method"], "task": task.name, "kind": kind, "rows": len(rows)}
     answer |= under(measured) | {"full_scores": scores[-1], "rule": measured["rule"], "exits": list(opened.exits)}
     answer |= {"per_exit_scores": scores, "per_exit_agreement": measured["per_exit_accuracy"]}

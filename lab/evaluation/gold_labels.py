@@ -1,16 +1,12 @@
 """Labels of tokens, and answers to questions, against the gold labels of a file. No torch here."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mini_ee.lab.data.token_metrics import answer_scores, names_entities, tag_scores
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.token_tasks import LABELS, Span, TokenLabel
-
-if TYPE_CHECKING:
-    from mini_ee.lab.export.runtime import Runtime
 
 Row = tuple[str, ...]
 Gold = Sequence[list[str]]
@@ -34,12 +30,14 @@ def unknown_tag(kind: str, names: Sequence[str], gold: Gold) -> str | None:
     return next((tag for tags in gold for tag in tags if tag not in known), None) if kind == LABELS else None
 
 
-def gold_scores(runtime: "Runtime", rows: Sequence[Row], gold: Gold, labels: Sequence[list | Span]) -> dict:
-    """Scores of token_metrics.py. labels: what the model answers for each row."""
-    if runtime.token_task.kind != LABELS:
+def gold_scores(
+    kind: str, names: Sequence[str], rows: Sequence[Row], gold: Gold, labels: Sequence[list | Span]
+) -> dict:
+    """Scores of token_metrics.py. labels: of each row, from a model of this kind, whose labels have these names."""
+    if kind != LABELS:
         return answer_scores([label.answer for label in labels], gold)
     predicted = [word_tags(text, tokens) for (text,), tokens in zip(rows, labels, strict=True)]
-    return tag_scores(predicted, gold, names_entities({*runtime.label_names, OUTSIDE}))
+    return tag_scores(predicted, gold, names_entities({*names, OUTSIDE}))
 
 
 def scores_line(scores: dict, full: dict) -> str:

@@ -169,7 +169,7 @@ def _gold_scores(runtime: Runtime, task: Task, seed: int, gold: Sequence[list[st
     of_rules = {"scores": runtime.run(test.texts), "full_scores": runtime.run(test.texts, rule=Never())}
     wanted = [gold[row] for row in test.labels]
     return {
-        name: gold_scores(runtime, test.texts, wanted, [answer.label for answer in answers])
+        name: gold_scores(task.token_kind, task.label_names, test.texts, wanted, [answer.label for answer in answers])
         for name, answers in of_rules.items()
     }
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from method_cases import few_epochs_and_no_picture  # noqa: F401
+from tokenizers import Tokenizer as Backend
 from words import BAD, GOOD, THINGS
 
 import mini_ee
@@ -38,6 +40,7 @@ TAGS = ("O", "B-X", "I-X", "B-Y")
 TEXTS = [f"{a} {t} is {'very ' * n}{b}" for n, (t, a, b) in product(range(2), product(THINGS, GOOD, GOOD + BAD))][::2]
 ROWS = {LABELS: TEXTS, SPAN: [(f"the {THINGS[i % 5]} is", text) for i, text in enumerate(TEXTS)]}
 ENDINGS = {LABELS: "ForTokenClassification", SPAN: "ForQuestionAnswering"}
+SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 CLS, SEP = 2, 3
 
 
@@ -57,8 +60,10 @@ def folders(checkpoint_folder, tmp_path_factory):
         config |= {"id2label": dict(enumerate(TAGS))} if kind == LABELS else {}
         config.pop("sha256", None)
         write_json(folder / "config.json", config)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_bytes((checkpoint_folder / name).read_bytes())
+        tokenizer = Backend.from_file(str(checkpoint_folder / "tokenizer.json"))
+        tokenizer.add_special_tokens([*SPECIAL.values()])  # which clients leave out of answers
+        tokenizer.save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", read_json(checkpoint_folder / "tokenizer_config.json") | SPECIAL)
     return made
 
 
@@ -165,7 +170,6 @@ if kind == "token-classification":
     print(json.dumps([[(each["entity"], float(each["score"])) for each in answer(row)] for row in rows]))
 else:
     model = onnxruntime.ORTModelForQuestionAnswering.from_pretrained(folder)
-    tokenizer.cls_token = "[CLS]"
     answer = pipeline(kind, model=model, tokenizer=tokenizer, align_to_words=False)
     found = [answer(question=question, context=context) for question, context in rows]
     print(json.dumps([[(each["answer"], float(each["score"]))] for each in found]))
@@ -180,7 +184,12 @@ def test_optimum_and_the_pipelines_of_transformers_give_the_same_answers(added):
     rows = ROWS[added.kind][:40]
     command = [os.environ["MINI_EE_HUGGING_FACE"], "-c", CLIENT, added.out / "exported", added.kind, json.dumps(rows)]
     piped = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-    for theirs, answer in zip(piped, added.exported.run(rows)):
+    compare_answers(added, rows, piped)
+
+
+def compare_answers(added, rows, answers):
+    """(label or answer, score) of each row, against `mini-ee run`."""
+    for theirs, answer in zip(answers, added.exported.run(rows), strict=True):
         labels = answer.label if added.kind == LABELS else [answer.label]
         ours = [
             (labelled.label, labelled.score) if added.kind == LABELS else (labelled.answer, labelled.score)
@@ -188,6 +197,38 @@ def test_optimum_and_the_pipelines_of_transformers_give_the_same_answers(added):
         ]
         assert [label for label, _ in theirs] == [label for label, _ in ours]
         np.testing.assert_allclose([score for _, score in theirs], [score for _, score in ours], atol=1e-5)
+
+
+IN_NODE = """
+import { readFileSync } from "node:fs";
+import { basename, dirname } from "node:path";
+import { pipeline, env } from "@huggingface/transformers";
+
+const [folder, kind] = process.argv.slice(2);
+Object.assign(env, { allowRemoteModels: false, localModelPath: dirname(folder) });
+const answer = await pipeline(kind, basename(folder));
+answer.tokenizer.return_token_type_ids = true;
+const found = [];
+for (const row of JSON.parse(readFileSync(0, "utf8"))) {
+  const labels = Array.isArray(row) ? [await answer(...row)] : await answer(row, { ignore_labels: [] });
+  found.push(labels.map((label) => [label.entity ?? label.answer, label.score]));
+}
+console.log(JSON.stringify(found));
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MINI_EE_TRANSFORMERS_JS" not in os.environ,
+    reason="needs MINI_EE_TRANSFORMERS_JS, a folder in which `npm install @huggingface/transformers` was called",
+)
+def test_the_pipelines_of_transformers_js_give_the_same_answers(added, tmp_path):
+    rows = ROWS[added.kind]
+    (tmp_path / "client.mjs").write_text(IN_NODE)
+    (tmp_path / "node_modules").symlink_to(Path(os.environ["MINI_EE_TRANSFORMERS_JS"]).resolve() / "node_modules")
+    command = ["node", tmp_path / "client.mjs", added.out / "exported", added.kind]
+    done = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, check=True, timeout=300)
+    compare_answers(added, rows, json.loads(done.stdout.splitlines()[-1]))
 
 
 # ---- The functions ----
