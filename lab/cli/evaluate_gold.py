@@ -52,8 +52,8 @@ def evaluate(opened: "Runtime", args: Namespace, say: Callable[[str], None]) -> 
     answer |= {"per_exit_scores": scores, "per_exit_agreement": measured["per_exit_accuracy"]}
     answer |= {name: measured[name] for name in (*COSTS, *MEASURED, *SETTINGS)}
     if swept is not None:
-        kept = ("rule", *COSTS, *MEASURED)
-        answer["sweep"] = [under(point) | {name: point[name] for name in kept} for point in measured["rows"]]
+        fields = ("rule", *COSTS, *MEASURED)
+        answer["sweep"] = [under(point) | {name: point[name] for name in fields} for point in measured["rows"]]
     _print(answer, say)
     return answer
 
