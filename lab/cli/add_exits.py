@@ -58,7 +58,10 @@ def run(args, say) -> dict:
         say(f"{dropped:,} of {len(rows) + dropped:,} rows are left out: their text is empty.")
     if not tables and len(rows[0].texts) == 2:
         say("Pairs of texts are read, because each line has one tab.")
-    texts, labels = [row.texts for row in rows], [row.label for row in rows] if labelled else None
+    texts, labels = (
+        [row.texts for row in rows],
+        [row.label for row in rows] if labelled else _gold(rows, args.model, say),
+    )
     mini_ee.add_exits(args.model, texts, args.out, say=say, labels=labels, **given)
     summary = read_json(args.out / "summary.json")
     summary.pop("sha256", None)
@@ -72,3 +75,18 @@ def run(args, say) -> dict:
         line = r"printf 'A text.\tAnother.\n'" if len(rows[0].texts) == 2 else 'echo "A text."'
         say(f"ONNX: {exported}. Try: {line} | mini-ee run {exported}")
     return summary | {"out": str(args.out)}
+
+
+def _gold(rows: list, model: Path, say) -> list[list[str]] | None:
+    """The gold tags or answers of all rows; None if some have none, or if the model does not label tokens."""
+    from mini_ee.lab.backbones.fine_tuned import is_sentence_encoder, label_names, token_kind_of
+    from mini_ee.lab.evaluation.gold_labels import unknown_tag
+
+    kind = "" if is_sentence_encoder(model) else token_kind_of(model)
+    if not kind or any(row.gold is None for row in rows):
+        return None
+    gold = [row.gold for row in rows]
+    if (tag := unknown_tag(kind, label_names(model), gold)) is not None:
+        say(f"The tags of the files are not scored: {tag!r} is none of the model's labels.")
+        return None
+    return gold

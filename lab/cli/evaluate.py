@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mini_ee.lab.cli import evaluate_retrieval, evaluate_rows, evaluate_tokens
+from mini_ee.lab.cli import evaluate_gold, evaluate_retrieval, evaluate_rows, evaluate_tokens
 from mini_ee.lab.cli.command_options import Named, Parser, add_kinds, add_where, positive
 from mini_ee.lab.cli.engine_options import add_engine, chosen_engine
 from mini_ee.lab.errors import WrongArguments
@@ -27,7 +27,8 @@ def add(sub: Parser) -> None:
     sub.add_argument(
         "--task",
         metavar="TASK",
-        help="folder of a task; for a decoder of a benchmark such as HellaSwag (default the task of the training)",
+        help="folder of a task (default that of the training); for a decoder of a benchmark such as HellaSwag; for "
+        "labels of tokens, or answers to questions, a file with tags (.conll) or answers",
     )
     sub.add_argument(
         "--max-rows", type=positive, metavar="N", help="maximum number of examples, drawn with the seed (default all)"
@@ -63,5 +64,5 @@ def run(args: Namespace, say: Callable[[str], None]) -> dict:
             raise WrongArguments(f"--engine {engine.engine}: expected an export, found a run, {args.run}; export it")
         say_left_out(opened.model.backbone, args.run, say)
     kind = "tokens" if not of_rows([opened]) else "retrieval" if opened.rule.plans_from_texts else "rows"
-    answer = KINDS[kind].evaluate(opened, args, say)
+    answer = (evaluate_gold if opened.token_task else KINDS[kind]).evaluate(opened, args, say)
     return answer | ({"precision": engine.precision} if opened.is_exported else {})

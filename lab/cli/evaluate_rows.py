@@ -73,7 +73,7 @@ def measure(opened, args: Namespace, say: Callable[[str], None]) -> Measured:
     encoded, copies = _encoded(opened, task, split, rows, say)
     recorded = read_rows(opened, encoded, rows.labels, args.batch_size)
     sweeps = args.sweep and not rule.plans_from_texts
-    swept = _swept(rule if args.rule else None, recorded, task) if sweeps else None
+    swept = swept_rules(rule if args.rule else None, recorded, task) if sweeps else None
     answer = evaluate(opened, rule, recorded, task, encoded, args.batch_size, swept)
     answer = {"method": opened.config["method"], "split": split, "copies": copies} | schedule_of(opened) | answer
     if "schedule" in answer:
@@ -182,7 +182,7 @@ def _hardness(recorded, opened, task, rows, batch_size: int, say: Callable[[str]
     return measured
 
 
-def _swept(named, recorded, task) -> list:
+def swept_rules(named, recorded, task) -> list:
     """Other values of the setting of --rule, if it has one, else other thresholds."""
     from mini_ee.lab.sweep import from_loose_to_strict
     from mini_ee.lab.training.default_rule import CURVE_POINTS, usual_rule

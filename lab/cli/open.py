@@ -15,7 +15,7 @@ from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.rules import Never
 from mini_ee.lab.training.run_folder import OWN_BACKBONE, Run, check_device, is_run, load_run
 
-OF_TOKENS = ("export",)  # commands that open runs that label tokens
+OF_TOKENS = {False: ("export",), True: ("evaluate",)}  # commands that open runs that label tokens, and their exports
 
 if TYPE_CHECKING:
     from mini_ee.lab.export.runtime import Runtime
@@ -63,10 +63,10 @@ def open_trained(folder: Path, args: Namespace, plain: bool = False) -> "Run | R
 
 def refuse_tokens(one: "Run | Runtime", args: Namespace) -> None:
     """Raise WrongArguments for a model that labels tokens, unless the command is for such models, too."""
-    if one.token_task is not None and args.command not in OF_TOKENS:
+    if one.token_task is not None and args.command not in OF_TOKENS[one.is_exported]:
         raise WrongArguments(
             f"{one.folder}: is for {one.token_task.kind}, and `mini-ee {args.command}` for one label of a text; "
-            f"`mini-ee run` and `serve` take it, and `calibrate` its export"
+            f"`mini-ee run` and `serve` take it, and `calibrate` and `evaluate` its export"
         )
 
 

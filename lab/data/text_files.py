@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mini_ee.lab.data.columns import Columns, TaskOptions, columns_of, positions
 from mini_ee.lab.data.table_files import SUFFIXES, Record, TableFile, file_error
-from mini_ee.lab.data.token_files import TAGGED, tagged_texts
+from mini_ee.lab.data.token_files import ANSWERS, TAGGED, gold_answers, tagged_texts
 from mini_ee.lab.data.values import label_text, shortened, text_flaw
 from mini_ee.lab.errors import WrongArguments
 
@@ -24,6 +24,7 @@ class InputRow(NamedTuple):
     label: str | None = None
     id: Any = None
     error: str | None = None
+    gold: list[str] | None = None  # the tags of its tokens, or the answers to its question, if the file has them
     lacks: str | None = None  # of an error: "text" if one is empty or null, "fields" if there are too few
 
 
@@ -38,7 +39,7 @@ class TextReader(TableFile):
 
     columns: Columns | None = None
     header: list[str]
-    has_ids = False
+    has_ids = has_answers = False
 
     def __init__(
         self,
@@ -57,9 +58,10 @@ class TextReader(TableFile):
             return
         if self.kind in TAGGED:
             if self._num_texts == 2 or self._options.names_columns or self._labelled:
-                advice = "give a file of another kind; the tags are not read"
+                advice = "give a file of another kind; tags are labels of tokens"
                 raise file_error(self.path, 1, "pairs, or a table with columns", f"tagged tokens ({self.kind})", advice)
-            yield from (self._row(Record(line, [text], error)) for line, text, error in tagged_texts(self.rows()))
+            for line, text, tags, error in tagged_texts(self.rows()):
+                yield self._row(Record(line, [text], error))._replace(gold=tags)
             return
         if self._labelled or self._options.names_columns and self.kind != ".txt":
             wanted = f"a table with columns ({', '.join(SUFFIXES)})"
@@ -85,13 +87,15 @@ class TextReader(TableFile):
         if self._id_column and not ids:
             wanted = f"the column {self._id_column} (--id-column)"
             raise file_error(self.path, 1, wanted, f"columns {shortened(header)}", "name one of these")
-        self.header, self.columns, self.has_ids = header, columns, bool(ids)
-        return [at for at in (*columns.texts, columns.label, *ids) if at is not None]
+        answers = positions(header, ANSWERS)[:1] if len(columns.texts) == 2 else []
+        self.header, self.columns, self.has_ids, self.has_answers = header, columns, bool(ids), bool(answers)
+        return [at for at in (*columns.texts, columns.label, *ids, *answers) if at is not None]
 
     def _row(self, record: Record) -> InputRow:
-        line, fields, columns = record.line, record.fields, self.columns
+        line, columns = record.line, self.columns
         if record.error:
             return InputRow(line, error=record.error, lacks="fields" if record.short else None)
+        *fields, answers = record.fields if self.has_answers else (*record.fields, None)
         texts = tuple(fields[: len(columns.texts)] if columns else fields)
         if flaw := next(filter(None, map(text_flaw, texts)), None):
             where = f" in {' and '.join(columns.text_names)}" if columns else ""
@@ -101,7 +105,7 @@ class TextReader(TableFile):
         if columns and columns.label is not None and (label := label_text(fields[len(texts)])) is None:
             problem = f"a label in {columns.label_name}, found {shortened(fields[len(texts)])}"
             return InputRow(line, error=f"expected {problem}; fill it in")
-        return InputRow(line, texts, label, fields[-1] if self.has_ids else None)
+        return InputRow(line, texts, label, fields[-1] if self.has_ids else None, gold=gold_answers(answers))
 
 
 def read_texts(paths: Sequence[Path], *arguments, **more) -> list[Row]:

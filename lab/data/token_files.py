@@ -3,9 +3,10 @@
     EU B-ORG            CoNLL: a token a line, its tag last, other columns between; a blank line after each text.
     rejects O           Texts are the tokens with blanks between; lines that begin with -DOCSTART- are passed over.
 
-    {"data": [{"paragraphs": [{"context": ..., "qas": [{"id": ..., "question": ...}]}]}]}      SQuAD, a .json file
+    {"data": [{"paragraphs": [{"context": ...,                                                SQuAD, a .json file
+        "qas": [{"id": ..., "question": ..., "answers": [{"text": ...}]}]}]}]}
 
-Only texts are read: `add-exits` compares with what the model itself predicts.
+Tags and answers are the gold labels of `evaluate`. The exits of `add-exits` need none.
 """
 
 import json
@@ -19,10 +20,13 @@ TAGGED = (".conll", ".bio", ".iob", ".iob2")
 
 DOCUMENT = "-DOCSTART-"
 
+ANSWERS = "answers"
+"""The name of a question's gold answers, also as a column of a table."""
 
-def tagged_texts(lines: Iterable[Any]) -> Iterator[tuple[int, str, str | None]]:
-    """(first line, text, error or None) of each text; lines: Records of table_files.py with a line each."""
-    tokens: list[str] = []
+
+def tagged_texts(lines: Iterable[Any]) -> Iterator[tuple[int, str, list[str], str | None]]:
+    """(first line, text, tags, error or None) of each text; lines: Records of table_files.py with a line each."""
+    tokens, tags = list[str](), list[str]()
     first = columns = 0
     error = None
     for line in lines:
@@ -31,11 +35,12 @@ def tagged_texts(lines: Iterable[Any]) -> Iterator[tuple[int, str, str | None]]:
             columns, first = columns or len(fields), first or line.line
             error = error or line.error or _flaw(fields, columns, line.line)
             tokens += fields[:1]
+            tags += fields[-1:]
         elif tokens or error:
-            yield first, " ".join(tokens), error
-            tokens, first, error = [], 0, None
+            yield first, " ".join(tokens), tags, error
+            tokens, tags, first, error = [], [], 0, None
     if tokens or error:
-        yield first, " ".join(tokens), error
+        yield first, " ".join(tokens), tags, error
 
 
 def _flaw(fields: list[str], columns: int, number: int) -> str | None:
@@ -57,17 +62,25 @@ def squad_data(text: str) -> list | None:
 
 
 def questions_of(data: list) -> Iterator[tuple[dict, str | None]]:
-    """({id, question, context}, error or None) of each question."""
+    """({id, question, answers, context}, error or None) of each question."""
     for article, place in _objects(data, "data"):
         for paragraph, below in _objects(article, place, "paragraphs"):
             for question, at in _objects(paragraph, below, "qas"):
                 flaw = question if isinstance(question, str) else None
-                row = {} if flaw else {"id": question.get("id"), "question": question.get("question")}
+                row = {} if flaw else {name: question.get(name) for name in ("id", "question", ANSWERS)}
                 context = paragraph.get("context") if isinstance(paragraph, dict) else None
                 for name, value in () if flaw else (("question", row["question"]), ("context", context)):
                     if not isinstance(value, str):
                         flaw = flaw or f"expected {name} of {at} as text, found {shortened(value)}; correct the file"
                 yield row | {"context": context}, flaw
+
+
+def gold_answers(answers: Any) -> list[str] | None:
+    """The texts of a SQuAD file's [{"text": ...}], or of {"text": [...]}, as Hugging Face has them; None for others."""
+    texts = answers.get("text") if isinstance(answers, dict) else answers
+    if isinstance(answers, list):
+        texts = [answer.get("text") if isinstance(answer, dict) else None for answer in answers]
+    return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else None
 
 
 def _objects(holder: Any, place: str, key: str | None = None) -> Iterator[tuple[Any, str]]:

@@ -33,6 +33,7 @@ from mini_ee.lab.data.sentence_files import is_setfit
 from mini_ee.lab.data.tasks import LISTED_LABELS, Split, Task
 from mini_ee.lab.data.tokenizer_config import NO_LIMIT, own_max_length
 from mini_ee.lab.errors import WrongArguments
+from mini_ee.lab.evaluation.gold_labels import check_tags, gold_scores, scores_line
 from mini_ee.lab.evaluation.plots import can_draw, draw_agreement
 from mini_ee.lab.evaluation.row_evaluation import evaluate
 from mini_ee.lab.exits.row_exits import even_exits
@@ -48,6 +49,7 @@ from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.writer import export
 from mini_ee.lab.recording import predictions, record
 from mini_ee.lab.registry import METHODS
+from mini_ee.lab.rules import Never
 from mini_ee.lab.statistics import share_interval
 from mini_ee.lab.token_tasks import LABELS, SPAN
 from mini_ee.lab.training.holdout import TEST_ROWS, split_rows
@@ -83,7 +85,8 @@ def add_exits(
     model: a Hugging Face folder of a ...ForSequenceClassification, ...ForTokenClassification or
     ...ForQuestionAnswering, or of a sentence encoder (encoder_exits.py). texts: like those that the model will read;
     pairs if it reads pairs, such as a question and its context. labels: of the texts, their names or numbers, only for
-    max_loss. options: the fields of AddOptions.
+    max_loss; of a model for tokens or questions the gold tags or answers of each text, by which the summary scores the
+    test texts. options: the fields of AddOptions.
     Called again, it continues an interrupted call. Returns the run; the summary is out/summary.json, and out/exported
     is not there if `pays` is false in it. Raises WrongArguments for a model without a classification head, for too few
     texts, or for labels that are not the model's; FileExistsError if `out` contains another call, or one that is over.
@@ -98,6 +101,7 @@ def add_exits(
     encodes = is_sentence_encoder(model)
     names, several = ((), False) if encodes else (label_names(model), is_multi_label(model))
     kind = "" if encodes else token_kind_of(model)
+    gold, labels = (labels, None) if kind and required.max_loss is None else (None, labels)
     check_options(options, labels, encodes)
     _check_numbers(model, required, names or encodes)
     numbers = _numbers(labels, names, several or bool(kind), required, len(texts))
@@ -111,6 +115,7 @@ def add_exits(
         rows = [*compress(rows, rankable(rows, required.top_k, say, LEAST_TEXTS))]
     if kind:
         _check_rows(model, kind, rows)
+        check_tags(kind, names, gold or ())
     task = encoder_task(rows) if encodes else _task(names, tuple(rows), several, numbers, required.top_k, kind)
     inputs = {"seed": seed, "texts": task.split("train").sha256(), "files": model_sha256s(model)}
     compared = _begin(out, inputs, required, lambda: _compared(model, task, out, required))
@@ -118,6 +123,8 @@ def add_exits(
     add = exits_of_encoder if encodes else _exits_of_classifier
     run, summary = add(model, task, out, required, seed, say)
     summary |= {"compared": compared}
+    if gold is not None and summary["pays"]:
+        summary |= _gold_scores(Runtime(out / "exported", threads=1), task, seed, gold)
     write_bytes(out / "README.md", card(summary).encode())
     write_json(out / "summary.json", summary)
     return run
@@ -127,9 +134,7 @@ def _exits_of_classifier(
     model: Path, task: Task, out: Path, required: AddOptions, seed: int, say: Callable[[str], None]
 ) -> tuple[Run, dict]:
     """Train the heads, choose thresholds, export, verify, measure. Returns the run and the summary."""
-    rows = task.split("train").texts
-    units = len(rows) if task.top_k is None else int(queries_of(rows).max()) + 1
-    count = max(int(TRAINED * units), units - 2 * TEST_ROWS)
+    count = _count_to_train(task)
     run = load_run(out / "run") if is_run(out / "run") else _trained(model, task, out, count, required, seed, say)
     test = split_rows(task, seed, count).test
     summary = _summary(run, test, required)
@@ -147,6 +152,26 @@ def _exits_of_classifier(
     if can_draw():
         draw_agreement(out / "curve.png", summary)
     return run, summary
+
+
+def _count_to_train(task: Task) -> int:
+    """The number of texts, or of queries in a ranking, that the heads learn from."""
+    rows = task.split("train").texts
+    units = len(rows) if task.top_k is None else int(queries_of(rows).max()) + 1
+    return max(int(TRAINED * units), units - 2 * TEST_ROWS)
+
+
+def _gold_scores(runtime: Runtime, task: Task, seed: int, gold: Sequence[list[str]]) -> dict:
+    """Scores of the test texts against gold labels, with exits and of the full model."""
+    rows = task.split("train")
+    numbered = replace(task, splits={"train": replace(rows, labels=np.arange(len(rows)))})
+    test = split_rows(numbered, seed, _count_to_train(task)).test
+    of_rules = {"scores": runtime.run(test.texts), "full_scores": runtime.run(test.texts, rule=Never())}
+    wanted = [gold[row] for row in test.labels]
+    return {
+        name: gold_scores(task.token_kind, task.label_names, test.texts, wanted, [answer.label for answer in answers])
+        for name, answers in of_rules.items()
+    }
 
 
 def _check_numbers(model: Path, required: AddOptions, other: object) -> None:
@@ -349,10 +374,15 @@ def line_of(summary: dict) -> str:
         agrees = f"Keeps the top {summary['top_k']} of the original for {summary['agreement']:.1%} of "
     if labelled:
         agrees = f"Its accuracy is {summary['accuracy']:.1%}, that of the original {summary['full_accuracy']:.1%}, on "
+    gold = ""
+    if "scores" in summary:
+        gold = (
+            f" Against gold labels, in brackets the original: {scores_line(summary['scores'], summary['full_scores'])}."
+        )
     return (
         f"{agrees}{summary.get('queries', summary['texts']['tested']):,} test {unit} ({guarantee}). It saves "
         f"{summary['layers_saved']:.1%} of the {layers} layers and is {summary['speedup']:.2f} times as fast at batch "
-        f"size 1."
+        f"size 1.{gold}"
     )
 
 

@@ -50,7 +50,11 @@ CLIENTS = {
     LABELS: (PYTHON % (*["TokenClassification"] * 2, LABELS, '"A text."'), JAVASCRIPT % (LABELS, '"A text."')),
     SPAN: (
         PYTHON % (*["QuestionAnswering"] * 2, SPAN, 'question="A question?", context="A text."'),
-        JAVASCRIPT % (SPAN, '"A question?", "A text."'),
+        """import { pipeline } from "@huggingface/transformers";
+
+const answer = await pipeline("question-answering", "DIR");
+answer.tokenizer.return_token_type_ids = true; // which tell the context from the question; else BERT reads one text
+console.log(await answer("A question?", "A text."));""",
     ),
     "embeddings": (
         """from sentence_transformers import SentenceTransformer

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from method_cases import few_epochs_and_no_picture  # noqa: F401
+from tokenizers import Tokenizer as Backend
 from words import BAD, GOOD, THINGS
 
 import mini_ee
@@ -23,6 +26,7 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.evaluation import row_evaluation
+from mini_ee.lab.evaluation.gold_labels import word_tags
 from mini_ee.lab.export.add_exits import line_of
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.recording import Record, Recorded, record
@@ -36,6 +40,7 @@ TAGS = ("O", "B-X", "I-X", "B-Y")
 TEXTS = [f"{a} {t} is {'very ' * n}{b}" for n, (t, a, b) in product(range(2), product(THINGS, GOOD, GOOD + BAD))][::2]
 ROWS = {LABELS: TEXTS, SPAN: [(f"the {THINGS[i % 5]} is", text) for i, text in enumerate(TEXTS)]}
 ENDINGS = {LABELS: "ForTokenClassification", SPAN: "ForQuestionAnswering"}
+SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 CLS, SEP = 2, 3
 
 
@@ -55,8 +60,10 @@ def folders(checkpoint_folder, tmp_path_factory):
         config |= {"id2label": dict(enumerate(TAGS))} if kind == LABELS else {}
         config.pop("sha256", None)
         write_json(folder / "config.json", config)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_bytes((checkpoint_folder / name).read_bytes())
+        tokenizer = Backend.from_file(str(checkpoint_folder / "tokenizer.json"))
+        tokenizer.add_special_tokens([*SPECIAL.values()])  # which clients leave out of answers
+        tokenizer.save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", read_json(checkpoint_folder / "tokenizer_config.json") | SPECIAL)
     return made
 
 
@@ -163,7 +170,6 @@ if kind == "token-classification":
     print(json.dumps([[(each["entity"], float(each["score"])) for each in answer(row)] for row in rows]))
 else:
     model = onnxruntime.ORTModelForQuestionAnswering.from_pretrained(folder)
-    tokenizer.cls_token = "[CLS]"
     answer = pipeline(kind, model=model, tokenizer=tokenizer, align_to_words=False)
     found = [answer(question=question, context=context) for question, context in rows]
     print(json.dumps([[(each["answer"], float(each["score"]))] for each in found]))
@@ -178,7 +184,12 @@ def test_optimum_and_the_pipelines_of_transformers_give_the_same_answers(added):
     rows = ROWS[added.kind][:40]
     command = [os.environ["MINI_EE_HUGGING_FACE"], "-c", CLIENT, added.out / "exported", added.kind, json.dumps(rows)]
     piped = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-    for theirs, answer in zip(piped, added.exported.run(rows)):
+    compare_answers(added, rows, piped)
+
+
+def compare_answers(added, rows, answers):
+    """(label or answer, score) of each row, against `mini-ee run`."""
+    for theirs, answer in zip(answers, added.exported.run(rows), strict=True):
         labels = answer.label if added.kind == LABELS else [answer.label]
         ours = [
             (labelled.label, labelled.score) if added.kind == LABELS else (labelled.answer, labelled.score)
@@ -186,6 +197,38 @@ def test_optimum_and_the_pipelines_of_transformers_give_the_same_answers(added):
         ]
         assert [label for label, _ in theirs] == [label for label, _ in ours]
         np.testing.assert_allclose([score for _, score in theirs], [score for _, score in ours], atol=1e-5)
+
+
+IN_NODE = """
+import { readFileSync } from "node:fs";
+import { basename, dirname } from "node:path";
+import { pipeline, env } from "@huggingface/transformers";
+
+const [folder, kind] = process.argv.slice(2);
+Object.assign(env, { allowRemoteModels: false, localModelPath: dirname(folder) });
+const answer = await pipeline(kind, basename(folder));
+answer.tokenizer.return_token_type_ids = true;
+const found = [];
+for (const row of JSON.parse(readFileSync(0, "utf8"))) {
+  const labels = Array.isArray(row) ? [await answer(...row)] : await answer(row, { ignore_labels: [] });
+  found.push(labels.map((label) => [label.entity ?? label.answer, label.score]));
+}
+console.log(JSON.stringify(found));
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MINI_EE_TRANSFORMERS_JS" not in os.environ,
+    reason="needs MINI_EE_TRANSFORMERS_JS, a folder in which `npm install @huggingface/transformers` was called",
+)
+def test_the_pipelines_of_transformers_js_give_the_same_answers(added, tmp_path):
+    rows = ROWS[added.kind]
+    (tmp_path / "client.mjs").write_text(IN_NODE)
+    (tmp_path / "node_modules").symlink_to(Path(os.environ["MINI_EE_TRANSFORMERS_JS"]).resolve() / "node_modules")
+    command = ["node", tmp_path / "client.mjs", added.out / "exported", added.kind]
+    done = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, check=True, timeout=300)
+    compare_answers(added, rows, json.loads(done.stdout.splitlines()[-1]))
 
 
 # ---- The functions ----
@@ -305,6 +348,70 @@ def test_the_worker_counts_shadow_rows_that_agree_in_every_label(added):
 
 # ---- Files and refusals ----
 
+# ---- Gold labels ----
+
+
+def labelled(added, path):
+    """A file with the rows and what the full model answers as gold, but for every fourth row; and these rows."""
+    rows, data = ROWS[added.kind][:40], []
+    with open(path, "w") as file:
+        for at, (row, answer) in enumerate(zip(rows, added.exported.run(rows, rule=Never()))):
+            if added.kind == LABELS:
+                tags = ["B-Y"] * len(row.split()) if at % 4 == 0 else [label.label for label in answer.label]
+                print("\n".join(f"{word} {tag}" for word, tag in zip(row.split(), tags)), end="\n\n", file=file)
+            else:
+                answers = [{"text": "nothing" if at % 4 == 0 else answer.label.answer}, {"text": "none"}]
+                qas = [{"id": str(at), "question": row[0], "answers": answers}]
+                data.append({"paragraphs": [{"context": row[1], "qas": qas}]})
+        if data:
+            json.dump({"data": data}, file)
+    return rows
+
+
+def test_gold_labels_score_the_exits_and_the_rule(added, tmp_path, capsys):
+    path = tmp_path / ("gold.conll" if added.kind == LABELS else "gold.json")
+    rows = labelled(added, path)
+    assert main(["evaluate", str(added.out / "exported"), "--task", str(path), "--sweep", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    full, early = (added.exported.run(rows, rule=rule) for rule in (Never(), None))
+    assert answer["agreement"] == np.mean([one.agrees(other) for one, other in zip(early, full)])
+    assert answer["exit_counts"] == [sum(one.layers == layer for one in early) for layer in (1, 3)]
+    assert answer["per_exit_scores"][-1] == answer["full_scores"]
+    right = [at % 4 > 0 for at in range(len(rows))]
+    if added.kind == SPAN:  # F1 is at least that of an exact match
+        assert answer["full_scores"]["exact_match"] == np.mean(right) <= answer["full_scores"]["f1"]
+        same = [one.label.answer == other.label.answer for one, other in zip(early, full)]
+        assert answer["scores"]["exact_match"] == np.mean(np.array(right) & same)
+    else:
+        wanted = [shown(one) if ok else ["B-Y"] * len(shown(one)) for one, ok in zip(full, right)]
+        for name, answers in (("full_scores", full), ("scores", early)):
+            pairs = [pair for one, tags in zip(answers, wanted) for pair in zip(shown(one), tags)]
+            assert answer[name]["accuracy"] == np.mean([ours == gold for ours, gold in pairs])
+        assert answer["full_scores"].keys() == {"accuracy", "precision", "recall", "f1"}
+    strictest = max(answer["sweep"], key=lambda point: point["mean_layers"])
+    assert strictest["agreement"] == 1 and strictest["scores"] == answer["full_scores"]
+
+
+def test_the_summary_scores_the_test_texts_if_there_are_gold_labels(added, folders, tmp_path, monkeypatch):
+    """What the model itself says is right: so the full model has all. Heads and export are those of an earlier call."""
+    shutil.copytree(added.out, tmp_path / "o")
+    (tmp_path / "o" / "summary.json").unlink()
+    full = added.exported.run(ROWS[added.kind], rule=Never())
+    gold = [[one.label.answer] if added.kind == SPAN else shown(one) for one in full]
+    monkeypatch.setattr("mini_ee.lab.export.add_exits.LEAST_SAVED", -1.0)
+    monkeypatch.setattr(row_evaluation, "TIMED_REPEATS", 1)
+    mini_ee.add_exits(folders[added.kind], ROWS[added.kind], tmp_path / "o", labels=gold, agreement=0.5, exits=(1, 3))
+    summary = read_json(tmp_path / "o" / "summary.json")
+    assert set(summary["full_scores"].values()) == {1.0} and "Against gold labels" in line_of(summary)
+    assert summary["scores"] == summary["full_scores"] if summary["agreement"] == 1 else summary["scores"]["f1"] < 1
+
+
+def test_a_word_has_the_label_of_its_first_token():
+    text, ends = "EU rejects lamb", [(0, 1, "B-X"), (1, 2, "I-X"), (2, 6, "O"), (6, 10, "I-X")]
+    tokens = [TokenLabel(text[start:end], label, 0.9, start, end) for start, end, label in ends]
+    assert word_tags(text, tokens) == ["B-X", "O", "O"]  # of the last word nothing was read
+
+
 SQUAD = {"data": [{"paragraphs": [{"context": "the film is good", "qas": [{"id": "a", "question": "the film is"}]}]}]}
 
 
@@ -361,7 +468,12 @@ REFUSED = [
     ),
     (["export", "{run}", "--rule", "policy", "--out", "{tmp}/w"], "policy needs a model with a policy"),
     (["classify", "{run}", "the film"], "is for {kind}, and `mini-ee classify` for one label"),
-    (["evaluate", "{exported}"], "is for {kind}, and `mini-ee evaluate` for one label"),
+    (["evaluate", "{run}"], "is for {kind}, and `mini-ee evaluate` for one label"),
+    (["evaluate", "{exported}"], "needs --task FILE with gold tags or answers, found none"),
+    (["evaluate", "{exported}", "--task", "{tmp}"], "needs --task FILE with gold tags or answers, found no file"),
+    (["evaluate", "{exported}", "--task", "{rows}"], "rows.txt:1: expected gold tags or answers, found none"),
+    (["evaluate", "{exported}", "--task", "{rows}", "--overthinking"], "--overthinking is for one label of a text"),
+    (["evaluate", "{exported}", "--task", "{rows}", "--label-column", "x"], "--label-column is for one label of a"),
     (["compare", "{run}", "{run}"], "is for {kind}, and `mini-ee compare` for one label"),
     (["calibrate", "{run}", "--epsilon", ".9"], "is for {kind}, and `mini-ee calibrate` for one label"),
     (["embed", "{exported}", "{tmp}/x", "--out", "{tmp}/o.npy"], "is for {kind}, and `mini-ee embed` for one label"),
@@ -394,6 +506,8 @@ def test_rows_of_another_number_of_texts_are_refused(folders, tmp_path):
     with pytest.raises(WrongArguments, match="--pool is for one label of a text"):
         task = Task("t", TAGS, ("accuracy",), {"train": Split(((TEXTS[0],),), np.zeros(1, np.int64))})
         mini_ee.train("self-supervised", folders[LABELS], task, tmp_path / "o", pool="mean")
+    with pytest.raises(WrongArguments, match="expected tags among the model's labels O, B-X, I-X, B-Y, found 'PER'"):
+        mini_ee.add_exits(folders[LABELS], TEXTS, tmp_path / "o", labels=[["PER"]] * len(TEXTS))
     with pytest.raises(WrongArguments, match="--max-loss is for a model that gives a text one class"):
         mini_ee.add_exits(folders[LABELS], TEXTS, tmp_path / "o", labels=["O"] * len(TEXTS), max_loss=0.1)
 
