@@ -48,6 +48,7 @@ def figures_of(recipe: dict, data: PageData) -> dict:
         "source": recipe["source"],
         "names": recipe.get("names", ""),
         "claims": claims,
+        "work": work_of(data),
         "count": Counter(claim.verdict for claim in claims if not claim.entry.get("control")),
         "verdict": {claim.name: claim.verdict for claim in claims},
         "tables": [{**table, "text": table_text(table, data)} for table in recipe["tables"]],
@@ -62,6 +63,21 @@ def figures_of(recipe: dict, data: PageData) -> dict:
 
 
 # ---- Figures ----
+
+
+def work_of(data: PageData) -> dict:
+    """The runs of the page's cases: their number, core hours and processors, and of those on a GPU the hours."""
+    seeds = [made for name in data.trained for made in data.records[name]["seeds"].values()]
+    seconds = [(made["core_seconds"], "gpu" in made["how"]) for made in seeds]
+    return {
+        "runs": len(seeds),
+        "hours": sum(core for core, _ in seconds) / 3600,
+        "gpu_hours": sum(core for core, on_gpu in seconds if on_gpu) / 3600,
+        **{
+            f"{key}s": sorted({made["how"][key] for made in seeds if key in made["how"]})
+            for key in ("processor", "gpu")
+        },
+    }
 
 
 def mean_of(data: PageData, case: str, figure: str) -> str:

@@ -61,7 +61,7 @@ def page_figures(name: str, figures: dict) -> dict:
     """All that the template of a page may name: its JSON, what its module makes of it, and how parts were measured."""
     made = [{"part": part} | figures[MADE][part] for part in _module(name).PARTS]
     data = {data_name: digest for one in made for data_name, digest in one["data"].items()}
-    return figures | _module(name).page_figures(figures) | {MADE: made, "data": sorted(data.items())}
+    return figures | _module(name).page_figures(figures) | {MADE: made, "data": sorted(data.items()), "page": name}
 
 
 def _module(name: str):

@@ -151,7 +151,8 @@ def page_figures(figures: dict) -> dict:
         "examples": list({case["task"]: case["examples"] for case in cases}.items()),
         "tuned": [(task, rows, epochs) for task, (rows, epochs) in TASKS.items()],
         "minutes": sum(column(cases, "processor_minutes")) + sum(fine_tuned.values()),
-        "model_rows": models_rows(cases),
+        "model_rows": models_rows(best),
+        "rows_by_texts": models_rows(cases),
         "depths": one["exits"],
         "exit_0_rows": exit_0_rows(figures["exit-0"]),
     }

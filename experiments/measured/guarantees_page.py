@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mini_ee.calibrate import binomial_cdf
 from mini_ee.experiments.measured import frequent_lines, repeated_trainings
+from mini_ee.experiments.pages import number, percent
 from mini_ee.experiments.trainings import Sources, trained
 from mini_ee.lab.calibration import COMPARED_DELTA, agreement_by_sets, broken_guarantees, observe
 from mini_ee.lab.data.progress import tqdm
@@ -30,6 +32,8 @@ TASKS = {"SST-2": (6_000, 20_000, (600, 3_000)), "TREC": (2_000, None, (600, 1_5
 FREQUENT = ("SICK", 1_500)  # the task of frequent_lines.py, and rows to train on
 
 TRAININGS = 100  # per method, each on its own rows
+TEST_SIZES = (100, 299, 500, 1000, 2000, 3000)  # texts that test a rule
+LEVELS, TRUE_AGREEMENTS = (0.99, 0.98, 0.95), (0.995, 0.998)  # agreements that are tested; those that a rule may have
 PROPOSING = 200  # at most, and at most a tenth of a held-out set: rows that propose rules; the others test them
 DRAWS, SETS, EPSILONS, CONFIDENCE_MEASURE = 200, 1000, (0.9, 0.95), "max_probability"
 
@@ -231,6 +235,7 @@ def page_figures(figures: dict) -> dict:
         "exits": ", ".join(map(str, EXITS)),
         "largest": SIZES[-1],
         "repeated_cases": [one | {"method": named(one)} for one in [*usual, every, *finer, *planted]],
+        "tests": {str(texts): power(texts) for texts in TEST_SIZES},
         **frequent_lines.page_figures(figures["frequent"]),
     }
 
@@ -238,3 +243,19 @@ def page_figures(figures: dict) -> dict:
 def named(one: dict) -> str:
     """The method of repeated trainings, and the planted mistake."""
     return ", ".join(filter(None, (one["method"], PLANTED_NAMES.get(one["planted"]))))
+
+
+def most_disagreements(texts: int, agreement: float, delta: float = 0.05) -> int:
+    """The largest number of disagreements with which texts pass the test of an agreement; -1 if no number does."""
+    most = -1
+    while binomial_cdf(most + 1, texts, 1 - agreement) <= delta:
+        most += 1
+    return most
+
+
+def power(texts: int) -> dict:
+    """Of a number of texts: how many may disagree at each level, and how often rules pass the test of the first."""
+    most, level = [most_disagreements(texts, level) for level in LEVELS], LEVELS[0]
+    chances = [binomial_cdf(most[0], texts, 1 - agreement) for agreement in TRUE_AGREEMENTS]
+    row = [number(texts), *("none" if count < 0 else count for count in most), *(percent(one, 0) for one in chances)]
+    return {"texts": texts, "most": most[0], "all_agree": level**texts, "chances": chances, "row": row}

@@ -1,6 +1,7 @@
 """Pages of results are filled in from records: a figure without a record is an error."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,13 @@ def test_a_figure_without_a_record_is_an_error(template, figures):
 def test_a_measured_page_is_made_of_its_json(name):
     made = page_of(name, page_figures(name, read_json(RESULTS / f"{name}.json")))
     assert made == (RESULTS / f"{name}.md").read_text(), f"write the page anew: mini-ee reproduce {name}"
+
+
+def test_the_program_of_a_power_calculation_prints_what_the_page_says(capsys):
+    page = (RESULTS / "guarantees.md").read_text().partition("## How many texts?")[2]
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], {})
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [[cell.strip() for cell in line.split("|")] for line in re.findall(r"^\| (\d.*) \|$", page, re.M)]
+    of_page = {row[0].replace(",", ""): [row[1], row[4]] for row in rows}
+    assert printed[0] == ["298", "-1", "0%"] and len(printed) == 6  # one text fewer than the page's 299 is too few
+    assert [of_page[texts] for texts, *_ in printed[1:]] == [values for _, *values in printed[1:]]

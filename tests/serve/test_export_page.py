@@ -6,12 +6,17 @@ Their commands: test_serve_http.py.
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import yaml
+from conftest import BAD, GOOD, THINGS
 from http_server import ask, serving
+from onnx import helper
 
 from mini_ee.lab.cli.main import parser
 from mini_ee.lab.export import builder
@@ -63,6 +68,26 @@ def test_the_commands_of_the_page_for_a_classifier_parse():
     assert {command.split()[0] for command in commands} == {"add-exits", "export", "run", "serve", "calibrate"}
     for words in map(shlex.split, commands):
         assert parser(words).parse_args(words).command == words[0]
+
+
+def test_the_script_that_compares_a_file_with_an_export_counts_labels_and_time(runtime, tmp_path, monkeypatch, capsys):
+    """The file gives every text one label and computes nothing, so the export is slower, and equal at this label."""
+    page = (ROOT / "docs" / "your-classifier.md").read_text().partition("<summary>yours.py</summary>")[2]
+    texts = [f"the {thing} was {word}" for thing in THINGS for word in GOOD + BAD]
+    labels = [runtime.label_names.index(answer.label) for answer in runtime.run(texts, batch_size=1)]
+    ids = helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, ("B", "T"))
+    logits = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, (1, 3))
+    constant = onnx.numpy_helper.from_array(np.eye(3, dtype=np.float32)[labels[:1]])
+    graph = helper.make_graph([helper.make_node("Constant", [], ["logits"], value=constant)], "a", [ids], [logits])
+    opsets = [helper.make_opsetid("", builder.OPSET)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=builder.IR_VERSION), tmp_path / "mine.onnx")
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    paths = tmp_path / "mine.onnx", runtime.folder, tmp_path / "texts.txt"
+    monkeypatch.setattr(sys, "argv", ["yours.py", *map(str, paths)])
+    exec(re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1], {})
+    ratio, *counts = re.findall(r"[\d.]+", capsys.readouterr().out)
+    assert [*map(int, counts)] == [labels.count(labels[0]), len(texts)] and float(ratio) > 1
+    assert 0 < labels.count(labels[0]) < len(texts)
 
 
 def test_the_container_installs_what_the_server_needs():

@@ -8,6 +8,7 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -297,3 +298,52 @@ def test_transformers_js_in_a_browser(trained, tmp_path):
         server.shutdown()
         server.server_close()
     check(predictions, trained / "one")
+
+
+# ---- The lines of export/README.md ----
+PAGE = (Path(__file__).parents[2] / "export" / "README.md").read_text().partition("### Clients")[2]
+LINES = {
+    name: next(block for block in re.findall(r"^```(?:python|js)\n(.*?)^```$", PAGE, re.M | re.S) if name in block)
+    for name in ("onnxruntime.InferenceSession", "mini_ee.export.runtime", "ORTModel", "@huggingface")
+}
+
+
+def printed_by(command, folder, tmp_path):
+    """What the lines print beside a folder with the name that they have."""
+    (tmp_path / "exported").symlink_to(folder)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", ["onnxruntime.InferenceSession", "mini_ee.export.runtime"])
+def test_the_pages_lines_without_other_packages(classifier, tmp_path, monkeypatch, capsys, name):
+    (tmp_path / "exported").symlink_to(classifier.folder)
+    monkeypatch.chdir(tmp_path)
+    exec(LINES[name], {})
+    printed = capsys.readouterr().out.splitlines()
+    texts = re.findall(r'"([^"]+\.)"', LINES[name])
+    for line, text, answer in zip(printed, texts, classifier.run(texts, batch_size=1), strict=True):
+        by_graph = f"[{classifier.label_names.index(answer.label)}]", f"[{answer.layers}]"
+        ours = f"{answer.label} ", f"after {answer.layers} layers: {text}"
+        assert all(part in line for part in (by_graph if name.startswith("onnx") else ours)), line
+
+
+@pytest.mark.slow
+@in_python
+def test_the_pages_lines_for_optimum(trained, tmp_path):
+    labels = [
+        answer.label for answer in Runtime(trained / "one").run(re.findall(r'"([A-Z][^"]+\.)"', LINES["ORTModel"]))
+    ]
+    printed = printed_by([PYTHON, "-c", LINES["ORTModel"]], trained / "one", tmp_path)
+    assert re.findall(r"'label': '(\w+)'", printed) == labels and len(labels) == 2
+
+
+@pytest.mark.slow
+@in_javascript
+def test_the_pages_lines_for_transformers_js(trained, tmp_path):
+    command = in_node(tmp_path, LINES["@huggingface"])
+    labels = [
+        answer.label for answer in Runtime(trained / "one").run(re.findall(r'"([A-Z][^"]+\.)"', LINES["ORTModel"]))
+    ]
+    assert re.findall(r"label: '(\w+)'", printed_by(command, trained / "one", tmp_path)) == labels

@@ -83,7 +83,8 @@ def test_the_wheel_contains_every_module_and_every_other_file(installed):
 
 
 README = (ROOT / "README.md").read_text()
-PYTHON, CLIENT = re.findall(r"```python\n(import .*?)```", README, re.DOTALL)
+(PYTHON,) = re.findall(r"```python\n(import .*?)```", README, re.DOTALL)
+(CLIENT,) = re.findall(r"```python\n(import numpy .*?)```", (ROOT / "export" / "README.md").read_text(), re.DOTALL)
 QUICK = """
 from mini_ee.lab.training import default_rule, holdout
 holdout.TEST_ROWS, default_rule.CANDIDATES = 200, 10
@@ -93,7 +94,7 @@ mini_ee.train("joint", out="mini-ee-demo/run", exits=(2, 7, 12), max_train=1200,
 
 
 def exits_in(printed):
-    """The layers that the first block of the README prints: of the demo's rule, of its threshold; of the second."""
+    """The layers that README's block prints: of the demo's rule, of its threshold; and those of the page's client."""
     by_rule = [int(layers) for layers in re.findall(r" after (\d+) layers: ", printed)]
     by_threshold = re.search(r"^\[([ \d]+)\] layers with a threshold", printed, re.M)
     by_client = re.findall(r"^\[array\(.*array\(\[(\d+)\]", printed, re.M)
@@ -121,7 +122,9 @@ def test_readmes_python_prints_what_it_shows_on_the_demos_run(installed, tmp_pat
     assert f"after {float(plain):.1f} layers" in README and f"after {float(doubly):.1f} layers" in README
 
 
-def test_readmes_client_runs_a_distilbert_which_has_no_token_types(installed, checkpoint_folder, task_folder, tmp_path):
+def test_the_pages_client_runs_a_distilbert_which_has_no_token_types(
+    installed, checkpoint_folder, task_folder, tmp_path
+):
     """Its threshold is between the confidences of the two texts at the first exit, so that one of them exits there."""
     save_backbone(load_backbone(ROOT / "tests" / "golden" / "distilbert").without_heads(), tmp_path / "checkpoint")
     Tokenizer.from_folder(checkpoint_folder, None).save_beside_model(tmp_path / "checkpoint")
