@@ -60,8 +60,8 @@ class TextReader(TableFile):
             if self._num_texts == 2 or self._options.names_columns or self._labelled:
                 advice = "give a file of another kind; tags are labels of tokens"
                 raise file_error(self.path, 1, "pairs, or a table with columns", f"tagged tokens ({self.kind})", advice)
-            for line, text, tags, error in tagged_texts(self.rows()):
-                yield self._row(Record(line, [text], error))._replace(gold=tags)
+            for first, text, tags, error in tagged_texts(self.rows()):
+                yield self._row(Record(first, [text], error))._replace(gold=tags)
             return
         if self._labelled or self._options.names_columns and self.kind != ".txt":
             wanted = f"a table with columns ({', '.join(SUFFIXES)})"

@@ -366,7 +366,7 @@ class Tokenizer:
         """Write tokenizer.json, and the tokenizer_config.json with which transformers reads it as it is."""
         self.save(Path(folder) / "tokenizer.json")
         types = ["token_type_ids"] * any(self.backend.encode("a", "a").type_ids)
-        named = (("pad_token", ("[PAD]", "<pad>")), ("mask_token", ("[MASK]", "<mask>")))
+        named: tuple = (("pad_token", ("[PAD]", "<pad>")), ("mask_token", ("[MASK]", "<mask>")))
         if self.backend.num_special_tokens_to_add(is_pair=True) > 2:  # clients find the end of a question by its token
             named += (("cls_token", ("[CLS]", "<s>")), ("sep_token", ("[SEP]", "</s>")))
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
