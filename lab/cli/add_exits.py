@@ -80,10 +80,14 @@ def run(args, say) -> dict:
 def _gold(rows: list, model: Path, say) -> list[list[str]] | None:
     """The gold tags or answers of all rows; None if some have none, or if the model does not label tokens."""
     from mini_ee.lab.backbones.fine_tuned import is_sentence_encoder, label_names, token_kind_of
+    from mini_ee.lab.data.files import check_folder
     from mini_ee.lab.evaluation.gold_labels import unknown_tag
 
+    if any(row.gold is None for row in rows):
+        return None
+    check_folder(model)
     kind = "" if is_sentence_encoder(model) else token_kind_of(model)
-    if not kind or any(row.gold is None for row in rows):
+    if not kind:
         return None
     gold = [row.gold for row in rows]
     if (tag := unknown_tag(kind, label_names(model), gold)) is not None:

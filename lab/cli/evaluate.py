@@ -27,8 +27,8 @@ def add(sub: Parser) -> None:
     sub.add_argument(
         "--task",
         metavar="TASK",
-        help="folder of a task (default that of the training); for a decoder of a benchmark such as HellaSwag; for "
-        "labels of tokens, or answers to questions, a file with tags (.conll) or answers",
+        help="folder of a task, for a decoder of a benchmark such as HellaSwag; for labels of tokens, or answers to "
+        "questions, a file with tags (.conll) or answers (default the task of the training)",
     )
     sub.add_argument(
         "--max-rows", type=positive, metavar="N", help="maximum number of examples, drawn with the seed (default all)"

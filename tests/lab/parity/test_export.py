@@ -945,7 +945,7 @@ def test_graphs_that_say_something_else_are_told_and_leave_no_folder(run, tmp_pa
     assert nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("step", ["write_beside", "write_json", "file_sha256", "_verify"])
+@pytest.mark.parametrize("step", ["write_beside", "write_json", "file_sha256", "verify"])
 def test_a_write_that_fails_leaves_no_folder(run, tmp_path, monkeypatch, step):
     def full(*arguments):
         raise OSError(28, "No space left on device", str(arguments[0]))
